@@ -1,0 +1,45 @@
+# `make run` and `make test` start from nothing: each sets up .venv first and does nothing there when it is current.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.kvbench-installed
+
+.PHONY: help setup run test lint format clean
+
+help:
+	@echo "make run     set up .venv, then one run with the defaults (python -m kvbench)"
+	@echo "make test    set up .venv, then the tests with a coverage report"
+	@echo "make lint    set up .venv, then ruff and mypy"
+	@echo "make format  let ruff rewrite what it can"
+	@echo "make clean   remove .venv and the caches; results stay"
+	@echo "PYTHON=...   the Python 3.11 or newer that makes .venv (default: python3)"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "kvbench needs Python 3.11 or newer, and '$(PYTHON)' is not:" \
+	         "install one and name it, as in 'make PYTHON=python3.12 ...'" >&2; exit 2; }
+	"$(PYTHON)" -m venv $(VENV)
+	@# torch by itself and pinned first: left free, pip may fetch gigabytes of another build.
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+run: $(STAMP)
+	$(BIN)/python -m kvbench
+
+test: $(STAMP)
+	$(BIN)/python -m pytest --cov --cov-report=term
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .coverage
