@@ -1,0 +1,302 @@
+"""What kvbench.models promises: byte-exact text, the same random weights for the same seed, and one-line refusals."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvbench.config import ConfigError, choices, shipped
+from kvbench.models import BYTE_VOCABULARY, Loaded, byte_tokenizer, load
+
+TOKENIZER = byte_tokenizer()
+DUMMIES = sorted(name for name in choices("model") if name.startswith("dummy-"))
+REAL = sorted(name for name in choices("model") if not name.startswith("dummy-"))
+
+
+def model_config(name: str = "dummy-tiny", **changes: Any) -> dict[str, Any]:
+    node = shipped("model", name)
+    assert node is not None
+    return {**node, **changes}
+
+
+def weights(loaded: Loaded) -> dict[str, torch.Tensor]:
+    return dict(loaded.model.named_parameters())
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Loaded:
+    return load(model_config(), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny: Loaded) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "my-model"
+    tiny.model.save_pretrained(path)
+    tiny.tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No network and an empty cache. The hub reads its settings once, at import: so they are set in its module."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    yield
+
+
+# The tokenizer
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+@settings(deadline=None)
+def test_byte_tokenizer_gives_back_any_text(text: str) -> None:
+    ids = TOKENIZER(text).input_ids
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == text
+    assert ids == [TOKENIZER.bos_token_id, *text.encode()]
+
+
+def test_byte_tokenizer_reads_the_spelling_of_a_special_token_as_text() -> None:
+    text = "a <eos> <bos><pad>"
+    ids = TOKENIZER(text, add_special_tokens=False).input_ids
+    assert ids == list(text.encode())
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == text
+
+
+def test_byte_tokenizer_keeps_what_surrounds_a_broken_character() -> None:
+    assert TOKENIZER.decode([65, 0xE2, 0x82, 66]) == "A\N{REPLACEMENT CHARACTER}B"
+
+
+def test_byte_tokenizer_pads_on_the_left() -> None:
+    batch = TOKENIZER(["a", "abc"], padding=True)
+    assert batch.input_ids[0] == [TOKENIZER.pad_token_id] * 2 + [TOKENIZER.bos_token_id, ord("a")]
+    assert batch.attention_mask[0] == [0, 0, 1, 1]
+
+
+# Random weights
+
+
+def test_dummy_weights_are_the_same_for_the_same_seed(tiny: Loaded) -> None:
+    again, other = load(model_config(), "cpu"), load(model_config(), "cpu", seed=1)
+    assert all(torch.equal(value, weights(again)[key]) for key, value in weights(tiny).items())
+    assert not torch.equal(weights(tiny)["lm_head.weight"], weights(other)["lm_head.weight"])
+    assert (tiny.revision, other.revision) == ("dummy-0", "dummy-1")
+
+
+def test_loading_leaves_the_callers_random_state_and_config_alone() -> None:
+    config = model_config()
+    before = copy.deepcopy(config)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    load(config, "cpu")
+    assert torch.equal(torch.rand(3), expected)
+    assert config == before
+
+
+@pytest.mark.parametrize("name", [name for name in DUMMIES if name != "dummy-100m"])
+def test_dummies_are_ready_to_run(name: str) -> None:
+    loaded = load(model_config(name), "cpu")
+    assert loaded.name == name
+    assert loaded.window == 32768
+    assert loaded.dense_layers == ()
+    assert loaded.stop_ids == (loaded.tokenizer.eos_token_id,)
+    assert loaded.model.config._attn_implementation == "kvbench"
+    assert not loaded.model.training
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+    assert loaded.model.dtype == torch.float32
+    ids = loaded.tokenizer("hello", return_tensors="pt").input_ids
+    assert loaded.model(ids).logits.shape == (1, 6, BYTE_VOCABULARY)
+
+
+def test_dummy_100m_has_about_100_million_parameters() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config("dummy-100m")["config"]))
+    assert 90e6 < sum(parameter.numel() for parameter in model.parameters()) < 110e6
+
+
+def test_rotary_frequencies_stay_float32_in_bfloat16_models(tiny: Loaded) -> None:
+    half = load(model_config(), "cpu", "bfloat16")
+    assert half.model.dtype == torch.bfloat16
+    assert torch.equal(half.model.model.rotary_emb.inv_freq, tiny.model.model.rotary_emb.inv_freq)
+
+
+def test_a_real_shape_can_have_random_weights() -> None:
+    config = model_config("qwen3-8b", weights="dummy")
+    config["config"] = {**config["config"], "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
+    loaded = load(config, "cpu")
+    assert loaded.name == "qwen3-8b"
+    assert loaded.dense_layers == (0, 1)
+    assert loaded.stop_ids == (TOKENIZER.eos_token_id,)
+    assert len(loaded.tokenizer) == BYTE_VOCABULARY <= loaded.model.config.vocab_size
+
+
+# The shapes in conf/model
+
+
+@pytest.mark.parametrize("name", DUMMIES + REAL)
+def test_every_shape_is_complete_and_understood_by_transformers(name: str) -> None:
+    node = model_config(name)
+    assert set(node) == {"name", "about", "path", "weights", "dense_layers", "config"}
+    assert node["name"] == name
+    config = AutoConfig.for_model(**copy.deepcopy(node["config"])).to_dict()
+    assert {key: config[key] for key in node["config"]} == node["config"]
+    assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
+
+
+# Published parameter counts, in millions; none of these can be right by luck.
+PARAMETERS = {
+    "deepseek-r1-distill-llama-8b": 8030,
+    "deepseek-r1-distill-qwen-14b": 14770,
+    "llama3.1-8b-instruct": 8030,
+    "mistral-7b-instruct-v0.2": 7242,
+    "mistral-7b-instruct-v0.3": 7248,
+    "qwen3-32b": 32762,
+    "qwen3-4b-instruct-2507": 4022,
+    "qwen3-8b": 8191,
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_shapes_have_the_published_number_of_parameters(name: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config(name)["config"]))
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == PARAMETERS[name]
+
+
+# Folders and hub ids
+
+
+def test_a_saved_folder_loads_with_its_own_weights_and_tokenizer(folder: Path, tiny: Loaded) -> None:
+    loaded = load(model_config(path=str(folder), weights="pretrained"), "cpu")
+    assert all(torch.equal(value, weights(loaded)[key]) for key, value in weights(tiny).items())
+    assert loaded.tokenizer("a<eos>").input_ids == tiny.tokenizer("a<eos>").input_ids
+    assert loaded.stop_ids == tiny.stop_ids
+    assert loaded.window == tiny.window
+    assert loaded.model.config._attn_implementation == "kvbench"
+
+
+def test_a_path_given_to_a_dummy_loads_that_path_under_its_own_name(folder: Path) -> None:
+    loaded = load(model_config(path=str(folder)), "cpu")
+    assert loaded.name == "my-model"
+    assert loaded.dense_layers == (0, 1)
+    assert loaded.revision.startswith("folder-")
+
+
+def test_a_local_copy_of_a_named_model_keeps_its_name(folder: Path) -> None:
+    loaded = load(model_config("llama3.1-8b-instruct", path=str(folder)), "cpu")
+    assert loaded.name == "llama3.1-8b-instruct"
+
+
+def test_revision_of_a_folder_follows_its_content(folder: Path, tiny: Loaded, tmp_path: Path) -> None:
+    def revision(path: Path) -> str:
+        return load(model_config(path=str(path)), "cpu").revision
+
+    tiny.model.save_pretrained(tmp_path / "other")
+    tiny.tokenizer.save_pretrained(tmp_path / "other")
+    assert revision(tmp_path / "other") == revision(folder)
+    other = load(model_config(), "cpu", seed=1)
+    other.model.save_pretrained(tmp_path / "other")
+    assert revision(tmp_path / "other") != revision(folder)
+
+
+def test_all_stop_ids_of_a_generation_config_count(folder: Path, tmp_path: Path) -> None:
+    loaded = load(model_config(path=str(folder)), "cpu")
+    loaded.model.generation_config.eos_token_id = [257, 10]
+    loaded.model.save_pretrained(tmp_path)
+    loaded.tokenizer.save_pretrained(tmp_path)
+    assert load(model_config(path=str(tmp_path)), "cpu").stop_ids == (257, 10)
+
+
+# Refusals: each one line, with the key, the value and what would be right
+
+
+def refusal(config: dict[str, Any], *args: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(config, *args)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    message = refusal(model_config(path=str(tmp_path / "nowhere"), weights="pretrained"), "cpu")
+    assert message.startswith(f"model.path={tmp_path / 'nowhere'}: no such folder")
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    assert "no config.json" in refusal(model_config(path=str(tmp_path)), "cpu")
+
+
+def test_a_folder_without_weights_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    assert refusal(model_config(path=str(tmp_path)), "cpu").startswith(
+        f"model.path={tmp_path}: not a usable model folder"
+    )
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_hub_id_out_of_reach_points_to_folders() -> None:
+    message = refusal(model_config("qwen3-8b"), "cpu")
+    assert message.startswith("model.path=Qwen/Qwen3-8B: ")
+    assert message.endswith("use model.path=FOLDER")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for CUDA where there is none")
+def test_cuda_without_a_device_is_refused() -> None:
+    assert refusal(model_config(), "cuda").startswith("device=cuda: torch sees no CUDA device")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "start"), [("gpu", "auto", "device=gpu: "), ("cpu", "int8", "dtype=int8: ")]
+)
+def test_unknown_devices_and_dtypes_are_refused(device: str, dtype: str, start: str) -> None:
+    message = refusal(model_config(), device, dtype)
+    assert message.startswith(start)
+    assert "expected auto" in message
+
+
+def test_a_real_model_without_a_path_is_refused() -> None:
+    assert refusal(model_config("qwen3-8b", path=None), "cpu").startswith("model.path=null: ")
+
+
+def test_a_vocabulary_too_small_for_bytes_is_refused() -> None:
+    config = model_config()
+    config["config"] = {**config["config"], "vocab_size": 100}
+    assert refusal(config, "cpu").startswith("model.config.vocab_size=100: ")
+
+
+def test_sliding_windows_are_refused_before_weights_are_made() -> None:
+    config = model_config("dummy-mistral")
+    config["config"] = {**config["config"], "sliding_window": 64}
+    assert "dummy-mistral" in refusal(config, "cpu")
+
+
+def test_an_unsupported_folder_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    shape = {**model_config("dummy-mistral")["config"], "sliding_window": 64}
+    AutoConfig.for_model(**shape).save_pretrained(tmp_path)
+    assert "slid" in refusal(model_config(path=str(tmp_path)), "cpu")
+
+
+def test_the_yaml_as_hydra_composes_it_is_accepted() -> None:
+    composed = OmegaConf.to_container(OmegaConf.create(model_config()), resolve=True)
+    assert isinstance(composed, dict)
+    assert load(composed, "cpu").name == "dummy-tiny"  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_auto_means_bfloat16_on_cuda() -> None:
+    loaded = load(model_config())
+    assert loaded.model.device.type == "cuda"
+    assert loaded.model.dtype == torch.bfloat16
