@@ -20,6 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	    echo "kvbench needs Python 3.11 or newer, and '$(PYTHON)' is not:" \
 	         "install one and name it, as in 'make PYTHON=python3.12 ...'" >&2; exit 2; }
+	@echo "setting up $(VENV): some minutes the first time"
 	"$(PYTHON)" -m venv $(VENV)
 	@# torch by itself and pinned first: left free, pip may fetch gigabytes of another build.
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0

@@ -157,8 +157,8 @@ def _explained(path: str) -> Iterator[None]:
         if Path(path).is_dir():
             raise ConfigError(f"model.path={path}: not a usable model folder: {first_line(error)}") from error
         raise ConfigError(
-            f"model.path={path}: no such folder, and not to be had from the hub or its local cache "
-            f"({first_line(error)}); without network, use model.path=FOLDER"
+            f"model.path={path}: no such folder, and neither the hub nor its local cache gave it "
+            f"({first_line(error).rstrip('.')}); without network, use model.path=FOLDER"
         ) from error
 
 
