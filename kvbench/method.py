@@ -56,7 +56,8 @@ class Shape:
     """The sizes of one generation.
 
     Attributes:
-        layers, query_heads, kv_heads, head_dim, batch: counts.
+        layers, query_heads, kv_heads, head_dim: counts.
+        lengths: prompt tokens of each row.
         dtype, device: of keys, values and queries.
         scaling: attention logits are `scaling * (query . key)`.
         sparse_layers: true indices of the layers a method is asked about; the others stay dense and are never shown.
@@ -66,11 +67,16 @@ class Shape:
     query_heads: int
     kv_heads: int
     head_dim: int
-    batch: int
+    lengths: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     scaling: float
     sparse_layers: tuple[int, ...]
+
+    @property
+    def batch(self) -> int:
+        """Rows, B."""
+        return len(self.lengths)
 
     @property
     def group(self) -> int:
@@ -94,8 +100,14 @@ class Budget:
     def unified(self) -> bool:
         return self.accounting == "unified"
 
-    def tokens(self, length: int) -> int | None:
-        """C in tokens for a prompt of `length` tokens (a fraction rounds up); None stays None."""
+    def tokens(self, length: int) -> int:
+        """C in tokens for a prompt of `length` tokens; a fraction rounds up.
+
+        Raises:
+            ValueError: the size is None, so only the method knows its sizes.
+        """
+        if self.size is None:
+            raise ValueError("budget=null leaves the sizes to the method, and this method has none of its own")
         if isinstance(self.size, float):
             # 0.1 * 30 is 3.0000000000000004 in binary: rounding first keeps "a tenth of 30" at 3.
             return max(1, math.ceil(round(self.size * length, 9)))
@@ -210,6 +222,11 @@ class Method:
         """A new generation starts; forget the last one. `view` reads the store and evicts from it."""
         self.shape, self.budget, self.view, self.context = shape, budget, view, context
 
+    @property
+    def capacities(self) -> list[int]:
+        """The budget C of each row in tokens."""
+        return [self.budget.tokens(length) for length in self.shape.lengths]
+
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Build the index of `layer`; may submit background work to `context.pool`."""
 
@@ -241,4 +258,4 @@ class Method:
             length: prompt tokens of the row.
             generated: decode steps so far, the current one included.
         """
-        return self.budget.tokens(length)
+        return None if self.budget.size is None else self.budget.tokens(length)

@@ -1,0 +1,84 @@
+"""The reference executor, oracle of the others: fp32, every token ever seen under a mask, one query head at a time.
+
+It shares no line with them: it never gathers by a selection, but scatters the selection onto the whole sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvbench.method import Selection
+from kvbench.store import LayerStore
+
+
+def attend(
+    query: torch.Tensor,
+    store: LayerStore,
+    selection: Selection | None,
+    scaling: float,
+    probabilities: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See `kvbench.attention.Executor`."""
+    batch, query_heads, _, _ = query.shape
+    group = query_heads // store.key.shape[1]
+    out = torch.empty_like(query)
+    weights: list[torch.Tensor] = []
+    for row in range(batch):
+        for head in range(query_heads):
+            attended, weight = _head(query[row, head, 0].float().cpu(), store, selection, row, head, group, scaling)
+            out[row, head, 0] = attended.to(query.dtype)
+            weights.append(weight)
+    if not probabilities:
+        return out, None
+    longest = max(weight.shape[0] for weight in weights)
+    padded = [torch.nn.functional.pad(weight, (0, longest - weight.shape[0])) for weight in weights]
+    return out, torch.stack(padded).view(batch, query_heads, longest)
+
+
+def _head(
+    query: torch.Tensor,
+    store: LayerStore,
+    selection: Selection | None,
+    row: int,
+    head: int,
+    group: int,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [D] of one query head, and the weight of each entry in the order of its selection."""
+    kv_head = head // group
+    ids, key, value = _everything(store, row, kv_head)
+    if selection is None:
+        weight = (key @ query * scaling).softmax(dim=0)
+        return weight @ value, weight
+    heads = selection.index.shape[1]
+    index = selection.index[row, head if heads == store.key.shape[1] * group else min(kv_head, heads - 1)]
+    place = {int(token): at for at, token in enumerate(ids)}
+    logits = torch.full((ids.shape[0],), -torch.inf)
+    order: list[int] = []
+    index = index.cpu()
+    for rank, token in enumerate(index.tolist()):
+        if token < 0:
+            continue
+        at = place[token]
+        order.append(at)
+        own = key[at] if selection.keys is None else selection.keys[row, kv_head, rank].float().cpu()
+        logits[at] = (own @ query) * scaling
+        if selection.log_weight is not None:
+            logits[at] += float(selection.log_weight[row, head, rank])
+    if selection.extra is not None:
+        extra = selection.extra
+        more = (extra.key[row, kv_head].float().cpu() @ query) * scaling + extra.log_weight[row, head].float().cpu()
+        order += range(len(logits), len(logits) + len(more))
+        logits, value = torch.cat([logits, more]), torch.cat([value, extra.value[row, kv_head].float().cpu()])
+    weight = logits.softmax(dim=0)
+    ranked = torch.zeros(index.shape[0] + len(weight) - len(ids))
+    valid = torch.cat([index >= 0, torch.ones(len(weight) - len(ids), dtype=torch.bool)])
+    ranked[valid] = weight[order]
+    return weight @ value, ranked
+
+
+def _everything(store: LayerStore, row: int, kv_head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids [n], keys and values [n, D] in fp32 of all tokens one head still has."""
+    used = int(store.used[row, kv_head])
+    ids = torch.arange(used) if store.ids is None else store.ids[row, kv_head, :used].cpu()
+    return ids, store.key[row, kv_head, :used].float().cpu(), store.value[row, kv_head, :used].float().cpu()

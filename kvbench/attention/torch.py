@@ -1,0 +1,116 @@
+"""The torch executor: gather what is selected, one scaled_dot_product_attention. Also the dense attention of prefill.
+
+The G query heads of a KV head ride on the query axis, so keys and values are never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvbench.method import Selection
+from kvbench.store import LayerStore
+
+
+def attend(
+    query: torch.Tensor,
+    store: LayerStore,
+    selection: Selection | None,
+    scaling: float,
+    probabilities: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See `kvbench.attention.Executor`."""
+    batch, query_heads, _, head_dim = query.shape
+    if selection is None:
+        key, value, mask = store.resident()
+        bias = None if mask is None else mask[:, :, None]
+    else:
+        key, value, bias = _selected(store, selection, query_heads)
+    # [B, Hs, rows, D]: the query heads that share a list of keys are rows of one attention
+    rows = query.reshape(batch, key.shape[1], -1, head_dim)
+    if bias is not None and bias.dtype != torch.bool:
+        bias = bias.to(query.dtype)
+    weights = _probabilities(rows, key, bias, scaling).view(batch, query_heads, -1) if probabilities else None
+    out = scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scaling)
+    return out.reshape(batch, query_heads, 1, head_dim), weights
+
+
+def _selected(
+    store: LayerStore, selection: Selection, query_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Keys, values [B, Hs, M (+ E), D] with Hs = Hkv or Hq, and a bias that broadcasts over the rows (None: none)."""
+    index, kv_heads = selection.index, store.key.shape[1]
+    batch, heads, count = index.shape
+    if heads == query_heads and heads != kv_heads:
+        shared = index.reshape(batch, kv_heads, -1)
+    else:
+        shared = index.expand(batch, kv_heads, count)
+        heads = kv_heads
+    key, value = store.gather(shared)
+    key, value = key.view(batch, heads, count, -1), value.view(batch, heads, count, -1)
+    if selection.keys is not None:
+        key = selection.keys
+    present = (index >= 0).expand(batch, heads, count)[:, :, None]
+    bias: torch.Tensor | None = None
+    if selection.log_weight is not None:
+        log_weight = selection.log_weight.view(batch, heads, -1, count).float()
+        bias = log_weight.masked_fill(~present, -torch.inf)
+    elif index.is_cuda or not bool(present.all()):
+        bias = present
+    if selection.extra is not None:
+        key, value, bias = _with_extra(key, value, bias, selection, query_heads)
+    return key, value, bias
+
+
+def _with_extra(
+    key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, selection: Selection, query_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Append the synthetic entries, [B, Hs, E, D], to the selected ones."""
+    extra = selection.extra
+    assert extra is not None
+    batch, heads, count, _ = key.shape
+    rows = query_heads // heads
+    repeat = heads // extra.key.shape[1]
+    key = torch.cat([key, extra.key.repeat_interleave(repeat, dim=1)], dim=2)
+    value = torch.cat([value, extra.value.repeat_interleave(repeat, dim=1)], dim=2)
+    if bias is None:
+        bias = key.new_zeros(batch, heads, rows, count, dtype=torch.float32)
+    elif bias.dtype == torch.bool:
+        bias = torch.zeros_like(bias, dtype=torch.float32).masked_fill(~bias, -torch.inf)
+    weight = extra.log_weight.view(batch, heads, rows, -1).float()
+    return key, value, torch.cat([bias.expand(batch, heads, rows, count), weight], dim=3)
+
+
+def _probabilities(query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None, scaling: float) -> torch.Tensor:
+    logits = (query.float() @ key.float().transpose(2, 3)) * scaling
+    if bias is not None:
+        logits = logits.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else logits + bias.float()
+    return logits.softmax(dim=-1)
+
+
+def prefill(
+    query: torch.Tensor, store: LayerStore, column: int, offsets: Sequence[int], scaling: float
+) -> torch.Tensor:
+    """Dense causal attention of a prefill chunk over everything stored before and in it.
+
+    Args:
+        query: [B, Hq, q, D], columns column .. column + q - 1; row b's token 0 stands at column `offsets[b]`.
+        store: holds the chunk's keys and values already.
+
+    Returns:
+        [B, Hq, q, D]; what stands at padding columns is finite and without meaning.
+    """
+    width = query.shape[2]
+    end = column + width
+    key, value = store.key[:, :, :end], store.value[:, :, :end]
+    gqa = query.shape[1] != key.shape[1]
+    if column == 0 and not any(offsets):
+        return scaled_dot_product_attention(query, key, value, is_causal=width > 1, scale=scaling, enable_gqa=gqa)
+    first = torch.tensor(offsets, device=query.device)[:, None]
+    position = (torch.arange(column, end, device=query.device) - first).clamp(min=0)  # padding looks at token 0
+    mask = torch.arange(end, device=query.device) <= position[..., None]
+    if not any(offsets):
+        mask = mask[:1]
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None], scale=scaling, enable_gqa=gqa)

@@ -1,0 +1,163 @@
+"""Prefill, then a timed greedy decode loop: the measured path of every run.
+
+Plain functions from token ids to a `Generation`. Prompts of unequal length stand right-padded in one batch, each row
+with its own positions; causality keeps padding out of every real token's sight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvbench.engine import Engine
+from kvbench.hf import EngineCache
+from kvbench.meters import PARTS
+
+Progress = Callable[[int, int], None]  # (tokens done, tokens in all) of this generation
+
+
+@dataclass
+class Generation:
+    """What one batch generated, and what it cost.
+
+    Attributes:
+        tokens: new token ids of each row, a stop token included.
+        ttft_s: seconds from the start to the first new token (prefill and index build).
+        tt2t_s: seconds from the start to the second new token, or None.
+        step_ms: milliseconds of each decode step.
+        prefill_ms: breakdown of the prefill by span, in all.
+        breakdown_ms: breakdown of a decode step by span, mean over steps; the parts add up to its mean time.
+        audit: see `kvbench.meters.Audit.report`.
+    """
+
+    tokens: list[list[int]]
+    ttft_s: float
+    tt2t_s: float | None = None
+    step_ms: list[float] = field(default_factory=list)
+    prefill_ms: dict[str, float] = field(default_factory=dict)
+    breakdown_ms: dict[str, float] = field(default_factory=dict)
+    audit: dict[str, Any] = field(default_factory=dict)
+
+
+@torch.inference_mode()
+def generate(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    engine: Engine,
+    *,
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+    prefill_chunk: int | None = None,
+    progress: Progress | None = None,
+) -> Generation:
+    """Generate greedily for a batch of prompts.
+
+    Args:
+        model: with "kvbench" attention.
+        prompts: token ids of each row.
+        engine: fresh, made for this batch.
+        max_new_tokens: new tokens of each row at most, at least 1.
+        stop_ids: a row ends after the first of these.
+        prefill_chunk: prompt columns in one forward pass; None: all.
+        progress: called after every chunk and step.
+
+    Raises:
+        FloatingPointError: NaN or inf in the logits.
+    """
+    cache = EngineCache(engine)
+    total = max(map(len, prompts)) + max_new_tokens
+    start = time.perf_counter()
+    with engine.spans("other"):
+        tokens = prefill(model, prompts, cache, prefill_chunk, lambda done: progress and progress(done, total))
+        new = tokens.tolist()
+    generation = Generation([[token] for token in new], ttft_s=time.perf_counter() - start)
+    generation.prefill_ms = _milliseconds(engine.spans.reset(), 1)
+
+    active = [token not in stop_ids for token in new]
+    for step in range(1, max_new_tokens):
+        if not any(active):
+            break
+        began = time.perf_counter()
+        with engine.spans("other"):
+            tokens = decode_step(model, tokens, cache, active)
+            new = tokens.tolist()
+        generation.step_ms.append((time.perf_counter() - began) * 1e3)
+        engine.settle()
+        for row, token in enumerate(new):
+            if active[row]:
+                generation.tokens[row].append(token)
+                active[row] = token not in stop_ids
+        if progress:
+            progress(total - max_new_tokens + step + 1, total)
+    if generation.step_ms:
+        generation.tt2t_s = generation.ttft_s + generation.step_ms[0] / 1e3
+        generation.breakdown_ms = _milliseconds(engine.spans.reset(), len(generation.step_ms))
+    generation.audit = engine.report()
+    return generation
+
+
+def prefill(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    cache: EngineCache,
+    chunk: int | None = None,
+    progress: Callable[[int], object] = lambda done: None,
+) -> torch.Tensor:
+    """Read the prompts; returns each row's first new token, [B]."""
+    engine = cache.engine
+    lengths = [len(prompt) for prompt in prompts]
+    ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+    ids = ids.to(model.device)
+    tokens = ids.new_zeros(len(prompts))
+    for column in range(0, ids.shape[1], chunk or ids.shape[1]):
+        part = ids[:, column : column + (chunk or ids.shape[1])]
+        end = column + part.shape[1]
+        ending = [row for row, length in enumerate(lengths) if column < length <= end]
+        columns = sorted({lengths[row] - 1 - column for row in ending})
+        engine.start_chunk(part)
+        logits = _forward(model, part, torch.arange(column, end, device=ids.device).expand_as(part), cache, columns)
+        for row in ending:
+            tokens[row] = _argmax(logits[row : row + 1, columns.index(lengths[row] - 1 - column)])[0]
+        progress(end)
+    return tokens
+
+
+def decode_step(
+    model: PreTrainedModel, tokens: torch.Tensor, cache: EngineCache, active: Sequence[bool]
+) -> torch.Tensor:
+    """One step: tokens [B] in, the next tokens [B] out."""
+    positions = torch.tensor(cache.engine.stores[0].lengths, device=tokens.device)
+    cache.engine.start_step(tokens, active)
+    logits = _forward(model, tokens[:, None], positions[:, None], cache, None)
+    return _argmax(logits[:, -1])
+
+
+def _forward(
+    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, cache: EngineCache, columns: list[int] | None
+) -> torch.Tensor:
+    """Logits [B, len(columns), vocabulary]; None or [] = the last column."""
+    keep = torch.tensor(columns, device=ids.device) if columns else 1
+    with cache.engine.spans("model"):
+        out = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=keep)
+    logits: torch.Tensor = out.logits
+    return logits
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Greedy tokens [B] of logits [B, vocabulary]; NaN and inf reach the maximum, so that one test finds them."""
+    best, tokens = logits.max(dim=-1)
+    if not bool(torch.isfinite(best).all()):
+        raise FloatingPointError("the model's logits are NaN or infinite")
+    return tokens
+
+
+def _milliseconds(seconds: dict[str, float], steps: int) -> dict[str, float]:
+    """Spans per step; the standard parts always, a method's own spans beside them."""
+    return {name: seconds.get(name, 0.0) * 1e3 / steps for name in (*PARTS, *sorted(set(seconds) - set(PARTS)))}

@@ -1,0 +1,293 @@
+"""The only file that knows transformers' cache and attention interfaces.
+
+A cache layer here only counts: `update()` leaves a note of (cache, layer) for the attention function, which runs next
+in the same thread, and hands back the NEW keys and values. The attention function gives them to an `Engine`. A model
+switched to "kvbench" attention but run with another cache, or none, computes sdpa as before.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from kvbench.checks import ConfigError, refuse_unsupported
+from kvbench.config import build, method_config
+from kvbench.engine import Engine
+from kvbench.method import Accounting, Budget, Method, Shape
+
+NAME = "kvbench"
+
+
+class _Mailbox(threading.local):
+    """Hand-over between the hooks of one forward pass; every note is taken once."""
+
+    call: tuple[_CountingCache, int] | None = None
+    masking = False
+    input_ids: torch.Tensor | None = None
+
+
+_mailbox = _Mailbox()
+
+
+class _CountingLayer(CacheLayerMixin):
+    """Counts the tokens a layer has SEEN, which positions and masks follow, whatever was kept."""
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, owner: _CountingCache, layer: int) -> None:
+        super().__init__()
+        self.owner, self.layer, self.seen = owner, layer, 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, *_: Any, **__: Any) -> None:
+        """Nothing to allocate here."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen += key_states.shape[-2]
+        _mailbox.call = (self.owner, self.layer)
+        return key_states, value_states
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        _mailbox.masking = True
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.seen = 0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise ValueError("kvbench caches do not support beam search: an index belongs to one sequence")
+
+
+class _CountingCache(Cache):
+    """A cache of counting layers. Subclasses say what a forward pass means."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers=[_CountingLayer(self, layer) for layer in range(layers)])
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class EngineCache(_CountingCache):
+    """The measured loop's cache: that loop tells the engine itself which phase each forward pass belongs to."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.shape.layers)
+        self.engine = engine
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.engine.attend(layer, query, key, value)
+
+
+class KVCache(_CountingCache):
+    """A KV-cache method inside plain `model.generate(past_key_values=KVCache(model, ...))`.
+
+    The first forward pass is the prompt (left padding allowed) and is dense; each later one is a decode step. One
+    KVCache serves one call of `generate`.
+
+    Args:
+        model: a transformers causal language model; switched to "kvbench" attention.
+        method: a method's name (with its options as keywords), or a Method object.
+        budget: tokens (int), a fraction of the prompt (float in (0, 1]), or None: the method's own sizes.
+        accounting: "paper" or "unified" (what counts inside the budget).
+        dense_layers: true indices of layers that always attend everything.
+        prompt_length: columns of the prompt, padding included, where it is prefilled in several forward passes.
+        attention: the executor, "auto", "torch" or "reference".
+        seed: what the method's randomness derives from.
+
+    Raises:
+        ConfigError: an unknown method or option, a bad budget, a model that kvbench does not support.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: str | Method = "quest",
+        budget: int | float | None = 256,
+        *,
+        accounting: Accounting = "paper",
+        dense_layers: tuple[int, ...] = (0, 1),
+        prompt_length: int | None = None,
+        attention: str = "auto",
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        use_kvbench_attention(model)
+        super().__init__(model.config.get_text_config().num_hidden_layers)
+        self._model = model
+        self._method = method_named(method, **options) if isinstance(method, str) else method
+        self._budget = Budget(budget, accounting)
+        self._dense_layers, self._prompt_length = dense_layers, prompt_length
+        self._executor, self._seed = attention, seed
+        self.engine: Engine | None = None
+        _remember_input_ids(model)
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.engine is None else self.engine.shape.batch
+
+    def reset(self) -> None:
+        """Forget everything; the next forward pass is a new prompt."""
+        super().reset()
+        self.engine = None
+
+    def audit(self) -> dict[str, Any]:
+        """What was attended and held so far; keys as in `summary.json`."""
+        if self.engine is None:
+            raise ValueError("nothing to audit: no prompt was read yet")
+        return self.engine.report()
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None
+    ) -> torch.Tensor:
+        if layer == 0:
+            self._start_forward(query, padding)
+        assert self.engine is not None
+        decoding = self.engine.prefilled
+        out = self.engine.attend(layer, query, key, value)
+        if decoding and layer == self.engine.shape.layers - 1:
+            self.engine.settle()
+        return out
+
+    def _start_forward(self, query: torch.Tensor, padding: torch.Tensor | None) -> None:
+        batch, _, width, _ = query.shape
+        ids, _mailbox.input_ids = _mailbox.input_ids, None
+        if ids is None or ids.shape != (batch, width):
+            ids = torch.full((batch, width), -1, device=query.device)  # prompt given as embeddings
+        if self.engine is None:
+            columns = self._prompt_length or width
+            lengths, offsets = _left_padded(padding, batch, columns)
+            self.engine = Engine(
+                shape_of(self._model, lengths, self._dense_layers, query.dtype, query.device),
+                self._method,
+                self._budget,
+                offsets=offsets,
+                columns=columns,
+                executor=self._executor,
+                seed=self._seed,
+            )
+        if not self.engine.prefilled:
+            self.engine.start_chunk(ids)
+        elif width == 1:
+            self.engine.start_step(ids[:, 0])
+        else:
+            raise ValueError(
+                f"KVCache was given {width} tokens at once after its prompt: a decode step is one token. For a prompt "
+                "prefilled in chunks pass prompt_length=; for a new prompt make a new KVCache"
+            )
+
+
+def method_named(name: str, **options: Any) -> Method:
+    """The method called `name` in conf/method, built with its defaults and `options`."""
+    method: Method = build(method_config(name, **options))
+    return method
+
+
+def use_kvbench_attention(model: PreTrainedModel) -> None:
+    """Switch a loaded model to "kvbench" attention; refuses by name what kvbench would run wrong."""
+    refuse_unsupported(model.config.get_text_config().to_dict(), type(model).__name__)
+    if model.config._attn_implementation != NAME:
+        model.set_attn_implementation(NAME)
+
+
+def shape_of(
+    model: PreTrainedModel,
+    lengths: Sequence[int],
+    dense_layers: Collection[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Shape:
+    """The Shape of a generation on `model` for prompts of these lengths."""
+    config = model.config.get_text_config()
+    attention = next(
+        module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling")
+    )
+    return Shape(
+        layers=config.num_hidden_layers,
+        query_heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        lengths=tuple(lengths),
+        dtype=dtype,
+        device=device,
+        scaling=float(attention.scaling),
+        sparse_layers=tuple(layer for layer in range(config.num_hidden_layers) if layer not in dense_layers),
+    )
+
+
+def _left_padded(padding: torch.Tensor | None, batch: int, columns: int) -> tuple[list[int], list[int]]:
+    """Lengths and offsets of a left-padded prompt from its 2D mask [B, >= first chunk]."""
+    if padding is None:
+        return [columns] * batch, [0] * batch
+    offsets = padding.int().argmax(dim=1).tolist()
+    if any(not bool(row[offset:].all()) for row, offset in zip(padding, offsets, strict=True)):
+        raise ValueError("kvbench needs the padding on the left: tokenizer.padding_side = 'left'")
+    return [columns - offset for offset in offsets], offsets
+
+
+def _remember_input_ids(model: PreTrainedModel) -> None:
+    """Attention never sees token ids; note them as the model's forward pass begins."""
+    if getattr(model, "_kvbench_remembers", False):
+        return
+
+    def remember(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _mailbox.input_ids = kwargs.get("input_ids", args[0] if args else None)
+
+    model.register_forward_pre_hook(remember, with_kwargs=True)
+    model._kvbench_remembers = True  # type: ignore[assignment]
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    call, _mailbox.call = _mailbox.call, None
+    if call is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    cache, layer = call
+    assert layer == module.layer_idx, "a cache layer was updated out of order"
+    return cache.attend(layer, query, key, value, attention_mask).transpose(1, 2).contiguous(), None
+
+
+def _mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+    """For our caches the 2D padding mask as it is (None without padding); for any other, sdpa's."""
+    ours, _mailbox.masking = _mailbox.masking, False
+    if not ours:
+        return sdpa_mask(attention_mask=attention_mask, **kwargs)
+    return attention_mask
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)
+
+__all__ = ["NAME", "ConfigError", "EngineCache", "KVCache", "method_named", "shape_of", "use_kvbench_attention"]

@@ -1,0 +1,12 @@
+"""Full KV: everything is kept and attended. The yardstick of every other method."""
+
+from __future__ import annotations
+
+from kvbench.method import Method
+
+
+class Full(Method):
+    """Attend everything, in place; the budget sets nothing."""
+
+    def rule(self, length: int, generated: int) -> int | None:
+        return None
