@@ -23,16 +23,17 @@ def members(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return archive.namelist()
 
 
-def sources(folder: str, pattern: str) -> set[str]:
-    return {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob(pattern)}
+def sources(folder: str) -> set[str]:
+    files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(ROOT).as_posix() for path in files}
 
 
-def test_wheel_carries_every_module(members: list[str]) -> None:
-    assert sources("kvbench", "*.py") | sources("methods", "*.py") <= set(members)
+def test_wheel_carries_every_module_and_its_data(members: list[str]) -> None:
+    assert sources("kvbench") | sources("methods") <= set(members)
 
 
 def test_wheel_carries_the_configuration_inside_the_package(members: list[str]) -> None:
-    expected = {f"kvbench/{path}" for path in sources("conf", "*.yaml")}
+    expected = {f"kvbench/{path}" for path in sources("conf")}
     assert "kvbench/conf/config.yaml" in expected
     assert expected <= set(members)
 
