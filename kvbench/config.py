@@ -1,0 +1,270 @@
+"""The configuration folder: what can be chosen in it, and how a choice becomes an object.
+
+Reads `conf/` with OmegaConf alone. Hydra composes a run on the command line (`kvbench.__main__`); a user's own code,
+through `kvbench.KVCache(method="quest")`, never meets it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+PACKAGE = Path(__file__).resolve().parent
+
+# Keys of a method's or task's YAML that the harness reads; all others are options of the constructor.
+HARNESS_KEYS = frozenset(
+    {"_target_", "name", "about", "minimum", "preset", "published_dense_layers", "limit", "new_tokens"}
+)
+
+# Of these, what the file says of itself and no run can change.
+FACTS = frozenset({"about", "minimum", "published_dense_layers", "new_tokens"})
+
+
+class ConfigError(ValueError):
+    """Bad input. The message is one line: the key, its value, and what would be right."""
+
+
+class MethodConfig(NamedTuple):
+    """A method's YAML: what to call, with which options, and what the harness reads of it."""
+
+    target: str
+    options: dict[str, Any]
+    harness: dict[str, Any]
+
+
+def register_resolvers() -> None:
+    """Make `${kvbench.add:a,b}` and `${kvbench.mul:a,b}` known to OmegaConf: minima that follow from options."""
+    OmegaConf.register_new_resolver("kvbench.add", lambda *terms: sum(terms), replace=True)
+    OmegaConf.register_new_resolver("kvbench.mul", lambda *factors: math.prod(factors), replace=True)
+
+
+register_resolvers()
+
+
+def conf_dir() -> Path:
+    """The configuration folder: `kvbench/conf` in a wheel, the checkout's `conf/` otherwise."""
+    packaged = PACKAGE / "conf"
+    return packaged if packaged.is_dir() else PACKAGE.parent / "conf"
+
+
+def groups() -> list[str]:
+    """Names of the groups, such as method and task, in alphabetical order."""
+    return sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir() and folder.name != "hydra")
+
+
+def choices(group: str) -> dict[str, str]:
+    """What can be chosen in `group`, each with its `about` line, in alphabetical order."""
+    return {path.stem: _about(path.read_text()) for path in sorted((conf_dir() / group).glob("*.yaml"))}
+
+
+def _about(text: str) -> str:
+    # A line is read rather than the file parsed: `--help` reads all files, and YAML takes milliseconds for each.
+    line = re.search(r"^about: *(.*)$", text, re.MULTILINE)
+    return line.group(1).strip("'\"") if line else ""
+
+
+def shipped(group: str, name: str) -> dict[str, Any] | None:
+    """The unresolved YAML of `name` in `group` as kvbench ships it, or None."""
+    files = {path.stem: path for path in (conf_dir() / group).glob("*.yaml")}
+    return _read(files[name]) if name in files else None
+
+
+def root_keys() -> dict[str, Any]:
+    """The unresolved keys of `conf/config.yaml` that are kvbench's own: neither the defaults list nor Hydra's."""
+    return {key: value for key, value in _read(conf_dir() / "config.yaml").items() if key not in ("defaults", "hydra")}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return copy.deepcopy(_parsed(path, path.stat().st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(path: Path, modified: int) -> dict[str, Any]:
+    # YAML takes milliseconds, and a sweep's check reads the same few files for every job.
+    node = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(node, dict), path
+    return {str(key): value for key, value in node.items()}
+
+
+def documented_keys() -> list[tuple[str, str, str]]:
+    """(key, default, comment) of every key in `conf/config.yaml` that has a comment beside it."""
+    rows, parent = [], ""
+    for line in (conf_dir() / "config.yaml").read_text().splitlines():
+        if section := re.match(r"(\w+):\s*$", line):
+            parent = section.group(1) + "."
+        elif key := re.match(r"( *)(\w+): *(\S+) +# (.*)", line):
+            rows.append(((parent if key.group(1) else "") + key.group(2), key.group(3), key.group(4)))
+    return rows
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest valid ones, and all of them."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(name, names, n=2, cutoff=0.6)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"{hint}(valid: {', '.join(names) or 'none'})"
+
+
+def nearest_key(key: str, valid: Iterable[str]) -> str:
+    """As `nearest`, for dotted keys: `page_size` finds `method.page_size`, and facts are no suggestion."""
+    leaf_of = {known: known.rpartition(".")[2] for known in valid}
+    leaf_of = {known: leaf for known, leaf in sorted(leaf_of.items()) if leaf not in FACTS}
+    section, _, leaf = key.rpartition(".")
+    elsewhere = [known for known in leaf_of if leaf_of[known] == leaf]
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    # Within a section the leaves are compared: a long section in common would make all of its keys alike.
+    siblings = [leaf_of[known] for known in leaf_of if known.rpartition(".")[0] == section]
+    return nearest(leaf, siblings) if siblings else nearest(key, leaf_of)
+
+
+def method_config(name: str, **options: Any) -> MethodConfig:
+    """The method `name` with some of its options changed, read without Hydra.
+
+    Args:
+        name: a file of `conf/method`.
+        options: constructor options that differ from the file's.
+
+    Returns:
+        The target to call, all its options, and the keys the harness reads (minimum, preset, ...), resolved.
+
+    Raises:
+        ConfigError: no such method or option, or a value of another type than the default's.
+    """
+    node = shipped("method", name)
+    if node is None:
+        raise ConfigError(f"method={name}: no such method; {nearest(name, choices('method'))}")
+    valid = node.keys() - HARNESS_KEYS
+    for key in options:
+        if key not in valid:
+            raise ConfigError(f"{key}: no such option of method {name}; {nearest(key, valid)}")
+    check_types("method", options, node)
+    return _split(OmegaConf.create({**node, **options}))
+
+
+def check_types(group: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuse a value whose type differs from its default's.
+
+    A default of null says nothing of the type, and text with an interpolation is judged when it is resolved.
+
+    Raises:
+        ConfigError: names the key, the value and the default.
+    """
+    for key, value in given.items():
+        default = defaults.get(key)
+        if default is None or _interpolated(value) or _interpolated(default):
+            continue
+        # bool is a subclass of int, and an int is a fine float: the exact type decides, but for that one.
+        if type(value) is not type(default) and not (isinstance(default, float) and type(value) is int):
+            raise ConfigError(f"{group}.{key}={show(value)}: expected {_kind(default)}, such as {show(default)}")
+
+
+def _interpolated(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", list: "a list"}
+    return names.get(type(value), "a mapping")
+
+
+def show(value: Any) -> str:
+    """`value` as one would type it on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(show(item) for item in value)}]"
+    return str(value)
+
+
+def bind_methods() -> None:
+    """Make `import methods` mean the package beside `kvbench`, whatever the current folder holds.
+
+    Raises:
+        ConfigError: another module of that name is already imported in this process.
+    """
+    home = PACKAGE.parent / "methods"
+    loaded = sys.modules.get("methods")
+    if loaded is not None:
+        found = getattr(loaded, "__file__", None)
+        if found is None or Path(found).resolve().parent != home:
+            raise ConfigError(
+                f"methods={found or loaded}: already imported, and hides kvbench's own package of that name ({home}); "
+                "import kvbench's first with kvbench.config.bind_methods(), or rename yours"
+            )
+        return
+    spec = importlib.util.spec_from_file_location(
+        "methods", home / "__init__.py", submodule_search_locations=[str(home)]
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["methods"] = module
+    spec.loader.exec_module(module)
+
+
+def build(config: Mapping[str, Any] | DictConfig | MethodConfig) -> Any:
+    """Import a method's or a task's target and call it with its options.
+
+    Args:
+        config: `method_config`'s answer; or that part of a composed config, whose harness keys are left out.
+
+    Raises:
+        ConfigError: the target is not there, takes no such options, or refuses their values.
+    """
+    if not isinstance(config, MethodConfig):
+        config = _split(config)
+    target, options, harness = config
+    factory = locate(target)
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        raise ConfigError(f"_target_={target}: {error}; given: {', '.join(options) or 'nothing'}") from error
+    try:
+        return factory(**options)
+    except ValueError as error:
+        raise ConfigError(f"{harness.get('name', target)}: {first_line(error)}") from error
+
+
+def _split(node: Mapping[str, Any] | DictConfig) -> MethodConfig:
+    plain = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
+    assert isinstance(plain, dict)
+    keys = {str(key): value for key, value in plain.items()}
+    options = {key: value for key, value in keys.items() if key not in HARNESS_KEYS}
+    return MethodConfig(keys["_target_"], options, {key: keys[key] for key in keys if key in HARNESS_KEYS})
+
+
+def locate(target: str) -> Any:
+    """The class or function that the dotted name `target` means.
+
+    Raises:
+        ConfigError: no such module, or no such name in it.
+    """
+    bind_methods()
+    module_name, _, attribute = str(target).rpartition(".")
+    if not module_name:
+        raise ConfigError(f"_target_={target}: expected module.Class, such as methods.quest.Quest")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"_target_={target}: {first_line(error)}") from error
+    if not hasattr(module, attribute):
+        public = [name for name in vars(module) if not name.startswith("_")]
+        raise ConfigError(f"_target_={target}: no {attribute} in {module_name}; {nearest(attribute, public)}")
+    return getattr(module, attribute)
+
+
+def first_line(error: BaseException) -> str:
+    """What `error` says, cut to one line; its class where it says nothing."""
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,331 @@
+"""What a config is refused for, and with which line; and what is let through."""
+
+import json
+import math
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from kvbench import config
+from kvbench.checks import ConfigError, check, check_budget, refuse_unsupported, window
+
+
+@pytest.fixture
+def composed(tmp_path):
+    """Compose overrides over kvbench's conf, with results in a temporary folder."""
+
+    def make(*overrides):
+        with initialize_config_dir(str(config.conf_dir()), version_base="1.3"):
+            return compose("config", [f"results_dir={tmp_path}/results", *overrides])
+
+    return make
+
+
+@pytest.fixture
+def refusal(composed):
+    """The one line that overrides are refused with."""
+
+    def make(*overrides):
+        with pytest.raises(ConfigError) as caught:
+            check(composed(*overrides))
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    return make
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A model folder with these keys in its config.json."""
+
+    def make(**keys):
+        folder = tmp_path / "model"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama", **keys}))
+        return folder
+
+    return make
+
+
+ALL = [(group, name) for group in config.groups() for name in config.choices(group)]
+
+
+@pytest.mark.parametrize(("group", "name"), ALL, ids=lambda value: value)
+def test_everything_in_conf_passes_with_the_default_rest(composed, group, name):
+    check(composed(f"{group}={name}", "budget=1024"))
+
+
+@pytest.mark.parametrize(("group", "name"), ALL, ids=lambda value: value)
+def test_every_file_is_named_as_itself_and_says_what_it_is(group, name):
+    node = config.shipped(group, name)
+    assert node["name"] == name
+    assert node["about"] == config.choices(group)[name] != ""
+
+
+@pytest.mark.parametrize("name", config.choices("method"))
+def test_every_method_takes_its_preset_and_its_own_minimum_in_both_accountings(composed, name):
+    minimum = config.method_config(name).harness["minimum"]
+    for accounting in ("paper", "unified"):
+        check(composed(f"method={name}", "budget=null", f"protocol.accounting={accounting}"))
+        check(composed(f"method={name}", f"budget={minimum[accounting] or 1}", f"protocol.accounting={accounting}"))
+
+
+@pytest.mark.parametrize("budget", ["0", "-1", "1.5", "0.0", "-0.1", "256.0", "nan", "inf"])
+def test_a_budget_out_of_range_is_refused(refusal, budget):
+    assert refusal(f"budget={budget}").startswith("budget=") and "out of range" in refusal(f"budget={budget}")
+
+
+@pytest.mark.parametrize("budget", ["lots", "true", "[256]", "12%"])
+def test_a_budget_that_is_no_number_is_refused(refusal, budget):
+    assert refusal(f"budget={budget}").startswith(f"budget={budget}: not a number; expected tokens (256)")
+
+
+def test_a_budget_below_the_minimum_is_told_the_minimum(refusal):
+    assert refusal("budget=47") == "budget=47: below the minimum of quest, 48 tokens (protocol.accounting=paper)"
+
+
+def test_a_minimum_follows_the_options_and_the_accounting(refusal, composed):
+    assert "96 tokens" in refusal("method.page_size=32", "budget=95")
+    assert "17 tokens" in refusal("method=snapkv", "method.window=16", "budget=16")
+    check(composed("method=snapkv", "budget=8", "protocol.accounting=unified"))
+
+
+def test_a_fraction_is_held_against_the_shortest_prompt(refusal, composed):
+    assert "11 of 1024 tokens" in refusal("budget=0.01")
+    check(composed("budget=0.01", "task.lengths=[8000]"))
+    check(composed("budget=0.01", "task.unit=words"))
+
+
+def test_a_preset_below_the_minimum_of_its_options_is_refused(refusal):
+    assert refusal("budget=null", "method.page_size=512").startswith("budget=null: the preset, 1024 tokens, is below")
+
+
+def test_an_accounting_without_a_rule_is_refused():
+    with pytest.raises(ConfigError, match=r"protocol.accounting=unified: racc has no rule for it; expected paper"):
+        check_budget(256, "racc", {"paper": 40}, "unified")
+
+
+@given(
+    budget=st.one_of(st.none(), st.integers(-5, 5000), st.floats(), st.booleans(), st.text(max_size=5)),
+    least=st.one_of(st.none(), st.integers(1, 5000)),
+)
+def test_a_budget_passes_exactly_where_the_rules_allow_it(budget, least):
+    whole = type(budget) is int and budget >= max(1, least or 1)
+    fraction = type(budget) is float and not math.isnan(budget) and 0 < budget <= 1
+    try:
+        check_budget(budget, "any", {"paper": least}, "paper")
+        passed = True
+    except ConfigError:
+        passed = False
+    assert passed == (budget is None or whole or fraction)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("seed=-1", "seed=-1: expected a whole number, 0 or more"),
+        ("seed=abc", "seed=abc: expected a whole number, 0 or more"),
+        ("threads=0", "threads=0: expected a whole number, 1 or more, or null"),
+        ("task.limit=0", "task.limit=0: expected a whole number, 1 or more, or null"),
+        ("dtype=fp16", "dtype=fp16: expected auto | float32 | bfloat16 | float16"),
+        ("attention=fast", "attention=fast: expected auto | reference | torch"),
+        ("device=gpu", "device=gpu: expected auto | cpu | cuda | cuda:N"),
+        ("model.weights=none", "model.weights=none: expected pretrained | dummy"),
+        ("protocol.accounting=fair", "protocol.accounting="),
+        ("protocol.prefill_chunk=0", "protocol.prefill_chunk=0: "),
+        ("protocol.dense_layers=some", "protocol.dense_layers="),
+        ("protocol.dense_layers=[0,4]", "protocol.dense_layers=[0, 4]: the model has layers 0 to 3, not [4]"),
+        ("model.dense_layers=[9]", "protocol.dense_layers=[9] (auto): the model has layers 0 to 3, not [9]"),
+        ("task.lengths=[0]", "task.lengths=[0]: expected whole numbers, 1 or more, such as [1024,4096]"),
+        ("task.lengths=1024", "task.lengths=1024: expected a list, such as [1024]"),
+        ("method.page_size=big", "method.page_size=big: expected a whole number, such as 16"),
+        ("task.new_tokens=20", "task.new_tokens=20: a fact of passkey, not a setting"),
+        ("budget=${nothing}", "budget: Interpolation key 'nothing' not found"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_key_value_and_what_is_right(refusal, override, line):
+    assert refusal(override).startswith(line)
+
+
+def test_an_added_key_is_unknown_too(refusal):
+    assert refusal("+page_size=3") == "page_size=3: no such key; did you mean method.page_size?"
+    assert "did you mean page_size? (valid: " in refusal("+method.page_sze=3")
+    assert "did you mean budget?" in refusal("+buget=3")
+
+
+def test_a_deleted_key_that_all_runs_need_is_missed(refusal):
+    assert refusal("~budget") == "budget: missing; every run needs it"
+    assert refusal("~method") == "method._target_: missing; every run needs it"
+
+
+def test_a_method_of_ones_own_has_its_own_keys(composed):
+    check(composed("method.name=mine", "method._target_=my.Mine", "+method.depth=3"))
+
+
+def test_prompts_longer_than_the_window_are_refused_when_counted_in_tokens(refusal, composed):
+    line = refusal("task.lengths=[1024,32760]")
+    assert "32760 tokens and 10 new ones do not fit the window of dummy-tiny, 32768 tokens" in line
+    check(composed("task.lengths=[32758]"))
+    check(composed("task.lengths=[40000]", "task.unit=characters"))
+
+
+def test_new_tokens_in_the_conf_are_those_that_the_task_generates():
+    from kvbench.tasks import passkey
+
+    assert config.shipped("task", "passkey")["new_tokens"] == passkey.NEW_TOKENS
+
+
+def test_a_model_folder_is_read_for_its_window_and_layers(refusal, composed, model_folder):
+    folder = model_folder(num_hidden_layers=2, max_position_embeddings=2048)
+    check(composed(f"model.path={folder}", "task.lengths=[2000]"))
+    assert "window of dummy-tiny, 2048 tokens" in refusal(f"model.path={folder}", "task.lengths=[3000]")
+    assert "layers 0 to 1, not [3]" in refusal(f"model.path={folder}", "protocol.dense_layers=[3]")
+
+
+def test_random_weights_leave_the_path_of_a_named_model_alone(composed):
+    check(composed("model=llama3.1-8b-instruct", "model.weights=dummy", "task.lengths=[100000]"))
+
+
+def test_nothing_is_claimed_about_a_hub_id(composed):
+    check(composed("model.path=org/name", "task.lengths=[1000000]", "protocol.dense_layers=[99]"))
+
+
+@pytest.mark.parametrize("path", ["/not/here", "./not_here", "~/not_here", "a/b/c"])
+def test_a_model_path_that_is_not_there_is_refused(refusal, path):
+    assert refusal(f"model.path='{path}'").startswith(
+        f"model.path={path}: no such folder; expected a folder, or a hub id"
+    )
+
+
+def test_a_folder_that_holds_no_model_is_refused(refusal, tmp_path):
+    assert "no config.json in it" in refusal(f"model.path={tmp_path}")
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json cannot be read" in refusal(f"model.path={tmp_path}")
+    (tmp_path / "config.json").write_text("[]")
+    assert "config.json is no mapping" in refusal(f"model.path={tmp_path}")
+
+
+def test_a_model_folder_with_sliding_windows_is_refused_by_name(refusal, model_folder):
+    folder = model_folder(model_type="mistral", sliding_window=4096)
+    line = refusal(f"model.path={folder}")
+    assert line.startswith(f"model.path={folder}: mistral has sliding-window attention (sliding_window=4096);")
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"sliding_window": 4096}, "sliding-window attention"),
+        ({"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 8}, "sliding-window attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: sliding_attention"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types: linear_attention"),
+        ({"layer_types": ["mamba", "chunked_attention"]}, "layer_types: chunked_attention, mamba"),
+        ({"attn_logit_softcapping": 50.0}, "soft-capped attention"),
+        ({"attention_chunk_size": 8192}, "chunked attention"),
+        ({"attn_layer_period": 8}, "layers other than attention"),
+        ({"text_config": {"sliding_window": 512}}, "sliding-window attention"),
+    ],
+)
+def test_attention_that_kvbench_would_compute_wrong_is_refused(keys, reason):
+    with pytest.raises(ConfigError, match=reason):
+        refuse_unsupported({"num_hidden_layers": 32, **keys}, "model=x")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"sliding_window": None},
+        {"sliding_window": 131072, "use_sliding_window": False},
+        {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 32},
+        {"sliding_window": 4096, "layer_types": ["full_attention"] * 32},
+        {"attn_logit_softcapping": None, "final_logit_softcapping": 30.0},
+    ],
+)
+def test_full_attention_in_every_layer_passes(keys):
+    refuse_unsupported({"num_hidden_layers": 32, **keys}, "model=x")
+
+
+def test_yarn_stretches_the_window_and_llama3_scaling_is_already_counted():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert window({"max_position_embeddings": 32768, "rope_scaling": yarn}) == 131072
+    llama = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+    assert window({"max_position_embeddings": 131072, "rope_parameters": llama}) == 131072
+    assert window({}) is None
+
+
+def test_a_results_folder_that_cannot_be_written_is_refused_and_nothing_is_left(refusal, composed, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "(it is a file)" in refusal(f"results_dir={tmp_path}/file/results")
+    assert "cannot write in /proc" in refusal("results_dir=/proc/kvbench/results")
+    assert refusal("results_dir='~/results'") == "results_dir=~/results: expected a folder, with no ~ in front"
+    check(composed(f"results_dir={tmp_path}/new/results"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_one_typo_in_a_name_still_finds_it():
+    @given(
+        name=st.sampled_from(sorted(config.choices("method"))), place=st.integers(0, 20), letter=st.sampled_from("xyz")
+    )
+    def finds(name, place, letter):
+        typo = name[: place % len(name)] + letter + name[place % len(name) + 1 :]
+        if typo != name:
+            assert name in config.nearest(typo, config.choices("method")).partition("?")[0]
+
+    finds()
+
+
+def test_a_method_is_read_without_hydra():
+    target, options, harness = config.method_config("quest", page_size=32)
+    assert target == "methods.quest.Quest"
+    assert options == {"page_size": 32, "selection": "query_head"}
+    assert harness["minimum"] == {"paper": 96, "unified": 96}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "line"),
+    [
+        ("qest", {}, r"method=qest: no such method; did you mean quest\?"),
+        ("../method/quest", {}, "no such method"),
+        ("quest", {"page": 3}, r"page: no such option of method quest; did you mean page_size\?"),
+        ("quest", {"preset": 3}, r"preset: no such option of method quest; \(valid: page_size, selection\)"),
+        ("quest", {"page_size": 1.5}, "method.page_size=1.5: expected a whole number, such as 16"),
+    ],
+)
+def test_a_wrong_method_or_option_in_code_names_the_nearest(name, options, line):
+    with pytest.raises(ConfigError, match=line):
+        config.method_config(name, **options)
+
+
+class Example:
+    def __init__(self, size=1):
+        if size < 0:
+            raise ValueError("size=-1: at least 0\nmore")
+        self.size = size
+
+
+HERE = f"{__name__}.Example"
+
+
+def test_build_calls_the_target_with_all_but_the_harness_keys():
+    node = {"_target_": HERE, "name": "example", "about": "", "minimum": {"paper": 1}, "size": 3}
+    assert config.build(node).size == 3
+    assert config.build(OmegaConf.create({**node, "size": "${minimum.paper}"})).size == 1
+    assert config.build(config.MethodConfig(HERE, {"size": 2}, {})).size == 2
+
+
+@pytest.mark.parametrize(
+    ("node", "line"),
+    [
+        ({"_target_": HERE, "sze": 3}, "got an unexpected keyword argument 'sze'; given: sze"),
+        ({"_target_": HERE, "name": "example", "size": -1}, "^example: size=-1: at least 0$"),
+        ({"_target_": HERE + "s"}, "no Examples in .*did you mean Example"),
+        ({"_target_": "nowhere.Thing"}, "_target_=nowhere.Thing: No module named 'nowhere'"),
+        ({"_target_": "Thing"}, "expected module.Class"),
+    ],
+)
+def test_a_target_that_cannot_be_built_says_why(node, line):
+    with pytest.raises(ConfigError, match=line):
+        config.build(node)

@@ -1,0 +1,288 @@
+"""`python -m kvbench`: what it prints, what it refuses, how it exits. `kvbench.run` is a stand-in: no model loads."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvbench import __main__ as cli
+from kvbench import config
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Imported by every Python that finds it on its path: the run that the command line hands over to.
+STAND_IN = """
+import sys, types
+module = types.ModuleType("kvbench.run")
+exec({source!r}, module.__dict__)
+sys.modules["kvbench.run"] = module
+"""
+
+# At exit, a line that says which of the slow imports happened.
+HEAVY = """
+import atexit, sys
+atexit.register(lambda: print("heavy:", *sorted({"torch", "transformers", "numpy"} & set(sys.modules))))
+"""
+
+
+@pytest.fixture
+def python(tmp_path):
+    """Run `python -m kvbench` for real, in an empty folder, with a `kvbench.run` of this source."""
+
+    def run(*words, source="def run(cfg): pass", extra=""):
+        site = tmp_path / "site"
+        site.mkdir(exist_ok=True)
+        (site / "sitecustomize.py").write_text(STAND_IN.format(source=source) + extra)
+        home = tmp_path / "here"
+        home.mkdir(exist_ok=True)
+        env = os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
+        command = [sys.executable, "-m", "kvbench", *words]
+        return subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """The same within this process: (exit code, stderr, configs that were run)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(sys, "argv", ["kvbench"])
+    ran = []
+    stand_in = ModuleType("kvbench.run")
+    stand_in.run = ran.append
+    monkeypatch.setitem(sys.modules, "kvbench.run", stand_in)
+
+    def run(*words, does=None):
+        if does is not None:
+            stand_in.run = does
+        try:
+            code = cli.main(words)
+        except SystemExit as stop:
+            code = stop.code
+        return code, capsys.readouterr().err, ran
+
+    return run
+
+
+@pytest.fixture
+def refusal(command, tmp_path):
+    """The one line on stderr of a command that must be refused with exit code 2, before anything ran or was written."""
+
+    def run(*words):
+        code, err, ran = command(*words)
+        assert (code, ran, list(tmp_path.iterdir())) == (2, [], [])
+        assert err.startswith("kvbench: ") and err.count("\n") == 1
+        return err[len("kvbench: ") : -1]
+
+    return run
+
+
+# -- help -------------------------------------------------------------------------------------------------------------
+
+
+def test_help_imports_nothing_heavy(python):
+    done = python("--help", extra=HEAVY)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "heavy:"
+
+
+def test_help_names_every_choice_with_its_line_and_every_key_with_its_default(command, capsys):
+    lines = [" ".join(line.split()) for line in cli.help_text().splitlines()]
+    for group in config.groups():
+        for name, about in config.choices(group).items():
+            assert f"{group}={name} {about}" in lines
+    root = {f"{key}.{inner}": None for key in ("protocol",) for inner in config.root_keys()[key]}
+    keys = {key for key in config.root_keys() if key not in ("protocol",)} | set(root)
+    assert {key for key, _, _ in config.documented_keys()} == keys
+    assert "budget=256 tokens (256), a fraction" in "\n".join(lines)
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_wins_over_whatever_stands_beside_it(command, word):
+    assert command("budget=0", word)[0] == 0
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_one_line_with_exit_code_2_and_nothing_heavy(python, tmp_path):
+    done = python("budget=0", extra=HEAVY)
+    assert (done.returncode, done.stdout) == (2, "heavy:\n")
+    assert done.stderr.startswith("kvbench: budget=0: out of range; expected") and done.stderr.count("\n") == 1
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["method=qest"], "method=qest: no such method; did you mean quest? (valid: full, "),
+        (["model=llama"], "model=llama: no such model; "),
+        (["task=pass"], "task=pass: no such task; did you mean passkey? "),
+        (["-m", "method=full,qest"], "method=qest: no such method; did you mean quest?"),
+        (["hydra/launcher=slrm"], "hydra/launcher=slrm: no such hydra/launcher; "),
+        (["budgt=64"], "budgt=64: no such key; did you mean budget? "),
+        (["methd=quest"], "methd=quest: no such key; did you mean method? "),
+        (["page_size=32"], "page_size=32: no such key; did you mean method.page_size?"),
+        (["method.page_sise=32"], "method.page_sise=32: no such key; did you mean page_size? (valid: "),
+        (["protocol.acounting=paper"], "protocol.acounting=paper: no such key; did you mean accounting? "),
+        (["+budgt=64"], "budgt=64: no such key; did you mean budget? "),
+        (["~budgt"], "~budgt: no such key; did you mean budget? "),
+        (["budget"], "budget: missing EQUAL at '<EOF>'; expected key=value"),
+        (["budget=[1"], "budget=[1: no viable alternative at input '[1'; expected key=value"),
+        (["budget=64,128"], "budget=64,128: several values are a sweep and need -m; a list is written budget=[64,128]"),
+        (["--budget", "64"], "--budget: no such flag; settings are written key=value, as in budget=64 (see --help)"),
+        (["-m", "--cfg", "job"], "--cfg: shows one run; "),
+        (["--config-dir", "nowhere"], "--config-dir=nowhere: no such folder"),
+        (["--config-name", "nowhere"], "--config-name=nowhere: "),
+        (["+method=topk"], "Multiple values for method."),
+        (["-m", "budget=interval(1,9)"], "budget=interval(1,9): "),
+    ],
+)
+def test_unknown_names_keys_and_flags_are_refused_with_the_nearest(refusal, words, line):
+    assert refusal(*words).startswith(line)
+
+
+def test_every_value_of_a_sweep_is_checked_before_the_first_job(refusal):
+    assert refusal("-m", "budget=64,32").startswith("budget=32: below the minimum of quest")
+    assert refusal("-m", "method=full,quest", "budget=40,64").startswith("budget=40: below the minimum of quest")
+    assert refusal("-m", "method=full,topk", "+method.depth=1,2").startswith("method.depth=1: no such key")
+
+
+def test_a_large_sweep_is_checked_by_a_sample_of_its_jobs(command, tmp_path):
+    flags = cli._flags(["-m", "method=full,topk,quest,snapkv", "seed=range(1000)", "budget=64,128"])
+    jobs = list(cli.composed_jobs(cli._loader(flags), "config", flags.overrides, True))
+    assert len(jobs) == cli.MOST_CHECKED
+    assert {job.method.name for job in jobs} == {"full", "topk", "quest", "snapkv"}
+    assert {job.budget for job in jobs} == {64, 128}
+    assert len({job.seed for job in jobs}) > 10
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_bare_command_runs_the_defaults(command):
+    code, err, (cfg,) = command()
+    assert (code, err) == (0, "")
+    assert (cfg.model.name, cfg.method.name, cfg.task.name, cfg.budget) == ("dummy-tiny", "quest", "passkey", 256)
+    assert "hydra" not in cfg
+
+
+def test_a_sweep_runs_every_combination_and_flags_may_stand_anywhere(command):
+    code, _, ran = command("method=full,quest", "-m", "budget=64,0.5,null")
+    assert code == 0
+    assert [(cfg.method.name, cfg.budget) for cfg in ran] == [
+        (method, budget) for method in ("full", "quest") for budget in (64, 0.5, None)
+    ]
+
+
+def test_hydra_leaves_nothing_beside_the_results_folder(command, tmp_path):
+    command("results_dir=out")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["out"]
+    command("results_dir=out", "-m", "budget=64,128")
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"multirun.yaml"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_cfg_job_prints_the_config_and_runs_nothing(python, tmp_path):
+    done = python("--cfg", "job", "method=snapkv", source="def run(cfg): raise SystemExit('ran')")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "_target_: methods.snapkv.SnapKV" in done.stdout and "window: 32" in done.stdout
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_an_experiment_may_bring_its_own_sweep(command, tmp_path, monkeypatch):
+    conf = tmp_path / "mine"
+    (conf / "experiment").mkdir(parents=True)
+    text = "# @package _global_\nhydra:\n  sweeper:\n    params:\n      method: full,quest\n      budget: 32,64\n"
+    (conf / "experiment" / "both.yaml").write_text(text)
+    words = ["-m", "--config-dir", str(conf), "+experiment=both"]
+    code, err, ran = command(*words)
+    assert (code, ran) == (2, []) and "budget=32: below the minimum of quest" in err
+    code, _, ran = command(*words, "budget=64,128")
+    assert [(cfg.method.name, cfg.budget) for cfg in ran] == [
+        ("full", 64), ("full", 128), ("quest", 64), ("quest", 128)
+    ]  # fmt: skip
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_found_by_the_run_is_one_line_with_exit_code_2(command):
+    def refuse(cfg):
+        raise config.ConfigError("model.path=x: not there")
+
+    assert command(does=refuse)[:2] == (2, "kvbench: model.path=x: not there\n")
+
+
+def test_a_refused_job_of_a_sweep_does_not_stop_the_others(command):
+    ran = []
+
+    def refuse_first(cfg):
+        ran.append(cfg.budget)
+        if cfg.budget == 64:
+            raise config.ConfigError("budget=64: no")
+
+    code, err, _ = command("-m", "budget=64,128", does=refuse_first)
+    assert (code, ran) == (2, [64, 128])
+    assert err.endswith("kvbench: budget=64: no\n") and "Traceback" not in err
+
+
+def test_other_failures_exit_with_1_and_their_traceback(python):
+    done = python(source="def run(cfg): raise RuntimeError('broken')")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and done.stderr.splitlines()[-1] == "RuntimeError: broken"
+
+
+def test_ctrl_c_exits_with_130_and_no_traceback(python):
+    done = python(source="def run(cfg): raise KeyboardInterrupt")
+    assert (done.returncode, done.stderr) == (130, "kvbench: stopped; the same command goes on from here\n")
+
+
+# -- a user's own files -----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_with_methods_py_and_conf_of_its_own_changes_nothing(python, tmp_path):
+    here = tmp_path / "here"
+    (here / "conf" / "method").mkdir(parents=True)
+    (here / "conf" / "method" / "quest.yaml").write_text("name: theirs\n")
+    (here / "methods.py").write_text("raise SystemExit('the wrong methods')\n")
+    done = python(source="def run(cfg):\n import methods\n print(cfg.method.name, methods.__file__)")
+    assert done.stdout.split() == ["quest", str(ROOT / "methods" / "__init__.py")]
+    assert done.returncode == 0
+
+
+def test_a_method_of_ones_own_runs_from_the_current_folder(python, tmp_path):
+    here = tmp_path / "here"
+    (here / "conf" / "method").mkdir(parents=True)
+    (here / "conf" / "method" / "mine.yaml").write_text("name: mine\n_target_: my_methods.Mine\ndepth: 3\n")
+    (here / "my_methods.py").write_text("class Mine:\n def __init__(self, depth): self.depth = depth\n")
+    source = "def run(cfg):\n from kvbench.config import build\n print(build(cfg.method).depth)"
+    done = python("--config-dir", "conf", "method=mine", "method.depth=5", source=source)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "5\n", "")
+    own = ["method=full", "method.name=mine", "method._target_=my_methods.Mine", "+method.depth=7"]
+    done = python(*own, source=source)
+    assert (done.returncode, done.stdout) == (0, "7\n")
+
+
+def test_another_methods_module_that_is_already_there_is_named(monkeypatch):
+    theirs = ModuleType("methods")
+    theirs.__file__ = "/home/me/methods.py"
+    monkeypatch.setitem(sys.modules, "methods", theirs)
+    with pytest.raises(config.ConfigError, match=r"methods=/home/me/methods.py: already imported"):
+        config.bind_methods()
+
+
+def test_a_wheels_own_conf_comes_before_the_checkouts(monkeypatch, tmp_path):
+    assert config.conf_dir() == ROOT / "conf"
+    monkeypatch.setattr(config, "PACKAGE", tmp_path / "kvbench")
+    (tmp_path / "kvbench" / "conf").mkdir(parents=True)
+    assert config.conf_dir() == tmp_path / "kvbench" / "conf"
+
+
+def test_version_is_kvbenchs_own(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == "kvbench 0.1.0\n"
