@@ -132,7 +132,7 @@ class LayerStore:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def resident(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keys and values in place, [B, Hkv, n, D] with n = most used slots, and which are used, [B, Hkv, n] (None: all)."""
+        """Keys and values in place, [B, Hkv, n, D], n = most used slots, and a mask [B, Hkv, n] (None: all used)."""
         longest = int(self.used.max())
         key, value = self.key[:, :, :longest], self.value[:, :, :longest]
         if int(self.used.min()) == longest:

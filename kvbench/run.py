@@ -1,0 +1,272 @@
+"""One run: model x method x budget x task -> a run folder. It wires; every number comes from the parts it calls."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+import kvbench
+from kvbench import models
+from kvbench.config import ConfigError, bind_methods, build
+from kvbench.engine import Engine
+from kvbench.generate import Generation, generate
+from kvbench.hf import shape_of
+from kvbench.method import Budget, Method
+from kvbench.protocol import Protocol, render
+from kvbench.results import RunFolder, harness_sources, module_sources, source_hash, summarise
+from kvbench.tasks import Sample, Task, take
+
+Config = dict[str, Any]
+
+
+@dataclass
+class Arm:
+    """All that a run's samples share."""
+
+    config: Config
+    protocol: Protocol
+    loaded: models.Loaded
+    method: Method
+    budget: Budget
+    task: Task
+    dense_layers: tuple[int, ...]
+
+
+def run(cfg: DictConfig) -> dict[str, Any]:
+    """Run one composed config to its end, or from where it was interrupted; returns the summary.
+
+    Raises:
+        ConfigError: what only the loaded model or the task's data can tell is wrong.
+        ResultsError: the run folder cannot be used.
+    """
+    bind_methods()
+    config = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(config, dict)
+    config = {str(key): value for key, value in config.items()}
+    if config["threads"]:
+        torch.set_num_threads(config["threads"])
+    arm = prepare(config)
+    console = Console()
+    with RunFolder.open(
+        config["results_dir"],
+        config["task"]["name"],
+        arm.loaded.name,
+        arm_name(config),
+        identity(arm),
+        {**config, "versions": versions(), "device_name": device_name(arm.loaded.model.device)},
+    ) as folder:
+        limit = config["task"].get("limit")
+        total = min(len(arm.task), limit or len(arm.task))
+        with progress(console, total, len(folder.done)) as report:
+            for sample in samples(arm, limit):
+                if sample.id not in folder.done:
+                    record = measure(arm, sample, report.tokens)
+                    folder.add(record)
+                    report.sample(record)
+        wanted = [folder.records[sample.id] for sample in samples(arm, limit) if sample.id in folder.records]
+        summary = summarise(wanted, arm.task.metric)
+        folder.finish(summary)
+    console.print(table(config, arm, summary))
+    console.print(f"results: {folder.path}", soft_wrap=True)
+    return summary
+
+
+def prepare(config: Config) -> Arm:
+    """Build everything a config names; the model last."""
+    try:
+        protocol = Protocol(**config["protocol"])
+        task: Task = build(config["task"])
+        method: Method = build(config["method"])
+        loaded = models.load(config["model"], config["device"], config["dtype"], config["seed"])
+        layers = loaded.model.config.get_text_config().num_hidden_layers
+        published = config["method"].get("published_dense_layers") or ()
+        dense_layers = protocol.dense_layers_of(loaded.dense_layers, published, layers)
+        protocol.uses_chat(task, loaded.tokenizer)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    size = config["method"].get("preset") if config["budget"] is None else config["budget"]
+    budget = Budget(size, protocol.accounting)
+    return Arm(config, protocol, loaded, method, budget, task, dense_layers)
+
+
+def samples(arm: Arm, limit: int | None) -> Iterator[Sample]:
+    """The samples of this run; what is wrong with a task's settings shows at its first sample."""
+    try:
+        yield from take(arm.task.samples(arm.loaded.tokenizer, arm.config["seed"]), limit)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def measure(arm: Arm, sample: Sample, report: Any = None) -> dict[str, Any]:
+    """Generate for one sample and score it: its record in samples.jsonl.
+
+    Running out of memory and NaN logits fail the sample, which then scores 0; other errors are not the sample's.
+    """
+    tokenizer, model = arm.loaded.tokenizer, arm.loaded.model
+    prompt = render(sample, tokenizer, arm.protocol.uses_chat(arm.task, tokenizer)).ids
+    record: dict[str, Any] = {
+        "id": sample.id,
+        "group": sample.group,
+        "meta": dict(sample.meta),
+        "prompt_tokens": len(prompt),
+        "error": None,
+    }
+    if len(prompt) + sample.max_new_tokens > arm.loaded.window:
+        raise ConfigError(
+            f"task.lengths: {sample.id} takes {len(prompt)} tokens and {sample.max_new_tokens} new ones, more than the "
+            f"{arm.loaded.window} of {arm.loaded.name}; choose a shorter length or another model"
+        )
+    engine = Engine(
+        shape_of(model, [len(prompt)], arm.dense_layers, model.dtype, model.device),
+        arm.method,
+        arm.budget,
+        executor=arm.config["attention"],
+        seed=arm.config["seed"],
+        sample=sample.id,
+        new_tokens=sample.max_new_tokens,
+    )
+    try:
+        generation = generate(
+            model,
+            [prompt],
+            engine,
+            max_new_tokens=sample.max_new_tokens,
+            stop_ids=arm.loaded.stop_ids,
+            prefill_chunk=arm.protocol.prefill_chunk,
+            progress=report,
+        )
+    except Exception as error:
+        if not is_failed_sample(error):
+            raise
+        return {**record, "output": "", "scores": {arm.task.metric: 0.0}, "error": f"{type(error).__name__}: {error}"}
+    output = tokenizer.decode(generation.tokens[0], skip_special_tokens=True)
+    return {**record, "output": output, "scores": arm.task.score(sample, output), **measured(generation)}
+
+
+def is_failed_sample(error: Exception) -> bool:
+    """Whether an error belongs to one sample: out of memory, or logits that are no numbers."""
+    if isinstance(error, (FloatingPointError, MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's CPU allocator
+
+
+def measured(generation: Generation) -> dict[str, Any]:
+    """The part of a sample's record that the generation gives."""
+    steps = generation.step_ms
+    tpot: dict[str, float] | None = None
+    if steps:
+        cuts = statistics.quantiles(steps, n=20, method="inclusive") if len(steps) > 1 else [steps[0]] * 19
+        tpot = {"mean": statistics.fmean(steps), "p50": statistics.median(steps), "p95": cuts[18]}
+    return {
+        "output_ids": generation.tokens[0],
+        "ttft_s": generation.ttft_s,
+        "tt2t_s": generation.tt2t_s,
+        "tpot_ms": tpot,
+        "prefill_ms": generation.prefill_ms,
+        "breakdown_ms": generation.breakdown_ms,
+        "audit": generation.audit,
+    }
+
+
+def identity(arm: Arm) -> dict[str, Any]:
+    """All that may change a number, and nothing else: its hash is the run id."""
+    config = {key: value for key, value in arm.config.items() if key not in ("results_dir", "threads", "hydra")}
+    config["task"] = {key: value for key, value in config["task"].items() if key != "limit"}
+    sources = [*harness_sources(), *module_sources(config["method"]["_target_"])]
+    return {
+        "config": config,
+        "protocol": arm.protocol.digest(),
+        "model_revision": arm.loaded.revision,
+        "data": source_hash(module_sources(config["task"]["_target_"])),
+        "source": source_hash(sources),
+        "device": arm.loaded.model.device.type,
+        "dtype": str(arm.loaded.model.dtype).removeprefix("torch."),
+    }
+
+
+def arm_name(config: Config) -> str:
+    """Method, budget and what differs from the method's file, for people: "quest-256"."""
+    budget = "preset" if config["budget"] is None else config["budget"]
+    unified = "-unified" if config["protocol"]["accounting"] == "unified" else ""
+    return f"{config['method']['name']}-{budget}{unified}"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a number depends on besides our own source."""
+    libraries = {name: version(name) for name in ("torch", "transformers", "tokenizers", "numpy")}
+    return {"kvbench": kvbench.__version__, **libraries}
+
+
+def device_name(device: torch.device) -> str:
+    """What computed: the card's name, or the CPU with its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads"
+
+
+def table(config: Config, arm: Arm, summary: dict[str, Any]) -> Table:
+    """What a run found, a line each, narrow enough for any terminal and log."""
+    latency, audit = summary.get("latency", {}), summary.get("audit", {})
+    attended, budget = audit.get("attended_mean"), audit.get("budget")
+    failed = f", {summary['failed']} failed" if summary["failed"] else ""
+    share = f" = {attended / budget:.2f} C" if attended and budget else ""
+    rows = {
+        arm.task.metric: with_error(summary["score"], summary.get("stderr")) + f" ({summary['n']} samples{failed})",
+        "attended entries per KV head": number(attended, "{:.1f}") + share,
+        "KV on the device": number(audit.get("device_kv_bytes"), "{:.2f} MiB", 2**-20),
+        "index": number(audit.get("index_bytes"), "{:.2f} MiB", 2**-20),
+        "time to first token": number(latency.get("ttft_s"), "{:.3f} s"),
+        "time per further token": number(latency.get("tpot_ms_mean"), "{:.2f} ms"),
+    }
+    title = f"{arm.task.name}, {arm_name(config)} on {arm.loaded.name}"
+    drawn = Table("measure", "value", title=title, title_justify="left")
+    for row in rows.items():
+        drawn.add_row(*row)
+    return drawn
+
+
+def with_error(score: float | None, error: float | None) -> str:
+    """A score and its standard error, both 0-100."""
+    return number(score, "{:.1f}") + (f" ± {error:.1f}" if error is not None else "")
+
+
+def number(value: float | None, form: str, scale: float = 1) -> str:
+    """`value * scale` in a format, or a dash."""
+    return "-" if value is None else form.format(value * scale)
+
+
+class Reporter:
+    """Draws the progress of a run: a bar over samples, and one inside the sample that runs."""
+
+    def __init__(self, bars: Progress, total: int, done: int) -> None:
+        self.bars = bars
+        self.samples = bars.add_task("samples", total=total, completed=done)
+        self.inside = bars.add_task("tokens of this sample", total=None, visible=False)
+
+    def tokens(self, done: int, total: int) -> None:
+        """`done` of `total` tokens of the current sample are read or written."""
+        self.bars.update(self.inside, completed=done, total=total, visible=True)
+
+    def sample(self, record: dict[str, Any]) -> None:
+        """A sample has ended."""
+        self.bars.advance(self.samples)
+        if record["error"]:
+            self.bars.console.print(f"{record['id']} failed: {record['error']}")
+
+
+@contextmanager
+def progress(console: Console, total: int, done: int) -> Iterator[Reporter]:
+    """Progress bars while the block runs; off a terminal, one line at its end."""
+    columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bars:
+        yield Reporter(bars, total, done)
