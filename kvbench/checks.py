@@ -34,7 +34,7 @@ ONE_OF = {
 LOWEST = {"seed": (0, False), "threads": (1, True), "task.limit": (1, True)}
 
 # Keys of a transformers config that only models with other layers than attention have.
-OTHER_LAYERS = ("attn_layer_indices", "attn_layer_period", "block_types", "layers_block_type", "ssm_cfg")
+OTHER_LAYERS = re.compile(r"mamba_|ssm_|attn_layer_|layers_block_type$|block_types$|state_size$")
 
 
 def check(cfg: DictConfig) -> None:
@@ -160,7 +160,7 @@ def _read_shape(folder: Path, path: str) -> Mapping[str, Any]:
 
 
 def refuse_unsupported(model_config: Mapping[str, Any], name: str) -> None:
-    """Refuse a model whose attention kvbench would compute wrong: sliding-window, hybrid or soft-capped.
+    """Refuse a model whose attention kvbench would compute wrong: sliding-window, soft-capped, latent, hybrid.
 
     Args:
         model_config: a transformers config as a mapping, from `config.json` or `to_dict()`.
@@ -189,8 +189,10 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"soft-capped attention (attn_logit_softcapping={config['attn_logit_softcapping']})"
     if config.get("attention_chunk_size") is not None:
         yield f"chunked attention (attention_chunk_size={config['attention_chunk_size']})"
-    for key in OTHER_LAYERS:
-        if config.get(key) is not None:
+    if config.get("kv_lora_rank") is not None:
+        yield f"latent attention (kv_lora_rank={config['kv_lora_rank']})"
+    for key, value in config.items():
+        if value is not None and OTHER_LAYERS.match(key):
             yield f"layers other than attention ({key})"
 
 

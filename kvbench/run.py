@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -50,9 +50,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         ResultsError: the run folder cannot be used.
     """
     bind_methods()
-    config = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(config, dict)
-    config = {str(key): value for key, value in config.items()}
+    config = cast(Config, OmegaConf.to_container(cfg, resolve=True))
     if config["threads"]:
         torch.set_num_threads(config["threads"])
     arm = prepare(config)
@@ -73,8 +71,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
                     record = measure(arm, sample, report.tokens)
                     folder.add(record)
                     report.sample(record)
-        wanted = [folder.records[sample.id] for sample in samples(arm, limit) if sample.id in folder.records]
-        summary = summarise(wanted, arm.task.metric)
+        summary = summarise(folder.records.values(), arm.task.metric)
         folder.finish(summary)
     console.print(table(config, arm, summary))
     console.print(f"results: {folder.path}", soft_wrap=True)

@@ -224,7 +224,9 @@ def test_a_model_folder_with_sliding_windows_is_refused_by_name(refusal, model_f
         ({"layer_types": ["mamba", "chunked_attention"]}, "layer_types: chunked_attention, mamba"),
         ({"attn_logit_softcapping": 50.0}, "soft-capped attention"),
         ({"attention_chunk_size": 8192}, "chunked attention"),
+        ({"kv_lora_rank": 512}, "latent attention"),
         ({"attn_layer_period": 8}, "layers other than attention"),
+        ({"mamba_d_state": 16}, "layers other than attention"),
         ({"text_config": {"sliding_window": 512}}, "sliding-window attention"),
     ],
 )
