@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
-from methods.blocks.topk import top
+from methods.blocks.topk import top_earliest
 from methods.blocks.votes import Join, Pooling, pooled_votes, window_votes
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class SnapKV(Method):
         scores = pooled_votes(votes, self.shape.kv_heads, self.kernel, self.pooling, self.join)
         scores = scores.masked_fill(position >= window, torch.inf).masked_fill(position >= length, -torch.inf)
         counts = [min(pair) for pair in zip(self.capacities, prompt.lengths, strict=True)]
-        kept = top(scores, counts)  # the window first, then the voted
+        kept = top_earliest(scores, counts)  # the window first, then the voted
         self.view.keep(layer, kept)
         if self.budget.unified:
             self.voted[layer] = [

@@ -15,12 +15,27 @@ def top(scores: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         counts: entries of each row b, at most n; rows with fewer choosable entries get what there is.
 
     Returns:
-        [B, H, max(counts)] int64, trailing -1.
+        [B, H, max(counts)] int64, trailing -1; equal scores stand in any order.
     """
     most = min(max(counts), scores.shape[-1])
-    best = scores.topk(most, dim=-1)
-    wanted = torch.arange(most, device=scores.device) < torch.tensor(counts, device=scores.device)[:, None, None]
-    return torch.where(wanted & (best.values > -torch.inf), best.indices, -1)
+    return _cut(*scores.topk(most, dim=-1), counts)
+
+
+def top_earliest(scores: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """As `top`, but of equal scores the smaller id is better, on any device and in any batch.
+
+    For scores that tie by their nature, as neighbours do after max pooling: which of them `topk` takes depends on n,
+    and with it a row's result on the rows beside it.
+    """
+    most = min(max(counts), scores.shape[-1])
+    values, ids = scores.sort(dim=-1, descending=True, stable=True)
+    return _cut(values[..., :most], ids[..., :most], counts)
+
+
+def _cut(values: torch.Tensor, ids: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Ranked ids [B, H, n] with -1 behind each row's count and in place of what must not be chosen."""
+    wanted = torch.arange(ids.shape[-1], device=ids.device) < torch.tensor(counts, device=ids.device)[:, None, None]
+    return torch.where(wanted & (values > -torch.inf), ids, -1)
 
 
 def interleave(
