@@ -1,0 +1,305 @@
+"""What the tests share: the list of methods, three dummy models, and an engine fed without a model.
+
+A new method is one line in `METHODS`; every generic test then runs over it.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvbench.config import shipped
+from kvbench.engine import Engine
+from kvbench.generate import Generation, generate
+from kvbench.hf import method_named, shape_of
+from kvbench.method import Budget, Method, Shape
+from kvbench.models import Loaded, load
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method with its options, under the id that test names carry."""
+
+    id: str
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> Method:
+        return method_named(self.name, **self.options)
+
+
+METHODS = [
+    Case("full", "full"),
+    Case("topk", "topk"),
+    Case("topk-kv_head", "topk", {"granularity": "kv_head"}),
+    Case("snapkv", "snapkv"),
+    Case("snapkv-kvpress", "snapkv", {"window": 16, "kernel": 5, "pooling": "mean", "join": "after"}),
+    Case("quest", "quest"),
+    Case("quest-kv_head", "quest", {"selection": "kv_head"}),
+]
+MODELS = ["dummy-tiny", "dummy-mistral", "dummy-qwen3"]  # Llama, Mistral, Qwen3
+ACCOUNTINGS = ["paper", "unified"]
+
+# These models are so small that waking a second thread costs more than it brings.
+torch.set_num_threads(1)
+
+# A budget every method accepts under both accountings, far below the prompts that the tests use.
+SMALL = 48
+
+# Model outputs and attention outputs in fp32 that are equal on paper differ by the order of summation. Logits here are
+# of the order of 1 to 10, so this is some tens of units in the last place, and far below what one wrong token changes.
+CLOSE = 1e-5
+
+each_method = pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
+each_accounting = pytest.mark.parametrize("accounting", ACCOUNTINGS)
+
+
+def numbers(count: int, seed: int = 0) -> list[int]:
+    """A prompt of random bytes."""
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(count)]
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def dummies() -> Callable[[str], Loaded]:
+    """The dummy models by name, each loaded once."""
+    loaded: dict[str, Loaded] = {}
+
+    def get(name: str) -> Loaded:
+        if name not in loaded:
+            config = shipped("model", name)
+            assert config is not None
+            loaded[name] = load(config, device="cpu")
+        return loaded[name]
+
+    return get
+
+
+@pytest.fixture(scope="session", params=MODELS)
+def loaded(request: pytest.FixtureRequest, dummies: Callable[[str], Loaded]) -> Loaded:
+    """Each dummy model in turn."""
+    return dummies(request.param)
+
+
+@pytest.fixture(scope="session")
+def tiny(dummies: Callable[[str], Loaded]) -> Loaded:
+    """The dummy Llama."""
+    return dummies("dummy-tiny")
+
+
+@pytest.fixture(scope="session")
+def sdpa() -> Callable[[Loaded], torch.nn.Module]:
+    """The same weights under transformers' own sdpa attention, which no line of kvbench touches."""
+    copies: dict[str, torch.nn.Module] = {}
+
+    def get(loaded: Loaded) -> torch.nn.Module:
+        if loaded.name not in copies:
+            copies[loaded.name] = copy.deepcopy(loaded.model)
+            copies[loaded.name].set_attn_implementation("sdpa")
+        return copies[loaded.name]
+
+    return get
+
+
+def run_loop(
+    loaded: Loaded,
+    prompts: Sequence[Sequence[int]],
+    method: Method,
+    budget: int | float | None,
+    *,
+    accounting: str = "paper",
+    steps: int = 6,
+    dense_layers: Sequence[int] = (),
+    executor: str = "auto",
+    audit_every: int = 1,
+    **options: Any,
+) -> tuple[Generation, Engine]:
+    """The measured loop over a batch; `steps` decode steps come after the first token."""
+    engine = Engine(
+        shape_of(loaded.model, list(map(len, prompts)), dense_layers, torch.float32, loaded.model.device),
+        method,
+        Budget(budget, accounting),
+        executor=executor,
+        new_tokens=steps + 1,
+        audit_every=audit_every,
+    )
+    return generate(loaded.model, prompts, engine, max_new_tokens=steps + 1, **options), engine
+
+
+# -- an engine without a model ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What one layer attends at one step.
+
+    Attributes:
+        step: 1 for the first decode step.
+        lengths: tokens of each row, the current one included.
+        index: [B, Hs, M] token ids with trailing -1; for a method that selects None, the ids resident.
+        in_place: the method selected None.
+    """
+
+    step: int
+    layer: int
+    lengths: tuple[int, ...]
+    index: torch.Tensor
+    in_place: bool
+
+    def sets(self, row: int) -> list[set[int]]:
+        """The ids of each head of a row."""
+        return [{token for token in head if token >= 0} for head in self.index[row].tolist()]
+
+
+def watch(method: Method) -> list[Attended]:
+    """Have every `select` of this method object noted in the list returned."""
+    seen: list[Attended] = []
+    select, step = method.select, method.step
+    now = 0
+
+    def watched_step(*arguments: torch.Tensor) -> None:
+        nonlocal now
+        now += 1
+        step(*arguments)
+
+    def watched_select(layer: int, query: torch.Tensor) -> Any:
+        selection = select(layer, query)
+        index = method.view.resident(layer) if selection is None else selection.index
+        seen.append(Attended(now, layer, tuple(method.view.lengths(layer)), index.clone(), selection is None))
+        return selection
+
+    method.step, method.select = watched_step, watched_select  # type: ignore[method-assign]
+    return seen
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Fixed queries, keys and values of a whole generation, as a model would hand them over.
+
+    Attributes:
+        lengths: prompt tokens of each row.
+        queries: [layers, B, Hq, T, D]; token i of each row stands at place i, T covers prompt and all steps.
+        keys, values: [layers, B, Hkv, T, D].
+    """
+
+    lengths: tuple[int, ...]
+    steps: int
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def row(self, row: int) -> Stream:
+        """One row alone."""
+        one = slice(row, row + 1)
+        return replace(
+            self,
+            lengths=self.lengths[one],
+            queries=self.queries[:, one],
+            keys=self.keys[:, one],
+            values=self.values[:, one],
+        )
+
+    @property
+    def scaling(self) -> float:
+        return self.queries.shape[-1] ** -0.5
+
+
+def stream(
+    *lengths: int,
+    steps: int = 4,
+    layers: int = 2,
+    query_heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    seed: int = 0,
+) -> Stream:
+    """Random normal queries, keys and values; queries are stretched, so that attention is far from uniform."""
+    rng = torch.Generator().manual_seed(seed)
+    size = (layers, len(lengths), kv_heads, max(lengths) + steps, head_dim)
+    wide = (layers, len(lengths), query_heads, max(lengths) + steps, head_dim)
+    keys, values = torch.randn(size, generator=rng), torch.randn(size, generator=rng)
+    return Stream(lengths, steps, 2 * torch.randn(wide, generator=rng), keys, values)
+
+
+@dataclass
+class Driven:
+    """What came out of a driven engine: outputs [steps, layers, B, Hq, D] and what was attended."""
+
+    engine: Engine
+    outputs: torch.Tensor
+    seen: list[Attended]
+
+    @property
+    def audit(self) -> dict[str, Any]:
+        return self.engine.report()
+
+
+def drive(
+    fixed: Stream,
+    method: Method,
+    budget: int | float | None,
+    *,
+    accounting: str = "paper",
+    chunk: int | None = None,
+    left: bool = False,
+    executor: str = "auto",
+    dense_layers: Sequence[int] = (),
+    after_prefill: Callable[[Engine], None] = lambda engine: None,
+) -> Driven:
+    """Feed a stream to an engine as `hf.py` does: rows right-padded, or left-padded as under `model.generate`."""
+    layers, batch, query_heads, _, head_dim = fixed.queries.shape
+    columns = max(fixed.lengths)
+    offsets = [columns - length if left else 0 for length in fixed.lengths]
+    shape = Shape(
+        layers=layers,
+        query_heads=query_heads,
+        kv_heads=fixed.keys.shape[2],
+        head_dim=head_dim,
+        lengths=fixed.lengths,
+        dtype=fixed.keys.dtype,
+        device=fixed.keys.device,
+        scaling=fixed.scaling,
+        sparse_layers=tuple(layer for layer in range(layers) if layer not in dense_layers),
+    )
+    engine = Engine(
+        shape,
+        method,
+        Budget(budget, accounting),
+        offsets=offsets,
+        executor=executor,
+        new_tokens=None if left else fixed.steps,
+    )
+    seen = watch(method)
+    parts = (fixed.queries, fixed.keys, fixed.values)
+    prompts = [torch.stack([rows[:, b].roll(offset, 2) for b, offset in enumerate(offsets)], 1) for rows in parts]
+    for start in range(0, columns, chunk or columns):
+        here = slice(start, min(start + (chunk or columns), columns))
+        engine.start_chunk(torch.zeros(batch, here.stop - here.start, dtype=torch.int64))
+        for layer in range(layers):
+            engine.attend(layer, *(prompt[layer, :, :, here] for prompt in prompts))
+    after_prefill(engine)
+    outputs = []
+    for step in range(fixed.steps):
+        places = [length + step for length in fixed.lengths]
+        engine.start_step(torch.zeros(batch, dtype=torch.int64))
+        now = [torch.stack([rows[:, b, :, place] for b, place in enumerate(places)], 1)[..., None, :] for rows in parts]
+        outputs.append(torch.stack([engine.attend(layer, *(part[layer] for part in now)) for layer in range(layers)]))
+        engine.settle()
+    return Driven(engine, torch.stack(outputs)[..., 0, :], seen)
+
+
+def same_attended(ours: Sequence[Attended], theirs: Sequence[Attended]) -> bool:
+    """Whether two generations attended the same ids in the same order, at every step and layer."""
+    return len(ours) == len(theirs) and all(
+        (a.step, a.layer, a.lengths) == (b.step, b.layer, b.lengths) and torch.equal(a.index, b.index)
+        for a, b in zip(ours, theirs, strict=True)
+    )

@@ -1,0 +1,593 @@
+"""What every method must satisfy on every model, whatever it selects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import (
+    CLOSE,
+    METHODS,
+    SMALL,
+    Attended,
+    Case,
+    drive,
+    each_accounting,
+    each_method,
+    numbers,
+    run_loop,
+    same_attended,
+    stream,
+    watch,
+)
+
+from kvbench import attention
+from kvbench.config import choices
+from kvbench.engine import Engine
+from kvbench.method import Budget, Extra, Method, Needs, Prompt, Selection
+from kvbench.models import Loaded
+from kvbench.store import LayerStore
+
+PROMPT = numbers(150)
+RAGGED = [numbers(150, seed=1), numbers(97, seed=2), numbers(60, seed=3)]
+STEPS = 5
+
+
+def test_every_shipped_method_is_in_the_list() -> None:
+    assert {case.name for case in METHODS} == set(choices("method"))
+    assert len({case.id for case in METHODS}) == len(METHODS)
+
+
+# -- equal to full attention -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def full_attention(sdpa: Callable[[Loaded], torch.nn.Module]) -> Callable[[Loaded], tuple[list[int], torch.Tensor]]:
+    """Greedy tokens of transformers' own generate after `PROMPT`, and the logits [STEPS + 1, V] behind them."""
+    known: dict[str, tuple[list[int], torch.Tensor]] = {}
+
+    def get(loaded: Loaded) -> tuple[list[int], torch.Tensor]:
+        if loaded.name not in known:
+            out = sdpa(loaded).generate(
+                torch.tensor([PROMPT]),
+                max_new_tokens=STEPS + 1,
+                do_sample=False,
+                eos_token_id=None,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+            known[loaded.name] = out.sequences[0, len(PROMPT) :].tolist(), torch.cat(out.logits)
+        return known[loaded.name]
+
+    return get
+
+
+@pytest.fixture
+def logits() -> Iterator[Callable[[Loaded], list[torch.Tensor]]]:
+    """Note the logits [B, vocabulary] of each later forward pass of a model."""
+    hooks = []
+
+    def note(loaded: Loaded) -> list[torch.Tensor]:
+        noted: list[torch.Tensor] = []
+        hooks.append(loaded.model.lm_head.register_forward_hook(lambda _, __, out: noted.append(out[:, -1].clone())))
+        return noted
+
+    yield note
+    for hook in hooks:
+        hook.remove()
+
+
+@each_method
+@each_accounting
+def test_budget_of_whole_sequence_equals_full_attention(
+    loaded: Loaded, case: Case, accounting: str, full_attention: Any, logits: Any
+) -> None:
+    expected_tokens, expected = full_attention(loaded)
+    noted = logits(loaded)
+    generation, _ = run_loop(loaded, [PROMPT], case.build(), len(PROMPT) + STEPS, accounting=accounting, steps=STEPS)
+    assert generation.tokens == [expected_tokens]
+    torch.testing.assert_close(torch.cat(noted), expected, rtol=0, atol=CLOSE)
+
+
+@each_method
+@each_accounting
+def test_budget_beyond_the_sequence_attends_every_token(case: Case, accounting: str) -> None:
+    seen = drive(stream(70, 40), case.build(), 500, accounting=accounting).seen
+    assert seen
+    for at in seen:
+        for row, length in enumerate(at.lengths):
+            assert all(ids == set(range(length)) for ids in at.sets(row))
+
+
+def test_small_budget_differs_from_full_attention(tiny: Loaded, full_attention: Any, logits: Any) -> None:
+    """The test above could not fail if a budget changed nothing."""
+    _, expected = full_attention(tiny)
+    for case in METHODS:
+        noted = logits(tiny)
+        run_loop(tiny, [PROMPT], case.build(), SMALL, steps=STEPS)
+        differs = (torch.cat(noted)[1] - expected[1]).abs().max() > 100 * CLOSE
+        assert differs == (case.name != "full"), case.id
+
+
+# -- executors ---------------------------------------------------------------------------------------------------------
+
+
+@each_method
+@each_accounting
+def test_executors_agree(loaded: Loaded, case: Case, accounting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, slow = attention.executor("torch")[1], attention.executor("reference")[1]
+    compared = 0
+
+    def both(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        nonlocal compared
+        (out, weights), (expected, _) = fast(*arguments, **options), slow(*arguments, **options)
+        torch.testing.assert_close(out, expected, rtol=0, atol=CLOSE)
+        compared += 1
+        return out, weights
+
+    monkeypatch.setattr(attention, "executor", lambda name: ("both", both))
+    run_loop(loaded, RAGGED[:2], case.build(), SMALL, accounting=accounting, steps=2)
+    assert compared == 2 * loaded.model.config.num_hidden_layers
+
+
+def tensors(*sizes: Sequence[int], seed: int = 0) -> list[torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(*size, generator=rng) for size in sizes]
+
+
+def filled_store(kv_heads: int, head_dim: int = 8) -> LayerStore:
+    """Two rows of 21 and 13 tokens of which some are gone: slots are not ids."""
+    store = LayerStore(2, kv_heads, head_dim, 30, torch.float32, torch.device("cpu"))
+    key, value = tensors((2, kv_heads, 20, head_dim), (2, kv_heads, 20, head_dim), seed=1)
+    store.write_prompt(key, value, 0, [0, 0])
+    store.seal_prompt([20, 12])
+    kept = [[2, 3, 5, 7, 9, 12, 15, 18, 19], [0, 1, 3, 5, 6, 8, 10, 11, -1]]
+    store.keep(torch.tensor(kept)[:, None].expand(2, kv_heads, -1))
+    store.append(*tensors((2, kv_heads, 1, head_dim), (2, kv_heads, 1, head_dim), seed=2))
+    return store
+
+
+def full_selection(heads: int, query_heads: int, kv_heads: int, parts: Sequence[str], head_dim: int = 8) -> Selection:
+    """Five of the ids in `filled_store`, other ones for each head, best first, fewer in the second row."""
+    kept = [[2, 3, 5, 7, 9, 12, 15, 18, 19, 20], [0, 1, 3, 5, 6, 8, 10, 11, 12]]
+    rng = torch.Generator().manual_seed(3)
+    index = torch.full((2, heads, 5), -1)
+    for row, count in enumerate((5, 3)):
+        for head in range(heads):
+            order = torch.randperm(len(kept[row]), generator=rng)[:count]
+            index[row, head, :count] = torch.tensor(kept[row])[order]
+    log_weight, keys, extra_key, extra_value, extra_weight = tensors(
+        (2, query_heads, 5),
+        (2, kv_heads, 5, head_dim),
+        (2, kv_heads, 2, head_dim),
+        (2, kv_heads, 2, head_dim),
+        (2, query_heads, 2),
+        seed=4,
+    )
+    return Selection(
+        index,
+        log_weight=log_weight if "log_weight" in parts else None,
+        keys=keys if "keys" in parts else None,
+        extra=Extra(extra_key, extra_value, extra_weight) if "extra" in parts else None,
+    )
+
+
+def by_the_formula(query: torch.Tensor, store: LayerStore, selection: Selection, row: int, head: int) -> torch.Tensor:
+    """One query head's output [D], written down from the interface's words."""
+    group = query.shape[1] // store.key.shape[1]
+    kv_head = head // group
+    of_head = {1: 0, store.key.shape[1]: kv_head, query.shape[1]: head}[selection.index.shape[1]]
+    assert store.ids is not None
+    ids = store.ids[row, kv_head].tolist()
+    logits, values = [], []
+    for rank, token in enumerate(selection.index[row, of_head].tolist()):
+        if token < 0:
+            continue
+        slot = ids.index(token)
+        key = store.key[row, kv_head, slot] if selection.keys is None else selection.keys[row, kv_head, rank]
+        logits.append(0.3 * torch.dot(query[row, head, 0], key))
+        if selection.log_weight is not None:
+            logits[-1] = logits[-1] + selection.log_weight[row, head, rank]
+        values.append(store.value[row, kv_head, slot])
+    if selection.extra is not None:
+        for entry in range(selection.extra.key.shape[2]):
+            logit = 0.3 * torch.dot(query[row, head, 0], selection.extra.key[row, kv_head, entry])
+            logits.append(logit + selection.extra.log_weight[row, head, entry])
+            values.append(selection.extra.value[row, kv_head, entry])
+    return torch.stack(logits).softmax(0) @ torch.stack(values)
+
+
+PARTS = [(), ("log_weight",), ("extra",), ("log_weight", "extra")]
+KEYS = [("keys",), ("log_weight", "keys", "extra")]  # replaced keys are per KV head
+PER_AND_PARTS = [
+    *((per, parts) for per in ("all", "kv_head") for parts in PARTS + KEYS),
+    *(("query_head", parts) for parts in PARTS),
+]
+
+
+@pytest.mark.parametrize(
+    ("per", "parts"), PER_AND_PARTS, ids=lambda value: value if isinstance(value, str) else "+".join(value) or "plain"
+)
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 2), (3, 3), (4, 1)])
+def test_executors_follow_every_field_of_a_selection(
+    query_heads: int, kv_heads: int, per: str, parts: Sequence[str]
+) -> None:
+    heads = {"all": 1, "kv_head": kv_heads, "query_head": query_heads}[per]
+    store, selection = filled_store(kv_heads), full_selection(heads, query_heads, kv_heads, parts)
+    (query,) = tensors((2, query_heads, 1, 8), seed=5)
+    results = {}
+    for name in attention.EXECUTORS:
+        out, weights = attention.executor(name)[1](query, store, selection, 0.3, probabilities=True)
+        assert weights is not None
+        assert weights.shape == (2, query_heads, 5 + 2 * ("extra" in parts))
+        torch.testing.assert_close(weights.sum(dim=2), torch.ones(2, query_heads))
+        assert weights[1, :, 3:5].eq(0).all(), "an absent entry has no weight"
+        for row in range(2):
+            for head in range(query_heads):
+                expected = by_the_formula(query, store, selection, row, head)
+                torch.testing.assert_close(out[row, head, 0], expected, rtol=0, atol=CLOSE)
+        results[name] = weights
+    torch.testing.assert_close(results["torch"], results["reference"], rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("name", attention.EXECUTORS)
+def test_executors_attend_everything_resident_without_a_selection(name: str) -> None:
+    store = filled_store(2)
+    (query,) = tensors((2, 4, 1, 8), seed=5)
+    out, weights = attention.executor(name)[1](query, store, None, 0.3, probabilities=True)
+    ids = store.resident_ids()
+    expected, _ = attention.executor("reference")[1](query, store, Selection(ids), 0.3)
+    torch.testing.assert_close(out, expected, rtol=0, atol=CLOSE)
+    assert weights is not None
+    assert weights.shape == (2, 4, ids.shape[2])
+    torch.testing.assert_close(weights.sum(dim=2), torch.ones(2, 4))
+
+
+class Everything(Method):
+    """Uses every field of a Selection, and notes what it is shown afterwards."""
+
+    needs = Needs(probabilities=True)
+
+    def __init__(self) -> None:
+        self.observed: list[tuple[int, Selection | None, torch.Tensor]] = []
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection:
+        batch, kv_heads, query_heads = len(self.shape.lengths), self.shape.kv_heads, self.shape.query_heads
+        last = min(self.view.lengths(layer))
+        index = torch.arange(last - 6, last).flip(0).expand(batch, kv_heads, 6)
+        key, value = self.view.keys(layer, index), self.view.values(layer, index)
+        extra = Extra(key[:, :, :1], value[:, :, :1], torch.full((batch, query_heads, 1), 0.5))
+        return Selection(index, torch.linspace(0, 1, 6).expand(batch, query_heads, 6), key + 0.1, extra)
+
+    def observe(self, layer: int, selection: Selection | None, probabilities: torch.Tensor) -> None:
+        self.observed.append((layer, selection, probabilities.clone()))
+
+    def rule(self, length: int, generated: int) -> int:
+        return 7
+
+
+def test_method_that_uses_every_field_sees_its_probabilities() -> None:
+    fixed = stream(30, 21)
+    fast, slow = Everything(), Everything()
+    ours, theirs = drive(fixed, fast, 7), drive(fixed, slow, 7, executor="reference")
+    torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=0, atol=CLOSE)
+    assert [layer for layer, _, _ in fast.observed] == [0, 1] * fixed.steps
+    for (_, selection, weights), (_, _, expected) in zip(fast.observed, slow.observed, strict=True):
+        assert selection is not None
+        assert weights.shape == (2, 4, 7)
+        torch.testing.assert_close(weights, expected, rtol=0, atol=CLOSE)
+        torch.testing.assert_close(weights.sum(dim=2), torch.ones(2, 4))
+    assert ours.audit["attended_mean"] == ours.audit["attended_max"] == 7
+    assert not ours.audit["over_rule"]
+
+
+# -- what is selected --------------------------------------------------------------------------------------------------
+
+
+@each_method
+@each_accounting
+def test_selected_ids_are_past_unique_and_packed(loaded: Loaded, case: Case, accounting: str) -> None:
+    method = case.build()
+    seen = watch(method)
+    run_loop(loaded, RAGGED, method, SMALL, accounting=accounting, steps=STEPS)
+    shape = method.shape
+    assert len(seen) == STEPS * shape.layers
+    for at in seen:
+        assert at.index.dtype == torch.int64
+        assert at.index.shape[1] in (1, shape.kv_heads, shape.query_heads)
+        for row, length in enumerate(at.lengths):
+            assert length == len(RAGGED[row]) + at.step
+            for head in at.index[row].tolist():
+                ids = [token for token in head if token >= 0]
+                assert ids, "a head attends nothing"
+                assert head == ids + [-1] * (len(head) - len(ids)), "-1 only at the end"
+                assert len(set(ids)) == len(ids)
+                assert max(ids) < length
+
+
+@each_method
+@each_accounting
+def test_same_input_and_seed_select_the_same_for_any_thread_count(case: Case, accounting: str) -> None:
+    fixed = stream(1000, 700, steps=2, layers=1, query_heads=8, head_dim=64)
+    threads = torch.get_num_threads()
+    found: dict[int, list[Attended]] = {}
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            found[count] = drive(fixed, case.build(), 256, accounting=accounting).seen
+    finally:
+        torch.set_num_threads(threads)
+    assert same_attended(found[1], found[2])
+    assert same_attended(found[1], found[4])
+
+
+# -- slots that hold no token ------------------------------------------------------------------------------------------
+
+POISON = 1e4
+
+
+def poison_stores(engine: Engine) -> None:
+    """Fill every slot that holds no token."""
+    for store in engine.stores.values():
+        unused = torch.arange(store.capacity) >= store.used[..., None]
+        assert bool(unused.any()), "nothing to poison"
+        store.key[unused] = POISON
+        store.value[unused] = -POISON
+
+
+@each_method
+@each_accounting
+@pytest.mark.parametrize("lengths", [(90,), (90, 61, 20)], ids=["one", "ragged"])
+def test_poisoned_unused_slots_change_nothing(case: Case, accounting: str, lengths: tuple[int, ...]) -> None:
+    fixed = stream(*lengths, steps=STEPS)
+    clean = drive(fixed, case.build(), SMALL, accounting=accounting)
+    method = case.build()
+    prefill = method.prefill
+
+    def poisoned_prefill(layer: int, prompt: Prompt) -> None:
+        for row, length in enumerate(prompt.lengths):
+            prompt.keys[row, :, length:] = POISON
+            prompt.values[row, :, length:] = -POISON
+            prompt.queries[row, :, : max(0, prompt.queries.shape[2] - length)] = POISON
+        prefill(layer, prompt)
+
+    method.prefill = poisoned_prefill  # type: ignore[method-assign]
+    dirty = drive(fixed, method, SMALL, accounting=accounting, after_prefill=poison_stores)
+    assert same_attended(clean.seen, dirty.seen)
+    assert torch.equal(clean.outputs, dirty.outputs)
+
+
+# -- chunks and batches ------------------------------------------------------------------------------------------------
+
+
+@each_method
+@each_accounting
+@pytest.mark.parametrize("chunk", [1, 7, 32, 149])
+def test_chunked_prefill_selects_what_whole_prefill_selects(case: Case, accounting: str, chunk: int) -> None:
+    fixed = stream(90, 61, 20) if chunk == 1 else stream(150, 99, 20)
+    whole = drive(fixed, case.build(), SMALL, accounting=accounting)
+    chunked = drive(fixed, case.build(), SMALL, accounting=accounting, chunk=chunk)
+    assert same_attended(whole.seen, chunked.seen)
+    torch.testing.assert_close(chunked.outputs, whole.outputs, rtol=0, atol=CLOSE)
+
+
+@each_method
+@each_accounting
+def test_chunked_prefill_generates_what_whole_prefill_generates(loaded: Loaded, case: Case, accounting: str) -> None:
+    def tokens(chunk: int | None) -> list[list[int]]:
+        options = {"accounting": accounting, "prefill_chunk": chunk, "steps": STEPS}
+        return run_loop(loaded, RAGGED, case.build(), SMALL, **options)[0].tokens
+
+    assert tokens(40) == tokens(None)
+
+
+@each_method
+@each_accounting
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_ragged_batch_selects_what_its_rows_select_alone(case: Case, accounting: str, padding: str) -> None:
+    fixed = stream(130, 77, 20)
+    batch = drive(fixed, case.build(), SMALL, accounting=accounting, left=padding == "left")
+    for row in range(3):
+        alone = drive(fixed.row(row), case.build(), SMALL, accounting=accounting)
+        assert [at.sets(row) for at in batch.seen] == [at.sets(0) for at in alone.seen]
+        torch.testing.assert_close(batch.outputs[:, :, row], alone.outputs[:, :, 0], rtol=0, atol=CLOSE)
+
+
+@each_method
+@each_accounting
+def test_ragged_batch_generates_what_its_rows_generate_alone(loaded: Loaded, case: Case, accounting: str) -> None:
+    options: dict[str, Any] = {"accounting": accounting, "steps": STEPS}
+    batch, _ = run_loop(loaded, RAGGED, case.build(), SMALL, **options)
+    assert batch.tokens == [run_loop(loaded, [row], case.build(), SMALL, **options)[0].tokens[0] for row in RAGGED]
+
+
+@each_method
+def test_method_object_forgets_the_last_generation(case: Case) -> None:
+    fixed, other = stream(130, 77), stream(60, 90, 33, seed=1)
+    used = case.build()
+    drive(other, used, SMALL, accounting="unified")
+    fresh = drive(fixed, case.build(), SMALL)
+    again = drive(fixed, used, SMALL)
+    assert same_attended(fresh.seen, again.seen[-len(fresh.seen) :])
+
+
+# -- the audit ---------------------------------------------------------------------------------------------------------
+
+
+def attended_per_kv_head(at: Attended, kv_heads: int, row: int) -> list[int]:
+    """Distinct ids that the query heads of each KV head attend."""
+    heads = at.sets(row)
+    if len(heads) == 1:
+        heads = heads * kv_heads
+    group = len(heads) // kv_heads
+    return [len(set().union(*heads[head * group : (head + 1) * group])) for head in range(kv_heads)]
+
+
+@each_method
+@each_accounting
+def test_audit_equals_a_recount(tiny: Loaded, case: Case, accounting: str) -> None:
+    """Ragged rows that stop at different steps, one dense layer, and enough steps for a method to evict once more."""
+    steps, dense_layers = 40, (1,)
+    method = case.build()
+    free, _ = run_loop(tiny, RAGGED, case.build(), SMALL, accounting=accounting, steps=steps, dense_layers=dense_layers)
+    stop = free.tokens[1][9]  # ends row 1 at the tenth token or before
+    seen = watch(method)
+    active: list[list[bool]] = []
+    held: list[int] = []
+    step, end_step = method.step, method.end_step
+
+    def note_rows(tokens: torch.Tensor, positions: torch.Tensor, running: torch.Tensor) -> None:
+        active.append(running.tolist())
+        step(tokens, positions, running)
+
+    def count_bytes() -> None:
+        end_step()
+        shape, layers = method.shape, method.shape.sparse_layers
+        sparse = sum(int((method.view.resident(layer) >= 0).sum()) for layer in layers)
+        dense = (shape.layers - len(layers)) * shape.kv_heads * sum(method.view.lengths(layers[0]))
+        held.append((sparse + dense) * 2 * shape.head_dim * 4)
+
+    method.step, method.end_step = note_rows, count_bytes  # type: ignore[method-assign]
+    generation, _ = run_loop(
+        tiny,
+        RAGGED,
+        method,
+        SMALL,
+        accounting=accounting,
+        steps=steps,
+        dense_layers=dense_layers,
+        stop_ids=[stop],
+    )
+    assert {at.layer for at in seen} == {0, 2, 3}
+    assert not all(map(all, active)), "no row stopped early"
+    counts = [
+        count
+        for at in seen
+        for row in range(len(RAGGED))
+        if active[at.step - 1][row]
+        for count in attended_per_kv_head(at, method.shape.kv_heads, row)
+    ]
+    audit = generation.audit
+    assert audit["attended_mean"] == pytest.approx(sum(counts) / len(counts), rel=1e-12)
+    assert audit["attended_max"] == max(counts)
+    assert audit["device_kv_bytes"] == max(held)
+    assert audit["dense_share"] == 1 / 4
+    assert audit["budget"] == SMALL
+    assert not audit["over_rule"]
+
+
+def test_audit_may_count_unions_on_some_steps_only(tiny: Loaded) -> None:
+    """Per-query-head selections are counted on steps 0, 3, ...; the others tell nothing about the union."""
+    case = next(case for case in METHODS if case.id == "topk")
+    method = case.build()
+    seen = watch(method)
+    generation, _ = run_loop(tiny, [PROMPT], method, SMALL, steps=8, audit_every=3)
+    counts = [count for at in seen if at.step % 3 == 1 for count in attended_per_kv_head(at, 2, 0)]
+    assert generation.audit["attended_mean"] == pytest.approx(sum(counts) / len(counts), rel=1e-12)
+    assert generation.audit["attended_max"] == max(counts)
+
+
+LENGTHS = [20, 48, 65, 100, 127]
+
+
+@each_method
+@each_accounting
+def test_no_method_breaks_its_own_rule(case: Case, accounting: str) -> None:
+    """Budgets and prompts around each other and around whole pages; the steps run over page and budget edges."""
+    unified_exact = accounting == "unified" and case.name != "full"
+    for length in LENGTHS:
+        fixed = stream(length, LENGTHS[-1] - length // 2, steps=18, layers=1, head_dim=4, seed=length)
+        for budget in sorted({48, 63, 64, *(n for n in (length - 1, length, length + 7) if n >= 48)}):
+            driven = drive(fixed, case.build(), budget, accounting=accounting)
+            assert not driven.audit["over_rule"], (length, budget)
+            assert not unified_exact or driven.audit["attended_max"] <= budget, (length, budget)
+
+
+@each_method
+@each_accounting
+@pytest.mark.parametrize("fraction", [0.4, 0.5, 0.999, 1.0])
+def test_no_method_breaks_its_own_rule_with_a_fraction(case: Case, accounting: str, fraction: float) -> None:
+    for length in (120, 127, 128, 201):
+        fixed = stream(length, steps=6, layers=1, head_dim=4, seed=length)
+        driven = drive(fixed, case.build(), fraction, accounting=accounting)
+        assert not driven.audit["over_rule"], length
+        if accounting == "unified" and case.name != "full":
+            assert driven.audit["attended_max"] <= Budget(fraction).tokens(length)
+
+
+class Greedy(Method):
+    """Attends more than the budget it declares as its rule (or a token twice), in the way it is told."""
+
+    def __init__(self, select: Callable[[int, int], Selection | None]) -> None:
+        self.choose = select
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection | None:
+        return self.choose(len(self.shape.lengths), self.view.lengths(layer)[0])
+
+
+def extra_entry() -> Extra:
+    return Extra(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), torch.zeros(1, 4, 1))
+
+
+CHEATS: dict[str, Callable[[int, int], Selection | None]] = {
+    "one too many": lambda batch, length: Selection(torch.arange(11).expand(batch, 1, 11)),
+    "one too many in one head": lambda batch, length: Selection(
+        torch.tensor([[list(range(10)) + [-1], list(range(11))]])
+    ),
+    "too many by the union": lambda batch, length: Selection(
+        torch.arange(24).view(1, 4, 6)
+    ),  # 6 a query head, 12 a KV head
+    "everything": lambda batch, length: None,
+    "an extra entry": lambda batch, length: Selection(torch.arange(10).expand(batch, 1, 10), extra=extra_entry()),
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_audit_finds_a_method_that_breaks_its_rule(cheat: str) -> None:
+    assert drive(stream(30), Greedy(CHEATS[cheat]), 10).audit["over_rule"]
+
+
+def test_audit_accepts_a_method_that_keeps_its_rule() -> None:
+    driven = drive(stream(30), Greedy(lambda batch, length: Selection(torch.arange(10).expand(batch, 2, 10))), 10)
+    assert driven.audit["attended_max"] == 10
+    assert not driven.audit["over_rule"]
+
+
+def test_audit_counts_a_token_for_both_heads_of_a_group_once() -> None:
+    driven = drive(stream(30), Greedy(lambda batch, length: Selection(torch.arange(6).expand(batch, 4, 6))), 6)
+    assert driven.audit["attended_max"] == 6
+    assert not driven.audit["over_rule"]
+
+
+def test_token_selected_twice_is_an_error() -> None:
+    with pytest.raises(ValueError, match="layer 0: .* twice"):
+        drive(stream(30), Greedy(lambda batch, length: Selection(torch.tensor([[[3, 4, 3]]]))), 10)
+
+
+@pytest.mark.parametrize("token", [34, 31])
+@pytest.mark.parametrize("executor", attention.EXECUTORS)
+def test_token_that_is_not_there_is_an_error(executor: str, token: int) -> None:
+    """31 would be the second generated token, at the first step."""
+    with pytest.raises(LookupError):
+        drive(stream(30), Greedy(lambda b, n: Selection(torch.tensor([[[token]]]))), 10, executor=executor)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@each_accounting
+def test_snapkv_frees_device_memory(tiny: Loaded, accounting: str) -> None:
+    prompt, steps = numbers(600), 40
+    cases = {case.id: case for case in METHODS}
+    allocated, audited = {}, {}
+    for name in ("full", "snapkv"):
+        generation, engine = run_loop(tiny, [prompt], cases[name].build(), SMALL, accounting=accounting, steps=steps)
+        allocated[name] = sum(store.allocated_bytes() for store in engine.stores.values())
+        audited[name] = generation.audit["device_kv_bytes"]
+    token = 4 * 2 * 2 * 32 * 4  # layers, KV heads, key and value, head size, fp32
+    assert audited["full"] == (len(prompt) + steps) * token
+    assert audited["snapkv"] <= (SMALL + steps) * token
+    assert allocated["snapkv"] <= (SMALL + steps + 1) * token
+    assert allocated["full"] >= audited["full"]
