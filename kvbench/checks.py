@@ -31,7 +31,7 @@ ONE_OF = {
 }
 
 # The lowest value of each whole number, and whether null will do.
-LOWEST = {"seed": (0, False), "threads": (1, True), "task.limit": (1, True)}
+LOWEST = {"seed": (0, False), "probe.every": (0, False), "threads": (1, True), "task.limit": (1, True)}
 
 # Keys of a transformers config that only models with other layers than attention have.
 OTHER_LAYERS = re.compile(r"mamba_|ssm_|attn_layer_|layers_block_type$|block_types$|state_size$")

@@ -7,9 +7,9 @@ The engine knows no method by name and no transformers class.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,23 +17,21 @@ import torch
 
 from kvbench import attention
 from kvbench.attention.torch import prefill as dense_attention
+from kvbench.config import ConfigError
 from kvbench.meters import Audit, Spans
-from kvbench.method import Budget, Context, Method, Prompt, Shape
-from kvbench.store import LayerStore, View
+from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
+from kvbench.probes import Probe
+from kvbench.prompt import PromptReader
+from kvbench.store import NO_TOKEN, LayerStore, View
+
+# x [B, H, n, D] and by how many positions to turn each of its vectors, [B, H, n]
+Rotate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @cache
 def worker_pool() -> ThreadPoolExecutor:
     """The one pool in which all background index work of this process runs."""
     return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="kvbench")
-
-
-@dataclass
-class _Chunk:
-    """The columns of the prefill forward that runs: column .. column + width - 1."""
-
-    column: int
-    width: int
 
 
 class Engine:
@@ -47,6 +45,8 @@ class Engine:
         seed, sample: what the method's randomness derives from.
         new_tokens: decode steps to reserve memory for; None: unknown, the stores grow.
         audit_every: steps between two counts of per-query-head selections.
+        probe_every: steps between two comparisons with full attention; 0: none.
+        rotate: the model's rotary function, for methods with positions="cache".
         pieces: text of every vocabulary entry, for methods that need it.
     """
 
@@ -63,35 +63,41 @@ class Engine:
         sample: str = "",
         new_tokens: int | None = None,
         audit_every: int = 1,
+        probe_every: int = 0,
+        rotate: Rotate | None = None,
         pieces: Sequence[str] | None = None,
     ) -> None:
         self.shape, self.method, self.budget = shape, method, budget
         self.executor_name, self._execute = attention.executor(executor)
         self.spans, self.audit = Spans(), Audit(shape, audit_every)
         self.stores: dict[int, LayerStore] = {}
+        self.probe = Probe(shape, probe_every) if probe_every else None
+        self.prefilled = False
+        self._rotate = rotate
         self._new_tokens = new_tokens
         self._sparse = frozenset(shape.sparse_layers)
-        self._offsets = tuple(offsets or [0] * shape.batch)
-        self._columns = columns or max(shape.lengths)
-        self._chunk: _Chunk | None = _Chunk(0, 0)
-        self._queries: dict[int, torch.Tensor] = {}
-        self._token_ids: list[torch.Tensor] = []
+        self._reader = PromptReader(shape.lengths, offsets, columns, method.needs, shape.scaling)
         self._active: list[bool] = [True] * shape.batch
+        self._check_budget()
         context = Context(seed, sample, worker_pool(), self.spans, pieces)
         method.begin(shape, budget, View(self.stores, self.audit), context)
 
-    # -- phases ----------------------------------------------------------------------------------------------------
+    def _check_budget(self) -> None:
+        """A fraction of a short prompt may fall below what the method can keep to."""
+        for length in self.shape.lengths if isinstance(self.budget.size, float) else ():
+            tokens = self.budget.tokens(length)
+            if tokens < min(self.budget.minimum, length):
+                raise ConfigError(
+                    f"budget={self.budget.size}: {tokens} of a prompt's {length} tokens, below the minimum of "
+                    f"{self.budget.minimum} tokens"
+                )
 
-    @property
-    def prefilled(self) -> bool:
-        """All of the prompt has been read."""
-        return self._chunk is None
+    # -- phases ----------------------------------------------------------------------------------------------------
 
     def start_chunk(self, token_ids: torch.Tensor) -> None:
         """A prefill forward of the next columns, token_ids [B, q], begins."""
-        assert self._chunk is not None, "the prompt is complete"
-        self._chunk = _Chunk(self._chunk.column + self._chunk.width, token_ids.shape[1])
-        self._token_ids.append(token_ids)
+        assert not self.prefilled, "the prompt is complete"
+        self._reader.start_chunk(token_ids)
 
     def start_step(self, tokens: torch.Tensor, active: Sequence[bool] | None = None) -> None:
         """A decode forward begins: tokens [B]; `active` says which rows still generate (None: all)."""
@@ -116,112 +122,128 @@ class Engine:
         Returns:
             [B, Hq, q, D].
         """
-        if self._chunk is not None:
-            return self._prefill(layer, query, key, value)
-        return self._decode(layer, query, key, value)
+        if self.prefilled:
+            return self._decode(layer, query, key, value)
+        return self._prefill(layer, query, key, value)
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
     def _prefill(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        assert self._chunk is not None
-        store = self._store(layer, key)
+        reader, store = self._reader, self._store(layer)
         with self.spans("attention"):
-            store.write_prompt(key, value, self._chunk.column, self._offsets)
-            out = dense_attention(query, store, self._chunk.column, self._offsets, self.shape.scaling)
-        if layer in self._sparse and self.method.needs.query_window:
-            self._collect_queries(layer, query)
-        if self._chunk.column + self._chunk.width == self._columns:
-            self._finish_prompt(layer, store)
+            store.write_prompt(key, value, reader.column, reader.offsets)
+            out = dense_attention(query, store, reader.column, reader.offsets, self.shape.scaling)
+        if layer in self._sparse:
+            with self.spans("index_build"):
+                reader.observe(layer, query, store)
+        if reader.last_chunk:
+            store.seal_prompt(self.shape.lengths)
+            prompt = reader.prompt(layer, store) if layer in self._sparse else None
+            self._begin_layer(layer, store, prompt)
         return out
 
-    def _store(self, layer: int, key: torch.Tensor) -> LayerStore:
-        if layer not in self.stores:
-            batch, kv_heads, _, head_dim = key.shape
-            capacity = self._columns + (self._new_tokens or 0)
-            grows = self._new_tokens is None
-            self.stores[layer] = LayerStore(batch, kv_heads, head_dim, capacity, key.dtype, key.device, grows)
-        return self.stores[layer]
-
-    def _finish_prompt(self, layer: int, store: LayerStore) -> None:
-        store.seal_prompt(self.shape.lengths)
+    def adopt(self, layer: int, shared: LayerStore, prompt: Prompt) -> LayerStore:
+        """Begin a layer from a prefill made elsewhere, in layer order; returns the store that shares its memory."""
+        self.stores[layer] = store = self._store(layer, shared)
         if layer in self._sparse:
-            longest = max(self.shape.lengths)
-            prompt = Prompt(
-                lengths=self.shape.lengths,
-                token_ids=self._aligned_token_ids(),
-                keys=store.key[:, :, :longest],
-                values=store.value[:, :, :longest],
-                queries=self._window(layer, store),
-            )
+            self._begin_layer(layer, store, replace(prompt, on_host=store.on_host(prompt.keys.shape[2])))
+        else:
+            self._begin_layer(layer, store, None)
+        return store
+
+    def _begin_layer(self, layer: int, store: LayerStore, prompt: Prompt | None) -> None:
+        """The whole prompt of a layer is stored: build its index (`prompt`: of a sparse layer), then decode."""
+        if prompt is not None:
+            if self.probe is not None:
+                self.probe.begin_layer(layer, store)
             with self.spans("index_build"):
                 self.method.prefill(layer, prompt)
+            store.leave_device()
         if layer == self.shape.layers - 1:
             with self.spans("index_build"):
                 self.method.end_prefill()
-            self._chunk = None
-            self._queries.clear()
-            self._token_ids.clear()
+            self.prefilled = True
 
-    def _collect_queries(self, layer: int, query: torch.Tensor) -> None:
-        """Copy into the window [B, Hq, W, D] what this chunk holds of each row's last W queries."""
-        assert self._chunk is not None
-        batch, heads, width, head_dim = query.shape
-        size = min(self.method.needs.query_window, max(self.shape.lengths))
-        if layer not in self._queries:
-            self._queries[layer] = query.new_zeros(batch, heads, size, head_dim)
-        window = self._queries[layer]
-        for row, (length, offset) in enumerate(zip(self.shape.lengths, self._offsets, strict=True)):
-            # window place 0 is column `start`; the row's own tokens begin no earlier than its offset
-            start = offset + length - size
-            first = max(self._chunk.column, start, offset)
-            last = min(self._chunk.column + width, offset + length)
-            if first < last:
-                source = query[row, :, first - self._chunk.column : last - self._chunk.column]
-                window[row, :, first - start : last - start] = source
-
-    def _window(self, layer: int, store: LayerStore) -> torch.Tensor:
-        empty = store.key.new_zeros(self.shape.batch, self.shape.query_heads, 0, self.shape.head_dim)
-        return self._queries.get(layer, empty)
-
-    def _aligned_token_ids(self) -> torch.Tensor:
-        """[B, N] token ids of the whole prompt, left-aligned, 0 behind a row's end."""
-        ids = torch.cat(self._token_ids, dim=1)
-        self._token_ids = [ids]
-        aligned = ids.new_zeros(ids.shape[0], max(self.shape.lengths))
-        for row, (length, offset) in enumerate(zip(self.shape.lengths, self._offsets, strict=True)):
-            aligned[row, :length] = ids[row, offset : offset + length]
-        return aligned
+    def _store(self, layer: int, shared: LayerStore | None = None) -> LayerStore:
+        if layer not in self.stores:
+            needs = self.method.needs if layer in self._sparse else Needs()
+            self.stores[layer] = LayerStore(
+                self.shape.batch,
+                self.shape.kv_heads,
+                self.shape.head_dim,
+                self._reader.columns + (self._new_tokens or 0),
+                self.shape.dtype,
+                self.shape.device,
+                home=needs.home,
+                on_drop=needs.on_drop,
+                grows=self._new_tokens is None,
+                audit=self.audit,
+                spans=self.spans,
+                shared=shared,
+            )
+        return self.stores[layer]
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
     def _decode(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        store, selection = self.stores[layer], None
-        observes = layer in self._sparse and self.method.needs.probabilities
+        store = self.stores[layer]
         with self.spans("attention"):
             store.append(key, value)
-        if layer in self._sparse:
-            with self.spans("index_update"):
-                self.method.append(layer, key, value)
-            with self.spans("select"):
-                selection = self.method.select(layer, query)
-            self.audit.attended(layer, selection, store.used)
+        if layer not in self._sparse:
+            with self.spans("attention"):
+                return self._end_layer(layer, self._execute(query, store, None, self.shape.scaling)[0])
+        with self.spans("index_update"):
+            self.method.append(layer, key, value)
+        with self.spans("select"):
+            selection = self.method.select(layer, query)
         with self.spans("attention"):
-            out, weights = self._execute(query, store, selection, self.shape.scaling, observes)
+            asked, attended = query, selection
+            if selection is not None and self.method.needs.positions == "cache":
+                asked, attended = self._in_cache_positions(query, selection, store)
+            observes = self.method.needs.probabilities
+            out, weights = self._execute(asked, store, attended, self.shape.scaling, observes)
+        self.audit.attended(layer, selection, store.used)
+        if self.probe is not None:
+            self.probe.step(layer, query, key, value, selection, store.resident_ids(), out)
         if weights is not None:
             with self.spans("index_update"):
                 self.method.observe(layer, selection, weights)
+        return self._end_layer(layer, out)
+
+    def _end_layer(self, layer: int, out: torch.Tensor) -> torch.Tensor:
         if layer == self.shape.layers - 1:
             with self.spans("index_update"):
                 self.method.end_step()
         return out
 
+    def _in_cache_positions(
+        self, query: torch.Tensor, selection: Selection, store: LayerStore
+    ) -> tuple[torch.Tensor, Selection]:
+        """Turn query and keys to their places inside the selection (StreamingLLM, section 3.2).
+
+        The m-th oldest of the selected tokens goes to position m. Only differences of positions matter to RoPE, so what
+        is stored at its original position is rotated by (new - old).
+        """
+        assert self._rotate is not None, "this engine was made without the model's rotary function"
+        index = selection.index.expand(-1, self.shape.kv_heads, -1)
+        present = index >= 0
+        place = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)
+        keys = self._rotate(store.gather(index)[0], torch.where(present, place - index, 0))
+        lengths = torch.tensor(store.lengths, device=query.device)
+        shift = (present.sum(dim=2) - lengths[:, None]).repeat_interleave(self.shape.group, dim=1)
+        return self._rotate(query, shift[..., None]), replace(selection, keys=keys)
+
     def settle(self) -> None:
         """Count the step that just ended; called outside the timed part, or before the next step begins."""
-        held = sum(store.resident_bytes() for store in self.stores.values())
-        self.audit.end_step(self.method, self.shape.lengths, self._active, held)
+        device = sum(store.resident_bytes() for store in self.stores.values())
+        host = sum(store.host_bytes() for store in self.stores.values())
+        self.audit.end_step(self.method, self.shape.lengths, self._active, device, host)
 
     def report(self) -> dict[str, Any]:
         """The audit so far, with the executor that ran."""
         size = self.budget.size
         budget = None if size is None else self.budget.tokens(max(self.shape.lengths))
-        return {**self.audit.report(self.method, budget), "executor": self.executor_name}
+        report = {**self.audit.report(self.method, budget), "executor": self.executor_name}
+        if any(store.host is not None for store in self.stores.values()):
+            report["transfer"] = "measured" if self.shape.device.type == "cuda" else "simulated"
+        return report

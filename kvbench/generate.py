@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +17,9 @@ from transformers import PreTrainedModel
 from kvbench.engine import Engine
 from kvbench.hf import EngineCache
 from kvbench.meters import PARTS
+
+if TYPE_CHECKING:
+    from kvbench.prefilled import Prefilled
 
 Progress = Callable[[int, int], None]  # (tokens done, tokens in all) of this generation
 
@@ -27,12 +30,15 @@ class Generation:
 
     Attributes:
         tokens: new token ids of each row, a stop token included.
-        ttft_s: seconds from the start to the first new token (prefill and index build).
+        ttft_s: seconds from the start to the first new token (prefill, index build, question); without the prefill
+            where that was shared.
         tt2t_s: seconds from the start to the second new token, or None.
         step_ms: milliseconds of each decode step.
         prefill_ms: breakdown of the prefill by span, in all.
         breakdown_ms: breakdown of a decode step by span, mean over steps; the parts add up to its mean time.
         audit: see `kvbench.meters.Audit.report`.
+        probe: see `kvbench.probes.Probe.report`; {} without probes. With them the timings mean nothing.
+        shared_prefill: the prefill was made once for several methods.
     """
 
     tokens: list[list[int]]
@@ -42,6 +48,8 @@ class Generation:
     prefill_ms: dict[str, float] = field(default_factory=dict)
     breakdown_ms: dict[str, float] = field(default_factory=dict)
     audit: dict[str, Any] = field(default_factory=dict)
+    probe: dict[str, Any] = field(default_factory=dict)
+    shared_prefill: bool = False
 
 
 @torch.inference_mode()
@@ -53,6 +61,8 @@ def generate(
     max_new_tokens: int,
     stop_ids: Collection[int] = (),
     prefill_chunk: int | None = None,
+    question: Sequence[int] = (),
+    prefilled: Prefilled | None = None,
     progress: Progress | None = None,
 ) -> Generation:
     """Generate greedily for a batch of prompts.
@@ -64,18 +74,29 @@ def generate(
         max_new_tokens: new tokens of each row at most, at least 1.
         stop_ids: a row ends after the first of these.
         prefill_chunk: prompt columns in one forward pass; None: all.
+        question: token ids that follow every prompt and are read as decode steps, so through the method.
+        prefilled: begin from this prefill of the prompts instead of one of its own.
         progress: called after every chunk and step.
 
     Raises:
         FloatingPointError: NaN or inf in the logits.
     """
     cache = EngineCache(engine)
-    total = max(map(len, prompts)) + max_new_tokens
+    read = max(map(len, prompts)) + len(question)
+    total = read + max_new_tokens
     start = time.perf_counter()
     with engine.spans("other"):
-        tokens = prefill(model, prompts, cache, prefill_chunk, lambda done: progress and progress(done, total))
+        if prefilled is None:
+            tokens = prefill(model, prompts, cache, prefill_chunk, lambda done: progress and progress(done, total))
+        else:
+            prefilled.lend(engine)
+            tokens = prefilled.tokens
+        for token in question:
+            tokens = decode_step(model, torch.full_like(tokens, token), cache, [True] * len(prompts))
+            engine.settle()
         new = tokens.tolist()
     generation = Generation([[token] for token in new], ttft_s=time.perf_counter() - start)
+    generation.shared_prefill = prefilled is not None
     generation.prefill_ms = _milliseconds(engine.spans.reset(), 1)
 
     active = [token not in stop_ids for token in new]
@@ -93,11 +114,12 @@ def generate(
                 generation.tokens[row].append(token)
                 active[row] = token not in stop_ids
         if progress:
-            progress(total - max_new_tokens + step + 1, total)
+            progress(read + step + 1, total)
     if generation.step_ms:
         generation.tt2t_s = generation.ttft_s + generation.step_ms[0] / 1e3
         generation.breakdown_ms = _milliseconds(engine.spans.reset(), len(generation.step_ms))
     generation.audit = engine.report()
+    generation.probe = engine.probe.report() if engine.probe else {}
     return generation
 
 

@@ -7,6 +7,7 @@ switched to "kvbench" attention but run with another cache, or none, computes sd
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -18,9 +19,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from kvbench.checks import ConfigError, refuse_unsupported
+from kvbench.checks import ConfigError, check_budget, refuse_unsupported
 from kvbench.config import build, method_config
-from kvbench.engine import Engine
+from kvbench.engine import Engine, Rotate
 from kvbench.method import Accounting, Budget, Method, Shape
 
 NAME = "kvbench"
@@ -138,11 +139,19 @@ class KVCache(_CountingCache):
         seed: int = 0,
         **options: Any,
     ) -> None:
+        harness: dict[str, Any] = {}
+        if isinstance(method, str):
+            config = method_config(method, **options)
+            method, harness = build(config), config.harness
+        minimum = harness.get("minimum")
+        check_budget(budget, harness.get("name", "the method"), minimum, accounting, harness.get("preset"))
         use_kvbench_attention(model)
         super().__init__(model.config.get_text_config().num_hidden_layers)
         self._model = model
-        self._method = method_named(method, **options) if isinstance(method, str) else method
-        self._budget = Budget(budget, accounting)
+        assert isinstance(method, Method), "method is a name or a Method"
+        self._method = method
+        size = harness.get("preset") if budget is None else budget
+        self._budget = Budget(size, accounting, minimum=(minimum or {}).get(accounting) or 1)
         self._dense_layers, self._prompt_length = dense_layers, prompt_length
         self._executor, self._seed = attention, seed
         self.engine: Engine | None = None
@@ -183,10 +192,12 @@ class KVCache(_CountingCache):
         if self.engine is None:
             columns = self._prompt_length or width
             lengths, offsets = _left_padded(padding, batch, columns)
-            self.engine = Engine(
-                shape_of(self._model, lengths, self._dense_layers, query.dtype, query.device),
+            self.engine = engine_for(
+                self._model,
+                lengths,
                 self._method,
                 self._budget,
+                self._dense_layers,
                 offsets=offsets,
                 columns=columns,
                 executor=self._executor,
@@ -225,9 +236,7 @@ def shape_of(
 ) -> Shape:
     """The Shape of a generation on `model` for prompts of these lengths."""
     config = model.config.get_text_config()
-    attention = next(
-        module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling")
-    )
+    attention = _attention_module(model)
     return Shape(
         layers=config.num_hidden_layers,
         query_heads=config.num_attention_heads,
@@ -239,6 +248,56 @@ def shape_of(
         scaling=float(attention.scaling),
         sparse_layers=tuple(layer for layer in range(config.num_hidden_layers) if layer not in dense_layers),
     )
+
+
+def _attention_module(model: PreTrainedModel) -> Any:
+    """The first attention module; all have the same sizes and scaling."""
+    return next(module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling"))
+
+
+def engine_for(
+    model: PreTrainedModel,
+    lengths: Sequence[int],
+    method: Method,
+    budget: Budget,
+    dense_layers: Collection[int],
+    **settings: Any,
+) -> Engine:
+    """An engine that runs `method` on prompts of these lengths; `settings` as for `Engine`.
+
+    Raises:
+        ConfigError: the method needs what this model cannot give.
+    """
+    shape = shape_of(model, lengths, dense_layers, model.dtype, model.device)
+    if method.needs.positions == "cache":
+        settings["rotate"] = rotation_of(model)
+    return Engine(shape, method, budget, **settings)
+
+
+def rotation_of(model: PreTrainedModel) -> Rotate:
+    """The model's own rotary function, by a number of positions: rotate(x [B, H, n, D], by [B, H, n]) in fp32.
+
+    Raises:
+        ConfigError: the model's angles depend on the length, so a stored key cannot be turned to another position.
+    """
+    config = model.config.get_text_config()
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise ConfigError(
+            f"model={type(model).__name__}: its {kind} RoPE changes with the length, so positions inside the cache "
+            "cannot be given; use positions=original"
+        )
+    rotary = next(module for name, module in model.named_modules() if name.endswith("rotary_emb"))
+    apply = sys.modules[type(_attention_module(model)).__module__].apply_rotary_pos_emb
+
+    def rotate(vectors: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        batch, heads, count, head_dim = vectors.shape
+        flat = vectors.reshape(batch * heads, 1, count, head_dim).float()
+        cos, sin = rotary(flat, by.expand(batch, heads, count).reshape(batch * heads, count))
+        turned: torch.Tensor = apply(flat, flat, cos / rotary.attention_scaling, sin / rotary.attention_scaling)[0]
+        return turned.view_as(vectors).to(vectors.dtype)
+
+    return rotate
 
 
 def _left_padded(padding: torch.Tensor | None, batch: int, columns: int) -> tuple[list[int], list[int]]:

@@ -87,7 +87,9 @@ class Audit:
     every: int = 1
     steps: int = 0
     read_bytes: int = 0
+    moved_bytes: int = 0
     device_kv_bytes: int = 0
+    host_bytes: int = 0
     _total: float = 0.0
     _count: int = 0
     _max: int = 0
@@ -98,6 +100,10 @@ class Audit:
         """A method read `size` bytes of stored keys or values through its view."""
         self.read_bytes += size
 
+    def moved(self, size: int) -> None:
+        """`size` bytes of keys and values went from the host to the device."""
+        self.moved_bytes += size
+
     def attended(self, layer: int, selection: Selection | None, resident: torch.Tensor) -> None:
         """Note what a sparse layer attends; counted by `end_step`, outside the timed part.
 
@@ -107,14 +113,16 @@ class Audit:
         """
         self._pending.append(_Attended(layer, selection, resident.clone() if selection is None else resident))
 
-    def end_step(self, method: Method, lengths: Iterable[int], active: Iterable[bool], held_bytes: int) -> None:
+    def end_step(
+        self, method: Method, lengths: Iterable[int], active: Iterable[bool], device_bytes: int, host_bytes: int
+    ) -> None:
         """Count the step that just ended.
 
         Args:
             method: asked for its rule only.
             lengths: prompt tokens of each row.
             active: rows that were still generating in this step.
-            held_bytes: bytes of KV resident on the device, all layers.
+            device_bytes, host_bytes: bytes of KV in the two tiers, all layers.
         """
         rows = [row for row, running in enumerate(active) if running]
         rules = [method.rule(length, self.steps + 1) for length in lengths]
@@ -130,7 +138,8 @@ class Audit:
             self._count += counts.numel()
             self._max = max(self._max, int(counts.max()) if counts.numel() else 0)
         self._pending.clear()
-        self.device_kv_bytes = max(self.device_kv_bytes, held_bytes)
+        self.device_kv_bytes = max(self.device_kv_bytes, device_bytes)
+        self.host_bytes = max(self.host_bytes, host_bytes)
         self.steps += 1
 
     def _counts(self, noted: _Attended) -> torch.Tensor | None:
@@ -156,6 +165,8 @@ class Audit:
             "budget": budget,
             "device_kv_bytes": self.device_kv_bytes,
             "index_bytes": held_bytes(method),
+            "host_bytes": self.host_bytes,
+            "moved_bytes_per_step": self.moved_bytes / self.steps if self.steps else 0.0,
             "read_bytes_per_step": self.read_bytes / self.steps if self.steps else 0.0,
             "dense_share": 1 - len(self.shape.sparse_layers) / self.shape.layers,
             "over_rule": self._over,

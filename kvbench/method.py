@@ -91,14 +91,23 @@ class Budget:
     Attributes:
         size: tokens (int >= 1), a fraction of the prompt (float in (0, 1]), or None: the preset's own sizes.
         accounting: "paper", the published rule; "unified", everything attended counts inside C.
+        generated: "free", generated tokens stay outside C where the published rule leaves them; "counted", never.
+        minimum: smallest C, in tokens, with which the method keeps its rule.
     """
 
     size: int | float | None
     accounting: Accounting = "paper"
+    generated: Literal["free", "counted"] = "free"
+    minimum: int = 1
 
     @property
     def unified(self) -> bool:
         return self.accounting == "unified"
+
+    @property
+    def counts_generated(self) -> bool:
+        """Generated tokens must stay inside C."""
+        return self.unified or self.generated == "counted"
 
     def tokens(self, length: int) -> int:
         """C in tokens for a prompt of `length` tokens; a fraction rounds up.

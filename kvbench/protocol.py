@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvbench.tasks import Sample, Task
 
 Chat = Literal["auto", "on", "off"]
+Generated = Literal["free", "counted"]
 
 # Llama's template prints today's date and Qwen3's chooses whether to think: left free, a prompt changes with the day or
 # the release. The date is the one Llama 3.1's own template falls back to.
@@ -35,6 +36,9 @@ class Protocol:
             method), or true layer indices, kept sorted.
         chat: use the tokenizer's chat template: "on", "off", or "auto", where the task asks for it and there is one.
         prefill_chunk: prompt tokens prefilled at a time, None = all at once.
+        question_as_decode: the prompt ends before the question, which is read token by token through the method.
+        generated: "free", generated tokens stay outside the budget where a method's published rule leaves them;
+            "counted", they count for every method.
 
     Raises:
         ValueError: a value outside these, named by its key.
@@ -44,9 +48,14 @@ class Protocol:
     dense_layers: Literal["auto", "method"] | Sequence[int] = "auto"
     chat: Chat = "auto"
     prefill_chunk: int | None = None
+    question_as_decode: bool = False
+    generated: Generated = "free"
 
     def __post_init__(self) -> None:
         _one_of("protocol.accounting", self.accounting, ("paper", "unified"))
+        if type(self.question_as_decode) is not bool:
+            raise ValueError(f"protocol.question_as_decode={self.question_as_decode!r}: true or false")
+        _one_of("protocol.generated", self.generated, get_args(Generated))
         _one_of("protocol.chat", self.chat, get_args(Chat))
         if self.prefill_chunk is not None and (not _is_int(self.prefill_chunk) or self.prefill_chunk < 1):
             raise ValueError(f"protocol.prefill_chunk={self.prefill_chunk!r}: a number of tokens, 1 or more, or null")

@@ -18,9 +18,8 @@ from rich.table import Table
 import kvbench
 from kvbench import models
 from kvbench.config import ConfigError, bind_methods, build
-from kvbench.engine import Engine
 from kvbench.generate import Generation, generate
-from kvbench.hf import shape_of
+from kvbench.hf import engine_for
 from kvbench.method import Budget, Method
 from kvbench.protocol import Protocol, render
 from kvbench.results import RunFolder, harness_sources, module_sources, source_hash, summarise
@@ -92,7 +91,8 @@ def prepare(config: Config) -> Arm:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     size = config["method"].get("preset") if config["budget"] is None else config["budget"]
-    budget = Budget(size, protocol.accounting)
+    least = (config["method"].get("minimum") or {}).get(protocol.accounting) or 1
+    budget = Budget(size, protocol.accounting, protocol.generated, least)
     return Arm(config, protocol, loaded, method, budget, task, dense_layers)
 
 
@@ -107,30 +107,39 @@ def samples(arm: Arm, limit: int | None) -> Iterator[Sample]:
 def measure(arm: Arm, sample: Sample, report: Any = None) -> dict[str, Any]:
     """Generate for one sample and score it: its record in samples.jsonl.
 
-    Running out of memory and NaN logits fail the sample, which then scores 0; other errors are not the sample's.
+    Running out of memory, NaN logits and a broken budget rule fail the sample, which then scores 0; other errors are
+    not the sample's.
     """
     tokenizer, model = arm.loaded.tokenizer, arm.loaded.model
-    prompt = render(sample, tokenizer, arm.protocol.uses_chat(arm.task, tokenizer)).ids
+    rendered = render(sample, tokenizer, arm.protocol.uses_chat(arm.task, tokenizer))
+    prompt, question = rendered.ids, []
+    if arm.protocol.question_as_decode:
+        if not rendered.question_start:
+            raise ConfigError(f"protocol.question_as_decode=true: {sample.id} has no question apart; use false")
+        prompt, question = prompt[: rendered.question_start], prompt[rendered.question_start :]
     record: dict[str, Any] = {
         "id": sample.id,
         "group": sample.group,
         "meta": dict(sample.meta),
-        "prompt_tokens": len(prompt),
+        "prompt_tokens": len(rendered.ids),
         "error": None,
     }
-    if len(prompt) + sample.max_new_tokens > arm.loaded.window:
+    if len(rendered.ids) + sample.max_new_tokens > arm.loaded.window:
         raise ConfigError(
-            f"task.lengths: {sample.id} takes {len(prompt)} tokens and {sample.max_new_tokens} new ones, more than the "
-            f"{arm.loaded.window} of {arm.loaded.name}; choose a shorter length or another model"
+            f"task.lengths: {sample.id} takes {len(rendered.ids)} tokens and {sample.max_new_tokens} new ones, more "
+            f"than the {arm.loaded.window} of {arm.loaded.name}; choose a shorter length or another model"
         )
-    engine = Engine(
-        shape_of(model, [len(prompt)], arm.dense_layers, model.dtype, model.device),
+    engine = engine_for(
+        model,
+        [len(prompt)],
         arm.method,
         arm.budget,
+        arm.dense_layers,
         executor=arm.config["attention"],
         seed=arm.config["seed"],
         sample=sample.id,
-        new_tokens=sample.max_new_tokens,
+        new_tokens=len(question) + sample.max_new_tokens,
+        probe_every=arm.config["probe"]["every"],
     )
     try:
         generation = generate(
@@ -140,6 +149,7 @@ def measure(arm: Arm, sample: Sample, report: Any = None) -> dict[str, Any]:
             max_new_tokens=sample.max_new_tokens,
             stop_ids=arm.loaded.stop_ids,
             prefill_chunk=arm.protocol.prefill_chunk,
+            question=question,
             progress=report,
         )
     except Exception as error:
@@ -147,7 +157,12 @@ def measure(arm: Arm, sample: Sample, report: Any = None) -> dict[str, Any]:
             raise
         return {**record, "output": "", "scores": {arm.task.metric: 0.0}, "error": f"{type(error).__name__}: {error}"}
     output = tokenizer.decode(generation.tokens[0], skip_special_tokens=True)
-    return {**record, "output": output, "scores": arm.task.score(sample, output), **measured(generation)}
+    record |= {"output": output, "scores": arm.task.score(sample, output), **measured(generation)}
+    if generation.audit["over_rule"]:
+        attended, rule = generation.audit["attended_max"], arm.method.rule(len(prompt), engine.audit.steps)
+        record["error"] = f"over_rule: a KV head attended up to {attended} entries, its rule at the end allows {rule}"
+        record["scores"] = {arm.task.metric: 0.0}
+    return record
 
 
 def is_failed_sample(error: Exception) -> bool:
@@ -158,20 +173,22 @@ def is_failed_sample(error: Exception) -> bool:
 
 
 def measured(generation: Generation) -> dict[str, Any]:
-    """The part of a sample's record that the generation gives."""
+    """The part of a sample's record that the generation gives; with probes there is nothing to time."""
+    found: dict[str, Any] = {"output_ids": generation.tokens[0], "audit": generation.audit}
+    if generation.probe:
+        return {**found, "probe": generation.probe}
     steps = generation.step_ms
     tpot: dict[str, float] | None = None
     if steps:
         cuts = statistics.quantiles(steps, n=20, method="inclusive") if len(steps) > 1 else [steps[0]] * 19
         tpot = {"mean": statistics.fmean(steps), "p50": statistics.median(steps), "p95": cuts[18]}
     return {
-        "output_ids": generation.tokens[0],
+        **found,
         "ttft_s": generation.ttft_s,
         "tt2t_s": generation.tt2t_s,
         "tpot_ms": tpot,
         "prefill_ms": generation.prefill_ms,
         "breakdown_ms": generation.breakdown_ms,
-        "audit": generation.audit,
     }
 
 
@@ -221,10 +238,14 @@ def table(config: Config, arm: Arm, summary: dict[str, Any]) -> Table:
         arm.task.metric: with_error(summary["score"], summary.get("stderr")) + f" ({summary['n']} samples{failed})",
         "attended entries per KV head": number(attended, "{:.1f}") + share,
         "KV on the device": number(audit.get("device_kv_bytes"), "{:.2f} MiB", 2**-20),
+        "KV on the host": number(audit.get("host_bytes"), "{:.2f} MiB", 2**-20),
+        "moved up per step": number(audit.get("moved_bytes_per_step"), "{:.1f} KiB", 2**-10),
         "index": number(audit.get("index_bytes"), "{:.2f} MiB", 2**-20),
         "time to first token": number(latency.get("ttft_s"), "{:.3f} s"),
         "time per further token": number(latency.get("tpot_ms_mean"), "{:.2f} ms"),
     }
+    for name, value in summary.get("probe", {}).items():
+        rows[f"probe: {name}"] = number(value, "{:.3f}")
     title = f"{arm.task.name}, {arm_name(config)} on {arm.loaded.name}"
     drawn = Table("measure", "value", title=title, title_justify="left")
     for row in rows.items():

@@ -1,34 +1,127 @@
 """Where keys and values live: one `LayerStore` a layer, and the `View` through which a method sees and evicts.
 
-A store knows tokens by id (their logical position in a sequence) and keeps each at a slot of `[B, Hkv, capacity, D]`.
-Until something is evicted, slot = id and no map exists. It knows no method, no model and no attention.
+A store knows tokens by id (their logical position in a sequence). Each token of a KV head is in one tier: on the
+device, on the host, or dropped. Host tokens that a step attends are staged on the device; what is still there from the
+last step is not moved again. Without a GPU both tiers are RAM: the same code runs and the same bytes are counted. The
+store knows no method, no model and no attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import Literal
 
 import torch
 
-if TYPE_CHECKING:
-    from kvbench.meters import Audit
+from kvbench.meters import Audit, Spans
 
 GROWTH = 256  # slots added at least when a store of unknown final length is full
 NO_TOKEN = torch.iinfo(torch.int64).max  # sorts behind every token id
+DROPPED, DEVICE, HOST = 0, 1, 2
+
+
+class HostTier:
+    """Keys and values in host memory, a slot reserved for every token.
+
+    Attributes:
+        key, value: [B, Hkv, capacity, D], pinned where there is a GPU.
+        place: [B, Hkv, capacity] int64, slot of each token id.
+        present: [B, Hkv, capacity] bool, token ids that live here.
+    """
+
+    def __init__(self, like: torch.Tensor, capacity: int) -> None:
+        batch, kv_heads, _, head_dim = like.shape
+        size = (batch, kv_heads, capacity, head_dim)
+        pinned = like.is_cuda
+        self.key = torch.zeros(size, dtype=like.dtype, pin_memory=pinned)
+        self.value = torch.zeros(size, dtype=like.dtype, pin_memory=pinned)
+        self.place = torch.arange(capacity).repeat(batch, kv_heads, 1)
+        self.present = torch.zeros(batch, kv_heads, capacity, dtype=torch.bool)
+
+    @property
+    def capacity(self) -> int:
+        return self.key.shape[2]
+
+    def write(self, ids: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store tokens; ids [B, Hkv, M] (-1 = none), key and value [B, Hkv, M, D] from either side."""
+        at = (ids >= 0).cpu().nonzero(as_tuple=True)
+        row, head, _ = at
+        token = ids.cpu()[at]
+        slot = self.place[row, head, token]
+        on_device = tuple(axis.to(key.device) for axis in at)
+        self.key[row, head, slot] = key[on_device].cpu()
+        self.value[row, head, slot] = value[on_device].cpu()
+        self.present[row, head, token] = True
+
+    def read(self, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        """Keys and values of single tokens, all three [n] on the CPU: [2, n, D] in one (pinned) buffer."""
+        if not bool(self.present[row, head, token].all()):
+            lost = token[~self.present[row, head, token]][0].item()
+            raise LookupError(f"token {lost} is not in the store: dropped earlier, or not seen yet")
+        slot = self.place[row, head, token]
+        buffer = torch.empty(2, len(token), self.key.shape[3], dtype=self.key.dtype, pin_memory=self.key.is_pinned())
+        flat = (row * self.key.shape[1] + head) * self.capacity + slot
+        torch.index_select(self.key.view(-1, self.key.shape[3]), 0, flat, out=buffer[0])
+        torch.index_select(self.value.view(-1, self.value.shape[3]), 0, flat, out=buffer[1])
+        return buffer
+
+    def grow(self, capacity: int) -> None:
+        """Make room for token ids up to capacity - 1."""
+        more = capacity - self.capacity
+        self.key = _with_slots(self.key, capacity)
+        self.value = _with_slots(self.value, capacity)
+        fresh = torch.arange(self.place.shape[2], capacity).expand(*self.place.shape[:2], more)
+        self.place = torch.cat([self.place, fresh], dim=2)
+        self.present = torch.nn.functional.pad(self.present, (0, more))
+
+    def arrange(self, order: torch.Tensor) -> None:
+        """Set the physical order: slot s holds token order[b, h, s]; order [B, Hkv, S], a permutation of 0 .. S - 1."""
+        order = order.cpu()
+        count = order.shape[2]
+        if not torch.equal(order.sort(dim=2).values, torch.arange(count).expand_as(order)):
+            raise ValueError(f"arrange needs each of the tokens 0 to {count - 1} once in every KV head")
+        source = self.place.gather(2, order)
+        held = self.place[:, :, :count].sort(dim=2).values
+        if not torch.equal(held, torch.arange(count).expand_as(held)):
+            raise ValueError(f"arrange named {count} tokens, fewer than an earlier arrange")
+        for tensor in (self.key, self.value):
+            rows = source[..., None].expand(*source.shape, tensor.shape[3])
+            tensor[:, :, :count] = tensor.gather(2, rows)
+        self.place.scatter_(2, order, torch.arange(count).expand_as(order))
+
+
+class Staged:
+    """Copies of host tokens that the last gather brought up.
+
+    Attributes:
+        ids: [B, Hkv, U] ascending, `NO_TOKEN` behind the last.
+        key, value: [B, Hkv, U, D] on the device.
+    """
+
+    def __init__(self, ids: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.ids, self.key, self.value = ids, key, value
 
 
 class LayerStore:
     """Keys and values of one layer.
 
-    Slots of a row and head are filled from 0 without holes, in ascending order of token id. Slots beyond are zero or
-    stale, finite, and never attended.
+    Device slots of a row and head are filled from 0 without holes, in ascending order of token id. Slots beyond are
+    zero or stale, finite, and never attended.
+
+    Args:
+        home: where tokens live once the prompt is read.
+        on_drop: what `keep` does with tokens that are not named.
+        grows: the final length is unknown, so memory may be reallocated; else the reserved blocks never move.
+        audit, spans: where moved bytes and transfer time are counted.
+        shared: a sealed store with a prompt to begin from; its memory is used in place, behind the prompt too.
 
     Attributes:
-        key, value: [B, Hkv, capacity, D].
+        key, value: [B, Hkv, capacity, D], the device tier.
         ids: [B, Hkv, capacity] int64, the token in each slot (`NO_TOKEN` beyond the used ones), or None: slot = id.
         used: [B, Hkv] int64 on the CPU, slots filled.
         lengths: tokens seen by each row, kept or not.
+        host: the host tier, where there is one.
     """
 
     def __init__(
@@ -39,19 +132,37 @@ class LayerStore:
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        home: Literal["device", "host"] = "device",
+        on_drop: Literal["discard", "offload"] = "discard",
         grows: bool = False,
+        audit: Audit | None = None,
+        spans: Spans | None = None,
+        shared: LayerStore | None = None,
     ) -> None:
         size = (batch, kv_heads, capacity, head_dim)
-        # Zeros, not empty: a masked slot still meets a weight of 0, and 0 * NaN is NaN.
-        self.key = torch.zeros(size, dtype=dtype, device=device)
-        self.value = torch.zeros(size, dtype=dtype, device=device)
+        if shared is None:
+            # Zeros, not empty: a masked slot still meets a weight of 0, and 0 * NaN is NaN.
+            self.key = torch.zeros(size, dtype=dtype, device=device)
+            self.value = torch.zeros(size, dtype=dtype, device=device)
+        else:
+            self.key, self.value = shared.key, shared.value
         self.ids: torch.Tensor | None = None
         self.used = torch.zeros(batch, kv_heads, dtype=torch.int64)
         self.lengths = [0] * batch
-        self.grows = grows
+        self.host: HostTier | None = None
+        self._home, self._on_drop, self._grows = home, on_drop, grows
+        self._audit, self._spans = audit, spans or Spans()
+        self._reserved = capacity
+        self._staged: Staged | None = None
+        self._newest: tuple[torch.Tensor, torch.Tensor] | None = None  # home "host": the current token, on the device
+        self._closed = False
+        if shared is not None:
+            self.seal_prompt(shared.lengths)
 
     @property
     def capacity(self) -> int:
+        """Device slots."""
         return self.key.shape[2]
 
     @property
@@ -60,12 +171,35 @@ class LayerStore:
         return 2 * self.key.shape[3] * self.key.element_size()
 
     def resident_bytes(self) -> int:
-        """Bytes of the tokens kept, reserved slots not counted."""
-        return int(self.used.sum()) * self.entry_bytes
+        """Bytes of the tokens on the device, staged ones included, reserved slots not."""
+        return int(self.resident_counts().sum()) * self.entry_bytes
+
+    def resident_counts(self) -> torch.Tensor:
+        """[B, Hkv] tokens on the device, staged ones included."""
+        if self._staged is None:
+            return self.used
+        return self.used + (self._staged.ids != NO_TOKEN).sum(dim=2).cpu()
+
+    def host_bytes(self) -> int:
+        """Bytes of the tokens whose home is the host."""
+        return 0 if self.host is None else int(self.host.present.sum()) * self.entry_bytes
 
     def allocated_bytes(self) -> int:
-        """Bytes this store holds on its device, reserved slots included."""
-        return self.key.untyped_storage().nbytes() + self.value.untyped_storage().nbytes()
+        """Bytes this store holds on its device, reserved slots and staged copies included."""
+        held = [self.key, self.value] + ([] if self._staged is None else [self._staged.key, self._staged.value])
+        return sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+    def tiers(self) -> torch.Tensor:
+        """[B, Hkv, longest row] int8: `DEVICE`, `HOST` or `DROPPED` for each token seen (`DROPPED` beyond a row)."""
+        tiers = torch.zeros(*self.used.shape, max(self.lengths), dtype=torch.int8)
+        kept = self._device_ids().cpu()
+        at = (kept >= 0).nonzero(as_tuple=True)
+        tiers[at[0], at[1], kept[at]] = DEVICE
+        if self.host is not None:
+            on_host = self.host.present[:, :, : tiers.shape[2]]
+            assert not bool((on_host & (tiers == DEVICE)).any()), "a token lives in two tiers"
+            tiers[on_host] = HOST
+        return tiers
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -89,12 +223,47 @@ class LayerStore:
                 self.value[row, :, slots] = value[row, :, skip:]
 
     def seal_prompt(self, lengths: Sequence[int]) -> None:
-        """The prompt is complete; row b has `lengths[b]` tokens."""
+        """The prompt is complete; row b has `lengths[b]` tokens. With a host tier it is there from now on."""
         self.lengths = list(lengths)
         self.used = torch.tensor(self.lengths).unsqueeze(1).repeat(1, self.key.shape[1])
+        if self._home == "host":
+            self.host = HostTier(self.key, self._reserved)
+            self.host.write(self._device_ids(), self.key, self.value)
+
+    def close(self) -> None:
+        """The shared memory behind the prompt goes to another store."""
+        self._closed = True
+
+    def on_host(self, count: int) -> Future[tuple[torch.Tensor, torch.Tensor]] | None:
+        """The first `count` keys and values in host memory, [B, Hkv, count, D], where the home is the host."""
+        if self.host is None:
+            return None
+        future: Future[tuple[torch.Tensor, torch.Tensor]] = Future()
+        future.set_result((self.host.key[:, :, :count], self.host.value[:, :, :count]))
+        return future
+
+    def leave_device(self) -> None:
+        """Free the prompt's device copy of a store whose home is the host; nothing to do for another."""
+        if self._home == "host":
+            self.key, self.value = self.key[:, :, :0].clone(), self.value[:, :, :0].clone()
+            self.used = torch.zeros_like(self.used)
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the next token of every row; key, value [B, Hkv, 1, D]."""
+        if self._closed:
+            raise RuntimeError("another method has begun from the prefill that this store shares")
+        if self._home == "host":
+            assert self.host is not None
+            if max(self.lengths) >= self.host.capacity:
+                self.host.grow(self._grown(max(self.lengths) + 1, self.host.capacity))
+            token = torch.tensor(self.lengths)[:, None, None].expand(*self.used.shape, 1)
+            self.host.write(token, key, value)
+            self._newest = (key, value)
+        else:
+            self._append_on_device(key, value)
+        self.lengths = [length + 1 for length in self.lengths]
+
+    def _append_on_device(self, key: torch.Tensor, value: torch.Tensor) -> None:
         first = int(self.used[0, 0])
         self._reserve(int(self.used.max()) + 1)
         if bool((self.used == first).all()):
@@ -108,31 +277,26 @@ class LayerStore:
             token = torch.tensor(self.lengths)[:, None, None].expand(*self.used.shape, 1)
             self.ids.scatter_(2, self.used[..., None].to(self.ids.device), token.to(self.ids.device))
         self.used += 1
-        self.lengths = [length + 1 for length in self.lengths]
 
     def _reserve(self, slots: int) -> None:
         if slots <= self.capacity:
             return
-        if not self.grows:
-            raise RuntimeError(f"the store reserved {self.capacity} tokens and was asked to hold {slots}")
-        self._reallocate(max(slots, self.capacity + max(GROWTH, self.capacity // 8)))
-
-    def _reallocate(self, capacity: int) -> None:
-        held = self.capacity
-        for name in ("key", "value"):
-            old = getattr(self, name)
-            new = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
-            new[:, :, :held] = old
-            setattr(self, name, new)
+        capacity = self._grown(slots, self.capacity)
+        self.key, self.value = _with_slots(self.key, capacity), _with_slots(self.value, capacity)
         if self.ids is not None:
-            ids = self.ids.new_full((*self.ids.shape[:2], capacity), NO_TOKEN)
-            ids[:, :, :held] = self.ids
-            self.ids = ids
+            self.ids = _with_free_slots(self.ids, capacity)
+
+    def _grown(self, slots: int, held: int) -> int:
+        if not self._grows:
+            raise RuntimeError(f"the store reserved {held} tokens and was asked to hold {slots}")
+        return max(slots, held + max(GROWTH, held // 8))
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def resident(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Keys and values in place, [B, Hkv, n, D], n = most used slots, and a mask [B, Hkv, n] (None: all used)."""
+        if self._home == "host":
+            raise LookupError("a method whose tokens live on the host must select: nothing is resident to attend")
         longest = int(self.used.max())
         key, value = self.key[:, :, :longest], self.value[:, :, :longest]
         if int(self.used.min()) == longest:
@@ -140,7 +304,14 @@ class LayerStore:
         return key, value, torch.arange(longest, device=key.device) < self.used.to(key.device)[..., None]
 
     def resident_ids(self) -> torch.Tensor:
-        """Token ids kept, ascending, [B, Hkv, n] with trailing -1."""
+        """Token ids on the device, staged ones included, ascending, [B, Hkv, n] with trailing -1."""
+        ids = self._device_ids()
+        if self._staged is None:
+            return ids
+        both = torch.cat([torch.where(ids < 0, NO_TOKEN, ids), self._staged.ids], dim=2).sort(dim=2).values
+        return torch.where(both == NO_TOKEN, -1, both)[..., : int(self.resident_counts().max())]
+
+    def _device_ids(self) -> torch.Tensor:
         longest = int(self.used.max())
         if self.ids is not None:
             ids = self.ids[:, :, :longest]
@@ -148,45 +319,106 @@ class LayerStore:
         slots = torch.arange(longest, device=self.key.device).expand(*self.used.shape, longest)
         return torch.where(slots < self.used.to(slots.device)[..., None], slots, -1)
 
-    def slots(self, index: torch.Tensor) -> torch.Tensor:
-        """Slots of token ids [B, Hkv, M]; -1 goes to slot 0, to be masked by the caller.
+    def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of token ids [B, Hkv, M] (-1: any finite content), each [B, Hkv, M, D] on the device.
+
+        Host tokens are brought up in one transfer and stay staged until the next gather.
 
         Raises:
-            LookupError: a token id that is not kept (checked without a sync on a GPU, where it aborts the kernel).
+            LookupError: a token id that is dropped or was never seen. On a GPU without a host tier the check costs no
+                sync and aborts the kernel instead.
         """
+        slots, found = self._find(index)
+        if self.host is None:
+            found = found | (index < 0)
+            if index.is_cuda:
+                torch._assert_async(found.all())
+            elif not bool(found.all()):
+                raise LookupError(f"token {index[~found][0].item()} is not in the store: dropped earlier, or not seen")
+            return _rows(self.key, slots), _rows(self.value, slots)
+        with self._spans("transfer"):
+            staged = self._stage(torch.where(found, -1, index))
+        place = torch.searchsorted(staged.ids, index.clamp(min=0)).clamp(max=max(staged.ids.shape[2] - 1, 0))
+        key, value = _rows(staged.key, place), _rows(staged.value, place)
+        if self.capacity:
+            key = torch.where(found[..., None], _rows(self.key, slots), key)
+            value = torch.where(found[..., None], _rows(self.value, slots), value)
+        return key, value
+
+    def _find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Device slots of token ids [B, Hkv, M] (0 where there is none), and whether the token is there."""
         wanted = index.clamp(min=0)
         if self.ids is None:
             slots, found = wanted, wanted < self.used.to(index.device)[..., None]
         else:
             slots = torch.searchsorted(self.ids, wanted).clamp(max=self.capacity - 1)
             found = self.ids.gather(2, slots) == wanted
-        found = found | (index < 0)
-        if index.is_cuda:
-            torch._assert_async(found.all())
-        elif not bool(found.all()):
-            lost = index[~found][0].item()
-            raise LookupError(f"token {lost} is not in the store: dropped earlier, or not seen yet")
-        return slots.masked_fill(index < 0, 0)
+        found = found & (index >= 0)
+        return slots.masked_fill(~found, 0), found
 
-    def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of token ids [B, Hkv, M] (-1: any finite content), each [B, Hkv, M, D]."""
-        slots = self.slots(index)
-        batch, kv_heads, count = index.shape
-        first = torch.arange(batch * kv_heads, device=index.device) * self.capacity
-        flat = (slots.view(batch * kv_heads, count) + first[:, None]).view(-1)
-        size = (batch, kv_heads, count, self.key.shape[3])
-        return self._rows(self.key, flat).view(size), self._rows(self.value, flat).view(size)
+    def _stage(self, index: torch.Tensor) -> Staged:
+        """Stage the host tokens of index [B, Hkv, M] (-1 = none, repeats allowed); moves only what is not there yet."""
+        assert self.host is not None
+        ids = _distinct(index)
+        size = (*ids.shape, self.key.shape[3])
+        key = torch.zeros(size, dtype=self.key.dtype, device=self.key.device)
+        value = torch.zeros_like(key)
+        missing = ids != NO_TOKEN
+        if self._staged is not None and self._staged.ids.shape[2]:
+            place = torch.searchsorted(self._staged.ids, ids).clamp(max=self._staged.ids.shape[2] - 1)
+            there = (self._staged.ids.gather(2, place) == ids) & missing
+            key = torch.where(there[..., None], _rows(self._staged.key, place), key)
+            value = torch.where(there[..., None], _rows(self._staged.value, place), value)
+            missing = missing & ~there
+        if self._newest is not None:
+            current = missing & (ids == torch.tensor(self.lengths, device=ids.device)[:, None, None] - 1)
+            key = torch.where(current[..., None], self._newest[0], key)
+            value = torch.where(current[..., None], self._newest[1], value)
+            missing = missing & ~current
+        row, head, at = missing.nonzero(as_tuple=True)
+        if len(row):
+            moved = self.host.read(row.cpu(), head.cpu(), ids[row, head, at].cpu()).to(self.key.device)
+            key[row, head, at], value[row, head, at] = moved[0], moved[1]
+            self._moved(len(row))
+        self._staged = Staged(ids, key, value)
+        return self._staged
 
-    def _rows(self, tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        return tensor.view(-1, tensor.shape[3]).index_select(0, flat)
+    def everything(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Ids [n] ascending, keys and values [n, D], of all tokens one KV head still has in any tier, on the CPU."""
+        used = int(self.used[row, head])
+        ids = torch.arange(used) if self.ids is None else self.ids[row, head, :used].cpu()
+        key, value = self.key[row, head, :used].cpu(), self.value[row, head, :used].cpu()
+        if self.host is not None:
+            there = self.host.present[row, head].nonzero()[:, 0]
+            slot = self.host.place[row, head, there]
+            ids, order = torch.cat([ids, there]).sort()
+            key = torch.cat([key, self.host.key[row, head, slot]])[order]
+            value = torch.cat([value, self.host.value[row, head, slot]])[order]
+        return ids, key, value
+
+    def read(self, index: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values where they lie, without staging: of token ids [B, Hkv, M], or of all tokens of the home tier.
+
+        A store whose home is the host answers in host memory. None gives tokens in id order, in place where it can.
+        """
+        if self._home == "device":
+            return self.resident()[:2] if index is None else self.gather(index)
+        assert self.host is not None
+        if index is None:
+            index = torch.arange(max(self.lengths)).expand(*self.used.shape, -1)
+        slot = self.host.place.gather(2, index.clamp(min=0).cpu())
+        return _rows(self.host.key, slot), _rows(self.host.value, slot)
 
     # -- evicting --------------------------------------------------------------------------------------------------
 
     def keep(self, index: torch.Tensor) -> None:
-        """Keep token ids [B, Hkv or 1, M] (-1 = none, any order) and free the memory of all others.
+        """Keep token ids [B, Hkv or 1, M] (-1 = none, any order) on the device; drop or offload all others there.
 
-        As many slots as were reserved for tokens to come stay reserved.
+        Named tokens that live on the host come back to the device. As many slots as were reserved for tokens to come
+        stay reserved, in newly allocated memory.
         """
+        if self._home == "host":
+            raise ValueError("keep is for stores whose home is the device; this one's tokens live on the host")
         index = index.expand(index.shape[0], self.key.shape[1], index.shape[2])
         ids = torch.where(index < 0, NO_TOKEN, index).sort(dim=2).values
         if bool(((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] != NO_TOKEN)).any()):
@@ -194,13 +426,78 @@ class LayerStore:
         used = (ids != NO_TOKEN).sum(dim=2).cpu()
         count = int(used.max())
         ids = ids[:, :, :count]
-        key, value = self.gather(torch.where(ids == NO_TOKEN, -1, ids))
+        wanted = torch.where(ids == NO_TOKEN, -1, ids)
+        key, value = self.gather(wanted)
+        if self._on_drop == "offload":
+            self._offload_all_but(wanted)
         capacity = count + self.capacity - int(self.used.max())
-        self.key = key.new_zeros(*key.shape[:2], capacity, key.shape[3])
-        self.value = torch.zeros_like(self.key)
-        self.ids = ids.new_full((*ids.shape[:2], capacity), NO_TOKEN)
-        self.key[:, :, :count], self.value[:, :, :count], self.ids[:, :, :count] = key, value, ids
+        self.key, self.value = _with_slots(key, capacity), _with_slots(value, capacity)
+        self.ids = _with_free_slots(ids, capacity)
         self.used = used
+
+    def _offload_all_but(self, kept: torch.Tensor) -> None:
+        if self.host is None:
+            self.host = HostTier(self.key, self._reserved)
+        if max(self.lengths) > self.host.capacity:
+            self.host.grow(self._grown(max(self.lengths), self.host.capacity))
+        here = self._device_ids()
+        stays = torch.isin(_globally(here), _globally(kept))
+        key, value = self.key[:, :, : here.shape[2]], self.value[:, :, : here.shape[2]]
+        self.host.write(torch.where(stays, -1, here), key, value)
+        row, head, at = (kept >= 0).nonzero(as_tuple=True)
+        self.host.present[row.cpu(), head.cpu(), kept[row, head, at].cpu()] = False
+        self._staged = None
+
+    def arrange(self, order: torch.Tensor) -> None:
+        """Set the physical order of the host tier; see `HostTier.arrange`."""
+        if self.host is None:
+            raise ValueError("arrange sets the order of host memory; declare Needs(home='host')")
+        self.host.arrange(order)
+
+    def _moved(self, tokens: int) -> None:
+        if self._audit is not None:
+            self._audit.moved(tokens * self.entry_bytes)
+
+
+def _rows(tensor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """tensor [B, H, n, D] at slots [B, H, M]: [B, H, M, D]. Much quicker than torch.gather on a CPU."""
+    batch, heads, count, width = tensor.shape
+    if not count or not slots.shape[2]:
+        return tensor.new_zeros(batch, heads, slots.shape[2], width)
+    first = torch.arange(batch * heads, device=slots.device).view(batch, heads, 1) * count
+    return tensor.reshape(-1, width).index_select(0, (slots + first).view(-1)).view(batch, heads, -1, width)
+
+
+def _distinct(index: torch.Tensor) -> torch.Tensor:
+    """Distinct ids >= 0 of index [B, H, M], ascending, `NO_TOKEN` behind, cut to the longest row."""
+    ids = torch.where(index < 0, NO_TOKEN, index).sort(dim=2).values
+    repeated = torch.zeros_like(ids, dtype=torch.bool)
+    repeated[..., 1:] = ids[..., 1:] == ids[..., :-1]
+    ids = ids.masked_fill(repeated, NO_TOKEN).sort(dim=2).values
+    longest = int((ids != NO_TOKEN).sum(dim=2).max()) if ids.shape[2] else 0
+    return ids[..., :longest].contiguous()
+
+
+def _globally(ids: torch.Tensor) -> torch.Tensor:
+    """Token ids [B, H, M] as numbers that differ between rows and heads; -1 stays -1."""
+    batch, heads, _ = ids.shape
+    first = torch.arange(batch * heads, device=ids.device).view(batch, heads, 1) << 40
+    return torch.where(ids < 0, -1, ids + first)
+
+
+def _with_slots(tensor: torch.Tensor, capacity: int) -> torch.Tensor:
+    """A copy of tensor [B, H, n, D] with `capacity` slots, zero beyond n, on the same (pinned) memory."""
+    size = (*tensor.shape[:2], capacity, tensor.shape[3])
+    grown = torch.zeros(size, dtype=tensor.dtype, device=tensor.device, pin_memory=tensor.is_pinned())
+    grown[:, :, : tensor.shape[2]] = tensor
+    return grown
+
+
+def _with_free_slots(ids: torch.Tensor, capacity: int) -> torch.Tensor:
+    """A copy of slot ids [B, H, n] with `capacity` slots, free beyond n."""
+    grown = ids.new_full((*ids.shape[:2], capacity), NO_TOKEN)
+    grown[:, :, : ids.shape[2]] = ids
+    return grown
 
 
 class View:
@@ -217,7 +514,7 @@ class View:
         return tuple(self._stores[layer].lengths)
 
     def keys(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Keys of `ids`, or of all resident tokens in place, [B, Hkv, M, D]. Metered."""
+        """Keys of `ids`, or of all tokens in the home tier, [B, Hkv, M, D], where they lie. Metered."""
         return self._read(layer, ids, 0)
 
     def values(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -229,15 +526,17 @@ class View:
         return self._stores[layer].resident_ids()
 
     def keep(self, layer: int, ids: torch.Tensor) -> None:
-        """Keep `ids` on the device; what happens to the rest says `Needs.on_drop`."""
+        """Keep `ids` on the device, the rest goes where `Needs.on_drop` says; ids on the host come back."""
         self._stores[layer].keep(ids)
+
+    def arrange(self, layer: int, order: torch.Tensor) -> None:
+        """Physical order of the host tier: slot s holds token order[b, h, s], a permutation of 0 .. S - 1."""
+        self._stores[layer].arrange(order)
 
     def _read(self, layer: int, ids: torch.Tensor | None, which: int) -> torch.Tensor:
         store = self._stores[layer]
-        if ids is None:
-            read = store.resident()[which]
-        else:
-            read = store.gather(ids.expand(ids.shape[0], store.key.shape[1], ids.shape[2]))[which]
-        assert read is not None
+        if ids is not None:
+            ids = ids.expand(ids.shape[0], store.key.shape[1], ids.shape[2])
+        read = store.read(ids)[which]
         self._audit.read(read.numel() * read.element_size())
         return read

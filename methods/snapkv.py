@@ -19,14 +19,14 @@ from methods.blocks.votes import Join, Pooling, pooled_votes, window_votes
 if TYPE_CHECKING:
     from kvbench.store import View
 
-UNIFIED_WINDOW = 32  # most recent tokens protected under unified accounting, at most a quarter of the budget
+ROLLING_WINDOW = 32  # most recent tokens protected where generated tokens count, at most a quarter of the budget
 
 
 class SnapKV(Method):
     """Keep the C - W prompt tokens with most votes and the W of the window, once, after the prompt.
 
-    Paper accounting: generated tokens are kept on top of C. Unified accounting: C - w voted tokens and the w most
-    recent ones, w = min(32, C / 4), so that generated tokens push older ones out.
+    As published, generated tokens are kept on top of C. Where they count (unified accounting, or generated=counted),
+    C - w voted tokens and the w most recent ones stay, w = min(32, C / 4): generated tokens push older ones out.
 
     Args:
         window: queries that vote, W.
@@ -41,12 +41,12 @@ class SnapKV(Method):
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         super().begin(shape, budget, view, context)
-        self.voted: dict[int, list[torch.Tensor]] = {}  # [Hkv, V] of each row, unified accounting only
+        self.voted: dict[int, list[torch.Tensor]] = {}  # [Hkv, V] of each row, where generated tokens count
         self.recent = [self._window(capacity) for capacity in self.capacities]
         self.steps = 0
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
-        if not self.budget.unified and all(map(int.__ge__, self.capacities, prompt.lengths)):
+        if not self.budget.counts_generated and all(map(int.__ge__, self.capacities, prompt.lengths)):
             return
         votes = window_votes(prompt, self.window, self.shape.scaling)
         position = torch.arange(votes.shape[2], device=votes.device)
@@ -58,26 +58,26 @@ class SnapKV(Method):
         counts = [min(pair) for pair in zip(self.capacities, prompt.lengths, strict=True)]
         kept = top_earliest(scores, counts)  # the window first, then the voted
         self.view.keep(layer, kept)
-        if self.budget.unified:
+        if self.budget.counts_generated:
             self.voted[layer] = [
                 row[:, window:count] for row, window, count in zip(kept, self.recent, counts, strict=True)
             ]
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
-        if not self.budget.unified:
+        if not self.budget.counts_generated:
             return None
-        return Selection(self._unified(layer))
+        return Selection(self._rolling(layer))
 
     def end_step(self) -> None:
         self.steps += 1
-        if self.budget.unified and self.steps % UNIFIED_WINDOW == 0:
+        if self.budget.counts_generated and self.steps % ROLLING_WINDOW == 0:
             for layer in self.shape.sparse_layers:
-                self.view.keep(layer, self._unified(layer))
+                self.view.keep(layer, self._rolling(layer))
 
     def _window(self, capacity: int) -> int:
-        return min(UNIFIED_WINDOW, capacity // 4) if self.budget.unified else self.window
+        return min(ROLLING_WINDOW, capacity // 4) if self.budget.counts_generated else self.window
 
-    def _unified(self, layer: int) -> torch.Tensor:
+    def _rolling(self, layer: int) -> torch.Tensor:
         """The voted tokens and as many of the most recent as the budget still holds, [B, Hkv, <= C]."""
         rows = []
         for row, length in enumerate(self.view.lengths(layer)):
@@ -90,4 +90,4 @@ class SnapKV(Method):
 
     def rule(self, length: int, generated: int) -> int:
         capacity = self.budget.tokens(length)
-        return capacity if self.budget.unified else capacity + generated
+        return capacity if self.budget.counts_generated else capacity + generated

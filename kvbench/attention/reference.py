@@ -1,6 +1,7 @@
 """The reference executor, oracle of the others: fp32, every token ever seen under a mask, one query head at a time.
 
-It shares no line with them: it never gathers by a selection, but scatters the selection onto the whole sequence.
+It shares no line with them: it never gathers by a selection, but scatters the selection onto the whole sequence, read
+from whatever tier it lies in. So it moves nothing between tiers, and its audit counts no moved bytes.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvbench.method import Selection
-from kvbench.store import LayerStore
+from kvbench.store import DEVICE, LayerStore
 
 
 def attend(
@@ -46,8 +47,11 @@ def _head(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [D] of one query head, and the weight of each entry in the order of its selection."""
     kv_head = head // group
-    ids, key, value = _everything(store, row, kv_head)
+    ids, key, value = store.everything(row, kv_head)
+    key, value = key.float(), value.float()
     if selection is None:
+        here = store.tiers()[row, kv_head, ids] == DEVICE
+        key, value = key[here], value[here]
         weight = (key @ query * scaling).softmax(dim=0)
         return weight @ value, weight
     heads = selection.index.shape[1]
@@ -75,10 +79,3 @@ def _head(
     valid = torch.cat([index >= 0, torch.ones(len(weight) - len(ids), dtype=torch.bool)])
     ranked[valid] = weight[order]
     return weight @ value, ranked
-
-
-def _everything(store: LayerStore, row: int, kv_head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids [n], keys and values [n, D] in fp32 of all tokens one head still has."""
-    used = int(store.used[row, kv_head])
-    ids = torch.arange(used) if store.ids is None else store.ids[row, kv_head, :used].cpu()
-    return ids, store.key[row, kv_head, :used].float().cpu(), store.value[row, kv_head, :used].float().cpu()

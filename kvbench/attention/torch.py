@@ -114,3 +114,40 @@ def prefill(
     if not any(offsets):
         mask = mask[:1]
     return scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None], scale=scaling, enable_gqa=gqa)
+
+
+def attention_received(
+    query: torch.Tensor,
+    store: LayerStore,
+    column: int,
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    scaling: float,
+    block: int = 256,
+) -> torch.Tensor:
+    """Attention probability each key receives from the chunk's real queries, summed; arguments as for `prefill`.
+
+    Args:
+        lengths: prompt tokens of each row; queries of padding columns do not count.
+        block: queries looked at together, which bounds the memory.
+
+    Returns:
+        [B, Hq, column + q] fp32, by token position.
+    """
+    batch, heads, width, head_dim = query.shape
+    end = column + width
+    key = store.key[:, :, :end].float()
+    grouped = query.view(batch, key.shape[1], -1, width, head_dim)
+    first = torch.tensor(offsets, device=query.device)[:, None]
+    last = first + torch.tensor(lengths, device=query.device)[:, None]
+    keys = torch.arange(end, device=query.device)
+    received = query.new_zeros(*grouped.shape[:3], end, dtype=torch.float32)
+    for start in range(0, width, block):
+        part = grouped[:, :, :, start : start + block].float()
+        columns = torch.arange(column + start, column + start + part.shape[3], device=query.device)
+        real = (columns >= first) & (columns < last)
+        hidden = keys > (columns - first).clamp(min=0)[..., None]
+        logits = part @ key[:, :, None].transpose(3, 4) * scaling
+        weights = logits.masked_fill(hidden[:, None, None], -torch.inf).softmax(dim=-1)
+        received += (weights * real[:, None, None, :, None]).sum(dim=3)
+    return received.view(batch, heads, end)

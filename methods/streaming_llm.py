@@ -1,0 +1,64 @@
+"""StreamingLLM: attention sinks and a sliding window (Xiao et al. 2024, "Efficient Streaming Language Models with
+Attention Sinks", section 3.2).
+
+The first 4 tokens and the C - 4 most recent ones are attended, at positions inside the cache; all others are dropped.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
+
+if TYPE_CHECKING:
+    from kvbench.store import View
+
+DROP_EVERY = 32  # decode steps between two evictions: between them memory holds up to this many tokens more
+
+
+class StreamingLLM(Method):
+    """Attend `sinks` first and C - sinks most recent tokens, the current one included.
+
+    Args:
+        sinks: first tokens that always stay.
+        positions: "cache", keys are rotated to their place inside the selection (the official code, which caches keys
+            before RoPE); "original", they keep the positions of the text (KVCache-Factory).
+    """
+
+    def __init__(self, sinks: int = 4, positions: Literal["cache", "original"] = "cache") -> None:
+        if positions not in ("cache", "original"):
+            raise ValueError(f"positions={positions}: cache or original")
+        self.sinks = sinks
+        self.needs = Needs(positions=positions)
+
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        super().begin(shape, budget, view, context)
+        self.steps = 0
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        self._drop(layer)
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection:
+        return Selection(self._attended(layer).to(query.device))
+
+    def end_step(self) -> None:
+        self.steps += 1
+        if self.steps % DROP_EVERY == 0:
+            for layer in self.shape.sparse_layers:
+                self._drop(layer)
+
+    def _drop(self, layer: int) -> None:
+        if any(length > capacity for length, capacity in zip(self.view.lengths(layer), self.capacities, strict=True)):
+            self.view.keep(layer, self._attended(layer).to(self.shape.device))
+
+    def _attended(self, layer: int) -> torch.Tensor:
+        """Token ids [B, 1, M]: the newest first, the sinks last."""
+        lengths = torch.tensor(self.view.lengths(layer))[:, None]
+        capacity = torch.tensor(self.capacities)[:, None]
+        newest = torch.arange(int(torch.minimum(lengths, capacity).max()))  # 0 is the current token
+        recent = lengths - 1 - newest
+        # behind the window of C - sinks tokens stand the sinks, or what is left of a sequence shorter than C
+        index = torch.where(newest < capacity - self.sinks, recent, torch.minimum(recent, capacity - 1 - newest))
+        return torch.where(newest < torch.minimum(lengths, capacity), index, -1)[:, None]
