@@ -1,0 +1,381 @@
+"""Each method against a plain reading of its paper's rule, one head at a time, and the blocks that methods share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import pytest
+import torch
+from conftest import Driven, Stream, drive, each_accounting, stream
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbench.config import bind_methods
+from kvbench.hf import method_named
+from kvbench.method import Budget
+
+bind_methods()
+
+from methods.blocks.pages import bounds, tokens_of_pages, upper_bound  # noqa: E402
+from methods.blocks.topk import interleave, top, top_earliest  # noqa: E402
+
+quick = settings(max_examples=60, deadline=None)
+
+
+def logits(fixed: Stream, layer: int, row: int, head: int, place: int) -> list[float]:
+    """q.k * scaling of the query at `place` with every key up to itself."""
+    kv_head = head // (fixed.queries.shape[2] // fixed.keys.shape[2])
+    query = fixed.queries[layer, row, head, place].double()
+    return (fixed.keys[layer, row, kv_head, : place + 1].double() @ query * fixed.scaling).tolist()
+
+
+def softmax(values: Sequence[float]) -> list[float]:
+    largest = max(values)
+    weights = [math.exp(value - largest) for value in values]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def joined(lists: Sequence[Sequence[int]], count: int, first: Sequence[int] = ()) -> list[int]:
+    """Rank 0 of every list, then rank 1, ..., without repeats, after `first`."""
+    out = list(first)
+    for rank in range(max(map(len, lists), default=0)):
+        for one in lists:
+            if rank < len(one) and one[rank] not in out:
+                out.append(one[rank])
+    return out[:count]
+
+
+def best(scores: Sequence[float], count: int) -> list[int]:
+    return sorted(range(len(scores)), key=lambda at: -scores[at])[:count]
+
+
+def ids(head: torch.Tensor) -> list[int]:
+    return [token for token in head.tolist() if token >= 0]
+
+
+# -- top-k -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1, 9, 30])
+def test_topk_is_exact_for_every_query_head(budget: int) -> None:
+    fixed = stream(60, 25)
+    for at in drive(fixed, method_named("topk"), budget).seen:
+        for row, length in enumerate(at.lengths):
+            for head in range(4):
+                expected = best(logits(fixed, at.layer, row, head, length - 1), budget)
+                assert ids(at.index[row, head]) == expected
+
+
+def test_topk_shared_by_the_group_takes_the_largest_summed_probability() -> None:
+    fixed = stream(60, 25)
+    for at in drive(fixed, method_named("topk", granularity="kv_head"), 9).seen:
+        for row, length in enumerate(at.lengths):
+            for kv_head in range(2):
+                group = [softmax(logits(fixed, at.layer, row, 2 * kv_head + g, length - 1)) for g in range(2)]
+                assert ids(at.index[row, kv_head]) == best([sum(both) for both in zip(*group, strict=True)], 9)
+
+
+def test_topk_under_unified_accounting_joins_the_group_by_rank() -> None:
+    fixed = stream(60, 25)
+    for at in drive(fixed, method_named("topk"), 9, accounting="unified").seen:
+        for row, length in enumerate(at.lengths):
+            for kv_head in range(2):
+                lists = [best(logits(fixed, at.layer, row, 2 * kv_head + g, length - 1), 9) for g in range(2)]
+                assert ids(at.index[row, kv_head]) == joined(lists, 9)
+
+
+# -- Quest -------------------------------------------------------------------------------------------------------------
+
+
+def page_bounds(fixed: Stream, layer: int, row: int, head: int, length: int, page_size: int) -> list[float]:
+    """sum_d max(q_d min_d, q_d max_d) of every page, the partial last one included."""
+    kv_head = head // (fixed.queries.shape[2] // fixed.keys.shape[2])
+    query = fixed.queries[layer, row, head, length - 1].double()
+    keys = fixed.keys[layer, row, kv_head, :length].double()
+    pages = keys.split(page_size)
+    return [float(torch.maximum(query * page.amin(0), query * page.amax(0)).sum()) for page in pages]
+
+
+def tokens_of(pages: Sequence[int], length: int, page_size: int) -> set[int]:
+    return {token for page in pages for token in range(page * page_size, min(length, (page + 1) * page_size))}
+
+
+QUEST_BUDGETS = [(48, 16), (80, 16), (95, 16), (24, 4), (12, 4)]
+
+
+@pytest.mark.parametrize(("budget", "page_size"), QUEST_BUDGETS)
+def test_quest_attends_the_pages_with_the_largest_bound(budget: int, page_size: int) -> None:
+    """Steps fill the last page, open a new one, and pass beyond the pages that the prompt made."""
+    fixed = stream(143, 110, steps=20)
+    wanted = max(3, budget // page_size)
+    for at in drive(fixed, method_named("quest", page_size=page_size), budget).seen:
+        for row, length in enumerate(at.lengths):
+            for head in range(4):
+                pages = best(page_bounds(fixed, at.layer, row, head, length, page_size), wanted)
+                assert at.sets(row)[head] == tokens_of(pages, length, page_size)
+
+
+def test_quest_keeps_its_bounds_beyond_the_spare_pages() -> None:
+    fixed = stream(11, 8, steps=150, layers=1)
+    for at in drive(fixed, method_named("quest", page_size=2), 12).seen[-10:]:
+        for row, length in enumerate(at.lengths):
+            for head in range(4):
+                pages = best(page_bounds(fixed, 0, row, head, length, 2), 6)
+                assert at.sets(row)[head] == tokens_of(pages, length, 2)
+
+
+def test_quest_shared_by_the_group_takes_the_largest_mean_bound() -> None:
+    fixed = stream(143, 110, steps=6)
+    for at in drive(fixed, method_named("quest", selection="kv_head"), 80).seen:
+        for row, length in enumerate(at.lengths):
+            for kv_head in range(2):
+                group = [page_bounds(fixed, at.layer, row, 2 * kv_head + g, length, 16) for g in range(2)]
+                pages = best([sum(both) for both in zip(*group, strict=True)], 5)
+                assert at.sets(row)[kv_head] == tokens_of(pages, length, 16)
+
+
+def test_quest_under_unified_accounting_joins_pages_after_the_last_one() -> None:
+    fixed = stream(143, 110, steps=6)
+    for at in drive(fixed, method_named("quest"), 80, accounting="unified").seen:
+        for row, length in enumerate(at.lengths):
+            last = (length - 1) // 16
+            for kv_head in range(2):
+                lists = [best(page_bounds(fixed, at.layer, row, 2 * kv_head + g, length, 16), 5) for g in range(2)]
+                assert at.sets(row)[kv_head] == tokens_of(joined(lists, 5, [last]), length, 16)
+                assert length - 1 in at.sets(row)[kv_head]
+
+
+@quick
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**32))
+def test_page_bound_is_never_below_a_key_of_the_page(count: int, page_size: int, seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    keys = torch.randn(2, 2, count, 5, generator=rng, dtype=torch.float64)
+    query = torch.randn(2, 4, 1, 5, generator=rng, dtype=torch.float64)
+    lengths = [count, 1 + seed % count]
+    valid = torch.arange(count) < torch.tensor(lengths)[:, None]
+    low, high = bounds(keys, page_size, None if lengths[1] == count else valid)
+    limit = upper_bound(query, low, high)
+    for row, length in enumerate(lengths):
+        for token in range(length):
+            logit = query[row, :, 0].view(2, 2, 5) @ keys[row, :, token, :, None]
+            assert bool((limit[row, :, :, token // page_size] >= logit[..., 0] - 1e-12).all())
+
+
+# -- SnapKV ------------------------------------------------------------------------------------------------------------
+
+
+def vote_scores(
+    fixed: Stream, layer: int, row: int, kv_head: int, kept: int, window: int, kernel: int, pooling: str, join: str
+) -> list[float]:
+    """Pooled votes of the prompt keys before the last `kept` tokens: SnapKV, section 4, and its published settings."""
+    length, group = fixed.lengths[row], fixed.queries.shape[2] // fixed.keys.shape[2]
+    end = length - kept
+    votes = []
+    for head in range(kv_head * group, (kv_head + 1) * group):
+        sums = [0.0] * length
+        for place in range(max(0, length - window), length):
+            for token, probability in enumerate(softmax(logits(fixed, layer, row, head, place))):
+                sums[token] += probability
+        votes.append(sums[:end])
+
+    def pool(sums: Sequence[float]) -> list[float]:
+        around = [sums[max(0, at - kernel // 2) : at + kernel // 2 + 1] for at in range(end)]
+        return [max(near) if pooling == "max" else sum(near) / kernel for near in around]
+
+    def mean(lists: Sequence[Sequence[float]]) -> list[float]:
+        return [sum(values) / len(values) for values in zip(*lists, strict=True)]
+
+    return pool(mean(votes)) if join == "before" else mean([pool(one) for one in votes])
+
+
+def assert_best(chosen: set[int], scores: Sequence[float], count: int) -> None:
+    """`chosen` are `count` of the best places; pooled votes tie, and rounding may part what ties."""
+    assert len(chosen) == count
+    rest = set(range(len(scores))) - chosen
+    assert chosen <= set(range(len(scores)))
+    if chosen and rest:
+        assert min(scores[at] for at in chosen) >= max(scores[at] for at in rest) - 1e-5
+
+
+SNAPKV_SETTINGS = [
+    {"window": 8, "kernel": 7, "pooling": "max", "join": "before"},
+    {"window": 8, "kernel": 5, "pooling": "max", "join": "after"},
+    {"window": 16, "kernel": 5, "pooling": "mean", "join": "after"},
+    {"window": 8, "kernel": 5, "pooling": "mean", "join": "before"},
+    {"window": 4, "kernel": 1, "pooling": "max", "join": "before"},
+]
+
+
+@pytest.mark.parametrize("options", SNAPKV_SETTINGS, ids=lambda options: "-".join(map(str, options.values())))
+def test_snapkv_keeps_the_best_votes_and_its_window(options: dict) -> None:
+    """One row above the budget, one just above, one below it."""
+    fixed, budget, window = stream(70, 33, 20, steps=3, layers=1), 32, options["window"]
+    for at in drive(fixed, method_named("snapkv", **options), budget).seen:
+        assert at.in_place
+        for row, length in enumerate(fixed.lengths):
+            for kv_head in range(2):
+                kept = at.sets(row)[kv_head]
+                assert set(range(length, length + at.step)) <= kept, "generated tokens stay"
+                kept -= set(range(length, length + at.step))
+                if length <= budget:
+                    assert kept == set(range(length))
+                    continue
+                assert set(range(length - window, length)) <= kept
+                scores = vote_scores(fixed, 0, row, kv_head, window, **options)
+                assert_best(kept - set(range(length - window, length)), scores, budget - window)
+
+
+def test_snapkv_choices_differ_where_the_settings_do() -> None:
+    """The reading above could not tell its options apart if they changed nothing."""
+    fixed = stream(90, steps=1, layers=1)
+    kept = [drive(fixed, method_named("snapkv", **options), 32).seen[0].sets(0) for options in SNAPKV_SETTINGS]
+    assert all(kept[a] != kept[b] for a in range(len(kept)) for b in range(a))
+
+
+@pytest.mark.parametrize("lengths", [(30,), (33, 20)], ids=["one", "ragged"])
+def test_snapkv_leaves_prompts_within_the_budget_alone(lengths: tuple[int, ...]) -> None:
+    for at in drive(stream(*lengths), method_named("snapkv"), 33).seen:
+        assert all(kept == set(range(at.lengths[row])) for row in range(len(lengths)) for kept in at.sets(row))
+
+
+@pytest.mark.parametrize("budget", [16, 32, 60, 200])
+def test_snapkv_under_unified_accounting_lets_recent_tokens_roll(budget: int) -> None:
+    """C - w voted tokens that never change, and the w most recent, through two evictions; all of a short row."""
+    fixed = stream(70, 25, steps=70, layers=1)
+    options = {"window": 8, "kernel": 5, "pooling": "max", "join": "before"}
+    recent = min(32, budget // 4)
+    voted: dict[tuple[int, int], set[int]] = {}
+    for at in drive(fixed, method_named("snapkv", **options), budget, accounting="unified").seen:
+        for row, prompt in enumerate(fixed.lengths):
+            length = at.lengths[row]
+            for kv_head in range(2):
+                attended = at.sets(row)[kv_head]
+                if length <= budget:
+                    assert attended == set(range(length))
+                    continue
+                assert len(attended) == budget
+                newest = set(range(length - (recent if prompt >= budget else budget - prompt + recent), length))
+                assert newest <= attended
+                old = attended - newest
+                assert voted.setdefault((row, kv_head), old) == old
+                if prompt < budget:
+                    assert old == set(range(prompt - recent))
+                elif at.step == 1:
+                    scores = vote_scores(fixed, 0, row, kv_head, recent, **options)
+                    assert_best(old, scores, budget - recent)
+
+
+def test_equal_votes_keep_the_earlier_token_in_any_batch() -> None:
+    """Identical keys tie in every vote."""
+    fixed = stream(90, 70, steps=1, layers=1)
+    fixed.keys[:] = 1.0
+
+    def kept(driven: Driven, row: int) -> list[set[int]]:
+        return driven.seen[0].sets(row)
+
+    batch = drive(fixed, method_named("snapkv", window=4, kernel=1), 12)
+    for row, length in enumerate(fixed.lengths):
+        # mean votes are equal before the window, whose causality ranks the rest
+        assert kept(batch, row) == [{*range(8), *range(length - 4, length + 1)}] * 2
+        assert kept(drive(fixed.row(row), method_named("snapkv", window=4, kernel=1), 12), 0) == kept(batch, row)
+
+
+@each_accounting
+def test_full_attends_everything_in_place(accounting: str) -> None:
+    for at in drive(stream(60, 25), method_named("full"), 1, accounting=accounting).seen:
+        assert at.in_place
+        assert all(kept == set(range(at.lengths[row])) for row in range(2) for kept in at.sets(row))
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+def padded(lists: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+    return torch.tensor([[*one, *[-1] * (width - len(one))] for one in lists])
+
+
+@quick
+@given(st.data())
+def test_interleave_joins_by_rank(data: st.DataObject) -> None:
+    kv_heads, group, depth = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
+    rows = data.draw(st.integers(1, 2))
+    one = st.lists(st.integers(0, 9), max_size=depth, unique=True)
+    lists = [[data.draw(one) for _ in range(kv_heads * group)] for _ in range(rows)]
+    first = [[data.draw(st.lists(st.integers(0, 9), max_size=2, unique=True)) for _ in range(kv_heads)] for _ in lists]
+    counts = [data.draw(st.integers(1, 12)) for _ in range(rows)]
+    index = torch.stack([padded(row, depth) for row in lists])
+    with_protected = data.draw(st.booleans())
+    protected = torch.stack([padded(row, 2) for row in first]) if with_protected else None
+    out = interleave(index, kv_heads, counts, protected)
+    assert out.dtype == torch.int64
+    for row in range(rows):
+        for head in range(kv_heads):
+            own = lists[row][head * group : (head + 1) * group]
+            expected = joined(own, counts[row], first[row][head] if with_protected else ())
+            got = out[row, head].tolist()
+            assert got == expected + [-1] * (len(got) - len(expected))
+
+
+@quick
+@given(st.data())
+def test_tokens_of_pages_are_those_within_the_row(data: st.DataObject) -> None:
+    page_size = data.draw(st.integers(1, 5))
+    lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
+    lists = []
+    for length in lengths:
+        pages = range(-(-length // page_size))
+        lists.append([data.draw(st.lists(st.sampled_from(pages), unique=True)) for _ in range(2)])
+    width = max(1, *(len(one) for row in lists for one in row))
+    out = tokens_of_pages(torch.stack([padded(row, width) for row in lists]), page_size, lengths)
+    assert out.shape == (len(lengths), 2, width * page_size)
+    for row, length in enumerate(lengths):
+        for head, pages in enumerate(lists[row]):
+            got = out[row, head].tolist()
+            tokens = [token for token in got if token >= 0]
+            assert got == tokens + [-1] * (len(got) - len(tokens))
+            assert len(tokens) == len(set(tokens))
+            assert set(tokens) == tokens_of(pages, length, page_size)
+            full = [page for page in pages if (page + 1) * page_size <= length]
+            assert tokens[: len(full) * page_size : page_size] == [page * page_size for page in full], "order kept"
+
+
+@quick
+@given(st.lists(st.lists(st.integers(-1, 4), min_size=1, max_size=9), min_size=2, max_size=2), st.data())
+def test_top_takes_the_best_of_what_may_be_chosen(values: list[list[int]], data: st.DataObject) -> None:
+    """Scores below 0 stand for -inf; the integers tie often."""
+    width = max(map(len, values))
+    scores = torch.full((2, 1, width), -torch.inf)
+    for row, one in enumerate(values):
+        scores[row, 0, : len(one)] = torch.tensor(one, dtype=torch.float32)
+    scores = scores.masked_fill(scores < 0, -torch.inf)
+    counts = [data.draw(st.integers(1, width)) for _ in range(2)]
+    for choose in (top, top_earliest):
+        out = choose(scores, counts)
+        assert out.shape == (2, 1, max(counts))
+        for row, one in enumerate(values):
+            ranked = sorted((place for place, value in enumerate(one) if value >= 0), key=lambda at: (-one[at], at))
+            got = ids(out[row, 0])
+            assert out[row, 0].tolist() == got + [-1] * (max(counts) - len(got))
+            assert len(set(got)) == len(got)
+            assert [one[at] for at in got] == [one[at] for at in ranked[: counts[row]]]
+            assert choose is top or got == ranked[: counts[row]]
+
+
+@quick
+@given(st.integers(1, 1000), st.integers(1, 200_000))
+def test_fraction_of_the_prompt_rounds_up_exactly(thousandths: int, length: int) -> None:
+    expected = math.ceil(Fraction(thousandths, 1000) * length)
+    assert Budget(thousandths / 1000).tokens(length) == expected
+
+
+@given(st.integers(1, 10_000), st.integers(1, 10_000))
+def test_budget_in_tokens_is_the_same_for_any_prompt(size: int, length: int) -> None:
+    assert Budget(size).tokens(length) == size
+
+
+def test_budget_without_a_size_has_no_tokens() -> None:
+    with pytest.raises(ValueError, match="budget=null"):
+        Budget(None).tokens(100)
