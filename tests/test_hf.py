@@ -1,0 +1,273 @@
+"""`KVCache` inside plain `model.generate()`, on the model classes of the zoo, against transformers' own sdpa."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import CLOSE, METHODS, SMALL, Case, each_accounting, each_method, numbers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from kvbench import KVCache
+from kvbench.config import ConfigError
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 259,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,  # attention far from uniform
+    "pad_token_id": 258,
+    "bos_token_id": 256,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,  # tied, random weights repeat the last token
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False},
+    "gemma": {},
+}
+NEW = 8
+LENGTH = 120
+PAD = 258
+
+
+def random_model(family: str, attention: str = "sdpa", **changes: Any) -> PreTrainedModel:
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES.get(family, {}), **changes})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    return model.requires_grad_(False)
+
+
+class Pair:
+    """A model that kvbench has switched and one it has never seen, with the same weights."""
+
+    def __init__(self, family: str) -> None:
+        self.sdpa = random_model(family)
+        self.ours = copy.deepcopy(self.sdpa)
+        KVCache(self.ours)
+        self.expected = {batch: generated(self.sdpa, inputs(batch)) for batch in (1, 2)}
+
+
+@pytest.fixture(scope="session")
+def pairs() -> Callable[[str], Pair]:
+    made: dict[str, Pair] = {}
+
+    def get(family: str) -> Pair:
+        if family not in made:
+            made[family] = Pair(family)
+        return made[family]
+
+    return get
+
+
+def inputs(batch: int) -> dict[str, torch.Tensor]:
+    """One prompt; or two, the second left-padded."""
+    rows = [numbers(LENGTH, seed=6)]
+    if batch == 2:
+        rows.append([PAD] * 37 + numbers(LENGTH - 37, seed=7))
+    ids = torch.tensor(rows)
+    return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+
+
+def generated(model: PreTrainedModel, given: dict[str, torch.Tensor], cache: Any = None, **options: Any) -> list:
+    """The new tokens of each row."""
+    if cache is not None:
+        options["past_key_values"] = cache
+    out = model.generate(**given, **{"max_new_tokens": NEW, "do_sample": False, **options})
+    return out[:, given["input_ids"].shape[1] :].tolist()
+
+
+# -- the same tokens as sdpa -------------------------------------------------------------------------------------------
+
+
+def test_expected_tokens_vary(pairs: Any) -> None:
+    """A model that repeats one token would agree with anything."""
+    for family in FAMILIES:
+        for rows in pairs(family).expected.values():
+            assert all(len(set(row)) > 2 for row in rows), family
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("method", ["quest", "snapkv"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_large_budget_generates_what_sdpa_generates(pairs: Any, family: str, method: str, batch: int) -> None:
+    pair = pairs(family)
+    assert generated(pair.ours, inputs(batch), KVCache(pair.ours, method, 500)) == pair.expected[batch]
+
+
+@each_accounting
+@pytest.mark.parametrize("batch", [1, 2])
+@each_method
+def test_every_method_with_a_large_budget_generates_what_sdpa_generates(
+    pairs: Any, case: Case, batch: int, accounting: str
+) -> None:
+    pair = pairs("llama")
+    cache = KVCache(pair.ours, case.build(), 500, accounting=accounting, dense_layers=())
+    assert generated(pair.ours, inputs(batch), cache) == pair.expected[batch]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_row_of_a_padded_batch_generates_what_it_generates_alone(pairs: Any, family: str) -> None:
+    """With a small budget: the budget and the selection of a row do not see its neighbour or its padding."""
+    model, both = pairs(family).ours, inputs(2)
+    together = generated(model, both, KVCache(model, "quest", SMALL, dense_layers=()))
+    for row, offset in enumerate((0, 37)):
+        alone = {"input_ids": both["input_ids"][row : row + 1, offset:]}
+        alone["attention_mask"] = torch.ones_like(alone["input_ids"])
+        assert generated(model, alone, KVCache(model, "quest", SMALL, dense_layers=())) == [together[row]]
+
+
+HIDDEN_START = pytest.mark.xfail(
+    raises=ValueError, strict=True, reason="a first chunk that is all padding does not tell where its row starts"
+)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "batch"),
+    [(1, 1), pytest.param(30, 2, marks=HIDDEN_START), *((chunk, batch) for chunk in (40, 50, 119) for batch in (1, 2))],
+)
+@pytest.mark.parametrize("method", ["quest", "snapkv"])
+def test_chunked_prefill_of_transformers_changes_nothing(pairs: Any, chunk: int, method: str, batch: int) -> None:
+    """50 leaves a last chunk of 20; 119 one of a single token, which is no decode step."""
+    model = pairs("llama").ours
+    whole = generated(model, inputs(batch), KVCache(model, method, SMALL))
+    cache = KVCache(model, method, SMALL, prompt_length=LENGTH)
+    assert generated(model, inputs(batch), cache, prefill_chunk_size=chunk) == whole
+
+
+def test_method_by_name_takes_its_options(pairs: Any) -> None:
+    model = pairs("llama").ours
+    for case in METHODS:
+        named = generated(model, inputs(1), KVCache(model, case.name, SMALL, **case.options))
+        assert named == generated(model, inputs(1), KVCache(model, case.build(), SMALL)), case.id
+    with pytest.raises(ConfigError, match="page"):
+        KVCache(model, "quest", 256, page=8)
+
+
+# -- what the model does without a KVCache -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_switched_model_without_our_cache_computes_sdpa(pairs: Any, family: str, batch: int) -> None:
+    pair, given = pairs(family), inputs(batch)
+    real = given["attention_mask"].bool()
+    for use_cache in (False, True):  # True: transformers makes its own DynamicCache
+        ours, theirs = (model(**given, use_cache=use_cache).logits for model in (pair.ours, pair.sdpa))
+        torch.testing.assert_close(ours[real], theirs[real], rtol=0, atol=CLOSE)
+    assert generated(pair.ours, given) == pair.expected[batch]
+
+
+def test_generation_with_our_cache_leaves_nothing_behind(pairs: Any) -> None:
+    pair = pairs("llama")
+    cache = KVCache(pair.ours, "quest", SMALL)
+    generated(pair.ours, inputs(2), cache)
+    assert generated(pair.ours, inputs(2)) == pair.expected[2]
+    with pytest.raises(ValueError, match="at once"):
+        pair.ours(torch.tensor([[1, 2]] * 2), past_key_values=cache)
+    assert generated(pair.ours, inputs(2)) == pair.expected[2]
+
+
+# -- reuse and refusals ------------------------------------------------------------------------------------------------
+
+
+def test_used_cache_is_refused_and_serves_again_after_reset(pairs: Any) -> None:
+    pair = pairs("llama")
+    cache = KVCache(pair.ours, "quest", 500)
+    generated(pair.ours, inputs(1), cache)
+    longer = {"input_ids": torch.tensor([numbers(200)]), "attention_mask": torch.ones(1, 200, dtype=torch.int64)}
+    with pytest.raises(ValueError, match="new KVCache"):
+        generated(pair.ours, longer, cache)
+    cache.reset()
+    assert generated(pair.ours, inputs(2), cache) == pair.expected[2]
+
+
+def test_several_tokens_after_the_prompt_are_refused(pairs: Any) -> None:
+    model = pairs("llama").ours
+    cache = KVCache(model, "quest", SMALL)
+    model(**inputs(1), past_key_values=cache)
+    with pytest.raises(ValueError, match="given 3 tokens at once .* prompt_length="):
+        model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+
+
+def test_right_padding_is_refused(pairs: Any) -> None:
+    model, given = pairs("llama").ours, inputs(2)
+    flipped = {name: tensor.flip(1) for name, tensor in given.items()}
+    with pytest.raises(ValueError, match="padding_side = 'left'"):
+        model(**flipped, past_key_values=KVCache(model, "quest", SMALL))
+
+
+def test_beam_search_is_refused(pairs: Any) -> None:
+    model = pairs("llama").ours
+    with pytest.raises(ValueError, match="beam search"):
+        generated(model, inputs(1), KVCache(model, "quest", SMALL), num_beams=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("mistral", {"sliding_window": 64}, "sliding"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, "sliding"),
+        ("gemma2", {}, "sliding|soft-capped"),
+        ("gemma2", {"layer_types": ["full_attention"] * 4}, "soft-capped"),
+        ("gemma3_text", {}, "sliding"),
+    ],
+)
+def test_model_that_would_run_wrong_is_refused_by_name(family: str, changes: dict[str, Any], reason: str) -> None:
+    model = random_model(family, "eager", **changes)
+    with pytest.raises(ConfigError, match=reason) as refusal:
+        KVCache(model)
+    assert type(model).__name__ in str(refusal.value)
+    assert model.config._attn_implementation == "eager", "a refused model stays as it was"
+
+
+@pytest.mark.parametrize("name", ["quets", "snap"])
+def test_unknown_method_is_refused_with_the_nearest(pairs: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match="quest" if name == "quets" else "snapkv"):
+        KVCache(pairs("llama").ours, name)
+
+
+# -- the audit ---------------------------------------------------------------------------------------------------------
+
+
+@each_accounting
+@each_method
+def test_audit_of_a_cache_shows_what_was_attended(pairs: Any, case: Case, accounting: str) -> None:
+    model = pairs("llama").ours
+    cache = KVCache(model, case.build(), SMALL, accounting=accounting)
+    with pytest.raises(ValueError, match="no prompt"):
+        cache.audit()
+    generated(model, inputs(2), cache)
+    audit = cache.audit()
+    assert audit["over_rule"] is False
+    assert audit["dense_share"] == 0.5
+    assert audit["budget"] == SMALL
+    if case.name == "full":
+        assert audit["attended_max"] == LENGTH + NEW - 1
+        # the last step of each row; rows of 120 and 83
+        assert audit["attended_mean"] == (LENGTH + LENGTH - 37) / 2 + NEW / 2
+    elif accounting == "unified":
+        assert 0 < audit["attended_mean"] <= audit["attended_max"] <= SMALL
+    else:
+        assert 0 < audit["attended_mean"] <= audit["attended_max"] < LENGTH
+
+
+@pytest.mark.parametrize("budget", [0.5, 1.0])
+def test_fraction_is_of_each_rows_own_prompt(pairs: Any, budget: float) -> None:
+    model = pairs("llama").ours
+    cache = KVCache(model, "topk", budget, granularity="kv_head", dense_layers=())
+    generated(model, inputs(2), cache)
+    rows = [LENGTH, LENGTH - 37]
+    expected = sum(-(-int(2 * budget * length) // 2) for length in rows) / 2
+    assert cache.audit()["attended_mean"] == expected

@@ -1,0 +1,253 @@
+"""A whole run: what it writes, and how the next start goes on from there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+import kvbench.run
+from kvbench.checks import check
+from kvbench.config import ConfigError, conf_dir
+from kvbench.generate import generate
+from kvbench.meters import PARTS
+from kvbench.run import run
+
+SAMPLES = 3
+FIRST = "passkey-512-0-0"
+TOKENS = 10  # new tokens of a passkey sample
+
+
+@pytest.fixture
+def configured(tmp_path: Path) -> Callable[..., DictConfig]:
+    """Compose a small passkey run as the command line does, with some keys changed."""
+
+    def make(*overrides: str) -> DictConfig:
+        words = ["task.lengths=[512]", f"task.limit={SAMPLES}", "budget=64", f"results_dir={tmp_path}", *overrides]
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            config = compose("config", words)
+        check(config)
+        return config
+
+    return make
+
+
+class Generated:
+    """Samples that were generated for, in order; those in `broken` fail with their error."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+        self.broken: dict[str, Exception] = {}
+
+    def __call__(self, model: Any, prompts: Any, engine: Any, **options: Any) -> Any:
+        sample = engine.method.context.sample
+        self.ids.append(sample)
+        if sample in self.broken:
+            raise self.broken[sample]
+        return generate(model, prompts, engine, **options)
+
+    def since(self) -> list[str]:
+        """The ids since the last call."""
+        ids, self.ids = self.ids, []
+        return ids
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> Generated:
+    calls = Generated()
+    monkeypatch.setattr(kvbench.run, "generate", calls)
+    return calls
+
+
+def folders(results: Path) -> list[Path]:
+    return sorted(path.parent for path in results.glob("runs/**/run.yaml"))
+
+
+def only_folder(results: Path) -> Path:
+    (folder,) = folders(results)
+    return folder
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def state(folder: Path) -> str:
+    return json.loads((folder / "status.json").read_text())["state"]
+
+
+def test_run_writes_a_record_for_every_sample(tmp_path: Path, configured: Any, capsys: Any) -> None:
+    summary = run(configured())
+    folder = only_folder(tmp_path)
+    assert folder.relative_to(tmp_path).parts[:4] == ("runs", "passkey", "dummy-tiny", "quest-64")
+    found = records(folder)
+    assert len({record["id"] for record in found}) == len(found) == SAMPLES
+    for record in found:
+        assert record["error"] is None
+        assert 500 < record["prompt_tokens"] <= 512
+        assert record["group"] == "512"
+        assert record["scores"]["accuracy"] in (0.0, 1.0)
+        assert 1 <= len(record["output_ids"]) <= TOKENS
+        assert 0 < record["ttft_s"] < record["tt2t_s"]
+        assert 0 < record["tpot_ms"]["p50"] <= record["tpot_ms"]["p95"]
+        assert record["tpot_ms"]["mean"] == pytest.approx(sum(record["breakdown_ms"].values()), rel=0.05)
+        assert set(PARTS) <= set(record["breakdown_ms"])
+        audit = record["audit"]
+        assert audit["budget"] == 64
+        assert 64 <= audit["attended_mean"] <= audit["attended_max"] <= 2 * 64  # query heads in groups of two
+        assert audit["over_rule"] is False
+        assert audit["executor"] == "torch"
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert summary["n"] == SAMPLES
+    assert summary["failed"] == 0
+    assert summary["score"] == pytest.approx(100 * sum(r["scores"]["accuracy"] for r in found) / SAMPLES)
+    assert summary["audit"]["attended_max"] == max(record["audit"]["attended_max"] for record in found)
+    assert summary["latency"]["ttft_s"] == pytest.approx(sum(record["ttft_s"] for record in found) / SAMPLES)
+    assert state(folder) == "finished"
+    printed = capsys.readouterr().out
+    assert str(folder) in printed
+    assert "accuracy" in printed
+
+
+def test_run_folder_says_what_ran(tmp_path: Path, configured: Any) -> None:
+    run(configured("seed=3"))
+    written = yaml.safe_load((only_folder(tmp_path) / "run.yaml").read_text())
+    assert written["config"]["seed"] == 3
+    assert written["config"]["method"]["page_size"] == 16
+    assert written["config"]["versions"].keys() >= {"kvbench", "torch", "transformers"}
+    identity = written["identity"]
+    assert identity["model_revision"] == "dummy-3"
+    assert "results_dir" not in identity["config"]
+    assert "limit" not in identity["config"]["task"]
+
+
+def test_second_start_generates_nothing(tmp_path: Path, configured: Any, generated: Generated) -> None:
+    first = run(configured())
+    ids = generated.since()
+    assert len(ids) == SAMPLES
+    again = run(configured())
+    assert generated.since() == []
+    assert again == first
+    assert [record["id"] for record in records(only_folder(tmp_path))] == ids
+
+
+def test_interrupted_run_goes_on_with_the_sample_in_flight(
+    tmp_path: Path, configured: Any, generated: Generated
+) -> None:
+    run(configured())
+    ids = generated.since()
+    reference = {record["id"]: record["output_ids"] for record in records(only_folder(tmp_path))}
+
+    elsewhere = f"results_dir={tmp_path / 'again'}"
+    generated.broken = {ids[1]: KeyboardInterrupt()}  # type: ignore[dict-item]
+    with pytest.raises(KeyboardInterrupt):
+        run(configured(elsewhere))
+    folder = only_folder(tmp_path / "again")
+    assert state(folder) == "interrupted"
+    assert not (folder / "summary.json").exists()
+
+    generated.broken = {}
+    generated.since()
+    run(configured(elsewhere))
+    assert generated.since() == ids[1:]
+    assert state(folder) == "finished"
+    assert {record["id"]: record["output_ids"] for record in records(folder)} == reference
+
+
+@pytest.mark.parametrize(
+    "error", [FloatingPointError("NaN in the logits"), MemoryError("too much"), RuntimeError("can't allocate memory")]
+)
+def test_failing_sample_is_recorded_and_retried(
+    tmp_path: Path, configured: Any, generated: Generated, error: Exception
+) -> None:
+    generated.broken = {FIRST: error}
+    summary = run(configured())
+    assert len(generated.since()) == SAMPLES, "the run goes on"
+    folder = only_folder(tmp_path)
+    record = next(record for record in records(folder) if record["id"] == FIRST)
+    assert record["error"] == f"{type(error).__name__}: {error}"
+    assert record["scores"] == {"accuracy": 0.0}
+    assert summary["failed"] == 1
+    assert summary["n"] == SAMPLES
+    assert state(folder) == "finished"
+
+    generated.broken = {}
+    summary = run(configured())
+    assert generated.since() == [FIRST], "only the failed sample runs again"
+    assert summary["failed"] == 0
+    assert summary["n"] == SAMPLES
+    assert records(folder)[-1]["error"] is None
+
+
+def test_failed_sample_scores_zero(configured: Any, generated: Generated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbench.tasks.passkey.Passkey.score", lambda *_: {"accuracy": 1.0})
+    generated.broken = {FIRST: FloatingPointError("NaN")}
+    summary = run(configured("task.limit=2"))
+    assert FIRST in generated.since()
+    assert summary["score"] == 50
+    assert summary["score_ok"] == 100
+
+
+def test_error_that_is_not_the_samples_stops_the_run(tmp_path: Path, configured: Any, generated: Generated) -> None:
+    generated.broken = {FIRST: RuntimeError("a bug")}
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(configured())
+    assert records(only_folder(tmp_path)) == []
+    assert state(only_folder(tmp_path)) == "interrupted"
+
+
+def test_higher_limit_extends_the_same_run(tmp_path: Path, configured: Any, generated: Generated) -> None:
+    run(configured("task.limit=1"))
+    first = generated.since()
+    summary = run(configured("task.limit=3"))
+    second = generated.since()
+    assert len(first) == 1
+    assert len(second) == 2
+    assert summary["n"] == 3
+    assert [record["id"] for record in records(only_folder(tmp_path))] == first + second
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "method.page_size=8",
+        "budget=128",
+        "seed=1",
+        "protocol.accounting=unified",
+        "protocol.dense_layers=[0]",
+        "task.lengths=[513]",
+        "method=topk",
+        "model=dummy-qwen3",
+    ],
+)
+def test_change_that_may_change_a_number_is_another_run(
+    tmp_path: Path, configured: Any, generated: Generated, change: str
+) -> None:
+    run(configured("task.limit=1"))
+    run(configured("task.limit=1", change))
+    assert len({folder.name for folder in folders(tmp_path)}) == 2
+    assert len(generated.since()) == 2
+
+
+@pytest.mark.parametrize("change", ["threads=1", "task.limit=1"])
+def test_change_that_changes_no_number_is_the_same_run(
+    tmp_path: Path, configured: Any, generated: Generated, change: str
+) -> None:
+    run(configured("task.limit=1"))
+    run(configured("task.limit=1", change))
+    assert len(folders(tmp_path)) == 1
+    assert len(generated.since()) == 1
+
+
+def test_prompt_beyond_the_window_is_refused_before_it_runs(configured: Any, generated: Generated) -> None:
+    config = configured()
+    OmegaConf.update(config, "model.config.max_position_embeddings", 515)
+    with pytest.raises(ConfigError, match="task.lengths"):
+        run(config)
+    assert generated.since() == []
