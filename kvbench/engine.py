@@ -92,6 +92,11 @@ class Engine:
                     f"{self.budget.minimum} tokens"
                 )
 
+    @property
+    def capacity(self) -> int:
+        """Tokens a row that memory is reserved for."""
+        return self._reader.columns + (self._new_tokens or 0)
+
     # -- phases ----------------------------------------------------------------------------------------------------
 
     def start_chunk(self, token_ids: torch.Tensor) -> None:
@@ -108,9 +113,8 @@ class Engine:
             first = self.stores[min(self._sparse)]
             device = tokens.device
             with self.spans("index_update"):
-                self.method.step(
-                    tokens, torch.tensor(first.lengths, device=device), torch.tensor(self._active, device=device)
-                )
+                positions, running = torch.tensor(first.lengths), torch.tensor(self._active)
+                self.method.step(tokens, positions.to(device), running.to(device))
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attention of one layer in the forward pass that was started.
@@ -144,7 +148,7 @@ class Engine:
 
     def adopt(self, layer: int, shared: LayerStore, prompt: Prompt) -> LayerStore:
         """Begin a layer from a prefill made elsewhere, in layer order; returns the store that shares its memory."""
-        self.stores[layer] = store = self._store(layer, shared)
+        store = self._store(layer, shared)
         if layer in self._sparse:
             self._begin_layer(layer, store, replace(prompt, on_host=store.on_host(prompt.keys.shape[2])))
         else:
@@ -171,7 +175,7 @@ class Engine:
                 self.shape.batch,
                 self.shape.kv_heads,
                 self.shape.head_dim,
-                self._reader.columns + (self._new_tokens or 0),
+                self.capacity,
                 self.shape.dtype,
                 self.shape.device,
                 home=needs.home,
@@ -198,8 +202,8 @@ class Engine:
             selection = self.method.select(layer, query)
         with self.spans("attention"):
             asked, attended = query, selection
-            if selection is not None and self.method.needs.positions == "cache":
-                asked, attended = self._in_cache_positions(query, selection, store)
+            if self.method.needs.positions == "cache":
+                asked, attended = self._in_cache_positions(query, selection or Selection(store.resident_ids()), store)
             observes = self.method.needs.probabilities
             out, weights = self._execute(asked, store, attended, self.shape.scaling, observes)
         self.audit.attended(layer, selection, store.used)
@@ -225,6 +229,8 @@ class Engine:
         is stored at its original position is rotated by (new - old).
         """
         assert self._rotate is not None, "this engine was made without the model's rotary function"
+        if selection.index.shape[1] not in (1, self.shape.kv_heads):
+            raise ValueError('positions="cache" needs one selection per KV head: its keys are rotated once')
         index = selection.index.expand(-1, self.shape.kv_heads, -1)
         present = index >= 0
         place = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -25,6 +25,7 @@ from kvbench.engine import Engine, Rotate
 from kvbench.method import Accounting, Budget, Method, Shape
 
 NAME = "kvbench"
+AUDIT_EVERY = 8  # a user's own generate() shall not pay for a count of every union at every step
 
 
 class _Mailbox(threading.local):
@@ -120,6 +121,7 @@ class KVCache(_CountingCache):
         dense_layers: true indices of layers that always attend everything.
         prompt_length: columns of the prompt, padding included, where it is prefilled in several forward passes.
         attention: the executor, "auto", "torch" or "reference".
+        tokenizer: for methods that read the text of tokens.
         seed: what the method's randomness derives from.
 
     Raises:
@@ -136,6 +138,7 @@ class KVCache(_CountingCache):
         dense_layers: tuple[int, ...] = (0, 1),
         prompt_length: int | None = None,
         attention: str = "auto",
+        tokenizer: PreTrainedTokenizerBase | None = None,
         seed: int = 0,
         **options: Any,
     ) -> None:
@@ -153,7 +156,7 @@ class KVCache(_CountingCache):
         size = harness.get("preset") if budget is None else budget
         self._budget = Budget(size, accounting, minimum=(minimum or {}).get(accounting) or 1)
         self._dense_layers, self._prompt_length = dense_layers, prompt_length
-        self._executor, self._seed = attention, seed
+        self._executor, self._tokenizer, self._seed = attention, tokenizer, seed
         self.engine: Engine | None = None
         _remember_input_ids(model)
 
@@ -198,10 +201,12 @@ class KVCache(_CountingCache):
                 self._method,
                 self._budget,
                 self._dense_layers,
+                self._tokenizer,
                 offsets=offsets,
                 columns=columns,
                 executor=self._executor,
                 seed=self._seed,
+                audit_every=AUDIT_EVERY,
             )
         if not self.engine.prefilled:
             self.engine.start_chunk(ids)
@@ -261,6 +266,7 @@ def engine_for(
     method: Method,
     budget: Budget,
     dense_layers: Collection[int],
+    tokenizer: PreTrainedTokenizerBase | None = None,
     **settings: Any,
 ) -> Engine:
     """An engine that runs `method` on prompts of these lengths; `settings` as for `Engine`.
@@ -271,7 +277,18 @@ def engine_for(
     shape = shape_of(model, lengths, dense_layers, model.dtype, model.device)
     if method.needs.positions == "cache":
         settings["rotate"] = rotation_of(model)
+    if method.needs.token_text:
+        if tokenizer is None:
+            raise ConfigError(f"tokenizer=None: {type(method).__name__} reads the text of tokens; pass the tokenizer")
+        settings["pieces"] = vocabulary_text(tokenizer)
     return Engine(shape, method, budget, **settings)
+
+
+def vocabulary_text(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text of every token id, spaces as in running text; bytes that are no whole character become U+FFFD."""
+    pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    # SentencePiece writes a space as U+2581 and would strip it from a piece that stands alone
+    return [p.replace("\u2581", " ") if "\u2581" in p else tokenizer.convert_tokens_to_string([p]) for p in pieces]
 
 
 def rotation_of(model: PreTrainedModel) -> Rotate:

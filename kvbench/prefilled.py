@@ -57,6 +57,8 @@ class Prefilled:
         """
         if engine.shape.lengths != self.lengths:
             raise ValueError(f"the prefill read prompts of {self.lengths} tokens, the engine expects others")
+        if engine.capacity > self._stores[0].capacity:
+            raise ValueError("the prefill left less room than this engine needs; raise max_new_tokens in prefill_once")
         for store in self._lent:
             store.close()
         self._lent = []

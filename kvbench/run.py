@@ -135,6 +135,7 @@ def measure(arm: Arm, sample: Sample, report: Any = None) -> dict[str, Any]:
         arm.method,
         arm.budget,
         arm.dense_layers,
+        tokenizer,
         executor=arm.config["attention"],
         seed=arm.config["seed"],
         sample=sample.id,
@@ -234,12 +235,13 @@ def table(config: Config, arm: Arm, summary: dict[str, Any]) -> Table:
     attended, budget = audit.get("attended_mean"), audit.get("budget")
     failed = f", {summary['failed']} failed" if summary["failed"] else ""
     share = f" = {attended / budget:.2f} C" if attended and budget else ""
+    transfer = ", simulated" if audit.get("transfer") == "simulated" else ""
     rows = {
         arm.task.metric: with_error(summary["score"], summary.get("stderr")) + f" ({summary['n']} samples{failed})",
         "attended entries per KV head": number(attended, "{:.1f}") + share,
         "KV on the device": number(audit.get("device_kv_bytes"), "{:.2f} MiB", 2**-20),
         "KV on the host": number(audit.get("host_bytes"), "{:.2f} MiB", 2**-20),
-        "moved up per step": number(audit.get("moved_bytes_per_step"), "{:.1f} KiB", 2**-10),
+        "moved up per step": number(audit.get("moved_bytes_per_step"), "{:.1f} KiB", 2**-10) + transfer,
         "index": number(audit.get("index_bytes"), "{:.2f} MiB", 2**-20),
         "time to first token": number(latency.get("ttft_s"), "{:.3f} s"),
         "time per further token": number(latency.get("tpot_ms_mean"), "{:.2f} ms"),
@@ -269,6 +271,7 @@ class Reporter:
     def __init__(self, bars: Progress, total: int, done: int) -> None:
         self.bars = bars
         self.samples = bars.add_task("samples", total=total, completed=done)
+        self._said = False
         self.inside = bars.add_task("tokens of this sample", total=None, visible=False)
 
     def tokens(self, done: int, total: int) -> None:
@@ -278,6 +281,13 @@ class Reporter:
     def sample(self, record: dict[str, Any]) -> None:
         """A sample has ended."""
         self.bars.advance(self.samples)
+        budget = record.get("audit", {}).get("budget")
+        if budget is not None and budget >= record["prompt_tokens"] and not self._said:
+            self._said = True
+            self.bars.console.print(
+                f"budget: C = {budget} covers the {record['prompt_tokens']} tokens of {record['id']}, which is full "
+                "attention (said once)"
+            )
         if record["error"]:
             self.bars.console.print(f"{record['id']} failed: {record['error']}")
 
