@@ -17,7 +17,7 @@ import torch
 from kvbench.config import shipped
 from kvbench.engine import Engine
 from kvbench.generate import Generation, generate
-from kvbench.hf import method_named, shape_of
+from kvbench.hf import engine_for, method_named
 from kvbench.method import Budget, Method, Shape
 from kvbench.models import Loaded, load
 
@@ -38,6 +38,7 @@ METHODS = [
     Case("full", "full"),
     Case("topk", "topk"),
     Case("topk-kv_head", "topk", {"granularity": "kv_head"}),
+    Case("streaming_llm", "streaming_llm"),
     Case("snapkv", "snapkv"),
     Case("snapkv-kvpress", "snapkv", {"window": 16, "kernel": 5, "pooling": "mean", "join": "after"}),
     Case("quest", "quest"),
@@ -124,10 +125,13 @@ def run_loop(
     **options: Any,
 ) -> tuple[Generation, Engine]:
     """The measured loop over a batch; `steps` decode steps come after the first token."""
-    engine = Engine(
-        shape_of(loaded.model, list(map(len, prompts)), dense_layers, torch.float32, loaded.model.device),
+    engine = engine_for(
+        loaded.model,
+        list(map(len, prompts)),
         method,
         Budget(budget, accounting),
+        dense_layers,
+        loaded.tokenizer,
         executor=executor,
         new_tokens=steps + 1,
         audit_every=audit_every,
@@ -230,6 +234,15 @@ def stream(
     return Stream(lengths, steps, 2 * torch.randn(wide, generator=rng), keys, values)
 
 
+def rotate(vectors: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """Rotary positions as Llama's: vectors [..., n, D] turned by a number of positions [..., n]."""
+    half = vectors.shape[-1] // 2
+    angle = by[..., None].double() * 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
+    one, two = vectors[..., :half].double(), vectors[..., half:].double()
+    turned = torch.cat([one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()], dim=-1)
+    return turned.to(vectors.dtype)
+
+
 @dataclass
 class Driven:
     """What came out of a driven engine: outputs [steps, layers, B, Hq, D] and what was attended."""
@@ -277,6 +290,7 @@ def drive(
         offsets=offsets,
         executor=executor,
         new_tokens=None if left else fixed.steps,
+        rotate=rotate,
     )
     seen = watch(method)
     parts = (fixed.queries, fixed.keys, fixed.values)

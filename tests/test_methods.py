@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
-from conftest import Driven, Stream, drive, each_accounting, stream
+from conftest import CLOSE, Driven, Stream, drive, each_accounting, rotate, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -162,6 +163,44 @@ def test_page_bound_is_never_below_a_key_of_the_page(count: int, page_size: int,
         for token in range(length):
             logit = query[row, :, 0].view(2, 2, 5) @ keys[row, :, token, :, None]
             assert bool((limit[row, :, :, token // page_size] >= logit[..., 0] - 1e-12).all())
+
+
+# -- StreamingLLM ------------------------------------------------------------------------------------------------------
+
+
+def sinks_and_recent(length: int, budget: int, sinks: int = 4) -> list[int]:
+    return [*range(min(sinks, length)), *range(max(sinks, length - budget + sinks), length)]
+
+
+@each_accounting
+@pytest.mark.parametrize("budget", [5, 20, 48])
+def test_streaming_llm_attends_sinks_and_the_most_recent(budget: int, accounting: str) -> None:
+    """Rows above and below the budget, through two evictions."""
+    fixed = stream(60, 21, 3, steps=70, layers=1)
+    for at in drive(fixed, method_named("streaming_llm"), budget, accounting=accounting).seen:
+        for row, length in enumerate(at.lengths):
+            assert at.sets(row) == [set(sinks_and_recent(length, budget))] * len(at.sets(row))
+
+
+@pytest.mark.parametrize("positions", ["cache", "original"])
+def test_streaming_llm_attends_at_positions_in_the_cache(positions: str) -> None:
+    """Keys before RoPE are given their place in the cache, as in the official code; or keep that of the text."""
+    plain = stream(60, 21, steps=40, layers=1)
+    places = torch.arange(plain.keys.shape[3]).expand(plain.queries.shape[:4])
+    fixed = replace(
+        plain, queries=rotate(plain.queries, places), keys=rotate(plain.keys, places[:, :, : plain.keys.shape[2]])
+    )
+    outputs = drive(fixed, method_named("streaming_llm", positions=positions), 12).outputs
+    for step in range(fixed.steps):
+        for row, prompt in enumerate(fixed.lengths):
+            kept = sinks_and_recent(prompt + step + 1, 12)
+            place = torch.arange(len(kept)) if positions == "cache" else torch.tensor(kept)
+            for head in range(4):
+                query = rotate(plain.queries[0, row, head, kept[-1:]].double(), place[-1:])
+                keys = rotate(plain.keys[0, row, head // 2, kept].double(), place)
+                weights = (keys @ query[0] * fixed.scaling).softmax(0)
+                expected = weights @ plain.values[0, row, head // 2, kept].double()
+                torch.testing.assert_close(outputs[step, 0, row, head].double(), expected, rtol=0, atol=CLOSE)
 
 
 # -- SnapKV ------------------------------------------------------------------------------------------------------------
