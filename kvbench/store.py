@@ -227,7 +227,7 @@ class LayerStore:
         self.lengths = list(lengths)
         self.used = torch.tensor(self.lengths).unsqueeze(1).repeat(1, self.key.shape[1])
         if self._home == "host":
-            self.host = HostTier(self.key, self._reserved)
+            self.host = HostTier(self.key, max(self._reserved, *self.lengths))
             self.host.write(self._device_ids(), self.key, self.value)
 
     def close(self) -> None:
@@ -252,10 +252,10 @@ class LayerStore:
         """Store the next token of every row; key, value [B, Hkv, 1, D]."""
         if self._closed:
             raise RuntimeError("another method has begun from the prefill that this store shares")
+        if self.host is not None and max(self.lengths) >= self.host.capacity:
+            self.host.grow(self._grown(max(self.lengths) + 1, self.host.capacity))
         if self._home == "host":
             assert self.host is not None
-            if max(self.lengths) >= self.host.capacity:
-                self.host.grow(self._grown(max(self.lengths) + 1, self.host.capacity))
             token = torch.tensor(self.lengths)[:, None, None].expand(*self.used.shape, 1)
             self.host.write(token, key, value)
             self._newest = (key, value)
@@ -348,7 +348,7 @@ class LayerStore:
     def _find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Device slots of token ids [B, Hkv, M] (0 where there is none), and whether the token is there."""
         wanted = index.clamp(min=0)
-        if self.ids is None:
+        if self.ids is None or not self.capacity:
             slots, found = wanted, wanted < self.used.to(index.device)[..., None]
         else:
             slots = torch.searchsorted(self.ids, wanted).clamp(max=self.capacity - 1)
@@ -400,13 +400,21 @@ class LayerStore:
         """Keys and values where they lie, without staging: of token ids [B, Hkv, M], or of all tokens of the home tier.
 
         A store whose home is the host answers in host memory. None gives tokens in id order, in place where it can.
+
+        Raises:
+            LookupError: as `gather`.
         """
         if self._home == "device":
             return self.resident()[:2] if index is None else self.gather(index)
         assert self.host is not None
         if index is None:
             index = torch.arange(max(self.lengths)).expand(*self.used.shape, -1)
-        slot = self.host.place.gather(2, index.clamp(min=0).cpu())
+        else:
+            index = index.cpu()
+            unseen = index >= torch.tensor(self.lengths)[:, None, None]
+            if bool(unseen.any()):
+                raise LookupError(f"token {index[unseen][0].item()} is not in the store: not seen yet")
+        slot = self.host.place.gather(2, index.clamp(min=0))
         return _rows(self.host.key, slot), _rows(self.host.value, slot)
 
     # -- evicting --------------------------------------------------------------------------------------------------
@@ -437,9 +445,7 @@ class LayerStore:
 
     def _offload_all_but(self, kept: torch.Tensor) -> None:
         if self.host is None:
-            self.host = HostTier(self.key, self._reserved)
-        if max(self.lengths) > self.host.capacity:
-            self.host.grow(self._grown(max(self.lengths), self.host.capacity))
+            self.host = HostTier(self.key, max(self._reserved, *self.lengths))
         here = self._device_ids()
         stays = torch.isin(_globally(here), _globally(kept))
         key, value = self.key[:, :, : here.shape[2]], self.value[:, :, : here.shape[2]]
