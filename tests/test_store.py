@@ -1,0 +1,366 @@
+"""A layer's store against a plain Python twin: nothing is lost, and no token lives in two places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvbench.meters import Audit
+from kvbench.method import Shape
+from kvbench.store import DEVICE, DROPPED, HOST, LayerStore
+
+HEAD_DIM = 3
+ENTRY = 2 * HEAD_DIM * 4  # bytes of one token's key and value in one KV head
+PADDING = 1e6  # stands in padding columns; no read may ever show it
+
+
+def key_of(row: int, head: int, token: int) -> list[float]:
+    """Another vector for every token of every head, exact in fp32."""
+    return [row * 4096.0 + head * 512 + token, row + 0.5, head + 0.25]
+
+
+def value_of(row: int, head: int, token: int) -> list[float]:
+    return [-number for number in key_of(row, head, token)]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Random calls on a store; after each, everything it can tell is compared with the twin.
+
+    The twin is three plain things: the tier of every token [row][head][token], the staged tokens [row][head], and the
+    number of entries moved up.
+    """
+
+    home = "device"
+    on_drop = "discard"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved = 0
+
+    # -- the prompt ----------------------------------------------------------------------------------------------------
+
+    @initialize(data=st.data())
+    def read_prompt(self, data: st.DataObject) -> None:
+        self.lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3), "lengths")
+        self.heads = data.draw(st.integers(1, 3), "heads")
+        self.grows = data.draw(st.booleans(), "grows")
+        columns = max(self.lengths) + data.draw(st.integers(0, 3), "more padding")
+        offsets = [data.draw(st.integers(0, columns - length), "offset") for length in self.lengths]
+        spare = data.draw(st.integers(0, 12), "spare")
+        capacity = data.draw(st.integers(1, columns), "capacity") if self.grows else columns + spare
+        self.room = capacity - max(self.lengths)  # tokens that may still come where the store may not grow
+        batch = len(self.lengths)
+        cpu = torch.device("cpu")
+        shape = Shape(1, self.heads, self.heads, HEAD_DIM, tuple(self.lengths), torch.float32, cpu, 1.0, (0,))
+        self.audit = Audit(shape)
+        self.store = LayerStore(
+            batch,
+            self.heads,
+            HEAD_DIM,
+            capacity,
+            torch.float32,
+            cpu,
+            home=self.home,  # type: ignore[arg-type]
+            on_drop=self.on_drop,  # type: ignore[arg-type]
+            grows=self.grows,
+            audit=self.audit,
+        )
+        prompt = torch.full((2, batch, self.heads, columns, HEAD_DIM), PADDING)
+        for row, (length, offset) in enumerate(zip(self.lengths, offsets, strict=True)):
+            for head in range(self.heads):
+                for token in range(length):
+                    prompt[0, row, head, offset + token] = torch.tensor(key_of(row, head, token))
+                    prompt[1, row, head, offset + token] = torch.tensor(value_of(row, head, token))
+        column = 0
+        while column < columns:
+            width = data.draw(st.integers(1, columns - column), "chunk")
+            self.store.write_prompt(*prompt[:, :, :, column : column + width], column, offsets)
+            column += width
+        self.store.seal_prompt(self.lengths)
+        if self.home == "host":
+            self.check_copy_on_host()
+            self.store.leave_device()
+        first = HOST if self.home == "host" else DEVICE
+        self.tiers = [[[first] * length for _ in range(self.heads)] for length in self.lengths]
+        self.staged: list[list[set[int]]] = [[set() for _ in range(self.heads)] for _ in self.lengths]
+        self.block = self.pointers()
+
+    def check_copy_on_host(self) -> None:
+        future = self.store.on_host(max(self.lengths))
+        assert future is not None
+        key, value = future.result(timeout=0)
+        for row, length in enumerate(self.lengths):
+            for head in range(self.heads):
+                assert key[row, head, :length].tolist() == [key_of(row, head, token) for token in range(length)]
+                assert value[row, head, :length].tolist() == [value_of(row, head, token) for token in range(length)]
+
+    # -- what the twin knows -------------------------------------------------------------------------------------------
+
+    def places(self) -> list[tuple[int, int]]:
+        return [(row, head) for row in range(len(self.lengths)) for head in range(self.heads)]
+
+    def tokens_in(self, row: int, head: int, *tiers: int) -> list[int]:
+        return [token for token, tier in enumerate(self.tiers[row][head]) if tier in tiers]
+
+    def pointers(self) -> tuple[int, int]:
+        return self.store.key.data_ptr(), self.store.value.data_ptr()
+
+    def brought_up(self, row: int, head: int, tokens: set[int]) -> int:
+        """Entries of one head that a gather of `tokens` moves; they and no others are staged afterwards."""
+        wanted = {token for token in tokens if self.tiers[row][head][token] == HOST}
+        newest = {len(self.tiers[row][head]) - 1} if self.home == "host" and self.appended else set()
+        moving = wanted - self.staged[row][head] - newest
+        self.staged[row][head] = wanted
+        return len(moving)
+
+    appended = False
+
+    def draw_index(self, data: st.DataObject, *, repeats: bool, tiers: tuple[int, ...] = (DEVICE, HOST)) -> Any:
+        """Ids [B, Hkv, M] of tokens that are still there, other ones for every head, -1 anywhere."""
+        width = data.draw(st.integers(1, 7), "width")
+        index = torch.full((len(self.lengths), self.heads, width), -1)
+        for row, head in self.places():
+            there = self.tokens_in(row, head, *tiers)
+            if there:
+                chosen = st.lists(st.sampled_from(there), max_size=width, unique=not repeats)
+                ids = data.draw(chosen, "ids")
+                ids += [-1] * (width - len(ids))
+                index[row, head] = torch.tensor(data.draw(st.permutations(ids), "order"))
+        return index
+
+    # -- rules ---------------------------------------------------------------------------------------------------------
+
+    @rule()
+    def append(self) -> None:
+        at = [[len(self.tiers[row][0])] * self.heads for row in range(len(self.lengths))]
+        key = torch.tensor([[key_of(r, h, t) for h, t in enumerate(row)] for r, row in enumerate(at)])[:, :, None]
+        value = torch.tensor([[value_of(r, h, t) for h, t in enumerate(row)] for r, row in enumerate(at)])[:, :, None]
+        if not self.grows and not self.room:
+            with pytest.raises(RuntimeError, match="reserved"):
+                self.store.append(key, value)
+            return
+        self.store.append(key, value)
+        self.appended = True
+        self.room -= 1
+        for row, head in self.places():
+            self.tiers[row][head].append(HOST if self.home == "host" else DEVICE)
+
+    @rule(data=st.data())
+    def gather(self, data: st.DataObject) -> None:
+        index = self.draw_index(data, repeats=True)
+        read = self.store.read if data.draw(st.booleans(), "by read") and self.home == "device" else self.store.gather
+        before, transfers = self.moved, self.count_transfers()
+        self.moved += sum(self.brought_up(row, head, self.named(index, row, head)) for row, head in self.places())
+        key, value = read(index)
+        assert len(transfers) == (self.moved > before), "one transfer carries all that a gather moves"
+        self.check_rows(index, key, value)
+
+    def named(self, index: torch.Tensor, row: int, head: int) -> set[int]:
+        return {token for token in index[row, head].tolist() if token >= 0}
+
+    def count_transfers(self) -> list[int]:
+        """Entries of each transfer from now on."""
+        transfers: list[int] = []
+        if self.store.host is not None:
+            read = type(self.store.host).read.__get__(self.store.host)
+
+            def counted(row: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+                transfers.append(len(token))
+                return read(row, head, token)
+
+            self.store.host.read = counted  # type: ignore[method-assign]
+        return transfers
+
+    def check_rows(self, index: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        assert key.shape == value.shape == (*index.shape, HEAD_DIM)
+        assert bool(torch.isfinite(key).all() and torch.isfinite(value).all())
+        for row, head in self.places():
+            for at, token in enumerate(index[row, head].tolist()):
+                if token >= 0:
+                    assert key[row, head, at].tolist() == key_of(row, head, token)
+                    assert value[row, head, at].tolist() == value_of(row, head, token)
+
+    @rule(data=st.data())
+    def gather_what_is_not_there(self, data: st.DataObject) -> None:
+        row, head = data.draw(st.sampled_from(self.places()), "place")
+        length = len(self.tiers[row][head])
+        lost = [*self.tokens_in(row, head, DROPPED), length, length + 1, length + 1000]
+        index = self.draw_index(data, repeats=True)
+        index[row, head, 0] = data.draw(st.sampled_from(lost), "lost")
+        with pytest.raises(LookupError):
+            self.store.gather(index)
+        with pytest.raises(LookupError):
+            self.store.read(index)
+
+    @precondition(lambda self: self.home == "device")
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        index = self.draw_index(data, repeats=False)
+        if data.draw(st.booleans(), "the same for all heads"):
+            index = self.shared_by_heads(index)
+        self.moved += sum(self.brought_up(row, head, self.named(index, row, head)) for row, head in self.places())
+        self.store.keep(index if index[:, :1].ne(index).any() else index[:, :1])
+        self.block = self.pointers()
+        for row, head in self.places():
+            kept = self.named(index, row, head)
+            self.staged[row][head] = set()
+            for token in self.tokens_in(row, head, DEVICE):
+                self.tiers[row][head][token] = HOST if self.on_drop == "offload" else DROPPED
+            for token in kept:
+                self.tiers[row][head][token] = DEVICE
+
+    def shared_by_heads(self, index: torch.Tensor) -> torch.Tensor:
+        """The first head's list for all, less what another head has no more."""
+        index = index[:, :1].repeat(1, self.heads, 1)
+        for row in range(len(self.lengths)):
+            for at, token in enumerate(index[row, 0].tolist()):
+                if token >= 0 and any(self.tiers[row][head][token] == DROPPED for head in range(self.heads)):
+                    index[row, :, at] = -1
+        return index
+
+    @precondition(lambda self: self.home == "device")
+    @rule(data=st.data())
+    def keep_what_cannot_be_kept(self, data: st.DataObject) -> None:
+        row, head = data.draw(st.sampled_from(self.places()), "place")
+        index = self.draw_index(data, repeats=False)
+        lost = [*self.tokens_in(row, head, DROPPED), len(self.tiers[row][head])]
+        if data.draw(st.booleans(), "twice") and index.shape[2] > 1 and index[row, head].max() >= 0:
+            index[row, head, :2] = index[row, head].max()
+            with pytest.raises(ValueError, match="twice"):
+                self.store.keep(index)
+        else:
+            index[row, head, 0] = data.draw(st.sampled_from(lost), "lost")
+            with pytest.raises(LookupError):
+                self.store.keep(index)
+
+    @precondition(lambda self: self.home == "host")
+    @rule()
+    def keep_is_for_another_home(self) -> None:
+        with pytest.raises(ValueError, match="home is the device"):
+            self.store.keep(torch.zeros(len(self.lengths), self.heads, 1, dtype=torch.int64))
+
+    @rule(data=st.data())
+    def arrange(self, data: st.DataObject) -> None:
+        count = max(len(row[0]) for row in self.tiers)
+        orders = [data.draw(st.permutations(range(count)), "order") for _ in self.places()]
+        order = torch.tensor(orders).view(len(self.lengths), self.heads, count)
+        if self.store.host is None:
+            with pytest.raises(ValueError, match="home='host'"):
+                self.store.arrange(order)
+            return
+        if count > 1 and data.draw(st.booleans(), "not a permutation"):
+            order[-1, -1, 0] = order[-1, -1, 1]
+            with pytest.raises(ValueError, match="once"):
+                self.store.arrange(order)
+            return
+        self.store.arrange(order)
+        for row, head in self.places():
+            for slot, token in enumerate(order[row, head].tolist()):
+                if token < len(self.tiers[row][head]) and self.tiers[row][head][token] == HOST:
+                    assert self.store.host.key[row, head, slot].tolist() == key_of(row, head, token)
+                    assert self.store.host.value[row, head, slot].tolist() == value_of(row, head, token)
+
+    @precondition(lambda self: self.home == "host")
+    @rule(data=st.data())
+    def read_in_place(self, data: st.DataObject) -> None:
+        """Reading host memory where it lies stages nothing and moves nothing."""
+        transfers = self.count_transfers()
+        index = self.draw_index(data, repeats=True)
+        self.check_rows(index, *self.store.read(index))
+        longest = max(len(row[0]) for row in self.tiers)
+        everything = torch.full((len(self.lengths), self.heads, longest), -1)
+        for row, head in self.places():
+            length = len(self.tiers[row][head])
+            everything[row, head, :length] = torch.arange(length)
+        self.check_rows(everything, *self.store.read(None))
+        assert not transfers
+
+    @precondition(lambda self: self.home == "host")
+    @rule()
+    def nothing_is_resident_in_place(self) -> None:
+        with pytest.raises(LookupError, match="must select"):
+            self.store.resident()
+
+    # -- after every rule ----------------------------------------------------------------------------------------------
+
+    @invariant()
+    def lengths_and_tiers_are_the_twins(self) -> None:
+        assert self.store.lengths == [len(row[0]) for row in self.tiers]
+        tiers = self.store.tiers()  # asserts itself that no token is in two
+        assert tiers.shape[2] == max(self.store.lengths)
+        for row, head in self.places():
+            beyond = [DROPPED] * (tiers.shape[2] - len(self.tiers[row][head]))
+            assert tiers[row, head].tolist() == self.tiers[row][head] + beyond
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        for row, head in self.places():
+            ids, key, value = self.store.everything(row, head)
+            there = self.tokens_in(row, head, DEVICE, HOST)
+            assert ids.tolist() == there
+            assert key.tolist() == [key_of(row, head, token) for token in there]
+            assert value.tolist() == [value_of(row, head, token) for token in there]
+
+    @invariant()
+    def resident_is_what_the_device_holds(self) -> None:
+        ids = self.store.resident_ids()
+        for row, head in self.places():
+            here = sorted({*self.tokens_in(row, head, DEVICE), *self.staged[row][head]})
+            assert ids[row, head].tolist() == here + [-1] * (ids.shape[2] - len(here))
+            assert int(self.store.resident_counts()[row, head]) == len(here)
+        if self.home == "device":
+            key, value, mask = self.store.resident()
+            for row, head in self.places():
+                here = self.tokens_in(row, head, DEVICE)
+                used = slice(None) if mask is None else mask[row, head]
+                assert key[row, head, used].tolist() == [key_of(row, head, token) for token in here]
+                assert value[row, head, used].tolist() == [value_of(row, head, token) for token in here]
+
+    @invariant()
+    def bytes_are_the_twins(self) -> None:
+        on_device = sum(len({*self.tokens_in(r, h, DEVICE), *self.staged[r][h]}) for r, h in self.places())
+        assert self.store.resident_bytes() == on_device * ENTRY
+        assert self.store.host_bytes() == sum(len(self.tokens_in(r, h, HOST)) for r, h in self.places()) * ENTRY
+        assert self.audit.moved_bytes == self.moved * ENTRY
+
+    @invariant()
+    def blocks_neither_move_nor_hold_more_than_reserved(self) -> None:
+        if self.grows:
+            return
+        assert self.pointers() == self.block, "only keep may take new memory"
+        most = max(len(self.tokens_in(r, h, DEVICE)) for r, h in self.places())
+        slots = most + self.room if self.home == "device" else 0
+        staged = max(len(self.staged[r][h]) for r, h in self.places())
+        assert self.store.allocated_bytes() == len(self.places()) * (slots + staged) * ENTRY
+
+
+class Discarding(StoreMachine):
+    """Home is the device, and what is dropped is gone."""
+
+
+class Offloading(StoreMachine):
+    """Home is the device, and what is dropped goes to the host."""
+
+    on_drop = "offload"
+
+
+class Hosted(StoreMachine):
+    """Home is the host; selected tokens are staged."""
+
+    home = "host"
+
+
+often = settings(
+    max_examples=60,
+    stateful_step_count=20,
+    deadline=None,
+    phases=[phase for phase in Phase if phase is not Phase.explain],  # takes minutes, and says little
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestDiscarding, TestOffloading, TestHosted = Discarding.TestCase, Offloading.TestCase, Hosted.TestCase
+TestDiscarding.settings = TestOffloading.settings = TestHosted.settings = often
