@@ -1,7 +1,8 @@
 """`python -m kvbench`: overrides are checked here, then Hydra composes each job and hands it to `kvbench.run`.
 
 A typo shall answer at once, in one line and without torch, so every job of a sweep is composed and checked before Hydra
-starts the first. Exit codes: 0 done, 1 a failure (with its traceback), 2 bad input, 130 stopped with Ctrl-C.
+starts the first. Exit codes: 0 done, 1 a failure (with its traceback), 2 bad input, 130 stopped with Ctrl-C, 143 with
+SIGTERM. A run that was stopped goes on with the same command.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import copy
 import itertools
 import os
 import random
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import kvbench
 from kvbench.config import (
@@ -65,16 +68,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvbench {kvbench.__version__}")
         return 0
     try:
-        bind_methods()
-        check_command(words)
-        _hand_to_hydra(words)
+        with _sigterm_as_ctrl_c():
+            bind_methods()
+            check_command(words)
+            _hand_to_hydra(words)
     except (ConfigError, ResultsError) as error:
         print(f"kvbench: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("kvbench: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+        return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
     return 0
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: the end of a SLURM job's time, or `kill`. All that tidies up after Ctrl-C does so here."""
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    def stop(*_: object) -> NoReturn:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _is_override(word: str) -> bool:
@@ -113,10 +133,9 @@ def check_command(words: Sequence[str]) -> None:
     flags = _flags(words)
     if flags.hydra_help or flags.shell_completion or flags.info or flags.config_path:
         return
-    jobs = composed_jobs(_loader(flags), flags.config_name or "config", flags.overrides, flags.multirun)
-    for job in jobs:
+    for job, here in composed_jobs(_loader(flags), flags.config_name or "config", flags.overrides, flags.multirun):
         if flags.cfg is None:
-            check(job)
+            check(job, here)
 
 
 def _flags(words: Sequence[str]) -> Namespace:
@@ -145,10 +164,13 @@ def _loader(flags: Namespace) -> ConfigLoaderImpl:
     return ConfigLoaderImpl(config_search_path=path)
 
 
-def composed_jobs(loader: ConfigLoaderImpl, name: str, words: Sequence[str], multirun: bool) -> Iterator[DictConfig]:
-    """The configs of a run, or of a sweep's jobs; of a large sweep, those of a sample.
+def composed_jobs(
+    loader: ConfigLoaderImpl, name: str, words: Sequence[str], multirun: bool
+) -> Iterator[tuple[DictConfig, bool]]:
+    """The configs of a run, or of a sweep's jobs, and whether each will run on this machine; of a large sweep a sample.
 
-    Jobs that differ in plain values alone share one composition, into which the values are put.
+    Jobs that differ in plain values alone share one composition, into which the values are put. A launcher other than
+    Hydra's own (SLURM) sends the jobs of a sweep to machines that may have what this one lacks.
 
     Raises:
         ConfigError: a word that is no override, an unknown choice or key, a sweep without -m.
@@ -159,8 +181,9 @@ def composed_jobs(loader: ConfigLoaderImpl, name: str, words: Sequence[str], mul
     first = _compose(loader, name, [_options(override)[0] for override in overrides])
     if not multirun and first.hydra.mode != RunMode.MULTIRUN:
         _refuse_sweep(overrides)
-        yield _without_hydra(first)
+        yield _without_hydra(first), True
         return
+    here = str(first.hydra.launcher["_target_"]).startswith("hydra._internal.")
     # An experiment may bring a sweep of its own, and the command line has the last word.
     own = [f"{key}={value}" for key, value in (first.hydra.sweeper.get("params") or {}).items()]
     by_key = {override.get_key_element(): override for override in _parse(loader, [*own, *words])}
@@ -174,7 +197,7 @@ def composed_jobs(loader: ConfigLoaderImpl, name: str, words: Sequence[str], mul
     for combination in combinations:
         base = _compose(loader, name, [*combination, *rows[0]])
         for row in _sample(rows, MOST_CHECKED // len(combinations), rng):
-            yield _with_values(_without_hydra(base), _parse(loader, row))
+            yield _with_values(_without_hydra(base), _parse(loader, row)), here
 
 
 def _sample(items: list[T], most: int, rng: random.Random) -> list[T]:

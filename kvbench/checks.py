@@ -1,26 +1,42 @@
 """One composed config, checked before anything heavy loads: every key and value that can be wrong without a model.
 
-`check` sees each job of a sweep before the first one starts, and again when its turn comes. What needs the hub, the
-device or the tokenizer is checked where those are met. Imports no torch.
+`check` sees each job of a sweep before the first one starts, and again when its turn comes. What needs the tokenizer or
+the model itself is checked where those are met. Imports no torch.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from glob import glob
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.config import FACTS, ConfigError, check_types, first_line, groups, nearest_key, root_keys, shipped, show
+from kvbench import hub
+from kvbench.config import (
+    FACTS,
+    ConfigError,
+    check_types,
+    check_valid,
+    first_line,
+    groups,
+    nearest_key,
+    root_keys,
+    shipped,
+    show,
+)
 from kvbench.protocol import Protocol
+from kvbench.results import refuse_other_formats
 
-__all__ = ["ConfigError", "check", "check_budget", "leaves", "refuse_unsupported", "window"]
+__all__ = ["ConfigError", "arm_name", "check", "check_budget", "leaves", "refuse_unsupported", "window"]
 
 REQUIRED = ("model.name", "method.name", "method._target_", "task.name", "task._target_")
 
@@ -36,12 +52,20 @@ LOWEST = {"seed": (0, False), "probe.every": (0, False), "threads": (1, True), "
 # Keys of a transformers config that only models with other layers than attention have.
 OTHER_LAYERS = re.compile(r"mamba_|ssm_|attn_layer_|layers_block_type$|block_types$|state_size$")
 
+# What torch calls CUDA has one of these on Linux: NVIDIA's driver, its embedded boards, under Windows, or AMD's driver.
+DEVICE_NODES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 
-def check(cfg: DictConfig) -> None:
+
+def check(cfg: DictConfig, here: bool = True) -> None:
     """Refuse a composed config that cannot run.
+
+    Args:
+        cfg: the config, without Hydra's own part.
+        here: it will run on this machine, so this one's device and network are asked for too.
 
     Raises:
         ConfigError: one line that names the first bad key, its value and what would be right.
+        ResultsError: the results there are of another format.
     """
     _check_keys(OmegaConf.to_container(cfg))
     try:
@@ -49,12 +73,18 @@ def check(cfg: DictConfig) -> None:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
     _check_values(run)
-    shape = _model_shape(run["model"])
-    _check_protocol(run, shape)
+    source = hub.source_of(run["model"])
+    shape = _model_shape(run["model"], source)
+    _check_protocol(run, shape, source)
     lengths = _token_lengths(run["task"])
-    _check_window(run, shape, lengths)
+    _check_window(run, shape, source, lengths)
     _check_budget_of(run, lengths)
     _check_results_dir(run["results_dir"])
+    refuse_other_formats(run["results_dir"], run["task"]["name"], source.name, arm_name(run))
+    if here:
+        _check_device(run["device"])
+        if source.path is not None and source.folder is None:
+            hub.refuse_out_of_reach(source.path)
 
 
 def _check_keys(run: Any) -> None:
@@ -104,59 +134,55 @@ def _check_values(run: Any) -> None:
             raise ConfigError(f"{key}={show(value)}: expected {expected}")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(run["device"])):
         raise ConfigError(f"device={show(run['device'])}: expected auto | cpu | cuda | cuda:N")
+    for group in ("method", "task"):
+        check_valid(group, run[group], run[group].get("valid") or {})
 
 
-def _check_protocol(run: Any, shape: Mapping[str, Any]) -> None:
+def _check_protocol(run: Any, shape: Mapping[str, Any], source: hub.Source) -> None:
     """The protocol's own checks, and its dense layers against a model whose depth is known."""
     try:
         protocol = Protocol(**run["protocol"])
         if "num_hidden_layers" in shape:
-            auto, published = run["model"].get("dense_layers"), run["method"].get("published_dense_layers")
-            protocol.dense_layers_of(auto or [], published or [], shape["num_hidden_layers"])
+            published = run["method"].get("published_dense_layers") or []
+            protocol.dense_layers_of(source.dense_layers, published, shape["num_hidden_layers"])
     except ValueError as error:
         raise ConfigError(first_line(error)) from error
 
 
-def _model_shape(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The transformers config of the model, as far as it can be known here; nothing of a bare hub id.
+def _model_shape(model: Mapping[str, Any], source: hub.Source) -> Mapping[str, Any]:
+    """The transformers config of the model, as far as it can be known here: nothing of a hub id never loaded before.
 
     Raises:
         ConfigError: no such folder, not a model folder, or a model that kvbench would run wrong.
     """
-    path, original = model.get("path"), shipped("model", str(model["name"]))
-    # A path given to a model that ships without one is asked for itself; otherwise random weights leave the path alone.
-    asked = path is not None and original is not None and original["path"] is None
-    folder = None if path is None or (model.get("weights") == "dummy" and not asked) else _folder(path)
-    if folder is not None:
-        shape = _read_shape(folder, str(path))
-    elif asked or (original is not None and path not in (None, original["path"])):
-        shape = {}
-    else:
+    label = f"model={source.name}" if source.path is None else f"model.path={source.path}"
+    if source.path is None:
         shape = model.get("config") or {}
-    refuse_unsupported(shape, f"model.path={path}" if folder else f"model={model['name']}")
+    elif source.folder is not None:
+        shape = hub.config_in(source.folder, source.path)
+        hub.refuse_no_weights(source.folder, source.path)
+    elif (cached := hub.cached_folder(source.path)) is not None:
+        shape = hub.config_in(cached, source.path)
+    else:
+        original = shipped("model", str(model["name"])) or model
+        shape = model.get("config") or {} if original["path"] == source.path else {}
+    refuse_unsupported(shape, label)
     return _text(shape)
 
 
-def _folder(path: Any) -> Path | None:
-    """The local folder that `model.path` means, or None where it is a hub id."""
-    folder = Path(str(path)).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists() or str(path).startswith(("/", ".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)):
-        raise ConfigError(f"model.path={path}: no such folder; expected a folder, or a hub id such as org/name")
-    return None
-
-
-def _read_shape(folder: Path, path: str) -> Mapping[str, Any]:
-    try:
-        shape = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(f"model.path={path}: no config.json in it; expected a transformers model's folder") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={path}: config.json cannot be read: {first_line(error)}") from error
-    if not isinstance(shape, dict):
-        raise ConfigError(f"model.path={path}: config.json is no mapping; expected a transformers model's folder")
-    return shape
+def _check_device(device: str) -> None:
+    """Refuse CUDA where there is plainly none; `kvbench.models` asks torch itself, which takes seconds to import."""
+    if not device.startswith("cuda"):
+        return
+    if version("torch").endswith("+cpu"):
+        reason = f"torch {version('torch')} is built without CUDA"
+    elif os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        reason = "CUDA_VISIBLE_DEVICES hides every device"
+    elif sys.platform != "linux" or not any(map(glob, DEVICE_NODES)):
+        reason = "there is no CUDA device here"
+    else:
+        return
+    raise ConfigError(f"device={device}: {reason}; use device=cpu or device=auto")
 
 
 def refuse_unsupported(model_config: Mapping[str, Any], name: str) -> None:
@@ -204,9 +230,14 @@ def _text(model_config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _token_lengths(task: Mapping[str, Any]) -> list[int]:
     """Prompt lengths in tokens; empty where the task has none, or counts them in another unit."""
-    lengths = task.get("lengths") or []
-    if any(type(length) is not int or length < 1 for length in lengths):
-        raise ConfigError(f"task.lengths={show(lengths)}: expected whole numbers, 1 or more, such as [1024,4096]")
+    if "lengths" not in task:
+        return []
+    lengths = task["lengths"] or []
+    right = lengths and all(type(length) is int and length > 0 for length in lengths)
+    if not right or len(set(lengths)) < len(lengths):
+        raise ConfigError(
+            f"task.lengths={show(lengths)}: expected different whole numbers, 1 or more, such as [1024,4096]"
+        )
     return list(lengths) if task.get("unit", "tokens") == "tokens" else []
 
 
@@ -215,17 +246,19 @@ def window(model_config: Mapping[str, Any]) -> int | None:
     config = _text(model_config)
     limit = config.get("max_position_embeddings")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if limit is None or rope.get("rope_type", rope.get("type")) != "yarn":
+        return limit
     # YaRN as its authors write it leaves max_position_embeddings at the length before stretching.
-    stretched = (rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or 0)
-    return None if limit is None else max(limit, int(stretched))
+    original = rope.get("original_max_position_embeddings") or limit
+    return max(limit, int((rope.get("factor") or 1) * original))
 
 
-def _check_window(run: Any, shape: Mapping[str, Any], lengths: list[int]) -> None:
+def _check_window(run: Any, shape: Mapping[str, Any], source: hub.Source, lengths: list[int]) -> None:
     limit, new_tokens = window(shape), run["task"].get("new_tokens") or 0
     if limit is not None and lengths and max(lengths) + new_tokens > limit:
         raise ConfigError(
             f"task.lengths={show(lengths)}: {max(lengths)} tokens and {new_tokens} new ones do not fit "
-            f"the window of {run['model']['name']}, {limit} tokens"
+            f"the window of {source.name}, {limit} tokens"
         )
 
 
@@ -273,6 +306,13 @@ def check_budget(
     if least is not None and isinstance(tokens, int) and tokens < least:
         where = f"budget=null: the preset, {tokens} tokens, is" if budget is None else f"budget={budget}:"
         raise ConfigError(f"{where} below the minimum of {method}, {least} tokens (protocol.accounting={accounting})")
+
+
+def arm_name(config: Mapping[str, Any]) -> str:
+    """The folder of a run's method and budget, for people: "quest-256"."""
+    budget = "preset" if config["budget"] is None else config["budget"]
+    unified = "-unified" if config["protocol"]["accounting"] == "unified" else ""
+    return f"{config['method']['name']}-{budget}{unified}"
 
 
 def _check_results_dir(results_dir: Any) -> None:

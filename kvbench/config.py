@@ -25,11 +25,11 @@ PACKAGE = Path(__file__).resolve().parent
 
 # Keys of a method's or task's YAML that the harness reads; all others are options of the constructor.
 HARNESS_KEYS = frozenset(
-    {"_target_", "name", "about", "minimum", "preset", "published_dense_layers", "limit", "new_tokens"}
+    {"_target_", "name", "about", "valid", "minimum", "preset", "published_dense_layers", "limit", "new_tokens"}
 )
 
 # Of these, what the file says of itself and no run can change.
-FACTS = frozenset({"about", "minimum", "published_dense_layers", "new_tokens"})
+FACTS = frozenset({"about", "valid", "minimum", "published_dense_layers", "new_tokens"})
 
 
 class ConfigError(ValueError):
@@ -141,7 +141,7 @@ def method_config(name: str, **options: Any) -> MethodConfig:
         The target to call, all its options, and the keys the harness reads (minimum, preset, ...), resolved.
 
     Raises:
-        ConfigError: no such method or option, or a value of another type than the default's.
+        ConfigError: no such method or option, a value of another type than the default's, or one that is not valid.
     """
     node = shipped("method", name)
     if node is None:
@@ -151,6 +151,7 @@ def method_config(name: str, **options: Any) -> MethodConfig:
         if key not in valid:
             raise ConfigError(f"{key}: no such option of method {name}; {nearest(key, valid)}")
     check_types("method", options, node)
+    check_valid("method", options, node.get("valid") or {})
     return _split(OmegaConf.create({**node, **options}))
 
 
@@ -169,6 +170,31 @@ def check_types(group: str, given: Mapping[str, Any], defaults: Mapping[str, Any
         # bool is a subclass of int, and an int is a fine float: the exact type decides, but for that one.
         if type(value) is not type(default) and not (isinstance(default, float) and type(value) is int):
             raise ConfigError(f"{group}.{key}={show(value)}: expected {_kind(default)}, such as {show(default)}")
+
+
+def check_valid(group: str, given: Mapping[str, Any], valid: Mapping[str, Any]) -> None:
+    """Refuse a value that the `valid` key of a method's or a task's file leaves out.
+
+    Args:
+        group: "method" or "task", for the message.
+        given: options and their resolved values.
+        valid: for each option a list of its values, or, of a whole number, a mapping: `at_least` (1), `odd` (false).
+
+    Raises:
+        ConfigError: names the key, the value and the valid ones.
+    """
+    for key, rule in valid.items():
+        if key not in given:
+            continue
+        value = given[key]
+        if isinstance(rule, Mapping):
+            lowest, odd = rule.get("at_least", 1), rule.get("odd", False)
+            fits = type(value) is int and value >= lowest and (not odd or value % 2 == 1)
+            expected = f"{'an odd' if odd else 'a'} whole number, {lowest} or more"
+        else:
+            fits, expected = value in rule, " | ".join(map(show, rule))
+        if not fits:
+            raise ConfigError(f"{group}.{key}={show(value)}: expected {expected}")
 
 
 def _interpolated(value: Any) -> bool:

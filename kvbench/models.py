@@ -1,8 +1,8 @@
 """A model and its tokenizer: from the hub, from a folder, or with random weights in a named shape.
 
-`load` takes the composed `model` group of a run. Every refusal comes before weights are read, as one line that names
-the key, the value and what would be right. The model comes back in eval mode, without gradients, and with kvbench's
-attention, which computes sdpa until a `KVCache` is handed over.
+`load` takes the composed `model` group of a run, whose meaning `kvbench.hub` tells. Every refusal comes before weights
+are read, as one line that names the key, the value and what would be right. The model comes back in eval mode, without
+gradients, and with kvbench's attention, which computes sdpa until a `KVCache` is handed over.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +28,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from kvbench import hf
-from kvbench.checks import refuse_unsupported
-from kvbench.config import ConfigError, first_line, shipped
+from kvbench import hf, hub
+from kvbench.checks import refuse_unsupported, window
+from kvbench.config import ConfigError, first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-REAL_DENSE_LAYERS = (0, 1)
 
 # Byte b is token id b; the three specials follow.
 BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
@@ -50,7 +48,7 @@ class Loaded:
         tokenizer: the model's own, or `byte_tokenizer()` beside random weights.
         name: the model's name in results.
         revision: the hub's commit, "folder-<hash>" of a folder, or "dummy-<seed>".
-        window: tokens the positions reach (max_position_embeddings).
+        window: tokens the positions reach, as `kvbench.checks.window` counts them; None: the model sets no limit.
         stop_ids: every token id that ends a generation.
         dense_layers: layers that stay dense under `protocol.dense_layers=auto`.
     """
@@ -59,7 +57,7 @@ class Loaded:
     tokenizer: PreTrainedTokenizerBase
     name: str
     revision: str
-    window: int
+    window: int | None
     stop_ids: tuple[int, ...]
     dense_layers: tuple[int, ...]
 
@@ -79,40 +77,32 @@ def load(config: Mapping[str, Any], device: str = "auto", dtype: str = "auto", s
     """
     where = _device(device)
     kind = _dtype(dtype, where)
-    path = config.get("path")
     if config["weights"] not in ("pretrained", "dummy"):
         raise ConfigError(f"model.weights={config['weights']}: expected pretrained or dummy")
-    if config["weights"] == "dummy" and not _path_replaces_dummy(config):
-        return _random(config, where, kind, seed)
-    if path is None:
-        raise ConfigError(f"model.path=null: {config['name']} has no weights of its own; give a hub id or a folder")
-    return _pretrained(config, str(path), where, kind)
+    source = hub.source_of(config)
+    if source.path is None:
+        return _random(source, config["config"], where, kind, seed)
+    return _pretrained(source, source.path, where, kind)
 
 
-def _path_replaces_dummy(config: Mapping[str, Any]) -> bool:
-    # `model.path=X` over a model that ships without a path asks for X; `model.weights=dummy` over one that ships with
-    # a path asks for random weights in that shape.
-    known = shipped("model", config["name"])
-    return config.get("path") is not None and known is not None and known["path"] is None
-
-
-def _random(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype, seed: int) -> Loaded:
-    shape = copy.deepcopy(dict(config["config"]))
-    name = config["name"]
-    if shape["vocab_size"] < BYTE_VOCABULARY:
-        raise ConfigError(f"model.config.vocab_size={shape['vocab_size']}: bytes need {BYTE_VOCABULARY} or more")
+def _random(
+    source: hub.Source, shape: Mapping[str, Any], device: torch.device, dtype: torch.dtype, seed: int
+) -> Loaded:
+    own, name = copy.deepcopy(dict(shape)), source.name
+    if own["vocab_size"] < BYTE_VOCABULARY:
+        raise ConfigError(f"model.config.vocab_size={own['vocab_size']}: bytes need {BYTE_VOCABULARY} or more")
     tokenizer = byte_tokenizer()
     # A shape's own special ids belong to a vocabulary that is not here.
-    shape |= {f"{key}_token_id": getattr(tokenizer, f"{key}_token_id") for key in ("bos", "eos", "pad")}
+    own |= {f"{key}_token_id": getattr(tokenizer, f"{key}_token_id") for key in ("bos", "eos", "pad")}
     try:
-        model_config = AutoConfig.for_model(**shape)
+        model_config = AutoConfig.for_model(**own)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"model.config of {name}: transformers refuses it: {first_line(error)}") from error
     refuse_unsupported(model_config.to_dict(), name)
     # from_config builds each weight in its dtype on its device: no float32 copy of a large shape on the host.
     with _seeded(seed, device), device:
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=hf.NAME)
-    return _loaded(model, tokenizer, name, f"dummy-{seed}", config["dense_layers"])
+    return _loaded(model, tokenizer, source, f"dummy-{seed}")
 
 
 @contextlib.contextmanager
@@ -123,27 +113,25 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _pretrained(config: Mapping[str, Any], path: str, device: torch.device, dtype: torch.dtype) -> Loaded:
-    name, dense_layers = config["name"], config["dense_layers"]
-    if _path_replaces_dummy(config):
-        name, dense_layers = Path(path).name, REAL_DENSE_LAYERS
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"model.path={path}: no config.json in this folder; expected a saved transformers model")
-        path = str(folder)
-    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) or path.startswith("."):
-        raise ConfigError(f"model.path={path}: no such folder; expected a folder, or a hub id such as org/name")
+def _pretrained(source: hub.Source, path: str, device: torch.device, dtype: torch.dtype) -> Loaded:
+    folder = source.folder
+    if folder is None:
+        hub.refuse_out_of_reach(path)
+        # Without network the cache answers at once, where the hub's library would first try for half a minute.
+        place, local = path, hub.out_of_reach() is not None
+    else:
+        refuse_unsupported(hub.config_in(folder, path), source.name)
+        place, local = str(folder), True
     with _explained(path):
-        model_config = AutoConfig.from_pretrained(path)
-    refuse_unsupported(model_config.to_dict(), name)
+        model_config = AutoConfig.from_pretrained(place, local_files_only=local)
+    refuse_unsupported(model_config.to_dict(), source.name)
     with _explained(path):
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=local)
         model = AutoModelForCausalLM.from_pretrained(
-            path, config=model_config, dtype=dtype, attn_implementation=hf.NAME
+            place, config=model_config, dtype=dtype, attn_implementation=hf.NAME, local_files_only=local
         )
-    revision = _folder_revision(folder) if folder.is_dir() else _hub_revision(model_config, path)
-    return _loaded(model.to(device), tokenizer, name, revision, dense_layers)
+    revision = _hub_revision(model_config, path) if folder is None else _folder_revision(folder)
+    return _loaded(model.to(device), tokenizer, source, revision)
 
 
 @contextlib.contextmanager
@@ -154,7 +142,7 @@ def _explained(path: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, ImportError) as error:
         if isinstance(error, ConfigError):
             raise
-        if Path(path).is_dir():
+        if Path(path).expanduser().is_dir():
             raise ConfigError(f"model.path={path}: not a usable model folder: {first_line(error)}") from error
         raise ConfigError(
             f"model.path={path}: no such folder, and neither the hub nor its local cache gave it "
@@ -162,17 +150,15 @@ def _explained(path: str) -> Iterator[None]:
         ) from error
 
 
-def _loaded(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, revision: str, dense_layers: Any
-) -> Loaded:
+def _loaded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: hub.Source, revision: str) -> Loaded:
     return Loaded(
         model=model.eval().requires_grad_(False),
         tokenizer=tokenizer,
-        name=name,
+        name=source.name,
         revision=revision,
-        window=model.config.max_position_embeddings,
+        window=window(model.config.to_dict()),
         stop_ids=_stop_ids(model, tokenizer),
-        dense_layers=tuple(dense_layers),
+        dense_layers=source.dense_layers,
     )
 
 

@@ -54,7 +54,17 @@ def source_hash(paths: Iterable[Path]) -> str:
 
 # What only checks, prints, stores or wires: counting it would throw away hours of results for a new progress bar. Tasks
 # come in through `module_sources`, so that an edited task reruns its own runs only.
-_NOT_NUMBERS = {"__init__.py", "__main__.py", "checks.py", "config.py", "results.py", "run.py", "report", "tasks"}
+_NOT_NUMBERS = {
+    "__init__.py",
+    "__main__.py",
+    "checks.py",
+    "config.py",
+    "hub.py",
+    "results.py",
+    "run.py",
+    "report",
+    "tasks",
+}
 
 
 def harness_sources() -> list[Path]:
@@ -185,7 +195,7 @@ class RunFolder:
             ResultsError: another process holds the folder, another version wrote it, a line in the middle of
                 samples.jsonl is damaged, or results_dir cannot be written.
         """
-        path = Path(results_dir, "runs", *map(_folder_name, (task, model, arm)), run_id(identity))
+        path = _arm(results_dir, task, model, arm) / run_id(identity)
         with _writing(path), ExitStack() as held:
             path.mkdir(parents=True, exist_ok=True)
             held.callback(os.close, _take_lock(path))
@@ -288,14 +298,31 @@ def _take_lock(folder: Path) -> int:
     return lock
 
 
+def refuse_other_formats(results_dir: str | os.PathLike[str], task: str, model: str, arm: str) -> None:
+    """Refuse to add to an arm that holds results of another format, whatever their run ids: one table would mix them.
+
+    Raises:
+        ResultsError: names the first such folder.
+    """
+    path = _arm(results_dir, task, model, arm)
+    with _writing(path):
+        for file in sorted(path.glob("*/run.yaml")):
+            _check_format(file.parent)
+
+
+def _arm(results_dir: str | os.PathLike[str], task: str, model: str, arm: str) -> Path:
+    return Path(results_dir, "runs", *map(_folder_name, (task, model, arm)))
+
+
 def _check_format(folder: Path) -> None:
     """Refuse a folder written by another version of this layout."""
     try:
-        written = yaml.safe_load((folder / "run.yaml").read_text())["format"]
+        # The format stands first, and reading the whole file as YAML would take longer than all else before a run.
+        with open(folder / "run.yaml", encoding="utf-8", errors="replace") as file:
+            first = re.fullmatch(r"format: (\d+)\n", file.readline())
     except FileNotFoundError:
         return
-    except (yaml.YAMLError, KeyError, TypeError):
-        written = "unknown"
+    written = int(first.group(1)) if first else "unknown"
     if written != FORMAT:
         raise ResultsError(
             f"{folder} holds results of format {written}, this kvbench {kvbench.__version__} writes format {FORMAT}: "

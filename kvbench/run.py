@@ -17,6 +17,7 @@ from rich.table import Table
 
 import kvbench
 from kvbench import models
+from kvbench.checks import arm_name
 from kvbench.config import ConfigError, bind_methods, build
 from kvbench.generate import Generation, generate
 from kvbench.hf import engine_for
@@ -26,6 +27,10 @@ from kvbench.results import RunFolder, harness_sources, module_sources, source_h
 from kvbench.tasks import Sample, Task, take
 
 Config = dict[str, Any]
+
+# Keys of a config, and of its method and task, that change no number or that `identity` holds in another form.
+NOT_IDENTITY = {"results_dir", "threads", "hydra", "model", "device", "dtype"}
+NOT_IDENTITY_OF_GROUP = {"about", "valid", "limit"}
 
 
 @dataclass
@@ -74,6 +79,12 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         folder.finish(summary)
     console.print(table(config, arm, summary))
     console.print(f"results: {folder.path}", soft_wrap=True)
+    if summary["failed"]:
+        console.print(
+            f"{summary['failed']} of {summary['n']} samples failed and scored 0: {folder.path / 'samples.jsonl'} says "
+            "why; the same command tries them again",
+            soft_wrap=True,
+        )
     return summary
 
 
@@ -111,7 +122,10 @@ def measure(arm: Arm, sample: Sample, report: Any = None) -> dict[str, Any]:
     not the sample's.
     """
     tokenizer, model = arm.loaded.tokenizer, arm.loaded.model
-    rendered = render(sample, tokenizer, arm.protocol.uses_chat(arm.task, tokenizer))
+    try:
+        rendered = render(sample, tokenizer, arm.protocol.uses_chat(arm.task, tokenizer))
+    except ValueError as error:
+        raise ConfigError(f"{sample.id}: {error}") from error
     prompt, question = rendered.ids, []
     if arm.protocol.question_as_decode:
         if not rendered.question_start:
@@ -124,7 +138,7 @@ def measure(arm: Arm, sample: Sample, report: Any = None) -> dict[str, Any]:
         "prompt_tokens": len(rendered.ids),
         "error": None,
     }
-    if len(rendered.ids) + sample.max_new_tokens > arm.loaded.window:
+    if arm.loaded.window is not None and len(rendered.ids) + sample.max_new_tokens > arm.loaded.window:
         raise ConfigError(
             f"task.lengths: {sample.id} takes {len(rendered.ids)} tokens and {sample.max_new_tokens} new ones, more "
             f"than the {arm.loaded.window} of {arm.loaded.name}; choose a shorter length or another model"
@@ -170,7 +184,10 @@ def is_failed_sample(error: Exception) -> bool:
     """Whether an error belongs to one sample: out of memory, or logits that are no numbers."""
     if isinstance(error, (FloatingPointError, MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's CPU allocator
+    # torch's CPU allocator, and CUDA's for pinned host memory, say it in words only
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in ("can't allocate memory", "out of memory")
+    )
 
 
 def measured(generation: Generation) -> dict[str, Any]:
@@ -194,26 +211,27 @@ def measured(generation: Generation) -> dict[str, Any]:
 
 
 def identity(arm: Arm) -> dict[str, Any]:
-    """All that may change a number, and nothing else: its hash is the run id."""
-    config = {key: value for key, value in arm.config.items() if key not in ("results_dir", "threads", "hydra")}
-    config["task"] = {key: value for key, value in config["task"].items() if key != "limit"}
+    """All that may change a number, and nothing else: its hash is the run id.
+
+    Of the model that is its revision; for random weights their shape too. `device`, `dtype` and the dense layers stand
+    as what they came to, whatever word asked for them.
+    """
+    config = {key: value for key, value in arm.config.items() if key not in NOT_IDENTITY}
+    for group in ("method", "task"):
+        config[group] = {key: value for key, value in config[group].items() if key not in NOT_IDENTITY_OF_GROUP}
+    random_weights = arm.loaded.revision.startswith("dummy-")
     sources = [*harness_sources(), *module_sources(config["method"]["_target_"])]
     return {
         "config": config,
         "protocol": arm.protocol.digest(),
+        "dense_layers": list(arm.dense_layers),
         "model_revision": arm.loaded.revision,
+        "model_shape": arm.config["model"]["config"] if random_weights else None,
         "data": source_hash(module_sources(config["task"]["_target_"])),
         "source": source_hash(sources),
         "device": arm.loaded.model.device.type,
         "dtype": str(arm.loaded.model.dtype).removeprefix("torch."),
     }
-
-
-def arm_name(config: Config) -> str:
-    """Method, budget and what differs from the method's file, for people: "quest-256"."""
-    budget = "preset" if config["budget"] is None else config["budget"]
-    unified = "-unified" if config["protocol"]["accounting"] == "unified" else ""
-    return f"{config['method']['name']}-{budget}{unified}"
 
 
 def versions() -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -9,8 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from kvbench import config
+from kvbench import checks, config, hub
 from kvbench.checks import ConfigError, check, check_budget, refuse_unsupported, window
+
+
+@pytest.fixture(autouse=True)
+def network(monkeypatch):
+    """The hub answers and nothing of it is cached; call the fixture with a reason, and it is out of reach for that."""
+
+    def be(reason=None):
+        monkeypatch.setattr(hub, "out_of_reach", lambda: reason)
+
+    monkeypatch.setattr(hub, "cached_folder", lambda hub_id: None)
+    be()
+    return be
 
 
 @pytest.fixture
@@ -45,6 +59,7 @@ def model_folder(tmp_path):
         folder = tmp_path / "model"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({"model_type": "llama", **keys}))
+        (folder / "model.safetensors").touch()
         return folder
 
     return make
@@ -139,7 +154,12 @@ def test_a_budget_passes_exactly_where_the_rules_allow_it(budget, least):
         ("protocol.dense_layers=some", "protocol.dense_layers="),
         ("protocol.dense_layers=[0,4]", "protocol.dense_layers=[0, 4]: the model has layers 0 to 3, not [4]"),
         ("model.dense_layers=[9]", "protocol.dense_layers=[9] (auto): the model has layers 0 to 3, not [9]"),
-        ("task.lengths=[0]", "task.lengths=[0]: expected whole numbers, 1 or more, such as [1024,4096]"),
+        ("probe.every=-1", "probe.every=-1: expected a whole number, 0 or more"),
+        ("protocol.generated=some", "protocol.generated='some': one of free, counted"),
+        ("protocol.question_as_decode=1", "protocol.question_as_decode=1: true or false"),
+        ("task.lengths=[0]", "task.lengths=[0]: expected different whole numbers, 1 or more, such as [1024,4096]"),
+        ("task.lengths=[9,9]", "task.lengths=[9,9]: expected different whole numbers, 1 or more"),
+        ("task.lengths=[]", "task.lengths=[]: expected different whole numbers, 1 or more"),
         ("task.lengths=1024", "task.lengths=1024: expected a list, such as [1024]"),
         ("method.page_size=big", "method.page_size=big: expected a whole number, such as 16"),
         ("task.new_tokens=20", "task.new_tokens=20: a fact of passkey, not a setting"),
@@ -148,6 +168,51 @@ def test_a_budget_passes_exactly_where_the_rules_allow_it(budget, least):
 )
 def test_a_wrong_value_is_refused_with_key_value_and_what_is_right(refusal, override, line):
     assert refusal(override).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["method.selection=heads"], "method.selection=heads: expected query_head | kv_head"),
+        (["method=topk", "method.granularity=page"], "method.granularity=page: expected query_head | kv_head"),
+        (["method=snapkv", "method.pooling=min"], "method.pooling=min: expected max | mean"),
+        (["method=snapkv", "method.join=never"], "method.join=never: expected before | after"),
+        (["method=streaming_llm", "method.positions=new"], "method.positions=new: expected cache | original"),
+        (["task.unit=pages"], "task.unit=pages: expected tokens | words | characters"),
+        (["method.page_size=0"], "method.page_size=0: expected a whole number, 1 or more"),
+        (["method=snapkv", "method.window=0"], "method.window=0: expected a whole number, 1 or more"),
+        (["method=snapkv", "method.kernel=4"], "method.kernel=4: expected an odd whole number, 1 or more"),
+        (["method=snapkv", "method.kernel=-1"], "method.kernel=-1: expected an odd whole number, 1 or more"),
+        (["method=streaming_llm", "method.sinks=-1"], "method.sinks=-1: expected a whole number, 0 or more"),
+        (["task.keys=0"], "task.keys=0: expected a whole number, 1 or more"),
+        (["task.positions=0"], "task.positions=0: expected a whole number, 1 or more"),
+        (["method.page_size=${budget}", "budget=0.5"], "method.page_size=0.5: expected a whole number, 1 or more"),
+    ],
+)
+def test_an_option_outside_its_valid_values_is_refused_with_them(refusal, overrides, line):
+    assert refusal(*overrides) == line
+
+
+def test_the_ends_of_what_is_valid_pass(composed):
+    check(composed("method=streaming_llm", "method.sinks=0", "budget=1"))
+    check(composed("method=snapkv", "method.window=1", "method.kernel=1", "budget=2"))
+
+
+WITH_OPTIONS = [(group, name) for group in ("method", "task") for name in config.choices(group)]
+
+
+@pytest.mark.parametrize(("group", "name"), WITH_OPTIONS, ids=lambda value: value)
+def test_valid_words_are_those_of_the_constructor_and_the_files_own_values_are_valid(group, name):
+    """The file is read without torch, the constructor's annotations need it: here the two are held together."""
+    node = config.shipped(group, name)
+    valid, target = node.get("valid") or {}, config.locate(node["_target_"])
+    annotations = get_type_hints(target.__init__, vars(sys.modules[target.__module__]))
+    words = {key: get_args(hint) for key, hint in annotations.items() if get_origin(hint) is Literal}
+    assert {key: set(map(str, rule)) for key, rule in valid.items() if isinstance(rule, list)} == {
+        key: set(choices) for key, choices in words.items()
+    }
+    assert set(valid) <= set(annotations)
+    config.check_valid(group, node, valid)
 
 
 def test_an_added_key_is_unknown_too(refusal):
@@ -181,7 +246,7 @@ def test_new_tokens_in_the_conf_are_those_that_the_task_generates():
 def test_a_model_folder_is_read_for_its_window_and_layers(refusal, composed, model_folder):
     folder = model_folder(num_hidden_layers=2, max_position_embeddings=2048)
     check(composed(f"model.path={folder}", "task.lengths=[2000]"))
-    assert "window of dummy-tiny, 2048 tokens" in refusal(f"model.path={folder}", "task.lengths=[3000]")
+    assert "window of model, 2048 tokens" in refusal(f"model.path={folder}", "task.lengths=[3000]")
     assert "layers 0 to 1, not [3]" in refusal(f"model.path={folder}", "protocol.dense_layers=[3]")
 
 
@@ -189,8 +254,72 @@ def test_random_weights_leave_the_path_of_a_named_model_alone(composed):
     check(composed("model=llama3.1-8b-instruct", "model.weights=dummy", "task.lengths=[100000]"))
 
 
-def test_nothing_is_claimed_about_a_hub_id(composed):
+def test_random_weights_have_the_named_models_shape_whatever_the_path(refusal, composed):
+    words = ["model=llama3.1-8b-instruct", "model.weights=dummy", "model.path=other/model"]
+    assert "131072 tokens" in refusal(*words, "task.lengths=[200000]")
+    assert "layers 0 to 31" in refusal(*words, "protocol.dense_layers=[32]")
+    check(composed(*words))
+
+
+def test_trained_weights_need_a_path(refusal):
+    assert refusal("model=qwen3-8b", "model.path=null").startswith("model.path=null: qwen3-8b has no weights of its")
+
+
+def test_nothing_is_claimed_about_a_hub_id_never_loaded(composed):
     check(composed("model.path=org/name", "task.lengths=[1000000]", "protocol.dense_layers=[99]"))
+
+
+def test_a_hub_id_in_the_cache_is_checked_by_its_own_config(refusal, composed, model_folder, monkeypatch):
+    folder = model_folder(num_hidden_layers=2, max_position_embeddings=2048)
+    monkeypatch.setattr(hub, "cached_folder", {"org/name": folder, "Qwen/Qwen3-8B": folder}.get)
+    check(composed("model.path=org/name", "task.lengths=[2000]"))
+    assert "window of name, 2048 tokens" in refusal("model.path=org/name", "task.lengths=[3000]")
+    assert "window of qwen3-8b, 2048 tokens" in refusal("model=qwen3-8b", "task.lengths=[3000]")
+    (folder / "config.json").write_text(json.dumps({"model_type": "mistral", "sliding_window": 4096}))
+    assert refusal("model.path=org/name").startswith("model.path=org/name: mistral has sliding-window attention")
+
+
+@pytest.mark.parametrize("words", [["model=qwen3-8b"], ["model.path=Qwen/Qwen3-8B"]], ids=lambda words: words[0])
+def test_a_hub_id_out_of_reach_is_refused_unless_it_is_cached(
+    refusal, composed, network, model_folder, monkeypatch, words
+):
+    network("the hub sleeps")
+    line = "model.path=Qwen/Qwen3-8B: not in the local cache of the hub, and the hub sleeps; "
+    assert refusal(*words) == line + "without network, use model.path=FOLDER"
+    folder = model_folder(num_hidden_layers=36)
+    monkeypatch.setattr(hub, "cached_folder", lambda hub_id: folder)
+    check(composed(*words))
+    (folder / "model.safetensors").unlink()  # as after loading the tokenizer alone
+    assert refusal(*words).startswith(line)
+
+
+def test_what_needs_no_hub_needs_no_network(composed, network, model_folder):
+    network("the hub sleeps")
+    check(composed())
+    check(composed("model=qwen3-8b", "model.weights=dummy"))
+    check(composed(f"model.path={model_folder()}"))
+
+
+def test_a_job_for_another_machine_is_not_held_against_this_ones_network_and_device(composed, network, monkeypatch):
+    network("the hub sleeps")
+    monkeypatch.setattr(checks, "version", lambda name: "2.0+cpu")
+    check(composed("model=qwen3-8b", "device=cuda"), here=False)
+
+
+def test_cuda_is_refused_where_there_is_plainly_none_and_torch_decides_elsewhere(refusal, composed, monkeypatch):
+    monkeypatch.setattr(checks, "version", lambda name: "2.13.0+cpu")
+    line = refusal("device=cuda:1")
+    assert line == "device=cuda:1: torch 2.13.0+cpu is built without CUDA; use device=cpu or device=auto"
+    monkeypatch.setattr(checks, "version", lambda name: "2.13.0+cu130")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(checks, "DEVICE_NODES", ("/dev/no-such-node*",))
+    assert refusal("device=cuda").startswith("device=cuda: there is no CUDA device here; ")
+    monkeypatch.setattr(checks, "DEVICE_NODES", ("/dev/no-such-node*", "/dev/nul*"))
+    check(composed("device=cuda"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert refusal("device=cuda").startswith("device=cuda: CUDA_VISIBLE_DEVICES hides every device; ")
+    check(composed("device=cpu"))
+    check(composed("device=auto"))
 
 
 @pytest.mark.parametrize("path", ["/not/here", "./not_here", "~/not_here", "a/b/c"])
@@ -206,6 +335,8 @@ def test_a_folder_that_holds_no_model_is_refused(refusal, tmp_path):
     assert "config.json cannot be read" in refusal(f"model.path={tmp_path}")
     (tmp_path / "config.json").write_text("[]")
     assert "config.json is no mapping" in refusal(f"model.path={tmp_path}")
+    (tmp_path / "config.json").write_text("{}")
+    assert "no weights in it" in refusal(f"model.path={tmp_path}")
 
 
 def test_a_model_folder_with_sliding_windows_is_refused_by_name(refusal, model_folder):
@@ -253,9 +384,11 @@ def test_full_attention_in_every_layer_passes(keys):
 def test_yarn_stretches_the_window_and_llama3_scaling_is_already_counted():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     assert window({"max_position_embeddings": 32768, "rope_scaling": yarn}) == 131072
-    llama = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+    assert window({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0}}) == 131072
+    assert window({"max_position_embeddings": 163840, "rope_scaling": {**yarn, "factor": 1.0}}) == 163840
+    llama = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 131072}
     assert window({"max_position_embeddings": 131072, "rope_parameters": llama}) == 131072
-    assert window({}) is None
+    assert window({"rope_scaling": yarn}) is None
 
 
 def test_a_results_folder_that_cannot_be_written_is_refused_and_nothing_is_left(refusal, composed, tmp_path):
@@ -265,6 +398,20 @@ def test_a_results_folder_that_cannot_be_written_is_refused_and_nothing_is_left(
     assert refusal("results_dir='~/results'") == "results_dir=~/results: expected a folder, with no ~ in front"
     check(composed(f"results_dir={tmp_path}/new/results"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_results_of_another_format_under_the_same_arm_are_refused(refusal, composed, tmp_path):
+    from kvbench.results import ResultsError, RunFolder
+
+    names = ("passkey", "dummy-tiny", "quest-256")
+    with RunFolder.open(tmp_path / "results", *names, {"seed": 1}, {}) as folder:
+        pass
+    check(composed())
+    text = (folder.path / "run.yaml").read_text()
+    (folder.path / "run.yaml").write_text(text.replace("format: 1\n", "format: 2\n"))
+    with pytest.raises(ResultsError, match=rf"{folder.path} holds results of format 2, .* another results_dir"):
+        check(composed())
+    check(composed("budget=128"))
 
 
 def test_one_typo_in_a_name_still_finds_it():
@@ -294,6 +441,9 @@ def test_a_method_is_read_without_hydra():
         ("quest", {"page": 3}, r"page: no such option of method quest; did you mean page_size\?"),
         ("quest", {"preset": 3}, r"preset: no such option of method quest; \(valid: page_size, selection\)"),
         ("quest", {"page_size": 1.5}, "method.page_size=1.5: expected a whole number, such as 16"),
+        ("quest", {"page_size": 0}, "method.page_size=0: expected a whole number, 1 or more"),
+        ("quest", {"selection": "head"}, r"method.selection=head: expected query_head \| kv_head"),
+        ("snapkv", {"kernel": 8}, "method.kernel=8: expected an odd whole number, 1 or more"),
     ],
 )
 def test_a_wrong_method_or_option_in_code_names_the_nearest(name, options, line):

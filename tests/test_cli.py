@@ -10,6 +10,7 @@ import pytest
 
 from kvbench import __main__ as cli
 from kvbench import config
+from kvbench.checks import leaves
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -95,8 +96,8 @@ def test_help_names_every_choice_with_its_line_and_every_key_with_its_default(co
     for group in config.groups():
         for name, about in config.choices(group).items():
             assert f"{group}={name} {about}" in lines
-    root = {f"{key}.{inner}": None for key in ("protocol",) for inner in config.root_keys()[key]}
-    keys = {key for key in config.root_keys() if key not in ("protocol",)} | set(root)
+    keys = {key for key, _ in leaves(config.root_keys())}
+    assert {"protocol.question_as_decode", "protocol.generated", "probe.every"} < keys
     assert {key for key, _, _ in config.documented_keys()} == keys
     assert "budget=256 tokens (256), a fraction" in "\n".join(lines)
 
@@ -154,7 +155,7 @@ def test_every_value_of_a_sweep_is_checked_before_the_first_job(refusal):
 
 def test_a_large_sweep_is_checked_by_a_sample_of_its_jobs(command, tmp_path):
     flags = cli._flags(["-m", "method=full,topk,quest,snapkv", "seed=range(1000)", "budget=64,128"])
-    jobs = list(cli.composed_jobs(cli._loader(flags), "config", flags.overrides, True))
+    jobs = [job for job, _ in cli.composed_jobs(cli._loader(flags), "config", flags.overrides, True)]
     assert len(jobs) == cli.MOST_CHECKED
     assert {job.method.name for job in jobs} == {"full", "topk", "quest", "snapkv"}
     assert {job.budget for job in jobs} == {64, 128}

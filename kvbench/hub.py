@@ -1,0 +1,175 @@
+"""Where a model comes from, told without torch: random weights, a folder, or the hub with its local cache.
+
+`kvbench.checks` refuses with it what cannot be loaded, before anything heavy starts; `kvbench.models` loads what it
+names, so that the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import socket
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from kvbench.config import ConfigError, first_line, shipped
+
+REAL_DENSE_LAYERS = (0, 1)  # of a model that kvbench has no file for
+PATIENCE = 1.0  # seconds to wait for the hub; its own library would try again for half a minute
+
+
+class Source(NamedTuple):
+    """What the keys of a run's `model` group ask for.
+
+    Attributes:
+        name: the model's name in results.
+        path: where trained weights lie, a folder or a hub id; None: random weights in the shape of `model.config`.
+        dense_layers: layers that stay dense under `protocol.dense_layers=auto`.
+    """
+
+    name: str
+    path: str | None
+    dense_layers: tuple[int, ...]
+
+    @property
+    def folder(self) -> Path | None:
+        """The local folder that `path` means; None for random weights and hub ids.
+
+        Raises:
+            ConfigError: it can only mean a folder, and that is not there.
+        """
+        if self.path is None:
+            return None
+        folder = Path(self.path).expanduser()
+        if folder.is_dir():
+            return folder
+        local = folder.exists() or self.path.startswith(("/", ".", "~"))
+        if local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.path):
+            raise ConfigError(
+                f"model.path={self.path}: no such folder; expected a folder, or a hub id such as org/name"
+            )
+        return None
+
+
+def source_of(model: Mapping[str, Any]) -> Source:
+    """What a composed `model` group means.
+
+    `model.path=X` over a model that ships without a path asks for X itself, under its own name; `model.weights=dummy`
+    over one that ships with a path asks for random weights in that shape.
+
+    Raises:
+        ConfigError: trained weights without a path.
+    """
+    name, path, known = str(model["name"]), model.get("path"), shipped("model", str(model["name"]))
+    dense_layers = tuple(model.get("dense_layers") or ())
+    if path is not None and known is not None and known["path"] is None:
+        return Source(Path(str(path)).name, str(path), REAL_DENSE_LAYERS)
+    if model.get("weights") == "dummy":
+        return Source(name, None, dense_layers)
+    if path is None:
+        raise ConfigError(f"model.path=null: {name} has no weights of its own; give a hub id or a folder")
+    return Source(name, str(path), dense_layers)
+
+
+def config_in(folder: Path, path: str) -> Mapping[str, Any]:
+    """The transformers config in a model's folder; `path` is what messages call the folder.
+
+    Raises:
+        ConfigError: no config.json, or one that cannot be read.
+    """
+    try:
+        shape = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"model.path={path}: no config.json in it; expected a transformers model's folder") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path}: config.json cannot be read: {first_line(error)}") from error
+    if not isinstance(shape, dict):
+        raise ConfigError(f"model.path={path}: config.json is no mapping; expected a transformers model's folder")
+    return shape
+
+
+def refuse_no_weights(folder: Path, path: str) -> None:
+    """Refuse a model's folder that is a config alone."""
+    if not holds_weights(folder):
+        raise ConfigError(f"model.path={path}: no weights in it; expected *.safetensors or *.bin beside config.json")
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder has files as trained weights come in."""
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+
+
+def cached_folder(hub_id: str) -> Path | None:
+    """The folder in the local cache that holds config.json of a hub id, or None.
+
+    Raises:
+        ConfigError: no hub id can be written so.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        config = try_to_load_from_cache(hub_id, "config.json")
+    except ValueError as error:
+        raise ConfigError(f"model.path={hub_id}: no such folder, and no hub id: {first_line(error)}") from error
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def refuse_out_of_reach(hub_id: str) -> None:
+    """Refuse a hub id that is not in the local cache while the hub does not answer.
+
+    Raises:
+        ConfigError: says why, and that `model.path=FOLDER` needs no network.
+    """
+    folder = cached_folder(hub_id)
+    if folder is not None and holds_weights(folder):
+        return
+    reason = out_of_reach()
+    if reason is not None:
+        raise ConfigError(
+            f"model.path={hub_id}: not in the local cache of the hub, and {reason}; "
+            "without network, use model.path=FOLDER"
+        )
+
+
+@functools.cache
+def out_of_reach() -> str | None:
+    """Why nothing can be had from the hub, or None: asked once in a process, and answered within about a second."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    address = urlsplit(constants.ENDPOINT)
+    host = address.hostname or ""
+    if _has_proxy(address.scheme, host) or _answers(host, address.port or (80 if address.scheme == "http" else 443)):
+        return None
+    return f"{host} does not answer"
+
+
+def _has_proxy(scheme: str, host: str) -> bool:
+    """Whether another machine makes our connections: then it alone can say what is within reach."""
+    from urllib.request import getproxies, proxy_bypass
+
+    proxies = getproxies()
+    return bool(proxies.get(scheme) or proxies.get("all")) and not proxy_bypass(host)
+
+
+def _answers(host: str, port: int) -> bool:
+    """Whether a connection to a host opens within `PATIENCE`."""
+    opened = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=PATIENCE).close()
+            opened.append(True)
+        except OSError:
+            pass
+
+    # Looking a name up knows no time limit, so it is left behind in a thread that keeps no process alive.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return bool(opened)
