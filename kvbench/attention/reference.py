@@ -20,6 +20,8 @@ def attend(
     probabilities: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `kvbench.attention.Executor`."""
+    if selection is None:
+        store.resident()  # refuses where nothing is resident to attend
     batch, query_heads, _, _ = query.shape
     group = query_heads // store.key.shape[1]
     out = torch.empty_like(query)
