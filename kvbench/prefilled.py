@@ -59,12 +59,12 @@ class Prefilled:
             raise ValueError(f"the prefill read prompts of {self.lengths} tokens, the engine expects others")
         if engine.capacity > self._stores[0].capacity:
             raise ValueError("the prefill left less room than this engine needs; raise max_new_tokens in prefill_once")
+        prompts = {layer: self._seen_by(engine.method, prompt) for layer, prompt in self._prompts.items()}
         for store in self._lent:
             store.close()
         self._lent = []
-        for layer, prompt in self._prompts.items():
-            store = engine.adopt(layer, self._stores[layer], self._seen_by(engine.method, prompt))
-            self._lent.append(store)
+        for layer, prompt in prompts.items():
+            self._lent.append(engine.adopt(layer, self._stores[layer], prompt))
 
     @staticmethod
     def _seen_by(method: Method, prompt: Prompt) -> Prompt:
