@@ -1,0 +1,358 @@
+"""Claims about RULER's niah family: the published strings and settings, the length fit, and the scoring."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from itertools import islice
+
+import pytest
+
+from kvbench import config
+from kvbench.config import build, choices
+from kvbench.models import byte_tokenizer
+from kvbench.tasks import Sample, prose
+from kvbench.tasks.ruler import DEPTHS, NEW_TOKENS, SUBSETS, Niah, cleaned
+
+UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+KINDS = {"numbers": r"[1-9]\d{6}", "uuids": UUID}
+NEEDLE = r"One of the special magic (numbers|uuids) for ([0-9a-z-]+) is: ([0-9a-f-]+)\."
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+# Keys hidden, values of each, keys asked for, haystack, kind of value: RULER's synthetic.yaml.
+SETTINGS = {
+    "niah_single_1": (1, 1, 1, "noise", "numbers"),
+    "niah_single_2": (1, 1, 1, "generated", "numbers"),
+    "niah_single_3": (1, 1, 1, "generated", "uuids"),
+    "niah_multikey_1": (4, 1, 1, "generated", "numbers"),
+    "niah_multikey_2": (1, 1, 1, "needle", "numbers"),
+    "niah_multikey_3": (1, 1, 1, "needle", "uuids"),
+    "niah_multivalue": (1, 4, 1, "generated", "numbers"),
+    "niah_multiquery": (4, 1, 4, "generated", "numbers"),
+}
+
+each_subset = pytest.mark.parametrize("subset", SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+def words_as_tokens(text, **options):
+    """Stands in for a tokenizer with large tokens: a word or a mark is one."""
+    return {"input_ids": re.findall(r"\w+|[^\w\s]", text)}
+
+
+def made(subset, tokenizer=words_as_tokens, length=2048, samples=5, seed=0, **options) -> list[Sample]:
+    return list(Niah([subset], [length], samples, **options).samples(tokenizer, seed))
+
+
+def parts(sample: Sample) -> tuple[str, str, str]:
+    """Instruction, context and question."""
+    head, _, rest = sample.prompt.partition("\n")
+    assert rest.endswith("\n" + sample.question)
+    return head, rest[: -len(sample.question) - 1], sample.question
+
+
+def tokens(sample: Sample, tokenizer) -> int:
+    return len(tokenizer(sample.prompt)["input_ids"]) + sample.max_new_tokens
+
+
+# -- strings and settings ----------------------------------------------------------------------------------------------
+
+
+def test_the_subsets_are_the_published_eight():
+    assert set(SUBSETS) == set(SETTINGS)
+
+
+def test_one_value_asked_for_is_put_in_the_singular():
+    head, _, question = parts(made("niah_single_3")[0])
+    assert head == (
+        "A special magic uuid is hidden within the following text. Make sure to memorize it. I will quiz you about the "
+        "uuid afterwards."
+    )
+    key = re.search(r"magic uuid for (\w+-\w+) mentioned", question)[1]
+    assert question == (
+        f"What is the special magic uuid for {key} mentioned in the provided text? "
+        f"The special magic uuid for {key} mentioned in the provided text is"
+    )
+
+
+def test_several_queries_are_listed_in_the_plural():
+    head, _, question = parts(made("niah_multiquery")[0])
+    assert head == (
+        "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you "
+        "about the numbers afterwards."
+    )
+    word = r"\w+-\w+"
+    query = re.search(rf"{word}, {word}, {word}, and {word}", question)[0]
+    assert question == (
+        f"What are all the special magic numbers for {query} mentioned in the provided text? "
+        f"The special magic numbers for {query} mentioned in the provided text are"
+    )
+
+
+@each_subset
+def test_every_answer_stands_in_its_needle_and_nowhere_else(subset):
+    keys, values, queries, haystack, kind = SETTINGS[subset]
+    for sample in made(subset):
+        _, context, question = parts(sample)
+        needles = re.findall(NEEDLE, context)
+        assert len(sample.answers) == queries * values == len(set(sample.answers))
+        assert len(needles) == keys * values + (sample.meta["size"] if haystack == "needle" else 0)
+        assert {found for found, _, _ in needles} == {kind}
+        key_of = {value: key for _, key, value in needles}
+        assert len(key_of) == len(needles) and len(set(key_of.values())) == len(needles) / values
+        for answer in sample.answers:
+            assert re.fullmatch(KINDS[kind], answer)
+            assert sample.prompt.count(answer) == 1 and key_of[answer] in question
+        assert sample.meta["haystack"] == haystack
+        assert sample.max_new_tokens == NEW_TOKENS == 128
+
+
+@each_subset
+def test_queries_are_answered_in_the_order_asked(subset):
+    for sample in made(subset):
+        _, context, question = parts(sample)
+        key_of = {value: key for _, key, value in re.findall(NEEDLE, context)}
+        places = [question.index(key_of[answer]) for answer in sample.answers]
+        assert places == sorted(places)
+
+
+@each_subset
+def test_the_haystack_is_what_its_name_says(subset):
+    for sample in made(subset):
+        _, context, _ = parts(sample)
+        rest = re.sub(NEEDLE, "", context)
+        if sample.meta["haystack"] == "noise":
+            assert [line for line in rest.split("\n") if line] == [NOISE] * sample.meta["size"]
+        elif sample.meta["haystack"] == "needle":
+            assert not rest.strip()
+        else:
+            name = f"0/{subset}/2048/{sample.id.rpartition('-')[2]}"
+            assert rest.split() == prose.words(name, sample.meta["size"])
+
+
+def sentences_in(context: str) -> int:
+    """Sentences of an essay without its needles; the last may be cut."""
+    essay = " ".join(re.sub(NEEDLE, "", context).split())
+    return len(re.split(r"(?<=\.) ", essay)) if essay else 0
+
+
+def test_needles_in_an_essay_stand_between_sentences_at_distinct_even_depths():
+    assert (len(DEPTHS), DEPTHS[:3], DEPTHS[-1]) == (40, (0, 3, 5), 100)
+    seen = set()
+    for sample in made("niah_multiquery", samples=40):
+        _, context, _ = parts(sample)
+        for answer, depth in zip(sample.answers, sample.meta["depths"], strict=True):
+            before, needle, _ = re.split(rf"(One of the special magic numbers for \S+ is: {answer}\.)", context)
+            assert re.fullmatch(NEEDLE, needle) and depth in DEPTHS
+            assert sentences_in(before) == int(sentences_in(context) * (depth / 100))
+        assert len(set(sample.meta["depths"])) == 4
+        seen |= set(sample.meta["depths"])
+    assert len(seen) > 35
+
+
+def test_the_needle_in_lines_is_at_its_depth():
+    for sample in made("niah_multikey_2", samples=20):
+        _, context, _ = parts(sample)
+        lines = context.split("\n")
+        place = next(place for place, line in enumerate(lines) if sample.answers[0] in line)
+        assert sample.meta["depths"] == [round(100 * place / sample.meta["size"], 2)]
+        assert len(lines) == sample.meta["size"] + 1
+
+
+# -- the length fit ----------------------------------------------------------------------------------------------------
+
+
+@each_subset
+@pytest.mark.parametrize("length", [1100, 2048, 4096, 9000])
+def test_prompt_and_answer_fit_the_length_and_come_near_it(subset, length):
+    for sample in made(subset, length=length):
+        assert 0.7 * length <= tokens(sample, words_as_tokens) <= length
+
+
+@each_subset
+def test_the_first_haystack_is_the_largest_that_fits(subset, tokenizer):
+    [sample] = made(subset, tokenizer, length=3000, samples=1)
+    writer, size = Niah([subset], [3000])._writers[subset], sample.meta["size"]
+    texts = [writer.write(f"0/{subset}/3000/0", 0, size).text for size in (size, size + 1)]
+    counts = [len(tokenizer(text)["input_ids"]) + NEW_TOKENS for text in texts]
+    assert texts[0] == sample.prompt and counts[0] <= 3000 < counts[1]
+
+
+def test_special_tokens_count(tokenizer):
+    """A prompt that fits a length fits a model with a window of that length, <bos> and answer included."""
+    for sample in made("niah_single_1", tokenizer, length=3000, samples=20):
+        assert len(tokenizer(sample.prompt)["input_ids"]) + NEW_TOKENS <= 3000
+
+
+def test_a_sample_too_long_gives_up_whole_units():
+    for subset, unit in [("niah_multikey_1", 500), ("niah_multikey_2", 25)]:
+        sizes = [
+            sample.meta["size"] for sample in made(subset, counted_in_letters(200), length=16_000, samples=20, seed=1)
+        ]
+        assert {(sizes[0] - size) % unit for size in sizes} == {0}
+        assert len(set(sizes)) > 1
+
+
+def counted_in_letters(letters):
+    """A stand-in tokenizer whose counts depend on which letters a text holds, so that samples differ in length."""
+
+    def count(text, **options):
+        return {"input_ids": range(len(text) // 6 + sum(map(text.count, "1379a")) // letters)}
+
+    return count
+
+
+def test_few_tokenisations_are_needed():
+    calls = []
+
+    def counting(text, **options):
+        calls.append(len(text))
+        return words_as_tokens(text)
+
+    made("niah_single_2", counting, length=20_000, samples=20)
+    fitting = len(calls) - 20
+    assert fitting <= 12 + 20  # about a dozen to find the size, and at most one more for most samples
+
+
+@each_subset
+def test_a_length_too_short_names_the_key_and_the_minimum(subset, tokenizer):
+    with pytest.raises(ValueError, match=rf"task\.lengths: 150 tokens are too few, {subset} needs") as caught:
+        next(iter(Niah([subset], [150]).samples(tokenizer, 0)))
+    minimum = int(re.search(r"at least (\d+)$", str(caught.value))[1])
+    assert len(made(subset, tokenizer, length=minimum, samples=50)) == 50
+    with pytest.raises(ValueError, match=f"at least {minimum}$"):
+        made(subset, tokenizer, length=minimum - 1)
+
+
+def test_the_shortest_length_is_checked_before_the_first_sample(tokenizer):
+    with pytest.raises(ValueError, match="niah_multiquery needs at least"):
+        next(iter(Niah(["niah_single_2", "niah_multiquery"], [4096, 900]).samples(tokenizer, 0)))
+
+
+def test_a_sample_that_cannot_be_shrunk_any_further_is_an_error_and_no_endless_loop():
+    calls = iter(range(10_000))
+
+    def growing(text, **options):
+        return words_as_tokens(text) if next(calls) < 20 else {"input_ids": range(10_000)}
+
+    with pytest.raises(ValueError, match=r"task\.lengths: 4096 tokens are too few"):
+        made("niah_multikey_2", growing, length=4096, samples=20)
+
+
+def test_more_keys_than_words_are_an_error_and_no_endless_loop():
+    with pytest.raises(ValueError, match=r"task\.lengths: \d+ different words are needed"):
+        made("niah_multikey_2", lambda text, **options: {"input_ids": range(len(text) // 1000)}, length=10**6)
+
+
+def test_a_hundred_samples_of_4k_tokens_take_seconds(tokenizer):
+    start = time.process_time()
+    subsets = ["niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_3"]
+    assert len(list(Niah(subsets, [4096], 25).samples(tokenizer, 0))) == 100
+    assert time.process_time() - start < 5
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_prefix_is_fair_to_subsets_and_lengths():
+    task = Niah(["niah_single_1", "niah_multikey_1"], [1024, 2048], samples=3)
+    found = list(task.samples(words_as_tokens, 0))
+    assert len(found) == len(task) == 12 == len({sample.id for sample in found})
+    groups = ["niah_single_1/1024", "niah_multikey_1/1024", "niah_single_1/2048", "niah_multikey_1/2048"]
+    assert [sample.group for sample in found] == groups * 3
+    assert found[0].id == "niah_single_1-1024-0"
+
+
+def test_a_sample_depends_on_its_cell_and_the_seed_and_on_nothing_else():
+    task = Niah(["niah_single_2", "niah_multikey_2"], [1024, 2048], samples=4)
+    all_of_them = {sample.id: sample for sample in task.samples(words_as_tokens, 0)}
+    assert made("niah_multikey_2", samples=4) == [all_of_them[f"niah_multikey_2-2048-{index}"] for index in range(4)]
+    others = made("niah_multikey_2", samples=4, seed=1)
+    assert not {sample.answers for sample in others} & {sample.answers for sample in all_of_them.values()}
+
+
+def test_the_global_random_state_is_left_alone():
+    random.seed(5)
+    before = random.getstate()
+    made("niah_multikey_3")
+    assert random.getstate() == before
+
+
+def test_a_text_file_serves_as_essays_from_its_start_and_again_where_short(tmp_path):
+    file = tmp_path / "essay.txt"
+    file.write_text("One day  came.\nThen another day?\n\nIt went! ")
+    for sample in made("niah_single_2", haystack=str(file)):
+        _, context, _ = parts(sample)
+        essay = " ".join(["One day came. Then another day? It went!"] * 500)
+        assert re.sub(NEEDLE, "", context).split() == essay.split()[: sample.meta["size"]]
+        assert re.fullmatch(r"essay\.txt@[0-9a-f]{8}", sample.meta["haystack"])
+
+
+def test_samples_name_the_word_lists_of_their_keys():
+    assert made("niah_single_1")[0].meta["words"] == "kvbench-1"
+    assert "words" not in made("niah_multikey_3")[0].meta
+
+
+@pytest.mark.parametrize(
+    "options, key",
+    [
+        ({"subsets": []}, "task.subsets"),
+        ({"subsets": ["niah_single_9"]}, "task.subsets"),
+        ({"subsets": ["niah_single_1"] * 2}, "task.subsets"),
+        ({"lengths": []}, "task.lengths"),
+        ({"lengths": [0]}, "task.lengths"),
+        ({"lengths": [4096, 4096]}, "task.lengths"),
+        ({"samples": 0}, "task.samples"),
+        ({"haystack": "no/such/file.txt"}, "task.haystack"),
+    ],
+)
+def test_a_bad_option_names_its_key(options, key):
+    with pytest.raises(ValueError, match=re.escape(key)):
+        Niah(**{"subsets": ["niah_single_1"], "lengths": [4096], **options})
+
+
+def test_a_haystack_without_words_or_without_text_is_refused(tmp_path):
+    file = tmp_path / "essay.txt"
+    for content in (b" \n", b"\xff\xfe\x00"):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"task\.haystack="):
+            Niah(["niah_single_2"], [4096], haystack=str(file))
+
+
+def test_the_configuration_builds_the_task():
+    assert "niah" in choices("task")
+    task = build(config.shipped("task", "niah"))
+    assert (task.name, task.metric, task.haystack) == ("niah", "string_match_all", "generated")
+    assert len(list(islice(task.samples(byte_tokenizer(), 0), 3))) == 3
+
+
+# -- scoring -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "output, share",
+    [
+        (" 1234567, 7654321.", 1),
+        ("7654321", 0.5),
+        ("It is 12345678.", 0.5),  # RULER looks for the answer anywhere
+        ("123\n4567", 0),
+        ("", 0),
+    ],
+)
+def test_the_score_is_the_share_of_answers_contained(output, share):
+    sample = Sample(id="x", prompt="", answers=("1234567", "7654321"), max_new_tokens=1)
+    assert Niah(["niah_single_1"], [4096]).score(sample, output) == {"string_match_all": share}
+
+
+def test_case_does_not_count():
+    sample = Sample(id="x", prompt="", answers=("ab-c",), max_new_tokens=1)
+    assert Niah(["niah_single_1"], [4096]).score(sample, "AB-C")["string_match_all"] == 1
+
+
+def test_control_characters_become_newlines_and_the_ends_are_stripped():
+    assert cleaned(" \x00a\tb\x1fc\x7f \n") == "a\nb\nc\x7f"
