@@ -231,6 +231,9 @@ class RunFolder:
             self.done.pop(key, None)
         else:
             self.done[key] = plain
+        # Most of the time passes here: Ctrl-C now leaves the record where it is.
+        with _writing(self.path):
+            os.fsync(self._samples)
         self._state = "running"
         self._write_status()
 
@@ -248,7 +251,6 @@ class RunFolder:
                 rest = memoryview(line)
                 while rest:
                     rest = rest[os.write(self._samples, rest) :]
-                os.fsync(self._samples)
             except BaseException:
                 os.ftruncate(self._samples, self._end)
                 raise

@@ -1,0 +1,153 @@
+"""kill -9 at any moment of a run: after the next starts every sample is there once, as in a run that nobody broke."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KILLS = 20  # at a random moment of a running process
+TORN = 7  # more, by the process itself inside its first, second ... write
+SAMPLES = 60
+
+WORDS = [
+    "task.lengths=[300]",
+    "task.keys=3",
+    "method=snapkv",
+    "budget=64",
+    "threads=1",
+    "protocol.prefill_chunk=128",
+]
+
+# Importing torch takes seconds. One process does it once, before any thread starts, and each run is a fork of it. It
+# prints a line for each: how it ended, and how many samples were on the disk by then.
+FORKS = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from kvbench import run
+from kvbench.config import conf_dir
+
+torch.set_num_threads(1)
+broken, unbroken, kills, torn, words = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:]
+with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    configs = {folder: compose("config", [*words, f"results_dir={folder}"]) for folder in (broken, unbroken)}
+run.prepare(OmegaConf.to_container(configs[broken], resolve=True))  # imports the rest
+moments = random.Random(5)
+
+
+def start(results_dir, before=lambda: None):
+    child = os.fork()
+    if child == 0:
+        sys.stdout = open(os.devnull, "w")
+        status = 1
+        try:
+            before()
+            run.run(configs[results_dir])
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
+def ended(child):
+    _, status = os.waitpid(child, 0)
+    return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}"
+
+
+def samples():
+    return sum(file.read_bytes().count(b"\\n") for file in Path(broken).glob("runs/**/samples.jsonl"))
+
+
+def killed_after(child, new_samples, seconds):
+    enough = samples() + new_samples
+    while samples() < enough:
+        time.sleep(0.001)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    return ended(child)
+
+
+def killed_in_write(left):
+    # The left-th write or replacement of a file is cut short by kill -9: of the lock, run.yaml, the status, a sample.
+    write, replace = os.write, os.replace
+
+    def torn_write(file, data):
+        nonlocal left
+        left -= 1
+        if left:
+            return write(file, data)
+        write(file, data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def torn_replace(*paths):
+        nonlocal left
+        left -= 1
+        if left:
+            return replace(*paths)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.write, os.replace = torn_write, torn_replace
+
+
+began = time.perf_counter()
+print("unbroken:", ended(start(unbroken)), 0, flush=True)
+whole = time.perf_counter() - began
+for _ in range(kills):
+    # From the start of a process to its third sample.
+    moment = moments.randrange(3), moments.uniform(0, 1.5) * whole / 60
+    print("random:", killed_after(start(broken), *moment), samples(), flush=True)
+for left in range(1, torn + 1):
+    print("torn:", ended(start(broken, lambda: killed_in_write(left))), samples(), flush=True)
+print("last:", ended(start(broken)), samples(), flush=True)
+"""
+
+
+def only_folder(results_dir: Path) -> Path:
+    (file,) = results_dir.glob("runs/*/*/*/*/run.yaml")
+    return file.parent
+
+
+def lines(results_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (only_folder(results_dir) / "samples.jsonl").read_text().splitlines()]
+
+
+def without_timings(record: dict[str, Any]) -> dict[str, Any]:
+    timings = {"ttft_s", "tt2t_s", "tpot_ms", "prefill_ms", "breakdown_ms"}
+    assert timings < record.keys()
+    return {key: value for key, value in record.items() if key not in timings}
+
+
+@pytest.mark.slow
+def test_after_twenty_kills_of_a_run_every_sample_is_there_once_and_as_in_an_unbroken_run(tmp_path: Path) -> None:
+    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
+    # Only one thread may be there when a process forks.
+    env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", FORKS, str(broken), str(unbroken), str(KILLS), str(TORN), *WORDS]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    starts = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    ends = [(kind, end.rpartition(" ")[0]) for kind, end in starts]
+    killed = [("random:", "signal 9")] * KILLS + [("torn:", "signal 9")] * TORN
+    assert ends == [("unbroken:", "exit 0"), *killed, ("last:", "exit 0")], done.stdout + done.stderr
+    counts = [int(end.rpartition(" ")[2]) for _, end in starts]
+    assert counts == sorted(counts), "a sample that was on the disk is gone"
+    assert len(set(counts)) > KILLS / 2, "the kills came while samples were made"
+    assert counts[-2] < counts[-1] == SAMPLES, "the last kill came before the end"
+
+    found, expected = lines(broken), lines(unbroken)
+    assert len(found) == len(expected) == len({record["id"] for record in found}) == SAMPLES
+    assert {record["id"]: without_timings(record) for record in found} == {
+        record["id"]: without_timings(record) for record in expected
+    }
+    summaries = [json.loads((only_folder(path) / "summary.json").read_text()) for path in (broken, unbroken)]
+    assert summaries[0].pop("latency") and summaries[1].pop("latency")
+    assert summaries[0] == summaries[1]
+    assert json.loads((only_folder(broken) / "status.json").read_text())["state"] == "finished"
