@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from conftest import CLOSE, Driven, Stream, drive, each_accounting, rotate, stream
+from conftest import CLOSE, METHODS, Driven, Stream, drive, each_accounting, rotate, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -327,6 +327,37 @@ def test_full_attends_everything_in_place(accounting: str) -> None:
     for at in drive(stream(60, 25), method_named("full"), 1, accounting=accounting).seen:
         assert at.in_place
         assert all(kept == set(range(at.lengths[row])) for row in range(2) for kept in at.sets(row))
+
+
+# -- budgets -----------------------------------------------------------------------------------------------------------
+
+# What a KV head with two query heads may attend at the fifth step with a budget of 48: the audit's yardstick, so a rule
+# that is too generous would hide what it is there to find.
+RULES = {
+    ("full", "paper"): None,
+    ("full", "unified"): None,
+    ("topk", "paper"): 2 * 48,
+    ("topk", "unified"): 48,
+    ("topk-kv_head", "paper"): 48,
+    ("topk-kv_head", "unified"): 48,
+    ("streaming_llm", "paper"): 48,
+    ("streaming_llm", "unified"): 48,
+    ("snapkv", "paper"): 48 + 5,
+    ("snapkv", "unified"): 48,
+    ("snapkv-kvpress", "paper"): 48 + 5,
+    ("snapkv-kvpress", "unified"): 48,
+    ("quest", "paper"): 2 * 48,
+    ("quest", "unified"): 48,
+    ("quest-kv_head", "paper"): 48,
+    ("quest-kv_head", "unified"): 48,
+}
+
+
+@pytest.mark.parametrize(("name", "accounting"), RULES)
+def test_rule_is_the_methods_line_of_the_budget_table(name: str, accounting: str) -> None:
+    method = next(case for case in METHODS if case.id == name).build()
+    drive(stream(90, steps=1), method, 48, accounting=accounting)
+    assert method.rule(90, 5) == RULES[name, accounting]
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
