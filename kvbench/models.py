@@ -22,7 +22,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -115,22 +114,24 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 def _pretrained(source: hub.Source, path: str, device: torch.device, dtype: torch.dtype) -> Loaded:
     folder = source.folder
+    place, settings = path if folder is None else str(folder), dict[str, Any]()
     if folder is None:
         hub.refuse_out_of_reach(path)
         # Without network the cache answers at once, where the hub's library would first try for half a minute.
-        place, local = path, hub.out_of_reach() is not None
+        settings["local_files_only"] = hub.out_of_reach() is not None
     else:
         refuse_unsupported(hub.config_in(folder, path), source.name)
-        place, local = str(folder), True
     with _explained(path):
-        model_config = AutoConfig.from_pretrained(place, local_files_only=local)
+        model_config = AutoConfig.from_pretrained(place, **settings)
     refuse_unsupported(model_config.to_dict(), source.name)
+    revision = _commit(path) if folder is None else _folder_revision(folder)
+    if folder is None:
+        settings["revision"] = revision  # the weights are of the commit that the results will name
     with _explained(path):
-        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=local)
+        tokenizer = AutoTokenizer.from_pretrained(place, **settings)
         model = AutoModelForCausalLM.from_pretrained(
-            place, config=model_config, dtype=dtype, attn_implementation=hf.NAME, local_files_only=local
+            place, config=model_config, dtype=dtype, attn_implementation=hf.NAME, **settings
         )
-    revision = _hub_revision(model_config, path) if folder is None else _folder_revision(folder)
     return _loaded(model.to(device), tokenizer, source, revision)
 
 
@@ -171,10 +172,11 @@ def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tup
     return ()
 
 
-def _hub_revision(model_config: PreTrainedConfig, path: str) -> str:
-    commit = getattr(model_config, "_commit_hash", None)
-    assert commit, f"{path}: transformers did not say which commit it loaded"
-    return str(commit)
+def _commit(hub_id: str) -> str:
+    """The commit whose config.json was just read: the cache keeps each in a folder of that name."""
+    folder = hub.cached_folder(hub_id)
+    assert folder is not None, f"{hub_id}: its config.json was read but is not in the cache"
+    return folder.name
 
 
 def _folder_revision(folder: Path) -> str:

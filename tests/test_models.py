@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvbench import checks, hub
 from kvbench.config import ConfigError, choices, shipped
 from kvbench.models import BYTE_VOCABULARY, Loaded, byte_tokenizer, load
 
@@ -50,8 +53,8 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No network and an empty cache. The hub reads its settings once, at import: so they are set in its module."""
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "out_of_reach", lambda: "the hub sleeps")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     yield
 
 
@@ -216,6 +219,42 @@ def test_all_stop_ids_of_a_generation_config_count(folder: Path, tmp_path: Path)
     loaded.model.save_pretrained(tmp_path)
     loaded.tokenizer.save_pretrained(tmp_path)
     assert load(model_config(path=str(tmp_path)), "cpu").stop_ids == (257, 10)
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_cached_hub_id_loads_without_network_and_at_once(folder: Path, tiny: Loaded, tmp_path: Path) -> None:
+    commit = "c" * 40
+    repository = tmp_path / "cache" / "models--org--name"
+    shutil.copytree(folder, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    start = time.monotonic()
+    loaded = load(model_config(path="org/name"), "cpu")
+    assert time.monotonic() - start < 10, "the hub's library tries five times, for half a minute"
+    assert (loaded.name, loaded.revision) == ("name", commit)
+    assert all(torch.equal(value, weights(loaded)[key]) for key, value in weights(tiny).items())
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+
+
+@pytest.mark.parametrize("missing", [(), ("original_max_position_embeddings",)])
+def test_the_loaded_window_is_the_one_that_was_checked(missing: tuple[str, ...]) -> None:
+    rope = {key: value for key, value in YARN.items() if key not in missing}
+    config = model_config()
+    config["config"] = {**config["config"], "max_position_embeddings": 1024, "rope_parameters": rope}
+    assert load(config, "cpu").window == checks.window(config["config"]) == 4096
+
+
+@pytest.mark.parametrize("name", DUMMIES + REAL)
+def test_transformers_understands_every_window_as_the_checks_do(name: str) -> None:
+    shape = model_config(name)["config"]
+    assert checks.window(AutoConfig.for_model(**copy.deepcopy(shape)).to_dict()) == checks.window(shape)
 
 
 # Refusals: each one line, with the key, the value and what would be right
