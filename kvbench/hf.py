@@ -321,6 +321,8 @@ def _left_padded(padding: torch.Tensor | None, batch: int, columns: int) -> tupl
     """Lengths and offsets of a left-padded prompt from its 2D mask [B, >= first chunk]."""
     if padding is None:
         return [columns] * batch, [0] * batch
+    if not bool(padding.any(dim=1).all()):
+        raise ValueError("the first prefill chunk holds only padding of some row; raise prefill_chunk_size")
     offsets = padding.int().argmax(dim=1).tolist()
     if any(not bool(row[offset:].all()) for row, offset in zip(padding, offsets, strict=True)):
         raise ValueError("kvbench needs the padding on the left: tokenizer.padding_side = 'left'")
