@@ -7,7 +7,7 @@ store's tensors and from the memory a method object holds.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -208,7 +208,7 @@ def held_bytes(method: Method) -> int:
         seen.add(key)
         if isinstance(thing, dict):
             return sum(map(size, thing.values()))
-        if isinstance(thing, (list, tuple, set)):
+        if isinstance(thing, (list, tuple, set, frozenset, deque)):
             return sum(map(size, thing))
         return nbytes + sum(map(size, getattr(thing, "__dict__", {}).values()))
 
