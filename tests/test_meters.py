@@ -1,0 +1,278 @@
+"""Spans that add up, bytes counted once, and the rule that is checked against what was attended."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL, drive, numbers, run_loop, stream
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from kvbench import meters
+from kvbench.generate import generate
+from kvbench.hf import engine_for, method_named
+from kvbench.meters import Spans, count_distinct, held_bytes
+from kvbench.method import Budget, Method, Selection
+from kvbench.models import Loaded
+
+# -- spans -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A clock that stands still until it is told to go on."""
+
+    class Clock:
+        now = 0.0
+
+        def tick(self, seconds: float) -> None:
+            self.now += seconds
+
+    clock = Clock()
+    monkeypatch.setattr(meters.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_span_inside_a_span_is_taken_off_the_outer_one(clock: Any) -> None:
+    spans = Spans()
+    with spans("outer"):
+        clock.tick(1)
+        with spans("inner"):
+            clock.tick(2)
+            with spans("innermost"):
+                clock.tick(4)
+            clock.tick(8)
+        clock.tick(16)
+        with spans("inner"):
+            clock.tick(32)
+    clock.tick(64)  # nothing is open
+    assert spans.reset() == {"outer": 17, "inner": 42, "innermost": 4}
+    assert spans.reset() == {}
+
+
+def test_span_of_the_same_name_inside_counts_once(clock: Any) -> None:
+    spans = Spans()
+    with spans("attention"):
+        clock.tick(1)
+        with spans("attention"):
+            clock.tick(2)
+        clock.tick(4)
+    assert spans.reset() == {"attention": 7}
+
+
+def test_span_ends_with_an_error(clock: Any) -> None:
+    spans = Spans()
+    with pytest.raises(KeyError), spans("outer"):
+        clock.tick(1)
+        with spans("inner"):
+            clock.tick(2)
+            raise KeyError
+    clock.tick(4)
+    assert spans.reset() == {"outer": 1, "inner": 2}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tree=st.recursive(
+        st.integers(0, 9), lambda parts: st.lists(st.tuples(st.sampled_from("abc"), parts), max_size=4), max_leaves=20
+    )
+)
+def test_parts_add_up_to_the_whole(tree: Any) -> None:
+    """Any nesting: what all spans hold is the time that went by while one was open."""
+    ticks = [0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meters.time, "perf_counter", lambda: float(ticks[0]))
+        spans = Spans()
+
+        def walk(node: Any) -> None:
+            if isinstance(node, int):
+                ticks[0] += node
+                return
+            for name, part in node:
+                with spans(name):
+                    walk(part)
+
+        with spans("other"):
+            walk(tree)
+        assert sum(spans.reset().values()) == ticks[0]
+
+
+@pytest.mark.parametrize("name", ["full", "quest", "snapkv", "topk", "streaming_llm"])
+def test_breakdown_of_a_step_adds_up_to_its_time(tiny: Loaded, name: str) -> None:
+    generation, _ = run_loop(tiny, [numbers(150)], method_named(name), SMALL, steps=8)
+    assert set(meters.PARTS) <= set(generation.breakdown_ms)
+    # the clock is read once more for the whole step than for its parts, some microseconds each
+    whole = sum(generation.step_ms) / len(generation.step_ms)
+    assert sum(generation.breakdown_ms.values()) == pytest.approx(whole, rel=0.02, abs=0.2)
+    assert sum(generation.prefill_ms.values()) == pytest.approx(generation.ttft_s * 1e3, rel=0.02, abs=0.5)
+    assert generation.breakdown_ms["model"] > 0
+    assert generation.breakdown_ms["attention"] > 0
+    assert generation.breakdown_ms["index_build"] == 0, "no prompt is read while decoding"
+
+
+def test_method_may_name_spans_of_its_own(tiny: Loaded) -> None:
+    class Napping(Method):
+        def select(self, layer: int, query: torch.Tensor) -> None:
+            with self.context.spans("nap"):
+                time.sleep(0.002)
+
+    generation, _ = run_loop(tiny, [numbers(30)], Napping(), None, steps=3)
+    assert 4 * 2 <= generation.breakdown_ms["nap"] < 4 * 2 + 50
+    assert generation.breakdown_ms["select"] < generation.breakdown_ms["nap"]
+
+
+# -- bytes a method holds ----------------------------------------------------------------------------------------------
+
+
+class Holding(Method):
+    """Holds what it is given."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.__dict__.update(parts)
+
+
+class Box:
+    """Some other object in which a method keeps things."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+def cycle() -> list[Any]:
+    items: list[Any] = [torch.zeros(10)]
+    items.append(items)
+    return items
+
+
+def test_views_of_one_storage_count_once() -> None:
+    whole = torch.zeros(100, dtype=torch.float32)
+    assert held_bytes(Holding(a=whole)) == 400
+    assert held_bytes(Holding(a=whole[:10])) == 400, "a view keeps all of its storage alive"
+    assert held_bytes(Holding(a=whole, b=whole[50:], c=[whole.view(10, 10)])) == 400
+    assert held_bytes(Holding(a=whole, b=whole.clone())) == 800
+
+
+def test_arrays_count_as_tensors_do() -> None:
+    array = np.zeros(100, dtype=np.float64)
+    assert held_bytes(Holding(a=array)) == 800
+    assert held_bytes(Holding(a=array[:10], b=array[5:].reshape(5, 19))) == 800
+    assert held_bytes(Holding(a=array, b=torch.from_numpy(array))) == 800, "the same memory, seen by both libraries"
+    tensor = torch.zeros(100)
+    assert held_bytes(Holding(a=tensor.numpy(), b=tensor)) == 400
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        lambda tensor: [tensor],
+        lambda tensor: (0, tensor),
+        lambda tensor: {"x": [{"y": tensor}]},
+        lambda tensor: deque([tensor]),
+        Box,
+        lambda tensor: [Box({0: tensor})],
+        lambda tensor: {"a": tensor, "b": tensor},
+    ],
+)
+def test_tensors_are_found_wherever_a_method_keeps_them(content: Any) -> None:
+    assert held_bytes(Holding(held=content(torch.zeros(25)))) == 100
+
+
+def test_what_holds_itself_is_counted_once() -> None:
+    assert held_bytes(Holding(items=cycle())) == 40
+
+
+def test_parts_of_the_harness_are_not_the_methods() -> None:
+    driven = drive(stream(60, 41), method_named("quest"), SMALL)
+    pages, layers, batch, kv_heads, head_dim = 4, 2, 2, 2, 16
+    assert driven.audit["index_bytes"] == 2 * layers * batch * kv_heads * pages * head_dim * 4
+    assert drive(stream(60), method_named("full"), None).audit["index_bytes"] == 0
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+
+lists_of_ids = npst.arrays(
+    np.int64, npst.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=6), elements=st.integers(-1, 5)
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lists_of_ids)
+def test_distinct_ids_are_counted_as_a_set_counts_them(index: np.ndarray) -> None:
+    counted = count_distinct(torch.from_numpy(index))
+    assert counted.shape == index.shape[:-1]
+    for place in np.ndindex(*index.shape[:-1]):
+        assert int(counted[place]) == len({int(token) for token in index[place]} - {-1})
+
+
+class Fixed(Method):
+    """Attends as many tokens as it is told at each step, and says what it is told of its rule."""
+
+    def __init__(self, counts: list[int], limit: int | None) -> None:
+        self.counts, self.limit = counts, limit
+
+    def begin(self, *arguments: Any) -> None:
+        super().begin(*arguments)
+        self.asked: set[tuple[int, int]] = set()
+        self.now = -1
+
+    def step(self, *_: torch.Tensor) -> None:
+        self.now += 1
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection:
+        return Selection(torch.arange(self.counts[self.now]).expand(self.shape.batch, 1, -1))
+
+    def rule(self, length: int, generated: int) -> int | None:
+        self.asked.add((length, generated))
+        return self.limit
+
+
+@pytest.mark.parametrize(
+    ("counts", "limit", "over"),
+    [([5, 5, 5, 5], 5, False), ([5, 5, 5, 6], 5, True), ([6, 1, 1, 1], 5, True), ([9, 9, 9, 9], None, False)],
+)
+def test_over_rule_remembers_any_step(counts: list[int], limit: int | None, over: bool) -> None:
+    method = Fixed(counts, limit)
+    audit = drive(stream(30, 20), method, 5).audit
+    assert audit["over_rule"] is over
+    assert audit["attended_max"] == max(counts)
+    assert audit["attended_mean"] == pytest.approx(sum(counts) / 4)
+    assert method.asked == {(length, step) for length in (30, 20) for step in (1, 2, 3, 4)}
+
+
+def test_rule_of_each_row_is_its_own() -> None:
+    class ByLength(Fixed):
+        def rule(self, length: int, generated: int) -> int:
+            return length // 5
+
+    assert not drive(stream(30, 30), ByLength([6] * 4, None), None).audit["over_rule"]
+    assert drive(stream(30, 20), ByLength([6] * 4, None), None).audit["over_rule"]
+
+
+# -- generated tokens inside the budget --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capacity", [33, 48, 100])
+def test_counted_tokens_stay_inside_the_budget(tiny: Loaded, capacity: int) -> None:
+    """Seventy steps: free, SnapKV keeps every generated token on top of C; counted, they push older ones out."""
+    prompts, steps = [numbers(150, seed=1), numbers(97, seed=2)], 70
+    attended = {}
+    for generated in ("free", "counted"):
+        engine = engine_for(
+            tiny.model,
+            list(map(len, prompts)),
+            method_named("snapkv"),
+            Budget(capacity, "paper", generated),  # type: ignore[arg-type]
+            (),
+            new_tokens=steps + 1,
+        )
+        audit = generate(tiny.model, prompts, engine, max_new_tokens=steps + 1).audit
+        assert not audit["over_rule"]
+        attended[generated] = audit["attended_max"]
+    assert attended == {"free": min(capacity, 150) + steps, "counted": capacity}
