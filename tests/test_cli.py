@@ -162,6 +162,19 @@ def test_a_large_sweep_is_checked_by_a_sample_of_its_jobs(command, tmp_path):
     assert len({job.seed for job in jobs}) > 10
 
 
+def test_jobs_that_a_launcher_sends_elsewhere_are_not_held_against_this_machine(tmp_path):
+    (tmp_path / "hydra" / "launcher").mkdir(parents=True)
+    (tmp_path / "hydra" / "launcher" / "far.yaml").write_text("_target_: far.Launcher\n")
+
+    def here(*words):
+        flags = cli._flags([*words, "--config-dir", str(tmp_path), "device=cuda"])
+        jobs = cli.composed_jobs(cli._loader(flags), "config", flags.overrides, flags.multirun)
+        return {here for _, here in jobs}
+
+    assert here() == here("-m", "budget=64,128") == here("hydra/launcher=far") == {True}
+    assert here("-m", "budget=64,128", "hydra/launcher=far") == {False}
+
+
 # -- running ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,316 @@
+"""Failures as a user meets them: bad input from the command line, and what goes wrong while a run is under way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvbench.run
+from kvbench import __main__ as cli
+from kvbench import checks
+from kvbench.generate import generate
+from kvbench.results import RunFolder
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["task.lengths=[300]", "budget=64", "threads=1"]
+ARM = ("passkey", "dummy-tiny", "quest-64")
+
+
+@pytest.fixture
+def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., tuple[int, str, str]]:
+    """The command line within this process, where torch is loaded already: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(sys, "argv", ["kvbench"])
+
+    def run(*words: str) -> tuple[int, str, str]:
+        try:
+            code = cli.main([*SMALL, *words])
+        except SystemExit as stop:
+            code = stop.code  # type: ignore[assignment]
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def only_folder(results_dir: Path) -> Path:
+    (file,) = results_dir.glob("runs/*/*/*/*/run.yaml")
+    return file.parent
+
+
+def records(results_dir: Path) -> dict[str, dict[str, Any]]:
+    """The newest record of each sample."""
+    lines = (only_folder(results_dir) / "samples.jsonl").read_text().splitlines()
+    return {record["id"]: record for record in map(json.loads, lines)}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# -- bad input, each with a process of its own ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """The one line that a command line is refused with, beside results that must stay as they are."""
+    here, traps = tmp_path / "here", tmp_path / "traps"
+    with RunFolder.open(here / "results", *ARM, {"seed": 7}, {}) as folder:
+        folder.add({"id": "a", "error": None})
+    (here / "file").touch()
+    traps.mkdir()
+    for module in ("torch", "transformers"):
+        (traps / f"{module}.py").write_text(f"raise SystemExit('{module} was imported')\n")
+
+    def run(*words: str, **env: str) -> str:
+        before = files(here)
+        paths = os.pathsep.join([str(traps), str(ROOT)])
+        # Nothing listens on the discard port, so the hub is out of reach wherever this runs.
+        hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub"), "no_proxy": "*"}
+        for _ in range(3):  # a busy machine may need a second try; one that is always late fails
+            start = time.monotonic()
+            done = subprocess.run(
+                [sys.executable, "-m", "kvbench", *words],
+                cwd=here,
+                env=os.environ | {"PYTHONPATH": paths} | hub | env,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            seconds = time.monotonic() - start
+            assert (done.returncode, done.stdout) == (2, ""), done
+            assert done.stderr.startswith("kvbench: ") and done.stderr.count("\n") == 1
+            assert files(here) == before
+            if seconds < 2:
+                return done.stderr[len("kvbench: ") : -1]
+        pytest.fail(f"took {seconds:.1f} s")
+
+    yield run
+
+
+BAD = [
+    ("method=qest", "method=qest: no such method; did you mean quest? (valid: full, "),
+    ("model=dumy-tiny", "model=dumy-tiny: no such model; did you mean dummy-tiny"),
+    ("task=pasky", "task=pasky: no such task; did you mean passkey? (valid: "),
+    ("budgt=64", "budgt=64: no such key; did you mean budget? "),
+    ("method.page_sise=8", "method.page_sise=8: no such key; did you mean page_size? "),
+    ("method.selection=heads", "method.selection=heads: expected query_head | kv_head"),
+    ("budget=0", "budget=0: out of range; expected tokens (256), "),
+    ("budget=-5", "budget=-5: out of range; expected tokens (256), "),
+    ("budget=lots", "budget=lots: not a number; expected tokens (256), "),
+    ("budget=47", "budget=47: below the minimum of quest, 48 tokens (protocol.accounting=paper)"),
+    ("budget=1.5", "budget=1.5: out of range; expected tokens (256), a fraction of the prompt in (0, 1] (0.1), "),
+    ("task.lengths=[40000]", "task.lengths=[40000]: 40000 tokens and 10 new ones do not fit the window of dummy-tiny"),
+    ("model.path=/not/here", "model.path=/not/here: no such folder; expected a folder, or a hub id such as org/name"),
+    ("model.path=org/name", "model.path=org/name: not in the local cache of the hub, and 127.0.0.1 does not answer; "),
+    ("model=qwen3-8b", "model.path=Qwen/Qwen3-8B: not in the local cache of the hub, and 127.0.0.1 does not answer; "),
+    ("results_dir=file", "results_dir=file: cannot write in "),
+    ("results_dir=/proc/none", "results_dir=/proc/none: cannot write in /proc"),
+    ("protocol.dense_layers=[4]", "protocol.dense_layers=[4]: the model has layers 0 to 3, not [4]"),
+    ("protocol.generated=maybe", "protocol.generated='maybe': one of free, counted"),
+    ("probe.every=x", "probe.every=x: expected a whole number, 0 or more"),
+]
+
+
+@pytest.mark.parametrize(("word", "line"), BAD, ids=[word for word, _ in BAD])
+def test_bad_input_is_one_line_within_two_seconds_without_torch(
+    refused: Callable[..., str], word: str, line: str
+) -> None:
+    assert refused(word).startswith(line)
+
+
+def test_cuda_where_there_is_none_is_refused_as_fast(refused: Callable[..., str]) -> None:
+    assert refused("device=cuda", CUDA_VISIBLE_DEVICES="").startswith("device=cuda: ")
+
+
+def test_a_hub_id_offline_says_what_works_offline(refused: Callable[..., str]) -> None:
+    line = refused("model.path=org/name", HF_HUB_OFFLINE="1")
+    assert line.endswith("HF_HUB_OFFLINE is set; without network, use model.path=FOLDER")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, "mistral has sliding-window attention"),
+        ({"model_type": "jamba", "attn_layer_period": 8}, "jamba has layers other than attention"),
+    ],
+    ids=["sliding-window", "hybrid"],
+)
+def test_models_that_would_run_wrong_are_refused_by_name(
+    refused: Callable[..., str], tmp_path: Path, config: dict[str, Any], reason: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model" / "model.safetensors").touch()
+    assert refused(f"model.path={tmp_path}/model").startswith(f"model.path={tmp_path}/model: {reason}")
+
+
+def test_results_of_another_version_are_refused_and_kept(refused: Callable[..., str], tmp_path: Path) -> None:
+    file = only_folder(tmp_path / "here" / "results") / "run.yaml"
+    file.write_text(file.read_text().replace("format: 1\n", "format: 99\n"))
+    assert f"{file.parent.name} holds results of format 99, this kvbench" in refused("budget=64")
+
+
+# -- one sample fails -------------------------------------------------------------------------------------------------
+
+
+def with_weights(value: float) -> Callable[..., Any]:
+    """Generate with a model one of whose weights is `value`."""
+
+    def broken(model: Any, *arguments: Any, **options: Any) -> Any:
+        weight = model.lm_head.weight
+        kept = weight[5, 5].item()
+        try:
+            weight[5, 5] = value
+            return generate(model, *arguments, **options)
+        finally:
+            weight[5, 5] = kept
+
+    return broken
+
+
+def without_memory(model: Any, *arguments: Any, **options: Any) -> Any:
+    """Generate with a model whose third layer asks for more memory than any machine has."""
+    hook = model.model.layers[2].register_forward_pre_hook(lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
+    try:
+        return generate(model, *arguments, **options)
+    finally:
+        hook.remove()
+
+
+def without_cuda_memory(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [
+        (with_weights(float("nan")), "FloatingPointError: the model's logits are NaN or infinite"),
+        (with_weights(float("inf")), "FloatingPointError: the model's logits are NaN or infinite"),
+        (without_memory, "RuntimeError: "),
+        (without_cuda_memory, "OutOfMemoryError: CUDA out of memory."),
+    ],
+    ids=["nan", "inf", "memory", "cuda-memory"],
+)
+def test_a_sample_that_fails_is_recorded_and_leaves_the_others_as_they_were(
+    main: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    broken: Callable[..., Any],
+    error: str,
+) -> None:
+    assert main("task.limit=4", "results_dir=whole")[0] == 0
+    expected = records(tmp_path / "whole")
+    second = list(expected)[1]
+
+    def generate_or_fail(model: Any, prompts: Any, engine: Any, **options: Any) -> Any:
+        failing = engine.method.context.sample == second
+        return (broken if failing else generate)(model, prompts, engine, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kvbench.run, "generate", generate_or_fail)
+        code, out, err = main("task.limit=4", "results_dir=broken")
+    assert (code, err) == (0, "")
+    assert "(4 samples, 1 failed)" in out
+    assert "1 of 4 samples failed and scored 0: " in out and "the same command tries them again" in out
+    found = records(tmp_path / "broken")
+    assert found[second]["error"].startswith(error) and found[second]["scores"] == {"accuracy": 0.0}
+    for name in found.keys() - {second}:
+        assert found[name]["error"] is None and found[name]["output_ids"] == expected[name]["output_ids"]
+
+    code, out, _ = main("task.limit=4", "results_dir=broken")
+    assert code == 0 and "failed" not in out
+    again = records(tmp_path / "broken")
+    assert {key: record["output_ids"] for key, record in again.items()} == {
+        key: record["output_ids"] for key, record in expected.items()
+    }
+
+
+# -- stopped, and started twice ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """Start a run of 400 samples as a process of its own; returned when the first sample is on the disk."""
+    processes = []
+
+    def start() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvbench", *SMALL, "task.keys=20", "results_dir=results"],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A shell in the background would have its children ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        processes.append(process)
+        while not any(file.stat().st_size for file in tmp_path.glob("results/runs/**/samples.jsonl")):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stop", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"])
+def test_a_stopped_run_says_so_and_the_same_command_goes_on(
+    started: Callable[[], subprocess.Popen[str]],
+    main: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+    stop: signal.Signals,
+    code: int,
+) -> None:
+    process = started()
+    refused, _, line = main("task.keys=20", "results_dir=results")
+    assert refused == 2 and line.count("\n") == 1
+    assert f"is in use by process {process.pid} on " in line and "two processes never write one run" in line
+
+    process.send_signal(stop)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (code, "kvbench: stopped; the same command goes on from here\n")
+    status = json.loads((only_folder(tmp_path / "results") / "status.json").read_text())
+    before = records(tmp_path / "results")
+    assert (status["state"], status["done"]) == ("interrupted", len(before))
+    assert 0 < len(before) < 400
+
+    assert main("task.keys=20", "results_dir=results", f"task.limit={len(before) + 2}")[0] == 0
+    lines = (only_folder(tmp_path / "results") / "samples.jsonl").read_text().splitlines()
+    after = [json.loads(line) for line in lines]
+    assert after[: len(before)] == list(before.values()), "what was there stays as it was"
+    assert len(after) == len({record["id"] for record in after}) == len(before) + 2
+
+
+# -- what a run's identity is made of ---------------------------------------------------------------------------------
+
+
+def test_new_words_about_a_method_orphan_no_result_and_new_options_do(
+    main: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ["task.limit=1", "results_dir=results"]
+    main(*words)
+    first = only_folder(tmp_path / "results")
+    # As after an edit of the YAML: these facts cannot be changed from the command line.
+    monkeypatch.setattr(checks, "FACTS", frozenset())
+    facts = ["method.about=new", "task.about=new", "model.about=new", "+method.valid.page_size.at_least=2"]
+    main(*words, *facts)
+    main(*words, "device=cpu", "dtype=float32")
+    assert only_folder(tmp_path / "results") == first
+    main(*words, "method.page_size=8")
+    assert len(list(first.parent.iterdir())) == 2
