@@ -167,7 +167,7 @@ def test_jobs_that_a_launcher_sends_elsewhere_are_not_held_against_this_machine(
     (tmp_path / "hydra" / "launcher" / "far.yaml").write_text("_target_: far.Launcher\n")
 
     def here(*words):
-        flags = cli._flags([*words, "--config-dir", str(tmp_path), "device=cuda"])
+        flags = cli._flags(sorted(["--config-dir", str(tmp_path), *words], key=cli._is_override))
         jobs = cli.composed_jobs(cli._loader(flags), "config", flags.overrides, flags.multirun)
         return {here for _, here in jobs}
 
