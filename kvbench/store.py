@@ -2,8 +2,7 @@
 
 A store knows tokens by id (their logical position in a sequence). Each token of a KV head is in one tier: on the
 device, on the host, or dropped. Host tokens that a step attends are staged on the device; what is still there from the
-last step is not moved again. Without a GPU both tiers are RAM: the same code runs and the same bytes are counted. The
-store knows no method, no model and no attention.
+last step is not moved again. The store knows no method, no model and no attention.
 """
 
 from __future__ import annotations
@@ -14,93 +13,12 @@ from typing import Literal
 
 import torch
 
+from kvbench.host import HostTier, Staged, with_slots
 from kvbench.meters import Audit, Spans
 
 GROWTH = 256  # slots added at least when a store of unknown final length is full
 NO_TOKEN = torch.iinfo(torch.int64).max  # sorts behind every token id
 DROPPED, DEVICE, HOST = 0, 1, 2
-
-
-class HostTier:
-    """Keys and values in host memory, a slot reserved for every token.
-
-    Attributes:
-        key, value: [B, Hkv, capacity, D], pinned where there is a GPU.
-        place: [B, Hkv, capacity] int64, slot of each token id.
-        present: [B, Hkv, capacity] bool, token ids that live here.
-    """
-
-    def __init__(self, like: torch.Tensor, capacity: int) -> None:
-        batch, kv_heads, _, head_dim = like.shape
-        size = (batch, kv_heads, capacity, head_dim)
-        pinned = like.is_cuda
-        self.key = torch.zeros(size, dtype=like.dtype, pin_memory=pinned)
-        self.value = torch.zeros(size, dtype=like.dtype, pin_memory=pinned)
-        self.place = torch.arange(capacity).repeat(batch, kv_heads, 1)
-        self.present = torch.zeros(batch, kv_heads, capacity, dtype=torch.bool)
-
-    @property
-    def capacity(self) -> int:
-        return self.key.shape[2]
-
-    def write(self, ids: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store tokens; ids [B, Hkv, M] (-1 = none), key and value [B, Hkv, M, D] from either side."""
-        at = (ids >= 0).cpu().nonzero(as_tuple=True)
-        row, head, _ = at
-        token = ids.cpu()[at]
-        slot = self.place[row, head, token]
-        on_device = tuple(axis.to(key.device) for axis in at)
-        self.key[row, head, slot] = key[on_device].cpu()
-        self.value[row, head, slot] = value[on_device].cpu()
-        self.present[row, head, token] = True
-
-    def read(self, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        """Keys and values of single tokens, all three [n] on the CPU: [2, n, D] in one (pinned) buffer."""
-        if not bool(self.present[row, head, token].all()):
-            lost = token[~self.present[row, head, token]][0].item()
-            raise LookupError(f"token {lost} is not in the store: dropped earlier, or not seen yet")
-        slot = self.place[row, head, token]
-        buffer = torch.empty(2, len(token), self.key.shape[3], dtype=self.key.dtype, pin_memory=self.key.is_pinned())
-        flat = (row * self.key.shape[1] + head) * self.capacity + slot
-        torch.index_select(self.key.view(-1, self.key.shape[3]), 0, flat, out=buffer[0])
-        torch.index_select(self.value.view(-1, self.value.shape[3]), 0, flat, out=buffer[1])
-        return buffer
-
-    def grow(self, capacity: int) -> None:
-        """Make room for token ids up to capacity - 1."""
-        more = capacity - self.capacity
-        self.key = _with_slots(self.key, capacity)
-        self.value = _with_slots(self.value, capacity)
-        fresh = torch.arange(self.place.shape[2], capacity).expand(*self.place.shape[:2], more)
-        self.place = torch.cat([self.place, fresh], dim=2)
-        self.present = torch.nn.functional.pad(self.present, (0, more))
-
-    def arrange(self, order: torch.Tensor) -> None:
-        """Set the physical order: slot s holds token order[b, h, s]; order [B, Hkv, S], a permutation of 0 .. S - 1."""
-        order = order.cpu()
-        count = order.shape[2]
-        if not torch.equal(order.sort(dim=2).values, torch.arange(count).expand_as(order)):
-            raise ValueError(f"arrange needs each of the tokens 0 to {count - 1} once in every KV head")
-        source = self.place.gather(2, order)
-        held = self.place[:, :, :count].sort(dim=2).values
-        if not torch.equal(held, torch.arange(count).expand_as(held)):
-            raise ValueError(f"arrange named {count} tokens, fewer than an earlier arrange")
-        for tensor in (self.key, self.value):
-            rows = source[..., None].expand(*source.shape, tensor.shape[3])
-            tensor[:, :, :count] = tensor.gather(2, rows)
-        self.place.scatter_(2, order, torch.arange(count).expand_as(order))
-
-
-class Staged:
-    """Copies of host tokens that the last gather brought up.
-
-    Attributes:
-        ids: [B, Hkv, U] ascending, `NO_TOKEN` behind the last.
-        key, value: [B, Hkv, U, D] on the device.
-    """
-
-    def __init__(self, ids: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.ids, self.key, self.value = ids, key, value
 
 
 class LayerStore:
@@ -282,7 +200,7 @@ class LayerStore:
         if slots <= self.capacity:
             return
         capacity = self._grown(slots, self.capacity)
-        self.key, self.value = _with_slots(self.key, capacity), _with_slots(self.value, capacity)
+        self.key, self.value = with_slots(self.key, capacity), with_slots(self.value, capacity)
         if self.ids is not None:
             self.ids = _with_free_slots(self.ids, capacity)
 
@@ -439,7 +357,7 @@ class LayerStore:
         if self._on_drop == "offload":
             self._offload_all_but(wanted)
         capacity = count + self.capacity - int(self.used.max())
-        self.key, self.value = _with_slots(key, capacity), _with_slots(value, capacity)
+        self.key, self.value = with_slots(key, capacity), with_slots(value, capacity)
         self.ids = _with_free_slots(ids, capacity)
         self.used = used
 
@@ -489,14 +407,6 @@ def _globally(ids: torch.Tensor) -> torch.Tensor:
     batch, heads, _ = ids.shape
     first = torch.arange(batch * heads, device=ids.device).view(batch, heads, 1) << 40
     return torch.where(ids < 0, -1, ids + first)
-
-
-def _with_slots(tensor: torch.Tensor, capacity: int) -> torch.Tensor:
-    """A copy of tensor [B, H, n, D] with `capacity` slots, zero beyond n, on the same (pinned) memory."""
-    size = (*tensor.shape[:2], capacity, tensor.shape[3])
-    grown = torch.zeros(size, dtype=tensor.dtype, device=tensor.device, pin_memory=tensor.is_pinned())
-    grown[:, :, : tensor.shape[2]] = tensor
-    return grown
 
 
 def _with_free_slots(ids: torch.Tensor, capacity: int) -> torch.Tensor:
