@@ -177,7 +177,7 @@ def test_prompt_and_answer_fit_the_length_and_come_near_it(subset, length):
 @each_subset
 def test_the_first_haystack_is_the_largest_that_fits(subset, tokenizer):
     [sample] = made(subset, tokenizer, length=3000, samples=1)
-    writer, size = Niah([subset], [3000])._writers[subset], sample.meta["size"]
+    writer, size = Niah([subset], [3000]).writers[subset], sample.meta["size"]
     texts = [writer.write(f"0/{subset}/3000/0", 0, size).text for size in (size, size + 1)]
     counts = [len(tokenizer(text)["input_ids"]) + NEW_TOKENS for text in texts]
     assert texts[0] == sample.prompt and counts[0] <= 3000 < counts[1]

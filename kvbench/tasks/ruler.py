@@ -28,8 +28,8 @@ Essay = Callable[[str, int], list[str]]
 
 _DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("data").joinpath("ruler.yaml").read_text())
 _NIAH: dict[str, Any] = _DATA["niah"]
-_ADJECTIVES: list[str] = _DATA["words"]["adjectives"].split()
-_NOUNS: list[str] = _DATA["words"]["nouns"].split()
+ADJECTIVES: list[str] = _DATA["words"]["adjectives"].split()
+NOUNS: list[str] = _DATA["words"]["nouns"].split()
 
 SUBSETS: tuple[str, ...] = tuple(_NIAH["subsets"])
 NEW_TOKENS: int = _NIAH["new_tokens"]
@@ -122,12 +122,12 @@ class Needles:
     def write(self, cell: str, seed: int, size: int) -> Written:
         """The prompt of `cell` around `size` words (essay) or lines; its needles do not change with the size."""
         rng = random.Random(f"ruler/{cell}")
-        keys = _draw(self.key, self.keys, rng)
-        drawn = _draw(self.value, self.keys * self.values, rng)
+        keys = draw(self.key, self.keys, rng)
+        drawn = draw(self.value, self.keys * self.values, rng)
         values = [drawn[first : first + self.values] for first in range(0, len(drawn), self.values)]
         asked = rng.sample(range(self.keys), self.queries)
 
-        needles = [(self._needle(key, value), value) for key, own in zip(keys, values, strict=True) for value in own]
+        needles = [(self.needle(key, value), value) for key, own in zip(keys, values, strict=True) for value in own]
         random.Random(seed).shuffle(needles)  # RULER: the same permutation in every sample
         if self.haystack == "essay":
             context, depths = _in_sentences(self.essay(cell, size), [text for text, _ in needles], rng)
@@ -136,11 +136,12 @@ class Needles:
         depth_of = {value: depth for (_, value), depth in zip(needles, depths, strict=True)}
 
         answers = tuple(value for key in asked for value in values[key])
-        frame, question = self._asking([keys[key] for key in asked])
+        frame, question = self.asking([keys[key] for key in asked])
         text = frame.format(context=context) + question
         return Written(text, question, answers, tuple(depth_of[answer] for answer in answers))
 
-    def _needle(self, key: str, value: str) -> str:
+    def needle(self, key: str, value: str) -> str:
+        """The sentence that hides a value."""
         return str(_NIAH["needle"]).format(type=self.value, key=key, value=value)
 
     def _lines(self, cell: str, size: int, keys: Sequence[str], values: Sequence[str]) -> list[str]:
@@ -148,10 +149,10 @@ class Needles:
         if self.haystack == "noise":
             return [_NIAH["noise"]] * size
         rng = random.Random(f"ruler/{cell}/haystack")
-        others = zip(_draw(self.key, size, rng, keys), _draw(self.value, size, rng, values), strict=True)
-        return [self._needle(key, value) for key, value in others]
+        others = zip(draw(self.key, size, rng, keys), draw(self.value, size, rng, values), strict=True)
+        return [self.needle(key, value) for key, value in others]
 
-    def _asking(self, queries: Sequence[str]) -> tuple[str, str]:
+    def asking(self, queries: Sequence[str]) -> tuple[str, str]:
         """The text around `{context}`, and the question with the answer prefix, in the right number."""
         frame, question, kind = _NIAH["template"], _NIAH["question"] + _NIAH["answer_prefix"], str(self.value)
         if self.queries * self.values == 1:
@@ -189,7 +190,7 @@ class Niah:
             raise ValueError(f"task.samples={samples}: at least 1")
         self.subsets, self.lengths, self.count = tuple(subsets), tuple(lengths), samples
         self.haystack, essay = _essay(haystack)
-        self._writers = {name: Needles(**_NIAH["subsets"][name], essay=essay) for name in subsets}
+        self.writers = {name: Needles(**_NIAH["subsets"][name], essay=essay) for name in subsets}
 
     def __len__(self) -> int:
         return len(self.subsets) * len(self.lengths) * self.count
@@ -205,7 +206,7 @@ class Niah:
             return len(tokenizer(text, verbose=False)["input_ids"])
 
         cells = [
-            Cell(name, length, seed, self._writers[name], count) for length in self.lengths for name in self.subsets
+            Cell(name, length, seed, self.writers[name], count) for length in self.lengths for name in self.subsets
         ]
         for cell in cells:
             cell.check()
@@ -220,7 +221,7 @@ class Niah:
 
     def _sample(self, cell: Cell, index: int) -> Sample:
         written, size = cell.fitted(index)
-        writer = self._writers[cell.name]
+        writer = self.writers[cell.name]
         meta: dict[str, Any] = {"subset": cell.name, "length": cell.length, "depths": list(written.depths)}
         meta |= {"size": size, "haystack": self.haystack if writer.haystack == "essay" else writer.haystack}
         if "words" in (writer.key, writer.value):
@@ -323,24 +324,24 @@ def _largest(fits: Callable[[int], bool], least: int, guess: int) -> int:
 # -- keys, values, haystacks -------------------------------------------------------------------------------------------
 
 
-def _draw(kind: Kind, count: int, rng: random.Random, taken: Iterable[str] = ()) -> list[str]:
+def draw(kind: Kind, count: int, rng: random.Random, taken: Iterable[str] = ()) -> list[str]:
     """`count` different ones of a kind, none of them `taken`.
 
     Raises:
         ValueError: so many that drawing different ones would take for ever.
     """
-    draw, variety = _DRAWS[kind]
+    one, variety = _DRAWS[kind]
     found = dict.fromkeys(taken)
     wanted = len(found) + count
     if 2 * wanted > variety:
         raise ValueError(f"task.lengths: {wanted} different {kind} are needed, of {variety}; choose shorter lengths")
     while len(found) < wanted:
-        found[draw(rng)] = None
+        found[one(rng)] = None
     return list(found)[wanted - count :]
 
 
 def _word(rng: random.Random) -> str:
-    return f"{rng.choice(_ADJECTIVES)}-{rng.choice(_NOUNS)}"
+    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
 
 
 def _number(rng: random.Random) -> str:
@@ -353,7 +354,7 @@ def _uuid(rng: random.Random) -> str:
 
 # Each kind: how to draw one, and how many there are.
 _DRAWS: dict[Kind, tuple[Callable[[random.Random], str], int]] = {
-    "words": (_word, len(_ADJECTIVES) * len(_NOUNS)),
+    "words": (_word, len(ADJECTIVES) * len(NOUNS)),
     "numbers": (_number, 9 * 10**6),
     "uuids": (_uuid, 2**122),
 }
