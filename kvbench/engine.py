@@ -109,12 +109,9 @@ class Engine:
         assert self.prefilled, "the prompt is not complete"
         if active is not None:
             self._active = list(active)
-        if self._sparse:
-            first = self.stores[min(self._sparse)]
-            device = tokens.device
-            with self.spans("index_update"):
-                positions, running = torch.tensor(first.lengths), torch.tensor(self._active)
-                self.method.step(tokens, positions.to(device), running.to(device))
+        with self.spans("index_update"):
+            positions, running = torch.tensor(self.stores[0].lengths), torch.tensor(self._active)
+            self.method.step(tokens, positions.to(tokens.device), running.to(tokens.device))
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attention of one layer in the forward pass that was started.
@@ -208,7 +205,7 @@ class Engine:
             out, weights = self._execute(asked, store, attended, self.shape.scaling, observes)
         self.audit.attended(layer, selection, store.used)
         if self.probe is not None:
-            self.probe.step(layer, query, key, value, selection, store.resident_ids(), out)
+            self.probe.step(layer, query, key, value, selection, store.resident_ids(), out, self._active)
         if weights is not None:
             with self.spans("index_update"):
                 self.method.observe(layer, selection, weights)
@@ -225,19 +222,24 @@ class Engine:
     ) -> tuple[torch.Tensor, Selection]:
         """Turn query and keys to their places inside the selection (StreamingLLM, section 3.2).
 
-        The m-th oldest of the selected tokens goes to position m. Only differences of positions matter to RoPE, so what
-        is stored at its original position is rotated by (new - old).
+        The m-th oldest of the selected tokens goes to position m, the query to that of the newest. What is stored at
+        its original position is first turned back to position 0: the angle of a difference of large positions, rounded
+        once, is not the difference of their rounded angles.
         """
-        assert self._rotate is not None, "this engine was made without the model's rotary function"
         if selection.index.shape[1] not in (1, self.shape.kv_heads):
             raise ValueError('positions="cache" needs one selection per KV head: its keys are rotated once')
         index = selection.index.expand(-1, self.shape.kv_heads, -1)
         present = index >= 0
         place = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)
-        keys = self._rotate(store.gather(index)[0], torch.where(present, place - index, 0))
-        lengths = torch.tensor(store.lengths, device=query.device)
-        shift = (present.sum(dim=2) - lengths[:, None]).repeat_interleave(self.shape.group, dim=1)
-        return self._rotate(query, shift[..., None]), replace(selection, keys=keys)
+        keys = self._moved(store.gather(index)[0], index.clamp(min=0), place)
+        now = torch.tensor(store.lengths, device=query.device)[:, None, None].expand(-1, self.shape.query_heads, 1) - 1
+        newest = present.sum(dim=2, keepdim=True).repeat_interleave(self.shape.group, dim=1) - 1
+        return self._moved(query, now, newest), replace(selection, keys=keys)
+
+    def _moved(self, vectors: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Vectors [B, H, n, D] at positions `old` [B, H, n], turned to positions `new`, in fp32 until the end."""
+        assert self._rotate is not None, "this engine was made without the model's rotary function"
+        return self._rotate(self._rotate(vectors.float(), -old), new).to(vectors.dtype)
 
     def settle(self) -> None:
         """Count the step that just ended; called outside the timed part, or before the next step begins."""

@@ -130,7 +130,8 @@ class Context:
     Attributes:
         seed, sample: everything random derives from these two and the layer, never from the order of calls.
         pool: the one worker pool for background index work.
-        spans: timing spans, `with context.spans("gather"): ...` inside a method refines the breakdown.
+        spans: timing spans, `with context.spans("gather"): ...` inside a method refines the breakdown; of the thread
+            that calls the method, not of the pool's.
         pieces: text of every vocabulary entry, when `Needs.token_text` asked for it.
     """
 
@@ -162,7 +163,8 @@ class Prompt:
         keys, values: [B, Hkv, N, D], in place in the store.
         queries: [B, Hq, W, D], the last W queries of each row, right-aligned (W = `Needs.query_window`, at most N).
         attention_sums: [B, Hq, N] fp32, or None.
-        on_host: resolves to (keys, values) in host memory when home is "host"; background work waits on it.
+        on_host: resolves to (keys, values) in host memory when home is "host"; background work waits on it. It is the
+            store's own memory, so join what reads it before `View.arrange` moves it.
     """
 
     lengths: tuple[int, ...]

@@ -6,6 +6,8 @@ A probe keeps a shadow copy of all keys and values, outside the audit, so a run 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +62,7 @@ class Probe:
         selection: Selection | None,
         resident: torch.Tensor,
         out: torch.Tensor,
+        active: Sequence[bool],
     ) -> None:
         """Take note of a decode step, and measure it when its turn has come.
 
@@ -67,12 +70,13 @@ class Probe:
             query, out: [B, Hq, 1, D], before and after attention.
             key, value: [B, Hkv, 1, D] of the current token.
             selection: what was attended; None = the tokens `resident` [B, Hkv, n].
+            active: rows that still generate; the others are not measured.
         """
         shadow = self.stores[layer]
         shadow.append(key, value)
         chosen = self._chosen(shadow, selection, resident)
         if self._steps[layer] % self.every == 0:
-            self._measure(layer, query, chosen, out)
+            self._measure(layer, query, chosen, out, list(active))
         self._steps[layer] += 1
         self._recent[layer].append(chosen)
 
@@ -99,7 +103,10 @@ class Probe:
         chosen.scatter_(2, torch.where(index < 0, chosen.shape[2] - 1, index), True)
         return chosen[..., :-1]
 
-    def _measure(self, layer: int, query: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
+    def _measure(
+        self, layer: int, query: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor, active: list[bool]
+    ) -> None:
+        add = partial(self._add, layer, active)
         key, value, mask = self.stores[layer].resident()
         batch, kv_heads, count, head_dim = key.shape
         rows = query.view(batch, kv_heads, -1, head_dim).float()
@@ -114,18 +121,18 @@ class Probe:
         order = weights.argsort(dim=2, descending=True, stable=True)
         best = torch.arange(count, device=weights.device) < size[..., None]
         hits = (chosen.gather(2, order) & best).sum(dim=2)
-        self._add(layer, "recall", hits / size.clamp(min=1))
-        self._add(layer, "mass", (weights * chosen).sum(dim=2))
-        self._add(layer, "error", (out[:, :, 0].float() - full).norm(dim=2) / full.norm(dim=2).clamp(min=1e-30))
+        add("recall", hits / size.clamp(min=1))
+        add("mass", (weights * chosen).sum(dim=2))
+        add("error", (out[:, :, 0].float() - full).norm(dim=2) / full.norm(dim=2).clamp(min=1e-30))
         if self._recent[layer]:
             last = _padded(self._recent[layer][-1], count)
-            self._add(layer, "jaccard", (chosen & last).sum(dim=2) / (chosen | last).sum(dim=2).clamp(min=1))
+            add("jaccard", (chosen & last).sum(dim=2) / (chosen | last).sum(dim=2).clamp(min=1))
             seen = torch.stack([_padded(recent, count) for recent in self._recent[layer]]).any(dim=0)
-            self._add(layer, "seen", (chosen & seen).sum(dim=2) / size.clamp(min=1))
+            add("seen", (chosen & seen).sum(dim=2) / size.clamp(min=1))
 
-    def _add(self, layer: int, name: str, values: torch.Tensor) -> None:
+    def _add(self, layer: int, active: list[bool], name: str, values: torch.Tensor) -> None:
         """Add one step's values [B, Hq]."""
-        total = values.float().mean(dim=0).cpu()
+        total = values[active].float().mean(dim=0).cpu()
         sums, counts = self._sums[layer], self._counts[layer]
         sums[name] = sums.get(name, torch.zeros_like(total)) + total
         counts[name] = counts.get(name, 0) + 1

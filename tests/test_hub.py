@@ -89,7 +89,11 @@ def test_a_hub_that_never_answers_is_given_up_after_a_second(
 
 
 def test_a_name_that_is_looked_up_for_ever_is_given_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub.socket, "create_connection", lambda *_, **__: time.sleep(4))
+    def lookup(*_: object, **__: object) -> None:
+        time.sleep(4)
+        raise OSError
+
+    monkeypatch.setattr(hub.socket, "create_connection", lookup)
     start = time.monotonic()
     assert hub.out_of_reach() is not None
     assert time.monotonic() - start < hub.PATIENCE + 0.5

@@ -226,7 +226,7 @@ def test_observe_comes_only_where_probabilities_are_needed() -> None:
 def test_method_is_asked_nothing_where_every_layer_is_dense(tiny: Loaded) -> None:
     method = Recording()
     generation, _ = run_loop(tiny, [numbers(30)], method, None, dense_layers=range(4))
-    assert {call[0] for call in method.calls} <= {"begin", "end_prefill", "end_step"}
+    assert {call[0] for call in method.calls} <= {"begin", "end_prefill", "step", "end_step"}
     assert generation.audit["dense_share"] == 1
     assert generation.audit["attended_max"] == 0
 
