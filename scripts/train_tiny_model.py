@@ -48,6 +48,7 @@ PAD, BOS, EOS = 0, 1, 2
 SPECIALS = ["<pad>", "<bos>", "<eos>"]
 VOCABULARY = 2048
 ROPE_THETA = 500_000.0
+WINDOW = 16_384  # twice the longest training length
 REST_WEIGHT = 0.3  # of the loss on everything that is no answer
 
 
@@ -347,7 +348,7 @@ def new_model(layers: int, vocabulary: int) -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        max_position_embeddings=16_384,
+        max_position_embeddings=WINDOW,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
@@ -575,6 +576,7 @@ def wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         bos_token=SPECIALS[BOS],
         eos_token=SPECIALS[EOS],
         padding_side="left",
+        model_max_length=WINDOW,
         clean_up_tokenization_spaces=False,
     )
 
@@ -587,11 +589,19 @@ def export(training: Training, out: Path) -> None:
         model.load_state_dict(training.model.state_dict())
         model.to(torch.bfloat16).save_pretrained(unfinished)
         wrapped(training.text.tokenizer).save_pretrained(unfinished)
+        _name_tokenizer_class(Path(unfinished, "tokenizer_config.json"))
         Path(unfinished, "training.json").write_text(
             json.dumps({**log, "answers": training.answers, "curve": training.curve}) + "\n"
         )
         for file in sorted(Path(unfinished).iterdir()):
             os.replace(file, out / file.name)
+
+
+def _name_tokenizer_class(path: Path) -> None:
+    # transformers 5 writes a class of its own, which neither older releases nor other libraries know.
+    settings = json.loads(path.read_text())
+    settings.pop("backend", None)
+    path.write_text(json.dumps({**settings, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
