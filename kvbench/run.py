@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -221,13 +222,14 @@ def identity(arm: Arm) -> dict[str, Any]:
         config[group] = {key: value for key, value in config[group].items() if key not in NOT_IDENTITY_OF_GROUP}
     random_weights = arm.loaded.revision.startswith("dummy-")
     sources = [*harness_sources(), *module_sources(config["method"]["_target_"])]
+    named = [Path(value) for value in config["task"].values() if isinstance(value, str) and Path(value).is_file()]
     return {
         "config": config,
         "protocol": arm.protocol.digest(),
         "dense_layers": list(arm.dense_layers),
         "model_revision": arm.loaded.revision,
         "model_shape": arm.config["model"]["config"] if random_weights else None,
-        "data": source_hash(module_sources(config["task"]["_target_"])),
+        "data": source_hash([*module_sources(config["task"]["_target_"]), *named]),
         "source": source_hash(sources),
         "device": arm.loaded.model.device.type,
         "dtype": str(arm.loaded.model.dtype).removeprefix("torch."),

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvbench.config import choices
 
 ROOT = Path(__file__).parent.parent
@@ -30,9 +32,10 @@ def test_the_method_that_the_readme_adds_runs_from_a_folder_of_ones_own(tmp_path
     assert "32.0 = 1.00 C" in done.stdout
 
 
-def test_every_method_stands_in_the_readme_s_table() -> None:
-    listed = set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE))
-    assert listed == set(choices("method"))
+@pytest.mark.parametrize("group", ["method", "task"])
+def test_every_choice_stands_in_the_readme_s_table(group: str) -> None:
+    table = README.split(f"| `{group}=` |")[1].split("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(choices(group))
 
 
 def test_the_readme_names_no_file_that_is_not_there() -> None:

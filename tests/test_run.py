@@ -235,6 +235,15 @@ def test_change_that_may_change_a_number_is_another_run(
     assert len(generated.since()) == 2
 
 
+def test_edited_haystack_file_is_another_run(tmp_path: Path, configured: Any) -> None:
+    haystack = tmp_path / "essays.txt"
+    niah = ["task=niah", "task.subsets=[niah_single_2]", "task.lengths=[900]", f"task.haystack={haystack}"]
+    for word in ("grass", "stone"):
+        haystack.write_text(f"The {word} is there. " * 200)
+        run(configured("task.limit=1", *niah))
+    assert len(folders(tmp_path)) == 2
+
+
 @pytest.mark.parametrize("change", ["threads=1", "task.limit=1"])
 def test_change_that_changes_no_number_is_the_same_run(
     tmp_path: Path, configured: Any, generated: Generated, change: str
