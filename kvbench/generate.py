@@ -91,11 +91,15 @@ def generate(
         else:
             prefilled.lend(engine)
             tokens = prefilled.tokens
-        for token in question:
+    counting = 0.0
+    for token in question:
+        with engine.spans("other"):
             tokens = decode_step(model, torch.full_like(tokens, token), cache, [True] * len(prompts))
-            engine.settle()
-        new = tokens.tolist()
-    generation = Generation([[token] for token in new], ttft_s=time.perf_counter() - start)
+        stopped = time.perf_counter()
+        engine.settle()
+        counting += time.perf_counter() - stopped
+    new = tokens.tolist()
+    generation = Generation([[token] for token in new], ttft_s=time.perf_counter() - start - counting)
     generation.shared_prefill = prefilled is not None
     generation.prefill_ms = _milliseconds(engine.spans.reset(), 1)
 

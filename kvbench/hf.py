@@ -145,14 +145,17 @@ class KVCache(_CountingCache):
         harness: dict[str, Any] = {}
         if isinstance(method, str):
             config = method_config(method, **options)
-            method, harness = build(config), config.harness
+            self._method: Method = build(config)
+            harness = config.harness
+        elif options:
+            raise ConfigError(f"{', '.join(options)}: no such argument; give a Method object its options yourself")
+        else:
+            self._method = method
         minimum = harness.get("minimum")
         check_budget(budget, harness.get("name", "the method"), minimum, accounting, harness.get("preset"))
         use_kvbench_attention(model)
         super().__init__(model.config.get_text_config().num_hidden_layers)
         self._model = model
-        assert isinstance(method, Method), "method is a name or a Method"
-        self._method = method
         size = harness.get("preset") if budget is None else budget
         self._budget = Budget(size, accounting, minimum=(minimum or {}).get(accounting) or 1)
         self._dense_layers, self._prompt_length = dense_layers, prompt_length

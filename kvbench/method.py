@@ -16,8 +16,8 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -213,7 +213,6 @@ class Selection:
     log_weight: torch.Tensor | None = None
     keys: torch.Tensor | None = None
     extra: Extra | None = None
-    resolved: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
 class Method:

@@ -152,6 +152,8 @@ def test_method_by_name_takes_its_options(pairs: Any) -> None:
         assert named == generated(model, inputs(1), KVCache(model, case.build(), SMALL)), case.id
     with pytest.raises(ConfigError, match="page"):
         KVCache(model, "quest", 256, page=8)
+    with pytest.raises(ConfigError, match="page_size: no such argument"):
+        KVCache(model, METHODS[0].build(), 256, page_size=8)
 
 
 # -- what the model does without a KVCache -----------------------------------------------------------------------------
