@@ -414,7 +414,8 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
     """What summary.json holds, from sample records alone.
 
     Scores are means x 100 over all samples, a failed one counting 0; `score_ok` leaves the failed out; `stderr` is the
-    standard error of the mean in the same units. Timings, audit and probes are over samples that did not fail.
+    standard error of the mean in the same units. Timings, audit and probes are over samples that did not fail; a broken
+    budget rule, which fails its sample, still shows in the audit.
     What no sample measured is None or absent.
 
     Args:
@@ -425,7 +426,7 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
     finished = [record for record in records if not record.get("error")]
     names = sorted({metric}.union(*(record.get("scores") or {} for record in finished)))
     main = [_score(record, metric) for record in records]
-    summary = {
+    summary: dict[str, Any] = {
         "score": _percent(main),
         "score_ok": _percent([_score(record, metric) for record in finished]),
         "scores": {name: _percent([_score(record, name) for record in records]) for name in names},
@@ -437,6 +438,8 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
         "audit": _combined([record.get("audit") or {} for record in finished]),
         "probe": _combined([record.get("probe") or {} for record in finished]),
     }
+    if any((record.get("audit") or {}).get("over_rule") for record in records):
+        summary["audit"] = {**summary["audit"], "over_rule": True}
     optional = ("groups", "audit", "probe")
     return {key: value for key, value in summary.items() if value or key not in optional}
 

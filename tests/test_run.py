@@ -185,6 +185,35 @@ def test_failing_sample_is_recorded_and_retried(
     assert records(folder)[-1]["error"] is None
 
 
+def test_sample_whose_method_breaks_its_own_rule_fails(
+    tmp_path: Path, configured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured()
+    monkeypatch.setattr("methods.quest.Quest.rule", lambda *_: 1)
+    summary = run(config)
+    assert summary["failed"] == SAMPLES
+    assert summary["audit"]["over_rule"] is True
+    for record in records(only_folder(tmp_path)):
+        assert record["error"].startswith("over_rule: a KV head attended up to ")
+        assert record["scores"] == {"accuracy": 0.0}
+
+
+def test_question_read_through_the_method_is_no_part_of_the_prefill(
+    tmp_path: Path, configured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, int]] = []
+
+    def note(model: Any, prompts: Any, engine: Any, **options: Any) -> Any:
+        given.append((len(prompts[0]), len(options["question"])))
+        return generate(model, prompts, engine, **options)
+
+    monkeypatch.setattr(kvbench.run, "generate", note)
+    run(configured("task.limit=1", "protocol.question_as_decode=true"))
+    (record,) = records(only_folder(tmp_path))
+    asked = len("What is the pass key? The pass key is")  # a byte is a token
+    assert given == [(record["prompt_tokens"] - asked, asked)]
+
+
 def test_failed_sample_scores_zero(configured: Any, generated: Generated, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbench.tasks.passkey.Passkey.score", lambda *_: {"accuracy": 1.0})
     generated.broken = {FIRST: FloatingPointError("NaN")}
