@@ -251,7 +251,8 @@ class Engine:
         """The audit so far, with the executor that ran."""
         size = self.budget.size
         budget = None if size is None else self.budget.tokens(max(self.shape.lengths))
-        report = {**self.audit.report(self.method, budget), "executor": self.executor_name}
+        stored = [tensor for store in self.stores.values() for tensor in store.tensors()]
+        report = {**self.audit.report(self.method, budget, stored), "executor": self.executor_name}
         if any(store.host is not None for store in self.stores.values()):
             report["transfer"] = "measured" if self.shape.device.type == "cuda" else "simulated"
         return report

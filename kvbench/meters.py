@@ -157,14 +157,14 @@ class Audit:
             raise ValueError(f"layer {noted.layer}: the method selected a token twice for one head")
         return distinct.expand(batch, kv_heads) + extra_entries(noted.selection.extra)
 
-    def report(self, method: Method, budget: int | None) -> dict[str, Any]:
-        """The audit of a finished generation; keys as in `summary.json`."""
+    def report(self, method: Method, budget: int | None, stored: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
+        """The audit of a finished generation; keys as in `summary.json`. `stored`: the tensors of the stores."""
         return {
             "attended_mean": self._total / self._count if self._count else 0.0,
             "attended_max": self._max,
             "budget": budget,
             "device_kv_bytes": self.device_kv_bytes,
-            "index_bytes": held_bytes(method),
+            "index_bytes": held_bytes(method, stored),
             "host_bytes": self.host_bytes,
             "moved_bytes_per_step": self.moved_bytes / self.steps if self.steps else 0.0,
             "read_bytes_per_step": self.read_bytes / self.steps if self.steps else 0.0,
@@ -188,9 +188,12 @@ def count_distinct(index: torch.Tensor) -> torch.Tensor:
     return (first & (ordered >= 0)).sum(dim=-1)
 
 
-def held_bytes(method: Method) -> int:
-    """Bytes of all tensors and arrays a method object holds, each storage once; the harness's own parts left out."""
-    seen: set[int] = set()
+def held_bytes(method: Method, stored: Iterable[torch.Tensor] = ()) -> int:
+    """Bytes of all tensors and arrays a method object holds, each storage once; the harness's own parts left out.
+
+    A view of what the store holds (`stored`) is no memory of the method's; of keys that the store has dropped it is.
+    """
+    seen = {tensor.untyped_storage().data_ptr() for tensor in stored}
     outside = {"shape", "budget", "view", "context", "needs"}
 
     def size(thing: Any) -> int:

@@ -107,6 +107,10 @@ class LayerStore:
         held = [self.key, self.value] + ([] if self._staged is None else [self._staged.key, self._staged.value])
         return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The keys and values of both tiers."""
+        return [self.key, self.value] + ([] if self.host is None else [self.host.key, self.host.value])
+
     def tiers(self) -> torch.Tensor:
         """[B, Hkv, longest row] int8: `DEVICE`, `HOST` or `DROPPED` for each token seen (`DROPPED` beyond a row)."""
         tiers = torch.zeros(*self.used.shape, max(self.lengths), dtype=torch.int8)

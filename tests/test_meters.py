@@ -18,7 +18,7 @@ from kvbench import meters
 from kvbench.generate import generate
 from kvbench.hf import engine_for, method_named
 from kvbench.meters import Spans, count_distinct, held_bytes
-from kvbench.method import Budget, Method, Selection
+from kvbench.method import Budget, Method, Prompt, Selection
 from kvbench.models import Loaded
 
 # -- spans -------------------------------------------------------------------------------------------------------------
@@ -181,6 +181,31 @@ def test_arrays_count_as_tensors_do() -> None:
 )
 def test_tensors_are_found_wherever_a_method_keeps_them(content: Any) -> None:
     assert held_bytes(Holding(held=content(torch.zeros(25)))) == 100
+
+
+class Clinging(Method):
+    """Holds on to the prompt's keys, in place in the store, and maybe has the store drop them."""
+
+    def __init__(self, drops: bool) -> None:
+        self.drops = drops
+        self.prompt_keys: dict[int, torch.Tensor] = {}
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        self.prompt_keys[layer] = prompt.keys
+        if self.drops:
+            self.view.keep(layer, torch.arange(10).expand(1, 1, 10))
+
+    def rule(self, length: int, generated: int) -> int | None:
+        return None
+
+
+def test_keys_in_the_store_are_no_index_until_the_store_has_dropped_them(tiny: Loaded) -> None:
+    for drops in (False, True):
+        method = Clinging(drops)
+        generation, _ = run_loop(tiny, [numbers(30)], method, None, steps=3)
+        held = sum(keys.untyped_storage().nbytes() for keys in method.prompt_keys.values())
+        assert held > 0
+        assert generation.audit["index_bytes"] == (held if drops else 0)
 
 
 def test_what_holds_itself_is_counted_once() -> None:
