@@ -24,6 +24,7 @@ from kvbench import hub
 from kvbench.config import (
     FACTS,
     ConfigError,
+    build,
     check_types,
     check_valid,
     first_line,
@@ -82,6 +83,7 @@ def check(cfg: DictConfig, here: bool = True) -> None:
     _check_results_dir(run["results_dir"])
     refuse_other_formats(run["results_dir"], run["task"]["name"], source.name, arm_name(run))
     if here:
+        _check_task(run["task"])
         _check_device(run["device"])
         if source.path is not None and source.folder is None:
             hub.refuse_out_of_reach(source.path)
@@ -251,6 +253,15 @@ def window(model_config: Mapping[str, Any]) -> int | None:
     # YaRN as its authors write it leaves max_position_embeddings at the length before stretching.
     original = rope.get("original_max_position_embeddings") or limit
     return max(limit, int((rope.get("factor") or 1) * original))
+
+
+def _check_task(task: Mapping[str, Any]) -> None:
+    """The task's own checks of its options, and whether its data can be had; tasks import nothing heavy."""
+    for source in getattr(build(task), "sources", ()):
+        try:
+            source.check()
+        except ValueError as error:
+            raise ConfigError(first_line(error)) from error
 
 
 def _check_window(run: Any, shape: Mapping[str, Any], source: hub.Source, lengths: list[int]) -> None:

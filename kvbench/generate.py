@@ -60,6 +60,8 @@ def generate(
     *,
     max_new_tokens: int,
     stop_ids: Collection[int] = (),
+    not_first: Collection[int] = (),
+    ends: Callable[[Sequence[int]], bool] = lambda tokens: False,
     prefill_chunk: int | None = None,
     question: Sequence[int] = (),
     prefilled: Prefilled | None = None,
@@ -73,6 +75,8 @@ def generate(
         engine: fresh, made for this batch.
         max_new_tokens: new tokens of each row at most, at least 1.
         stop_ids: a row ends after the first of these.
+        not_first: tokens that no row may begin with.
+        ends: whether a row ends with these new tokens; asked after every step, outside the times.
         prefill_chunk: prompt columns in one forward pass; None: all.
         question: token ids that follow every prompt and are read as decode steps, so through the method.
         prefilled: begin from this prefill of the prompts instead of one of its own.
@@ -87,14 +91,22 @@ def generate(
     start = time.perf_counter()
     with engine.spans("other"):
         if prefilled is None:
-            tokens = prefill(model, prompts, cache, prefill_chunk, lambda done: progress and progress(done, total))
+            tokens = prefill(
+                model,
+                prompts,
+                cache,
+                prefill_chunk,
+                lambda done: progress and progress(done, total),
+                () if question else not_first,
+            )
         else:
             prefilled.lend(engine)
             tokens = prefilled.tokens
     counting = 0.0
-    for token in question:
+    for place, token in enumerate(question, 1):
+        banned = not_first if place == len(question) else ()
         with engine.spans("other"):
-            tokens = decode_step(model, torch.full_like(tokens, token), cache, [True] * len(prompts))
+            tokens = decode_step(model, torch.full_like(tokens, token), cache, [True] * len(prompts), banned)
         stopped = time.perf_counter()
         engine.settle()
         counting += time.perf_counter() - stopped
@@ -103,7 +115,7 @@ def generate(
     generation.shared_prefill = prefilled is not None
     generation.prefill_ms = _milliseconds(engine.spans.reset(), 1)
 
-    active = [token not in stop_ids for token in new]
+    active = [token not in stop_ids and not ends([token]) for token in new]
     for step in range(1, max_new_tokens):
         if not any(active):
             break
@@ -116,7 +128,7 @@ def generate(
         for row, token in enumerate(new):
             if active[row]:
                 generation.tokens[row].append(token)
-                active[row] = token not in stop_ids
+                active[row] = token not in stop_ids and not ends(generation.tokens[row])
         if progress:
             progress(read + step + 1, total)
     if generation.step_ms:
@@ -133,8 +145,9 @@ def prefill(
     cache: EngineCache,
     chunk: int | None = None,
     progress: Callable[[int], object] = lambda done: None,
+    not_first: Collection[int] = (),
 ) -> torch.Tensor:
-    """Read the prompts; returns each row's first new token, [B]."""
+    """Read the prompts; returns each row's first new token, [B], none of `not_first`."""
     engine = cache.engine
     lengths = [len(prompt) for prompt in prompts]
     ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
@@ -150,19 +163,24 @@ def prefill(
         engine.start_chunk(part)
         logits = _forward(model, part, torch.arange(column, end, device=ids.device).expand_as(part), cache, columns)
         for row in ending:
-            tokens[row] = _argmax(logits[row : row + 1, columns.index(lengths[row] - 1 - column)])[0]
+            last = logits[row : row + 1, columns.index(lengths[row] - 1 - column)]
+            tokens[row] = _argmax(last, not_first)[0]
         progress(end)
     return tokens
 
 
 def decode_step(
-    model: PreTrainedModel, tokens: torch.Tensor, cache: EngineCache, active: Sequence[bool]
+    model: PreTrainedModel,
+    tokens: torch.Tensor,
+    cache: EngineCache,
+    active: Sequence[bool],
+    banned: Collection[int] = (),
 ) -> torch.Tensor:
-    """One step: tokens [B] in, the next tokens [B] out."""
+    """One step: tokens [B] in, the next tokens [B] out, none of them banned."""
     positions = torch.tensor(cache.engine.stores[0].lengths, device=tokens.device)
     cache.engine.start_step(tokens, active)
     logits = _forward(model, tokens[:, None], positions[:, None], cache, None)
-    return _argmax(logits[:, -1])
+    return _argmax(logits[:, -1], banned)
 
 
 def _forward(
@@ -176,8 +194,10 @@ def _forward(
     return logits
 
 
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
+def _argmax(logits: torch.Tensor, banned: Collection[int] = ()) -> torch.Tensor:
     """Greedy tokens [B] of logits [B, vocabulary]; NaN and inf reach the maximum, so that one test finds them."""
+    if banned:
+        logits = logits.index_fill(-1, torch.tensor(sorted(banned), device=logits.device), -torch.inf)
     best, tokens = logits.max(dim=-1)
     if not bool(torch.isfinite(best).all()):
         raise FloatingPointError("the model's logits are NaN or infinite")

@@ -8,7 +8,7 @@ very memory layout of a run of its own, and gets the same bits.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -87,6 +87,7 @@ def prefill_once(
     *,
     max_new_tokens: int,
     chunk: int | None = None,
+    not_first: Collection[int] = (),
 ) -> Prefilled:
     """Read prompts once for all methods with these needs.
 
@@ -96,12 +97,13 @@ def prefill_once(
         needs: of the methods that will begin from the snapshot.
         max_new_tokens: most tokens any of them will generate.
         chunk: prompt columns in one forward pass; None: all.
+        not_first: tokens that no row may begin with.
     """
     start = time.perf_counter()
     shape = shape_of(model, [len(prompt) for prompt in prompts], (), model.dtype, model.device)
     recorder = Recorder(union(needs))
     engine = Engine(shape, recorder, Budget(None), new_tokens=max_new_tokens)
-    tokens = prefill(model, prompts, EngineCache(engine), chunk)
+    tokens = prefill(model, prompts, EngineCache(engine), chunk, not_first=not_first)
     return Prefilled(tokens, recorder.prompts, engine.stores, time.perf_counter() - start)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, get_args
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvbench.method import Accounting
-    from kvbench.tasks import Sample, Task
+    from kvbench.tasks import Sample
 
 Chat = Literal["auto", "on", "off"]
 Generated = Literal["free", "counted"]
@@ -88,17 +89,20 @@ class Protocol:
             )
         return dense
 
-    def uses_chat(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether prompts of `task` (its attribute `chat`, by default False) go through the chat template.
+    def uses_chat(self, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Whether the prompt of `sample` goes through the chat template; "auto": where the benchmark does and can."""
+        if self.chat == "auto":
+            return bool(sample.chat and tokenizer.chat_template)
+        return self.chat == "on"
+
+    def check_chat(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Refuse a tokenizer that cannot do what `chat` asks for.
 
         Raises:
-            ValueError: chat is "on" and the tokenizer has no template; "auto" then means a raw prompt (base models).
+            ValueError: chat is "on" and there is no template; "auto" then means a raw prompt (base models).
         """
         if self.chat == "on" and not tokenizer.chat_template:
             raise ValueError("protocol.chat=on: this model's tokenizer has no chat template; use auto or off")
-        if self.chat == "auto":
-            return bool(getattr(task, "chat", False) and tokenizer.chat_template)
-        return self.chat == "on"
 
 
 @dataclass(frozen=True)
@@ -109,32 +113,68 @@ class Rendered:
         ids: token ids, special tokens included, BOS at most once.
         question_start: index of the token that holds the first character of `Sample.question`; None where the sample
             has no question or the tokenizer (a slow one) keeps no offsets.
+        cut: tokens that the middle of the raw prompt lost.
     """
 
     ids: list[int]
     question_start: int | None = None
+    cut: int = 0
 
 
-def render(sample: Sample, tokenizer: PreTrainedTokenizerBase, chat: bool) -> Rendered:
+def render(sample: Sample, tokenizer: PreTrainedTokenizerBase, chat: bool, window: int | None = None) -> Rendered:
     """Token ids of a sample's prompt.
 
     Args:
         sample: its prompt is used as it is, or as the one user message of the chat template.
         tokenizer: adds its own special tokens to a raw prompt; a template's text brings its own, so there it adds none.
         chat: what `Protocol.uses_chat` says.
+        window: tokens that the model's positions reach; a prompt that may be cut, is cut until it and the new tokens
+            fit. None: no end.
 
     Raises:
-        ValueError: the template does not keep the question as it was.
+        ValueError: the template does not keep the question as it was, or the window has no room for any prompt.
     """
-    text = _chat_text(sample.prompt, tokenizer) if chat else sample.prompt
+    whole = _rendered(sample, sample.prompt, tokenizer, chat)
+    if not sample.truncate:
+        return whole
+    # LongBench cuts the raw prompt, special tokens counted, before it meets the template.
+    raw: list[int] = tokenizer(sample.prompt, verbose=False)["input_ids"]
+    room = math.inf if window is None else window - sample.max_new_tokens
+    most = min(len(raw), sample.max_length or len(raw), room - (len(whole.ids) - len(raw) if chat else 0))
+    rendered = whole if most == len(raw) else None
+    # Two halves of a text may make a few tokens more than they were.
+    while rendered is None or len(rendered.ids) > room:
+        if rendered is not None:
+            most -= len(rendered.ids) - room
+        if most < 2:
+            raise ValueError(
+                f"the model's window of {window} tokens has no room for a prompt beside {sample.max_new_tokens} new "
+                "tokens; choose another model"
+            )
+        half = int(most) // 2
+        rendered = _rendered(sample, _halves(raw, half, tokenizer), tokenizer, chat, len(raw) - 2 * half)
+    return rendered
+
+
+def _halves(ids: list[int], half: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of the first and the last `half` tokens."""
+    parts = (ids[:half], ids[len(ids) - half :])
+    return "".join(str(tokenizer.decode(part, skip_special_tokens=True)) for part in parts)
+
+
+def _rendered(sample: Sample, prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool, cut: int = 0) -> Rendered:
+    text = (_chat_text(prompt, tokenizer) if chat else prompt) + sample.answer_prefix
     locate = bool(sample.question) and tokenizer.is_fast
     encoded = tokenizer(text, add_special_tokens=not chat, return_offsets_mapping=locate, verbose=False)
-    if not locate:
-        return Rendered(list(encoded["input_ids"]))
-    start = _question_character(text, sample.question)
+    ids = list(encoded["input_ids"])
+    start = _question_character(text, sample.question) if locate else None
+    if start is None and locate and not cut:
+        raise ValueError(f"the chat template changed the question {sample.question!r}: use protocol.chat=off")
+    if start is None:
+        return Rendered(ids, cut=cut)
     # Special tokens have empty offsets: they hold no character and are passed over.
     question = next(index for index, (_, end) in enumerate(encoded["offset_mapping"]) if end > start)
-    return Rendered(list(encoded["input_ids"]), question)
+    return Rendered(ids, question, cut)
 
 
 def _chat_text(prompt: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -142,14 +182,12 @@ def _chat_text(prompt: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **TEMPLATE_SETTINGS)
 
 
-def _question_character(text: str, question: str) -> int:
+def _question_character(text: str, question: str) -> int | None:
     """Where the question starts in the rendered text; the last place, since a prompt may repeat it (few-shot)."""
     start = text.rfind(question)
     if start < 0:  # many templates trim the message
         start = text.rfind(question.strip())
-    if start < 0:
-        raise ValueError(f"the chat template changed the question {question!r}: use protocol.chat=off")
-    return start
+    return None if start < 0 else start
 
 
 def _layers(values: object) -> tuple[int, ...]:

@@ -60,8 +60,10 @@ _NOT_NUMBERS = {
     "checks.py",
     "config.py",
     "hub.py",
+    "progress.py",
     "results.py",
     "run.py",
+    "score.py",
     "report",
     "tasks",
 }
@@ -415,7 +417,8 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
 
     Scores are means x 100 over all samples, a failed one counting 0; `score_ok` leaves the failed out; `stderr` is the
     standard error of the mean in the same units. Timings, audit and probes are over samples that did not fail; a broken
-    budget rule, which fails its sample, still shows in the audit.
+    budget rule, which fails its sample, still shows in the audit. Where samples belong to several groups (subsets,
+    lengths), `groups` has each one's own, and `macro` the plain mean of theirs.
     What no sample measured is None or absent.
 
     Args:
@@ -426,6 +429,7 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
     finished = [record for record in records if not record.get("error")]
     names = sorted({metric}.union(*(record.get("scores") or {} for record in finished)))
     main = [_score(record, metric) for record in records]
+    groups = _groups(records, metric)
     summary: dict[str, Any] = {
         "score": _percent(main),
         "score_ok": _percent([_score(record, metric) for record in finished]),
@@ -433,14 +437,15 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
         "n": len(records),
         "failed": len(records) - len(finished),
         "stderr": _standard_error(main),
-        "groups": _groups(records, metric),
+        "groups": groups,
+        "macro": _macro(groups),
         "latency": _latency(finished),
         "audit": _combined([record.get("audit") or {} for record in finished]),
         "probe": _combined([record.get("probe") or {} for record in finished]),
     }
     if any((record.get("audit") or {}).get("over_rule") for record in records):
         summary["audit"] = {**summary["audit"], "over_rule": True}
-    optional = ("groups", "audit", "probe")
+    optional = ("groups", "macro", "audit", "probe")
     return {key: value for key, value in summary.items() if value or key not in optional}
 
 
@@ -464,12 +469,31 @@ def _standard_error(scores: Sequence[float]) -> float | None:
     return 100 * math.sqrt(variance / len(scores))
 
 
-def _groups(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float | None]:
-    """The main score of each group, in order of appearance; empty if there is only one."""
-    members: dict[str, list[float]] = {}
+def _groups(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, dict[str, Any]]:
+    """Main score, standard error, samples and failures of each group, in order of appearance; {} for a single one."""
+    members: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
-        members.setdefault(record.get("group") or "", []).append(_score(record, metric))
-    return {group: _percent(scores) for group, scores in members.items()} if len(members) > 1 else {}
+        members.setdefault(record.get("group") or "", []).append(record)
+    if len(members) < 2:
+        return {}
+    found = {}
+    for group, own in members.items():
+        scores = [_score(record, metric) for record in own]
+        failed = sum(bool(record.get("error")) for record in own)
+        found[group] = {"score": _percent(scores), "stderr": _standard_error(scores), "n": len(own), "failed": failed}
+    return found
+
+
+def _macro(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
+    """The plain mean over groups, whatever their sizes, and its standard error."""
+    if not groups:
+        return {}
+    errors = [group["stderr"] for group in groups.values()]
+    known = None not in errors
+    return {
+        "score": math.fsum(group["score"] for group in groups.values()) / len(groups),
+        "stderr": math.sqrt(math.fsum(error**2 for error in errors)) / len(groups) if known else None,
+    }
 
 
 def _latency(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

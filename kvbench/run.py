@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 import kvbench
@@ -23,6 +20,7 @@ from kvbench.config import ConfigError, bind_methods, build
 from kvbench.generate import Generation, generate
 from kvbench.hf import engine_for
 from kvbench.method import Budget, Method
+from kvbench.progress import progress
 from kvbench.protocol import Protocol, render
 from kvbench.results import RunFolder, harness_sources, module_sources, source_hash, summarise
 from kvbench.tasks import Sample, Task, take
@@ -68,14 +66,16 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         identity(arm),
         {**config, "versions": versions(), "device_name": device_name(arm.loaded.model.device)},
     ) as folder:
-        limit = config["task"].get("limit")
-        total = min(len(arm.task), limit or len(arm.task))
-        with progress(console, total, len(folder.done)) as report:
-            for sample in samples(arm, limit):
-                if sample.id not in folder.done:
-                    record = measure(arm, sample, report.tokens)
-                    folder.add(record)
-                    report.sample(record)
+        work = work_of(arm, config["task"].get("limit"), folder.done)
+        with progress(console, work.total, len(folder.done)) as report:
+            for sample in work.samples:
+                record = measure(arm, sample, report.tokens)
+                folder.add(record)
+                report.sample(record, work.share(sample))
+                if sample.chat and not record["chat"] and arm.protocol.chat == "auto":
+                    report.once(
+                        "chat", "protocol.chat=auto: the tokenizer has no chat template, prompts are raw (said once)"
+                    )
         summary = summarise(folder.records.values(), arm.task.metric)
         folder.finish(summary)
     console.print(table(config, arm, summary))
@@ -95,11 +95,13 @@ def prepare(config: Config) -> Arm:
         protocol = Protocol(**config["protocol"])
         task: Task = build(config["task"])
         method: Method = build(config["method"])
+        for source in getattr(task, "sources", ()):
+            source.path()
         loaded = models.load(config["model"], config["device"], config["dtype"], config["seed"])
         layers = loaded.model.config.get_text_config().num_hidden_layers
         published = config["method"].get("published_dense_layers") or ()
         dense_layers = protocol.dense_layers_of(loaded.dense_layers, published, layers)
-        protocol.uses_chat(task, loaded.tokenizer)
+        protocol.check_chat(loaded.tokenizer)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     size = config["method"].get("preset") if config["budget"] is None else config["budget"]
@@ -108,8 +110,37 @@ def prepare(config: Config) -> Arm:
     return Arm(config, protocol, loaded, method, budget, task, dense_layers)
 
 
+class Work(NamedTuple):
+    """The samples that a start has before it.
+
+    Attributes:
+        samples: in the order to run them.
+        total: samples in all, finished ones included.
+        share: of a sample in the work of this start; they add up to 1.
+    """
+
+    samples: Iterable[Sample]
+    total: int
+    share: Callable[[Sample], float]
+
+
+def work_of(arm: Arm, limit: int | None, done: Collection[str]) -> Work:
+    """What is left to do: stored samples longest first, so that what does not fit fails early; generated ones as made.
+
+    What is wrong with a task's settings or data shows here or at the first sample.
+    """
+    if not getattr(arm.task, "stored", False):
+        total = min(len(arm.task), limit or len(arm.task))
+        left = max(1, total - len(done))
+        return Work((sample for sample in samples(arm, limit) if sample.id not in done), total, lambda sample: 1 / left)
+    chosen = list(samples(arm, limit))
+    pending = sorted((sample for sample in chosen if sample.id not in done), key=lambda sample: -len(sample.prompt))
+    characters = max(1, sum(len(sample.prompt) for sample in pending))
+    return Work(pending, len(chosen), lambda sample: len(sample.prompt) / characters)
+
+
 def samples(arm: Arm, limit: int | None) -> Iterator[Sample]:
-    """The samples of this run; what is wrong with a task's settings shows at its first sample."""
+    """The samples of this run, as the task orders them."""
     try:
         yield from take(arm.task.samples(arm.loaded.tokenizer, arm.config["seed"]), limit)
     except ValueError as error:
@@ -122,9 +153,21 @@ def measure(arm: Arm, sample: Sample, report: Any = None) -> dict[str, Any]:
     Running out of memory, NaN logits and a broken budget rule fail the sample, which then scores 0; other errors are
     not the sample's.
     """
-    tokenizer, model = arm.loaded.tokenizer, arm.loaded.model
+    tokenizer, model, window = arm.loaded.tokenizer, arm.loaded.model, arm.loaded.window
+    chat = arm.protocol.uses_chat(sample, tokenizer)
+    record: dict[str, Any] = {
+        "id": sample.id,
+        "group": sample.group,
+        "meta": dict(sample.meta),
+        "answers": list(sample.answers),
+        "chat": chat,
+        "prompt_tokens": 0,
+        "error": sample.error or None,
+    }
+    if sample.error:
+        return {**record, "output": "", "scores": {arm.task.metric: 0.0}}
     try:
-        rendered = render(sample, tokenizer, arm.protocol.uses_chat(arm.task, tokenizer))
+        rendered = render(sample, tokenizer, chat, window)
     except ValueError as error:
         raise ConfigError(f"{sample.id}: {error}") from error
     prompt, question = rendered.ids, []
@@ -132,17 +175,12 @@ def measure(arm: Arm, sample: Sample, report: Any = None) -> dict[str, Any]:
         if not rendered.question_start:
             raise ConfigError(f"protocol.question_as_decode=true: {sample.id} has no question apart; use false")
         prompt, question = prompt[: rendered.question_start], prompt[rendered.question_start :]
-    record: dict[str, Any] = {
-        "id": sample.id,
-        "group": sample.group,
-        "meta": dict(sample.meta),
-        "prompt_tokens": len(rendered.ids),
-        "error": None,
-    }
-    if arm.loaded.window is not None and len(rendered.ids) + sample.max_new_tokens > arm.loaded.window:
+    record |= {"prompt_tokens": len(rendered.ids), "cut_tokens": rendered.cut}
+    if window is not None and len(rendered.ids) + sample.max_new_tokens > window:
+        key = "task.lengths" if "lengths" in arm.config["task"] else "task"
         raise ConfigError(
-            f"task.lengths: {sample.id} takes {len(rendered.ids)} tokens and {sample.max_new_tokens} new ones, more "
-            f"than the {arm.loaded.window} of {arm.loaded.name}; choose a shorter length or another model"
+            f"{key}: {sample.id} takes {len(rendered.ids)} tokens and {sample.max_new_tokens} new ones, more than the "
+            f"{window} of {arm.loaded.name}; choose a shorter prompt or another model"
         )
     engine = engine_for(
         model,
@@ -163,7 +201,7 @@ def measure(arm: Arm, sample: Sample, report: Any = None) -> dict[str, Any]:
             [prompt],
             engine,
             max_new_tokens=sample.max_new_tokens,
-            stop_ids=arm.loaded.stop_ids,
+            **stops(arm.loaded, sample),
             prefill_chunk=arm.protocol.prefill_chunk,
             question=question,
             progress=report,
@@ -179,6 +217,25 @@ def measure(arm: Arm, sample: Sample, report: Any = None) -> dict[str, Any]:
         record["error"] = f"over_rule: a KV head attended up to {attended} entries, its rule at the end allows {rule}"
         record["scores"] = {arm.task.metric: 0.0}
     return record
+
+
+def stops(loaded: models.Loaded, sample: Sample) -> dict[str, Any]:
+    """What ends the output of a sample, as `generate` takes it."""
+    tokenizer, ids = loaded.tokenizer, set(loaded.stop_ids)
+    found: dict[str, Any] = {"stop_ids": ids}
+    if sample.end_token:
+        ids.add(tokenizer(sample.end_token, add_special_tokens=False)["input_ids"][-1])
+        found["not_first"] = ids
+    if sample.stop:
+        # A stop may begin inside a token, so texts are compared; the last tokens hold what the newest one completed.
+        tail = max(map(len, sample.stop)) + 8
+
+        def ends(tokens: Sequence[int]) -> bool:
+            text = tokenizer.decode(list(tokens[-tail:]), skip_special_tokens=True)
+            return any(stop in text for stop in sample.stop)
+
+        found["ends"] = ends
+    return found
 
 
 def is_failed_sample(error: Exception) -> bool:
@@ -222,14 +279,15 @@ def identity(arm: Arm) -> dict[str, Any]:
         config[group] = {key: value for key, value in config[group].items() if key not in NOT_IDENTITY_OF_GROUP}
     random_weights = arm.loaded.revision.startswith("dummy-")
     sources = [*harness_sources(), *module_sources(config["method"]["_target_"])]
-    named = [Path(value) for value in config["task"].values() if isinstance(value, str) and Path(value).is_file()]
+    data = [source.path() for source in getattr(arm.task, "sources", ())]
     return {
         "config": config,
         "protocol": arm.protocol.digest(),
         "dense_layers": list(arm.dense_layers),
         "model_revision": arm.loaded.revision,
         "model_shape": arm.config["model"]["config"] if random_weights else None,
-        "data": source_hash([*module_sources(config["task"]["_target_"]), *named]),
+        "data": source_hash([*module_sources(config["task"]["_target_"]), *data]),
+        "notes": dict(getattr(arm.task, "notes", {})),
         "source": source_hash(sources),
         "device": arm.loaded.model.device.type,
         "dtype": str(arm.loaded.model.dtype).removeprefix("torch."),
@@ -266,6 +324,11 @@ def table(config: Config, arm: Arm, summary: dict[str, Any]) -> Table:
         "time to first token": number(latency.get("ttft_s"), "{:.3f} s"),
         "time per further token": number(latency.get("tpot_ms_mean"), "{:.2f} ms"),
     }
+    for name, group in summary.get("groups", {}).items():
+        lost = f", {group['failed']} failed" if group["failed"] else ""
+        rows[name] = with_error(group["score"], group["stderr"]) + f" ({group['n']} samples{lost})"
+    if "macro" in summary:
+        rows[f"mean of {len(summary['groups'])} groups"] = with_error(**summary["macro"])
     for name, value in summary.get("probe", {}).items():
         rows[f"probe: {name}"] = number(value, "{:.3f}")
     title = f"{arm.task.name}, {arm_name(config)} on {arm.loaded.name}"
@@ -275,46 +338,11 @@ def table(config: Config, arm: Arm, summary: dict[str, Any]) -> Table:
     return drawn
 
 
-def with_error(score: float | None, error: float | None) -> str:
+def with_error(score: float | None, stderr: float | None) -> str:
     """A score and its standard error, both 0-100."""
-    return number(score, "{:.1f}") + (f" ± {error:.1f}" if error is not None else "")
+    return number(score, "{:.1f}") + (f" ± {stderr:.1f}" if stderr is not None else "")
 
 
 def number(value: float | None, form: str, scale: float = 1) -> str:
     """`value * scale` in a format, or a dash."""
     return "-" if value is None else form.format(value * scale)
-
-
-class Reporter:
-    """Draws the progress of a run: a bar over samples, and one inside the sample that runs."""
-
-    def __init__(self, bars: Progress, total: int, done: int) -> None:
-        self.bars = bars
-        self.samples = bars.add_task("samples", total=total, completed=done)
-        self._said = False
-        self.inside = bars.add_task("tokens of this sample", total=None, visible=False)
-
-    def tokens(self, done: int, total: int) -> None:
-        """`done` of `total` tokens of the current sample are read or written."""
-        self.bars.update(self.inside, completed=done, total=total, visible=True)
-
-    def sample(self, record: dict[str, Any]) -> None:
-        """A sample has ended."""
-        self.bars.advance(self.samples)
-        budget = record.get("audit", {}).get("budget")
-        if budget is not None and budget >= record["prompt_tokens"] and not self._said:
-            self._said = True
-            self.bars.console.print(
-                f"budget: C = {budget} covers the {record['prompt_tokens']} tokens of {record['id']}, which is full "
-                "attention (said once)"
-            )
-        if record["error"]:
-            self.bars.console.print(f"{record['id']} failed: {record['error']}")
-
-
-@contextmanager
-def progress(console: Console, total: int, done: int) -> Iterator[Reporter]:
-    """Progress bars while the block runs; off a terminal, one line at its end."""
-    columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bars:
-        yield Reporter(bars, total, done)

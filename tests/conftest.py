@@ -133,7 +133,7 @@ def run_loop(
         dense_layers,
         loaded.tokenizer,
         executor=executor,
-        new_tokens=steps + 1,
+        new_tokens=steps + 1 + len(options.get("question", ())),
         audit_every=audit_every,
     )
     return generate(loaded.model, prompts, engine, max_new_tokens=steps + 1, **options), engine

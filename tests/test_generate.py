@@ -11,7 +11,9 @@ from conftest import METHODS, SMALL, Case, each_method, numbers, run_loop
 
 from kvbench.hf import method_named
 from kvbench.meters import PARTS, Spans
+from kvbench.method import Needs
 from kvbench.models import Loaded
+from kvbench.prefilled import prefill_once
 
 PROMPTS = [numbers(60, seed=4), numbers(41, seed=5)]
 
@@ -36,6 +38,39 @@ def test_row_that_ends_at_once_takes_no_step(tiny: Loaded) -> None:
     stopped, _ = run_loop(tiny, PROMPTS[:1], method_named("full"), None, steps=12, stop_ids=free.tokens[0])
     assert stopped.tokens == free.tokens
     assert stopped.step_ms == []
+
+
+@pytest.mark.parametrize("question", [(), (5, 6)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_row_begins_with_a_banned_token_and_any_may_go_on_with_it(
+    tiny: Loaded, question: tuple[int, ...], shared: bool
+) -> None:
+    options: dict[str, Any] = {"question": question}
+    free, _ = run_loop(tiny, PROMPTS, method_named("full"), None, steps=4, **options)
+    banned = {tokens[0] for tokens in free.tokens}
+    if shared:
+        lengths = {"max_new_tokens": 5 + len(question)}
+        options["prefilled"] = prefill_once(tiny.model, PROMPTS, [Needs()], not_first=banned, **lengths)
+    held, _ = run_loop(tiny, PROMPTS, method_named("full"), None, steps=4, not_first=banned, **options)
+    assert not banned & {tokens[0] for tokens in held.tokens}
+    again, _ = run_loop(tiny, PROMPTS, method_named("full"), None, steps=4, not_first=set(range(250)), **options)
+    assert shared and not question or all(tokens[0] >= 250 for tokens in again.tokens)
+    if not question:
+        prompts = [[*prompt, tokens[0]] for prompt, tokens in zip(PROMPTS, held.tokens, strict=True)]
+        continued, _ = run_loop(tiny, prompts, method_named("full"), None, steps=3)
+        assert [tokens[1:] for tokens in held.tokens] == continued.tokens
+
+
+def test_rows_end_where_the_caller_says(tiny: Loaded) -> None:
+    free, _ = run_loop(tiny, PROMPTS, method_named("full"), None, steps=12)
+
+    def ends(tokens: list[int]) -> bool:
+        return list(tokens) in (free.tokens[0][:4], free.tokens[1][:9])
+
+    stopped, _ = run_loop(tiny, PROMPTS, method_named("full"), None, steps=12, ends=ends)
+    assert stopped.tokens == [free.tokens[0][:4], free.tokens[1][:9]]
+    once, _ = run_loop(tiny, PROMPTS, method_named("full"), None, steps=12, ends=lambda tokens: True)
+    assert once.tokens == [tokens[:1] for tokens in free.tokens] and not once.step_ms
 
 
 @each_method

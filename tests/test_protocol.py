@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -28,14 +30,6 @@ def byte_level(bos: bool, template: str | None = None) -> PreTrainedTokenizerFas
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
     wrapped.chat_template = template
     return wrapped
-
-
-class RawTask:
-    name, metric = "raw", "accuracy"
-
-
-class ChatTask(RawTask):
-    chat = True
 
 
 @pytest.mark.parametrize("bos", [False, True])
@@ -86,18 +80,69 @@ def test_no_question_has_no_start():
     assert render(plain, byte_level(True), chat=False).question_start is None
 
 
-def test_auto_chat_follows_the_task_and_needs_a_template():
+def test_auto_chat_follows_the_sample_and_needs_a_template():
     with_template, without = byte_level(True, TEMPLATE), byte_level(True)
-    assert not Protocol().uses_chat(RawTask(), with_template)
-    assert Protocol().uses_chat(ChatTask(), with_template)
-    assert not Protocol().uses_chat(ChatTask(), without)
-    assert Protocol(chat="on").uses_chat(RawTask(), with_template)
-    assert not Protocol(chat="off").uses_chat(ChatTask(), with_template)
+    asking = replace(SAMPLE, chat=True)
+    assert not Protocol().uses_chat(SAMPLE, with_template)
+    assert Protocol().uses_chat(asking, with_template)
+    assert not Protocol().uses_chat(asking, without)
+    assert Protocol(chat="on").uses_chat(SAMPLE, with_template)
+    assert not Protocol(chat="off").uses_chat(asking, with_template)
 
 
 def test_chat_on_without_a_template_names_the_key():
+    Protocol(chat="on").check_chat(byte_level(True, TEMPLATE))
+    Protocol().check_chat(byte_level(True))
     with pytest.raises(ValueError, match="protocol.chat=on"):
-        Protocol(chat="on").uses_chat(RawTask(), byte_level(True))
+        Protocol(chat="on").check_chat(byte_level(True))
+
+
+@pytest.mark.parametrize(
+    "chat, text", [(False, "Ask. It is"), (True, "<|user|>Ask.\n[26 Jul 2024]<|assistant|> It is")]
+)
+def test_the_answer_prefix_comes_after_the_prompt_or_the_assistants_header(chat, text):
+    asking = Sample(id="one", prompt="Ask.", answers=("",), max_new_tokens=1, question="Ask.", answer_prefix=" It is")
+    tokenizer = byte_level(True, TEMPLATE)
+    rendered = render(asking, tokenizer, chat)
+    assert tokenizer.decode(rendered.ids) == f"<s>{text}"
+    assert tokenizer.decode(rendered.ids[rendered.question_start :]) == text[text.index("Ask.") :]
+
+
+LONG = replace(SAMPLE, prompt="".join(map(str, range(1000))) + QUESTION, truncate=True)
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("window, most", [(None, 201), (None, 200), (300, None), (301, 10**6), (300, 200)])
+def test_a_long_prompt_loses_its_middle_before_the_template(bos, chat, window, most):
+    tokenizer = byte_level(bos, TEMPLATE)
+    rendered = render(replace(LONG, max_length=most), tokenizer, chat, window)
+    raw = tokenizer(LONG.prompt)["input_ids"]
+    if window is not None:
+        assert window - 2 <= len(rendered.ids) + LONG.max_new_tokens <= window or most == 200
+    if most is not None and most < 1000:
+        half = most // 2
+        kept = tokenizer.decode(raw[:half], skip_special_tokens=True) + tokenizer.decode(raw[-half:])
+        assert rendered.cut == len(raw) - 2 * half
+        assert kept in tokenizer.decode(rendered.ids)
+    assert rendered.ids.count(tokenizer.bos_token_id) == (bos or chat)
+    assert tokenizer.decode(rendered.ids[rendered.question_start :]).startswith(QUESTION)
+
+
+def test_what_fits_is_not_cut():
+    tokenizer = byte_level(True, TEMPLATE)
+    size = len(render(LONG, tokenizer, True).ids) + LONG.max_new_tokens
+    assert render(LONG, tokenizer, True, size) == render(replace(LONG, truncate=False), tokenizer, True)
+    assert render(LONG, tokenizer, True, size - 1).cut > 0
+
+
+def test_a_question_lost_to_the_cut_has_no_start():
+    assert render(replace(LONG, max_length=20), byte_level(False), chat=False).question_start is None
+
+
+def test_a_window_without_room_for_any_prompt_is_an_error():
+    with pytest.raises(ValueError, match="window of 10 tokens has no room .* beside 4 new tokens"):
+        render(LONG, byte_level(True, TEMPLATE), True, 10)
 
 
 def test_the_digest_is_stable_and_tells_protocols_apart():

@@ -432,8 +432,21 @@ def test_every_score_has_its_own_mean_over_all_samples():
 
 def test_groups_are_there_if_there_are_several():
     records = [sample(0, 1.0, group="4096"), sample(1, 0.0, group="8192"), failure(2, group="4096")]
-    assert summarise(records, "accuracy")["groups"] == {"4096": 50.0, "8192": 0.0}
-    assert "groups" not in summarise(records[::2], "accuracy")
+    summary = summarise(records, "accuracy")
+    assert summary["groups"] == {
+        "4096": {"score": 50.0, "stderr": 50.0, "n": 2, "failed": 1},
+        "8192": {"score": 0.0, "stderr": None, "n": 1, "failed": 0},
+    }
+    assert summary["macro"] == {"score": 25.0, "stderr": None}
+    assert not {"groups", "macro"} & summarise(records[::2], "accuracy").keys()
+
+
+def test_the_macro_mean_weighs_groups_alike():
+    records = [sample(index, float(index % 2), group="long") for index in range(8)]
+    records += [sample(8, 1.0, group="short"), sample(9, 1.0, group="short")]
+    summary = summarise(records, "accuracy")
+    assert summary["score"] == 60.0 and summary["macro"]["score"] == 75.0
+    assert summary["macro"]["stderr"] == pytest.approx(summary["groups"]["long"]["stderr"] / 2)
 
 
 def test_no_samples_and_nothing_but_failures_still_make_a_summary():

@@ -16,12 +16,20 @@ class Sample:
 
     Attributes:
         id: unique within the task and stable across runs; resume goes by it.
-        prompt: the raw text, before any chat template.
+        prompt: the raw text, before any chat template and without `answer_prefix`.
         answers: accepted answers.
         max_new_tokens: tokens to generate at most.
         question: the end of `prompt` that asks, or "" where the task has no such part.
+        answer_prefix: begins the answer: behind the prompt, or behind the assistant's header of a chat template.
         group: the subset or cell it counts towards.
         meta: what a report may group by (length, depth, ...); JSON values.
+        chat: the benchmark puts it through the chat template; `protocol.chat` may say otherwise.
+        stop: texts; generation ends once the decoded output holds one of them. Cutting there is the task's affair.
+        end_token: a text whose last token ends the output as the model's own stop tokens do; then none of them comes
+            first.
+        truncate: a prompt that is too long loses its middle, and is no error.
+        max_length: with `truncate`, tokens of the longest raw prompt; None: what the model's window has room for.
+        error: why it cannot run (a bad line in a data file), or ""; it then counts as failed.
     """
 
     id: str
@@ -29,12 +37,30 @@ class Sample:
     answers: tuple[str, ...]
     max_new_tokens: int
     question: str = ""
+    answer_prefix: str = ""
     group: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
+    chat: bool = False
+    stop: tuple[str, ...] = ()
+    end_token: str = ""
+    truncate: bool = False
+    max_length: int | None = None
+    error: str = ""
 
 
 class Task(Protocol):
-    """What the harness asks of a task. `metric` names the main one of the scores that `score` returns, each 0..1."""
+    """What the harness asks of a task.
+
+    A constructor checks its options and neither reads nor fetches anything, so that bad values are refused at once and
+    stored outputs can be scored where the data is not. A task may also have, with these defaults:
+
+        sources: Sequence[Source] = ()    what its samples are read from; the content is part of a result's identity
+        stored: bool = False              samples are read from files, cheap to have all at once: the longest run first
+        notes: Mapping[str, str] = {}     what else decides a score (the version of a library), kept with every result
+
+    Attributes:
+        metric: the main one of the scores that `score` returns, each 0..1.
+    """
 
     name: str
     metric: str
@@ -46,7 +72,7 @@ class Task(Protocol):
         """All samples, in an order whose every prefix is a fair smaller run."""
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """Scores of one decoded output, each in 0..1."""
+        """Scores of one decoded output, each in 0..1; of the sample it uses id, answers, group and meta alone."""
 
 
 def take(samples: Iterable[Sample], limit: int | None) -> Iterator[Sample]:

@@ -1,0 +1,99 @@
+"""Claims about data files: what is said before a download, without a network, and of a bad line."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import huggingface_hub
+import pytest
+
+from kvbench import hub
+from kvbench.tasks.sources import HubFile, LocalFile, read_jsonl
+
+FILE = HubFile("owner/set", "data.zip", 114, key="task.data_dir")
+FIELDS = {"text": str, "answers": list, "classes": (list, type(None))}
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    monkeypatch.setattr(hub, "out_of_reach", lambda: "the hub does not answer")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *names, **options: None)
+
+
+def test_without_a_network_the_key_of_a_local_copy_is_named_at_once(no_network):
+    start = time.monotonic()
+    for ask in (FILE.check, FILE.path):
+        with pytest.raises(ValueError, match=r"task\.data_dir: owner/set/data\.zip .*name a local copy with"):
+            ask()
+    assert time.monotonic() - start < 2
+
+
+def test_a_file_in_the_cache_needs_no_network(tmp_path, monkeypatch, no_network):
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *names, **options: str(tmp_path / "data.zip"))
+    FILE.check()
+    assert FILE.path() == tmp_path / "data.zip"
+
+
+def test_what_is_fetched_is_said_with_its_size(tmp_path, monkeypatch, capsys, no_network):
+    monkeypatch.setattr(hub, "out_of_reach", lambda: None)
+
+    def download(repo, name, revision, repo_type):
+        assert "114 MB" in capsys.readouterr().err  # said before, not after
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert FILE.path() == tmp_path / "data.zip"
+
+
+def test_a_download_that_fails_is_one_line(monkeypatch, no_network):
+    monkeypatch.setattr(hub, "out_of_reach", lambda: None)
+
+    def download(*names, **options):
+        raise OSError("connection reset\nand much more")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(ValueError, match=r"^task\.data_dir: .* could not be fetched \(connection reset\)$"):
+        FILE.path()
+
+
+def test_a_local_file_that_is_not_there_names_its_key(tmp_path):
+    (tmp_path / "there.txt").touch()
+    assert LocalFile(tmp_path / "there.txt", "task.haystack").path() == tmp_path / "there.txt"
+    with pytest.raises(ValueError, match=r"^task\.haystack: .*/not\.txt: no such file$"):
+        LocalFile(tmp_path / "not.txt", "task.haystack").check()
+    with pytest.raises(ValueError, match="no such folder"):
+        LocalFile(tmp_path / "none" / "not.txt", "task.haystack").check()
+
+
+def test_a_bad_line_names_file_line_and_field_and_costs_no_other():
+    good = {"text": "é" * 10, "answers": [], "classes": None}
+    lines = [
+        json.dumps(good).encode(),
+        b"",
+        b"{broken",
+        json.dumps({**good, "answers": "one"}).encode(),
+        json.dumps({"text": "a"}).encode(),
+        b"[1]",
+        b'{"text": "\xff"}',
+        b"[" * 100_000,
+        b"\xef\xbb\xbf" + json.dumps(good, ensure_ascii=False).encode() + b"\r\n",
+    ]
+    rows = list(read_jsonl("set.jsonl", lines, FIELDS))
+    assert [row.line for row in rows] == [1, 3, 4, 5, 6, 7, 8, 9]
+    assert rows[0].data == rows[-1].data == good and not rows[0].error and not rows[-1].error
+    said = [row.error for row in rows[1:-1]]
+    assert said[0].startswith("set.jsonl, line 3: not JSON (")
+    assert said[1:5] == [
+        "set.jsonl, line 4: field answers: expected list, not str",
+        "set.jsonl, line 5: field answers: missing",
+        "set.jsonl, line 6: expected an object with the fields text, answers, classes",
+        "set.jsonl, line 7: not UTF-8",
+    ]
+    assert said[5].startswith("set.jsonl, line 8: not JSON (")
+
+
+def test_a_line_of_a_megabyte_is_read():
+    text = "words " * 200_000
+    (row,) = read_jsonl("set.jsonl", [json.dumps({"text": text}).encode()], {"text": str})
+    assert row.data == {"text": text}
