@@ -1,0 +1,207 @@
+"""GSM8K: grade-school word problems, solved step by step after worked examples, in two published set-ups.
+
+`wei8` is lm-eval's `gsm8k_cot`: eight examples of Wei et al. `pqcache` is the script of PQCache, which IceCache runs
+too: ten examples from a file without a licence, so the user names it. Both are raw prompts, as published: without
+`protocol.chat=on` no chat template is used. The problems are the 1,319 of the test split.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import yaml
+
+from kvbench.tasks import Sample
+from kvbench.tasks.sources import HubFile, LocalFile, Row, Source, read_jsonl
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Variant = Literal["wei8", "pqcache"]
+
+_STRINGS: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("data").joinpath("gsm8k.yaml").read_text(encoding="utf-8")
+)
+NEW_TOKENS = 256
+FIELDS = {"question": str, "answer": str}
+
+# lm-eval's two patterns. STRICT takes one character more than the number, so of an output that ends right behind it
+# the last digit is lost; FLEXIBLE takes more than numbers, such as "...". Both are kept: they are the benchmark.
+STRICT = re.compile(r"The answer is (\-?[0-9\.\,]+).")
+FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
+
+# PQCache's `\d*\.?\d+`, with a sign, which it loses on both sides: -3 would be as good as 3. A hyphen behind a digit or
+# a word is none ("5-7", "x-7").
+NUMBER = re.compile(r"(?P<sign>(?<![\w.)])-)?\$?(?P<digits>\d*\.?\d+)")
+
+
+class Gsm8k:
+    """The test split in a shuffled order, which the seed decides.
+
+    `wei8` gives the scores "flexible", the last number in the output, and "strict", the one behind "The answer is".
+    The main one is flexible. It asks for the result and not for its wording, as the scripts of KV-cache papers do
+    (PQCache's and IceCache's take the last number), and strict misreads an output that ends right behind its number.
+    `pqcache` gives "accuracy", equality of the last numbers as floats.
+
+    Attributes:
+        sources: the problems, and PQCache's examples.
+    """
+
+    name = "gsm8k"
+    stored = True
+
+    def __init__(self, variant: Variant = "wei8", exemplars: str | None = None, data_dir: str | None = None) -> None:
+        """Check the options.
+
+        Args:
+            variant: "wei8" or "pqcache".
+            exemplars: file of PQCache's worked examples, which end one newline before "Question: ".
+            data_dir: folder of test.jsonl; None: the hub's copy.
+        """
+        if variant not in get_args(Variant):
+            raise ValueError(f"task.variant={variant}: one of {', '.join(get_args(Variant))}")
+        if variant == "pqcache" and exemplars is None:
+            raise ValueError(
+                "task.exemplars=null: task.variant=pqcache needs the file of its worked examples, "
+                "GSM8k/gsm8k_prompt_formal.txt of the repository HugoZHL/PQCache"
+            )
+        if variant == "wei8" and exemplars is not None:
+            raise ValueError(f"task.exemplars={exemplars}: task.variant=wei8 brings its own; use null")
+        self.variant = variant
+        self.metric = "flexible" if variant == "wei8" else "accuracy"
+        self._strings = _STRINGS[variant]
+        self._problems: LocalFile | HubFile = (
+            HubFile("openai/gsm8k", "main/test-00000-of-00001.parquet", megabytes=0.4)
+            if data_dir is None
+            else LocalFile(Path(str(data_dir)).expanduser() / "test.jsonl", "task.data_dir")
+        )
+        self._exemplars = None if exemplars is None else LocalFile(Path(str(exemplars)).expanduser(), "task.exemplars")
+        self.sources: tuple[Source, ...] = tuple(file for file in (self._problems, self._exemplars) if file is not None)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def samples(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Sample]:
+        """All problems, shuffled by the seed.
+
+        Raises:
+            ValueError: a file cannot be had or read as what it should be.
+        """
+        order = list(self._rows)
+        random.Random(f"gsm8k/{seed}").shuffle(order)
+        examples = self._examples()
+        for row in order:
+            yield self._sample(row, examples)
+
+    def score(self, sample: Sample, output: str) -> dict[str, float]:
+        """Right or wrong, by what stands before the first stop text."""
+        text = before_any(self._strings["stop"], output)
+        gold = sample.answers[0]
+        if self.variant == "pqcache":
+            number = last_number(text)
+            return {"accuracy": float(number is not None and number == last_number(gold))}
+        return {name: float(plain(find(text)) == plain(gold)) for name, find in EXTRACTIONS.items()}
+
+    @functools.cached_property
+    def _rows(self) -> list[Row]:
+        path = self._problems.path()
+        try:
+            rows = list(read_jsonl(self._problems.label, _lines(path), FIELDS))
+        except OSError as error:
+            raise ValueError(f"{self._problems.key}: {path}: {error.strerror}") from error
+        if not rows:
+            raise ValueError(f"{self._problems.key}: {path}: no problem in it")
+        return rows
+
+    def _examples(self) -> str:
+        """The prompt up to the question."""
+        separator: str = self._strings["separator"]
+        if self._exemplars is None:
+            asked = self._strings["question"]
+            return "".join(
+                f"{asked.format(question=question)} {answer}{separator}"
+                for question, answer in self._strings["exemplars"]
+            )
+        try:
+            text = self._exemplars.path().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"task.exemplars: {self._exemplars.file}: not a text file ({error})") from error
+        if not text.startswith("Question: "):
+            raise ValueError(f'task.exemplars: {self._exemplars.file}: expected worked examples, "Question: ..." first')
+        return text + separator
+
+    def _sample(self, row: Row, examples: str) -> Sample:
+        name = f"gsm8k-{row.line - 1}"  # from 0, as lm-eval counts
+        gold = "" if row.error else gold_of(row.data["answer"])
+        if not gold:
+            error = row.error or f'{self._problems.label}, line {row.line}: field answer: no number behind "####"'
+            return Sample(id=name, prompt="", answers=(), max_new_tokens=NEW_TOKENS, error=error)
+        question = self._strings["question"].format(question=row.data["question"])
+        return Sample(
+            id=name,
+            prompt=examples + question,
+            answers=(gold,),
+            max_new_tokens=NEW_TOKENS,
+            question=question,
+            stop=tuple(self._strings["stop"]),
+        )
+
+
+def gold_of(solution: str) -> str:
+    """The number behind a solution's last "####", or ""."""
+    _, mark, gold = solution.rpartition("####")
+    return gold.strip() if mark and last_number(gold) is not None else ""
+
+
+def before_any(stops: Iterable[str], text: str) -> str:
+    """`text` up to the first of `stops` in it."""
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text
+
+
+def strict(text: str) -> str:
+    """lm-eval's strict-match: the number behind the first "The answer is", or ""."""
+    found = STRICT.search(text)
+    return found[1] if found else ""
+
+
+def flexible(text: str) -> str:
+    """lm-eval's flexible-extract: the last number, or ""."""
+    found = [match.group() for match in FLEXIBLE.finditer(text)]
+    return found[-1] if found else ""
+
+
+EXTRACTIONS = {"flexible": flexible, "strict": strict}
+
+
+def plain(number: str) -> str:
+    """A number as lm-eval compares it: text without commas, dollar signs and one last full stop, so 18.00 is not 18."""
+    return number.replace(",", "").replace("$", "").removesuffix(".")
+
+
+def last_number(text: str) -> float | None:
+    """PQCache's reading: the last number, commas dropped, or None."""
+    found = list(NUMBER.finditer(text.replace(",", "")))
+    if not found:
+        return None
+    value = float(found[-1]["digits"])
+    return -value if found[-1]["sign"] else value
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The lines of a JSONL file, or the rows of a parquet file as such lines."""
+    if path.suffix != ".parquet":
+        return path.read_bytes().split(b"\n")
+    import pandas
+
+    try:
+        rows = pandas.read_parquet(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not a parquet file ({error})") from error
+    return rows.to_json(orient="records", lines=True).encode().splitlines()
