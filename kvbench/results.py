@@ -198,15 +198,15 @@ class RunFolder:
                 samples.jsonl is damaged, or results_dir cannot be written.
         """
         path = _arm(results_dir, task, model, arm) / run_id(identity)
-        with _writing(path), ExitStack() as held:
+        with writing(path), ExitStack() as held:
             path.mkdir(parents=True, exist_ok=True)
-            held.callback(os.close, _take_lock(path))
-            _check_format(path)
-            records, end = _read_samples(path / "samples.jsonl")
+            held.callback(os.close, take_lock(path))
+            check_format(path)
+            records, end = read_samples(path / "samples.jsonl")
             samples = os.open(path / "samples.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             held.callback(os.close, samples)
             os.ftruncate(samples, end)
-            _write_whole(path / "run.yaml", _run_yaml(identity, config))
+            write_whole(path / "run.yaml", _run_yaml(identity, config))
             folder = cls(path, records, samples, end, held)
             folder._write_status()
             folder._held = held.pop_all()  # from here on the lock lives until the folder is closed
@@ -234,21 +234,21 @@ class RunFolder:
         else:
             self.done[key] = plain
         # Most of the time passes here: Ctrl-C now leaves the record where it is.
-        with _writing(self.path):
+        with writing(self.path):
             os.fsync(self._samples)
         self._state = "running"
         self._write_status()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json: the run is complete."""
-        with _writing(self.path):
-            _write_whole(self.path / "summary.json", _json(summary), durable=True)
+        with writing(self.path):
+            write_whole(self.path / "summary.json", _json(summary), durable=True)
         self._state = "finished"
         self._write_status()
 
     def _append(self, line: bytes) -> None:
         """Write one whole line or none: what a full disk or Ctrl-C cuts off is taken back."""
-        with _writing(self.path):
+        with writing(self.path):
             try:
                 rest = memoryview(line)
                 while rest:
@@ -268,12 +268,12 @@ class RunFolder:
             "pid": os.getpid(),
             "host": socket.gethostname(),
         }
-        with _writing(self.path):
-            _write_whole(self.path / "status.json", _json(status))
+        with writing(self.path):
+            write_whole(self.path / "status.json", _json(status))
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Say which folder could not be written, and which key moves it elsewhere."""
     try:
         yield
@@ -286,7 +286,7 @@ def _folder_name(name: str) -> str:
     return re.sub(r"[^\w.=,+-]+", "-", name).lstrip(".") or "-"
 
 
-def _take_lock(folder: Path) -> int:
+def take_lock(folder: Path) -> int:
     """An exclusive lock on the folder. The kernel frees it with the process, however that ends: no stale locks."""
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -309,16 +309,16 @@ def refuse_other_formats(results_dir: str | os.PathLike[str], task: str, model: 
         ResultsError: names the first such folder.
     """
     path = _arm(results_dir, task, model, arm)
-    with _writing(path):
+    with writing(path):
         for file in sorted(path.glob("*/run.yaml")):
-            _check_format(file.parent)
+            check_format(file.parent)
 
 
 def _arm(results_dir: str | os.PathLike[str], task: str, model: str, arm: str) -> Path:
     return Path(results_dir, "runs", *map(_folder_name, (task, model, arm)))
 
 
-def _check_format(folder: Path) -> None:
+def check_format(folder: Path) -> None:
     """Refuse a folder written by another version of this layout."""
     try:
         # The format stands first, and reading the whole file as YAML would take longer than all else before a run.
@@ -345,7 +345,7 @@ def _run_yaml(identity: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     return yaml.safe_dump(run, sort_keys=False, allow_unicode=True)
 
 
-def _read_samples(path: Path) -> tuple[dict[str, Record], int]:
+def read_samples(path: Path) -> tuple[dict[str, Record], int]:
     """Newest record of every id, and the size in bytes up to the last whole line; what follows it was torn off."""
     data = path.read_bytes() if path.exists() else b""
     lines = data.split(b"\n")[:-1]
@@ -382,7 +382,7 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _write_whole(path: Path, text: str, durable: bool = False) -> None:
+def write_whole(path: Path, text: str, durable: bool = False) -> None:
     """Replace a file in one step: readers and `kill -9` see the old text or the new, never half of it."""
     temporary = path.with_name(f".{path.name}.new")
     with open(temporary, "w", encoding="utf-8") as file:
