@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.metadata import version
 from typing import Any, NamedTuple, cast
 
@@ -17,11 +15,10 @@ import kvbench
 from kvbench import models
 from kvbench.checks import arm_name
 from kvbench.config import ConfigError, bind_methods, build
-from kvbench.generate import Generation, generate
-from kvbench.hf import engine_for
+from kvbench.measure import Arm, measure, prompt_of
 from kvbench.method import Budget, Method
 from kvbench.progress import progress
-from kvbench.protocol import Protocol, render
+from kvbench.protocol import Protocol
 from kvbench.results import RunFolder, harness_sources, module_sources, source_hash, summarise
 from kvbench.tasks import Sample, Task, take
 
@@ -30,19 +27,6 @@ Config = dict[str, Any]
 # Keys of a config, and of its method and task, that change no number or that `identity` holds in another form.
 NOT_IDENTITY = {"results_dir", "threads", "hydra", "model", "device", "dtype"}
 NOT_IDENTITY_OF_GROUP = {"about", "valid", "limit"}
-
-
-@dataclass
-class Arm:
-    """All that a run's samples share."""
-
-    config: Config
-    protocol: Protocol
-    loaded: models.Loaded
-    method: Method
-    budget: Budget
-    task: Task
-    dense_layers: tuple[int, ...]
 
 
 def run(cfg: DictConfig) -> dict[str, Any]:
@@ -58,18 +42,12 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         torch.set_num_threads(config["threads"])
     arm = prepare(config)
     console = Console()
-    with RunFolder.open(
-        config["results_dir"],
-        config["task"]["name"],
-        arm.loaded.name,
-        arm_name(config),
-        identity(arm),
-        {**config, "versions": versions(), "device_name": device_name(arm.loaded.model.device)},
-    ) as folder:
+    with open_folder(arm) as folder:
         work = work_of(arm, config["task"].get("limit"), folder.done)
         with progress(console, work.total, len(folder.done)) as report:
             for sample in work.samples:
-                record = measure(arm, sample, report.tokens)
+                prompt = prompt_of(arm, sample)
+                record = measure(arm, prompt, report.tokens)
                 folder.add(record)
                 report.sample(record, work.share(sample))
                 if sample.chat and not record["chat"] and arm.protocol.chat == "auto":
@@ -89,15 +67,29 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     return summary
 
 
-def prepare(config: Config) -> Arm:
-    """Build everything a config names; the model last."""
+def open_folder(arm: Arm, **marks: Any) -> RunFolder:
+    """The run folder of an arm; `marks` are part of its identity."""
+    config = arm.config
+    return RunFolder.open(
+        config["results_dir"],
+        config["task"]["name"],
+        arm.loaded.name,
+        arm_name(config),
+        {**identity(arm), **marks},
+        {**config, "versions": versions(), "device_name": device_name(arm.loaded.model.device)},
+    )
+
+
+def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
+    """Build everything a config names; the model last, if it is not there yet."""
     try:
         protocol = Protocol(**config["protocol"])
         task: Task = build(config["task"])
         method: Method = build(config["method"])
         for source in getattr(task, "sources", ()):
             source.path()
-        loaded = models.load(config["model"], config["device"], config["dtype"], config["seed"])
+        if loaded is None:
+            loaded = models.load(config["model"], config["device"], config["dtype"], config["seed"])
         layers = loaded.model.config.get_text_config().num_hidden_layers
         published = config["method"].get("published_dense_layers") or ()
         dense_layers = protocol.dense_layers_of(loaded.dense_layers, published, layers)
@@ -145,127 +137,6 @@ def samples(arm: Arm, limit: int | None) -> Iterator[Sample]:
         yield from take(arm.task.samples(arm.loaded.tokenizer, arm.config["seed"]), limit)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def measure(arm: Arm, sample: Sample, report: Any = None) -> dict[str, Any]:
-    """Generate for one sample and score it: its record in samples.jsonl.
-
-    Running out of memory, NaN logits and a broken budget rule fail the sample, which then scores 0; other errors are
-    not the sample's.
-    """
-    tokenizer, model, window = arm.loaded.tokenizer, arm.loaded.model, arm.loaded.window
-    chat = arm.protocol.uses_chat(sample, tokenizer)
-    record: dict[str, Any] = {
-        "id": sample.id,
-        "group": sample.group,
-        "meta": dict(sample.meta),
-        "answers": list(sample.answers),
-        "chat": chat,
-        "prompt_tokens": 0,
-        "error": sample.error or None,
-    }
-    if sample.error:
-        return {**record, "output": "", "scores": {arm.task.metric: 0.0}}
-    try:
-        rendered = render(sample, tokenizer, chat, window)
-    except ValueError as error:
-        raise ConfigError(f"{sample.id}: {error}") from error
-    prompt, question = rendered.ids, []
-    if arm.protocol.question_as_decode:
-        if not rendered.question_start:
-            raise ConfigError(f"protocol.question_as_decode=true: {sample.id} has no question apart; use false")
-        prompt, question = prompt[: rendered.question_start], prompt[rendered.question_start :]
-    record |= {"prompt_tokens": len(rendered.ids), "cut_tokens": rendered.cut}
-    if window is not None and len(rendered.ids) + sample.max_new_tokens > window:
-        key = "task.lengths" if "lengths" in arm.config["task"] else "task"
-        raise ConfigError(
-            f"{key}: {sample.id} takes {len(rendered.ids)} tokens and {sample.max_new_tokens} new ones, more than the "
-            f"{window} of {arm.loaded.name}; choose a shorter prompt or another model"
-        )
-    engine = engine_for(
-        model,
-        [len(prompt)],
-        arm.method,
-        arm.budget,
-        arm.dense_layers,
-        tokenizer,
-        executor=arm.config["attention"],
-        seed=arm.config["seed"],
-        sample=sample.id,
-        new_tokens=len(question) + sample.max_new_tokens,
-        probe_every=arm.config["probe"]["every"],
-    )
-    try:
-        generation = generate(
-            model,
-            [prompt],
-            engine,
-            max_new_tokens=sample.max_new_tokens,
-            **stops(arm.loaded, sample),
-            prefill_chunk=arm.protocol.prefill_chunk,
-            question=question,
-            progress=report,
-        )
-    except Exception as error:
-        if not is_failed_sample(error):
-            raise
-        return {**record, "output": "", "scores": {arm.task.metric: 0.0}, "error": f"{type(error).__name__}: {error}"}
-    output = tokenizer.decode(generation.tokens[0], skip_special_tokens=True)
-    record |= {"output": output, "scores": arm.task.score(sample, output), **measured(generation)}
-    if generation.audit["over_rule"]:
-        attended, rule = generation.audit["attended_max"], arm.method.rule(len(prompt), engine.audit.steps)
-        record["error"] = f"over_rule: a KV head attended up to {attended} entries, its rule at the end allows {rule}"
-        record["scores"] = {arm.task.metric: 0.0}
-    return record
-
-
-def stops(loaded: models.Loaded, sample: Sample) -> dict[str, Any]:
-    """What ends the output of a sample, as `generate` takes it."""
-    tokenizer, ids = loaded.tokenizer, set(loaded.stop_ids)
-    found: dict[str, Any] = {"stop_ids": ids}
-    if sample.end_token:
-        ids.add(tokenizer(sample.end_token, add_special_tokens=False)["input_ids"][-1])
-        found["not_first"] = ids
-    if sample.stop:
-        # A stop may begin inside a token, so texts are compared; the last tokens hold what the newest one completed.
-        tail = max(map(len, sample.stop)) + 8
-
-        def ends(tokens: Sequence[int]) -> bool:
-            text = tokenizer.decode(list(tokens[-tail:]), skip_special_tokens=True)
-            return any(stop in text for stop in sample.stop)
-
-        found["ends"] = ends
-    return found
-
-
-def is_failed_sample(error: Exception) -> bool:
-    """Whether an error belongs to one sample: out of memory, or logits that are no numbers."""
-    if isinstance(error, (FloatingPointError, MemoryError, torch.OutOfMemoryError)):
-        return True
-    # torch's CPU allocator, and CUDA's for pinned host memory, say it in words only
-    return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in ("can't allocate memory", "out of memory")
-    )
-
-
-def measured(generation: Generation) -> dict[str, Any]:
-    """The part of a sample's record that the generation gives; with probes there is nothing to time."""
-    found: dict[str, Any] = {"output_ids": generation.tokens[0], "audit": generation.audit}
-    if generation.probe:
-        return {**found, "probe": generation.probe}
-    steps = generation.step_ms
-    tpot: dict[str, float] | None = None
-    if steps:
-        cuts = statistics.quantiles(steps, n=20, method="inclusive") if len(steps) > 1 else [steps[0]] * 19
-        tpot = {"mean": statistics.fmean(steps), "p50": statistics.median(steps), "p95": cuts[18]}
-    return {
-        **found,
-        "ttft_s": generation.ttft_s,
-        "tt2t_s": generation.tt2t_s,
-        "tpot_ms": tpot,
-        "prefill_ms": generation.prefill_ms,
-        "breakdown_ms": generation.breakdown_ms,
-    }
 
 
 def identity(arm: Arm) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-import kvbench.run
+import kvbench.measure
 from kvbench import __main__ as cli
 from kvbench import checks
 from kvbench.generate import generate
@@ -219,7 +219,7 @@ def test_a_sample_that_fails_is_recorded_and_leaves_the_others_as_they_were(
         return (broken if failing else generate)(model, prompts, engine, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(kvbench.run, "generate", generate_or_fail)
+        patch.setattr(kvbench.measure, "generate", generate_or_fail)
         code, out, err = main("task.limit=4", "results_dir=broken")
     assert (code, err) == (0, "")
     assert "(4 samples, 1 failed)" in out

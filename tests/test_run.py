@@ -12,7 +12,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-import kvbench.run
+import kvbench.measure
 from kvbench.checks import check
 from kvbench.config import ConfigError, conf_dir
 from kvbench.generate import generate
@@ -61,7 +61,7 @@ class Generated:
 @pytest.fixture
 def generated(monkeypatch: pytest.MonkeyPatch) -> Generated:
     calls = Generated()
-    monkeypatch.setattr(kvbench.run, "generate", calls)
+    monkeypatch.setattr(kvbench.measure, "generate", calls)
     return calls
 
 
@@ -207,7 +207,7 @@ def test_question_read_through_the_method_is_no_part_of_the_prefill(
         given.append((len(prompts[0]), len(options["question"])))
         return generate(model, prompts, engine, **options)
 
-    monkeypatch.setattr(kvbench.run, "generate", note)
+    monkeypatch.setattr(kvbench.measure, "generate", note)
     run(configured("task.limit=1", "protocol.question_as_decode=true"))
     (record,) = records(only_folder(tmp_path))
     asked = len("What is the pass key? The pass key is")  # a byte is a token

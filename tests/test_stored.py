@@ -13,12 +13,14 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
+import kvbench.measure
 import kvbench.run
 from kvbench.checks import check
 from kvbench.config import ConfigError, conf_dir
 from kvbench.generate import Generation
+from kvbench.measure import stops
 from kvbench.models import byte_tokenizer
-from kvbench.run import run, stops
+from kvbench.run import run
 from kvbench.tasks import Sample
 from kvbench.tasks.sources import LocalFile, read_jsonl
 
@@ -83,7 +85,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         asked[engine.method.context.sample] = {**options, "prompt": prompts[0]}
         return Generation([byte_tokenizer()("yes", add_special_tokens=False)["input_ids"]], 0.1, audit={"over_rule": 0})
 
-    monkeypatch.setattr(kvbench.run, "generate", generate)
+    monkeypatch.setattr(kvbench.measure, "generate", generate)
     return asked
 
 
