@@ -1,0 +1,315 @@
+"""`python -m kvbench.score RUN [RUN ...]`: scores anew from stored outputs, without a model and without torch.
+
+A RUN is a run folder or any folder above some. Each one's task is built from its own run.yaml, and every record without
+an error is scored by the code that is there now; failed ones stay at 0. Nothing is changed without `--write`. Exit
+codes: 0 done, 2 something could not be scored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.table import Table
+
+from kvbench.config import HARNESS_KEYS, ConfigError, build, check_types, check_valid, first_line, nearest, show
+from kvbench.results import (
+    Record,
+    ResultsError,
+    check_format,
+    module_sources,
+    read_samples,
+    source_hash,
+    summarise,
+    take_lock,
+    write_whole,
+    writing,
+)
+from kvbench.tasks import Sample, Task
+
+USAGE = "python -m kvbench.score RUN [RUN ...] [--write | task.key=value ...] [--json]"
+
+# Of a summary, what follows from scores.
+SCORES = ("score", "stderr", "score_ok", "scores", "n", "failed", "groups", "macro")
+
+
+@dataclass(frozen=True)
+class Rescored:
+    """A run's records, scored anew.
+
+    Attributes:
+        folder: the run's.
+        metric: the main score's name.
+        before: summary of the records as stored; empty where none holds the main score.
+        after: summary of the records with their new scores.
+        changed: the new records that differ from the stored ones.
+        end: size in bytes of the stored samples up to the last whole line.
+    """
+
+    folder: Path
+    metric: str
+    before: dict[str, Any]
+    after: dict[str, Any]
+    changed: list[Record]
+    end: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser("kvbench.score", USAGE, __doc__.partition("\n")[0])
+    parser.add_argument("words", nargs="+", metavar="RUN", help="a run folder, or any folder above; then all in it")
+    parser.add_argument("--write", action="store_true", help="keep the new scores: in samples.jsonl and summary.json")
+    parser.add_argument("--json", action="store_true", help="print JSON, scores before and after, and no tables")
+    given = parser.parse_args(arguments)
+    changes = [word for word in given.words if word.startswith("task.") and "=" in word]
+    paths = [Path(word) for word in given.words if word not in changes]
+    failed = False
+    found: list[Rescored] = []
+    try:
+        if given.write and changes:
+            raise ConfigError(
+                f"--write: not with {changes[0]}, since the run was made with other options; leave one out"
+            )
+        options = options_of(changes)
+        folders = [folder for path in paths for folder in runs_in(path)]
+    except (ConfigError, ResultsError) as error:
+        print(f"kvbench.score: {error}", file=sys.stderr)
+        return 2
+    for folder in dict.fromkeys(folders):
+        try:
+            found.append(rewrite(folder) if given.write else rescore(folder, options))
+        except (ConfigError, ResultsError) as error:
+            print(f"kvbench.score: {error}", file=sys.stderr)
+            failed = True
+    if given.json:
+        print(json.dumps([as_json(one, given.write) for one in found], indent=2, allow_nan=False))
+    else:
+        console = Console(markup=False, highlight=False)  # names may hold brackets
+        for one in found:
+            console.print(table(one))
+            console.print(outcome(one, given.write), soft_wrap=True)
+    return 2 if failed else 0
+
+
+def runs_in(path: Path) -> list[Path]:
+    """The run folders at or under `path`, sorted.
+
+    Raises:
+        ResultsError: there is none.
+    """
+    if (path / "run.yaml").is_file():
+        return [path]
+    found = sorted(file.parent for file in path.rglob("run.yaml"))
+    if not found:
+        there = "no run in it" if path.is_dir() else "no such folder"
+        raise ResultsError(f"{path}: {there}; a run is a folder such as results/runs/<task>/<model>/<arm>/<run id>")
+    return found
+
+
+def options_of(words: Sequence[str]) -> dict[str, Any]:
+    """The task options that `task.key=value` words name.
+
+    Raises:
+        ConfigError: a word that is no such thing.
+    """
+    try:
+        node: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)), resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{' '.join(words)}: {first_line(error)}") from error
+    options: dict[str, Any] = node.get("task", {})
+    return options
+
+
+def rescore(folder: Path, options: Mapping[str, Any] | None = None) -> Rescored:
+    """Score the stored outputs of a run, which may go on meanwhile, and change nothing.
+
+    Args:
+        folder: the run's.
+        options: of its task, where they shall differ from the run's own.
+
+    Raises:
+        ConfigError: the task cannot be built, or has no such options.
+        ResultsError: what is stored is damaged, of another format, or without answers.
+    """
+    check_format(folder)
+    config = _task_config(folder, options or {})
+    task: Task = build(config)
+    records, end = read_samples(folder / "samples.jsonl")
+    stored = list(records.values())
+    mark = {"task": source_hash(module_sources(config["_target_"])), "notes": dict(getattr(task, "notes", {}))}
+    scored = [_scored(folder, record, task, mark) for record in stored]
+    before = summarise(stored, task.metric)
+    has_metric = any(task.metric in (record.get("scores") or {}) for record in stored if not record.get("error"))
+    after = summarise(scored, task.metric)
+    if again := sum("rescored" in record for record in scored):
+        after["rescored"] = again
+    changed = [new for old, new in zip(stored, scored, strict=True) if new is not old]
+    return Rescored(folder, task.metric, before if has_metric else {}, after, changed, end)
+
+
+def rewrite(folder: Path) -> Rescored:
+    """Score the stored outputs of a run and keep the new scores.
+
+    Changed records are appended to samples.jsonl, where the newest line of an id wins, so the old ones stay there too.
+    summary.json is made anew if the run was finished; of an unfinished one the run itself makes it.
+
+    Raises:
+        ConfigError, ResultsError: as `rescore`; another process holds the folder; it cannot be written.
+    """
+    with _held(folder):
+        found = rescore(folder)
+        finished = (folder / "summary.json").exists() or _state(folder) == "finished"
+        with writing(folder):
+            if found.changed:
+                # A summary is there only while it covers every line.
+                (folder / "summary.json").unlink(missing_ok=True)
+                _append(folder / "samples.jsonl", found.changed, found.end)
+            if finished:
+                text = json.dumps(found.after, indent=2, allow_nan=False) + "\n"
+                write_whole(folder / "summary.json", text, durable=True)
+    return found
+
+
+def _task_config(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The task's part of run.yaml, with these options in place of its own."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        config: dict[str, Any] = dict(yaml.load((folder / "run.yaml").read_bytes(), loader)["config"]["task"])
+        config["_target_"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise ResultsError(f"{folder / 'run.yaml'}: damaged, its task cannot be read ({first_line(error)})") from error
+    valid = config.keys() - HARNESS_KEYS
+    for key, value in options.items():
+        if key not in valid:
+            name = config.get("name", config["_target_"])
+            raise ConfigError(f"{folder}: task.{key}={show(value)}: no such option of {name}; {nearest(key, valid)}")
+    check_types("task", options, config)
+    check_valid("task", options, config.get("valid") or {})
+    return {**config, **options}
+
+
+def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -> Record:
+    """The record with its scores of now; itself where they are the same or it failed."""
+    if record.get("error"):
+        return record
+    key, answers, output = record["id"], record.get("answers"), record.get("output")
+    if answers is None:
+        raise ResultsError(f"{folder}: {key} is stored without its answers, by an older kvbench; run it again")
+    if not isinstance(answers, list) or not isinstance(output, str):
+        raise ResultsError(f"{folder / 'samples.jsonl'}: the newest line of {key} is damaged: no answers or no output")
+    sample = Sample(key, "", tuple(answers), 0, group=record.get("group") or "", meta=record.get("meta") or {})
+    try:
+        scores = task.score(sample, output)
+    except (LookupError, ValueError) as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise ResultsError(
+            f"{folder}: {key} cannot be scored as {task.name} ({reason}); was it another one?"
+        ) from error
+    return record if scores == record.get("scores") else {**record, "scores": scores, "rescored": mark}
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    with writing(folder):
+        lock = take_lock(folder)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _append(path: Path, records: Sequence[Record], end: int) -> None:
+    """All of these records behind the last whole line, or none: what a full disk cuts off is taken back."""
+    rest = memoryview(b"".join(json.dumps(record, allow_nan=False).encode() + b"\n" for record in records))
+    with open(path, "r+b", buffering=0) as file:
+        file.truncate(end)
+        file.seek(end)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+        except BaseException:
+            file.truncate(end)
+            raise
+
+
+def _state(folder: Path) -> str:
+    try:
+        return str(json.loads((folder / "status.json").read_text())["state"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "unknown"
+
+
+def as_json(found: Rescored, written: bool) -> dict[str, Any]:
+    """What `--json` prints of a run; `before` is null where the main score was not stored."""
+    return {
+        "run": str(found.folder),
+        "metric": found.metric,
+        "before": _only_scores(found.before) or None,
+        "after": _only_scores(found.after),
+        "changed": len(found.changed),
+        "written": written,
+    }
+
+
+def _only_scores(summary: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: summary[key] for key in SCORES if key in summary}
+
+
+def table(found: Rescored) -> Table:
+    """Scores of a run before and after, each 0-100: groups, their plain mean, all samples, and the other scores."""
+    drawn = Table(title=" / ".join(found.folder.resolve().parts[-4:]), title_justify="left")
+    for heading in (found.metric, "samples", "failed", "before", "now"):
+        drawn.add_column(heading, justify="left" if heading == found.metric else "right")
+    before, after = found.before, found.after
+    for name, group in after.get("groups", {}).items():
+        row = _pair(before.get("groups", {}).get(name), group)
+        drawn.add_row(name, str(group["n"]), str(group["failed"]), *row)
+    if "macro" in after:
+        drawn.add_row(f"mean of {len(after['groups'])} groups", "", "", *_pair(before.get("macro"), after["macro"]))
+    drawn.add_section()
+    drawn.add_row("all samples", str(after["n"]), str(after["failed"]), *_pair(before, after))
+    for name, score in after["scores"].items():
+        if name != found.metric:
+            old = before.get("scores", {}).get(name)
+            drawn.add_row(name, "", "", *_pair({"score": old}, {"score": score}))
+    return drawn
+
+
+def outcome(found: Rescored, written: bool) -> str:
+    """What became of a run, in a line."""
+    count = len(found.changed)
+    if not count:
+        return f"{found.folder}: no score changed"
+    changed = f"{count} of {found.after['n']} scores changed"
+    if not written:
+        return f"{found.folder}: {changed}; nothing is written"
+    finished = "" if (found.folder / "summary.json").exists() else "; unfinished, so without a summary"
+    return f"{found.folder}: {changed} and written{finished}"
+
+
+def _pair(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> tuple[str, str]:
+    return _with_error(before or {}), _with_error(after)
+
+
+def _with_error(found: Mapping[str, Any]) -> str:
+    """A score and its standard error, or a dash."""
+    score, error = found.get("score"), found.get("stderr")
+    if score is None:
+        return "-"
+    return f"{score:.2f}" + (f" ± {error:.2f}" if error is not None else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

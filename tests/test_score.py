@@ -1,0 +1,382 @@
+"""Claims about scoring stored outputs: the same scores as a run's, no model, and nothing that was stored is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench import score
+from kvbench.config import shipped
+from kvbench.results import RunFolder, summarise
+from kvbench.score import main
+
+IDENTITY = {"method": "quest", "budget": 64}
+
+
+def record(name: str, output: str, scored: float = 0.0, **more: Any) -> dict[str, Any]:
+    """A passkey sample whose key is 123, as a run stores it."""
+    return {
+        "id": name,
+        "group": "400",
+        "meta": {"depth": 5},
+        "answers": ["123"],
+        "output": output,
+        "scores": {"accuracy": scored},
+        "error": None,
+        **more,
+    }
+
+
+RIGHT_BUT_STORED_WRONG = [record("a", " 123."), record("b", " 12", 1.0), record("c", "123", 1.0)]
+
+
+def stored(
+    results: Path,
+    records: list[dict[str, Any]],
+    *,
+    finished: bool = True,
+    task: Mapping[str, Any] | None = None,
+    arm: str = "quest-64",
+) -> Path:
+    """A run folder with these records; its path."""
+    config = {"task": task or shipped("task", "passkey"), "budget": 64}
+    with RunFolder.open(results, "passkey", "tiny", arm, IDENTITY, config) as folder:
+        for one in records:
+            folder.add(one)
+        if finished:
+            folder.finish(summarise(folder.records.values(), "accuracy"))
+    return folder.path
+
+
+def gsm8k(**options: Any) -> dict[str, Any]:
+    return {**(shipped("task", "gsm8k") or {}), **options}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    data = (folder / "samples.jsonl").read_bytes()
+    assert data.endswith(b"\n")
+    return [json.loads(line, parse_constant=pytest.fail) for line in data.splitlines()]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: object) -> list[dict[str, Any]]:
+    """What --json prints."""
+    capsys.readouterr()
+    assert main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one line on stderr of a command that ends with 2."""
+    capsys.readouterr()
+    assert main([*map(str, words)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvbench.score: ") and error.count("\n") == 1
+    return error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without --write
+
+
+def test_scores_are_those_of_the_code_there_is_and_nothing_is_written(tmp_path, capsys):
+    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
+    before = contents(folder)
+    (found,) = printed(capsys, folder)
+    assert (found["before"]["score"], found["after"]["score"]) == (pytest.approx(200 / 3), pytest.approx(200 / 3))
+    assert (found["changed"], found["written"], found["metric"]) == (2, False, "accuracy")
+    assert contents(folder) == before
+
+
+def test_a_failed_sample_stays_at_0_whatever_it_put_out(tmp_path, capsys):
+    records = [
+        record("a", "123", 1.0),
+        record("b", "123", error="over_rule: too many"),
+        record("c", "", error="bad line"),
+    ]
+    (found,) = printed(capsys, stored(tmp_path, records))
+    assert (found["after"]["n"], found["after"]["failed"], found["changed"]) == (3, 2, 0)
+    assert found["after"]["score"] == pytest.approx(100 / 3) and found["after"]["score_ok"] == 100
+
+
+def test_groups_have_their_own_mean_error_and_count_and_a_plain_mean(tmp_path, capsys):
+    records = [record(f"a{n}", "123" if n < 3 else "4") for n in range(4)] + [record("b", "5", group="500")]
+    folder = stored(tmp_path, records)
+    (found,) = printed(capsys, folder)
+    groups = found["after"]["groups"]
+    assert [(name, group["score"], group["n"]) for name, group in groups.items()] == [("400", 75, 4), ("500", 0, 1)]
+    # Of 1, 1, 1, 0: standard deviation 1/2, over the root of 4.
+    assert groups["400"]["stderr"] == pytest.approx(25)
+    assert found["after"]["macro"]["score"] == 37.5 and found["after"]["score"] == 60
+    assert main([str(folder)]) == 0
+    table = capsys.readouterr().out
+    assert "75.00 ± 25.00" in table and "mean of 2 groups" in table and "37.50" in table
+
+
+def test_all_runs_under_a_folder_are_found_and_none_twice(tmp_path, capsys):
+    one, other = (stored(tmp_path, RIGHT_BUT_STORED_WRONG, arm=arm) for arm in ("quest-64", "snapkv-64"))
+    found = printed(capsys, tmp_path, one)
+    assert [entry["run"] for entry in found] == [str(one), str(other)]
+
+
+def test_a_run_that_goes_on_can_be_looked_at(tmp_path, capsys):
+    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG, finished=False)
+    with RunFolder.open(tmp_path, "passkey", "tiny", "quest-64", IDENTITY, {"task": shipped("task", "passkey")}):
+        assert printed(capsys, folder)[0]["after"]["n"] == 3
+
+
+def test_a_line_that_was_torn_off_counts_for_nothing(tmp_path, capsys):
+    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
+    with open(folder / "samples.jsonl", "ab") as file:
+        file.write(b'{"id": "d", "output": "12')
+    assert printed(capsys, folder)[0]["after"]["n"] == 3
+    assert main([str(folder), "--write"]) == 0
+    assert [line["id"] for line in lines(folder)] == ["a", "b", "c", "a", "b"]
+
+
+def test_it_loads_neither_torch_nor_transformers(tmp_path):
+    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
+    code = (
+        "import sys; from kvbench.score import main\n"
+        f"assert main([{str(folder)!r}, '--write']) == 0\n"
+        "assert not {'torch', 'transformers', 'pandas', 'hydra'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# --write
+
+
+def test_new_scores_are_appended_and_the_old_lines_stay(tmp_path, capsys):
+    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
+    before = contents(folder)
+    assert main([str(folder), "--write"]) == 0
+    after = contents(folder)
+    assert after["samples.jsonl"].startswith(before["samples.jsonl"])
+    new = lines(folder)[3:]
+    assert [(line["id"], line["scores"]["accuracy"]) for line in new] == [("a", 1.0), ("b", 0.0)]
+    for line, old in zip(new, RIGHT_BUT_STORED_WRONG, strict=False):
+        assert {**line, "scores": old["scores"], "rescored": None} == {**old, "rescored": None}
+    assert after["run.yaml"] == before["run.yaml"] and after["status.json"] == before["status.json"]
+    assert "2 of 3 scores changed and written" in capsys.readouterr().out
+
+
+def test_the_summary_is_that_of_a_run_with_these_scores(tmp_path):
+    folder = stored(tmp_path / "one", [record("a", "123"), record("b", "4"), record("c", "5", error="out of memory")])
+    plain = stored(
+        tmp_path / "two", [record("a", "123", 1.0), record("b", "4"), record("c", "5", error="out of memory")]
+    )
+    assert main([str(folder), "--write"]) == 0
+    assert summary(folder) == {**summary(plain), "rescored": 1}
+
+
+def test_a_changed_record_says_which_code_scored_it(tmp_path):
+    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
+    assert main([str(folder), "--write"]) == 0
+    mark = lines(folder)[-1]["rescored"]
+    assert len(mark["task"]) == 12 and mark["notes"] == {}
+    assert "rescored" not in lines(folder)[0]
+
+
+def test_a_second_time_changes_nothing(tmp_path, capsys):
+    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
+    assert main([str(folder), "--write"]) == 0
+    before = contents(folder)
+    assert main([str(folder), "--write"]) == 0
+    assert contents(folder) == before
+    assert "no score changed" in capsys.readouterr().out
+
+
+def test_the_run_goes_on_from_rescored_records(tmp_path):
+    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
+    assert main([str(folder), "--write"]) == 0
+    with RunFolder.open(tmp_path, "passkey", "tiny", "quest-64", IDENTITY, {}) as again:
+        assert {key: one["scores"]["accuracy"] for key, one in again.done.items()} == {"a": 1, "b": 0, "c": 1}
+
+
+def test_an_unfinished_run_gets_scores_but_no_summary(tmp_path, capsys):
+    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG, finished=False)
+    assert main([str(folder), "--write"]) == 0
+    assert not (folder / "summary.json").exists() and len(lines(folder)) == 5
+    assert "unfinished, so without a summary" in capsys.readouterr().out
+
+
+def test_killed_between_scores_and_summary_the_next_one_makes_the_summary(tmp_path, monkeypatch):
+    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(score, "write_whole", killed)
+        main([str(folder), "--write"])
+    assert len(lines(folder)) == 5 and not (folder / "summary.json").exists()
+    assert main([str(folder), "--write"]) == 0
+    assert len(lines(folder)) == 5 and summary(folder)["rescored"] == 2
+
+
+def test_a_full_disk_takes_nothing_away(tmp_path, capsys, monkeypatch):
+    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
+    before = contents(folder)["samples.jsonl"]
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert "No space left on device" in refused(capsys, folder, "--write")
+    assert contents(folder)["samples.jsonl"] == before
+    assert main([str(folder), "--write"]) == 0
+    assert summary(folder)["rescored"] == 2
+
+
+def test_a_run_that_another_process_holds_is_left_alone(tmp_path, capsys):
+    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
+    other = stored(tmp_path, RIGHT_BUT_STORED_WRONG, arm="snapkv-64")
+    config = {"task": shipped("task", "passkey")}
+    with RunFolder.open(tmp_path, "passkey", "tiny", "quest-64", IDENTITY, config):
+        before = contents(folder)
+        assert f"{folder} is in use by process" in refused(capsys, tmp_path, "--write")
+        assert contents(folder) == before
+    assert len(lines(other)) == 5, "a run that is free is written all the same"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Other options of the task
+
+
+def answered(tmp_path: Path, name: str = "gsm8k") -> Path:
+    outputs = [record("a", " The answer is 123.", scores={"flexible": 1.0, "strict": 1.0})]
+    return stored(tmp_path, outputs, task=gsm8k(name=name))
+
+
+def test_other_options_are_shown_and_the_score_before_is_none_where_it_was_not_stored(tmp_path, capsys):
+    folder = answered(tmp_path)
+    before = contents(folder)
+    (found,) = printed(capsys, folder, "task.variant=pqcache", "task.exemplars=x.txt")
+    assert (found["metric"], found["before"], found["after"]["score"]) == ("accuracy", None, 100)
+    assert main([str(folder), "task.variant=pqcache", "task.exemplars=x.txt"]) == 0
+    assert "nothing is written" in capsys.readouterr().out
+    assert contents(folder) == before
+
+
+def test_all_scores_of_a_sample_are_shown(tmp_path, capsys):
+    (found,) = printed(capsys, answered(tmp_path))
+    assert found["after"]["scores"] == {"flexible": 100, "strict": 100}
+    assert found["changed"] == 0
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["task.variant=wei9"], "task.variant=wei9: expected wei8 | pqcache"),
+        (["task.varant=wei8"], "no such option of gsm8k; did you mean variant?"),
+        (["task.limit=3"], "task.limit=3: no such option of gsm8k"),
+        (["task.variant=pqcache"], "gsm8k: task.exemplars=null"),
+        (["task.variant=pqcache", "--write"], "--write: not with task.variant=pqcache"),
+    ],
+)
+def test_an_option_that_will_not_do_is_named(tmp_path, capsys, words, message):
+    assert message in refused(capsys, answered(tmp_path), *words)
+
+
+def test_an_arm_s_name_with_an_equals_sign_is_a_path(tmp_path, capsys):
+    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG, arm="quest-64,page_size=8")
+    assert printed(capsys, folder)[0]["run"] == str(folder)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What cannot be scored
+
+
+def test_no_run_there(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert "no run in it; a run is a folder such as" in refused(capsys, tmp_path / "empty")
+    assert "no such folder" in refused(capsys, tmp_path / "missing")
+
+
+def test_records_without_answers_are_an_older_kvbench_s(tmp_path, capsys):
+    old = {key: value for key, value in record("a", "123").items() if key != "answers"}
+    assert "a is stored without its answers, by an older kvbench" in refused(capsys, stored(tmp_path, [old]))
+
+
+def test_another_format_is_refused(tmp_path, capsys):
+    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
+    text = (folder / "run.yaml").read_text()
+    (folder / "run.yaml").write_text(text.replace("format: 1", "format: 9", 1))
+    assert "holds results of format 9" in refused(capsys, folder, "--write")
+
+
+@pytest.mark.parametrize("damage", ["config: 3\n", "config: {task: {name: x}}\n", "config: [\n", "config: '\x00'\n"])
+def test_a_damaged_run_yaml_is_named(tmp_path, capsys, damage):
+    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
+    (folder / "run.yaml").write_text("format: 1\n" + damage)
+    assert "run.yaml: damaged, its task cannot be read" in refused(capsys, folder)
+
+
+@pytest.mark.parametrize(
+    "task, message",
+    [
+        ({"_target_": "kvbench.tasks.passkey.Gone"}, "no Gone in kvbench.tasks.passkey"),
+        ({"_target_": "no_such_module.Task"}, "No module named 'no_such_module'"),
+        ({"old_option": 1}, "unexpected keyword argument 'old_option'"),
+        ({"keys": 0}, "task.keys=0"),
+    ],
+)
+def test_a_task_that_cannot_be_built_says_why(tmp_path, capsys, task, message):
+    config = {**(shipped("task", "passkey") or {}), **task}
+    assert message in refused(capsys, stored(tmp_path, RIGHT_BUT_STORED_WRONG, task=config))
+
+
+def test_a_damaged_line_is_named_and_nothing_is_written(tmp_path, capsys):
+    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
+    data = (folder / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "samples.jsonl").write_bytes(data[0] + b"\x00\x00\n" + data[2])
+    before = contents(folder)
+    assert "samples.jsonl: line 2 is damaged" in refused(capsys, folder, "--write")
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    "broken, message",
+    [
+        ({"output": None}, "newest line of a is damaged"),
+        ({"answers": "123"}, "newest line of a is damaged"),
+        ({"answers": []}, "a cannot be scored as passkey (IndexError"),
+        ({"answers": ["x"]}, "a cannot be scored as passkey (ValueError"),
+    ],
+)
+def test_a_record_that_is_no_such_sample_is_named(tmp_path, capsys, broken, message):
+    assert message in refused(capsys, stored(tmp_path, [{**record("a", "123"), **broken}]))
+
+
+def test_one_bad_run_leaves_the_others_their_table(tmp_path, capsys):
+    stored(tmp_path, [record("a", "123", answers=None)])
+    stored(tmp_path, RIGHT_BUT_STORED_WRONG, arm="snapkv-64")
+    assert main([str(tmp_path)]) == 2
+    output = capsys.readouterr()
+    assert "without its answers" in output.err and "snapkv-64" in output.out
+
+
+def test_help_and_a_missing_run_come_from_the_shell(capsys):
+    for words, code in ((["--help"], 0), ([], 2)):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == code
+    assert "python -m kvbench.score RUN" in capsys.readouterr().out
