@@ -8,6 +8,7 @@ codes: 0 done, 2 something could not be scored.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -67,54 +68,63 @@ class Rescored:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser("kvbench.score", USAGE, __doc__.partition("\n")[0])
-    parser.add_argument("words", nargs="+", metavar="RUN", help="a run folder, or any folder above; then all in it")
-    parser.add_argument("--write", action="store_true", help="keep the new scores: in samples.jsonl and summary.json")
-    parser.add_argument("--json", action="store_true", help="print JSON, scores before and after, and no tables")
-    given = parser.parse_args(arguments)
+    given = _parser().parse_args(arguments)
     changes = [word for word in given.words if word.startswith("task.") and "=" in word]
-    paths = [Path(word) for word in given.words if word not in changes]
-    failed = False
-    found: list[Rescored] = []
     try:
         if given.write and changes:
-            raise ConfigError(
-                f"--write: not with {changes[0]}, since the run was made with other options; leave one out"
-            )
+            raise ConfigError(f"--write: not with {changes[0]}, the run was made with other options; leave one out")
         options = options_of(changes)
-        folders = [folder for path in paths for folder in runs_in(path)]
+        folders = list(runs_in([Path(word) for word in given.words if word not in changes]))
     except (ConfigError, ResultsError) as error:
-        print(f"kvbench.score: {error}", file=sys.stderr)
-        return 2
-    for folder in dict.fromkeys(folders):
+        return _refused(error)
+    console = Console(markup=False, highlight=False)  # names may hold brackets
+    entries, code = [], 0
+    for folder in folders:
         try:
-            found.append(rewrite(folder) if given.write else rescore(folder, options))
+            found = rewrite(folder) if given.write else rescore(folder, options)
         except (ConfigError, ResultsError) as error:
-            print(f"kvbench.score: {error}", file=sys.stderr)
-            failed = True
+            code = _refused(error)
+            continue
+        if given.json:
+            entries.append(as_json(found, given.write))
+        else:
+            console.print(table(found))
+            console.print(outcome(found, given.write), soft_wrap=True)
     if given.json:
-        print(json.dumps([as_json(one, given.write) for one in found], indent=2, allow_nan=False))
-    else:
-        console = Console(markup=False, highlight=False)  # names may hold brackets
-        for one in found:
-            console.print(table(one))
-            console.print(outcome(one, given.write), soft_wrap=True)
-    return 2 if failed else 0
+        print(json.dumps(entries, indent=2, allow_nan=False))
+    return code
 
 
-def runs_in(path: Path) -> list[Path]:
-    """The run folders at or under `path`, sorted.
+def _parser() -> argparse.ArgumentParser:
+    about = "Scores anew from stored outputs, without a model. Nothing is changed without --write."
+    parser = argparse.ArgumentParser("kvbench.score", USAGE, about)
+    parser.add_argument("words", nargs="+", metavar="RUN", help="a run folder, or any folder above; then all in it")
+    parser.add_argument("--write", action="store_true", help="keep the new scores, in samples.jsonl and summary.json")
+    parser.add_argument("--json", action="store_true", help="print JSON, scores before and after, and no tables")
+    return parser
+
+
+def _refused(error: Exception) -> int:
+    print(f"kvbench.score: {error}", file=sys.stderr)
+    return 2
+
+
+def runs_in(paths: Sequence[Path]) -> Iterator[Path]:
+    """The run folders at or under these paths, in order and none twice.
 
     Raises:
-        ResultsError: there is none.
+        ResultsError: there is none at one of them.
     """
-    if (path / "run.yaml").is_file():
-        return [path]
-    found = sorted(file.parent for file in path.rglob("run.yaml"))
-    if not found:
-        there = "no run in it" if path.is_dir() else "no such folder"
-        raise ResultsError(f"{path}: {there}; a run is a folder such as results/runs/<task>/<model>/<arm>/<run id>")
-    return found
+    right = "a run is a folder such as results/runs/<task>/<model>/<arm>/<run id>"
+    if not paths:
+        raise ResultsError(f"no run given; {right}")
+    seen: set[Path] = set()
+    for path in paths:
+        found = [path] if (path / "run.yaml").is_file() else sorted(file.parent for file in path.rglob("run.yaml"))
+        if not found:
+            raise ResultsError(f"{path}: {'no run in it' if path.is_dir() else 'no such folder'}; {right}")
+        yield from (folder for folder in found if folder not in seen)
+        seen.update(found)
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
@@ -147,7 +157,7 @@ def rescore(folder: Path, options: Mapping[str, Any] | None = None) -> Rescored:
     task: Task = build(config)
     records, end = read_samples(folder / "samples.jsonl")
     stored = list(records.values())
-    mark = {"task": source_hash(module_sources(config["_target_"])), "notes": dict(getattr(task, "notes", {}))}
+    mark = {"task": _code(config["_target_"]), "notes": dict(getattr(task, "notes", {}))}
     scored = [_scored(folder, record, task, mark) for record in stored]
     before = summarise(stored, task.metric)
     has_metric = any(task.metric in (record.get("scores") or {}) for record in stored if not record.get("error"))
@@ -217,6 +227,11 @@ def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -
             f"{folder}: {key} cannot be scored as {task.name} ({reason}); was it another one?"
         ) from error
     return record if scores == record.get("scores") else {**record, "scores": scores, "rescored": mark}
+
+
+@functools.cache
+def _code(target: str) -> str:
+    return source_hash(module_sources(target))
 
 
 @contextmanager

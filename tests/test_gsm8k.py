@@ -257,6 +257,13 @@ def test_the_hub_s_parquet_gives_the_same_samples_as_the_json_lines(data_dir, mo
     assert list(Gsm8k().samples(None, seed=3)) == list(task("wei8", data_dir).samples(None, seed=3))
 
 
+def test_a_download_that_is_no_parquet_file_is_named(tmp_path, monkeypatch):
+    (tmp_path / "test.parquet").write_bytes(b"<html>")
+    monkeypatch.setattr(HubFile, "path", lambda self: tmp_path / "test.parquet")
+    with pytest.raises(ValueError, match="test.parquet: not a parquet file"):
+        len(Gsm8k())
+
+
 def test_sources_are_the_problems_and_the_examples(data_dir):
     (hub,) = Gsm8k().sources
     assert hub.label == "openai/gsm8k/main/test-00000-of-00001.parquet"

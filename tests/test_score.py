@@ -217,6 +217,14 @@ def test_an_unfinished_run_gets_scores_but_no_summary(tmp_path, capsys):
     assert "unfinished, so without a summary" in capsys.readouterr().out
 
 
+def test_without_a_status_a_run_with_a_summary_was_finished(tmp_path):
+    folder, other = (stored(tmp_path / name, RIGHT_BUT_STORED_WRONG, finished=name == "one") for name in ("one", "two"))
+    for path in (folder, other):
+        (path / "status.json").unlink()
+        assert main([str(path), "--write"]) == 0
+    assert summary(folder)["rescored"] == 2 and not (other / "summary.json").exists()
+
+
 def test_killed_between_scores_and_summary_the_next_one_makes_the_summary(tmp_path, monkeypatch):
     folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
 
@@ -287,6 +295,7 @@ def test_all_scores_of_a_sample_are_shown(tmp_path, capsys):
     [
         (["task.variant=wei9"], "task.variant=wei9: expected wei8 | pqcache"),
         (["task.varant=wei8"], "no such option of gsm8k; did you mean variant?"),
+        (["task.variant=["], "task.variant=[: "),
         (["task.limit=3"], "task.limit=3: no such option of gsm8k"),
         (["task.variant=pqcache"], "gsm8k: task.exemplars=null"),
         (["task.variant=pqcache", "--write"], "--write: not with task.variant=pqcache"),
@@ -309,6 +318,7 @@ def test_no_run_there(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert "no run in it; a run is a folder such as" in refused(capsys, tmp_path / "empty")
     assert "no such folder" in refused(capsys, tmp_path / "missing")
+    assert "no run given" in refused(capsys, "task.keys=1")
 
 
 def test_records_without_answers_are_an_older_kvbench_s(tmp_path, capsys):
