@@ -57,41 +57,46 @@ def parts(sample: Sample) -> tuple[str, str, str]:
 
 
 def tokens(sample: Sample, tokenizer) -> int:
-    return len(tokenizer(sample.prompt)["input_ids"]) + sample.max_new_tokens
+    return len(tokenizer(sample.prompt + sample.answer_prefix)["input_ids"]) + sample.max_new_tokens
 
 
 # -- strings and settings ----------------------------------------------------------------------------------------------
 
 
 def test_the_subsets_are_the_published_eight():
-    assert set(SUBSETS) == set(SETTINGS)
+    assert set(SUBSETS) == set(Niah.known) == set(SETTINGS)
 
 
 def test_one_value_asked_for_is_put_in_the_singular():
-    head, _, question = parts(made("niah_single_3")[0])
+    [sample, *_] = made("niah_single_3")
+    head, _, question = parts(sample)
     assert head == (
         "A special magic uuid is hidden within the following text. Make sure to memorize it. I will quiz you about the "
         "uuid afterwards."
     )
     key = re.search(r"magic uuid for (\w+-\w+) mentioned", question)[1]
-    assert question == (
-        f"What is the special magic uuid for {key} mentioned in the provided text? "
-        f"The special magic uuid for {key} mentioned in the provided text is"
-    )
+    assert question == f"What is the special magic uuid for {key} mentioned in the provided text?"
+    assert sample.answer_prefix == f" The special magic uuid for {key} mentioned in the provided text is"
+
+
+def test_the_singular_leaves_the_haystack_as_it_was(tmp_path):
+    file = tmp_path / "essay.txt"
+    file.write_text("Some are here and are all there. ")
+    [sample] = made("niah_single_2", samples=1, haystack=str(file))
+    assert "are all" in parts(sample)[1] and "is all" not in parts(sample)[1]
 
 
 def test_several_queries_are_listed_in_the_plural():
-    head, _, question = parts(made("niah_multiquery")[0])
+    [sample, *_] = made("niah_multiquery")
+    head, _, question = parts(sample)
     assert head == (
         "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you "
         "about the numbers afterwards."
     )
     word = r"\w+-\w+"
     query = re.search(rf"{word}, {word}, {word}, and {word}", question)[0]
-    assert question == (
-        f"What are all the special magic numbers for {query} mentioned in the provided text? "
-        f"The special magic numbers for {query} mentioned in the provided text are"
-    )
+    assert question == f"What are all the special magic numbers for {query} mentioned in the provided text?"
+    assert sample.answer_prefix == f" The special magic numbers for {query} mentioned in the provided text are"
 
 
 @each_subset
@@ -180,13 +185,15 @@ def test_the_first_haystack_is_the_largest_that_fits(subset, tokenizer):
     writer, size = Niah([subset], [3000]).writers[subset], sample.meta["size"]
     texts = [writer.write(f"0/{subset}/3000/0", 0, size).text for size in (size, size + 1)]
     counts = [len(tokenizer(text)["input_ids"]) + NEW_TOKENS for text in texts]
-    assert texts[0] == sample.prompt and counts[0] <= 3000 < counts[1]
+    assert texts[0] == sample.prompt + sample.answer_prefix and counts[0] <= 3000 < counts[1]
 
 
 def test_special_tokens_count(tokenizer):
     """A prompt that fits a length fits a model with a window of that length, <bos> and answer included."""
     for sample in made("niah_single_1", tokenizer, length=3000, samples=20):
-        assert len(tokenizer(sample.prompt)["input_ids"]) + NEW_TOKENS <= 3000
+        prompt = tokenizer(sample.prompt + sample.answer_prefix)["input_ids"]
+        assert prompt[0] == tokenizer.bos_token_id != prompt[1]
+        assert len(prompt) + NEW_TOKENS <= 3000
 
 
 def test_a_sample_too_long_gives_up_whole_units():
@@ -308,7 +315,8 @@ def test_samples_name_the_word_lists_of_their_keys():
         ({"lengths": [0]}, "task.lengths"),
         ({"lengths": [4096, 4096]}, "task.lengths"),
         ({"samples": 0}, "task.samples"),
-        ({"haystack": "no/such/file.txt"}, "task.haystack"),
+        ({"fit": "loose"}, "task.fit"),
+        ({"subsets": ["vt"]}, "task.subsets"),
     ],
 )
 def test_a_bad_option_names_its_key(options, key):
@@ -316,18 +324,28 @@ def test_a_bad_option_names_its_key(options, key):
         Niah(**{"subsets": ["niah_single_1"], "lengths": [4096], **options})
 
 
+def test_a_missing_haystack_is_refused_before_anything_is_made():
+    [source] = Niah(["niah_single_2"], [4096], haystack="no/such/file.txt").sources
+    with pytest.raises(ValueError, match=r"task\.haystack: no/such/file\.txt: no such folder"):
+        source.check()
+
+
+def test_a_haystack_that_no_subset_reads_is_no_source(tmp_path):
+    assert not Niah(["niah_single_1"], [4096], haystack=str(tmp_path / "essay.txt")).sources
+
+
 def test_a_haystack_without_words_or_without_text_is_refused(tmp_path):
     file = tmp_path / "essay.txt"
     for content in (b" \n", b"\xff\xfe\x00"):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"task\.haystack="):
-            Niah(["niah_single_2"], [4096], haystack=str(file))
+            made("niah_single_2", haystack=str(file))
 
 
 def test_the_configuration_builds_the_task():
     assert "niah" in choices("task")
     task = build(config.shipped("task", "niah"))
-    assert (task.name, task.metric, task.haystack) == ("niah", "string_match_all", "generated")
+    assert (task.name, task.metric, task.sources, task.stored) == ("niah", "string_match_all", [], False)
     assert len(list(islice(task.samples(byte_tokenizer(), 0), 3))) == 3
 
 
