@@ -80,7 +80,7 @@ def module_sources(target: str) -> list[Path]:
 
     The module's own file, every module it imports, directly or not, that belongs to the same package or lies outside
     the installed libraries (shared blocks, a parent method, a helper beside a user's own method), and the data files
-    `data/<module>.*` beside each.
+    `data/<module>.*` beside each; nothing of the harness.
 
     Raises:
         ModuleNotFoundError: the module has no Python source.
@@ -91,13 +91,19 @@ def module_sources(target: str) -> list[Path]:
     while waiting:
         name = waiting.pop()
         path = None if name in found else _source_file(name)
-        if path is not None and (_top(name) == _top(module) or not _is_library(path)):
+        if path is not None and not _is_harness(path) and (_top(name) == _top(module) or not _is_library(path)):
             found[name] = path
             waiting += _imported_names(name, path)
     if module not in found:
         raise ModuleNotFoundError(f"{target}: no Python source found for module {module!r}")
     data = {file for path in found.values() for file in path.parent.glob(f"data/{path.stem}.*")}
     return sorted({*found.values(), *data})
+
+
+def _is_harness(path: Path) -> bool:
+    """Whether a file is kvbench's own and no task: those that may change a number are `harness_sources`."""
+    root = Path(__file__).parent
+    return path.is_relative_to(root) and path.relative_to(root).parts[0] != "tasks"
 
 
 def _short(data: bytes) -> str:
@@ -433,7 +439,7 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
     summary: dict[str, Any] = {
         "score": _percent(main),
         "score_ok": _percent([_score(record, metric) for record in finished]),
-        "scores": {name: _percent([_score(record, name) for record in records]) for name in names},
+        "scores": {name: _percent(_scores(records, name)) for name in names},
         "n": len(records),
         "failed": len(records) - len(finished),
         "stderr": _standard_error(main),
@@ -453,6 +459,12 @@ def _score(record: Mapping[str, Any], name: str) -> float:
     """A record's score, 0..1; 0 where it failed or the score is missing or not a number."""
     value: Any = (record.get("scores") or {}).get(name)
     return float(value) if not record.get("error") and _is_number(value) else 0.0
+
+
+def _scores(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """The scores of that name, 0..1, in the groups that have it: subsets may have metrics of their own."""
+    groups = {record.get("group") for record in records if name in (record.get("scores") or {})}
+    return [_score(record, name) for record in records if not groups or record.get("group") in groups]
 
 
 def _percent(scores: Sequence[float]) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -88,6 +89,8 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
         method: Method = build(config["method"])
         for source in getattr(task, "sources", ()):
             source.path()
+        if getattr(task, "stored", False):
+            len(task)  # reads the files, so that what is wrong with them shows now
         if loaded is None:
             loaded = models.load(config["model"], config["device"], config["dtype"], config["seed"])
         layers = loaded.model.config.get_text_config().num_hidden_layers
@@ -151,6 +154,10 @@ def identity(arm: Arm) -> dict[str, Any]:
     random_weights = arm.loaded.revision.startswith("dummy-")
     sources = [*harness_sources(), *module_sources(config["method"]["_target_"])]
     data = [source.path() for source in getattr(arm.task, "sources", ())]
+    # What a path leads to counts, not where it lies.
+    for key, value in config["task"].items():
+        if isinstance(value, str) and any(Path(value) in (path, *path.parents) for path in data):
+            config["task"][key] = "local"
     return {
         "config": config,
         "protocol": arm.protocol.digest(),

@@ -161,6 +161,11 @@ def test_a_tasks_sources_hold_its_prompt_strings():
     assert {"tasks/passkey.py", "tasks/data/passkey.yaml"} <= found
 
 
+def test_a_tasks_sources_hold_nothing_of_the_harness():
+    found = names(module_sources("kvbench.tasks.gsm8k.Gsm8k"), CHECKOUT / "kvbench")
+    assert "tasks/sources.py" in found and {file.partition("/")[0] for file in found} == {"tasks"}
+
+
 def test_results_import_no_torch():
     code = "import sys, kvbench.results as r; r.module_sources('methods.full.Full'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT).returncode == 0
@@ -428,6 +433,17 @@ def test_every_score_has_its_own_mean_over_all_samples():
     records = [sample(0, 1.0), sample(1, 0.0), failure(2), failure(3)]
     records[0]["scores"]["f1"] = 0.5
     assert summarise(records, "accuracy")["scores"] == {"accuracy": 25.0, "f1": 12.5}
+
+
+def test_a_score_of_some_groups_is_a_mean_over_those():
+    records = [
+        sample(0, 1.0, group="qa"),
+        sample(1, 0.5, group="code"),
+        failure(2, group="code"),
+        failure(3, group="qa"),
+    ]
+    records[1]["scores"]["code_sim"] = 0.5
+    assert summarise(records, "accuracy")["scores"] == {"accuracy": 37.5, "code_sim": 25.0}
 
 
 def test_groups_are_there_if_there_are_several():

@@ -77,10 +77,11 @@ def test_a_bad_line_names_file_line_and_field_and_costs_no_other():
         b"[1]",
         b'{"text": "\xff"}',
         b"[" * 100_000,
+        b'{"text": "\\ud800", "answers": [], "classes": null}',
         b"\xef\xbb\xbf" + json.dumps(good, ensure_ascii=False).encode() + b"\r\n",
     ]
     rows = list(read_jsonl("set.jsonl", lines, FIELDS))
-    assert [row.line for row in rows] == [1, 3, 4, 5, 6, 7, 8, 9]
+    assert [row.line for row in rows] == [1, 3, 4, 5, 6, 7, 8, 9, 10]
     assert rows[0].data == rows[-1].data == good and not rows[0].error and not rows[-1].error
     said = [row.error for row in rows[1:-1]]
     assert said[0].startswith("set.jsonl, line 3: not JSON (")
@@ -91,6 +92,7 @@ def test_a_bad_line_names_file_line_and_field_and_costs_no_other():
         "set.jsonl, line 7: not UTF-8",
     ]
     assert said[5].startswith("set.jsonl, line 8: not JSON (")
+    assert said[6] == "set.jsonl, line 9: field text: holds half a character (a lone surrogate)"
 
 
 def test_a_line_of_a_megabyte_is_read():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,18 @@ def test_the_files_content_is_part_of_the_identity(configured, answers, tmp_path
     file.write_text(file.read_text().replace("short", "small"))
     run(configured())
     assert len(list(tmp_path.glob("out/runs/**/run.yaml"))) == 2
+
+
+def test_the_same_file_elsewhere_is_the_same_run(configured, answers, tmp_path, file):
+    run(configured())
+    elsewhere = tmp_path / "copy" / file.name
+    elsewhere.parent.mkdir()
+    shutil.copy(file, elsewhere)
+    config = configured()
+    config.task.file = str(elsewhere)
+    answers.clear()
+    run(config)
+    assert not answers and len(list(tmp_path.glob("out/runs/**/run.yaml"))) == 1
 
 
 def test_records_hold_what_scoring_needs(configured, answers, tmp_path):

@@ -168,4 +168,15 @@ def _parsed(line: bytes, fields: Mapping[str, type | tuple[type, ...]]) -> tuple
             kinds = kind if isinstance(kind, tuple) else (kind,)
             expected = " or ".join("null" if one is type(None) else one.__name__ for one in kinds)
             return data, f"field {name}: expected {expected}, not {type(data[name]).__name__}"
+        if isinstance(data[name], str) and not _is_unicode(data[name]):
+            return data, f"field {name}: holds half a character (a lone surrogate)"
     return data, ""
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be written: JSON can spell halves of characters, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
