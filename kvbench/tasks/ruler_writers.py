@@ -121,9 +121,15 @@ class Writer(ABC):
         """The size that RULER takes where `size` is the largest that fits."""
         return size
 
+    @property
+    def hardest(self) -> int:
+        """The sample whose shortest prompt is longest; any where they hardly differ."""
+        return 0
+
     def shortest(self, cell: Cell) -> Written:
         """A prompt that a length must have room for; one for all seeds and samples."""
-        return self.draft(replace(cell, seed=0, length=1 if cell.small else SMALL_LENGTH), 0)(self.smallest)
+        stand_in = replace(cell, seed=0, length=1 if cell.small else SMALL_LENGTH)
+        return self.draft(stand_in, self.hardest)(self.smallest)
 
 
 @dataclass(frozen=True)
@@ -310,24 +316,22 @@ class CommonWords(Writer):
         return _unit(_CWE["units"], length)
 
     def draft(self, cell: Cell, index: int) -> Draft:
-        """See `Writer.draft`; the answers change with the size, or no word of a longer vocabulary were ever one."""
-        regime = 0 if cell.small else 1
-        words, repeats = _CWE["example"]["words"][regime], _CWE["example"]["repeats"][regime]
-        rng = random.Random(f"ruler/{cell.stream(index)}/example")
-        solved = self._task(words, repeats, cell.seed, rng)
-        example = f"{solved.text} {_numbered(solved.answers)}\n"
+        """See `Writer.draft`."""
+        regime, example = int(not cell.small), _CWE["example"]
+        solved = _Vocabulary(random.Random(f"ruler/{cell.stream(index)}/example"))
+        shown = self._task(solved, example["words"][regime], example["repeats"][regime], cell.seed)
+        before = f"{shown.text} {_numbered(shown.answers)}\n"
+        vocabulary = _Vocabulary(random.Random(f"ruler/{cell.stream(index)}"))
 
         def write(size: int) -> Written:
-            rng = random.Random(f"ruler/{cell.stream(index)}")
-            task = self._task(size, _CWE["repeats"][regime], cell.seed, rng)
-            return replace(task, prompt=example + task.prompt)
+            task = self._task(vocabulary, size, _CWE["repeats"][regime], cell.seed)
+            return replace(task, prompt=before + task.prompt)
 
         return write
 
     @staticmethod
-    def _task(size: int, repeats: Sequence[int], seed: int, rng: random.Random) -> Written:
-        words = _vocabulary(size, rng)
-        common, others = words[: _CWE["common"]], words[_CWE["common"] :]
+    def _task(vocabulary: _Vocabulary, size: int, repeats: Sequence[int], seed: int) -> Written:
+        common, others = vocabulary.words(size)
         listed = common * repeats[0] + others * repeats[1]
         random.Random(seed).shuffle(listed)  # RULER: the same permutation in every sample of a size
         name = WORDS if size <= len(SINGLE_WORDS) else f"{WORDS} and made-up words"
@@ -408,9 +412,10 @@ class Documents(Writer):
         """Documents."""
         return _unit(_QA["units"], length)
 
-    def shortest(self, cell: Cell) -> Written:
+    @property
+    def hardest(self) -> int:
         """The question whose needed documents are longest."""
-        return self.draft(cell, self.corpus.hardest)(self.smallest)
+        return self.corpus.hardest
 
     def draft(self, cell: Cell, index: int) -> Draft:
         """See `Writer.draft`."""
@@ -494,29 +499,49 @@ def _coded(alphabet: str, letters: int, count: int, rng: random.Random, taken: I
     return _different(one, len(alphabet) ** letters, "coded words", count, rng, taken)
 
 
-_VOWELS, _CONSONANTS, _CLUSTERS = "aeiou", "bdfgklmnprstvz", ("b", "d", "g", "k", "l", "m", "n", "r", "s", "st", "nd")
+_VOWELS, _CONSONANTS = "aeiou", "bdfgklmnprstvz"
+_CLUSTERS = ("b", "d", "g", "k", "l", "m", "n", "r", "s", "st", "nd")
+_STARTS = [first + vowel for first in _CONSONANTS for vowel in _VOWELS]
+_ENDS = [vowel + cluster for vowel in _VOWELS for cluster in _CLUSTERS]
+
+
+class _Vocabulary:
+    """The words of a list that may grow; its common words hardly ever change with it.
+
+    Made-up words follow where the single ones are too few, and then are common in the same proportion. Never
+    "adjective-noun": with many of them a noun alone would be more frequent than any common word.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self.singles = rng.sample(SINGLE_WORDS, len(SINGLE_WORDS))
+        self.lots = [rng.random() for _ in range(_CWE["common"])]
+        self.made_up: list[str] = []
+        self.rng = rng
+
+    def words(self, size: int) -> tuple[list[str], list[str]]:
+        """The common and the other words, `size` together."""
+        count, more = len(self.lots), size - len(self.singles)
+        if more <= 0:
+            return self.singles[:count], self.singles[count:size]
+        if more > len(self.made_up):
+            variety, known = (
+                len(_STARTS) ** 2 * len(_CLUSTERS) * len(_CONSONANTS) * len(_ENDS),
+                (*self.singles, *self.made_up),
+            )
+            self.made_up += _different(_made_up, variety, "made-up words", more - len(self.made_up), self.rng, known)
+        common, others = self.singles[:count], self.singles[count:] + self.made_up[:more]
+        for place, lot in enumerate(self.lots[:more]):
+            if lot * size >= len(self.singles):
+                # Where this made-up word lies among the others.
+                other = len(self.singles) - count + place
+                common[place], others[other] = others[other], common[place]
+        return common, others
 
 
 def _made_up(rng: random.Random) -> str:
     """A word that could be one: dorbalen, misuket."""
-    middle, end = (rng.choice(_CLUSTERS) for _ in range(2))
-    first, second, third = (rng.choice(_CONSONANTS) for _ in range(3))
-    vowels = rng.choices(_VOWELS, k=3)
-    return f"{first}{vowels[0]}{middle}{second}{vowels[1]}{third}{vowels[2]}{end}"
-
-
-def _vocabulary(size: int, rng: random.Random) -> list[str]:
-    """`size` different words in random order; made-up ones only where the single words are too few.
-
-    Never "adjective-noun": with many of them each noun alone would be more frequent than any common word.
-    """
-    if size <= len(SINGLE_WORDS):
-        return rng.sample(SINGLE_WORDS, size)
-    variety = len(_CONSONANTS) ** 3 * len(_CLUSTERS) ** 2 * len(_VOWELS) ** 3
-    more = _different(_made_up, variety, "made-up words", size - len(SINGLE_WORDS), rng, SINGLE_WORDS)
-    words = SINGLE_WORDS + more
-    rng.shuffle(words)
-    return words
+    choice = rng.choice
+    return choice(_STARTS) + choice(_CLUSTERS) + choice(_STARTS) + choice(_CONSONANTS) + choice(_ENDS)
 
 
 def _numbered(words: Iterable[str]) -> str:

@@ -1,0 +1,153 @@
+"""Claims about RULER's ready-made samples: lines and tables become the samples that a generator would have given."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pandas
+import pytest
+
+from kvbench.tasks import Sample
+from kvbench.tasks.ruler import ALL_SUBSETS, Ruler
+from kvbench.tasks.sources import HubFile
+
+
+def words_as_tokens(text, **options):
+    return {"input_ids": re.findall(r"\w+|[^\w\s]", text)}
+
+
+def generated(subset: str, samples: int = 3) -> list[Sample]:
+    return list(Ruler([subset], [2048], samples).samples(words_as_tokens, 0))
+
+
+def row(sample: Sample, **changed) -> dict:
+    """A line as RULER writes it: the index of needles is the place of the answer, so that some are alike."""
+    text = sample.prompt + sample.answer_prefix
+    return {"index": 7, "input": text, "outputs": list(sample.answers), "length": len(text), **changed}
+
+
+def folder(tmp_path: Path, subset: str, rows: list, length: int = 4096) -> str:
+    file = tmp_path / str(length) / f"{subset}.jsonl"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in rows) + "\n")
+    return str(tmp_path)
+
+
+def read(data_dir: str, subset: str, samples: int = 3, length: int = 4096) -> list[Sample]:
+    return list(Ruler([subset], [length], samples, data_dir=data_dir).samples(None, 0))
+
+
+@pytest.mark.parametrize("subset", ALL_SUBSETS)
+def test_a_line_becomes_the_sample_that_it_was_made_of(tmp_path, subset):
+    made = generated(subset)
+    found = read(folder(tmp_path, subset, [row(sample) for sample in made]), subset)
+    for index, (one, other) in enumerate(zip(made, found, strict=True)):
+        meta = {"subset": subset, "length": 4096, "data": f"{subset}.jsonl"}
+        name = f"{subset}-4096-{index}"
+        assert other == replace(one, id=name, group=f"{subset}/4096", meta=meta)
+
+
+def test_an_answer_prefix_of_its_own_is_taken_as_it_is(tmp_path):
+    [sample] = generated("vt", 1)
+    line = row(sample, input=sample.prompt, answer_prefix="The variables are:")
+    [found] = read(folder(tmp_path, "vt", [line]), "vt", 1)
+    assert (found.prompt, found.answer_prefix) == (sample.prompt, " The variables are:")
+    assert found.question == sample.question
+
+
+def test_a_prompt_without_question_or_prefix_stays_whole(tmp_path):
+    [found] = read(folder(tmp_path, "qa_1", [{"input": "One.\nTwo.", "outputs": ["x"]}]), "qa_1", 1)
+    assert (found.prompt, found.question, found.answer_prefix) == ("One.\nTwo.", "", "")
+
+
+def test_numbers_as_outputs_are_texts(tmp_path):
+    [found] = read(folder(tmp_path, "vt", [{"input": "a", "outputs": [12]}]), "vt", 1)
+    assert found.answers == ("12",)
+
+
+def test_a_bad_line_costs_one_sample(tmp_path):
+    first, _, last = generated("vt")
+    found = read(folder(tmp_path, "vt", [row(first), "{", row(last)]), "vt")
+    assert [bool(sample.error) for sample in found] == [False, True, False]
+    assert found[1].error.startswith("vt.jsonl, line 2: not JSON") and found[1].id == "vt-4096-1"
+    assert Ruler(["vt"], [4096]).score(found[1], "x")["score"] == 0
+
+
+def test_a_file_with_too_few_lines_is_refused(tmp_path):
+    data = folder(tmp_path, "vt", [row(sample) for sample in generated("vt")])
+    with pytest.raises(ValueError, match=r"task\.samples=4: vt\.jsonl has 3 of vt"):
+        read(data, "vt", 4)
+
+
+def test_a_missing_file_is_refused_before_anything_is_read(tmp_path):
+    task = Ruler(["vt", "cwe"], [4096, 8192], data_dir=folder(tmp_path, "vt", []))
+    assert task.stored
+    first, *others = task.sources
+    first.check()
+    assert len(others) == 3
+    for source in others:
+        with pytest.raises(ValueError, match=r"task\.data_dir: .*: no such (file|folder)"):
+            source.check()
+
+
+def test_every_prefix_is_fair_to_subsets_and_lengths(tmp_path):
+    for length in (4096, 8192):
+        for subset in ("vt", "cwe"):
+            data = folder(tmp_path, subset, [row(sample) for sample in generated(subset)], length)
+    task = Ruler(["vt", "cwe"], [4096, 8192], 3, data_dir=data)
+    groups = [sample.group for sample in task.samples(None, 0)]
+    assert groups == ["vt/4096", "cwe/4096", "vt/8192", "cwe/8192"] * 3
+    assert len(task) == 12
+
+
+@pytest.fixture
+def hub_table(tmp_path, monkeypatch):
+    """The hub's file of 4096 tokens, as if it were in the local cache."""
+    made = [sample for subset in ("vt", "niah_single_1") for sample in generated(subset)]
+    columns = [
+        {
+            "context": sample.prompt.removesuffix(sample.question),
+            "question": sample.question,
+            "answer_prefix": sample.answer_prefix.strip(),
+            "answer": list(sample.answers),
+            "task": sample.meta["subset"],
+            "max_new_tokens": sample.max_new_tokens,
+        }
+        for sample in made
+    ]
+    file = tmp_path / "test.parquet"
+    pandas.DataFrame(columns).to_parquet(file)
+    monkeypatch.setattr(HubFile, "cached", lambda self: file)
+    return made
+
+
+@pytest.mark.parametrize("subset", ["vt", "niah_single_1"])
+def test_the_hubs_table_gives_the_rows_of_a_subset(hub_table, subset):
+    made = [sample for sample in hub_table if sample.meta["subset"] == subset]
+    for one, other in zip(made, read("hub", subset), strict=True):
+        assert (other.prompt, other.question, other.answers) == (one.prompt, one.question, one.answers)
+        assert other.answer_prefix == " " + one.answer_prefix.strip()
+        assert other.max_new_tokens == one.max_new_tokens and other.chat
+        assert other.meta["data"] == "simonjegou/ruler/4096/test-00000-of-00001.parquet"
+
+
+def test_the_hub_has_one_file_for_all_subsets_of_a_length(hub_table):
+    task = Ruler(["vt", "niah_single_1"], [4096], 3, data_dir="hub")
+    [source] = task.sources
+    assert isinstance(source, HubFile) and source.repo == "simonjegou/ruler" and len(list(task.samples(None, 0))) == 6
+
+
+def test_the_hub_has_three_lengths():
+    with pytest.raises(ValueError, match=r"task\.lengths=\[4096, 5000\]: the hub has 4096, 8192, 16384"):
+        Ruler(["vt"], [4096, 5000], data_dir="hub")
+
+
+def test_a_table_of_another_shape_is_refused(tmp_path, monkeypatch):
+    file = tmp_path / "test.parquet"
+    pandas.DataFrame([{"input": "a", "task": "vt"}]).to_parquet(file)
+    monkeypatch.setattr(HubFile, "cached", lambda self: file)
+    with pytest.raises(ValueError, match=r"task\.data_dir=hub: simonjegou/ruler/4096"):
+        read("hub", "vt")
