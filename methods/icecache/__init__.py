@@ -1,0 +1,1 @@
+"""IceCache: semantic pages found by a DCI tree (ICLR 2026)."""

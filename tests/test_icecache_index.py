@@ -1,0 +1,664 @@
+"""The DCI tree of IceCache: structure, parents, search, insertion and pages, against what the formulas say."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from methods.icecache.index import DCITree, ExactScan, Layout, Search, Workspace
+from methods.icecache.kernels import FREE, NODES, NONE, PAGES, POINTS, ROOT, TOP, interleave
+
+D = 8
+# Products of float32 vectors of length about sqrt(D) are off by some units in their last place.
+CLOSE = 1e-4
+# Small pages and large promoted shares: a hundred keys make three or four levels and many pages.
+SMALL = Layout(page_size=4, promotion=(0.15, 0.3))
+EVERYTHING = Search(fov=10**6)
+
+quick = settings(max_examples=25, deadline=None)
+seeds = st.integers(0, 10**6)
+layouts = st.builds(
+    Layout,
+    page_size=st.sampled_from([2, 4, 16]),
+    promotion=st.sampled_from([(0.15, 0.3), (0.02, 0.2), (0.5, 0.5)]),
+    levels=st.sampled_from(["counter", "random"]),
+    split=st.sampled_from(["projection", "greedy"]),
+    projections=st.sampled_from([(0, 0), (1, 1), (2, 3)]),
+    exhaustive_below=st.sampled_from([0, 10, 4096]),
+    fov=st.sampled_from([3, 1000]),
+    reparent=st.booleans(),
+)
+searches = st.builds(
+    Search,
+    fov=st.sampled_from([1, 5, 10**6]),
+    rank_by=st.sampled_from(["point", "centroid"]),
+    exhaustive_below=st.sampled_from([0, 10, 4096]),
+)
+kinds = st.sampled_from(["normal", "heavy", "mean", "repeated", "equal", "zero"])
+
+
+def some_keys(count: int, seed: int, kind: str = "normal") -> np.ndarray:
+    """[count, D] float32."""
+    rng = np.random.default_rng(seed)
+    keys = rng.standard_normal((count, D))
+    if kind == "heavy":
+        keys *= np.exp(rng.standard_normal((count, 1)))
+    elif kind == "mean":
+        keys += 3
+    elif kind == "repeated":
+        keys = keys[rng.integers(0, max(1, count // 5), count)]
+    elif kind == "equal":
+        keys[:] = keys[:1]
+    elif kind == "zero":
+        keys[:: max(1, count // 3)] = 0
+    return keys.astype(np.float32)
+
+
+def some_queries(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed + 1).standard_normal((count, D)).astype(np.float32)
+
+
+def built(keys: np.ndarray, layout: Layout = SMALL, kind: type[DCITree] = DCITree) -> DCITree:
+    return kind(keys, len(keys), layout, seed=7)
+
+
+def grown(keys: np.ndarray, layout: Layout, start: int, steps: Sequence[int] = (1,)) -> DCITree:
+    """A tree over the first `start` keys, into which the others are inserted by turns of `steps`."""
+    tree, work, turn = DCITree(keys, start, layout, seed=7), Workspace(), 0
+    while len(tree) < len(keys):
+        tree.insert(min(steps[turn % len(steps)], len(keys) - len(tree)), work)
+        turn += 1
+    return tree
+
+
+# -- reading a tree ----------------------------------------------------------------------------------------------------
+
+
+def own_node(tree: DCITree) -> np.ndarray:
+    return tree.arrays.point["node"][: len(tree)]
+
+
+def parents(tree: DCITree) -> np.ndarray:
+    """[n] the node each row is a child of."""
+    return tree.arrays.page["node"][tree.arrays.point["page"][: len(tree)]]
+
+
+def levels(tree: DCITree) -> np.ndarray:
+    node = own_node(tree)
+    return np.where(node == NONE, 1, tree.arrays.node["level"][node])
+
+
+def parent_tokens(tree: DCITree) -> dict[int, int]:
+    """Token of the parent of every token, -1: the root."""
+    token = tree.tokens(np.arange(tree.pages))
+    row = tree.arrays.slots[: tree.pages]
+    of_row = dict(zip(row[row != NONE].tolist(), token[row != NONE].tolist(), strict=True))
+    point = tree.arrays.node["point"][parents(tree)]
+    return {of_row[i]: of_row.get(int(point[i]), -1) for i in range(len(tree))}
+
+
+def delta(keys: np.ndarray, others: np.ndarray, squared_c: float) -> np.ndarray:
+    """delta(x, y) = c^2 - x.y - sqrt((c^2 - |x|^2)(c^2 - |y|^2)), the paper's section 3, in float64."""
+    one, two = keys.astype(np.float64), others.astype(np.float64)
+    height, other = (np.sqrt(np.maximum(squared_c - (part**2).sum(1), 0)) for part in (one, two))
+    return squared_c - one @ two.T - np.outer(height, other)
+
+
+def check_structure(tree: DCITree) -> None:
+    """Each key in one slot, page and node; levels, chains, counts, sums and the free list agree."""
+    arrays, count = tree.arrays, len(tree)
+    points, nodes, pages, free, top = (int(arrays.state[at]) for at in (POINTS, NODES, PAGES, FREE, TOP))
+    assert points == count
+    page, node, point = arrays.page[:pages], arrays.node[:nodes], arrays.point[:count]
+    seen_pages: set[int] = set()
+    members: list[int] = []
+    for number in range(nodes):
+        children, at = [], int(node[number]["first"])
+        while at != NONE:
+            assert at not in seen_pages
+            seen_pages.add(at)
+            assert page[at]["node"] == number
+            assert 1 <= page[at]["count"] <= arrays.slots.shape[1]
+            held = arrays.slots[at][: page[at]["count"]]
+            assert (arrays.slots[at][page[at]["count"] :] == NONE).all()
+            assert (point["page"][held] == at).all()
+            assert (point["slot"][held] == np.arange(len(held))).all()
+            children += held.tolist()
+            at = int(page[at]["next"])
+        assert node[number]["children"] == len(children)
+        rows = arrays.keys[children].astype(np.float64)
+        np.testing.assert_allclose(arrays.node_sum[number], rows.sum(0), atol=CLOSE * (1 + np.abs(rows).sum()))
+        members += children
+    assert sorted(members) == list(range(count))
+    freed = set()
+    while free != NONE:
+        assert page[free]["count"] == 0
+        freed.add(free)
+        free = int(page[free]["next"])
+    assert freed | seen_pages == set(range(pages))
+    assert not freed & seen_pages
+
+    of_parent = node["level"][parents(tree)]
+    assert (of_parent == levels(tree) + 1).all()
+    assert node[ROOT]["level"] == top + 1
+    assert top == levels(tree).max(initial=0)
+    assert arrays.level_size.sum() == count
+    assert (np.bincount(levels(tree), minlength=len(arrays.level_size)) == arrays.level_size).all()
+    promoted = node["point"][1:]
+    assert (point["node"][promoted] == np.arange(1, nodes)).all()
+    assert (point["node"] != NONE).sum() == nodes - 1
+    assert (arrays.node_key[1:nodes] == arrays.keys[promoted]).all()
+
+
+def check_parents(tree: DCITree) -> None:
+    """Every parent minimises delta over the level above (Alg. 2), up to rounding."""
+    keys, level, node = tree.arrays.keys, levels(tree), tree.arrays.node
+    squared_c = float(tree.arrays.largest[0])
+    for below in range(1, int(tree.arrays.state[TOP])):
+        rows = np.flatnonzero(level == below)
+        above = np.flatnonzero(level == below + 1)
+        distance = delta(keys[rows], keys[above], squared_c)
+        chosen = np.searchsorted(above, node["point"][parents(tree)[rows]])
+        taken = distance[np.arange(len(rows)), chosen]
+        assert (taken <= distance.min(axis=1) + CLOSE * (1 + squared_c)).all()
+
+
+def found(tree: DCITree, queries: np.ndarray, wanted: int, search: Search) -> list[set[int]]:
+    answer = tree.best_tokens(queries, wanted, search, Workspace())
+    return [{int(token) for token in row if token != NONE} for row in answer.ids]
+
+
+# -- structure ---------------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(st.integers(0, 150), layouts, kinds, seeds)
+def test_a_built_tree_holds_each_key_once(count: int, layout: Layout, kind: str, seed: int) -> None:
+    check_structure(built(some_keys(count, seed, kind), layout))
+
+
+@quick
+@given(st.integers(0, 80), st.integers(0, 120), layouts, kinds, seeds)
+def test_an_insertion_keeps_each_key_once(start: int, more: int, layout: Layout, kind: str, seed: int) -> None:
+    check_structure(grown(some_keys(start + more, seed, kind), layout, start, [1, 16, 3]))
+
+
+@quick
+@given(st.integers(1, 200), layouts, kinds, seeds)
+def test_parents_of_an_exhaustive_build_minimise_delta(count: int, layout: Layout, kind: str, seed: int) -> None:
+    check_parents(built(some_keys(count, seed, kind), replace(layout, exhaustive_below=4096)))
+
+
+@quick
+@given(st.integers(1, 150), layouts, seeds)
+def test_a_beam_as_wide_as_the_levels_finds_the_same_parents(count: int, layout: Layout, seed: int) -> None:
+    keys = some_keys(count, seed, "heavy")
+    wide, all_of_it = replace(layout, exhaustive_below=0, fov=1000), replace(layout, exhaustive_below=4096)
+    assert parent_tokens(built(keys, wide)) == parent_tokens(built(keys, all_of_it))
+
+
+@quick
+@given(st.integers(1, 150), st.integers(0, 40), layouts, seeds)
+def test_inserting_one_by_one_gives_the_parents_of_a_build(count: int, start: int, layout: Layout, seed: int) -> None:
+    keys = some_keys(count, seed)
+    keys[0] *= 20 / np.linalg.norm(keys[0])  # c is there from the first key on
+    layout = replace(layout, exhaustive_below=4096, reparent=True)
+    tree = grown(keys, layout, min(max(start, 1), count))
+    check_parents(tree)
+    if layout.levels == "counter":
+        assert parent_tokens(tree) == parent_tokens(built(keys, layout))
+
+
+@quick
+@given(st.integers(1, 150), layouts, seeds)
+def test_growing_c_changes_no_parent_and_no_answer(count: int, layout: Layout, seed: int) -> None:
+    keys = np.concatenate([some_keys(count, seed), 50 * some_keys(1, seed + 1)])
+    tree = DCITree(keys, count, replace(layout, promotion=(0.001, 0.2)), seed=7)
+    before = parent_tokens(tree)
+    tree.insert(1, Workspace())
+    assert {token: parent for token, parent in parent_tokens(tree).items() if token < count} == before
+    check_structure(tree)
+    exact = np.argsort(-(keys @ some_queries(1, seed)[0]), kind="stable")[:5]
+    assert found(tree, some_queries(1, seed), 5, EVERYTHING) == [set(exact.tolist())]
+
+
+def test_a_new_top_node_adopts_the_old_top_level_even_without_reparenting() -> None:
+    tree = grown(some_keys(60, 0), replace(SMALL, promotion=(0.5, 0.5), reparent=False), 0)
+    assert tree.arrays.state[TOP] > 2
+    check_structure(tree)
+
+
+def test_without_reparenting_a_promoted_newcomer_starts_childless() -> None:
+    layout = replace(SMALL, promotion=(0.1, 0.1), reparent=False)
+    newcomer = 31  # after 9 and 20, the third to find room above
+    tree = grown(some_keys(newcomer + 1, 0), layout, newcomer)
+    assert levels(tree)[newcomer] == 2
+    assert tree.arrays.node["children"][own_node(tree)[newcomer]] == 0
+    moved = grown(some_keys(newcomer + 1, 0), replace(layout, reparent=True), newcomer)
+    assert moved.arrays.node["children"][own_node(moved)[newcomer]] > 0
+
+
+def test_level_sizes_follow_the_promoted_shares() -> None:
+    keys = some_keys(4000, 0)
+    counter = np.bincount(levels(built(keys, replace(SMALL, promotion=(0.05, 0.2)))))
+    for below, above, share in zip(counter[1:], counter[2:], [0.05, 0.2, 0.2, 0.2], strict=False):
+        assert share * below - 2 < above <= share * (below + 1)
+    drawn = np.bincount(levels(built(keys, replace(SMALL, promotion=(0.05, 0.2), levels="random"))))
+    for share, size, of in [(0.05, drawn[2:].sum(), 4000), (0.2, drawn[3:].sum(), drawn[2:].sum())]:
+        assert abs(size - share * of) < 4 * np.sqrt(of * share * (1 - share))
+
+
+@pytest.mark.parametrize("share", [0.02, 1 / 16])
+@pytest.mark.parametrize("split", ["projection", "greedy"])
+def test_occupancy_is_near_that_of_exponential_cells(share: float, split: Any) -> None:
+    tree = built(some_keys(4000, 0), Layout(promotion=(share, 0.2), split=split))
+    occupancy = len(tree) / (16 * np.count_nonzero(tree.counts))
+    expected = (1 - np.exp(-share * 16)) / (share * 16)
+    assert abs(occupancy - expected) < 0.1
+
+
+def test_pages_of_a_node_are_filled_evenly_and_in_the_order_of_the_projection() -> None:
+    tree = built(some_keys(90, 3), replace(SMALL, promotion=(0.001, 0.2)))
+    assert tree.counts.tolist() == [4] * 21 + [3] * 2
+    value = tree.arrays.projection[:, 0] + tree.arrays.direction[0, -1] * np.sqrt(
+        tree.arrays.largest[0] - tree.arrays.point["norm2"]
+    )
+    ordered = value[tree.arrays.slots[tree.arrays.slots != NONE]]
+    assert (np.diff(ordered) >= 0).all()
+
+
+def test_greedy_pages_hold_nearer_keys_than_projected_ones() -> None:
+    rng = np.random.default_rng(0)
+    centres = 4 * rng.standard_normal((40, D))
+    keys = (centres[rng.integers(0, 40, 600)] + 0.3 * rng.standard_normal((600, D))).astype(np.float32)
+
+    def spread(split: Any) -> float:
+        tree = built(keys, Layout(promotion=(0.01, 0.2), split=split))
+        pages = tree.tokens(np.arange(tree.pages))
+        return float(np.mean([keys[page[page >= 0]].var(axis=0).sum() for page in pages]))
+
+    assert spread("greedy") < 0.5 * spread("projection")
+
+
+# -- search ------------------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(st.integers(0, 150), layouts, kinds, st.sampled_from(["point", "centroid"]), st.integers(1, 6), seeds)
+def test_a_search_without_limit_is_exact(
+    count: int, layout: Layout, kind: str, rank_by: Any, group: int, seed: int
+) -> None:
+    keys, queries = some_keys(count, seed, kind), some_queries(group, seed)
+    tree = grown(keys, layout, count // 2, [16])
+    scores = queries.astype(np.float64) @ keys.T.astype(np.float64)
+    best = -np.sort(-scores, axis=1)[:, :10]
+    for exhaustive_below in (0, 10, 4096):
+        search = replace(EVERYTHING, rank_by=rank_by, exhaustive_below=exhaustive_below)
+        answer = tree.best_tokens(queries, 10, search, Workspace())
+        assert answer.evaluated == count
+        shown = best.shape[1]
+        np.testing.assert_allclose(answer.scores[:, :shown], best, atol=CLOSE * (1 + np.abs(scores).max(initial=0)))
+        assert (answer.ids[:, shown:] == NONE).all()
+        of_ids = np.take_along_axis(scores, answer.ids[:, :shown].astype(int), axis=1)
+        np.testing.assert_allclose(of_ids, best, atol=CLOSE * (1 + np.abs(scores).max(initial=0)))
+        assert all(len(set(row)) == shown for row in answer.ids[:, :shown].tolist())
+
+
+@quick
+@given(st.integers(1, 150), layouts, kinds, seeds)
+def test_best_pages_are_ranked_by_their_best_member(count: int, layout: Layout, kind: str, seed: int) -> None:
+    keys, queries = some_keys(count, seed, kind), some_queries(3, seed)
+    tree = grown(keys, layout, count // 2, [16])
+    tokens = tree.tokens(np.arange(tree.pages))
+    member = np.where(tokens == NONE, -np.inf, (queries @ keys.T)[:, tokens])
+    best = -np.sort(-member.max(axis=2), axis=1)[:, :6]
+    answer = tree.best_pages(queries, 6, EVERYTHING, Workspace())
+    shown = min(6, int(np.count_nonzero(tree.counts)))
+    np.testing.assert_allclose(answer.scores[:, :shown], best[:, :shown], atol=CLOSE * (1 + np.abs(best[:, 0]).max()))
+    assert (answer.ids[:, shown:] == NONE).all()
+    assert all(len(set(row)) == shown for row in answer.ids[:, :shown].tolist())
+
+
+@quick
+@given(st.integers(1, 200), layouts, searches, st.integers(1, 5), seeds)
+def test_the_search_evaluates_the_children_of_the_best_nodes(
+    count: int, layout: Layout, search: Search, group: int, seed: int
+) -> None:
+    keys, queries = some_keys(count, seed, "heavy"), some_queries(group, seed)
+    tree = grown(keys, layout, count // 2, [16])
+    search = replace(search, exhaustive_below=4096)
+    node = tree.arrays.node[: tree.nodes]
+    centroid = search.rank_by == "centroid"
+    children = np.maximum(node["children"], 1)[:, None]
+    vectors = tree.arrays.node_sum[: tree.nodes] / children if centroid else tree.arrays.node_key[: tree.nodes]
+    eligible = (node["children"] > 0) & ((node["level"] == 2) | centroid)
+    eligible[ROOT] = False
+    front = {ROOT} if centroid or tree.arrays.state[TOP] < 2 else set()
+    for query in queries:
+        ranked = sorted(np.flatnonzero(eligible), key=lambda at: -float(query @ vectors[at]))
+        front |= set(ranked[: search.fov])
+    token = tree.tokens(np.arange(tree.pages))
+    wanted = {
+        int(t)
+        for page in np.flatnonzero(tree.counts)
+        for t in token[page]
+        if t >= 0 and tree.arrays.page["node"][page] in front
+    }
+    if not centroid:
+        wanted |= {token for token, row in enumerate(own_node(tree)) if row != NONE}
+    answer = tree.best_tokens(queries, count, search, Workspace())
+    assert answer.evaluated == len(wanted)
+    assert answer.ranked == tree.nodes - 1
+    assert set(answer.ids[answer.ids >= 0].tolist()) == wanted
+
+
+def test_mean_recall_rises_with_the_beam() -> None:
+    keys, queries = some_keys(3000, 0), some_queries(60, 0)
+    tree = built(keys, Layout(promotion=(1 / 16, 0.2)))
+    exact = np.argsort(-(queries @ keys.T), axis=1)[:, :20]
+    for search in (Search(), Search(rank_by="centroid"), Search(exhaustive_below=50)):
+        recalls = []
+        for fov in (2, 8, 32, 128, 1000):
+            hits = [
+                len(set(row) & found(tree, query[None], 20, replace(search, fov=fov))[0])
+                for row, query in zip(exact.tolist(), queries, strict=True)
+            ]
+            recalls.append(np.mean(hits) / 20)
+        assert recalls == sorted(recalls)
+        assert recalls[0] < 0.7
+        assert recalls[-1] == 1
+
+
+def test_a_group_finds_at_least_what_its_queries_find_alone() -> None:
+    keys, queries = some_keys(1000, 0), some_queries(4, 0)
+    tree, search = built(keys, Layout(promotion=(1 / 16, 0.2))), Search(fov=4)
+    together = tree.best_tokens(queries, 30, search, Workspace()).scores
+    for query, scores in zip(queries, together, strict=True):
+        alone = tree.best_tokens(query[None], 30, search, Workspace()).scores[0]
+        assert (scores >= alone - CLOSE).all()
+
+
+@quick
+@given(st.integers(1, 120), layouts, kinds, seeds)
+def test_the_exact_scan_answers_for_the_same_pages(count: int, layout: Layout, kind: str, seed: int) -> None:
+    keys, queries = some_keys(count, seed, kind), some_queries(2, seed)
+    tree, scan = built(keys, layout), built(keys, layout, ExactScan)
+    assert (tree.tokens(np.arange(tree.pages)) == scan.tokens(np.arange(scan.pages))).all()
+    for ask in ("best_pages", "best_tokens"):
+        searched = getattr(tree, ask)(queries, 5, EVERYTHING, Workspace())
+        scanned = getattr(scan, ask)(queries, 5, Search(fov=1), Workspace())
+        np.testing.assert_allclose(searched.scores, scanned.scores, atol=CLOSE * (1 + np.abs(keys).max() * D))
+        assert (scanned.ranked, scanned.evaluated) == (0, count)
+
+
+# -- P-DCI -------------------------------------------------------------------------------------------------------------
+
+
+def p_dci(tree: DCITree, query: np.ndarray, share: float) -> tuple[list[int], list[float]]:
+    """Li & Malik 2017, algorithm 2, with one queue over all simple indices: tokens as found, and their gaps."""
+    arrays, count = tree.arrays, len(tree)
+    composites, simple = tree.layout.projections
+    c = np.sqrt(arrays.largest[0])
+    height = np.sqrt(np.maximum(arrays.largest[0] - arrays.point["norm2"][:count], 0))
+    target = c / np.linalg.norm(query) * arrays.direction[:, :-1] @ query
+    projected = arrays.projection[:count] + height[:, None] * arrays.direction[:, -1]
+    queue: list[tuple[float, int, int]] = []
+    for j in range(composites * simple):
+        for row in range(count):
+            heapq.heappush(queue, (float(abs(projected[row, j] - target[j])), j, row))
+    seen = np.zeros((composites, count), int)
+    order: list[int] = []
+    gaps: list[float] = []
+    while len(order) < int(np.ceil(share * count)):
+        gap, j, row = heapq.heappop(queue)
+        seen[j // simple, row] += 1
+        if seen[j // simple, row] == simple and row not in order:
+            order.append(row)
+            gaps.append(gap)
+    return order, gaps
+
+
+@quick
+@given(st.integers(1, 60), st.sampled_from([(1, 1), (1, 4), (2, 3)]), st.floats(0.05, 0.95), seeds)
+def test_projections_prune_as_the_queues_of_p_dci_do(
+    count: int, projections: tuple[int, int], share: float, seed: int
+) -> None:
+    keys, query = some_keys(count, seed, "heavy"), some_queries(1, seed)
+    tree = built(keys, Layout(promotion=(0.001, 0.2), projections=projections))
+    order, gaps = p_dci(tree, query[0], share)
+    answer = tree.best_tokens(query, count, replace(EVERYTHING, prop_to_retrieve=share), Workspace())
+    assert answer.evaluated == len(order)
+    assert set(answer.ids[0][answer.ids[0] >= 0].tolist()) == set(order)
+
+    # the gap never exceeds the distance in the transformed space, scaled by c
+    squared_c = float(tree.arrays.largest[0])
+    unit = query[0] / np.linalg.norm(query[0])
+    for row, gap in zip(order, gaps, strict=True):
+        lifted = np.append(keys[row], np.sqrt(max(squared_c - float(keys[row] @ keys[row]), 0)))
+        assert gap <= np.linalg.norm(lifted - np.append(np.sqrt(squared_c) * unit, 0)) + 1e-3
+    assert gaps == sorted(gaps)
+
+
+@quick
+@given(st.integers(1, 60), st.floats(1, 3), seeds)
+def test_distance_after_the_transform_orders_keys_as_products_do(count: int, factor: float, seed: int) -> None:
+    """Invariant of T_K and T_Q (Neyshabur & Srebro 2015), for every c that is large enough."""
+    keys, query = some_keys(count, seed, "heavy").astype(np.float64), some_queries(1, seed)[0].astype(np.float64)
+    c = factor * np.linalg.norm(keys, axis=1).max()
+    lifted = np.column_stack([keys, np.sqrt(np.maximum(c**2 - (keys**2).sum(1), 0))]) / c
+    np.testing.assert_allclose(np.linalg.norm(lifted, axis=1), 1)
+    distance = np.linalg.norm(lifted - np.append(query / np.linalg.norm(query), 0), axis=1)
+    np.testing.assert_allclose(distance**2, 2 - 2 * keys @ query / (c * np.linalg.norm(query)), atol=1e-9)
+    np.testing.assert_allclose(
+        0.5 * c**2 * ((lifted[:, None] - lifted) ** 2).sum(2), delta(keys, keys, c**2), atol=1e-6
+    )
+
+
+# -- pages over time ---------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(st.integers(1, 80), layouts, seeds)
+def test_changed_pages_are_told(count: int, layout: Layout, seed: int) -> None:
+    keys, work = some_keys(2 * count, seed), Workspace()
+    tree = DCITree(keys, count, layout, seed=7)
+    assert set(tree.take_changed().tolist()) == set(range(tree.pages))
+    assert not len(tree.take_changed())
+    while len(tree) < len(keys):
+        before = [set(page.tolist()) for page in tree.tokens(np.arange(tree.pages))]
+        tree.insert(min(4, len(keys) - len(tree)), work)
+        after = [set(page.tolist()) for page in tree.tokens(np.arange(tree.pages))]
+        before += [{NONE}] * (len(after) - len(before))
+        changed = {page for page, (one, two) in enumerate(zip(before, after, strict=True)) if one != two}
+        assert changed <= set(tree.take_changed().tolist())
+
+
+@quick
+@given(st.integers(0, 100), st.integers(0, 60), layouts, seeds)
+def test_arranged_pages_are_blocks_of_rows_and_answer_as_before(
+    count: int, more: int, layout: Layout, seed: int
+) -> None:
+    keys, queries = some_keys(count + more, seed), some_queries(3, seed)
+    tree, stays = (DCITree(keys.copy(), count, layout, seed=7) for _ in range(2))
+    work = Workspace()
+    for _ in range(2):
+        order = tree.arrange()
+        assert sorted(order.tolist()) == list(range(len(tree)))
+        memory = keys.copy()
+        memory[: len(tree)] = keys[order]
+        tree.bind(memory)
+        check_structure(tree)
+        for page, size in enumerate(tree.counts):
+            rows = tree.arrays.slots[page, :size]
+            assert (np.diff(rows) == 1).all()
+        for ask in ("best_pages", "best_tokens"):
+            ours = getattr(tree, ask)(queries, 8, Search(fov=3), work)
+            theirs = getattr(stays, ask)(queries, 8, Search(fov=3), work)
+            assert (ours.ids == theirs.ids).all()
+        for one in (tree, stays):
+            one.insert(len(keys) - len(one), work)
+
+
+@quick
+@given(st.integers(1, 5), st.integers(0, 12), st.integers(1, 20), seeds)
+def test_the_group_union_keeps_rank_order_and_repeats_nothing(group: int, depth: int, wanted: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lists = np.array([rng.permutation(15)[:depth] for _ in range(group)], np.int32).reshape(group, depth)
+    joined = interleave(lists, wanted)
+    expected = list(dict.fromkeys(lists.T.ravel().tolist()))[:wanted]
+    assert joined.tolist() == expected + [NONE] * (wanted - len(expected))
+    if group == 1 and depth:
+        assert expected == lists[0, :wanted].tolist()
+    if wanted >= group and depth:
+        assert set(lists[:, 0].tolist()) <= set(expected)
+
+
+def test_ten_thousand_random_inserts_and_queries_agree_with_brute_force() -> None:
+    rng, work = np.random.default_rng(0), Workspace()
+    keys = some_keys(9000, 0, "heavy")
+    tree = DCITree(keys, 0, replace(SMALL, promotion=(0.05, 0.2)), seed=7)
+    inserts = queries = 0
+    while inserts + queries < 10_000:
+        if rng.random() < 0.5 and len(tree) < len(keys) - 3:
+            tree.insert(int(rng.integers(1, 4)), work)
+            inserts += 1
+        else:
+            query = rng.standard_normal((1, D)).astype(np.float32)
+            scores = keys[: len(tree)] @ query[0]
+            answer = tree.best_tokens(query, 3, EVERYTHING, work)
+            shown = min(3, len(tree))
+            best = -np.sort(-np.partition(scores, len(tree) - shown)[len(tree) - shown :])
+            np.testing.assert_allclose(answer.scores[0, :shown], best, rtol=CLOSE, atol=CLOSE)
+            queries += 1
+    check_structure(tree)
+    assert min(inserts, queries) > 3000
+
+
+# -- threads, formats, memory ------------------------------------------------------------------------------------------
+
+
+def same(one: DCITree, two: DCITree) -> bool:
+    """Bitwise the same tree."""
+    count, nodes, pages = len(one), one.nodes, one.pages
+    return (len(two), two.nodes, two.pages) == (count, nodes, pages) and all(
+        (getattr(one.arrays, name)[:size] == getattr(two.arrays, name)[:size]).all()
+        for name, size in [("point", count), ("page", pages), ("slots", pages), ("node", nodes), ("node_sum", nodes)]
+    )
+
+
+def test_eight_threads_build_insert_and_ask_as_one_does() -> None:
+    keys, queries = some_keys(1500, 0), some_queries(4, 0)
+    layout = Layout(promotion=(1 / 16, 0.2), levels="random")
+    shared = built(keys, layout)
+
+    def job(seed: int) -> tuple[DCITree, np.ndarray]:
+        work = Workspace()
+        tree = DCITree(keys, 1000, layout, seed % 3, work)
+        for _ in range(25):
+            tree.insert(20, work)
+        asked = [shared.best_pages(queries, 8, Search(fov=9), work).ids for _ in range(20)]
+        assert all((ids == asked[0]).all() for ids in asked)
+        return tree, asked[0]
+
+    alone = [job(seed) for seed in range(3)]
+    with ThreadPoolExecutor(8) as pool:
+        for seed, (tree, ids) in enumerate(pool.map(job, range(16))):
+            assert same(tree, alone[seed % 3][0])
+            assert (ids == alone[0][1]).all()
+
+
+def test_bfloat16_keys_are_read_in_place() -> None:
+    bits = (some_keys(300, 0).view(np.uint32) >> 16).astype(np.uint16)
+    keys = (bits.astype(np.uint32) << 16).view(np.float32)
+    narrow, wide = grown(bits, SMALL, 200, [16]), grown(keys, SMALL, 200, [16])
+    assert same(narrow, wide)
+    for ask in ("best_pages", "best_tokens"):
+        ours = getattr(narrow, ask)(some_queries(4, 0), 8, Search(fov=5), Workspace())
+        theirs = getattr(wide, ask)(some_queries(4, 0), 8, Search(fov=5), Workspace())
+        assert (ours.ids == theirs.ids).all()
+
+
+def test_memory_beyond_the_indexed_keys_is_never_read() -> None:
+    keys = some_keys(200, 0)
+    poisoned = np.full((400, D), np.nan, np.float32)
+    poisoned[:200] = keys
+    assert same(built(keys), DCITree(poisoned, 200, SMALL, seed=7))
+
+
+def test_one_workspace_serves_trees_of_any_size() -> None:
+    work, queries = Workspace(), some_queries(5, 0)
+    for count in (10, 400, 50):
+        tree = DCITree(some_keys(count, 0), count, SMALL, 7, work)
+        for group in (1, 5):
+            ours = tree.best_pages(queries[:group], 6, Search(), work)
+            fresh = tree.best_pages(queries[:group], 6, Search(), Workspace())
+            assert (ours.ids == fresh.ids).all()
+
+
+def test_the_index_is_small_beside_its_keys() -> None:
+    keys = np.random.default_rng(0).standard_normal((4000, 128)).astype(np.float32)
+    assert DCITree(keys, 4000, Layout(), 0).nbytes < 0.15 * keys.nbytes
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30])
+def test_a_key_that_is_not_finite_is_refused(bad: float) -> None:
+    keys = some_keys(60, 0)
+    keys[40, 3] = bad
+    with pytest.raises(ValueError, match="key 40 is not finite"):
+        DCITree(keys, 60, SMALL, 7)
+    tree = DCITree(keys, 30, SMALL, 7)
+    with pytest.raises(ValueError, match="key 40 is not finite"):
+        tree.insert(16, Workspace())
+    check_structure(tree)
+    keys[40, 3] = 0
+    tree.insert(16, Workspace())
+    check_structure(tree)
+
+
+def test_an_empty_tree_answers_nothing_and_grows() -> None:
+    tree = DCITree(some_keys(5, 0), 0, SMALL, 7)
+    for answer in (
+        tree.best_pages(some_queries(2, 0), 3, Search(), Workspace()),
+        tree.best_tokens(some_queries(2, 0), 3, Search(), Workspace()),
+    ):
+        assert (answer.ids == NONE).all()
+        assert answer.evaluated == 0
+    assert not len(tree.arrange())
+    tree.insert(5, Workspace())
+    assert len(tree) == 5
+
+
+def test_wrong_memory_and_queries_are_refused() -> None:
+    keys = some_keys(40, 0)
+    with pytest.raises(ValueError, match="contiguous"):
+        DCITree(keys[:, ::2], 40, SMALL, 7)
+    with pytest.raises(ValueError, match="float64"):
+        DCITree(keys.astype(np.float64), 40, SMALL, 7)
+    with pytest.raises(ValueError, match="memory of 40"):
+        DCITree(keys, 41, SMALL, 7)
+    tree = DCITree(keys, 40, SMALL, 7)
+    with pytest.raises(ValueError, match="memory of 40"):
+        tree.insert(1, Workspace())
+    with pytest.raises(ValueError, match=r"\[G, 8\]"):
+        tree.best_pages(keys[:1, :4].copy(), 3, Search(), Workspace())
+    with pytest.raises(ValueError, match="not finite"):
+        tree.best_pages(np.full((1, D), np.nan, np.float32), 3, Search(), Workspace())
+    with pytest.raises(ValueError, match="uint16"):
+        tree.bind(keys.astype(np.uint16))
+
+
+@pytest.mark.parametrize("wrong", [{"page_size": 1}, {"promotion": (0, 0.2)}, {"projections": (2, 0)}])
+def test_wrong_layouts_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Layout(**wrong)
