@@ -305,13 +305,15 @@ def test_gold_documents_are_at_their_depths():
         assert round(100 * gold / len(found), 2) in sample.meta["depths"]
 
 
-def squad_file(tmp_path, articles=4, paragraphs=3):
+def squad_file(tmp_path, articles=4, paragraphs=3, longest=3):
     data = []
     for article in range(articles):
         rows = []
         for number in range(paragraphs):
             answers = [{"text": f"{article}x{number}", "answer_start": 0}] * 2
-            text = f"Article {article} paragraph {number} says {article}x{number} and a few more words. " * 3
+            text = f"Article {article} paragraph {number} says {article}x{number} and a few more words. " * (
+                3 + (7 * number + 5 * article) % (longest - 2)
+            )
             asked = [{"id": "a", "question": f"What does {article} {number} say?", "answers": answers}]
             asked.append({"id": "b", "question": "Nothing?", "answers": [], "is_impossible": True})
             rows.append({"context": text, "qas": asked})
@@ -341,6 +343,17 @@ def test_documents_of_a_short_file_come_again_and_the_sample_says_so(tmp_path):
         for sample in made("qa_1", 4096, squad=squad_file(tmp_path), fit=fit):
             assert len(documents(sample)) == sample.meta["size"] > 12
             assert sample.meta["different_documents"] == len(set(documents(sample))) == 12
+
+
+def test_where_a_long_document_does_not_fit_a_shorter_one_does(tmp_path):
+    file = squad_file(tmp_path, articles=20, paragraphs=6, longest=40)
+    lengths = {
+        text: len(words_as_tokens(text)["input_ids"]) for text in documents(made("qa_1", 60_000, 1, squad=file)[0])
+    }
+    assert max(lengths.values()) > 400
+    for sample in made("qa_1", 2000, 30, squad=file, fit="tight"):
+        assert 0.95 * 2000 <= tokens(sample) <= 2000
+        assert sum(sample.answers[0] in text for text in documents(sample)) == 1
 
 
 def hotpot_file(tmp_path, entries=5):

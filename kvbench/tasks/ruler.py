@@ -2,8 +2,8 @@
 
 Thirteen subsets, generated for any length and tokenizer, or read from files that RULER made. A generated sample is a
 function of the seed and of its own cell. Chat models get RULER's answer prefix after the assistant's header, as RULER
-has it. `ruler_writers` has the prompts, `ruler_fit` their sizes, `ruler_texts` essays and documents, `ruler_files`
-ready-made sets.
+has it. `ruler_needles` and `ruler_writers` have the prompts, `ruler_fit` their sizes, `ruler_texts` essays and
+documents, `ruler_files` ready-made sets.
 """
 
 from __future__ import annotations
@@ -19,23 +19,19 @@ from kvbench.protocol import TEMPLATE_SETTINGS
 from kvbench.tasks import Sample, ruler_files, ruler_texts
 from kvbench.tasks.ruler_files import HUB, MEGABYTES
 from kvbench.tasks.ruler_fit import Fit, Rule
+from kvbench.tasks.ruler_needles import DEPTHS, NEW_TOKENS, SUBSETS, Needles, draw
 from kvbench.tasks.ruler_texts import GENERATED
 from kvbench.tasks.ruler_writers import (
     ADJECTIVES,
-    DEPTHS,
-    NEW_TOKENS,
     NOUNS,
     STRINGS,
-    SUBSETS,
     Cell,
     CommonWords,
     Count,
     Documents,
     FrequentWords,
-    Needles,
     Variables,
     Writer,
-    draw,
 )
 from kvbench.tasks.sources import LocalFile, Source
 

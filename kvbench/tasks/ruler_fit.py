@@ -16,7 +16,7 @@ from kvbench.tasks.ruler_writers import Cell, Draft, Writer, Written
 Rule = Literal["official", "tight"]
 
 NEAR_ENOUGH = 100  # a tight sample may leave a hundredth of its length
-ATTEMPTS = 8
+ATTEMPTS = 12
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Fit:
         least, length = self.writer.least, self.cell.length
         size = self.writer.official(self._first[0], length)
         while True:
-            written = draft(size)
+            written = draft.write(size)
             tokens = self._tokens(written)
             if tokens <= length:
                 return written, size
@@ -70,21 +70,25 @@ class Fit:
     def _tight(self, draft: Draft) -> tuple[Written, int] | None:
         """From the first sample's size by the tokens that are left or too many; None if nothing is found to fit."""
         best: tuple[Written, int] | None = None
+        left = 0
         length, (size, rate) = self.cell.length, self._first
         low, high = self.writer.least - 1, 2 * size + 2  # the largest known to fit, the smallest known not to
         size -= size // (2 * NEAR_ENOUGH)  # so that most fit at once
         for _ in range(ATTEMPTS):
-            written = draft(size)
+            written = draft.write(size)
             room = length - self._tokens(written)
+            letters = len(written.text) / (length - room)
             if room >= 0:
-                best, low = (written, size), size
+                best, low, left = (written, size), size, room
                 if room <= length // NEAR_ENOUGH:
                     break
             else:
                 high = size
+            if high - low == 1:
+                if best is None or not draft.swap(low, int(left * letters)):
+                    break
+                high += 1
             size = min(max(size + int(room // rate), low + 1), high - 1)
-            if size <= low:
-                break
         return best
 
     @functools.cached_property
@@ -93,7 +97,7 @@ class Fit:
         draft = self.writer.draft(self.cell, 0)
 
         def tokens(size: int) -> int:
-            return self._tokens(draft(size))
+            return self._tokens(draft.write(size))
 
         return _largest(tokens, self.cell.length, self.writer.least)
 

@@ -77,15 +77,13 @@ class Question:
     Attributes:
         answers: any of them is right.
         needed: the first so many of `documents` hold the answer.
-        documents: without end, the nearest first.
-        different: so many, then they come again; None: never.
+        documents: without end, the nearest first; those of a file come again.
     """
 
     text: str
     answers: tuple[str, ...]
     needed: int
     documents: Iterator[str]
-    different: int | None = None
 
 
 class Corpus(Protocol):
@@ -150,7 +148,7 @@ class Published:
         others = (place for place in _shuffled(len(self.documents), rng) if place not in taken)
         order = chain(first, others, _again(len(self.documents)))
         documents = (self.documents[place] for place in order)
-        return Question(asked.text, asked.answers, len(asked.needed), documents, len(self.documents))
+        return Question(asked.text, asked.answers, len(asked.needed), documents)
 
 
 def squad(file: LocalFile, samples: int) -> Published:

@@ -1,7 +1,7 @@
-"""RULER's prompts of any size: needles, variables, common and frequent words, after NVIDIA/RULER's own generators.
+"""RULER's prompts of any size: what a writer is, and those of all tasks but needles, after NVIDIA/RULER's generators.
 
-A writer knows one task's text and nothing of models or lengths in tokens; `ruler_fit` finds the size that a length has
-room for, `ruler_texts` has the texts that are no list of words.
+A writer knows one task's text and nothing of models; `ruler_fit` finds the size that a length has room for. Needles are
+in `ruler_needles`, the documents that questions are asked about in `ruler_texts`.
 """
 
 from __future__ import annotations
@@ -9,33 +9,26 @@ from __future__ import annotations
 import functools
 import random
 import string
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
-from kvbench.tasks.ruler_texts import GENERATED, Corpus, Essay, sentences
+from kvbench.tasks.ruler_texts import Corpus
 
-Kind = Literal["words", "numbers", "uuids"]
 Count = Callable[[str], int]
 
 STRINGS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("data").joinpath("ruler.yaml").read_text())
-_NIAH, _VT, _CWE, _FWE, _QA = (STRINGS[family] for family in ("niah", "vt", "cwe", "fwe", "qa"))
+_VT, _CWE, _FWE, _QA = (STRINGS[family] for family in ("vt", "cwe", "fwe", "qa"))
 ADJECTIVES: list[str] = STRINGS["words"]["adjectives"].split()
 NOUNS: list[str] = STRINGS["words"]["nouns"].split()
 SINGLE_WORDS = sorted({*ADJECTIVES, *NOUNS})
-
-SUBSETS: tuple[str, ...] = tuple(_NIAH["subsets"])
-NEW_TOKENS: int = _NIAH["new_tokens"]
 WORDS: str = STRINGS["words"]["name"]
 
-# 40 even points from 0 to 100 %, rounded, as numpy's linspace and round give them.
-DEPTHS = tuple(round(100 * point / 39) for point in range(40))
 SMALL_LENGTH = 4096
 
 
@@ -62,7 +55,17 @@ class Written:
         return self.prompt + self.answer_prefix
 
 
-Draft = Callable[[int], Written]  # a sample that waits for its size
+@dataclass(frozen=True)
+class Draft:
+    """A sample that waits for its size.
+
+    Attributes:
+        write: the sample in a size.
+        swap: takes at a place, from 0 on, a shorter piece of at most so many letters; False if there is none.
+    """
+
+    write: Callable[[int], Written]
+    swap: Callable[[int, int], bool] = lambda place, letters: False
 
 
 @dataclass(frozen=True)
@@ -129,105 +132,7 @@ class Writer(ABC):
     def shortest(self, cell: Cell) -> Written:
         """A prompt that a length must have room for; one for all seeds and samples."""
         stand_in = replace(cell, seed=0, length=1 if cell.small else SMALL_LENGTH)
-        return self.draft(stand_in, self.hardest)(self.smallest)
-
-
-@dataclass(frozen=True)
-class Needles(Writer):
-    """How one task of the niah family hides and asks; field names follow RULER's `type_*` and `num_needle_*`.
-
-    Attributes:
-        haystack: noise, essay, or needle: lines that look like the needle.
-        key, value: what they are drawn from.
-        keys, values, queries: keys hidden, values of each key, keys asked for.
-        essay: gives the first n words of a sample's essay.
-        source: what results call the essays.
-    """
-
-    haystack: Literal["noise", "essay", "needle"]
-    key: Kind
-    value: Kind
-    keys: int
-    values: int
-    queries: int
-    essay: Essay
-    new_tokens: int = NEW_TOKENS
-    source: str = GENERATED
-
-    @property
-    def least(self) -> int:
-        """As many words or lines as there are needles: each line has at most one before it."""
-        return self.keys * self.values
-
-    @property
-    def smallest(self) -> int:
-        """One small unit, or a word or line for each needle."""
-        return max(self.least, self.unit(0))
-
-    def unit(self, length: int) -> int:
-        """Words or lines."""
-        return _unit(_NIAH["units"][self.haystack], length)
-
-    def draft(self, cell: Cell, index: int) -> Draft:
-        """See `write`."""
-        writer = replace(self, essay=_kept(self.essay))
-        return functools.partial(writer.write, cell.stream(index), cell.seed)
-
-    def write(self, cell: str, seed: int, size: int) -> Written:
-        """The prompt of `cell` around `size` words (essay) or lines; its needles do not change with the size."""
-        rng = random.Random(f"ruler/{cell}")
-        keys = draw(self.key, self.keys, rng)
-        drawn = draw(self.value, self.keys * self.values, rng)
-        values = [drawn[first : first + self.values] for first in range(0, len(drawn), self.values)]
-        asked = rng.sample(range(self.keys), self.queries)
-
-        needles = [(self.needle(key, value), value) for key, own in zip(keys, values, strict=True) for value in own]
-        random.Random(seed).shuffle(needles)  # RULER: the same permutation in every sample
-        if self.haystack == "essay":
-            context, depths = _in_sentences(self.essay(cell, size), [text for text, _ in needles], rng)
-        else:
-            context, depths = _in_lines(self._lines(cell, size, keys, drawn), [text for text, _ in needles], rng)
-        depth_of = {value: depth for (_, value), depth in zip(needles, depths, strict=True)}
-
-        answers = tuple(value for key in asked for value in values[key])
-        frame, question, prefix = self._asking([keys[key] for key in asked])
-        meta: dict[str, Any] = {"depths": [depth_of[answer] for answer in answers]}
-        meta["haystack"] = self.source if self.haystack == "essay" else self.haystack
-        if "words" in (self.key, self.value):
-            meta["words"] = WORDS
-        return Written(frame.format(context=context) + question, question, prefix, answers, meta)
-
-    def needle(self, key: str, value: str) -> str:
-        """The sentence that hides a value."""
-        return str(_NIAH["needle"]).format(type=self.value, key=key, value=value)
-
-    def asking(self, queries: Sequence[str]) -> tuple[str, str]:
-        """The text around `{context}`, and the question with the answer prefix, in the right number."""
-        frame, question, prefix = self._asking(queries)
-        return frame, question + prefix
-
-    def _lines(self, cell: str, size: int, keys: Sequence[str], values: Sequence[str]) -> list[str]:
-        """`size` lines of haystack; those that look like needles have keys and values of their own."""
-        if self.haystack == "noise":
-            return [_NIAH["noise"]] * size
-        rng = random.Random(f"ruler/{cell}/haystack")
-        others = zip(draw(self.key, size, rng, keys), draw(self.value, size, rng, values), strict=True)
-        return [self.needle(key, value) for key, value in others]
-
-    def _asking(self, queries: Sequence[str]) -> tuple[str, str, str]:
-        """The text around `{context}`, the question and the answer prefix.
-
-        The number is set in RULER's own strings, before any other text is near: neither a haystack nor a chat template
-        has its "are" replaced.
-        """
-        texts, kind = [_NIAH[key] for key in ("template", "question", "answer_prefix")], str(self.value)
-        if self.queries * self.values == 1:
-            kind = kind.removesuffix("s")
-            for many, one in _NIAH["singular"]:
-                texts = [text.replace(many, one) for text in texts]
-        query = queries[0] if len(queries) == 1 else ", ".join(queries[:-1]) + ", and " + queries[-1]
-        frame, question, prefix = (text.format(type=kind, query=query, context="{context}") for text in texts)
-        return frame, question, prefix
+        return self.draft(stand_in, self.hardest).write(self.smallest)
 
 
 @dataclass(frozen=True)
@@ -247,7 +152,7 @@ class Variables(Writer):
 
     def unit(self, length: int) -> int:
         """Lines of noise."""
-        return _unit(_VT["units"], length)
+        return unit_of(_VT["units"], length)
 
     def draft(self, cell: Cell, index: int) -> Draft:
         """See `Writer.draft`; the solved example before the task differs in names and value only."""
@@ -261,7 +166,7 @@ class Variables(Writer):
             task = self._task(_VT["letters"], size, rng, rng)
             return replace(task, prompt=example + task.prompt)
 
-        return write
+        return Draft(write)
 
     @staticmethod
     def _task(letters: int, lines: int, rng: random.Random, places: random.Random) -> Written:
@@ -270,7 +175,7 @@ class Variables(Writer):
         chain = [_VT["first"].format(name=names[0], value=value)]
         chain += [_VT["next"].format(name=name, before=before) for before, name in zip(names, names[1:], strict=False)]
         above = sorted(places.sample(range(lines), len(chain)))
-        context = [_NIAH["noise"]] * lines
+        context = [STRINGS["niah"]["noise"]] * lines
         for already, (place, line) in enumerate(zip(above, chain, strict=True)):
             context.insert(place + already, line)
         question = _VT["question"].format(query=value)
@@ -313,7 +218,7 @@ class CommonWords(Writer):
 
     def unit(self, length: int) -> int:
         """Different words."""
-        return _unit(_CWE["units"], length)
+        return unit_of(_CWE["units"], length)
 
     def draft(self, cell: Cell, index: int) -> Draft:
         """See `Writer.draft`."""
@@ -327,7 +232,7 @@ class CommonWords(Writer):
             task = self._task(vocabulary, size, _CWE["repeats"][regime], cell.seed)
             return replace(task, prompt=before + task.prompt)
 
-        return write
+        return Draft(write)
 
     @staticmethod
     def _task(vocabulary: _Vocabulary, size: int, repeats: Sequence[int], seed: int) -> Written:
@@ -376,7 +281,7 @@ class FrequentWords(Writer):
             prompt = _FWE["template"].format(context=" ".join(text)) + _FWE["question"]
             return Written(prompt, _FWE["question"], _FWE["answer_prefix"], answers)
 
-        return write
+        return Draft(write)
 
 
 def _frequency(size: int, rank: int) -> int:
@@ -390,6 +295,9 @@ def _certain(size: int) -> bool:
 
 
 _CERTAIN = 1 + max(size for size in range(1000) if not _certain(size))
+
+
+_AHEAD = 50  # documents among which a short one is looked for
 
 
 @dataclass(frozen=True)
@@ -410,7 +318,7 @@ class Documents(Writer):
 
     def unit(self, length: int) -> int:
         """Documents."""
-        return _unit(_QA["units"], length)
+        return unit_of(_QA["units"], length)
 
     @property
     def hardest(self) -> int:
@@ -422,8 +330,11 @@ class Documents(Writer):
         asked = self.corpus.question(cell.stream(index), index)
         texts: list[str] = []
 
+        def read(count: int) -> None:
+            texts.extend(islice(asked.documents, max(0, count - len(texts))))
+
         def write(size: int) -> Written:
-            texts.extend(islice(asked.documents, max(0, size - len(texts))))
+            read(size)
             places = list(range(size))
             random.Random(cell.seed).shuffle(places)  # RULER: the same permutation in every sample of a size
             documents = (
@@ -432,35 +343,40 @@ class Documents(Writer):
             question = _QA["question"].format(query=asked.text)
             depths = sorted(round(100 * places.index(place) / size, 2) for place in range(asked.needed))
             meta: dict[str, Any] = {"documents": self.corpus.name, "depths": depths}
-            if asked.different is not None and size > asked.different:
-                meta["different_documents"] = asked.different
+            if (different := len(set(texts[:size]))) < size:
+                meta["different_documents"] = different
             prompt = _QA["template"].format(context="\n\n".join(documents)) + question
             return Written(prompt, question, _QA["answer_prefix"], asked.answers, meta)
 
-        return write
+        def swap(place: int, letters: int) -> bool:
+            """A long document may be next where a shorter one still fits."""
+            read(place + _AHEAD)
+            shorter = (other for other in range(place + 1, place + _AHEAD) if len(texts[other]) <= letters)
+            if (found := next(shorter, None)) is None:
+                return False
+            texts[place], texts[found] = texts[found], texts[place]
+            return True
+
+        return Draft(write, swap)
 
 
-def _unit(units: Sequence[int], length: int) -> int:
+def unit_of(units: Sequence[int], length: int) -> int:
+    """RULER's unit below 4096 tokens and from there on."""
     small, large = units
     return int(small if length < SMALL_LENGTH else large)
 
 
-# -- keys, values, words -----------------------------------------------------------------------------------------------
+# -- words -------------------------------------------------------------------------------------------------------------
 
 
-def draw(kind: Kind, count: int, rng: random.Random, taken: Iterable[str] = ()) -> list[str]:
-    """`count` different ones of a kind, none of them `taken`.
+def different(
+    one: Callable[[random.Random], str], variety: int, kind: str, count: int, rng: random.Random, taken: Iterable[str]
+) -> list[str]:
+    """`count` different ones of a kind of which there are `variety`, none of them `taken`.
 
     Raises:
         ValueError: so many that drawing different ones would take for ever.
     """
-    one, variety = _DRAWS[kind]
-    return _different(one, variety, kind, count, rng, taken)
-
-
-def _different(
-    one: Callable[[random.Random], str], variety: int, kind: str, count: int, rng: random.Random, taken: Iterable[str]
-) -> list[str]:
     found = dict.fromkeys(taken)
     wanted = len(found) + count
     if 2 * wanted > variety:
@@ -470,33 +386,13 @@ def _different(
     return list(found)[wanted - count :]
 
 
-def _word(rng: random.Random) -> str:
-    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
-
-
-def _number(rng: random.Random) -> str:
-    return str(rng.randint(10**6, 10**7 - 1))
-
-
-def _uuid(rng: random.Random) -> str:
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-
-
-# Each kind: how to draw one, and how many there are.
-_DRAWS: dict[Kind, tuple[Callable[[random.Random], str], int]] = {
-    "words": (_word, len(ADJECTIVES) * len(NOUNS)),
-    "numbers": (_number, 9 * 10**6),
-    "uuids": (_uuid, 2**122),
-}
-
-
 def _coded(alphabet: str, letters: int, count: int, rng: random.Random, taken: Iterable[str] = ()) -> list[str]:
     """`count` different random strings of letters."""
 
     def one(rng: random.Random) -> str:
         return "".join(rng.choices(alphabet, k=letters))
 
-    return _different(one, len(alphabet) ** letters, "coded words", count, rng, taken)
+    return different(one, len(alphabet) ** letters, "coded words", count, rng, taken)
 
 
 _VOWELS, _CONSONANTS = "aeiou", "bdfgklmnprstvz"
@@ -528,7 +424,7 @@ class _Vocabulary:
                 len(_STARTS) ** 2 * len(_CLUSTERS) * len(_CONSONANTS) * len(_ENDS),
                 (*self.singles, *self.made_up),
             )
-            self.made_up += _different(_made_up, variety, "made-up words", more - len(self.made_up), self.rng, known)
+            self.made_up += different(_made_up, variety, "made-up words", more - len(self.made_up), self.rng, known)
         common, others = self.singles[:count], self.singles[count:] + self.made_up[:more]
         for place, lot in enumerate(self.lots[:more]):
             if lot * size >= len(self.singles):
@@ -546,41 +442,3 @@ def _made_up(rng: random.Random) -> str:
 
 def _numbered(words: Iterable[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
-
-
-# -- haystacks ---------------------------------------------------------------------------------------------------------
-
-
-def _kept(essay: Essay) -> Essay:
-    """An essay whose words stay for the next size, as making them takes as long as counting their tokens."""
-    words: list[str] = []
-
-    def first(cell: str, count: int) -> list[str]:
-        if count > len(words):
-            words[:] = essay(cell, count + count // 50)
-        return words[:count]
-
-    return first
-
-
-def _in_sentences(words: Sequence[str], needles: Sequence[str], rng: random.Random) -> tuple[str, list[float]]:
-    """Needles between the sentences of an essay, at distinct ones of `DEPTHS`; the text, and each needle's depth."""
-    found = sentences(" ".join(words))
-    depths = sorted(rng.sample(DEPTHS, len(needles)))
-    cuts = [0, *(int(len(found) * (depth / 100)) for depth in depths), len(found)]
-    pieces = []
-    for place, needle in enumerate(needles):
-        pieces += [" ".join(found[cuts[place] : cuts[place + 1]]), needle]
-    pieces.append(" ".join(found[cuts[-2] :]))
-    # An empty piece leaves its space, as in RULER: a needle at depth 0 starts with one.
-    return " ".join(pieces), [float(depth) for depth in depths]
-
-
-def _in_lines(lines: list[str], needles: Sequence[str], rng: random.Random) -> tuple[str, list[float]]:
-    """Needles before distinct random lines, the first needle lowest; the text, and each needle's depth in percent."""
-    places = sorted(rng.sample(range(len(lines)), len(needles)), reverse=True)
-    depths = [round(100 * place / len(lines), 2) for place in places]
-    lines = list(lines)
-    for place, needle in zip(places, needles, strict=True):
-        lines.insert(place, needle)
-    return "\n".join(lines), depths
