@@ -27,6 +27,7 @@ from kvbench.config import (
     build,
     check_types,
     check_valid,
+    conf_dir,
     first_line,
     groups,
     nearest_key,
@@ -37,7 +38,7 @@ from kvbench.config import (
 from kvbench.protocol import Protocol
 from kvbench.results import refuse_other_formats
 
-__all__ = ["ConfigError", "arm_name", "check", "check_budget", "leaves", "refuse_unsupported", "window"]
+__all__ = ["ConfigError", "arm_name", "check", "check_budget", "composed", "leaves", "refuse_unsupported", "window"]
 
 REQUIRED = ("model.name", "method.name", "method._target_", "task.name", "task._target_")
 
@@ -87,6 +88,26 @@ def check(cfg: DictConfig, here: bool = True) -> None:
         _check_device(run["device"])
         if source.path is not None and source.folder is None:
             hub.refuse_out_of_reach(source.path)
+
+
+def composed(*words: str) -> DictConfig:
+    """The checked config that these words make on the command line, for scripts and notebooks.
+
+    Raises:
+        ConfigError: as the command line would say it.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            config = compose("config", list(words))
+    except HydraException as error:
+        raise ConfigError(first_line(error)) from error
+    check(config)
+    return config
 
 
 def _check_keys(run: Any) -> None:

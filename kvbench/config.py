@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 PACKAGE = Path(__file__).resolve().parent
+ASSETS = PACKAGE / "assets"  # what kvbench ships besides code: the small model
 
 # Keys of a method's or task's YAML that the harness reads; all others are options of the constructor.
 HARNESS_KEYS = frozenset(
@@ -45,9 +46,12 @@ class MethodConfig(NamedTuple):
 
 
 def register_resolvers() -> None:
-    """Make `${kvbench.add:a,b}` and `${kvbench.mul:a,b}` known to OmegaConf: minima that follow from options."""
+    """Make `${kvbench.add:a,b}` and `${kvbench.mul:a,b}` (minima that follow from options) known to OmegaConf, and
+    `${kvbench.assets:name}`, a folder that kvbench ships.
+    """
     OmegaConf.register_new_resolver("kvbench.add", lambda *terms: sum(terms), replace=True)
     OmegaConf.register_new_resolver("kvbench.mul", lambda *factors: math.prod(factors), replace=True)
+    OmegaConf.register_new_resolver("kvbench.assets", lambda name: str(ASSETS / name), replace=True)
 
 
 register_resolvers()

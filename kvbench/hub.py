@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from kvbench.config import ConfigError, first_line, shipped
+from kvbench.config import ASSETS, ConfigError, first_line, shipped
 
 REAL_DENSE_LAYERS = (0, 1)  # of a model that kvbench has no file for
 PATIENCE = 1.0  # seconds to wait for the hub; its own library would try again for half a minute
@@ -58,15 +58,16 @@ class Source(NamedTuple):
 def source_of(model: Mapping[str, Any]) -> Source:
     """What a composed `model` group means.
 
-    `model.path=X` over a model that ships without a path asks for X itself, under its own name; `model.weights=dummy`
-    over one that ships with a path asks for random weights in that shape.
+    `model.path=X` over a model of kvbench's own (random weights, or those it ships) asks for X itself, under its own
+    name; `model.weights=dummy` over one that has a path asks for random weights in that shape.
 
     Raises:
         ConfigError: trained weights without a path.
     """
     name, path, known = str(model["name"]), model.get("path"), shipped("model", str(model["name"]))
     dense_layers = tuple(model.get("dense_layers") or ())
-    if path is not None and known is not None and known["path"] is None:
+    ours = known is not None and (known["path"] is None or "kvbench.assets" in known["path"])
+    if path is not None and ours and Path(str(path)).parent != ASSETS:
         return Source(Path(str(path)).name, str(path), REAL_DENSE_LAYERS)
     if model.get("weights") == "dummy":
         return Source(name, None, dense_layers)

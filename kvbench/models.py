@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from kvbench import hf, hub
 from kvbench.checks import refuse_unsupported, window
@@ -127,6 +129,8 @@ def _pretrained(source: hub.Source, path: str, device: torch.device, dtype: torc
     revision = _commit(path) if folder is None else _folder_revision(folder)
     if folder is None:
         settings["revision"] = revision  # the weights are of the commit that the results will name
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # in a log file every step of the bar would be a line
     with _explained(path):
         tokenizer = AutoTokenizer.from_pretrained(place, **settings)
         model = AutoModelForCausalLM.from_pretrained(

@@ -40,8 +40,6 @@ class Reporter:
 
     def sample(self, record: dict[str, Any], share: float) -> None:
         """A sample has ended, `share` of the work of this start."""
-        self._share += share
-        self.bars.update(self.samples, advance=1, share=self._share)
         budget = record.get("audit", {}).get("budget")
         if budget is not None and budget >= record["prompt_tokens"]:
             self.once(
@@ -49,8 +47,22 @@ class Reporter:
                 f"budget: C = {budget} covers the {record['prompt_tokens']} tokens of {record['id']}, which is full "
                 "attention (said once)",
             )
+        self.failed(record)
+        self.advance(share)
+
+    def advance(self, share: float) -> None:
+        """One more sample is done, `share` of the work."""
+        self._share += share
+        self.bars.update(self.samples, advance=1, share=self._share)
+
+    def failed(self, record: dict[str, Any]) -> None:
+        """Say why, where a sample failed."""
         if record["error"]:
             self.bars.console.print(f"{record['id']} failed: {record['error']}")
+
+    def name(self, arm: str) -> None:
+        """Which of several arms the sample is in."""
+        self.bars.update(self.inside, description=f"tokens, {arm}")
 
     def once(self, key: str, text: str) -> None:
         """Say something the first time that it is so."""

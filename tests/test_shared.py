@@ -1,0 +1,106 @@
+"""Arms that share a prefill: results as of runs of their own, each in its own folder, resumed sample by sample."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvbench.measure
+import kvbench.shared
+from kvbench.checks import composed
+from kvbench.config import ConfigError
+from kvbench.generate import generate
+from kvbench.run import run
+from kvbench.shared import run_shared
+
+ARMS = (("full", "null"), ("quest", "64"), ("snapkv", "64"), ("streaming_llm", "64"))
+SAME = ("id", "output", "output_ids", "scores", "audit", "prompt_tokens", "answers", "error")
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> Any:
+    def make(*words: str, folder: str = "shared", arms: Any = ARMS) -> list[Any]:
+        base = ["model=dummy-tiny", "task.lengths=[400]", "task.limit=3", f"results_dir={tmp_path / folder}", *words]
+        return [composed(f"method={method}", f"budget={budget}", *base) for method, budget in arms]
+
+    return make
+
+
+def records(root: Path) -> dict[str, dict[str, Any]]:
+    """Records by arm and sample."""
+    found = {}
+    for path in root.glob("runs/*/*/*/*/samples.jsonl"):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            found[f"{path.parent.parent.name}/{record['id']}"] = record
+    return found
+
+
+def lines(root: Path) -> list[str]:
+    return [line for path in root.glob("runs/**/samples.jsonl") for line in path.read_text().splitlines()]
+
+
+def test_a_shared_prefill_gives_what_runs_of_their_own_give(configs, tmp_path):
+    summaries = run_shared(configs())
+    for config in configs(folder="own"):
+        run(config)
+    shared, own = records(tmp_path / "shared"), records(tmp_path / "own")
+    assert shared.keys() == own.keys() and len(shared) == 12
+    for key, record in shared.items():
+        assert {name: record[name] for name in SAME} == {name: own[key][name] for name in SAME}
+        assert record["shared_prefill"] is True and "ttft_s" not in record and record["tpot_ms"]["mean"] > 0
+        assert "shared_prefill" not in own[key] and own[key]["ttft_s"] > 0
+    assert [summary["n"] for summary in summaries] == [3] * 4
+    assert all(summary["latency"]["ttft_s"] is None for summary in summaries)
+
+
+def test_a_shared_run_is_another_run_than_one_with_a_prefill_of_its_own(configs, tmp_path):
+    run_shared(configs(arms=ARMS[1:2]))
+    run(configs(arms=ARMS[1:2])[0])
+    assert len(list(tmp_path.glob("shared/runs/passkey/dummy-tiny/quest-64/*/run.yaml"))) == 2
+
+
+def test_a_stopped_run_goes_on_with_what_each_arm_lacks(configs, tmp_path, monkeypatch):
+    calls: list[str] = []
+
+    def stopping(model: Any, prompts: Any, engine: Any, **options: Any) -> Any:
+        calls.append(engine.method.context.sample)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return generate(model, prompts, engine, **options)
+
+    monkeypatch.setattr(kvbench.measure, "generate", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run_shared(configs())
+    assert len(lines(tmp_path / "shared")) == 5
+    run_shared(configs())
+    assert len(calls) == 6 + 7, "only what was missing"
+    assert len(lines(tmp_path / "shared")) == len(records(tmp_path / "shared")) == 12
+    calls.clear()
+    run_shared(configs())
+    assert not calls
+
+
+def test_a_prefill_that_fails_fails_its_sample_in_every_arm_and_no_other(configs, tmp_path, monkeypatch):
+    real = kvbench.shared.prefill_shared
+
+    def failing(arms: Any, prompt: Any) -> Any:
+        if prompt.sample.id.endswith("-0-0"):
+            raise MemoryError("no room")
+        return real(arms, prompt)
+
+    monkeypatch.setattr(kvbench.shared, "prefill_shared", failing)
+    summaries = run_shared(configs())
+    assert [(summary["n"], summary["failed"]) for summary in summaries] == [(3, 1)] * 4
+    errors = {record["error"] for record in records(tmp_path / "shared").values()}
+    assert errors == {None, "MemoryError: no room"}
+
+
+@pytest.mark.parametrize("words", [["seed=1"], ["protocol.accounting=unified"], ["task.lengths=[401]"]])
+def test_arms_that_no_prefill_can_serve_are_refused(configs, words):
+    key = words[0].partition("=")[0].partition(".")[0]
+    with pytest.raises(ConfigError, match=rf"^{key}: arms that share a prefill differ in method, budget, probe alone"):
+        run_shared([*configs(arms=ARMS[:1]), *configs(*words, arms=ARMS[1:2])])
