@@ -634,6 +634,7 @@ def test_an_empty_tree_answers_nothing_and_grows() -> None:
     ):
         assert (answer.ids == NONE).all()
         assert answer.evaluated == 0
+        assert (tree.tokens(answer.ids) == NONE).all()
     assert not len(tree.arrange())
     tree.insert(5, Workspace())
     assert len(tree) == 5
@@ -658,7 +659,15 @@ def test_wrong_memory_and_queries_are_refused() -> None:
         tree.bind(keys.astype(np.uint16))
 
 
-@pytest.mark.parametrize("wrong", [{"page_size": 1}, {"promotion": (0, 0.2)}, {"projections": (2, 0)}])
+@pytest.mark.parametrize(
+    "wrong", [{"page_size": 1}, {"promotion": (0, 0.2)}, {"projections": (2, 0)}, {"levels": "x"}, {"split": "x"}]
+)
 def test_wrong_layouts_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Layout(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"fov": 0}, {"rank_by": "x"}, {"prop_to_retrieve": 0.0}])
+def test_wrong_searches_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Search(**wrong)

@@ -63,6 +63,8 @@ class Layout:
             raise ValueError(f"page_size={self.page_size}: a page has at least 2 members")
         if not all(0 < share < 1 for share in self.promotion):
             raise ValueError(f"promotion={self.promotion}: shares lie between 0 and 1")
+        _one_of("levels", self.levels, ("counter", "random"))
+        _one_of("split", self.split, ("projection", "greedy"))
         if min(self.projections) < 0 or (min(self.projections) == 0) != (max(self.projections) == 0):
             raise ValueError(f"projections={self.projections}: (L, m) of at least 1 each, or (0, 0)")
 
@@ -90,6 +92,11 @@ class Search:
     rank_by: Literal["point", "centroid"] = "point"
     exhaustive_below: int = 4096
     prop_to_retrieve: float = 1.0
+
+    def __post_init__(self) -> None:
+        _one_of("rank_by", self.rank_by, ("point", "centroid"))
+        if self.fov < 1 or not 0 < self.prop_to_retrieve <= 1:
+            raise ValueError(f"fov={self.fov}, prop_to_retrieve={self.prop_to_retrieve}: at least 1, and in (0, 1]")
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ class Workspace:
         wanted = (group, points, nodes)
         if any(size > held for size, held in zip(wanted, self._sizes, strict=True)):
             group, points, nodes = map(max, wanted, self._sizes)
-            longest = max(points, nodes, len(tree.page))
+            longest = max(points, nodes)  # a page has a member, so there are no more pages than points
             self._sizes = (group, points, nodes)
             self._arrays = kernels.Workspace(
                 nodes=np.empty(nodes, np.int32),
@@ -165,8 +172,8 @@ class DCITree:
         self.arrays = Tree(
             keys=keys,
             point=np.zeros(count, kernels.POINT),
-            page=np.zeros(0, kernels.PAGE),
-            slots=np.zeros((0, layout.page_size), np.int32),
+            page=np.zeros(1, kernels.PAGE),
+            slots=np.full((1, layout.page_size), NONE, np.int32),
             node=np.zeros(1, kernels.NODE),
             node_key=np.zeros((1, head_dim), np.float32),
             node_sum=np.zeros((1, head_dim), np.float32),
@@ -178,7 +185,7 @@ class DCITree:
         )
         self.arrays.point["node"] = NONE
         self.arrays.node[ROOT] = (NONE, 1, NONE, 0)
-        self._token = np.arange(count, dtype=np.int32)  # the token in each row
+        self._token = np.arange(max(count, 1), dtype=np.int32)  # the token in each row
         if count:
             self._build(count, workspace or Workspace())
 
@@ -250,7 +257,7 @@ class DCITree:
         ranked, evaluated, work = self._score(queries, search, workspace)
         rows, scores = _answer_arrays(len(queries), wanted)
         kernels.best_rows(evaluated, rows, scores, work)
-        return Answer(np.where(rows == NONE, NONE, self._token[rows]) if len(self) else rows, scores, ranked, evaluated)
+        return Answer(np.where(rows == NONE, NONE, self._token[rows]), scores, ranked, evaluated)
 
     def _score(self, queries: Floats, search: Search, workspace: Workspace) -> tuple[int, int, kernels.Workspace]:
         """Nodes ranked, keys evaluated; the scores are in the workspace."""
@@ -415,6 +422,11 @@ class ExactScan(DCITree):
         self._check_queries(queries)
         work = workspace.fit(self.arrays, len(queries))
         return 0, kernels.scan(self.arrays, queries, work), work
+
+
+def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{key}={value}: one of {', '.join(choices)}")
 
 
 def _longer(array: Any, size: int) -> Any:

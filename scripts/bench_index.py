@@ -1,0 +1,347 @@
+"""What the index of IceCache finds and what it costs, beside scanning every key and beside faiss, on one thread.
+
+Every arm holds the same keys and answers the same queries, in groups as a KV head's query heads ask them. The arms are
+timed turn by turn, so that a noisy machine disturbs all alike; times are medians. faiss gets a whole group in one call.
+
+Prints one JSON object as its last line; `runs` has an entry for each kind of keys and each n:
+  arms       dci (the authors' layout, nodes ranked by their own key), dci_plus (more nodes, greedy pages, nodes ranked
+             by the mean of their children), faiss_hnsw (M=32, efConstruction=200), faiss_ivf (4 sqrt(n) lists):
+    build_s            seconds to index n keys
+    insert_us          microseconds per token, inserted 16 at a time (dci, dci_plus)
+    bytes_per_token    memory of the index beside the keys (dci, dci_plus)
+  groups     for 1 and for --group queries asked together:
+    flat_us, exact_us  one group's top k by faiss.IndexFlatIP, and by scoring every key in page order (ExactScan)
+    stream_us          one pass over all keys for their maximum: what reading them costs
+    points             for each arm, and for dci and dci_plus with either ranking, one for each beam width (efSearch,
+                       nprobe): recall of the top k; mass, the share of the softmax in what was found; query_us of a
+                       group; ranked (nodes scored) and evaluated (keys scored) over n; floor_us, the time to read these
+                       at the pace of stream_us
+    recall_at_15, recall_at_15_centroid    best recall of dci_plus's tree with at most 15 % evaluated, by both rankings
+    query_speedup      flat_us over the fastest point of dci_plus with recall >= 0.9
+    insert_over_query  insertion per token over that fastest query
+  build_speedup        build of faiss_hnsw over that of dci_plus
+  pages      mass, and recall of the top 16 * --pages tokens, inside --pages pages of 16: those a tree finds, the best
+             it has ("oracle"), and the best pages of consecutive tokens
+
+Keys: isotropic normal; clustered, 200 normal centres and deviations of 0.4; attention, variances that fall as j^-0.8
+over a mean as long as the deviations, which lognormal lengths (0.3) stretch; captured ones from --trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import faiss
+import numpy as np
+
+from methods.icecache.index import DCITree, ExactScan, Layout, Search, Workspace
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+SHARES = (0.01, 0.02, 0.04, 0.06, 0.09, 0.12, 0.15, 0.18, 0.22, 0.3)  # beam widths, as shares of the nodes
+LAYOUTS = {"dci": Layout(), "dci_plus": Layout(promotion=(1 / 32, 0.2), split="greedy")}
+RANK_BY = {"dci": "point", "dci_plus": "centroid"}
+PAGE = 16
+INSERTED = 1024
+
+
+@dataclass(frozen=True)
+class Data:
+    """Keys [n + INSERTED, D], the last ones for insertion, and queries [groups, G, D]."""
+
+    name: str
+    keys: Floats
+    queries: Floats
+
+    @property
+    def count(self) -> int:
+        return len(self.keys) - INSERTED
+
+
+def isotropic(rng: np.random.Generator, count: int, queries: int, dim: int) -> tuple[Any, Any]:
+    """Keys and queries without any structure: the case no index helps."""
+    return rng.standard_normal((count, dim)), rng.standard_normal((queries, dim))
+
+
+def clustered(rng: np.random.Generator, count: int, queries: int, dim: int) -> tuple[Any, Any]:
+    """Keys around 200 centres, queries around the same."""
+    centres = rng.standard_normal((200, dim))
+    return tuple(
+        centres[rng.integers(0, 200, size)] + 0.4 * rng.standard_normal((size, dim)) for size in (count, queries)
+    )  # type: ignore[return-value]
+
+
+def attention(rng: np.random.Generator, count: int, queries: int, dim: int) -> tuple[Any, Any]:
+    """Anisotropic keys with a mean and heavy norms, as post-RoPE keys are."""
+    deviation = np.arange(1, dim + 1) ** -0.4
+    deviation = rng.permutation(deviation * np.sqrt(dim / np.sum(deviation**2)))
+    mean = rng.standard_normal(dim)
+    mean *= np.sqrt(dim) / np.linalg.norm(mean)
+    stretch = np.exp(0.3 * rng.standard_normal((count, 1)))
+    keys = mean + stretch * deviation * rng.standard_normal((count, dim))
+    return keys, 0.5 * rng.standard_normal(dim) + deviation * rng.standard_normal((queries, dim))
+
+
+KINDS = {"isotropic": isotropic, "clustered": clustered, "attention": attention}
+
+
+def median_us(calls: dict[Any, Callable[[Floats], Any]], groups: Floats) -> dict[Any, float]:
+    """Median microseconds of each call over all groups, turn by turn."""
+    seconds: dict[Any, list[float]] = {name: [] for name in calls}
+    for group in groups:
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call(group)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: 1e6 * statistics.median(times) for name, times in seconds.items()}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """For every query: the top k tokens, and the softmax over all keys, [groups, G, k] and [groups, G, n]."""
+
+    top: Any
+    softmax: Any
+
+    @classmethod
+    def of(cls, data: Data, k: int) -> Truth:
+        logits = data.queries @ data.keys[: data.count].T
+        top = np.argpartition(-logits, k, axis=2)[:, :, :k]
+        weight = np.exp((logits - logits.max(axis=2, keepdims=True)) / np.sqrt(data.keys.shape[1]))
+        return cls(top, weight / weight.sum(axis=2, keepdims=True))
+
+    def quality(self, ids: list[Any]) -> dict[str, float]:
+        """Mean recall and mass of answers [G, k] for each group."""
+        recall, mass = [], []
+        for group, rows in enumerate(ids):
+            for query, row in enumerate(rows):
+                row = row[row >= 0]
+                recall.append(np.isin(self.top[group, query], row).mean())
+                mass.append(self.softmax[group, query, row].sum())
+        return {"recall": float(np.mean(recall)), "mass": float(np.mean(mass))}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An index, and how to ask it: `ask(group, width=...)` gives ids [G, k], and what was ranked and evaluated."""
+
+    ask: Callable[..., tuple[Any, int, int]]
+    widths: list[int]
+
+
+def bench(data: Data, k: int, pages: int, group_sizes: list[int]) -> dict[str, Any]:
+    """All arms on one set of keys."""
+    work = Workspace()
+    trees = {name: _tree(data, layout, work) for name, layout in LAYOUTS.items()}
+    arms = {
+        f"{name} {rank_by}": _dci_arm(tree, rank_by, k, work)
+        for name, (tree, _) in trees.items()
+        for rank_by in ("point", "centroid")
+    }
+    built = {
+        name: {"build_s": seconds, "bytes_per_token": tree.nbytes / data.count}
+        for name, (tree, seconds) in trees.items()
+    }
+    for name in built:
+        built[name]["insert_us"] = _insert_us(data, LAYOUTS[name], work)
+    for name, make in (("faiss_hnsw", _hnsw), ("faiss_ivf", _ivf)):
+        start = time.perf_counter()
+        arms[name] = make(data.keys[: data.count], k)
+        built[name] = {"build_s": time.perf_counter() - start}
+    flat = faiss.IndexFlatIP(data.keys.shape[1])
+    flat.add(data.keys[: data.count])
+    scan = _arranged(ExactScan(data.keys, data.count, Layout(), 0, work), data)
+    whole: dict[str, Callable[[Floats], Any]] = {
+        "flat_us": lambda group: flat.search(group, k),
+        "exact_us": lambda group: scan.best_tokens(group, k, Search(), work),
+        "stream_us": lambda _: data.keys[: data.count].max(),
+    }
+    groups = [_ask_all(replace(data, queries=data.queries[:, :size]), k, arms, whole) for size in group_sizes]
+    for of_size in groups:
+        good = [at["query_us"] for at in of_size["points"]["dci_plus centroid"] if at["recall"] >= 0.9]
+        if good:
+            of_size["query_speedup"] = of_size["flat_us"] / min(good)
+            of_size["insert_over_query"] = built["dci_plus"]["insert_us"] / min(good)
+    return {
+        "keys": data.name,
+        "n": data.count,
+        "arms": built,
+        "groups": groups,
+        "build_speedup": built["faiss_hnsw"]["build_s"] / built["dci_plus"]["build_s"],
+        "pages": _page_quality(data, {name: tree for name, (tree, _) in trees.items()}, pages, work),
+    }
+
+
+def _ask_all(data: Data, k: int, arms: dict[str, Arm], whole: dict[str, Callable[[Floats], Any]]) -> dict[str, Any]:
+    """Quality and time of every arm at every width, for groups of one size."""
+    data = replace(data, queries=np.ascontiguousarray(data.queries))
+    truth = Truth.of(data, k)
+    calls: dict[Any, Callable[[Floats], Any]] = dict(whole)
+    points: dict[str, list[dict[str, Any]]] = {}
+    for name, arm in arms.items():
+        points[name] = []
+        for width in arm.widths:
+            calls[name, width] = partial(arm.ask, width=width)
+            ids, ranked, evaluated = zip(*(arm.ask(group, width=width) for group in data.queries), strict=True)
+            point = {"width": width, **truth.quality(list(ids))}
+            if name.startswith("dci"):
+                point |= {"ranked": np.mean(ranked) / data.count, "evaluated": np.mean(evaluated) / data.count}
+            points[name].append(point)
+    micros = median_us(calls, data.queries)
+    for name, some in points.items():
+        for point in some:
+            point["query_us"] = micros[name, point["width"]]
+            if "evaluated" in point:
+                # ranked by point, what was ranked is among what was evaluated
+                read = point["evaluated"] + (point["ranked"] if name.endswith("centroid") else 0)
+                point["floor_us"] = read * micros["stream_us"]
+
+    def recall_at_15(name: str) -> float:
+        return max((at["recall"] for at in points[name] if at["evaluated"] <= 0.15), default=0.0)
+
+    return {
+        "group": data.queries.shape[1],
+        **{name: micros[name] for name in whole},
+        "points": points,
+        "recall_at_15": recall_at_15("dci_plus point"),
+        "recall_at_15_centroid": recall_at_15("dci_plus centroid"),
+    }
+
+
+def _tree(data: Data, layout: Layout, work: Workspace) -> tuple[DCITree, float]:
+    start = time.perf_counter()
+    tree = DCITree(data.keys, data.count, layout, 0, work)
+    seconds = time.perf_counter() - start
+    return _arranged(tree, data), seconds
+
+
+def _arranged(tree: Any, data: Data) -> Any:
+    """The tree over a copy of its keys in page order, as the store lays them out."""
+    order = tree.arrange()
+    tree.bind(np.concatenate([data.keys[order], data.keys[len(order) :]]))
+    return tree
+
+
+def _dci_arm(tree: DCITree, rank_by: Any, k: int, work: Workspace) -> Arm:
+    def ask(group: Floats, width: int) -> tuple[Any, int, int]:
+        answer = tree.best_tokens(group, k, Search(fov=width, rank_by=rank_by), work)
+        return answer.ids, answer.ranked, answer.evaluated
+
+    return Arm(ask, _widths(tree.nodes))
+
+
+def _hnsw(keys: Floats, k: int) -> Arm:
+    index = faiss.IndexHNSWFlat(keys.shape[1], 32, faiss.METRIC_INNER_PRODUCT)
+    index.hnsw.efConstruction = 200
+    index.add(keys)
+
+    def ask(group: Floats, width: int) -> tuple[Any, int, int]:
+        index.hnsw.efSearch = width
+        return index.search(group, k)[1], 0, 0
+
+    return Arm(ask, [k, 2 * k, 4 * k, 8 * k])
+
+
+def _ivf(keys: Floats, k: int) -> Arm:
+    lists = int(4 * np.sqrt(len(keys)))
+    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(keys.shape[1]), keys.shape[1], lists, faiss.METRIC_INNER_PRODUCT)
+    index.train(keys)
+    index.add(keys)
+
+    def ask(group: Floats, width: int) -> tuple[Any, int, int]:
+        index.nprobe = width
+        return index.search(group, k)[1], 0, 0
+
+    return Arm(ask, _widths(lists))
+
+
+def _widths(cells: int) -> list[int]:
+    return sorted({max(1, int(share * cells)) for share in SHARES})
+
+
+def _insert_us(data: Data, layout: Layout, work: Workspace) -> float:
+    tree = DCITree(data.keys, data.count, layout, 0, work)
+    start = time.perf_counter()
+    for _ in range(INSERTED // PAGE):
+        tree.insert(PAGE, work)
+    return 1e6 * (time.perf_counter() - start) / INSERTED
+
+
+def _page_quality(data: Data, trees: dict[str, DCITree], wanted: int, work: Workspace) -> dict[str, dict[str, float]]:
+    """Recall and mass inside `wanted` pages for each query on its own."""
+    truth = Truth.of(data, wanted * PAGE)
+    result = {}
+    for name, tree in trees.items():
+        pages = tree.tokens(np.arange(tree.pages, dtype=np.int32))
+        search = Search(fov=max(wanted, int(0.12 * tree.nodes)), rank_by=RANK_BY[name])  # type: ignore[arg-type]
+        found = [tree.best_pages(group, wanted, search, work).ids for group in data.queries]
+        result[name] = truth.quality([tree.tokens(ids).reshape(len(ids), -1) for ids in found])
+        result[f"{name}_oracle"] = truth.quality(_oracle(truth, pages, wanted))
+    chronological = np.arange(data.count // PAGE * PAGE).reshape(-1, PAGE)
+    result["consecutive_oracle"] = truth.quality(_oracle(truth, chronological, wanted))
+    return result
+
+
+def _oracle(truth: Truth, pages: Any, wanted: int) -> list[Any]:
+    """Tokens [G, ...] of the pages with the largest mass, for every group."""
+    chosen = []
+    for softmax in truth.softmax:
+        mass = np.where(pages >= 0, softmax[:, pages], 0).sum(axis=2)
+        chosen.append(pages[np.argpartition(-mass, wanted, axis=1)[:, :wanted]].reshape(len(mass), -1))
+    return chosen
+
+
+def _made(kind: str, count: int, arguments: argparse.Namespace) -> Data:
+    rng = np.random.default_rng(0)
+    asked = arguments.groups * arguments.group
+    keys, queries = KINDS[kind](rng, count + INSERTED, asked, arguments.dim)
+    queries = queries.reshape(arguments.groups, arguments.group, arguments.dim)
+    return Data(kind, keys.astype(np.float32), queries.astype(np.float32))
+
+
+def _captured(path: str) -> list[Data]:
+    """One set per KV head of an .npz file with keys [Hkv, n, D] and queries [Hq, m, D], post-RoPE, of one layer."""
+    with np.load(path) as file:
+        keys, queries = file["keys"].astype(np.float32), file["queries"].astype(np.float32)
+    grouped = queries.reshape(len(keys), -1, *queries.shape[1:]).transpose(0, 2, 1, 3)
+    return [
+        Data(f"trace head {head}", np.ascontiguousarray(of_head), np.ascontiguousarray(asked))
+        for head, (of_head, asked) in enumerate(zip(keys, grouped, strict=True))
+    ]
+
+
+def main() -> None:
+    """Make or read the keys, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="made keys")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 36000, 131072], help="keys")
+    parser.add_argument("--trace", help="captured keys: an .npz file, see _captured; use with --kinds to add made ones")
+    parser.add_argument("--dim", type=int, default=128, help="head dimension of made keys")
+    parser.add_argument("--group", type=int, default=4, help="queries that are asked together")
+    parser.add_argument("--groups", type=int, default=40, help="groups of queries")
+    parser.add_argument("--k", type=int, default=100, help="keys wanted")
+    parser.add_argument("--pages", type=int, default=12, help="pages wanted, for the quality of pages")
+    arguments = parser.parse_args()
+
+    warm = replace(_made("attention", 2048, arguments), name="warm")
+    for layout in LAYOUTS.values():
+        _tree(warm, layout, Workspace())[0].best_tokens(warm.queries[0], 10, Search(), Workspace())
+    _insert_us(warm, Layout(), Workspace())
+
+    sets = _captured(arguments.trace) if arguments.trace else []
+    sets += [_made(kind, length, arguments) for kind in arguments.kinds for length in arguments.lengths]
+    faiss.omp_set_num_threads(1)
+    sizes = sorted({1, arguments.group})
+    runs = [bench(data, arguments.k, arguments.pages, sizes) for data in sets]
+    print(json.dumps({"k": arguments.k, "dim": arguments.dim, "runs": runs}))
+
+
+if __name__ == "__main__":
+    main()
