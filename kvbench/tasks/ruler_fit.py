@@ -17,6 +17,7 @@ Rule = Literal["official", "tight"]
 
 NEAR_ENOUGH = 100  # a tight sample may leave a hundredth of its length
 ATTEMPTS = 12
+EVEN = 100  # so many words or lines never take half the tokens that is usual, which need not be counted
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Fit:
     def _shrunk(self, draft: Draft) -> tuple[Written, int]:
         """From the first sample's size down by units."""
         least, length = self.writer.least, self.cell.length
-        size = self.writer.official(self._first[0], length)
+        size, rate = self._first
+        size = self.writer.official(size, length)
         while True:
             written = draft.write(size)
             tokens = self._tokens(written)
@@ -65,7 +67,10 @@ class Fit:
                 raise self._too_short(tokens)
             # RULER subtracts a unit however small the rest, and below one unit tries for ever. Where a word takes many
             # tokens, 500 words may be nearly all of the prompt.
-            size = max(least, size - min(self.writer.unit(length), max(1, size // 4)))
+            step = min(self.writer.unit(length), max(1, size // 4), size - least)
+            size -= step
+            if step >= EVEN and tokens - length < step * rate / 2:
+                return draft.write(size), size
 
     def _tight(self, draft: Draft) -> tuple[Written, int] | None:
         """From the first sample's size by the tokens that are left or too many; None if nothing is found to fit."""
