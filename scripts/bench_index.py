@@ -1,7 +1,8 @@
 """What the index of IceCache finds and what it costs, beside scanning every key and beside faiss, on one thread.
 
-Every arm holds the same keys and answers the same queries, in groups as a KV head's query heads ask them. The arms are
-timed turn by turn, so that a noisy machine disturbs all alike; times are medians. faiss gets a whole group in one call.
+Every arm holds the same keys and answers the same queries, in groups as a KV head's query heads ask them; faiss gets a
+whole group in one call. Times are CPU time, which other work on the machine disturbs little; those of queries are
+medians, taken turn by turn.
 
 Prints one JSON object as its last line; `runs` has an entry for each kind of keys and each n:
   arms       dci (the authors' layout, nodes ranked by their own key), dci_plus (more nodes, greedy pages, nodes ranked
@@ -97,9 +98,9 @@ def median_us(calls: dict[Any, Callable[[Floats], Any]], groups: Floats) -> dict
     seconds: dict[Any, list[float]] = {name: [] for name in calls}
     for group in groups:
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = time.process_time()
             call(group)
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time.process_time() - start)
     return {name: 1e6 * statistics.median(times) for name, times in seconds.items()}
 
 
@@ -152,9 +153,9 @@ def bench(data: Data, k: int, pages: int, group_sizes: list[int]) -> dict[str, A
     for name in built:
         built[name]["insert_us"] = _insert_us(data, LAYOUTS[name], work)
     for name, make in (("faiss_hnsw", _hnsw), ("faiss_ivf", _ivf)):
-        start = time.perf_counter()
+        start = time.process_time()
         arms[name] = make(data.keys[: data.count], k)
-        built[name] = {"build_s": time.perf_counter() - start}
+        built[name] = {"build_s": time.process_time() - start}
     flat = faiss.IndexFlatIP(data.keys.shape[1])
     flat.add(data.keys[: data.count])
     scan = _arranged(ExactScan(data.keys, data.count, Layout(), 0, work), data)
@@ -216,9 +217,9 @@ def _ask_all(data: Data, k: int, arms: dict[str, Arm], whole: dict[str, Callable
 
 
 def _tree(data: Data, layout: Layout, work: Workspace) -> tuple[DCITree, float]:
-    start = time.perf_counter()
+    start = time.process_time()
     tree = DCITree(data.keys, data.count, layout, 0, work)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     return _arranged(tree, data), seconds
 
 
@@ -268,10 +269,10 @@ def _widths(cells: int) -> list[int]:
 
 def _insert_us(data: Data, layout: Layout, work: Workspace) -> float:
     tree = DCITree(data.keys, data.count, layout, 0, work)
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(INSERTED // PAGE):
         tree.insert(PAGE, work)
-    return 1e6 * (time.perf_counter() - start) / INSERTED
+    return 1e6 * (time.process_time() - start) / INSERTED
 
 
 def _page_quality(data: Data, trees: dict[str, DCITree], wanted: int, work: Workspace) -> dict[str, dict[str, float]]:
