@@ -152,6 +152,9 @@ def check_structure(tree: DCITree) -> None:
     assert top == levels(tree).max(initial=0)
     assert arrays.level_size.sum() == count
     assert (np.bincount(levels(tree), minlength=len(arrays.level_size)) == arrays.level_size).all()
+    keys, above = arrays.keys[:count].astype(np.float64), node["point"][parents(tree)]
+    affinity = np.where(above == NONE, 0, (keys * keys[above]).sum(1)) if count else np.zeros(0)
+    np.testing.assert_allclose(point["affinity"], affinity, atol=CLOSE * (1 + arrays.largest[0]))
     promoted = node["point"][1:]
     assert (point["node"][promoted] == np.arange(1, nodes)).all()
     assert (point["node"] != NONE).sum() == nodes - 1
