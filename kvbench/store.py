@@ -441,6 +441,23 @@ class View:
         """Values, as `keys`. Metered."""
         return self._read(layer, ids, 1)
 
+    def host_keys(self, layer: int) -> torch.Tensor:
+        """All host keys in place, [B, Hkv, capacity, D] in physical order, for an index that reads them as it works.
+
+        Other memory once the store has grown. Not metered: say with `count_read` what was read.
+
+        Raises:
+            ValueError: nothing of this layer has its home on the host.
+        """
+        host = self._stores[layer].host
+        if host is None:
+            raise ValueError("host_keys are those of host memory; declare Needs(home='host')")
+        return host.key
+
+    def count_read(self, layer: int, keys: int) -> None:
+        """Meter `keys` keys, of one KV head each, that were read in `host_keys`."""
+        self._audit.read(keys * self._stores[layer].entry_bytes // 2)
+
     def resident(self, layer: int) -> torch.Tensor:
         """Ids of the tokens on the device, ascending, [B, Hkv, M] with trailing -1."""
         return self._stores[layer].resident_ids()

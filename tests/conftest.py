@@ -43,6 +43,8 @@ METHODS = [
     Case("snapkv-kvpress", "snapkv", {"window": 16, "kernel": 5, "pooling": "mean", "join": "after"}),
     Case("quest", "quest"),
     Case("quest-kv_head", "quest", {"selection": "kv_head"}),
+    Case("icecache", "icecache"),
+    Case("icecache-exact", "icecache", {"index": "exact", "reuse": 2}),
 ]
 MODELS = ["dummy-tiny", "dummy-mistral", "dummy-qwen3"]  # Llama, Mistral, Qwen3
 ACCOUNTINGS = ["paper", "unified"]

@@ -329,12 +329,17 @@ POISON = 1e4
 
 
 def poison_stores(engine: Engine) -> None:
-    """Fill every slot that holds no token."""
+    """Fill every slot that holds no token, of the home tier."""
     for store in engine.stores.values():
-        unused = torch.arange(store.capacity) >= store.used[..., None]
+        if store.host is None:
+            unused = torch.arange(store.capacity) >= store.used[..., None]
+            key, value = store.key, store.value
+        else:
+            unused = torch.ones_like(store.host.present).scatter(2, store.host.place, ~store.host.present)
+            key, value = store.host.key, store.host.value
         assert bool(unused.any()), "nothing to poison"
-        store.key[unused] = POISON
-        store.value[unused] = -POISON
+        key[unused] = POISON
+        value[unused] = -POISON
 
 
 @each_method

@@ -284,6 +284,42 @@ def test_physical_order_on_the_host_changes_nothing(tiny: Loaded) -> None:
     assert arranged.audit == plain.audit
 
 
+class InPlace(Arranging):
+    """Reads host keys where they lie, at every step, through arrangements and growth."""
+
+    def begin(self, *arguments: Any) -> None:
+        super().begin(*arguments)
+        self.places: set[int] = set()
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        self.places.add(self.view.host_keys(layer).data_ptr())
+        super().prefill(layer, prompt)
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection:
+        held, keys = self.view.host_keys(layer), self.view.keys(layer)
+        self.places.add(held.data_ptr())
+        for row, length in enumerate(self.view.lengths(layer)):
+            for head in range(self.shape.kv_heads):
+                order = self.view._stores[layer].host.place[row, head, :length]
+                assert torch.equal(held[row, head, order], keys[row, head, :length])
+        self.view.count_read(layer, 5)
+        return super().select(layer, query)
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_host_keys_are_the_store_s_own_memory(grows: bool) -> None:
+    method = InPlace(2, "host")
+    driven = drive(stream(40, 21, steps=6, layers=1), method, None, left=grows)
+    assert len(method.places) == 1 + grows
+    every_key = sum(2 * 2 * (40 + step) for step in range(1, 7))
+    assert driven.audit["read_bytes_per_step"] * 6 == (every_key + 6 * 5) * 16 * 4
+
+
+def test_host_keys_need_a_host() -> None:
+    with pytest.raises(ValueError, match="home='host'"):
+        drive(stream(40), InPlace(2, "device"), None)
+
+
 class Reader(Method):
     """Attends everything and reads keys and values beside it."""
 

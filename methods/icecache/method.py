@@ -1,0 +1,283 @@
+"""IceCache (ICLR 2026, sections 3 and 4): semantic pages on the host, found by a DCI tree per layer and KV head.
+
+The past of a sequence is parted in three: sink pages at its beginning, window pages at its end, and all between them,
+the indexed tokens, which lie on the host in the order of the tree's pages. A step attends sinks, window and the pages
+whose best member has the largest q.k. A page that rolls out of the window is inserted into the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
+from methods.icecache.index import DCITree, ExactScan, Floats, Keys, Layout, Search, Workspace
+from methods.icecache.kernels import interleave
+
+if TYPE_CHECKING:
+    from kvbench.store import View
+
+T = TypeVar("T")
+Tokens = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Regions:
+    """How the past of one row is parted.
+
+    Attributes:
+        capacity: the row's budget C in tokens.
+        page_size: tokens of a page, s.
+        sinks: first tokens, always attended.
+        window_pages: pages of s consecutive tokens at the end, always attended; the last is partly filled.
+        recalled: page slots left to the index.
+    """
+
+    capacity: int
+    page_size: int
+    sinks: int
+    window_pages: int
+    recalled: int
+
+    def window(self, length: int) -> int:
+        """The first token of the window of a row with `length` tokens."""
+        return max(self.sinks, ((length - 1) // self.page_size + 1 - self.window_pages) * self.page_size)
+
+    def indexed(self, length: int) -> int:
+        """Tokens between sinks and window."""
+        return self.window(length) - self.sinks
+
+
+class IceCache(Method):
+    """Attend C / s page slots: the sink pages, the window pages, and the best pages of the tree in all others.
+
+    The ranked pages of a group's query heads are joined by rank and cut to the slots. A slot counts whole as
+    published, even if its page is not full; with unified accounting entries count, and further pages fill what is
+    left of C. A budget of at least the current length attends everything.
+
+    Args:
+        page_size: tokens in a page, where at least half of the slots are left to recall.
+        small_page_size: tokens in a page of smaller budgets.
+        sink_pages, window_pages: pages always attended.
+        index: "dci", or "exact": the same pages, found by scoring every key.
+        promotion, levels, split, projections, exhaustive_below, reparent: see `Layout`.
+        fov, fov_share: nodes a query looks into, and their share of the indexed tokens; the larger holds, and never
+            fewer than the pages wanted. `fov` is the beam width of the parent search, too.
+        rank_by, prop_to_retrieve: see `Search`.
+        reuse: the first of so many sparse layers has trees; the others attend the tokens it found (section 4.3).
+    """
+
+    needs = Needs(home="host")
+
+    def __init__(
+        self,
+        page_size: int = 16,
+        small_page_size: int = 8,
+        sink_pages: int = 2,
+        window_pages: int = 2,
+        index: Literal["dci", "exact"] = "dci",
+        promotion: Sequence[float] = (0.01, 0.2),
+        levels: Literal["counter", "random"] = "counter",
+        split: Literal["projection", "greedy"] = "projection",
+        projections: Sequence[int] = (0, 0),
+        fov: int = 30,
+        fov_share: float = 0.001,
+        rank_by: Literal["point", "centroid"] = "point",
+        prop_to_retrieve: float = 0.8,
+        exhaustive_below: int = 4096,
+        reparent: bool = True,
+        reuse: int = 1,
+    ) -> None:
+        if len(promotion) != 2 or len(projections) != 2:
+            raise ValueError(f"promotion={list(promotion)}, projections={list(projections)}: two numbers each")
+        if small_page_size > page_size:
+            raise ValueError(f"small_page_size={small_page_size}: at most page_size={page_size}")
+        self.page_sizes = page_size, small_page_size
+        self.sink_pages, self.window_pages, self.fov_share, self.reuse = sink_pages, window_pages, fov_share, reuse
+        self.tree = {"dci": DCITree, "exact": ExactScan}[index]
+        self.layout = Layout(
+            page_size,
+            (promotion[0], promotion[1]),
+            levels,
+            split,
+            (projections[0], projections[1]),
+            fov,
+            exhaustive_below,
+            reparent,
+        )
+        self.search = Search(fov, rank_by, exhaustive_below, prop_to_retrieve)
+
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        super().begin(shape, budget, view, context)
+        if shape.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"dtype={shape.dtype}: IceCache's index reads float32 or bfloat16 keys")
+        self.regions = [self._regions(capacity) for capacity in self.capacities]
+        layers = shape.sparse_layers
+        self.anchor = {layer: layers[at - at % self.reuse] for at, layer in enumerate(layers)}
+        self.building: dict[int, list[list[Future[DCITree]]]] = {}
+        self.trees: dict[int, list[list[DCITree]]] = {}  # of each anchor, by row and KV head
+        self.memory: dict[int, int] = {}  # where the keys lie that the trees of each anchor read
+        self.workspaces = [Workspace() for _ in range(torch.get_num_threads())]
+
+    def _regions(self, capacity: int) -> Regions:
+        large, small = self.page_sizes
+        fixed = self.sink_pages + self.window_pages
+        page_size = large if capacity >= 2 * fixed * large else small
+        recalled = max(0, capacity // page_size - fixed)
+        return Regions(capacity, page_size, self.sink_pages * page_size, self.window_pages, recalled)
+
+    # -- prefill: the trees of a layer are built while the next layers are computed --------------------------------
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        if layer != self.anchor[layer]:
+            return
+        rows, heads = range(self.shape.batch), range(self.shape.kv_heads)
+        submit = self.context.pool.submit
+        self.building[layer] = [[submit(self._build, layer, prompt, row, head) for head in heads] for row in rows]
+
+    def _build(self, layer: int, prompt: Prompt, row: int, head: int) -> DCITree:
+        assert prompt.on_host is not None
+        prompt.on_host.result()
+        regions = self.regions[row]
+        layout = replace(self.layout, page_size=regions.page_size)
+        # the first generated token may open a page, and the window leaves one behind
+        count = regions.indexed(prompt.lengths[row] + 1)
+        with _named(layer, head):
+            return self.tree(self._keys(layer)[row, head, regions.sinks :], count, layout, self._seed(layer, head))
+
+    def _seed(self, layer: int, head: int) -> int:
+        return self.context.layer_seed(layer) + head
+
+    def end_prefill(self) -> None:
+        for layer, rows in self.building.items():
+            self.trees[layer] = [[tree.result() for tree in heads] for heads in rows]
+            self.memory[layer] = self.view.host_keys(layer).data_ptr()
+        self.building.clear()
+        for layer, anchor in self.anchor.items():
+            if layer == anchor:
+                order = self._order(layer)
+            self.view.arrange(layer, order)
+
+    def _order(self, layer: int) -> torch.Tensor:
+        """Tokens [B, Hkv, S] in the order of their pages: the sinks, the indexed tokens, the rest of longer rows."""
+        heads = [
+            [np.concatenate([np.arange(regions.sinks), regions.sinks + tree.arrange()]) for tree in row]
+            for row, regions in zip(self.trees[layer], self.regions, strict=True)
+        ]
+        longest = max(len(head) for row in heads for head in row)
+        longest = min(longest, max(self.view.lengths(layer)))
+        return torch.tensor(
+            np.array([[np.append(head, np.arange(len(head), longest))[:longest] for head in row] for row in heads])
+        )
+
+    def _keys(self, layer: int) -> Keys:
+        """[B, Hkv, capacity, D] as the index reads them, in place."""
+        keys = self.view.host_keys(layer)
+        return keys.view(torch.int16).numpy().view(np.uint16) if keys.dtype == torch.bfloat16 else keys.numpy()
+
+    # -- decode ----------------------------------------------------------------------------------------------------
+
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Insert the page that has left the window, if the new token has opened one."""
+        if layer != self.anchor[layer]:
+            return
+        self._follow(layer)
+        lengths = self.view.lengths(layer)
+        left = [
+            regions.indexed(length) - len(heads[0])
+            for regions, length, heads in zip(self.regions, lengths, self.trees[layer], strict=True)
+        ]
+        if any(left):
+            with self.context.spans("insert"):
+                self._each_head(layer, lambda row, head, work: self.trees[layer][row][head].insert(left[row], work))
+
+    def _follow(self, layer: int) -> None:
+        """Point the trees to the keys' new place if the store has grown."""
+        place = self.view.host_keys(layer).data_ptr()
+        if place == self.memory[layer]:
+            return
+        self.memory[layer] = place
+        for row, regions in enumerate(self.regions):
+            for head, tree in enumerate(self.trees[layer][row]):
+                tree.bind(self._keys(layer)[row, head, regions.sinks :])
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection:
+        if layer == self.anchor[layer]:
+            lengths = self.view.lengths(layer)
+            batch, kv_heads, group = self.shape.batch, self.shape.kv_heads, self.shape.group
+            queries = query.float().cpu().reshape(batch, kv_heads, group, -1).numpy()
+            with self.context.spans("query"):
+                found = self._each_head(
+                    layer,
+                    lambda row, head, work: self._attended(layer, row, head, lengths[row], queries[row, head], work),
+                )
+            self.view.count_read(layer, sum(read for heads in found for _, read in heads))
+            self.selection = Selection(_packed([[ids for ids, _ in heads] for heads in found]).to(query.device))
+        return self.selection
+
+    def _attended(
+        self, layer: int, row: int, head: int, length: int, queries: Floats, workspace: Workspace
+    ) -> tuple[Tokens, int]:
+        """What one KV head attends for the queries [G, D] of its group, and how many keys were read to find it."""
+        regions, tree = self.regions[row], self.trees[layer][row][head]
+        if regions.capacity >= length:
+            return np.arange(length)[::-1], 0
+        window = np.arange(length - 1, regions.window(length) - 1, -1)
+        fixed = np.concatenate([window, np.arange(min(regions.sinks, length))])
+        # where entries count instead of slots, pages that are not full leave room for more
+        wanted = min(regions.recalled * (2 if self.budget.unified else 1), tree.pages)
+        if not wanted:
+            return fixed[: regions.capacity], 0
+        fov = max(self.search.fov, ceil(self.fov_share * len(tree)), wanted)
+        answer = tree.best_pages(queries, wanted, replace(self.search, fov=fov), workspace)
+        recalled = tree.tokens(interleave(answer.ids, wanted)).ravel()
+        recalled = recalled[recalled >= 0] + regions.sinks
+        return np.concatenate([fixed, recalled])[: regions.capacity], answer.evaluated
+
+    def _each_head(self, layer: int, do: Callable[[int, int, Workspace], T]) -> list[list[T]]:
+        """do(row, head, workspace) for each KV head, in as many threads as there are workspaces."""
+        kv_heads = self.shape.kv_heads
+        places = [(row, head) for row in range(self.shape.batch) for head in range(kv_heads)]
+        threads = min(len(self.workspaces), len(places))
+
+        def share(number: int) -> list[T]:
+            done = []
+            for row, head in places[number::threads]:
+                with _named(layer, head):
+                    done.append(do(row, head, self.workspaces[number]))
+            return done
+
+        waiting = [self.context.pool.submit(share, number) for number in range(1, threads)]
+        shares = [share(0), *(one.result() for one in waiting)]
+        done = [shares[at % threads][at // threads] for at in range(len(places))]
+        return [done[first : first + kv_heads] for first in range(0, len(done), kv_heads)]
+
+    def rule(self, length: int, generated: int) -> int:
+        return self.budget.tokens(length)
+
+
+def _packed(lists: Sequence[Sequence[Tokens]]) -> torch.Tensor:
+    """Lists of tokens by row and KV head as [B, Hkv, longest] int64, trailing -1."""
+    longest = max(len(ids) for heads in lists for ids in heads)
+    packed = np.full((len(lists), len(lists[0]), longest), -1)
+    for row, heads in enumerate(lists):
+        for head, ids in enumerate(heads):
+            packed[row, head, : len(ids)] = ids
+    return torch.from_numpy(packed)
+
+
+@contextmanager
+def _named(layer: int, head: int) -> Iterator[None]:
+    """Numbers the index refuses are an error of this layer and head."""
+    try:
+        yield
+    except ValueError as error:
+        raise FloatingPointError(f"layer {layer}, KV head {head}: {error}") from error
