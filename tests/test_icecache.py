@@ -1,0 +1,355 @@
+"""IceCache as a method: its regions, what it attends and moves, and what it does with keys that are no good."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Stream, drive, numbers, stream
+
+import kvbench.engine
+from kvbench.config import ConfigError, bind_methods, build, method_config
+from kvbench.hf import KVCache, method_named
+from kvbench.models import Loaded
+from kvbench.results import module_sources
+
+bind_methods()
+
+from methods.icecache import IceCache  # noqa: E402
+from methods.icecache.index import DCITree  # noqa: E402
+
+# Small pages and large promoted shares: a hundred keys make three or four levels and many pages.
+SMALL_TREES: dict[str, Any] = {"page_size": 4, "small_page_size": 4, "promotion": [0.15, 0.3]}
+
+
+def small(**options: Any) -> IceCache:
+    method = method_named("icecache", **{**SMALL_TREES, **options})
+    assert isinstance(method, IceCache)
+    return method
+
+
+def pages_of(tree: DCITree, sinks: int) -> list[list[int]]:
+    """The tokens of every page in use."""
+    pages = tree.tokens(np.arange(tree.pages, dtype=np.int32))
+    return [[sinks + token for token in page if token >= 0] for page in pages.tolist() if max(page) >= 0]
+
+
+# -- regions -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("budget", "page_size", "recalled"),
+    [(40, 8, 1), (64, 8, 4), (100, 8, 8), (127, 8, 11), (128, 16, 4), (256, 16, 12)],
+)
+def test_budget_is_page_slots_of_sinks_window_and_recalled(budget: int, page_size: int, recalled: int) -> None:
+    """Four slots are fixed; a remainder smaller than a page is left."""
+    method = method_named("icecache")
+    drive(stream(20, steps=1, layers=1), method, budget)
+    (regions,) = method.regions
+    assert (regions.page_size, regions.recalled, regions.sinks) == (page_size, recalled, 2 * page_size)
+    assert (4 + recalled) * page_size <= budget < (5 + recalled) * page_size
+    for length in range(5 * page_size, 9 * page_size):
+        assert regions.window(length) % page_size == 0
+        assert page_size < length - regions.window(length) <= 2 * page_size
+
+
+@pytest.mark.parametrize("options", [{}, {"window_pages": 1}, {"sink_pages": 0}, {"split": "greedy"}], ids=str)
+def test_every_past_token_is_in_exactly_one_of_sinks_index_and_window(options: dict[str, Any]) -> None:
+    """Rows that begin with many, few and no indexed tokens, while the window rolls over ten pages."""
+    method, checked = small(**options), 0
+    select = method.select
+
+    def checked_select(layer: int, query: torch.Tensor) -> Any:
+        nonlocal checked
+        for row, length in enumerate(method.view.lengths(layer)):
+            regions = method.regions[row]
+            for tree in method.trees[layer][row]:
+                fixed = [*range(min(length, regions.sinks)), *range(regions.window(length), length)]
+                indexed = sum(pages_of(tree, regions.sinks), [])
+                assert sorted(fixed + indexed) == list(range(length))
+                checked += 1
+        return select(layer, query)
+
+    method.select = checked_select  # type: ignore[method-assign]
+    drive(stream(120, 24, 5, steps=42), method, 48)
+    assert checked == 42 * 2 * 3 * 2
+
+
+# -- what is attended --------------------------------------------------------------------------------------------------
+
+
+def interleaved(lists: list[list[int]], count: int) -> list[int]:
+    """Rank 0 of every list, then rank 1, ..., without repeats."""
+    return list(dict.fromkeys(entry for rank in zip(*lists, strict=True) for entry in rank))[:count]
+
+
+@pytest.mark.parametrize("accounting", ["paper", "unified"])
+def test_attended_are_the_fixed_pages_and_the_best_pages_of_the_group(accounting: str) -> None:
+    """By a plain reading: a page is as good as its best key, and the two query heads take turns."""
+    fixed, method, budget = stream(140, 90, steps=10), small(index="exact"), 48
+    select, compared = method.select, 0
+
+    def checked_select(layer: int, query: torch.Tensor) -> Any:
+        nonlocal compared
+        selection = select(layer, query)
+        for row, length in enumerate(method.view.lengths(layer)):
+            regions = method.regions[row]
+            first = [*range(length - 1, regions.window(length) - 1, -1), *range(regions.sinks)]
+            for head, tree in enumerate(method.trees[layer][row]):
+                pages = pages_of(tree, regions.sinks)
+                keys = fixed.keys[layer, row, head].double()
+                lists = []
+                for asked in query[row, 2 * head : 2 * head + 2, 0].double():
+                    scores = [float((keys[page] @ asked).max()) for page in pages]
+                    lists.append(sorted(range(len(pages)), key=lambda page, scores=scores: -scores[page]))
+                slots = regions.recalled if accounting == "paper" else 2 * regions.recalled
+                recalled = sum((pages[page] for page in interleaved(lists, slots)), [])
+                expected = (first + recalled)[:budget]
+                got = [token for token in selection.index[row, head].tolist() if token >= 0]
+                assert sorted(got) == sorted(expected)
+                assert accounting == "paper" or len(got) == budget
+                compared += 1
+        return selection
+
+    method.select = checked_select  # type: ignore[method-assign]
+    drive(fixed, method, budget, accounting=accounting)
+    assert compared == 10 * 2 * 2 * 2
+
+
+def selected(fixed: Stream, budget: int = 48, **options: Any) -> list[list[set[int]]]:
+    driven = drive(fixed, small(**options), budget)
+    return [at.sets(row) for at in driven.seen for row in range(len(fixed.lengths))]
+
+
+def test_looking_into_every_node_finds_what_the_exact_scan_finds() -> None:
+    fixed = stream(300, 150, steps=10)
+    exact = selected(fixed, index="exact")
+    assert selected(fixed, fov=10**6) == exact
+    assert selected(fixed, fov=10**6, projections=[2, 3], prop_to_retrieve=1.0) == exact
+    assert selected(fixed, fov=10**6, rank_by="centroid") == exact
+
+
+def test_options_change_what_is_attended() -> None:
+    fixed = stream(500, steps=4)
+    options: list[dict[str, Any]] = [
+        {},
+        {"fov": 1},
+        {"levels": "random"},
+        {"split": "greedy"},
+        {"fov": 12, "rank_by": "centroid"},
+        {"projections": [1, 1], "prop_to_retrieve": 0.3},
+        {"promotion": [0.3, 0.3]},
+        {"sink_pages": 1},
+    ]
+    found = [selected(fixed, **one) for one in options]
+    assert all(found[a] != found[b] for a in range(len(found)) for b in range(a))
+
+
+def in_dtype(fixed: Stream, dtype: torch.dtype) -> Stream:
+    return replace(fixed, queries=fixed.queries.to(dtype), keys=fixed.keys.to(dtype), values=fixed.values.to(dtype))
+
+
+def test_bfloat16_keys_are_read_as_they_are() -> None:
+    fixed = stream(150, 60, steps=10, head_dim=12)
+    halves = replace(
+        fixed, queries=fixed.queries.bfloat16(), keys=fixed.keys.bfloat16(), values=fixed.values.bfloat16()
+    )
+    assert selected(halves) == selected(in_dtype(halves, torch.float32))
+
+
+# -- the host ----------------------------------------------------------------------------------------------------------
+
+
+def test_pages_are_blocks_of_host_memory_in_their_order() -> None:
+    method = small()
+    engine = drive(stream(130, 70, 20, steps=1), method, 48).engine
+    for layer in (0, 1):
+        host = engine.stores[layer].host
+        assert host is not None
+        for row, head in np.ndindex(3, 2):
+            regions, tree = method.regions[row], method.trees[layer][row][head]
+            order = [*range(regions.sinks), *sum(pages_of(tree, regions.sinks), [])]
+            assert host.place[row, head, order].tolist() == list(range(len(order)))
+    assert not torch.equal(host.place[0, 0], torch.arange(host.capacity)), "nothing was arranged"
+
+
+def test_only_tokens_that_were_not_there_are_moved() -> None:
+    """A step moves what it attends, less the current token and what the last step attended."""
+    fixed, method = stream(140, 60, steps=20), small()
+    driven = drive(fixed, method, 48)
+    moved, last = 0, {}
+    for at in driven.seen:
+        for row, length in enumerate(at.lengths):
+            for head, wanted in enumerate(at.sets(row)):
+                moved += len(wanted - last.get((at.layer, row, head), set()) - {length - 1})
+                last[at.layer, row, head] = wanted
+    assert driven.audit["moved_bytes_per_step"] * fixed.steps == moved * 2 * 16 * 4
+    assert driven.audit["device_kv_bytes"] <= 2 * 2 * 2 * 48 * 2 * 16 * 4
+    assert driven.audit["read_bytes_per_step"] > 0
+
+
+def test_long_generation_through_growing_memory_changes_nothing() -> None:
+    """Seventy pages leave the window; under left padding the store's final length is unknown, and it grows twice."""
+    fixed = stream(100, 60, steps=300, layers=1)
+    known, grown = drive(fixed, small(), 48), drive(fixed, small(), 48, left=True)
+    assert [at.sets(row) for at in known.seen for row in (0, 1)] == [
+        at.sets(row) for at in grown.seen for row in (0, 1)
+    ]
+    torch.testing.assert_close(known.outputs, grown.outputs, rtol=0, atol=1e-5)
+    assert {"insert", "query"} <= known.engine.spans.seconds.keys()
+
+
+# -- prefill and reuse -------------------------------------------------------------------------------------------------
+
+
+class Inline(Executor):
+    """Runs what is submitted at once, in the thread that submits it."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def test_trees_built_beside_the_prefill_are_those_built_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed = stream(600, 333, steps=20, layers=4)
+    ahead, behind = small(), small()
+    pooled = drive(fixed, ahead, 48)
+    monkeypatch.setattr(kvbench.engine, "worker_pool", Inline)
+    serial = drive(fixed, behind, 48)
+    assert torch.equal(pooled.outputs, serial.outputs)
+    for layer, row, head in np.ndindex(4, 2, 2):
+        ours, theirs = ahead.trees[layer][row][head].arrays, behind.trees[layer][row][head].arrays
+        assert all(np.array_equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dense_layers", [(), (1,)], ids=str)
+def test_reused_layers_attend_what_their_anchor_found(dense_layers: tuple[int, ...]) -> None:
+    fixed = stream(150, 90, steps=12, layers=6)
+    own, shared = small(), small(reuse=3)
+    alone, reused = (drive(fixed, method, 48, dense_layers=dense_layers) for method in (own, shared))
+    sparse = [layer for layer in range(6) if layer not in dense_layers]
+    anchors = {layer: sparse[place - place % 3] for place, layer in enumerate(sparse)}
+    assert set(shared.trees) == set(anchors.values())
+    index = {(at.step, at.layer): at.index for at in reused.seen}
+    expected = {(at.step, at.layer): at.index for at in alone.seen}
+    for (step, layer), found in index.items():
+        assert torch.equal(found, expected[step, anchors[layer]])
+    for anchor in anchors.values():
+        assert torch.equal(reused.outputs[:, anchor], alone.outputs[:, anchor])
+    for layer, anchor in anchors.items():
+        ours, theirs = reused.engine.stores[layer].host, reused.engine.stores[anchor].host
+        assert ours is not None and theirs is not None and torch.equal(ours.place, theirs.place)
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "least"), [({}, 40), ({"small_page_size": 16}, 80), ({"sink_pages": 1, "window_pages": 1}, 24)]
+)
+def test_budget_below_five_pages_says_the_minimum(tiny: Loaded, options: dict[str, Any], least: int) -> None:
+    with pytest.raises(ConfigError, match=f"{least - 1}.*{least} tokens"):
+        KVCache(tiny.model, "icecache", least - 1, **options)
+    KVCache(tiny.model, "icecache", least, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"page_size": 1}, "page_size=1"),
+        ({"small_page_size": 32}, "small_page_size=32: at most page_size=16"),
+        ({"promotion": [0.1, 1.5]}, "shares lie between 0 and 1"),
+        ({"promotion": [0.1]}, "two numbers"),
+        ({"projections": [1, 0]}, r"projections=\(1, 0\)"),
+        ({"index": "faiss"}, "dci | exact"),
+        ({"prop_to_retrieve": 0.0}, "prop_to_retrieve=0.0"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_in_one_line(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as error:
+        build(method_config("icecache", **options))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["zero", "repeated", "equal"])
+@pytest.mark.parametrize("options", [{}, {"split": "greedy", "rank_by": "centroid"}, {"projections": [1, 1]}], ids=str)
+def test_keys_that_cannot_be_told_apart_fill_the_budget(kind: str, options: dict[str, Any]) -> None:
+    fixed = stream(150, 90, steps=10)
+    if kind == "zero":
+        fixed.keys[..., ::3, :] = 0
+    elif kind == "repeated":
+        fixed.keys[:] = fixed.keys[..., torch.arange(fixed.keys.shape[3]) // 20, :]
+    else:
+        fixed.keys[:] = fixed.keys[..., :1, :]
+    driven = drive(fixed, small(**options), 48)
+    assert bool(driven.outputs.isfinite().all())
+    assert driven.audit["attended_max"] <= 48
+    assert all(len(ids) > 30 for at in driven.seen for row in (0, 1) for ids in at.sets(row))
+
+
+@pytest.mark.parametrize("token", [40, 145])
+def test_nan_in_a_key_names_layer_and_head(token: int) -> None:
+    """In the prompt, or in a generated token as it leaves the window."""
+    fixed = stream(140, steps=20, layers=3)
+    fixed.keys[2, 0, 1, token, 5] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"layer 2, KV head 1: key \d+ is not finite"):
+        drive(fixed, small(), 48)
+
+
+def test_nan_in_a_query_names_layer_and_head() -> None:
+    fixed = stream(140, steps=3, layers=3)
+    fixed.queries[1, 0, 3, 141] = torch.nan
+    with pytest.raises(FloatingPointError, match="layer 1, KV head 1: a query is not finite"):
+        drive(fixed, small(), 48)
+
+
+@pytest.mark.parametrize("length", [1, 7, 20])
+def test_a_prompt_shorter_than_the_fixed_pages_grows_into_the_index(length: int) -> None:
+    method = method_named("icecache")
+    driven = drive(stream(length, steps=70, layers=1), method, 40)
+    for at in driven.seen:
+        (now,) = at.lengths
+        fixed = {*range(min(16, now)), *range(method.regions[0].window(now), now)}
+        assert all(fixed <= ids and len(ids) <= 40 for ids in at.sets(0))
+        assert now > 40 or all(ids == set(range(now)) for ids in at.sets(0))
+    assert len(method.trees[0][0][0]) > 30
+
+
+def test_budget_of_a_short_prompt_s_fraction_is_kept() -> None:
+    driven = drive(stream(20, steps=10), method_named("icecache"), 1.0)
+    assert driven.audit["attended_max"] == 20 and not driven.audit["over_rule"]
+
+
+def test_half_precision_without_bfloat16_s_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="float32 or bfloat16"):
+        drive(in_dtype(stream(60), torch.float16), small(), 48)
+
+
+# -- as a model's cache ------------------------------------------------------------------------------------------------
+
+
+def test_generate_with_a_cache_that_grows(tiny: Loaded) -> None:
+    """Plain `generate`: with a budget of everything it says what sdpa says, with a small one it stays inside."""
+    prompt = torch.tensor([numbers(100)])
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    whole = KVCache(tiny.model, "icecache", 500, dense_layers=())
+    full = KVCache(tiny.model, "full", None, dense_layers=())
+    said = [tiny.model.generate(prompt, past_key_values=cache, **options) for cache in (whole, full)]
+    assert torch.equal(*said)
+    cache = KVCache(tiny.model, "icecache", 64, dense_layers=())
+    tiny.model.generate(prompt, past_key_values=cache, **options)
+    assert cache.audit()["attended_max"] <= 64
+
+
+def test_an_edited_file_of_the_folder_makes_another_run() -> None:
+    target = method_config("icecache").target
+    assert {path.name for path in module_sources(target) if path.parent.name == "icecache"} == {
+        path.name for path in (Path(__file__).parent.parent / "methods" / "icecache").glob("*.py")
+    }
