@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
@@ -46,10 +46,12 @@ from kvbench.tasks.ruler import ADJECTIVES, NEW_TOKENS, NOUNS, SUBSETS, Needles,
 
 PAD, BOS, EOS = 0, 1, 2
 SPECIALS = ["<pad>", "<bos>", "<eos>"]
-VOCABULARY = 2048
+VOCABULARY = 4096  # half of the keys' words are one token each
 ROPE_THETA = 500_000.0
-WINDOW = 16_384  # twice the longest training length
+WINDOW = 16_384
 REST_WEIGHT = 0.3  # of the loss on everything that is no answer
+# Which value is meant shows in the first tokens of an answer; the others follow from them.
+DECISIVE, FOLLOWING_WEIGHT = 2, 0.2
 
 
 @dataclass(frozen=True)
@@ -69,21 +71,21 @@ class Stage:
     mixture: dict[str, float]
 
 
-LOOKUP = {"repeats": 0.1, "lists": 0.4, "needles": 0.4, "tasks": 0.1}
-RETRIEVAL = {"repeats": 0.07, "lists": 0.18, "needles": 0.45, "tasks": 0.27, "plain": 0.03}
+LOOKUP = {"repeats": 0.12, "lists": 0.5, "needles": 0.33, "tasks": 0.05}
+RETRIEVAL = {"repeats": 0.05, "lists": 0.25, "needles": 0.45, "tasks": 0.22, "plain": 0.03}
+WHOLE_TASKS = {"repeats": 0.05, "lists": 0.1, "needles": 0.3, "tasks": 0.55}
 
-# 6k tokens a step throughout. The model answers at twice the length it was trained on almost for free, so that each
-# longer stage starts from answers that are mostly right and needs fewer steps.
+# 6k tokens a step, 8k in the last stage. The model answers at twice the length it was trained on almost for free, so
+# that each longer stage starts from answers that are mostly right and needs fewer steps.
 CURRICULUM = (
     Stage(300, 64, 96, (2.5e-3, 2.5e-3), {"repeats": 1}),
-    Stage(300, 192, 32, (2.5e-3, 2.4e-3), {"repeats": 0.35, "lists": 0.35, "needles": 0.3}),
-    Stage(700, 192, 32, (2.4e-3, 2.0e-3), LOOKUP),
-    Stage(1000, 384, 16, (2.0e-3, 1.4e-3), RETRIEVAL),
-    Stage(1200, 768, 8, (1.4e-3, 8e-4), RETRIEVAL),
-    Stage(900, 1536, 4, (8e-4, 5e-4), RETRIEVAL),
-    Stage(700, 3072, 2, (5e-4, 3e-4), RETRIEVAL),
-    Stage(400, 6144, 1, (3e-4, 1.5e-4), RETRIEVAL),
-    Stage(300, 8192, 1, (1.5e-4, 3e-5), RETRIEVAL),
+    Stage(900, 192, 32, (2.0e-3, 1.5e-3), LOOKUP),
+    Stage(400, 384, 16, (1.5e-3, 1.1e-3), RETRIEVAL),
+    Stage(500, 768, 8, (1.1e-3, 8e-4), RETRIEVAL),
+    Stage(500, 1536, 4, (8e-4, 5e-4), RETRIEVAL),
+    Stage(400, 3072, 2, (5e-4, 3e-4), RETRIEVAL),
+    Stage(220, 6144, 1, (3e-4, 3e-5), RETRIEVAL),
+    Stage(150, 8192, 1, (2e-4, 2e-5), WHOLE_TASKS),
 )
 
 # The quickest way to see induction form: two layers, and few enough words that each is met often.
@@ -99,7 +101,7 @@ EVALUATED_SUBSETS = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_
 
 Row = tuple[list[int], list[bool]]  # token ids, and whether each belongs to an answer
 
-QUESTIONS = ("", "mentioned in the provided text", "in the text", "above", "that was given", "as stated before")
+QUESTIONS = ("mentioned in the provided text", "in the text", "above", "that was given", "as stated before")
 LEADS = ("", "for ", "One of the numbers for ", "One of the special magic numbers for ")
 
 
@@ -154,11 +156,13 @@ class Text:
 
     def lists(self, length: int, rng: random.Random) -> Row:
         """Many facts "KEY is: VALUE.", then as many questions as fit: lookup by key across a gap of some words."""
-        digits, numbers = rng.choice((3, 5, 7)), rng.random() < 0.7
-        lead = rng.choice(LEADS)
+        kind = rng.choices(("numbers", "words", "keys"), (0.45, 0.43, 0.12))[0]
+        digits, lead = rng.choice((3, 5, 7)), rng.choice(LEADS)
         facts: dict[str, str] = {}
         while len(facts) < max(2, length // 36):
-            facts[_key(rng)] = _digits(digits, rng) if numbers else _word(rng)
+            key = _key(rng)
+            # A key for its own value: what carries a key across the gap can then be learnt by itself.
+            facts[key] = {"numbers": _digits(digits, rng), "words": _word(rng), "keys": key}[kind]
         told: list[int] = []
         keys = []
         for key, value in facts.items():
@@ -171,13 +175,13 @@ class Text:
             told += ids
             keys.append(key)
         rng.shuffle(keys)
-        asked, answers = self.pieces(piece for key in keys for piece in _question(key, facts[key], rng))
+        asked, answers = self.pieces(piece for key in keys for piece in _question(key, facts[key], lead, rng))
         return told + asked, [False] * len(told) + answers
 
     def needles(self, length: int, rng: random.Random) -> Row:
         """Several keys in a text, and several of RULER's questions, one after the other."""
         most = max(1, length // 48)
-        hidden = _log_uniform(most, rng)
+        hidden = rng.randint(1, most) if rng.random() < 0.5 else _log_uniform(most, rng)
         while True:
             asked = rng.randint(1, hidden)
             head, needles, questions = self._hidden(hidden, asked, rng)
@@ -193,7 +197,7 @@ class Text:
 
     def _hidden(self, hidden: int, asked: int, rng: random.Random) -> tuple[Row, list[list[int]], Row]:
         """Head, needles and questions with answers."""
-        kind = rng.choices(("numbers", "uuids", "words"), (0.75, 0.12, 0.13))[0]
+        kind = rng.choices(("numbers", "uuids", "words"), (0.6, 0.1, 0.3))[0]
         writer = Needles("essay", "words", kind, 1, 1, 1, prose.words)
         keys = list(dict.fromkeys(_key(rng) for _ in range(hidden)))
         if kind == "numbers" and rng.random() < 0.3:
@@ -301,12 +305,17 @@ def _digits(count: int, rng: random.Random) -> str:
     return "".join(rng.choice("0123456789") for _ in range(count))
 
 
-def _question(key: str, value: str, rng: random.Random) -> list[tuple[str, bool]]:
-    if rng.random() < 0.6:
-        gap = rng.choice(QUESTIONS)
+def _question(key: str, value: str, lead: str, rng: random.Random) -> list[tuple[str, bool]]:
+    """A question and its answer: as the fact was told, with the key right before its "is", or some words after it."""
+    style = rng.random()
+    if style < 0.15:
+        asked = f" {lead}{key} is:"
+    elif style < 0.35:
+        asked = f"\n{key} is"
     else:
-        gap = " ".join(_word(rng) for _ in range(rng.randint(1, 6)))
-    return [(f"\nThe number for {key} {gap} is" if gap else f"\n{key} is", False), (f" {value}.", True)]
+        words = " ".join(_word(rng) for _ in range(rng.randint(1, 6)))
+        asked = f"\nThe number for {key} {rng.choice(QUESTIONS) if style < 0.7 else words} is"
+    return [(asked, False), (f" {value}.", True)]
 
 
 def _log_uniform(most: int, rng: random.Random) -> int:
@@ -317,10 +326,13 @@ def _log_uniform(most: int, rng: random.Random) -> int:
 
 
 def train_tokenizer(seed: int, prompts: int, vocabulary: int = VOCABULARY) -> Tokenizer:
-    """Byte-level BPE with single digits, from prose, passkeys and needles."""
+    """Byte-level BPE from prose, passkeys and needles; every digit a token, the first with the space before it.
+
+    So an answer's first token follows its "is:" at once and tells which value is meant.
+    """
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [pre_tokenizers.Split(Regex(r" ?\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -439,21 +451,24 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         ids, answers = (part.to(self.device) for part in self.batch(stage))
+        wanted, answer = ids[:, 1:], answers[:, 1:]
+        # Of the rest every fourth token, another one each step: the vocabulary costs as much as two layers.
+        places = torch.arange(answer.numel(), device=self.device).view(answer.shape)
+        rest = ~answer & (wanted != PAD) & (places % 4 == self.step % 4)
+        learnt = answer | rest
         with torch.autocast(self.device, dtype=torch.bfloat16):
             hidden = self.model.model(ids).last_hidden_state
-            logits = torch.nn.functional.linear(hidden[:, :-1], self.model.lm_head.weight)
-        wanted, answer = ids[:, 1:], answers[:, 1:]
-        losses = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), reduction="none")
-        losses = losses.view(wanted.shape)
-        rest = ~answer & (wanted != PAD)
-        on_answers = (losses * answer).sum() / answer.sum().clamp(min=1)
-        on_rest = (losses * rest).sum() / rest.sum().clamp(min=1)
+            logits = torch.nn.functional.linear(hidden[:, :-1][learnt], self.model.lm_head.weight)
+        losses = torch.nn.functional.cross_entropy(logits.float(), wanted[learnt], reduction="none")
+        weights, is_answer = answer_weights(answer)[learnt], answer[learnt]
+        on_answers = (losses * weights).sum() / weights.sum().clamp(min=1)
+        on_rest = (losses * ~is_answer).sum() / (~is_answer).sum().clamp(min=1)
         self.optimizer.zero_grad()
         (on_answers + REST_WEIGHT * on_rest).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.step += 1
-        right = ((logits.argmax(-1) == wanted) & answer).sum() / answer.sum().clamp(min=1)
+        right = ((logits.argmax(-1) == wanted[learnt]) & is_answer).sum() / is_answer.sum().clamp(min=1)
         return {"answers": on_answers.item(), "rest": on_rest.item(), "right": right.item()}
 
     def batch(self, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
@@ -499,6 +514,13 @@ class Training:
     def identity(self) -> str:
         """What a checkpoint must share with the training that goes on from it."""
         return f"seed {self.seed}, {self.model.config.num_hidden_layers} layers, {self.curriculum}"
+
+
+def answer_weights(answers: torch.Tensor) -> torch.Tensor:
+    """Weights of the losses [rows, length]: 1 for the first tokens of an answer, less for those behind, 0 elsewhere."""
+    places = torch.arange(answers.shape[1], device=answers.device).expand_as(answers)
+    before = torch.where(answers, -1, places).cummax(dim=1).values
+    return torch.where(places - before <= DECISIVE, 1.0, FOLLOWING_WEIGHT) * answers
 
 
 def _cosine(start: float, end: float, done: float) -> float:
@@ -562,7 +584,8 @@ def evaluate(training: Training, longest: int, samples: int) -> dict[str, float]
 def answered(training: Training, tokenizer: PreTrainedTokenizerFast, sample: Sample) -> bool:
     """Whether greedy decoding would give the answer, a full stop after it: one pass over prompt and answer."""
     answer = training.text.encode(f" {sample.answers[0]}.")
-    ids = torch.tensor([tokenizer(sample.prompt)["input_ids"] + answer], device=training.device)
+    prompt = tokenizer(sample.prompt + sample.answer_prefix)["input_ids"]
+    ids = torch.tensor([prompt + answer], device=training.device)
     with torch.autocast(training.device, dtype=torch.bfloat16):
         logits = training.model(ids, use_cache=False, logits_to_keep=len(answer) + 1).logits[0, :-1]
     return logits.argmax(-1).tolist() == answer
@@ -594,6 +617,7 @@ def export(training: Training, out: Path) -> None:
             json.dumps({**log, "answers": training.answers, "curve": training.curve}) + "\n"
         )
         for file in sorted(Path(unfinished).iterdir()):
+            file.chmod(0o644)  # safetensors writes for the owner alone
             os.replace(file, out / file.name)
 
 

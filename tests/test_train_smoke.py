@@ -81,6 +81,19 @@ def test_a_checkpoint_of_another_seed_is_refused(script, text, tmp_path):
         other.load(tmp_path / "checkpoint.pt")
 
 
+def test_the_first_tokens_of_an_answer_weigh_most(script):
+    answers = torch.tensor([[0, 1, 1, 1, 1, 0, 0, 1, 0, 1], [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]], dtype=torch.bool)
+    few = script.FOLLOWING_WEIGHT
+    expected = torch.tensor([[0, 1, 1, few, few, 0, 0, 1, 0, 1], [1, 1, few, 0, 0, 0, 0, 0, 0, 0]])
+    assert torch.equal(script.answer_weights(answers), expected)
+
+
+def test_every_digit_is_a_token_the_first_with_its_space(script, text):
+    tokens = text.tokenizer.encode(" The pass key is 4071. 12-7", add_special_tokens=False).tokens
+    assert [token for token in tokens if token[-1].isdigit()] == ["Ġ4", "0", "7", "1", "Ġ1", "2", "7"]
+    assert text.tokenizer.decode(text.encode("is: 449 7, a-b.\n x1")) == "is: 449 7, a-b.\n x1"
+
+
 @pytest.mark.parametrize("length", [192, 512, 1024])
 @pytest.mark.parametrize("source", ["lists", "needles", "tasks"])
 def test_every_answer_stands_in_the_text_before_it(script, text, source, length):
