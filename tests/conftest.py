@@ -44,7 +44,9 @@ METHODS = [
     Case("quest", "quest"),
     Case("quest-kv_head", "quest", {"selection": "kv_head"}),
     Case("icecache", "icecache"),
-    Case("icecache-exact", "icecache", {"index": "exact", "reuse": 2}),
+    Case("icecache-exact", "icecache", {"index": "exact"}),
+    Case("icecache_reuse", "icecache_reuse"),
+    Case("icecache_plus", "icecache_plus"),
 ]
 MODELS = ["dummy-tiny", "dummy-mistral", "dummy-qwen3"]  # Llama, Mistral, Qwen3
 ACCOUNTINGS = ["paper", "unified"]

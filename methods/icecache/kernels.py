@@ -32,6 +32,7 @@ POINTS, NODES, PAGES, FREE, TOP = range(5)  # places in Tree.state
 NONE, ROOT = -1, 0
 EVERY_LEVEL = 0
 BLOCK = 8  # points whose parents are searched together, so that a node's key is read once for all
+LARGER = np.float32(1 + 1e-4)  # by so much more is a squared norm larger than another, and not by rounding
 MOST_FLOATS = 0x7F800000  # float32 numbers above zero, infinity included
 
 
@@ -617,7 +618,7 @@ def _order_greedily(tree, rows, count, work):  # type: ignore[no-untyped-def]
     """Order points so that cutting them evenly into pages puts near ones together.
 
     Each page begins with the largest key left, since a large key is what queries find, and takes the keys nearest to
-    it by T_K.
+    it by T_K. Of keys that a norm of their own has made equally long the first begins, not the one rounded up.
     """
     pages = -(-count // tree.slots.shape[1])
     start = 0
@@ -625,7 +626,7 @@ def _order_greedily(tree, rows, count, work):  # type: ignore[no-untyped-def]
         size = count // pages + (page < count % pages)
         seed = start
         for i in range(start, count):
-            if tree.point[rows[i]].norm2 > tree.point[rows[seed]].norm2:
+            if tree.point[rows[i]].norm2 > LARGER * tree.point[rows[seed]].norm2:
                 seed = i
         rows[start], rows[seed] = rows[seed], rows[start]
         rest = np.empty(count - start + 2, np.int32)  # without the seed, and the three places `products` wants
