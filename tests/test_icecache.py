@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from conftest import Stream, drive, numbers, stream
 import kvbench.engine
 from kvbench.config import ConfigError, bind_methods, build, method_config
 from kvbench.hf import KVCache, method_named
+from kvbench.method import Prompt
 from kvbench.models import Loaded
 from kvbench.results import module_sources
 
@@ -226,6 +228,33 @@ def test_trees_built_beside_the_prefill_are_those_built_in_turn(monkeypatch: pyt
     for layer, row, head in np.ndindex(4, 2, 2):
         ours, theirs = ahead.trees[layer][row][head].arrays, behind.trees[layer][row][head].arrays
         assert all(np.array_equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+class Late(Executor):
+    """Runs what is submitted when its result is asked for."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.result = lambda timeout=None: fn(*args, **kwargs)  # type: ignore[method-assign]
+        return future
+
+
+def test_builds_that_wait_do_not_hold_the_prompt_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvbench.engine, "worker_pool", Late)
+    method, prompts = small(), []
+    prefill, end_prefill = method.prefill, method.end_prefill
+
+    def watched_prefill(layer: int, prompt: Prompt) -> None:
+        prompts.append(weakref.ref(prompt))
+        prefill(layer, prompt)
+
+    def watched_end_prefill() -> None:
+        assert [prompt() is None for prompt in prompts] == [True, True, False], "but for the layer at hand"
+        end_prefill()
+
+    method.prefill, method.end_prefill = watched_prefill, watched_end_prefill  # type: ignore[method-assign]
+    drive(stream(150, layers=3), method, 48)
+    assert len(prompts) == 3
 
 
 @pytest.mark.parametrize("dense_layers", [(), (1,)], ids=str)

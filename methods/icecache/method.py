@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -139,17 +139,18 @@ class IceCache(Method):
     def prefill(self, layer: int, prompt: Prompt) -> None:
         if layer != self.anchor[layer]:
             return
-        rows, heads = range(self.shape.batch), range(self.shape.kv_heads)
-        submit = self.context.pool.submit
-        self.building[layer] = [[submit(self._build, layer, prompt, row, head) for head in heads] for row in rows]
-
-    def _build(self, layer: int, prompt: Prompt, row: int, head: int) -> DCITree:
         assert prompt.on_host is not None
-        prompt.on_host.result()
+        # a build that waits for its turn must not hold the prompt, whose memory on the device is to be freed
+        submit, on_host = self.context.pool.submit, prompt.on_host
+        rows, heads = range(self.shape.batch), range(self.shape.kv_heads)
+        self.building[layer] = [[submit(self._build, layer, on_host, row, head) for head in heads] for row in rows]
+
+    def _build(self, layer: int, on_host: Future[Any], row: int, head: int) -> DCITree:
+        on_host.result()
         regions = self.regions[row]
         layout = replace(self.layout, page_size=regions.page_size)
         # the first generated token may open a page, and the window leaves one behind
-        count = regions.indexed(prompt.lengths[row] + 1)
+        count = regions.indexed(self.shape.lengths[row] + 1)
         with _named(layer, head):
             return self.tree(self._keys(layer)[row, head, regions.sinks :], count, layout, self._seed(layer, head))
 
