@@ -7,7 +7,7 @@ STAMP := $(VENV)/.kvbench-installed
 .PHONY: help setup run test lint format clean
 
 help:
-	@echo "make run     set up .venv, then one run with the defaults (python -m kvbench)"
+	@echo "make run     set up .venv, then the demo: eight arms on the small model, a table and a picture"
 	@echo "make test    set up .venv, then the tests with a coverage report"
 	@echo "make lint    set up .venv, then ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 run: $(STAMP)
-	$(BIN)/python -m kvbench
+	$(BIN)/python -m kvbench.demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --cov --cov-report=term

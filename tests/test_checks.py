@@ -152,8 +152,8 @@ def test_a_budget_passes_exactly_where_the_rules_allow_it(budget, least):
         ("protocol.accounting=fair", "protocol.accounting="),
         ("protocol.prefill_chunk=0", "protocol.prefill_chunk=0: "),
         ("protocol.dense_layers=some", "protocol.dense_layers="),
-        ("protocol.dense_layers=[0,4]", "protocol.dense_layers=[0, 4]: the model has layers 0 to 3, not [4]"),
-        ("model.dense_layers=[9]", "protocol.dense_layers=[9] (auto): the model has layers 0 to 3, not [9]"),
+        ("protocol.dense_layers=[0,6]", "protocol.dense_layers=[0, 6]: the model has layers 0 to 5, not [6]"),
+        ("model.dense_layers=[9]", "protocol.dense_layers=[9] (auto): the model has layers 0 to 5, not [9]"),
         ("probe.every=-1", "probe.every=-1: expected a whole number, 0 or more"),
         ("protocol.generated=some", "protocol.generated='some': one of free, counted"),
         ("protocol.question_as_decode=1", "protocol.question_as_decode=1: true or false"),
@@ -231,10 +231,10 @@ def test_a_method_of_ones_own_has_its_own_keys(composed):
 
 
 def test_prompts_longer_than_the_window_are_refused_when_counted_in_tokens(refusal, composed):
-    line = refusal("task.lengths=[1024,32760]")
+    line = refusal("model=dummy-tiny", "task.lengths=[1024,32760]")
     assert "32760 tokens and 10 new ones do not fit the window of dummy-tiny, 32768 tokens" in line
-    check(composed("task.lengths=[32758]"))
-    check(composed("task.lengths=[40000]", "task.unit=characters"))
+    check(composed("model=dummy-tiny", "task.lengths=[32758]"))
+    check(composed("model=dummy-tiny", "task.lengths=[40000]", "task.unit=characters"))
 
 
 def test_new_tokens_in_the_conf_are_those_that_the_task_generates():
@@ -403,7 +403,7 @@ def test_a_results_folder_that_cannot_be_written_is_refused_and_nothing_is_left(
 def test_results_of_another_format_under_the_same_arm_are_refused(refusal, composed, tmp_path):
     from kvbench.results import ResultsError, RunFolder
 
-    names = ("passkey", "dummy-tiny", "quest-256")
+    names = ("passkey", "tiny", "quest-256")
     with RunFolder.open(tmp_path / "results", *names, {"seed": 1}, {}) as folder:
         pass
     check(composed())

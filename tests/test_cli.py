@@ -181,7 +181,7 @@ def test_jobs_that_a_launcher_sends_elsewhere_are_not_held_against_this_machine(
 def test_a_bare_command_runs_the_defaults(command):
     code, err, (cfg,) = command()
     assert (code, err) == (0, "")
-    assert (cfg.model.name, cfg.method.name, cfg.task.name, cfg.budget) == ("dummy-tiny", "quest", "passkey", 256)
+    assert (cfg.model.name, cfg.method.name, cfg.task.name, cfg.budget) == ("tiny", "quest", "passkey", 256)
     assert "hydra" not in cfg
 
 

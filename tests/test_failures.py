@@ -35,7 +35,8 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callab
 
     def run(*words: str) -> tuple[int, str, str]:
         try:
-            code = cli.main([*SMALL, *words])
+            model = [] if any(word.startswith("model=") for word in words) else ["model=dummy-tiny"]
+            code = cli.main([*SMALL, *model, *words])
         except SystemExit as stop:
             code = stop.code  # type: ignore[assignment]
         printed = capsys.readouterr()
@@ -111,13 +112,18 @@ BAD = [
     ("budget=lots", "budget=lots: not a number; expected tokens (256), "),
     ("budget=47", "budget=47: below the minimum of quest, 48 tokens (protocol.accounting=paper)"),
     ("budget=1.5", "budget=1.5: out of range; expected tokens (256), a fraction of the prompt in (0, 1] (0.1), "),
-    ("task.lengths=[40000]", "task.lengths=[40000]: 40000 tokens and 10 new ones do not fit the window of dummy-tiny"),
+    ("task.lengths=[40000]", "task.lengths=[40000]: 40000 tokens and 10 new ones do not fit the window of tiny"),
     ("model.path=/not/here", "model.path=/not/here: no such folder; expected a folder, or a hub id such as org/name"),
     ("model.path=org/name", "model.path=org/name: not in the local cache of the hub, and 127.0.0.1 does not answer; "),
     ("model=qwen3-8b", "model.path=Qwen/Qwen3-8B: not in the local cache of the hub, and 127.0.0.1 does not answer; "),
+    (
+        "task=longbench",
+        "task.data_dir: zai-org/LongBench/data.zip is not in the local cache of the hub, and 127.0.0.1 ",
+    ),
+    ("task=gsm8k", "task.data_dir: openai/gsm8k/main/test-00000-of-00001.parquet is not in the local cache of the hub"),
     ("results_dir=file", "results_dir=file: cannot write in "),
     ("results_dir=/proc/none", "results_dir=/proc/none: cannot write in /proc"),
-    ("protocol.dense_layers=[4]", "protocol.dense_layers=[4]: the model has layers 0 to 3, not [4]"),
+    ("protocol.dense_layers=[6]", "protocol.dense_layers=[6]: the model has layers 0 to 5, not [6]"),
     ("protocol.generated=maybe", "protocol.generated='maybe': one of free, counted"),
     ("probe.every=x", "probe.every=x: expected a whole number, 0 or more"),
 ]
@@ -247,7 +253,7 @@ def started(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
 
     def start() -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvbench", *SMALL, "task.keys=20", "results_dir=results"],
+            [sys.executable, "-m", "kvbench", *SMALL, "model=dummy-tiny", "task.keys=20", "results_dir=results"],
             cwd=tmp_path,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,

@@ -16,6 +16,7 @@ TORN = 7  # more, by the process itself inside its first, second ... write
 SAMPLES = 60
 
 WORDS = [
+    "model=dummy-tiny",
     "task.lengths=[300]",
     "task.keys=3",
     "method=snapkv",

@@ -29,7 +29,9 @@ def configured(tmp_path: Path) -> Callable[..., DictConfig]:
     """Compose a small passkey run as the command line does, with some keys changed."""
 
     def make(*overrides: str) -> DictConfig:
-        words = ["task.lengths=[512]", f"task.limit={SAMPLES}", "budget=64", f"results_dir={tmp_path}", *overrides]
+        model = [] if any(word.startswith("model=") for word in overrides) else ["model=dummy-tiny"]
+        small = ["task.lengths=[512]", f"task.limit={SAMPLES}", "budget=64", f"results_dir={tmp_path}"]
+        words = [*small, *model, *overrides]
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             config = compose("config", words)
         check(config)

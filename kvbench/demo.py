@@ -1,0 +1,204 @@
+"""The demo: methods win and lose on the embedded model, in minutes and without a GPU or a network.
+
+    python -m kvbench.demo                          results in results/, the picture in results/demo/tradeoff.png
+    python -m kvbench.demo threads=1 budget=32      settings for every arm, as `python -m kvbench` takes them
+
+Its runs are runs as any other: a second start goes on where the first was stopped, and reports read them.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from kvbench.checks import composed
+from kvbench.config import ConfigError
+from kvbench.results import ResultsError
+
+ARMS = (
+    ("full", None),
+    ("topk", 64),
+    ("icecache", 64),
+    ("icecache", 128),
+    ("quest", 64),
+    ("quest", 128),
+    ("snapkv", 64),
+    ("streaming_llm", 128),
+)
+LENGTHS = (2048, 4096)
+TASKS = {
+    "passkey": "positions=20",
+    "niah": "samples=20",
+}
+PROBED = {"passkey": "positions=2", "niah": "samples=1"}  # recall is measured apart, on fewer samples: probes cost time
+COLOURS = {  # Okabe and Ito's, told apart by colour-blind readers
+    "full": "#000000",
+    "topk": "#999999",
+    "icecache": "#009E73",
+    "quest": "#0072B2",
+    "snapkv": "#D55E00",
+    "streaming_llm": "#CC79A7",
+}
+MARKERS = {"full": "*", "topk": "P", "icecache": "D", "quest": "o", "snapkv": "s", "streaming_llm": "^"}
+
+
+class Row(NamedTuple):
+    """What the demo found for a method and a budget.
+
+    Attributes:
+        cells: score and standard error, 0-100, by "task length".
+        score: the mean of the cells.
+        attended: mean attended entries of a KV head in a layer.
+        kv_bytes: on the device.
+        moved_bytes: from host to device in a step.
+        step_ms: a decode step.
+        recall: of the exact top tokens, 0..1; None for full attention.
+    """
+
+    method: str
+    budget: int | None
+    cells: dict[str, tuple[float, float | None]]
+    score: float
+    attended: float
+    kv_bytes: float
+    moved_bytes: float
+    step_ms: float
+    recall: float | None
+
+    @property
+    def name(self) -> str:
+        """As a legend says it."""
+        return self.method if self.budget is None else f"{self.method} {self.budget}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; returns the exit code, as `python -m kvbench` does."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    try:
+        rows = demo(words, console)
+        picture = Path(config(words, "passkey", *ARMS[0])["results_dir"], "demo", "tradeoff.png")
+        draw(rows, picture)
+    except (ConfigError, ResultsError) as error:
+        print(f"kvbench: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("kvbench: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    console.print(table(rows))
+    console.print(f"picture: {picture}", soft_wrap=True)
+    return 0
+
+
+def config(words: Sequence[str], task: str, method: str, budget: int | None, *more: str) -> DictConfig:
+    """The config of an arm; `words` have the last word."""
+    size = "null" if budget is None else str(budget)
+    return composed(
+        f"task={task}", f"method={method}", f"budget={size}", f"task.lengths={list(LENGTHS)}", *more, *words
+    )
+
+
+def demo(words: Sequence[str], console: Console) -> list[Row]:
+    """Run all arms on both tasks, and again with probes on a few samples."""
+    jobs = {
+        (task, probed): [config(words, task, *arm, f"task.{size}", f"probe.every={every}") for arm in ARMS]
+        for sizes, probed, every in ((TASKS, False, 0), (PROBED, True, 2))
+        for task, size in sizes.items()
+    }
+    from kvbench.shared import run_shared
+
+    found: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+    for (task, probed), configs in jobs.items():
+        what = "recall of the exact top tokens" if probed else f"{len(ARMS)} arms"
+        console.print(f"{task} at {' and '.join(map(str, LENGTHS))} tokens: {what}")
+        found[task, probed] = run_shared(configs, console)
+    return [row(place, found) for place in range(len(ARMS))]
+
+
+def row(place: int, found: dict[tuple[str, bool], list[dict[str, Any]]]) -> Row:
+    """The arm at a place of `ARMS`, from the summaries of its runs."""
+    method, budget = ARMS[place]
+    timed = [found[task, False][place] for task in TASKS]
+    cells: dict[str, tuple[float, float | None]] = {}
+    for task in TASKS:
+        for length in LENGTHS:
+            groups = found[task, False][place]["groups"].items()
+            own = [group for name, group in groups if name.rpartition("/")[2] == str(length)]
+            errors = [group["stderr"] or 0.0 for group in own]
+            score = sum(group["score"] for group in own) / len(own)
+            cells[f"{task} {length}"] = (score, math.hypot(*errors) / len(own))
+
+    def mean(part: str, name: str) -> float:
+        values = [(summary[part].get(name) or 0.0, summary["n"]) for summary in timed]
+        return sum(value * count for value, count in values) / sum(count for _, count in values)
+
+    recalls = [found[task, True][place].get("probe", {}).get("recall") for task in PROBED]
+    known = [value for value in recalls if value is not None]
+    return Row(
+        method,
+        budget,
+        cells,
+        score=sum(score for score, _ in cells.values()) / len(cells),
+        attended=mean("audit", "attended_mean"),
+        kv_bytes=mean("audit", "device_kv_bytes"),
+        moved_bytes=mean("audit", "moved_bytes_per_step"),
+        step_ms=mean("latency", "tpot_ms_mean"),
+        recall=sum(known) / len(known) if known and budget is not None else None,
+    )
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """All arms, a line each."""
+    cells = list(rows[0].cells)
+    drawn = Table(title="score ± standard error on each task and length, and what it cost", title_justify="left")
+    drawn.add_column("method")
+    for name in ("C", *cells, "attended/C", "KV MiB", "moved KiB/step", "ms/token", "recall"):
+        drawn.add_column(name, justify="right")
+    for one in rows:
+        scores = [f"{score:.0f} ± {error or 0:.0f}" for score, error in one.cells.values()]
+        share = "-" if one.budget is None else f"{one.attended / one.budget:.2f}"
+        recall = "-" if one.recall is None else f"{one.recall:.2f}"
+        costs = [share, f"{one.kv_bytes / 2**20:.2f}", f"{one.moved_bytes / 2**10:.1f}", f"{one.step_ms:.1f}", recall]
+        drawn.add_row(one.method, "-" if one.budget is None else str(one.budget), *scores, *costs)
+    return drawn
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """The trade-off as a picture: mean score against device memory, and against the time per token."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
+    panels = (
+        ("KV on the device (MiB)", lambda one: one.kv_bytes / 2**20, "log"),
+        ("time per token (ms)", lambda one: one.step_ms, "linear"),
+    )
+    for axis, (label, value, scale) in zip(axes, panels, strict=True):
+        for one in rows:
+            style = {"color": COLOURS[one.method], "marker": MARKERS[one.method], "s": 70, "zorder": 3}
+            axis.scatter(value(one), one.score, **style)
+            axis.annotate(one.name, (value(one), one.score), (6, 5), textcoords="offset points", fontsize=9)
+        axis.set(xlabel=label, xscale=scale, ylim=(-4, 108))
+        axis.margins(x=0.18)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("score, mean over tasks and lengths")
+    lengths = " and ".join(map(str, LENGTHS))
+    figure.suptitle(f"{', '.join(TASKS)} at {lengths} tokens on the embedded model: up and left is better")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

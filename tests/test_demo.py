@@ -1,0 +1,58 @@
+"""The demo on a random model and small tasks: its table, its picture, its resume, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+from matplotlib import image
+from rich.console import Console
+
+from kvbench import demo
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """Two arms, two lengths, two samples a cell; returns the words that send the results to a folder of the test."""
+    monkeypatch.setattr(demo, "ARMS", (("full", None), ("quest", 64)))
+    monkeypatch.setattr(demo, "LENGTHS", (1000, 1200))
+    monkeypatch.setattr(demo, "TASKS", {"passkey": "positions=2", "niah": "samples=2"})
+    return ["model=dummy-tiny", f"results_dir={tmp_path / 'results'}"]
+
+
+def test_the_demo_prints_one_table_and_draws_one_picture(small, tmp_path, capsys):
+    assert demo.main(small) == 0
+    told = capsys.readouterr().out
+    picture = tmp_path / "results" / "demo" / "tradeoff.png"
+    assert f"picture: {picture}" in told
+    pixels = image.imread(picture)
+    assert pixels.shape[1] > 1000 and pixels.std() > 0.05, "blank"
+    assert told.count("moved KiB/step") == 1
+    lines = [line for line in told.splitlines() if line.startswith("│")]
+    assert [line.split()[1] for line in lines] == ["full", "quest"]
+
+
+def test_a_row_holds_what_the_runs_found(small):
+    full, quest = demo.demo(small, Console(quiet=True))
+    assert (full.name, quest.name) == ("full", "quest 64")
+    assert full.recall is None and 0 < quest.recall < 1
+    assert set(quest.cells) == {f"{task} {length}" for task in ("passkey", "niah") for length in (1000, 1200)}
+    assert full.attended > quest.attended > 0 and full.step_ms > 0 and quest.kv_bytes > 0
+
+
+def test_a_second_start_runs_nothing_again(small, monkeypatch):
+    rows = demo.demo(small, Console(quiet=True))
+    monkeypatch.setattr("kvbench.shared.measure", lambda *a: pytest.fail("generated again"))
+    assert demo.demo(small, Console(quiet=True)) == rows
+
+
+@pytest.mark.parametrize(
+    "word, said", [("budget=-1", "budget=-1"), ("threads=none", "threads"), ("no_such=1", "no_such"), ("x", "x")]
+)
+def test_bad_input_is_one_line(small, capsys, word, said):
+    assert demo.main([*small, word]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and told[0].startswith("kvbench: ") and said in told[0]
+
+
+def test_the_demo_has_at_most_eight_arms_and_twenty_samples_a_cell():
+    assert len(demo.ARMS) <= 8 and demo.LENGTHS == (2048, 4096)
+    assert set(demo.COLOURS) == set(demo.MARKERS) >= {arm for arm, _ in demo.ARMS}
