@@ -14,7 +14,7 @@ def small(monkeypatch, tmp_path):
     """Two arms, two lengths, two samples a cell; returns the words that send the results to a folder of the test."""
     monkeypatch.setattr(demo, "ARMS", (("full", None), ("quest", 64)))
     monkeypatch.setattr(demo, "LENGTHS", (1000, 1200))
-    monkeypatch.setattr(demo, "TASKS", {"passkey": "positions=2", "niah": "samples=2"})
+    monkeypatch.setattr(demo, "TASKS", {"passkey": ["task.positions=2"], "niah": [demo.NEEDLES, "task.samples=2"]})
     return ["model=dummy-tiny", f"results_dir={tmp_path / 'results'}"]
 
 
