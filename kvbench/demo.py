@@ -178,7 +178,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
     panels = (
@@ -187,15 +187,23 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     )
     for axis, (label, value, scale) in zip(axes, panels, strict=True):
         for one in rows:
-            style = {"color": COLOURS[one.method], "marker": MARKERS[one.method], "s": 70, "zorder": 3}
-            axis.scatter(value(one), one.score, **style)
-            axis.annotate(one.name, (value(one), one.score), (6, 5), textcoords="offset points", fontsize=9)
-        axis.set(xlabel=label, xscale=scale, ylim=(-4, 108))
-        axis.margins(x=0.18)
+            # Arms that score alike at like cost lie on one another: outlines leave both to be seen.
+            size = 190 if one.budget is None else 80
+            shape = {"marker": MARKERS[one.method], "s": size, "facecolor": "none", "linewidth": 2}
+            named = one.method if one.method not in axis.get_legend_handles_labels()[1] else None
+            axis.scatter(value(one), one.score, edgecolor=COLOURS[one.method], label=named, zorder=3, **shape)
+            if one.budget is not None:
+                below = {"va": "top", "ha": "center", "textcoords": "offset points", "fontsize": 8}
+                axis.annotate(str(one.budget), (value(one), one.score), (0, -8), **below)
+        axis.set(xlabel=label, xscale=scale, ylim=(-9, 108))
+        axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.margins(x=0.1)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("score, mean over tasks and lengths")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), frameon=False)
     lengths = " and ".join(map(str, LENGTHS))
-    figure.suptitle(f"{', '.join(TASKS)} at {lengths} tokens on the embedded model: up and left is better")
+    tasks = " and ".join(TASKS)
+    figure.suptitle(f"{tasks} at {lengths} tokens on the embedded model; numbers are budgets; up and left is better")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -59,6 +59,7 @@ _NOT_NUMBERS = {
     "__main__.py",
     "checks.py",
     "config.py",
+    "demo.py",
     "hub.py",
     "progress.py",
     "results.py",
