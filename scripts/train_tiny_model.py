@@ -89,7 +89,7 @@ CURRICULUM = (
 )
 
 # The quickest way to see induction form: two layers, and few enough words that each is met often.
-SMOKE = (Stage(110, 64, 64, (4e-3, 4e-3), {"repeats": 1}),)
+SMOKE = (Stage(200, 64, 64, (4e-3, 4e-3), {"repeats": 1}),)
 SMOKE_VOCABULARY = 768
 WARM_UP = 60
 

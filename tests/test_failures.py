@@ -165,7 +165,7 @@ def test_models_that_would_run_wrong_are_refused_by_name(
 def test_results_of_another_version_are_refused_and_kept(refused: Callable[..., str], tmp_path: Path) -> None:
     file = only_folder(tmp_path / "here" / "results") / "run.yaml"
     file.write_text(file.read_text().replace("format: 1\n", "format: 99\n"))
-    assert f"{file.parent.name} holds results of format 99, this kvbench" in refused("budget=64")
+    assert f"{file.parent.name} holds results of format 99, this kvbench" in refused("model=dummy-tiny", "budget=64")
 
 
 # -- one sample fails -------------------------------------------------------------------------------------------------

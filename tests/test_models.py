@@ -167,6 +167,7 @@ PARAMETERS = {
     "qwen3-32b": 32762,
     "qwen3-4b-instruct-2507": 4022,
     "qwen3-8b": 8191,
+    "tiny": 5,
 }
 
 
