@@ -1,13 +1,14 @@
 """The demo: methods win and lose on the embedded model, in minutes and without a GPU or a network.
 
-    python -m kvbench.demo                          results in results/, the picture in results/demo/tradeoff.png
-    python -m kvbench.demo threads=1 budget=32      settings for every arm, as `python -m kvbench` takes them
+    python -m kvbench.demo                             results in results/, table.json and tradeoff.png in results/demo/
+    python -m kvbench.demo threads=1 results_dir=out   settings for every arm, as `python -m kvbench` takes them
 
 Its runs are runs as any other: a second start goes on where the first was stopped, and reports read them.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ ARMS = (
     ("snapkv", 64),
     ("streaming_llm", 128),
 )
+OWN = ("method", "budget", "task", "task.lengths", "probe.every")  # what the demo itself sets
 LENGTHS = (2048, 4096)
 # Two of RULER's eight needle tasks: an arm that does not find its needle writes on to the last of 128 tokens.
 NEEDLES = "task.subsets=[niah_single_2,niah_multikey_1]"
@@ -72,11 +74,6 @@ class Row(NamedTuple):
     step_ms: float
     recall: float | None
 
-    @property
-    def name(self) -> str:
-        """As a legend says it."""
-        return self.method if self.budget is None else f"{self.method} {self.budget}"
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit code, as `python -m kvbench` does."""
@@ -85,8 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not console.is_terminal:
         console = Console(width=140)
     try:
+        refuse_own(words)
         rows = demo(words, console)
-        picture = Path(config(words, "passkey", *ARMS[0])["results_dir"], "demo", "tradeoff.png")
+        folder = Path(config(words, "passkey", *ARMS[0])["results_dir"], "demo")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "table.json").write_text(json.dumps([one._asdict() for one in rows], indent=1) + "\n")
+        picture = folder / "tradeoff.png"
         draw(rows, picture)
     except (ConfigError, ResultsError) as error:
         print(f"kvbench: {error}", file=sys.stderr)
@@ -97,6 +98,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(table(rows))
     console.print(f"picture: {picture}", soft_wrap=True)
     return 0
+
+
+def refuse_own(words: Sequence[str]) -> None:
+    """Refuse a setting that would make the table's own columns wrong.
+
+    Raises:
+        ConfigError: names it.
+    """
+    for word in words:
+        if word.partition("=")[0] in OWN:
+            raise ConfigError(f"{word}: the demo sets {', '.join(OWN)} itself; python -m kvbench takes them")
 
 
 def config(words: Sequence[str], task: str, method: str, budget: int | None, *more: str) -> DictConfig:
@@ -204,7 +216,6 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     lengths = " and ".join(map(str, LENGTHS))
     tasks = " and ".join(TASKS)
     figure.suptitle(f"{tasks} at {lengths} tokens on the embedded model; numbers are budgets; up and left is better")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from matplotlib import image
 from rich.console import Console
@@ -26,13 +28,14 @@ def test_the_demo_prints_one_table_and_draws_one_picture(small, tmp_path, capsys
     pixels = image.imread(picture)
     assert pixels.shape[1] > 1000 and pixels.std() > 0.05, "blank"
     assert told.count("moved KiB/step") == 1
+    assert [row["method"] for row in json.loads((picture.parent / "table.json").read_text())] == ["full", "quest"]
     lines = [line for line in told.splitlines() if line.startswith("│")]
     assert [line.split()[1] for line in lines] == ["full", "quest"]
 
 
 def test_a_row_holds_what_the_runs_found(small):
     full, quest = demo.demo(small, Console(quiet=True))
-    assert (full.name, quest.name) == ("full", "quest 64")
+    assert (full.method, full.budget, quest.method, quest.budget) == ("full", None, "quest", 64)
     assert full.recall is None and 0 < quest.recall < 1
     assert set(quest.cells) == {f"{task} {length}" for task in ("passkey", "niah") for length in (1000, 1200)}
     assert full.attended > quest.attended > 0 and full.step_ms > 0 and quest.kv_bytes > 0
@@ -45,7 +48,8 @@ def test_a_second_start_runs_nothing_again(small, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "word, said", [("budget=-1", "budget=-1"), ("threads=none", "threads"), ("no_such=1", "no_such"), ("x", "x")]
+    "word, said",
+    [("budget=32", "budget=32: the demo sets "), ("threads=none", "threads"), ("no_such=1", "no_such"), ("x", "x")],
 )
 def test_bad_input_is_one_line(small, capsys, word, said):
     assert demo.main([*small, word]) == 2
