@@ -30,9 +30,7 @@ SMALL_TREES: dict[str, Any] = {"page_size": 4, "small_page_size": 4, "promotion"
 
 
 def small(**options: Any) -> IceCache:
-    method = method_named("icecache", **{**SMALL_TREES, **options})
-    assert isinstance(method, IceCache)
-    return method
+    return method_named("icecache", **{**SMALL_TREES, **options})
 
 
 def pages_of(tree: DCITree, sinks: int) -> list[list[int]]:
