@@ -21,11 +21,13 @@ Prints one JSON object as its last line; `runs` has an entry for each kind of ke
     query_speedup      flat_us over the fastest point of dci_plus with recall >= 0.9
     insert_over_query  insertion per token over that fastest query
   build_speedup        build of faiss_hnsw over that of dci_plus
-  pages      mass, and recall of the top 16 * --pages tokens, inside --pages pages of 16: those a tree finds, the best
-             it has ("oracle"), and the best pages of consecutive tokens
+  pages      recall of the top 16 * --pages tokens, mass, and tokens inside --pages pages of 16, for each query on its
+             own: pages that dci and dci_plus find, pages of consecutive tokens that Quest's bound finds (quest), and of
+             each the pages with the most mass (oracle)
 
 Keys: isotropic normal; clustered, 200 normal centres and deviations of 0.4; attention, variances that fall as j^-0.8
-over a mean as long as the deviations, which lognormal lengths (0.3) stretch; captured ones from --trace.
+over a mean as long as the deviations, which lognormal lengths (0.3) stretch; captured ones from --trace, an .npz of
+`scripts/capture_trace.py`: every layer and KV head in it, asked with its last queries.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from typing import Any
 
 import faiss
 import numpy as np
+from capture_trace import load
 
 from methods.icecache.index import DCITree, ExactScan, Layout, Search, Workspace
 
@@ -276,27 +279,41 @@ def _insert_us(data: Data, layout: Layout, work: Workspace) -> float:
 
 
 def _page_quality(data: Data, trees: dict[str, DCITree], wanted: int, work: Workspace) -> dict[str, dict[str, float]]:
-    """Recall and mass inside `wanted` pages for each query on its own."""
+    """What `wanted` pages hold for each query on its own."""
     truth = Truth.of(data, wanted * PAGE)
-    result = {}
+    chosen: dict[str, list[Any]] = {}
     for name, tree in trees.items():
         pages = tree.tokens(np.arange(tree.pages, dtype=np.int32))
         search = Search(fov=max(wanted, int(0.12 * tree.nodes)), rank_by=RANK_BY[name])  # type: ignore[arg-type]
-        found = [tree.best_pages(group, wanted, search, work).ids for group in data.queries]
-        result[name] = truth.quality([tree.tokens(ids).reshape(len(ids), -1) for ids in found])
-        result[f"{name}_oracle"] = truth.quality(_oracle(truth, pages, wanted))
-    chronological = np.arange(data.count // PAGE * PAGE).reshape(-1, PAGE)
-    result["consecutive_oracle"] = truth.quality(_oracle(truth, chronological, wanted))
+        chosen[name] = [tree.tokens(tree.best_pages(group, wanted, search, work).ids) for group in data.queries]
+        chosen[f"{name}_oracle"] = _oracle(truth, pages, wanted)
+    consecutive = np.arange(data.count // PAGE * PAGE).reshape(-1, PAGE)
+    keys = data.keys[consecutive]
+    bounds = [_quest_bound(group, keys.min(axis=1), keys.max(axis=1)) for group in data.queries]
+    chosen["quest"] = [_largest(consecutive, bound, wanted) for bound in bounds]
+    chosen["quest_oracle"] = _oracle(truth, consecutive, wanted)
+    result = {}
+    for name, tokens in chosen.items():
+        flat = [of_group.reshape(len(of_group), -1) for of_group in tokens]
+        result[name] = {**truth.quality(flat), "tokens": float(np.mean([(row >= 0).sum(axis=1) for row in flat]))}
     return result
 
 
+def _quest_bound(queries: Any, low: Any, high: Any) -> Any:
+    """Largest possible q.k [G, pages] of pages whose keys lie between `low` and `high` [pages, D]."""
+    return np.maximum(queries, 0) @ high.T + np.minimum(queries, 0) @ low.T
+
+
 def _oracle(truth: Truth, pages: Any, wanted: int) -> list[Any]:
-    """Tokens [G, ...] of the pages with the largest mass, for every group."""
-    chosen = []
-    for softmax in truth.softmax:
-        mass = np.where(pages >= 0, softmax[:, pages], 0).sum(axis=2)
-        chosen.append(pages[np.argpartition(-mass, wanted, axis=1)[:, :wanted]].reshape(len(mass), -1))
-    return chosen
+    """Tokens [G, wanted, PAGE] of the pages with the most mass, for every group."""
+    return [
+        _largest(pages, np.where(pages >= 0, softmax[:, pages], 0).sum(axis=2), wanted) for softmax in truth.softmax
+    ]
+
+
+def _largest(pages: Any, score: Any, wanted: int) -> Any:
+    """Tokens [G, wanted, PAGE] of the pages with the largest score [G, pages]."""
+    return pages[np.argpartition(-score, wanted, axis=1)[:, :wanted]]
 
 
 def _made(kind: str, count: int, arguments: argparse.Namespace) -> Data:
@@ -307,15 +324,18 @@ def _made(kind: str, count: int, arguments: argparse.Namespace) -> Data:
     return Data(kind, keys.astype(np.float32), queries.astype(np.float32))
 
 
-def _captured(path: str) -> list[Data]:
-    """One set per KV head of an .npz file with keys [Hkv, n, D] and queries [Hq, m, D], post-RoPE, of one layer."""
-    with np.load(path) as file:
-        keys, queries = file["keys"].astype(np.float32), file["queries"].astype(np.float32)
-    grouped = queries.reshape(len(keys), -1, *queries.shape[1:]).transpose(0, 2, 1, 3)
-    return [
-        Data(f"trace head {head}", np.ascontiguousarray(of_head), np.ascontiguousarray(asked))
-        for head, (of_head, asked) in enumerate(zip(keys, grouped, strict=True))
-    ]
+def _captured(path: str, groups: int) -> list[Data]:
+    """A set for each layer and KV head of a trace; its last queries ask for what came before the inserted tokens."""
+    sets = []
+    for trace in load(path):
+        heads, dim = len(trace.keys), trace.keys.shape[2]
+        queries = trace.queries[:, -groups:].reshape(heads, -1, min(groups, trace.queries.shape[1]), dim)
+        for head in range(heads):
+            name = f"layer {trace.layer}, KV head {head} of {path}"
+            sets.append(Data(name, trace.keys[head], np.ascontiguousarray(queries[head].swapaxes(0, 1))))
+            if sets[-1].count < INSERTED:
+                raise SystemExit(f"--trace {path}: {len(trace.keys[head])} tokens, expected {2 * INSERTED} or more")
+    return sets
 
 
 def main() -> None:
@@ -323,7 +343,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="made keys")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 36000, 131072], help="keys")
-    parser.add_argument("--trace", help="captured keys: an .npz file, see _captured; use with --kinds to add made ones")
+    parser.add_argument("--trace", help="captured keys, an .npz of scripts/capture_trace.py")
     parser.add_argument("--dim", type=int, default=128, help="head dimension of made keys")
     parser.add_argument("--group", type=int, default=4, help="queries that are asked together")
     parser.add_argument("--groups", type=int, default=40, help="groups of queries")
@@ -336,7 +356,7 @@ def main() -> None:
         _tree(warm, layout, Workspace())[0].best_tokens(warm.queries[0], 10, Search(), Workspace())
     _insert_us(warm, Layout(), Workspace())
 
-    sets = _captured(arguments.trace) if arguments.trace else []
+    sets = _captured(arguments.trace, arguments.groups) if arguments.trace else []
     sets += [_made(kind, length, arguments) for kind in arguments.kinds for length in arguments.lengths]
     faiss.omp_set_num_threads(1)
     sizes = sorted({1, arguments.group})

@@ -1,0 +1,163 @@
+"""Save what attention sees, for the benchmarks' --trace: post-RoPE queries, keys and values of layers of any model.
+
+The model reads one prompt of a task with full attention and, with --generate, goes on greedily from there. FILE is an
+.npz with, for each layer L of H query and Hkv KV heads and head dim D,
+  keys.L, values.L   [Hkv, n, D] float32, of every token but the last generated one, which nothing has read
+  queries.L          [H, w, D] float32, of the last w of these tokens
+and `about`, a JSON text: model, task, sample, dtype, prompt and generated tokens.
+
+    python scripts/capture_trace.py needle.npz --layers 1,3 task=niah task.subsets=[niah_multikey_1] task.lengths=[4096]
+    python scripts/capture_trace.py qwen.npz --layers 10,20 model.path=FOLDER task=longbench task.data_dir=FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from omegaconf import OmegaConf
+
+from kvbench.checks import composed
+from kvbench.config import ConfigError
+from kvbench.generate import generate
+from kvbench.hf import engine_for
+from kvbench.measure import prompt_of
+from kvbench.method import Budget, Method, Needs, Prompt
+from kvbench.run import prepare, samples
+
+Floats = NDArray[np.float32]
+
+
+class Trace(NamedTuple):
+    """One layer's queries [H, w, D], of the last w tokens, and keys and values [Hkv, n, D], post-RoPE."""
+
+    layer: int
+    queries: Floats
+    keys: Floats
+    values: Floats
+
+
+def load(path: str | Path) -> list[Trace]:
+    """The layers of a captured file, in their order."""
+    with np.load(path) as file:
+        layers = sorted(int(name.removeprefix("keys.")) for name in file.files if name.startswith("keys."))
+        return [Trace(at, *(file[f"{part}.{at}"] for part in ("queries", "keys", "values"))) for at in layers]
+
+
+class Capture(Method):
+    """Full attention that notes queries, keys and values of the last `window` prompt tokens and all later ones."""
+
+    def __init__(self, layers: Sequence[int], window: int) -> None:
+        self.needs = Needs(query_window=window)
+        self.seen: dict[int, list[tuple[torch.Tensor, ...]]] = {layer: [] for layer in layers}
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        if layer in self.seen:
+            self._note(layer, prompt.queries, prompt.keys, prompt.values)
+
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.new = key, value
+
+    def select(self, layer: int, query: torch.Tensor) -> None:
+        if layer in self.seen:
+            self._note(layer, query, *self.new)
+
+    def _note(self, layer: int, *parts: torch.Tensor) -> None:
+        self.seen[layer].append(tuple(part[0].float().cpu().clone() for part in parts))
+
+    def arrays(self) -> dict[str, Floats]:
+        """What was seen, as the file holds it."""
+        return {
+            f"{name}.{layer}": torch.cat(parts, dim=1).numpy()
+            for layer, seen in self.seen.items()
+            for name, parts in zip(("queries", "keys", "values"), zip(*seen, strict=True), strict=True)
+        }
+
+
+def capture(
+    overrides: Sequence[str], layers: Sequence[int] | None, window: int, new_tokens: int, number: int
+) -> dict[str, Any]:
+    """The file's arrays for sample `number` of the task that the overrides name; `layers`: None for all.
+
+    Raises:
+        ConfigError: the overrides are wrong, or the model has no such layer, the task no such sample.
+    """
+    arm = prepare(cast(dict[str, Any], OmegaConf.to_container(composed("method=full", *overrides), resolve=True)))
+    count = arm.loaded.model.config.get_text_config().num_hidden_layers
+    wrong = [layer for layer in layers or () if not 0 <= layer < count]
+    if wrong:
+        raise ConfigError(f"--layers {wrong[0]}: {arm.loaded.name} has layers 0 to {count - 1}")
+    sample = next(itertools.islice(samples(arm, None), number, None), None)
+    if sample is None:
+        raise ConfigError(f"--sample {number}: the task has {len(arm.task)} samples, the first is 0")
+    prompt = prompt_of(arm, sample)
+    if prompt.record["error"]:
+        raise ConfigError(f"--sample {number}: {prompt.record['error']}")
+    ids = prompt.ids + prompt.question
+    method = Capture(range(count) if layers is None else layers, min(window, len(ids)))
+    engine = engine_for(
+        arm.loaded.model, [len(ids)], method, Budget(None), (), arm.loaded.tokenizer, new_tokens=new_tokens + 1
+    )
+    progress = _progress if sys.stderr.isatty() else None
+    generate(
+        arm.loaded.model,
+        [ids],
+        engine,
+        max_new_tokens=new_tokens + 1,
+        prefill_chunk=arm.protocol.prefill_chunk,
+        progress=progress,
+    )
+    about = {
+        "model": arm.loaded.name,
+        "task": arm.config["task"]["name"],
+        "sample": sample.id,
+        "dtype": str(arm.loaded.model.dtype).removeprefix("torch."),
+        "prompt_tokens": len(ids),
+        "generated_tokens": new_tokens,
+    }
+    return {**method.arrays(), "about": np.array(json.dumps(about))}
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def _progress(done: int, total: int) -> None:
+    print(f"\r{done} of {total} tokens", end="" if done < total else "\n", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Capture, save, say what was saved."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="the .npz to write")
+    parser.add_argument("overrides", nargs="*", help="model, task and protocol as `python -m kvbench` takes them")
+    parser.add_argument("--layers", type=_numbers, help="layers to save, as in 1,3; default: all")
+    parser.add_argument("--window", type=int, default=512, help="last prompt tokens whose queries are saved")
+    parser.add_argument("--generate", type=int, default=0, help="tokens to generate, read and save after the prompt")
+    parser.add_argument("--sample", type=int, default=0, help="which sample of the task, from 0")
+    arguments = parser.parse_intermixed_args()
+    if arguments.file.suffix != ".npz":
+        parser.error(f"{arguments.file}: expected a name that ends in .npz")
+    for name, least in (("window", 1), ("generate", 0), ("sample", 0)):
+        if getattr(arguments, name) < least:
+            parser.error(f"--{name} {getattr(arguments, name)}: expected {least} or more")
+    try:
+        arrays = capture(arguments.overrides, arguments.layers, arguments.window, arguments.generate, arguments.sample)
+    except ConfigError as error:
+        parser.error(str(error))
+    arguments.file.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(arguments.file, **arrays)
+    for name, array in arrays.items():
+        print(f"{name:12}{list(array.shape) if array.shape else array}")
+
+
+if __name__ == "__main__":
+    main()
