@@ -80,9 +80,15 @@ def _about(text: str) -> str:
 
 
 def shipped(group: str, name: str) -> dict[str, Any] | None:
-    """The unresolved YAML of `name` in `group` as kvbench ships it, or None."""
+    """The unresolved YAML of `name` in `group` as kvbench ships it, with the files its `defaults` name, or None."""
     files = {path.stem: path for path in (conf_dir() / group).glob("*.yaml")}
-    return _read(files[name]) if name in files else None
+    if name not in files:
+        return None
+    own = _read(files[name])
+    if "defaults" not in own:
+        return own
+    parts = [own if part == "_self_" else shipped(group, part) or {} for part in own.pop("defaults")]
+    return _plain(OmegaConf.merge(*parts))
 
 
 def root_keys() -> dict[str, Any]:
@@ -97,9 +103,13 @@ def _read(path: Path) -> dict[str, Any]:
 @functools.lru_cache(maxsize=64)
 def _parsed(path: Path, modified: int) -> dict[str, Any]:
     # YAML takes milliseconds, and a sweep's check reads the same few files for every job.
-    node = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(node, dict), path
-    return {str(key): value for key, value in node.items()}
+    return _plain(OmegaConf.load(path))
+
+
+def _plain(node: Any) -> dict[str, Any]:
+    container = OmegaConf.to_container(node)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
 
 
 def documented_keys() -> list[tuple[str, str, str]]:

@@ -80,6 +80,14 @@ def test_every_file_is_named_as_itself_and_says_what_it_is(group, name):
     assert node["about"] == config.choices(group)[name] != ""
 
 
+@pytest.mark.parametrize(("group", "name"), ALL, ids=lambda value: value)
+def test_a_file_read_without_hydra_is_what_hydra_composes(composed, group, name):
+    """Presets name the file that they differ from in their defaults."""
+    read = OmegaConf.create({group: config.shipped(group, name)})
+    told = composed(f"{group}={name}", "budget=1024")
+    assert OmegaConf.to_container(read[group], resolve=True) == OmegaConf.to_container(told[group], resolve=True)
+
+
 @pytest.mark.parametrize("name", config.choices("method"))
 def test_every_method_takes_its_preset_and_its_own_minimum_in_both_accountings(composed, name):
     minimum = config.method_config(name).harness["minimum"]
