@@ -13,14 +13,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
-# All of fastmath but "no NaN, no infinity": -inf marks what is absent, and a NaN key must stay one to be found.
-FAST = {"contract", "reassoc", "nsz", "arcp"}
-kernel = njit(nogil=True, cache=True, error_model="numpy", fastmath=FAST)
-# What only kernels call needs no way in from Python, which takes half of the time to compile it.
-jit = njit(nogil=True, error_model="numpy", fastmath=FAST, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+from methods.blocks.kernels import best, jit, kernel, sort, write_best
 
 Array = np.ndarray[Any, Any]
 
@@ -33,7 +29,6 @@ NONE, ROOT = -1, 0
 EVERY_LEVEL = 0
 BLOCK = 8  # points whose parents are searched together, so that a node's key is read once for all
 LARGER = np.float32(1 + 1e-4)  # by so much more is a squared norm larger than another, and not by rounding
-MOST_FLOATS = 0x7F800000  # float32 numbers above zero, infinity included
 
 
 class Tree(NamedTuple):
@@ -104,18 +99,6 @@ def widen(_context, number):  # type: ignore[no-untyped-def]
         return builder.bitcast(builder.shl(word, ir.Constant(word.type, 16)), ir.FloatType())
 
     return types.float32(number), same if number == types.float32 else shifted
-
-
-@intrinsic
-def _from_bits(_context, bits):  # type: ignore[no-untyped-def]
-    """The float32 of the lower half of an int64."""
-
-    def cast(_context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
-        from llvmlite import ir
-
-        return builder.bitcast(builder.trunc(arguments[0], ir.IntType(32)), ir.FloatType())
-
-    return types.float32(types.int64), cast
 
 
 @jit
@@ -207,71 +190,6 @@ def _height(tree, row):  # type: ignore[no-untyped-def]
 
 
 # -- selection ---------------------------------------------------------------------------------------------------------
-
-
-@jit
-def _from_order(number):  # type: ignore[no-untyped-def]
-    """The float32 at place `number` in the order of all float32, that of zero being 0."""
-    return _from_bits(number) if number >= 0 else -_from_bits(-number)
-
-
-@jit
-def best(scores, count, wanted, picked):  # type: ignore[no-untyped-def]
-    """Places of the `wanted` largest of scores[:count], ascending; of equal ones the first, -inf never; how many.
-
-    The smallest score that belongs to them is found by bisection over the float32 numbers in their order: some twenty
-    counts that vectorise, where a heap or a quickselect mispredicts every other branch.
-    """
-    low, high = -MOST_FLOATS, MOST_FLOATS  # -inf belongs, NaN does not
-    enough = count <= wanted
-    while low < high and not enough:
-        middle = (low + high + 1) >> 1
-        threshold = _from_order(middle)
-        above = np.int32(0)
-        for i in range(count):
-            above = np.int32(above + (scores[i] >= threshold))
-        enough = above == wanted
-        if above >= wanted:
-            low = middle
-        else:
-            high = middle - 1
-    threshold = _from_order(low)
-    equal = wanted
-    if not enough:
-        for i in range(count):
-            equal -= scores[i] > threshold
-    found = 0
-    for i in range(count):
-        if scores[i] < threshold or scores[i] == -np.inf:
-            continue
-        if scores[i] == threshold:
-            if equal <= 0:
-                continue
-            equal -= 1
-        picked[found] = i
-        found += 1
-    return found
-
-
-@jit
-def _sort(values, items, count):  # type: ignore[no-untyped-def]
-    """Sort both by rising values, equal ones as they stood. (np.argsort takes longer to compile than all the rest.)"""
-    sorted_values, sorted_items = np.empty(count, np.float32), np.empty(count, np.int32)
-    width = 1
-    while width < count:
-        for start in range(0, count, 2 * width):
-            middle, stop = min(start + width, count), min(start + 2 * width, count)
-            left, right = start, middle
-            for place in range(start, stop):
-                if left < middle and (right == stop or values[left] <= values[right]):
-                    sorted_values[place], sorted_items[place] = values[left], items[left]
-                    left += 1
-                else:
-                    sorted_values[place], sorted_items[place] = values[right], items[right]
-                    right += 1
-        for place in range(count):
-            values[place], items[place] = sorted_values[place], sorted_items[place]
-        width *= 2
 
 
 @kernel
@@ -513,29 +431,17 @@ def best_pages(tree, count, pages, scores, work):  # type: ignore[no-untyped-def
         for i in range(count):
             page = work.pages[i]
             work.scratch[page] = max(work.scratch[page], work.score[g, i])
-        _write_best(work.scratch, used, pages[g], scores[g], work.picked)
+        write_best(work.scratch, used, pages[g], scores[g], work.picked)
 
 
 @kernel
 def best_rows(count, rows, scores, work):  # type: ignore[no-untyped-def]
     """Fill rows, scores [G, k] with the best keys, best first, -1 and -inf behind."""
     for g in range(rows.shape[0]):
-        _write_best(work.score[g], count, rows[g], scores[g], work.picked)
+        write_best(work.score[g], count, rows[g], scores[g], work.picked)
         for i in range(rows.shape[1]):
             if rows[g, i] != NONE:
                 rows[g, i] = work.rows[rows[g, i]]
-
-
-@jit
-def _write_best(values, count, places, scores, picked):  # type: ignore[no-untyped-def]
-    found = best(values, count, len(places), picked)
-    falling = np.empty(found, np.float32)
-    for i in range(found):
-        falling[i] = -values[picked[i]]
-    _sort(falling, picked, found)
-    places[found:], scores[found:] = NONE, -np.inf
-    for i in range(found):
-        places[i], scores[i] = picked[i], -falling[i]
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------
@@ -610,7 +516,7 @@ def _order_by_projection(tree, rows, count):  # type: ignore[no-untyped-def]
     last = tree.direction.shape[1] - 1
     for i in range(count):
         values[i] = tree.projection[rows[i], 0] + _height(tree, rows[i]) * tree.direction[0, last]
-    _sort(values, rows, count)
+    sort(values, rows, count)
 
 
 @jit

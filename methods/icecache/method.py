@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
+from methods.blocks.heads import each_head
 from methods.icecache.index import DCITree, ExactScan, Floats, Keys, Layout, Search, Workspace
 from methods.icecache.kernels import interleave
 
@@ -244,22 +245,13 @@ class IceCache(Method):
         return np.concatenate([fixed, recalled])[: regions.capacity], answer.evaluated
 
     def _each_head(self, layer: int, do: Callable[[int, int, Workspace], T]) -> list[list[T]]:
-        """do(row, head, workspace) for each KV head, in as many threads as there are workspaces."""
-        kv_heads = self.shape.kv_heads
-        places = [(row, head) for row in range(self.shape.batch) for head in range(kv_heads)]
-        threads = min(len(self.workspaces), len(places))
+        """do(row, head, workspace) for each KV head; what it refuses names layer and head."""
 
-        def share(number: int) -> list[T]:
-            done = []
-            for row, head in places[number::threads]:
-                with _named(layer, head):
-                    done.append(do(row, head, self.workspaces[number]))
-            return done
+        def named(row: int, head: int, workspace: Workspace) -> T:
+            with _named(layer, head):
+                return do(row, head, workspace)
 
-        waiting = [self.context.pool.submit(share, number) for number in range(1, threads)]
-        shares = [share(0), *(one.result() for one in waiting)]
-        done = [shares[at % threads][at // threads] for at in range(len(places))]
-        return [done[first : first + kv_heads] for first in range(0, len(done), kv_heads)]
+        return each_head(self.context.pool, self.shape.batch, self.shape.kv_heads, self.workspaces, named)
 
     def rule(self, length: int, generated: int) -> int:
         return self.budget.tokens(length)

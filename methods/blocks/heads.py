@@ -1,0 +1,32 @@
+"""Work on every KV head, side by side in the worker pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import TypeVar
+
+T = TypeVar("T")
+W = TypeVar("W")
+
+
+def each_head(
+    pool: Executor, batch: int, kv_heads: int, workspaces: Sequence[W], do: Callable[[int, int, W], T]
+) -> list[list[T]]:
+    """do(row, head, workspace) for each KV head, in as many threads as there are workspaces; the caller's is one.
+
+    A workspace serves one thread at a time; which heads it meets depends on the counts alone.
+
+    Returns:
+        [B][Hkv] what `do` returned.
+    """
+    places = [(row, head) for row in range(batch) for head in range(kv_heads)]
+    threads = min(len(workspaces), len(places))
+
+    def share(number: int) -> list[T]:
+        return [do(row, head, workspaces[number]) for row, head in places[number::threads]]
+
+    waiting = [pool.submit(share, number) for number in range(1, threads)]
+    shares = [share(0), *(one.result() for one in waiting)]
+    done = [shares[at % threads][at // threads] for at in range(len(places))]
+    return [done[first : first + kv_heads] for first in range(0, len(done), kv_heads)]

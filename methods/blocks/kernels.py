@@ -1,0 +1,109 @@
+"""What Numba kernels share: how they are compiled, and the largest of many scores.
+
+Kernels hold no state of their own and release the GIL, so that any number of threads may run them side by side; none
+is parallel inside. Numba recompiles a cached kernel when its own file changes, not when this one does.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+
+# All of fastmath but "no NaN, no infinity": -inf marks what is absent, and a NaN key must stay one to be found.
+FAST = {"contract", "reassoc", "nsz", "arcp"}
+kernel = njit(nogil=True, cache=True, error_model="numpy", fastmath=FAST)
+# What only kernels call needs no way in from Python, which takes half of the time to compile it.
+jit = njit(nogil=True, error_model="numpy", fastmath=FAST, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+MOST_FLOATS = 0x7F800000  # float32 numbers above zero, infinity included
+
+
+@intrinsic
+def _from_bits(_context, bits):  # type: ignore[no-untyped-def]
+    """The float32 of the lower half of an int64."""
+
+    def cast(_context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        from llvmlite import ir
+
+        return builder.bitcast(builder.trunc(arguments[0], ir.IntType(32)), ir.FloatType())
+
+    return types.float32(types.int64), cast
+
+
+@jit
+def _from_order(number):  # type: ignore[no-untyped-def]
+    """The float32 at place `number` in the order of all float32, that of zero being 0."""
+    return _from_bits(number) if number >= 0 else -_from_bits(-number)
+
+
+@jit
+def best(scores, count, wanted, picked):  # type: ignore[no-untyped-def]
+    """Places of the `wanted` largest of scores[:count], ascending; of equal ones the first, -inf never; how many.
+
+    The smallest score that belongs to them is found by bisection over the float32 numbers in their order: some twenty
+    counts that vectorise, where a heap or a quickselect mispredicts every other branch.
+    """
+    low, high = -MOST_FLOATS, MOST_FLOATS  # -inf belongs, NaN does not
+    enough = count <= wanted
+    while low < high and not enough:
+        middle = (low + high + 1) >> 1
+        threshold = _from_order(middle)
+        above = np.int32(0)
+        for i in range(count):
+            above = np.int32(above + (scores[i] >= threshold))
+        enough = above == wanted
+        if above >= wanted:
+            low = middle
+        else:
+            high = middle - 1
+    threshold = _from_order(low)
+    equal = wanted
+    if not enough:
+        for i in range(count):
+            equal -= scores[i] > threshold
+    found = 0
+    for i in range(count):
+        if scores[i] < threshold or scores[i] == -np.inf:
+            continue
+        if scores[i] == threshold:
+            if equal <= 0:
+                continue
+            equal -= 1
+        picked[found] = i
+        found += 1
+    return found
+
+
+@jit
+def sort(values, items, count):  # type: ignore[no-untyped-def]
+    """Sort both by rising values, equal ones as they stood. (np.argsort takes longer to compile than all the rest.)"""
+    sorted_values, sorted_items = np.empty(count, np.float32), np.empty(count, np.int32)
+    width = 1
+    while width < count:
+        for start in range(0, count, 2 * width):
+            middle, stop = min(start + width, count), min(start + 2 * width, count)
+            left, right = start, middle
+            for place in range(start, stop):
+                if left < middle and (right == stop or values[left] <= values[right]):
+                    sorted_values[place], sorted_items[place] = values[left], items[left]
+                    left += 1
+                else:
+                    sorted_values[place], sorted_items[place] = values[right], items[right]
+                    right += 1
+        for place in range(count):
+            values[place], items[place] = sorted_values[place], sorted_items[place]
+        width *= 2
+
+
+@jit
+def write_best(values, count, places, scores, picked):  # type: ignore[no-untyped-def]
+    """Fill places [k] and scores [k] with the best of values[:count], best first, -1 and -inf behind."""
+    found = best(values, count, len(places), picked)
+    falling = np.empty(found, np.float32)
+    for i in range(found):
+        falling[i] = -values[picked[i]]
+    sort(falling, picked, found)
+    places[found:], scores[found:] = -1, -np.inf
+    for i in range(found):
+        places[i], scores[i] = picked[i], -falling[i]
