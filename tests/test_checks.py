@@ -107,11 +107,11 @@ def test_a_budget_that_is_no_number_is_refused(refusal, budget):
 
 
 def test_a_budget_below_the_minimum_is_told_the_minimum(refusal):
-    assert refusal("budget=47") == "budget=47: below the minimum of quest, 48 tokens (protocol.accounting=paper)"
+    assert refusal("method=quest", "budget=47") == "budget=47: below the minimum of quest, 48 tokens (protocol.accounting=paper)"
 
 
 def test_a_minimum_follows_the_options_and_the_accounting(refusal, composed):
-    assert "96 tokens" in refusal("method.page_size=32", "budget=95")
+    assert "96 tokens" in refusal("method=quest", "method.page_size=32", "budget=95")
     assert "17 tokens" in refusal("method=snapkv", "method.window=16", "budget=16")
     check(composed("method=snapkv", "budget=8", "protocol.accounting=unified"))
 
@@ -123,7 +123,7 @@ def test_a_fraction_is_held_against_the_shortest_prompt(refusal, composed):
 
 
 def test_a_preset_below_the_minimum_of_its_options_is_refused(refusal):
-    assert refusal("budget=null", "method.page_size=512").startswith("budget=null: the preset, 1024 tokens, is below")
+    assert refusal("method=quest", "budget=null", "method.page_size=512").startswith("budget=null: the preset, 1024 tokens, is below")
 
 
 def test_an_accounting_without_a_rule_is_refused():
@@ -181,20 +181,20 @@ def test_a_wrong_value_is_refused_with_key_value_and_what_is_right(refusal, over
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["method.selection=heads"], "method.selection=heads: expected query_head | kv_head"),
+        (["method=quest", "method.selection=heads"], "method.selection=heads: expected query_head | kv_head"),
         (["method=topk", "method.granularity=page"], "method.granularity=page: expected query_head | kv_head"),
         (["method=snapkv", "method.pooling=min"], "method.pooling=min: expected max | mean"),
         (["method=snapkv", "method.join=never"], "method.join=never: expected before | after"),
         (["method=streaming_llm", "method.positions=new"], "method.positions=new: expected cache | original"),
         (["task.unit=pages"], "task.unit=pages: expected tokens | words | characters"),
-        (["method.page_size=0"], "method.page_size=0: expected a whole number, 1 or more"),
+        (["method.page_size=1"], "method.page_size=1: expected a whole number, 2 or more"),
         (["method=snapkv", "method.window=0"], "method.window=0: expected a whole number, 1 or more"),
         (["method=snapkv", "method.kernel=4"], "method.kernel=4: expected an odd whole number, 1 or more"),
         (["method=snapkv", "method.kernel=-1"], "method.kernel=-1: expected an odd whole number, 1 or more"),
         (["method=streaming_llm", "method.sinks=-1"], "method.sinks=-1: expected a whole number, 0 or more"),
         (["task.keys=0"], "task.keys=0: expected a whole number, 1 or more"),
         (["task.positions=0"], "task.positions=0: expected a whole number, 1 or more"),
-        (["method.page_size=${budget}", "budget=0.5"], "method.page_size=0.5: expected a whole number, 1 or more"),
+        (["method.page_size=${budget}", "budget=0.5"], "method.page_size=0.5: expected a whole number, 2 or more"),
     ],
 )
 def test_an_option_outside_its_valid_values_is_refused_with_them(refusal, overrides, line):
@@ -225,7 +225,7 @@ def test_valid_words_are_those_of_the_constructor_and_the_files_own_values_are_v
 
 def test_an_added_key_is_unknown_too(refusal):
     assert refusal("+page_size=3") == "page_size=3: no such key; did you mean method.page_size?"
-    assert "did you mean page_size? (valid: " in refusal("+method.page_sze=3")
+    assert "did you mean page_size or small_page_size? (valid: " in refusal("+method.page_sze=3")
     assert "did you mean budget?" in refusal("+buget=3")
 
 
@@ -411,7 +411,7 @@ def test_a_results_folder_that_cannot_be_written_is_refused_and_nothing_is_left(
 def test_results_of_another_format_under_the_same_arm_are_refused(refusal, composed, tmp_path):
     from kvbench.results import ResultsError, RunFolder
 
-    names = ("passkey", "tiny", "quest-256")
+    names = ("passkey", "tiny", "icecache-256")
     with RunFolder.open(tmp_path / "results", *names, {"seed": 1}, {}) as folder:
         pass
     check(composed())

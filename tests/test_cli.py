@@ -128,7 +128,7 @@ def test_bad_input_is_one_line_with_exit_code_2_and_nothing_heavy(python, tmp_pa
         (["budgt=64"], "budgt=64: no such key; did you mean budget? "),
         (["methd=quest"], "methd=quest: no such key; did you mean method? "),
         (["page_size=32"], "page_size=32: no such key; did you mean method.page_size?"),
-        (["method.page_sise=32"], "method.page_sise=32: no such key; did you mean page_size? (valid: "),
+        (["method.page_sise=32"], "method.page_sise=32: no such key; did you mean page_size or small_page_size? "),
         (["protocol.acounting=paper"], "protocol.acounting=paper: no such key; did you mean accounting? "),
         (["+budgt=64"], "budgt=64: no such key; did you mean budget? "),
         (["~budgt"], "~budgt: no such key; did you mean budget? "),
@@ -148,7 +148,7 @@ def test_unknown_names_keys_and_flags_are_refused_with_the_nearest(refusal, word
 
 
 def test_every_value_of_a_sweep_is_checked_before_the_first_job(refusal):
-    assert refusal("-m", "budget=64,32").startswith("budget=32: below the minimum of quest")
+    assert refusal("-m", "budget=64,32").startswith("budget=32: below the minimum of icecache")
     assert refusal("-m", "method=full,quest", "budget=40,64").startswith("budget=40: below the minimum of quest")
     assert refusal("-m", "method=full,topk", "+method.depth=1,2").startswith("method.depth=1: no such key")
 
@@ -181,7 +181,7 @@ def test_jobs_that_a_launcher_sends_elsewhere_are_not_held_against_this_machine(
 def test_a_bare_command_runs_the_defaults(command):
     code, err, (cfg,) = command()
     assert (code, err) == (0, "")
-    assert (cfg.model.name, cfg.method.name, cfg.task.name, cfg.budget) == ("tiny", "quest", "passkey", 256)
+    assert (cfg.model.name, cfg.method.name, cfg.task.name, cfg.budget) == ("tiny", "icecache", "passkey", 256)
     assert "hydra" not in cfg
 
 
@@ -262,10 +262,10 @@ def test_ctrl_c_exits_with_130_and_no_traceback(python):
 def test_a_folder_with_methods_py_and_conf_of_its_own_changes_nothing(python, tmp_path):
     here = tmp_path / "here"
     (here / "conf" / "method").mkdir(parents=True)
-    (here / "conf" / "method" / "quest.yaml").write_text("name: theirs\n")
+    (here / "conf" / "method" / "icecache.yaml").write_text("name: theirs\n")
     (here / "methods.py").write_text("raise SystemExit('the wrong methods')\n")
     done = python(source="def run(cfg):\n import methods\n print(cfg.method.name, methods.__file__)")
-    assert done.stdout.split() == ["quest", str(ROOT / "methods" / "__init__.py")]
+    assert done.stdout.split() == ["icecache", str(ROOT / "methods" / "__init__.py")]
     assert done.returncode == 0
 
 

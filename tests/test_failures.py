@@ -23,7 +23,7 @@ from kvbench.results import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["task.lengths=[300]", "budget=64", "threads=1"]
-ARM = ("passkey", "dummy-tiny", "quest-64")
+ARM = ("passkey", "dummy-tiny", "icecache-64")
 
 
 @pytest.fixture
@@ -105,12 +105,12 @@ BAD = [
     ("model=dumy-tiny", "model=dumy-tiny: no such model; did you mean dummy-tiny"),
     ("task=pasky", "task=pasky: no such task; did you mean passkey? (valid: "),
     ("budgt=64", "budgt=64: no such key; did you mean budget? "),
-    ("method.page_sise=8", "method.page_sise=8: no such key; did you mean page_size? "),
-    ("method.selection=heads", "method.selection=heads: expected query_head | kv_head"),
+    ("method.page_sise=8", "method.page_sise=8: no such key; did you mean page_size or small_page_size? "),
+    ("method.split=half", "method.split=half: expected projection | greedy"),
     ("budget=0", "budget=0: out of range; expected tokens (256), "),
     ("budget=-5", "budget=-5: out of range; expected tokens (256), "),
     ("budget=lots", "budget=lots: not a number; expected tokens (256), "),
-    ("budget=47", "budget=47: below the minimum of quest, 48 tokens (protocol.accounting=paper)"),
+    ("budget=39", "budget=39: below the minimum of icecache, 40 tokens (protocol.accounting=paper)"),
     ("budget=1.5", "budget=1.5: out of range; expected tokens (256), a fraction of the prompt in (0, 1] (0.1), "),
     ("task.lengths=[40000]", "task.lengths=[40000]: 40000 tokens and 10 new ones do not fit the window of tiny"),
     ("model.path=/not/here", "model.path=/not/here: no such folder; expected a folder, or a hub id such as org/name"),

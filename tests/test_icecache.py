@@ -204,6 +204,35 @@ def test_long_generation_through_growing_memory_changes_nothing() -> None:
     assert {"insert", "query"} <= known.engine.spans.seconds.keys()
 
 
+def test_four_thousand_generated_tokens_are_found_as_well_as_a_prompt_of_them() -> None:
+    """Keys drift away from those of the first prompt; a query asks for one token of the past, near or far."""
+    total, last = 4400, 800
+    fixed = stream(400, steps=total - 400, layers=1, query_heads=2, kv_heads=1)
+    rng = torch.Generator().manual_seed(1)
+    fixed.keys[0, 0, 0, :, 0] += torch.linspace(-3, 3, total)
+    asked = (torch.rand(2, total, generator=rng) * (torch.arange(total) - 40).clamp(min=1)).long()
+    fixed.queries[0, 0] = fixed.keys[0, 0, 0, asked] - fixed.keys[0, 0, 0].mean(dim=0)
+    logits = fixed.queries[0, 0] @ fixed.keys[0, 0, 0].T
+
+    def recall(prompt: int) -> float:
+        method = method_named("icecache", page_size=4, small_page_size=4)
+        driven = drive(replace(fixed, lengths=(prompt,), steps=total - prompt), method, 64)
+        (tree,), regions = method.trees[0][0], method.regions[0]
+        in_place = [*range(regions.sinks), *range(regions.window(total), total)]
+        assert sorted(in_place + sum(pages_of(tree, regions.sinks), [])) == list(range(total))
+        return float(
+            np.mean(
+                [
+                    np.isin(logits[:, at.lengths[0] - 1, : at.lengths[0]].topk(16).indices, at.index)
+                    for at in driven.seen[-last:]
+                ]
+            )
+        )
+
+    generated, read = recall(400), recall(total - last)
+    assert generated > read - 0.02 and read > 0.4, (generated, read)
+
+
 # -- prefill and reuse -------------------------------------------------------------------------------------------------
 
 
