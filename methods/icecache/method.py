@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
 from methods.blocks.heads import each_head
-from methods.icecache.index import DCITree, ExactScan, Floats, Keys, Layout, Search, Workspace
+from methods.icecache.index import DCITree, ExactScan, Floats, Keys, Layout, Search, Workspace, compile_kernels
 from methods.icecache.kernels import interleave
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ class IceCache(Method):
         super().begin(shape, budget, view, context)
         if shape.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype={shape.dtype}: IceCache's index reads float32 or bfloat16 keys")
+        compile_kernels(np.dtype(np.float32 if shape.dtype == torch.float32 else np.uint16))
         self.regions = [self._regions(capacity) for capacity in self.capacities]
         layers = shape.sparse_layers
         self.anchor = {layer: layers[at - at % self.reuse] for at, layer in enumerate(layers)}
