@@ -1,4 +1,4 @@
-"""What Numba kernels share: how they are compiled, and the largest of many scores.
+"""What Numba kernels share: how they are compiled, bfloat16, and the largest of many scores.
 
 Kernels hold no state of their own and release the GIL, so that any number of threads may run them side by side; none
 is parallel inside. Numba recompiles a cached kernel when its own file changes, not when this one does.
@@ -17,6 +17,22 @@ kernel = njit(nogil=True, cache=True, error_model="numpy", fastmath=FAST)
 jit = njit(nogil=True, error_model="numpy", fastmath=FAST, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 MOST_FLOATS = 0x7F800000  # float32 numbers above zero, infinity included
+
+
+@intrinsic
+def widen(_context, number):  # type: ignore[no-untyped-def]
+    """A stored number as float32: float32 itself, or bfloat16 given as uint16, which is its upper half."""
+
+    def same(_context, _builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        return arguments[0]
+
+    def shifted(_context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        from llvmlite import ir
+
+        word = builder.zext(arguments[0], ir.IntType(32))
+        return builder.bitcast(builder.shl(word, ir.Constant(word.type, 16)), ir.FloatType())
+
+    return types.float32(number), same if number == types.float32 else shifted
 
 
 @intrinsic

@@ -13,10 +13,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
-from methods.blocks.kernels import best, jit, kernel, sort, write_best
+from methods.blocks.kernels import best, jit, kernel, sort, widen, write_best
 
 Array = np.ndarray[Any, Any]
 
@@ -83,22 +81,6 @@ class Workspace(NamedTuple):
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
-
-
-@intrinsic
-def widen(_context, number):  # type: ignore[no-untyped-def]
-    """A stored number as float32: float32 itself, or bfloat16 given as uint16, which is its upper half."""
-
-    def same(_context, _builder, _signature, arguments):  # type: ignore[no-untyped-def]
-        return arguments[0]
-
-    def shifted(_context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
-        from llvmlite import ir
-
-        word = builder.zext(arguments[0], ir.IntType(32))
-        return builder.bitcast(builder.shl(word, ir.Constant(word.type, 16)), ir.FloatType())
-
-    return types.float32(number), same if number == types.float32 else shifted
 
 
 @jit
