@@ -47,6 +47,9 @@ METHODS = [
     Case("icecache-exact", "icecache", {"index": "exact"}),
     Case("icecache_reuse", "icecache_reuse"),
     Case("icecache_plus", "icecache_plus"),
+    Case("pariskv", "pariskv"),
+    Case("pariskv-torch", "pariskv", {"compute": "torch"}),
+    Case("pariskv_aligned", "pariskv_aligned"),
 ]
 MODELS = ["dummy-tiny", "dummy-mistral", "dummy-qwen3"]  # Llama, Mistral, Qwen3
 ACCOUNTINGS = ["paper", "unified"]

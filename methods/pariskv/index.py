@@ -1,0 +1,186 @@
+"""The index of one layer's retrieval zones: the codes of their tokens, kept token after token, and the search.
+
+An index knows tokens by their place in the zone of their row, 0 for its first. `VectorIndex` computes in torch on the
+device of the queries, `KernelIndex` in Numba on the CPU; the same keys give the same codes and the same answers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import numpy as np
+import torch
+
+from methods.blocks.heads import each_head
+from methods.pariskv import kernels, vectorised
+from methods.pariskv.codebook import CENTROIDS, SUBSPACE, Quotas
+
+BLOCK = 4096  # keys that are encoded at once
+SPARE = 16  # one part in so many is reserved for tokens to come
+
+
+class Index(ABC):
+    """Codes of the retrieval zones of one layer.
+
+    Args:
+        batch, kv_heads: rows and KV heads.
+        signs: [D], see `codebook.random_signs`; its device is that of the index.
+
+    Attributes:
+        lengths: tokens in the zone of each row.
+        ids: [B, Hkv, capacity, S] uint8, S = D / 8: the signs of each subspace.
+        codes: [B, Hkv, capacity, S + S / 2] int32: 4-bit codes and bfloat16 weights, see `vectorised.encode`.
+        counts: [B, Hkv, S, 256] int32, tokens with each id.
+    """
+
+    def __init__(self, batch: int, kv_heads: int, signs: torch.Tensor) -> None:
+        subspaces, device = len(signs) // SUBSPACE, signs.device
+        self.signs, self.lengths = signs, [0] * batch
+        self.ids = torch.zeros(batch, kv_heads, 0, subspaces, dtype=torch.uint8, device=device)
+        self.codes = torch.zeros(batch, kv_heads, 0, subspaces * 3 // 2, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(batch, kv_heads, subspaces, CENTROIDS, dtype=torch.int32, device=device)
+
+    def extend(self, row: int, keys: torch.Tensor) -> None:
+        """Append keys [Hkv, n, head_dim] to the zone of a row.
+
+        Raises:
+            ValueError: a key is not finite, or too large to square.
+        """
+        first, last = self.lengths[row], self.lengths[row] + keys.shape[1]
+        if last > self.ids.shape[2]:
+            capacity = last + last // SPARE
+            self.ids, self.codes = _longer(self.ids, capacity), _longer(self.codes, capacity)
+        for start in range(first, last, BLOCK):
+            stop = min(start + BLOCK, last)
+            self._encode(row, start, keys[:, start - first : stop - first].to(self.signs.device))
+        self.lengths[row] = last
+
+    @abstractmethod
+    def _encode(self, row: int, start: int, keys: torch.Tensor) -> None:
+        """Store the codes of keys [Hkv, n, head_dim] from place `start` on, and count their ids."""
+
+    @abstractmethod
+    def search(self, queries: torch.Tensor, quotas: Mapping[int, Quotas]) -> dict[int, torch.Tensor]:
+        """The tokens that seem to have the largest product with the mean of their group's queries.
+
+        Args:
+            queries: [B, Hkv, G, head_dim].
+            quotas: of each row that asks.
+
+        Returns:
+            For each of these rows, [Hkv, k] int64 places in its zone, best first; -1 where the query is NaN.
+        """
+
+
+class VectorIndex(Index):
+    """All KV heads of a row at once, in torch."""
+
+    def _encode(self, row: int, start: int, keys: torch.Tensor) -> None:
+        here = slice(start, start + keys.shape[1])
+        self.ids[row, :, here], self.codes[row, :, here] = vectorised.encode(keys, self.signs)
+        self.counts[row] += vectorised.count_ids(self.ids[row, :, here])
+
+    def search(self, queries: torch.Tensor, quotas: Mapping[int, Quotas]) -> dict[int, torch.Tensor]:
+        found = {}
+        for row, of_row in quotas.items():
+            used = slice(self.lengths[row])
+            zone = self.ids[row, :, used], self.codes[row, :, used], self.counts[row]
+            found[row] = vectorised.search(*zone, queries[row], self.signs, of_row)
+        return found
+
+
+class Workspace:
+    """Memory for one search at a time.
+
+    Attributes:
+        votes: [n] uint8.
+        candidates, picked, estimates: [C] int32, int32 and float32.
+        votes_of, products: [S / 4, 4, 256] uint8 and [S, 4, 256] float32, see `kernels.tables`.
+    """
+
+    def __init__(self) -> None:
+        self.votes, self.votes_of = np.empty(0, np.uint8), np.empty((0, 4, CENTROIDS), np.uint8)
+        self.candidates = self.picked = np.empty(0, np.int32)
+        self.estimates, self.products = np.empty(0, np.float32), np.empty((0, 4, CENTROIDS), np.float32)
+
+    def fit(self, count: int, candidates: int, subspaces: int) -> None:
+        """Make room for a zone of `count` tokens."""
+        if count > len(self.votes):
+            self.votes = np.empty(count + count // SPARE, np.uint8)
+        if candidates > len(self.candidates):
+            room = candidates + candidates // SPARE
+            self.candidates, self.picked = np.empty(room, np.int32), np.empty(room, np.int32)
+            self.estimates = np.empty(room, np.float32)
+        if subspaces != len(self.products):
+            self.votes_of = np.empty((subspaces // 4, 4, CENTROIDS), np.uint8)
+            self.products = np.empty((subspaces, 4, CENTROIDS), np.float32)
+
+
+class KernelIndex(Index):
+    """One KV head after the other in each thread, in Numba.
+
+    Args:
+        pool: where threads beside the caller's come from.
+        workspaces: one for each thread; several indexes may share them.
+    """
+
+    def __init__(
+        self, batch: int, kv_heads: int, signs: torch.Tensor, pool: Executor, workspaces: Sequence[Workspace]
+    ) -> None:
+        super().__init__(batch, kv_heads, signs)
+        self._pool, self._workspaces = pool, workspaces
+
+    def head(self, row: int, head: int) -> tuple[Any, ...]:
+        """What the kernels read of one KV head, in place: ids [n, S], codes, halves, counts (as arrays)."""
+        used = slice(self.lengths[row])
+        codes = self.codes[row, head, used].numpy()
+        return self.ids[row, head, used].numpy(), codes.view(np.uint32), codes.view(np.uint16), self._counts(row, head)
+
+    def _counts(self, row: int, head: int) -> Any:
+        return self.counts[row, head].numpy()
+
+    def _encode(self, row: int, start: int, keys: torch.Tensor) -> None:
+        here, signs = slice(start, start + keys.shape[1]), self.signs.numpy()
+
+        def encode(_: int, head: int, __: Workspace) -> int:
+            codes = self.codes[row, head, here].numpy()
+            return kernels.encode(
+                keys[head].float().numpy(),
+                signs,
+                self.ids[row, head, here].numpy(),
+                codes.view(np.uint32),
+                codes.view(np.uint16),
+                self._counts(row, head),
+            )
+
+        (wrong,) = each_head(self._pool, 1, keys.shape[0], self._workspaces, encode)
+        if max(wrong) >= 0:
+            raise ValueError("a key is not finite, or too large to square")
+
+    def search(self, queries: torch.Tensor, quotas: Mapping[int, Quotas]) -> dict[int, torch.Tensor]:
+        asked, rows = queries.float().contiguous().numpy(), list(quotas)
+
+        def search(at: int, head: int, work: Workspace) -> torch.Tensor:
+            return self._search(rows[at], head, asked[rows[at], head], quotas[rows[at]], work)
+
+        found = each_head(self._pool, len(rows), queries.shape[1], self._workspaces, search)
+        return {row: torch.stack(heads) for row, heads in zip(rows, found, strict=True)}
+
+    def _search(self, row: int, head: int, queries: Any, quotas: Quotas, work: Workspace) -> torch.Tensor:
+        ids, codes, halves, counts = self.head(row, head)
+        work.fit(len(ids), quotas.candidates, ids.shape[1])
+        candidates = work.candidates[: quotas.candidates]
+        kernels.tables(queries, self.signs.numpy(), counts, np.array(quotas.tiers), work.votes_of, work.products)
+        kernels.vote(ids.view(np.uint32), work.votes_of, quotas.candidates, work.votes, candidates)
+        tokens, scores = np.empty(quotas.retrieved, np.int32), np.empty(quotas.retrieved, np.float32)
+        kernels.rerank(codes, halves, work.products, candidates, work.estimates, work.picked, tokens, scores)
+        return torch.from_numpy(tokens.astype(np.int64))
+
+
+def _longer(tensor: torch.Tensor, capacity: int) -> torch.Tensor:
+    longer = tensor.new_zeros(*tensor.shape[:2], capacity, tensor.shape[3])
+    longer[:, :, : tensor.shape[2]] = tensor
+    return longer

@@ -1,0 +1,233 @@
+"""ParisKV's stages for one KV head, in Numba; `vectorised.py` has the same in torch, and says what they compute.
+
+No fast arithmetic here: both must give the same bits. A zone's ids are read as words of 4, its codes as words of one
+subspace; `halves` is the same memory as `codes`, for the weights behind the words.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from methods.blocks.kernels import widen, write_best
+from methods.pariskv import codebook
+
+exact = njit(nogil=True, cache=True, error_model="numpy")
+inner = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+SUBSPACE, CENTROIDS, MOST_VOTES = codebook.SUBSPACE, codebook.CENTROIDS, codebook.MOST_VOTES
+THRESHOLDS, LEVELS = codebook.THRESHOLDS.numpy(), codebook.LEVELS.numpy()
+DECODED = codebook.DECODED.numpy()
+NO_RADIUS, NO_ALIGNMENT = np.float32(codebook.NO_RADIUS), np.float32(codebook.NO_ALIGNMENT)
+
+BYTE, HALF, ROUND = np.uint32(255), np.uint32(16), np.uint32(0x7FFF)
+AHEAD = 8  # candidates whose codes are fetched early: they lie far apart, and waiting for each would take half the time
+
+
+@intrinsic
+def _prefetch(_context, array, row, column):  # type: ignore[no-untyped-def]
+    """Have array[row, column] on its way to the cache."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        from llvmlite import ir
+
+        place = cgutils.get_item_pointer(
+            context,
+            builder,
+            signature.args[0],
+            context.make_array(signature.args[0])(context, builder, arguments[0]),
+            list(arguments[1:]),
+        )
+        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        of = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+        read, keep, data = flag(0), flag(3), flag(1)
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], of)
+        builder.call(fetch, [builder.bitcast(place, byte), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp), generate
+
+
+@inner
+def _transform(x):  # type: ignore[no-untyped-def]
+    """The Walsh-Hadamard transform, in place."""
+    width = 1
+    while width < len(x):
+        for start in range(0, len(x), 2 * width):
+            for i in range(start, start + width):
+                low, high = x[i], x[i + width]
+                x[i], x[i + width] = low + high, low - high
+        width *= 2
+
+
+@exact
+def encode(keys, signs, ids, codes, halves, counts):  # type: ignore[no-untyped-def]
+    """Write ids [n, S] uint8 and codes [n, S + S / 2] uint32 of keys [n, head_dim], and add to counts [S, 256].
+
+    Returns:
+        The first key that is not finite, or too large to square; -1: there is none.
+    """
+    x = np.zeros(len(signs), np.float32)
+    size = np.empty(SUBSPACE, np.float32)
+    for key in range(len(keys)):
+        for i in range(keys.shape[1]):
+            x[i] = keys[key, i] * signs[i]
+        x[keys.shape[1] :] = 0
+        _transform(x)
+        for subspace in range(ids.shape[1]):
+            y = x[subspace * SUBSPACE : (subspace + 1) * SUBSPACE]
+            square = y[0] * y[0]
+            for j in range(1, SUBSPACE):
+                square += y[j] * y[j]
+            radius = np.sqrt(square)
+            if not radius < np.inf:
+                return key
+            for j in range(SUBSPACE):
+                size[j] = abs(y[j]) / max(radius, NO_RADIUS)
+            signed, word, alignment = np.uint32(0), np.uint32(0), np.float32(0)
+            for j in range(SUBSPACE):
+                level = np.uint32(0)
+                for threshold in THRESHOLDS:
+                    level += np.uint32(size[j] > threshold)
+                positive = np.uint32(y[j] >= 0)
+                signed |= positive << np.uint32(j)
+                word |= (positive << np.uint32(3) | level) << np.uint32(4 * j)
+                alignment += LEVELS[level] * size[j]
+            ids[key, subspace], codes[key, subspace] = signed, word
+            weight = np.float32(radius / max(alignment, NO_ALIGNMENT)).view(np.uint32)
+            halves[key, 2 * ids.shape[1] + subspace] = (weight + ROUND + (weight >> HALF & np.uint32(1))) >> HALF
+            counts[subspace, signed] += 1
+    return -1
+
+
+@inner
+def _by_score(z, score, number, next_score, next_number):  # type: ignore[no-untyped-def]
+    """Fill score, number [256] with <z, c> of every sign pattern c, falling, and its number; equal ones by number.
+
+    The sums over j + 1 coordinates are those over j, less and plus z[j]: two lists already in order, which are merged.
+    """
+    score[0], number[0] = 0, 0
+    count = 1
+    for j in range(SUBSPACE):
+        less = more = 0
+        for i in range(2 * count):
+            if more == count or (less < count and score[less] - z[j] >= score[more] + z[j]):
+                next_score[i], next_number[i] = score[less] - z[j], number[less]
+                less += 1
+            else:
+                next_score[i], next_number[i] = score[more] + z[j], number[more] + count
+                more += 1
+        count *= 2
+        score[:count], number[:count] = next_score[:count], next_number[:count]
+    for i in range(1, count):  # sums that rounding made equal
+        while i > 0 and score[i - 1] == score[i] and number[i - 1] > number[i]:
+            number[i - 1], number[i] = number[i], number[i - 1]
+            i -= 1
+
+
+@exact
+def tables(queries, signs, counts, spans, votes_of, products):  # type: ignore[no-untyped-def]
+    """Make a group's queries [G, head_dim] ready to be looked up.
+
+    Args:
+        counts: [S, 256] keys of each id.
+        spans: [tiers] int64, `Quotas.tiers`.
+        votes_of: [S / 4, 4, 256] uint8, written: the votes of each centroid.
+        products: [S, 4, 256] float32, written: <v, z> of each byte of codes, two coordinates.
+    """
+    z = np.zeros(len(signs), np.float32)
+    for i in range(queries.shape[1]):
+        total = queries[0, i]
+        for g in range(1, queries.shape[0]):
+            total += queries[g, i]
+        z[i] = np.float32(total / np.float32(queries.shape[0])) * signs[i]
+    _transform(z)
+    score, number = np.empty(CENTROIDS, np.float32), np.empty(CENTROIDS, np.int64)
+    next_score, next_number = np.empty_like(score), np.empty_like(number)
+    votes_of[:] = 0
+    for subspace in range(counts.shape[0]):
+        own = z[subspace * SUBSPACE : (subspace + 1) * SUBSPACE]
+        _by_score(own, score, number, next_score, next_number)
+        nearer = 0
+        for centroid in number:
+            if nearer >= spans[-1]:
+                break
+            for span in spans:
+                votes_of[subspace // 4, subspace % 4, centroid] += np.uint8(nearer < span)
+            nearer += counts[subspace, centroid]
+        for byte in range(4):
+            for high in range(16):
+                for low in range(16):
+                    value = DECODED[low] * own[2 * byte] + DECODED[high] * own[2 * byte + 1]
+                    products[subspace, byte, 16 * high + low] = value
+
+
+@exact
+def vote(ids, votes_of, wanted, votes, candidates):  # type: ignore[no-untyped-def]
+    """Fill candidates [wanted] int32 with the tokens that have most votes, ascending; of equal ones the earlier.
+
+    Args:
+        ids: [n, S / 4] uint32, four ids in a word.
+        votes: [n] uint8, written.
+    """
+    having = np.zeros(MOST_VOTES + 1, np.int64)
+    for token in range(len(ids)):
+        total = np.uint32(0)
+        for word in range(ids.shape[1]):
+            four, of = ids[token, word], votes_of[word]
+            total += (
+                of[0, four & BYTE]
+                + of[1, four >> np.uint32(8) & BYTE]
+                + of[2, four >> np.uint32(16) & BYTE]
+                + of[3, four >> np.uint32(24)]
+            )
+        votes[token] = total
+        having[total] += 1
+    least, left = MOST_VOTES, wanted  # votes that a candidate has at least, and how many with just these are taken
+    while having[least] < left:
+        left -= having[least]
+        least -= 1
+    found = 0
+    for token in range(len(ids)):
+        if votes[token] < least:
+            continue
+        if votes[token] == least:
+            if left == 0:
+                continue
+            left -= 1
+        candidates[found] = token
+        found += 1
+
+
+@exact
+def rerank(codes, halves, products, candidates, estimates, picked, tokens, scores):  # type: ignore[no-untyped-def]
+    """Fill tokens, scores [k] with the candidates of the largest estimates of <query, key>, best first, -1 behind.
+
+    Args:
+        codes, halves: [n, ...] uint32 and uint16.
+        candidates: [C] int32, ascending.
+        estimates, picked: [C] float32 and int32, written.
+    """
+    count, subspaces = len(candidates), len(products)
+    for i in range(count):
+        later = candidates[min(i + AHEAD, count - 1)]
+        _prefetch(codes, later, 0)
+        _prefetch(codes, later, codes.shape[1] - 1)
+        token = candidates[i]
+        total = np.float32(0)
+        for subspace in range(subspaces):
+            word, of = codes[token, subspace], products[subspace]
+            product = (
+                of[0, word & BYTE]
+                + of[1, word >> np.uint32(8) & BYTE]
+                + of[2, word >> np.uint32(16) & BYTE]
+                + of[3, word >> np.uint32(24)]
+            )
+            total += product * widen(halves[token, 2 * subspaces + subspace])
+        estimates[i] = total
+    write_best(estimates, count, tokens, scores, picked)
+    for i in range(len(tokens)):
+        if tokens[i] >= 0:
+            tokens[i] = candidates[tokens[i]]

@@ -1,0 +1,170 @@
+"""ParisKV (ICML 2026, arXiv 2602.07721): sign patterns that collide with the query's vote, 4-bit codes rerank.
+
+The past of a sequence is parted in four: sink tokens at its beginning, the local window and the update buffer at its
+end, and the retrieval zone between. Keys and values live on the host; of the zone's keys the device holds codes
+(`codebook.py`). A step attends sinks, window and buffer whole, and of the zone the k tokens whose estimated q.k is
+largest among those with most votes. A full buffer is encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch.nn.functional import pad
+
+from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
+from methods.pariskv.codebook import quotas, random_signs
+from methods.pariskv.index import Index, KernelIndex, VectorIndex, Workspace
+
+if TYPE_CHECKING:
+    from kvbench.store import View
+
+# A budget of so many tokens or more has the sizes of the published runs at equal budgets; a smaller one, shares of it.
+ALIGNED, ALIGNED_SINKS, ALIGNED_LOCAL, ALIGNED_UPDATE = 420, 64, 256, 512
+
+
+@dataclass(frozen=True)
+class Zones:
+    """How the past of one row is parted.
+
+    Attributes:
+        sinks: first tokens, always attended.
+        local: most recent tokens that are always attended, the buffer's not among them.
+        update: generated tokens that are encoded together; up to update - 1 wait in the buffer and are attended.
+        k: tokens retrieved from the zone.
+        dense: a sequence of up to so many tokens is attended whole.
+    """
+
+    sinks: int
+    local: int
+    update: int
+    k: int
+    dense: int
+
+    def waiting(self, length: int, zone: int) -> int:
+        """Tokens behind a zone of `zone` tokens and the local window, in a sequence of `length`; negative: none."""
+        return length - self.sinks - zone - self.local
+
+    @property
+    def most(self) -> int:
+        """Entries attended at most."""
+        return max(self.dense, self.sinks + self.local + self.update - 1 + self.k)
+
+
+class ParisKV(Method):
+    """Attend sinks, local window, update buffer and the k tokens of the retrieval zone that score best.
+
+    A budget C sets sinks + local + k, and the buffer is outside; where generated tokens count (unified accounting, or
+    generated=counted), the buffer is inside. Without a budget the sizes are the arguments'.
+
+    Args:
+        sinks, local, update, k: see `Zones`; of runs without a budget.
+        dense_below: such runs attend a shorter sequence whole, and any below sinks + local + 2 k.
+        beta, rho, tiers: see `codebook.quotas`.
+        compute: "torch", "numba" (on the CPU), or "auto": Numba where keys are computed on the CPU.
+
+    Raises:
+        ValueError: beta or rho is no share.
+    """
+
+    needs = Needs(home="host")
+
+    def __init__(
+        self,
+        sinks: int = 4,
+        local: int = 512,
+        update: int = 512,
+        k: int = 100,
+        dense_below: int = 2000,
+        beta: float | None = None,
+        rho: float | None = None,
+        tiers: Literal[1, 6] = 6,
+        compute: Literal["auto", "torch", "numba"] = "auto",
+    ) -> None:
+        for name, share in (("beta", beta), ("rho", rho)):
+            if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
+                raise ValueError(f"{name}={share}: expected a share in (0, 1], or null: by the length of the zone")
+        self.zones_without_budget = Zones(sinks, local, update, k, max(dense_below, sinks + local + 2 * k) - 1)
+        self.beta, self.rho, self.tiers, self.compute = beta, rho, tiers, compute
+
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        super().begin(shape, budget, view, context)
+        self.zones = [self._zones(length) for length in shape.lengths]
+        self.on_cpu = self.compute == "numba" or (self.compute == "auto" and shape.device.type == "cpu")
+        signs = random_signs(shape.head_dim, context.seed)
+        self.signs = signs if self.on_cpu else signs.to(shape.device)
+        self.workspaces = [Workspace() for _ in range(torch.get_num_threads() if self.on_cpu else 0)]
+        self.index: dict[int, Index] = {}
+
+    def _zones(self, length: int) -> Zones:
+        """The zones of a row whose prompt has `length` tokens."""
+        if self.budget.size is None:
+            return self.zones_without_budget
+        capacity = self.budget.tokens(length)
+        if capacity >= ALIGNED and not self.budget.counts_generated:
+            sinks, local, update = ALIGNED_SINKS, ALIGNED_LOCAL, ALIGNED_UPDATE
+        else:
+            sinks, local, update = capacity // 16, capacity // 4, max(1, capacity // 4)
+        k = capacity - sinks - local - (update if self.budget.counts_generated else 0)
+        return Zones(sinks, local, update, max(1, k), capacity)
+
+    def _new_index(self) -> Index:
+        batch, kv_heads = self.shape.batch, self.shape.kv_heads
+        if self.on_cpu:
+            return KernelIndex(batch, kv_heads, self.signs, self.context.pool, self.workspaces)
+        return VectorIndex(batch, kv_heads, self.signs)
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        self.index[layer] = self._new_index()
+        for row, (zones, length) in enumerate(zip(self.zones, prompt.lengths, strict=True)):
+            keys = prompt.keys[row, :, zones.sinks : max(zones.sinks, length - zones.local)]
+            self._extend(layer, row, keys)
+
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Encode the oldest of window and buffer once the new token has filled the buffer."""
+        index = self.index[layer]
+        for row, (zones, length) in enumerate(zip(self.zones, self.view.lengths(layer), strict=True)):
+            if zones.waiting(length, index.lengths[row]) >= zones.update:
+                first = zones.sinks + index.lengths[row]
+                keys = self.view.host_keys(layer)[row, :, first : first + zones.update]
+                self.view.count_read(layer, keys.shape[0] * keys.shape[1])
+                self._extend(layer, row, keys)
+
+    def _extend(self, layer: int, row: int, keys: torch.Tensor) -> None:
+        try:
+            self.index[layer].extend(row, keys)
+        except ValueError as error:
+            raise FloatingPointError(f"layer {layer}: {error}") from error
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection:
+        index, asked = self.index[layer], {}
+        lengths = self.view.lengths(layer)
+        for row, (zones, length, zone) in enumerate(zip(self.zones, lengths, index.lengths, strict=True)):
+            if length > zones.dense and zone > zones.k:
+                asked[row] = quotas(zone, zones.k, self.beta, self.rho, self.tiers)
+        with self.context.spans("query"):
+            found = index.search(query.unflatten(1, (self.shape.kv_heads, -1))[..., 0, :], asked)
+        return Selection(_packed([self._attended(layer, row, found.get(row)) for row in range(self.shape.batch)]))
+
+    def _attended(self, layer: int, row: int, retrieved: torch.Tensor | None) -> torch.Tensor:
+        """What a row's KV heads attend, [Hkv, M]: buffer, window, sinks and places of the zone; None: everything."""
+        length, zones, device = self.view.lengths(layer)[row], self.zones[row], self.shape.device
+        if retrieved is None:
+            return torch.arange(length - 1, -1, -1, device=device).expand(self.shape.kv_heads, -1)
+        end = zones.sinks + self.index[layer].lengths[row]
+        recent, sinks = torch.arange(length - 1, end - 1, -1), torch.arange(zones.sinks)
+        whole = torch.cat([recent, sinks]).to(device).expand(self.shape.kv_heads, -1)
+        tokens = torch.where(retrieved < 0, -1, zones.sinks + retrieved).to(device)
+        return torch.cat([whole, tokens], dim=1)
+
+    def rule(self, length: int, generated: int) -> int:
+        return self._zones(length).most
+
+
+def _packed(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows [Hkv, M] as one [B, Hkv, longest] tensor, trailing -1."""
+    longest = max(row.shape[1] for row in rows)
+    return torch.stack([pad(row, (0, longest - row.shape[1]), value=-1) for row in rows])
