@@ -21,6 +21,7 @@ from rich.table import Table
 
 from kvbench.checks import composed
 from kvbench.config import ConfigError
+from kvbench.report.style import style_of
 from kvbench.results import ResultsError
 
 ARMS = (
@@ -40,15 +41,6 @@ NEEDLES = "task.subsets=[niah_single_2,niah_multikey_1]"
 TASKS = {"passkey": ["task.positions=20"], "niah": [NEEDLES, "task.samples=20"]}
 # Recall is measured apart, on fewer samples: probes cost time.
 PROBED = {"passkey": ["task.positions=2"], "niah": [NEEDLES, "task.samples=1"]}
-COLOURS = {  # Okabe and Ito's, told apart by colour-blind readers
-    "full": "#000000",
-    "topk": "#999999",
-    "icecache": "#009E73",
-    "quest": "#0072B2",
-    "snapkv": "#D55E00",
-    "streaming_llm": "#CC79A7",
-}
-MARKERS = {"full": "*", "topk": "P", "icecache": "D", "quest": "o", "snapkv": "s", "streaming_llm": "^"}
 
 
 class Row(NamedTuple):
@@ -201,9 +193,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         for one in rows:
             # Arms that score alike at like cost lie on one another: outlines leave both to be seen.
             size = 190 if one.budget is None else 80
-            shape = {"marker": MARKERS[one.method], "s": size, "facecolor": "none", "linewidth": 2}
+            style = style_of(one.method)
+            shape = {"marker": style.marker, "s": size, "facecolor": "none", "linewidth": 2}
             named = one.method if one.method not in axis.get_legend_handles_labels()[1] else None
-            axis.scatter(value(one), one.score, edgecolor=COLOURS[one.method], label=named, zorder=3, **shape)
+            axis.scatter(value(one), one.score, edgecolor=style.colour, label=named, zorder=3, **shape)
             if one.budget is not None:
                 below = {"va": "top", "ha": "center", "textcoords": "offset points", "fontsize": 8}
                 axis.annotate(str(one.budget), (value(one), one.score), (0, -8), **below)
@@ -212,7 +205,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axis.margins(x=0.1)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("score, mean over tasks and lengths")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), frameon=False)
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
     lengths = " and ".join(map(str, LENGTHS))
     tasks = " and ".join(TASKS)
     figure.suptitle(f"{tasks} at {lengths} tokens on the embedded model; numbers are budgets; up and left is better")

@@ -59,4 +59,3 @@ def test_bad_input_is_one_line(small, capsys, word, said):
 
 def test_the_demo_has_at_most_eight_arms_and_twenty_samples_a_cell():
     assert len(demo.ARMS) <= 8 and demo.LENGTHS == (2048, 4096)
-    assert set(demo.COLOURS) == set(demo.MARKERS) >= {arm for arm, _ in demo.ARMS}

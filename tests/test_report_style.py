@@ -1,0 +1,46 @@
+"""The looks of methods in figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbench import demo
+from kvbench.config import choices
+from kvbench.report.style import STYLES, style_of
+
+
+def test_no_two_methods_share_a_colour_and_a_marker():
+    looks = [(style.colour, style.marker) for style in STYLES.values()]
+    assert len(looks) == len(set(looks))
+
+
+@pytest.mark.parametrize("name", sorted(choices("method")))
+def test_every_method_of_the_house_or_its_family_has_a_style(name):
+    assert style_of(name).colour in {style.colour for known, style in STYLES.items() if name.startswith(known)}
+
+
+@pytest.mark.parametrize("name", ["streaming_llm", "StreamingLLM", "Streaming-LLM", "SLM"])
+def test_a_method_looks_the_same_by_every_name(name):
+    assert style_of(name) is STYLES["streaming_llm"]
+
+
+def test_an_unknown_preset_takes_its_family_s_colour_and_its_own_name():
+    style = style_of("quest_mine")
+    assert (style.label, style.colour) == ("quest_mine", STYLES["quest"].colour)
+    assert style.line != STYLES["quest"].line
+
+
+def test_an_unknown_method_always_looks_the_same_and_never_like_full_attention():
+    assert style_of("newest") == style_of("newest")
+    assert style_of("newest").colour != STYLES["full"].colour
+
+
+def test_the_demo_s_methods_keep_their_looks():
+    assert {name: (style_of(name).colour, style_of(name).marker) for name, _ in demo.ARMS} == {
+        "full": ("#000000", "*"),
+        "topk": ("#999999", "P"),
+        "icecache": ("#009E73", "D"),
+        "quest": ("#0072B2", "o"),
+        "snapkv": ("#D55E00", "s"),
+        "streaming_llm": ("#CC79A7", "^"),
+    }
