@@ -338,6 +338,15 @@ def _captured(path: str, groups: int) -> list[Data]:
     return sets
 
 
+def _rounded(value: Any) -> Any:
+    """Numbers to four digits: more would be noise."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
 def main() -> None:
     """Make or read the keys, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -361,7 +370,7 @@ def main() -> None:
     faiss.omp_set_num_threads(1)
     sizes = sorted({1, arguments.group})
     runs = [bench(data, arguments.k, arguments.pages, sizes) for data in sets]
-    print(json.dumps({"k": arguments.k, "dim": arguments.dim, "runs": runs}))
+    print(json.dumps(_rounded({"k": arguments.k, "dim": arguments.dim, "runs": runs})))
 
 
 if __name__ == "__main__":
