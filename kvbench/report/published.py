@@ -1,0 +1,119 @@
+"""What the papers print: every table, and every figure whose numbers can be had, with the runs of ours that match.
+
+The numbers lie in `published/<paper>.csv`, one line a cell, as printed; `tables.yaml` says what each table is and which
+groups of our summaries its columns are, `names.yaml` what its models and methods are called here. A cell of a model,
+method or column that kvbench does not have is published only. Nothing here reads a run.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from kvbench.config import ConfigError, choices, nearest
+
+if TYPE_CHECKING:
+    import pandas
+
+FOLDER = Path(__file__).with_name("published")
+
+
+@dataclass(frozen=True, eq=False)
+class PaperTable:
+    """One published table.
+
+    Attributes:
+        id: "icecache_table1".
+        title: one line.
+        source: paper and table.
+        settings: words of the command line, beside model, method, budget and task, for the runs that match.
+        frame: one line a cell. As published: `row`, `column`, `value` (NaN where nothing could be measured) and `note`
+            (why, where a number was read off a picture, or where an average is not the mean of its columns). How we
+            would run it: `model`, `method`, `budget` (int tokens, float share of the prompt; None: the method has
+            none, or the preset), `task`, `group` and `metric`. `metric` is "score", of the group or, where group is
+            "", of the task; or "macro", the plain mean over all groups; or "": published only. A group such as
+            "a + b" stands for the plain mean of groups a and b. `model` and `method` are None where kvbench has none.
+    """
+
+    id: str
+    title: str
+    source: str
+    settings: tuple[str, ...]
+    frame: pandas.DataFrame
+
+
+def ids() -> dict[str, str]:
+    """The title of every table by its id, paper after paper."""
+    return {id: entry["title"] for id, entry in _read("tables").items()}
+
+
+def table(id: str) -> PaperTable:
+    """One published table.
+
+    Raises:
+        ConfigError: no such table; names the nearest.
+    """
+    entries = _read("tables")
+    if id not in entries:
+        raise ConfigError(f"paper={id}: no such published table; {nearest(id, entries)}")
+    entry = entries[id]
+    cells = _cells(id.partition("_")[0])
+    cells = cells[cells["table"] == id]
+    frame = cells[["row", "column"]].reset_index(drop=True)
+    frame["value"] = [float(value) if value else float("nan") for value in cells["value"]]
+    frame["note"] = cells["note"].to_list()
+    names, models, methods = _read("names"), choices("model"), choices("method")
+    frame["model"] = _ours(cells["model"], names["models"], models)
+    frame["method"] = _ours(cells["method"], names["methods"], methods)
+    frame["budget"] = _objects(map(_budget, cells["budget"]))
+    wanted = (entry.get("columns") or {}).get
+    mapped = [_mapped(wanted(column), length) for column, length in zip(cells["column"], cells["length"], strict=True)]
+    frame["task"] = [entry["task"] if metric else "" for _, metric in mapped]
+    frame["group"], frame["metric"] = [group for group, _ in mapped], [metric for _, metric in mapped]
+    return PaperTable(id, entry["title"], entry["source"], tuple(entry.get("settings") or ()), frame)
+
+
+@functools.cache
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+@functools.cache
+def _cells(paper: str) -> pandas.DataFrame:
+    """All cells of a paper, as text."""
+    import pandas
+
+    return pandas.read_csv(FOLDER / f"{paper}.csv", dtype=str, keep_default_na=False)
+
+
+def _ours(published: Any, names: dict[str, str], there: dict[str, str]) -> Any:
+    """Our names for published ones, None for those that conf/ does not have."""
+    ours = (names.get(name) for name in published)
+    return _objects(name if name in there else None for name in ours)
+
+
+def _objects(values: Any) -> Any:
+    """A column that keeps None and int as they are: pandas would make both of them floats."""
+    import pandas
+
+    return pandas.Series(list(values), dtype=object)
+
+
+def _budget(text: str) -> int | float | None:
+    if not text:
+        return None
+    return float(text) if "." in text else int(text)
+
+
+def _mapped(wanted: str | None, length: str) -> tuple[str, str]:
+    """(group, metric) of a cell in a column that `tables.yaml` maps to `wanted`, in tokens or words of `length`."""
+    if wanted is None:
+        return "", ""
+    if wanted in ("score", "macro"):
+        return "", wanted
+    return wanted.format(length=length), "score"
