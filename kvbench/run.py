@@ -26,7 +26,7 @@ from kvbench.tasks import Sample, Task, take
 Config = dict[str, Any]
 
 # Keys of a config, and of its method and task, that change no number or that `identity` holds in another form.
-NOT_IDENTITY = {"results_dir", "threads", "hydra", "model", "device", "dtype"}
+NOT_IDENTITY = {"results_dir", "threads", "hydra", "sweep", "model", "device", "dtype"}
 NOT_IDENTITY_OF_GROUP = {"about", "valid", "limit"}
 
 
@@ -71,13 +71,19 @@ def run(cfg: DictConfig) -> dict[str, Any]:
 def open_folder(arm: Arm, **marks: Any) -> RunFolder:
     """The run folder of an arm; `marks` are part of its identity."""
     config = arm.config
+    facts = {
+        "versions": versions(),
+        "device_name": device_name(arm.loaded.model.device),
+        "model_name": arm.loaded.name,
+        "metric": arm.task.metric,
+    }
     return RunFolder.open(
         config["results_dir"],
         config["task"]["name"],
         arm.loaded.name,
         arm_name(config),
         {**identity(arm), **marks},
-        {**config, "versions": versions(), "device_name": device_name(arm.loaded.model.device)},
+        {**config, **facts},
     )
 
 

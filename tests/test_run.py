@@ -123,6 +123,7 @@ def test_run_folder_says_what_ran(tmp_path: Path, configured: Any) -> None:
     assert written["config"]["seed"] == 3
     assert written["config"]["method"]["page_size"] == 16
     assert written["config"]["versions"].keys() >= {"kvbench", "torch", "transformers"}
+    assert (written["config"]["model_name"], written["config"]["metric"]) == ("dummy-tiny", "accuracy")
     identity = written["identity"]
     assert identity["model_revision"] == "dummy-3"
     assert "results_dir" not in identity["config"]

@@ -1,0 +1,300 @@
+"""Run folders as data frames: one line a run, one line a run and group, and the scores of every sample.
+
+Everything is made from the sample lines, as `kvbench.results.summarise` does; nothing is written and no run is locked.
+What cannot be used is left out and said why, and never stops the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from kvbench.config import FACTS, first_line, show
+from kvbench.results import FORMAT, Record, ResultsError, read_samples, summarise
+from kvbench.score import runs_in
+
+YARDSTICK = "full"  # the method that all others are compared with
+PROTOCOL = ("accounting", "dense_layers", "chat", "prefill_chunk", "question_as_decode", "generated")
+PROBES = {"recall": "recall", "mass": "mass", "error": "output_error", "jaccard": "jaccard", "seen": "seen"}
+AUDIT = (
+    "attended_mean",
+    "attended_max",
+    "device_kv_bytes",
+    "index_bytes",
+    "host_bytes",
+    "moved_bytes_per_step",
+    "read_bytes_per_step",
+    "dense_share",
+    "over_rule",
+    "executor",
+    "transfer",
+)
+
+
+class LeftOut(NamedTuple):
+    """A run that is not in the frames, and why."""
+
+    path: Path
+    why: str
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The main score of every sample of a run, in the order they were first written.
+
+    Attributes:
+        ids: of the samples.
+        groups: the group of each.
+        values: [n] 0..100; a failed sample counts 0.
+        failed: [n] bool.
+    """
+
+    ids: list[str]
+    groups: list[str]
+    values: np.ndarray
+    failed: np.ndarray
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What a report knows of run folders; the frames share their index, a number for each run.
+
+    Attributes:
+        arms: one line a run, a column for each of: path, run_id, model, weights, method, budget (as asked for: tokens,
+            a share of the prompt, or None: the method has none or keeps to its own), task, the fields of the protocol
+            (`PROTOCOL`) and its digest as `protocol`, seed, probe_every, device, dtype, shared_prefill, finished,
+            updated; score (0-100: of several groups the plain mean of theirs, else the mean over samples), stderr,
+            score_samples (the mean over samples, whatever the groups), n, failed, score_ok; the audit as in
+            summary.json and attended_share (attended_mean over C in tokens); the latencies as in summary.json, with a
+            column "breakdown_ms.<part>" for each part of a step; the probes recall, mass, output_error, jaccard, seen.
+            What a run did not measure is missing (NaN or None).
+        groups: one line a run and group: run (the index of its arm), model, method, budget, task, group, score,
+            stderr, n, failed.
+        settings: one line a run, all that makes its arm: every option of method and task as "method.page_size",
+            protocol and probe as on the command line; what a run has no such key for is missing.
+        scores: of every run, by index.
+        left_out: what is not there, and why.
+    """
+
+    arms: pd.DataFrame
+    groups: pd.DataFrame
+    settings: pd.DataFrame
+    scores: dict[int, Scores]
+    left_out: list[LeftOut]
+
+    def samples(self, arm: Any) -> list[Record]:
+        """All that is stored of each sample of an arm (a line of `arms`, or anything with its `path`), read anew.
+
+        Raises:
+            ResultsError: a line is damaged.
+        """
+        return list(read_samples(Path(arm.path) / "samples.jsonl")[0].values())
+
+
+class _Run(NamedTuple):
+    arm: dict[str, Any]
+    settings: dict[str, Any]
+    groups: list[dict[str, Any]]
+    scores: Scores
+
+
+def collect(folders: Sequence[Path], unfinished: bool = False) -> Runs:
+    """Read all runs at or below these folders.
+
+    Of two runs of one arm, which differ in the state of the code or the data alone, the newest stands.
+
+    Args:
+        folders: each a run folder or one above some.
+        unfinished: also take runs that have not finished. Stored samples run longest first, so these are not fair.
+
+    Raises:
+        ResultsError: no run at one of the folders.
+    """
+    found: dict[str, _Run] = {}
+    left_out = []
+    for path in runs_in([Path(folder) for folder in folders]):
+        try:
+            run = _read(path, unfinished)
+        except ResultsError as error:
+            left_out.append(LeftOut(path, str(error)))
+            continue
+        key = json.dumps(run.settings, sort_keys=True)
+        if key in found:
+            older, run = sorted((found[key], run), key=lambda one: one.arm["updated"])
+            left_out.append(LeftOut(older.arm["path"], f"an older run of the same arm as {run.arm['path']}"))
+        found[key] = run
+    runs = list(found.values())
+    groups = [{"run": place, **group} for place, run in enumerate(runs) for group in run.groups]
+    return Runs(
+        _frame([run.arm for run in runs]),
+        _frame(groups),
+        pd.DataFrame([run.settings for run in runs], dtype=object),
+        {place: run.scores for place, run in enumerate(runs)},
+        sorted(left_out),
+    )
+
+
+def _frame(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """The lines as columns; a budget stays what it is, where pandas would make 64 and None 64.0 and NaN."""
+    frame = pd.DataFrame(lines)
+    if lines:
+        frame["budget"] = pd.Series([line["budget"] for line in lines], dtype=object)
+    return frame
+
+
+def _read(path: Path, unfinished: bool) -> _Run:
+    """One run.
+
+    Raises:
+        ResultsError: why it cannot be used.
+    """
+    written = _run_yaml(path / "run.yaml")
+    records, _ = read_samples(path / "samples.jsonl")
+    finished = (path / "summary.json").exists()
+    if not finished and not unfinished:
+        raise ResultsError(f"unfinished, {len(records)} samples so far; --unfinished shows it")
+    if not records:
+        raise ResultsError("no sample yet")
+    try:
+        identity, config = written["identity"], written["config"]
+        settings = _settings(identity, config)
+        metric = config.get("metric") or _only_score(records.values())
+        scores = _scores(records.values(), metric)
+        summary = summarise(records.values(), metric)
+        arm = _arm(path, written, settings, summary)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise ResultsError(f"not as kvbench writes it ({reason})") from error
+    arm |= {"metric": metric, "finished": finished, "updated": _updated(path)}
+    own = {key: arm[key] for key in ("model", "method", "budget", "task")}
+    groups = [{**own, "group": group, **values} for group, values in _groups(summary, scores).items()]
+    return _Run(arm, settings, groups, scores)
+
+
+def _run_yaml(path: Path) -> dict[str, Any]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        written = yaml.load(path.read_bytes(), loader)
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        raise ResultsError(f"run.yaml cannot be read ({first_line(error)})") from error
+    if not isinstance(written, dict) or "format" not in written:
+        raise ResultsError("run.yaml is not kvbench's")
+    if written["format"] != FORMAT:
+        raise ResultsError(f"of format {written['format']}; this kvbench reads format {FORMAT}")
+    return written
+
+
+def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """All that tells this arm from others, as on the command line; what only the files say of themselves left out."""
+    own = identity["config"]
+    method, task = own["method"], own["task"]
+    settings = {
+        "model": config.get("model_name") or config["model"]["name"],
+        "model.revision": identity.get("model_revision"),
+        "method": method["name"],
+        "budget": _budget(own),
+        "task": task["name"],
+        "seed": own.get("seed"),
+        "attention": own.get("attention"),
+        "device": identity.get("device"),
+        "dtype": identity.get("dtype"),
+        "dense_layers": show(identity.get("dense_layers") or []),
+        "shared_prefill": bool(identity.get("shared_prefill")),
+    }
+    sections = {"protocol": own["protocol"], "probe": own.get("probe") or {}, "method": method, "task": task}
+    for section, values in sections.items():
+        for key, value in values.items():
+            if key not in FACTS | {"name", "_target_", "preset"}:
+                settings[f"{section}.{key}"] = show(value) if isinstance(value, list | tuple | dict) else value
+    return settings
+
+
+def _budget(own: Mapping[str, Any]) -> int | float | None:
+    """The budget as it counts: a preset's size where none was given, and None for a method that has no budget."""
+    method = own["method"]
+    minimum = method.get("minimum") or {}
+    accounting = own["protocol"].get("accounting", "paper")
+    if accounting in minimum and minimum[accounting] is None:
+        return None
+    budget: int | float | None = method.get("preset") if own["budget"] is None else own["budget"]
+    return budget
+
+
+def _only_score(records: Iterable[Record]) -> str:
+    """The main score of a run by an older kvbench, which did not say which it is."""
+    names = {name for record in records for name in record.get("scores") or {}}
+    if len(names) != 1:
+        told = f"holds {', '.join(sorted(names))}" if names else "holds no score"
+        raise ResultsError(f"an older run, which does not say which of its scores is the main one; it {told}")
+    return names.pop()
+
+
+def _scores(records: Iterable[Record], metric: str) -> Scores:
+    ids, groups, values, failed = [], [], [], []
+    for record in records:
+        lost = bool(record.get("error"))
+        value = 0.0 if lost else (record.get("scores") or {}).get(metric)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ResultsError(f"sample {record['id']} has no number as its {metric}, but {show(value)}")
+        ids.append(record["id"])
+        groups.append(record.get("group") or "")
+        values.append(100.0 * value)
+        failed.append(lost)
+    return Scores(ids, groups, np.array(values), np.array(failed))
+
+
+def _arm(
+    path: Path, written: Mapping[str, Any], settings: Mapping[str, Any], summary: Mapping[str, Any]
+) -> dict[str, Any]:
+    identity, config = written["identity"], written["config"]
+    audit, probe = summary.get("audit", {}), summary.get("probe", {})
+    latency = dict(summary["latency"])
+    breakdown = latency.pop("breakdown_ms")
+    main = summary.get("macro") or summary
+    attended, tokens = audit.get("attended_mean"), audit.get("budget")
+    dummy = str(identity.get("model_revision")).startswith("dummy-")
+    return {
+        "path": path,
+        "run_id": written.get("run_id"),
+        **{key: settings[key] for key in ("model", "method", "budget", "task")},
+        "weights": "random" if dummy else "pretrained",
+        **{key: settings.get(f"protocol.{key}") for key in PROTOCOL},
+        "protocol": identity.get("protocol"),
+        "seed": settings["seed"],
+        "probe_every": settings.get("probe.every") or 0,
+        **{key: settings[key] for key in ("device", "dtype", "shared_prefill")},
+        "device_name": config.get("device_name"),
+        "score": main["score"],
+        "stderr": main["stderr"],
+        "score_samples": summary["score"],
+        **{key: summary[key] for key in ("n", "failed", "score_ok")},
+        **{key: audit.get(key) for key in AUDIT},
+        "attended_share": attended / tokens if settings["budget"] and attended and tokens else None,
+        **latency,
+        **{f"breakdown_ms.{part}": value for part, value in breakdown.items()},
+        **{column: probe.get(name) for name, column in PROBES.items()},
+    }
+
+
+def _groups(summary: Mapping[str, Any], scores: Scores) -> Mapping[str, Mapping[str, Any]]:
+    """The summary's groups; where all samples are of one, that one."""
+    if "groups" in summary:
+        groups: Mapping[str, Mapping[str, Any]] = summary["groups"]
+        return groups
+    only = scores.groups[0]
+    return {only: {key: summary[key] for key in ("score", "stderr", "n", "failed")}} if only else {}
+
+
+def _updated(path: Path) -> str:
+    try:
+        return str(json.loads((path / "status.json").read_text())["updated"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
