@@ -1,0 +1,115 @@
+"""Chunks of consecutive tokens that end where the text itself ends something: a paragraph, a sentence, a clause, a word
+(LycheeCluster, section 4.1 and appendix A).
+
+What a token ends is read off its text once for a whole vocabulary; cutting a text is then arithmetic on token ids.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch.nn.functional import pad
+
+# What the end of a token's text may hold, strongest first; the place in the list gives the strength, 4 .. 1.
+DELIMITERS = [
+    re.compile(r"\n[ \t]*\n|```|~~~|---|\*\*\*|___|===|[}\]>]"),  # paragraphs, Markdown rules and fences, structures
+    re.compile(r"[.?!\n。？！．]"),  # sentences and lines
+    re.compile(r"[,;:，；：、]"),  # clauses
+    re.compile(r"\s"),  # words
+]
+PARAGRAPH, SENTENCE, CLAUSE, WORD = 4, 3, 2, 1
+TO_LAST_WORD = re.compile(r".*[^\W_]", re.DOTALL)
+LINE_BREAK = re.compile(r"[ \t]*\n")
+
+
+@dataclass(frozen=True, eq=False)
+class Delimiters:
+    """What the tokens of a vocabulary end and begin; the last entry of each stands for ids beyond the vocabulary.
+
+    Attributes:
+        ends: [V + 1] int8, the strongest delimiter behind the last letter or digit of each token, 4 (paragraph) .. 1
+            (word); 0 none.
+        begins_word: [V + 1] bool, the text begins with white space: what stands before it ends a word.
+        breaks_line: [V + 1] bool, the text is a line break: behind another line's end it ends a paragraph.
+        ends_line: [V + 1] bool, the text ends with a line break.
+    """
+
+    ends: torch.Tensor
+    begins_word: torch.Tensor
+    breaks_line: torch.Tensor
+    ends_line: torch.Tensor
+
+    def strengths(self, ids: torch.Tensor) -> torch.Tensor:
+        """How strong a boundary stands behind each token of a text: [n] int8, 0 (none) .. 4. `ids`: [n]."""
+        last = len(self.ends) - 1
+        ids = torch.where((ids < 0) | (ids > last), last, ids)
+        strengths = torch.maximum(self.ends[ids], pad(self.begins_word[ids[1:]], (0, 1)).to(torch.int8))
+        paragraph = self.breaks_line[ids] & pad(self.ends_line[ids[:-1]], (1, 0))
+        return torch.where(paragraph, PARAGRAPH, strengths)
+
+
+def delimiters(pieces: Sequence[str]) -> Delimiters:
+    """Read a vocabulary. `pieces`: the text of every token id, as `Context.pieces`.
+
+    Raises:
+        ValueError: no token ends anything, so the pieces are no text.
+    """
+    return _delimiters(tuple(pieces))
+
+
+@lru_cache(maxsize=4)
+def _delimiters(pieces: tuple[str, ...]) -> Delimiters:
+    tails = [TO_LAST_WORD.sub("", piece, count=1) for piece in pieces]
+    ends = [next((4 - at for at, found in enumerate(DELIMITERS) if found.search(tail)), 0) for tail in tails]
+    if not any(ends):
+        raise ValueError(
+            f"chunking=structure: none of the tokenizer's {len(pieces)} pieces ends a word, a clause or a sentence; "
+            "expected the text of tokens, or use chunking=fixed"
+        )
+    return Delimiters(
+        torch.tensor([*ends, 0], dtype=torch.int8),
+        torch.tensor([*(piece[:1].isspace() for piece in pieces), False]),
+        torch.tensor([*(LINE_BREAK.fullmatch(piece) is not None for piece in pieces), False]),
+        torch.tensor([*(piece.rstrip(" \t").endswith("\n") for piece in pieces), False]),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Cutter:
+    """Cuts a text into chunks, greedily from its beginning.
+
+    A chunk ends at the strongest boundary that gives it `shortest` to `longest` tokens, the earliest of equal ones;
+    where there is none it has `longest`. The last one may be shorter.
+
+    Attributes:
+        delimiters: of the vocabulary; None: chunks of `longest` tokens, whatever the text.
+    """
+
+    shortest: int
+    longest: int
+    delimiters: Delimiters | None = None
+
+    def bounds(self, ids: torch.Tensor, uncut: int = 0) -> torch.Tensor:
+        """Where each of M chunks begins and where the last one ends, [M + 1] int64.
+
+        Args:
+            ids: [n], on the CPU.
+            uncut: the first chunk that begins within so many tokens of the end is not cut, nor is any after it.
+        """
+        strengths = torch.zeros_like(ids) if self.delimiters is None else self.delimiters.strengths(ids).long()
+        count, choices = len(ids), self.longest - self.shortest + 1
+        rank = 2 * pad(strengths, (0, self.longest))[self.shortest - 1 :].unfold(0, choices, 1)[:count]
+        rank[:, -1] = rank[:, -1].clamp(min=1)  # a forced cut is weaker than any boundary
+        rank = rank * choices - torch.arange(choices)
+        leap = pad((torch.arange(count) + self.shortest + rank.argmax(dim=1)).clamp(max=count), (0, 1), value=count)
+        # 0, leap[0], leap[leap[0]], ...: each round finds as many more as it knows
+        chain = leap.new_zeros(1)
+        while int(chain[-1]) < count:
+            chain = torch.cat([chain, leap[chain]])
+            leap = leap[leap]
+        chunks = int((count - chain > uncut).sum())
+        return chain[: chunks + 1]

@@ -1,0 +1,87 @@
+"""Spherical k-means over many sets of points at once, and the lists of clusters' members that it needs."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import embedding_bag, normalize
+
+COMPARED = 2**22  # similarities held at once
+INERTIA = 1e-6  # share of the old centroid in the new one: nothing, but all of an empty cluster's
+
+
+def spherical_kmeans(
+    points: torch.Tensor,
+    clusters: int,
+    iterations: int,
+    generator: torch.Generator,
+    counts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cluster vectors by their inner product with the clusters' normalised means (Dhillon and Modha 2001).
+
+    A cluster begins as one of the points, drawn without repeats, and keeps its centroid while it is empty.
+
+    Args:
+        points: [S, M, D] fp32, S sets of M points, of unit length or near it.
+        clusters: K of every set, at most its points.
+        generator: draws the first centroids, on the CPU.
+        counts: [S], points of each set where some have fewer than M; those behind are no points.
+
+    Returns:
+        centroids: [S, K, D] of unit length; of what `assigned` says, but for empty clusters.
+        assigned: [S, M] int64, the cluster of every point; K for what is none.
+    """
+    sets, count, _ = points.shape
+    drawn = torch.rand(sets, count, generator=generator).to(points.device)
+    absent = None
+    if counts is not None:
+        absent = torch.arange(count, device=points.device) >= counts[:, None]
+        drawn = drawn.masked_fill(absent, torch.inf)
+    first = drawn.argsort(dim=1)[:, :clusters]
+    centroids = points.gather(1, first[..., None].expand(-1, -1, points.shape[2]))
+    for _ in range(iterations):
+        assigned = nearest(points, centroids)
+        if absent is not None:
+            assigned = assigned.masked_fill(absent, clusters)
+        centroids = normalize(cluster_sums(points, assigned, clusters).add_(centroids, alpha=INERTIA), dim=2)
+    return centroids, assigned
+
+
+def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """The centroid [S, K, D] with the largest inner product for each of the points [S, M, D]: [S, M] int64."""
+    step = max(1, COMPARED // (centroids.shape[0] * centroids.shape[1]))
+    blocks = [(block @ centroids.transpose(1, 2)).max(dim=2).indices for block in points.split(step, dim=1)]
+    return torch.cat(blocks, dim=1)
+
+
+def cluster_sums(points: torch.Tensor, assigned: torch.Tensor, clusters: int) -> torch.Tensor:
+    """Sum of the points of every cluster, bitwise the same for any thread count.
+
+    Args:
+        points: [S, M, D] fp32.
+        assigned: [S, M], the cluster of each; `clusters` for none.
+
+    Returns:
+        [S, clusters, D].
+    """
+    sets, count, width = points.shape
+    members, starts = lists_of(assigned, clusters)
+    first = torch.arange(sets, device=points.device)[:, None] * count
+    # one more list a set, of the points that are in no cluster
+    sums = embedding_bag((members + first).view(-1), points.reshape(-1, width), (starts + first).view(-1), mode="sum")
+    return sums.view(sets, clusters + 1, width)[:, :clusters]
+
+
+def lists_of(assigned: torch.Tensor, clusters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The points of every cluster, as lists one behind the other (CSR).
+
+    Args:
+        assigned: [S, M], the cluster of each point; `clusters` for none, whose points stand behind all lists.
+
+    Returns:
+        members [S, M], points in the order of their clusters, and starts [S, clusters + 1]: cluster c has the members
+        starts[c] .. starts[c + 1] - 1.
+    """
+    members = assigned.argsort(dim=1, stable=True)
+    sizes = torch.zeros(assigned.shape[0], clusters + 1, dtype=torch.int64, device=assigned.device)
+    sizes.scatter_add_(1, assigned, torch.ones_like(assigned))
+    return members, sizes.cumsum(dim=1) - sizes

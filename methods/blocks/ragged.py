@@ -1,0 +1,22 @@
+"""Lists of different lengths in one tensor."""
+
+from __future__ import annotations
+
+import torch
+
+
+def entries(starts: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers starts, starts + 1, ..., starts + counts - 1 of every range, in the order of the ranges.
+
+    Args:
+        starts, counts: [..., K], K >= 1; a range may be empty.
+
+    Returns:
+        the numbers, [..., T] int64 with T the longest list and trailing -1; and the range that each is from, [..., T].
+    """
+    ends = counts.long().cumsum(dim=-1)
+    longest = int(ends[..., -1].max())
+    place = torch.arange(longest, device=starts.device).expand(*starts.shape[:-1], longest).contiguous()
+    source = torch.searchsorted(ends, place, right=True).clamp(max=starts.shape[-1] - 1)
+    numbers = place + (starts - ends + counts).gather(-1, source)
+    return torch.where(place < ends[..., -1:], numbers, -1), source
