@@ -21,7 +21,7 @@ def each_head(
         [B][Hkv] what `do` returned.
     """
     places = [(row, head) for row in range(batch) for head in range(kv_heads)]
-    threads = min(len(workspaces), len(places))
+    threads = max(1, min(len(workspaces), len(places)))
 
     def share(number: int) -> list[T]:
         return [do(row, head, workspaces[number]) for row, head in places[number::threads]]

@@ -55,7 +55,7 @@ def _from_order(number):  # type: ignore[no-untyped-def]
 
 @jit
 def best(scores, count, wanted, picked):  # type: ignore[no-untyped-def]
-    """Places of the `wanted` largest of scores[:count], ascending; of equal ones the first, -inf never; how many.
+    """Places of the `wanted` largest of scores[:count], ascending, -inf and NaN never; of equal ones the first; how many.
 
     The smallest score that belongs to them is found by bisection over the float32 numbers in their order: some twenty
     counts that vectorise, where a heap or a quickselect mispredicts every other branch.
@@ -80,7 +80,7 @@ def best(scores, count, wanted, picked):  # type: ignore[no-untyped-def]
             equal -= scores[i] > threshold
     found = 0
     for i in range(count):
-        if scores[i] < threshold or scores[i] == -np.inf:
+        if not scores[i] >= threshold or scores[i] == -np.inf:  # NaN is no more than anything
             continue
         if scores[i] == threshold:
             if equal <= 0:

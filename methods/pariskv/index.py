@@ -71,7 +71,7 @@ class Index(ABC):
             quotas: of each row that asks.
 
         Returns:
-            For each of these rows, [Hkv, k] int64 places in its zone, best first; -1 where the query is NaN.
+            For each of these rows, [Hkv, k] int64 places in its zone, best first; -1 where the estimate is NaN.
         """
 
 

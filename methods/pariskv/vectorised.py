@@ -126,7 +126,7 @@ def search(
     signs: torch.Tensor,
     quotas: Quotas,
 ) -> torch.Tensor:
-    """The tokens of a zone with the largest estimates among the candidates, [Hkv, k] int64, best first.
+    """The candidates of a zone with the largest estimates, [Hkv, k] int64, best first; -1 in place of NaN.
 
     Args:
         ids, codes, counts: of one row's zone, [Hkv, n, ...] as `encode` and `count_ids` make them.
@@ -135,5 +135,6 @@ def search(
     rotated, votes_of = tables(queries, signs, counts, quotas)
     candidates = vote(ids, votes_of, quotas.candidates)
     chosen = codes.gather(1, candidates[..., None].expand(-1, -1, codes.shape[2]))
-    best = top_earliest(estimate(chosen, rotated)[None], [quotas.retrieved])[0]
-    return candidates.gather(1, best)
+    estimates = estimate(chosen, rotated).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    best = top_earliest(estimates[None], [quotas.retrieved])[0]
+    return torch.where(best < 0, -1, candidates.gather(1, best.clamp(min=0)))
