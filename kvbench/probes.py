@@ -40,6 +40,7 @@ class Probe:
         self._recent: dict[int, deque[torch.Tensor]] = {}
         self._sums: dict[int, dict[str, torch.Tensor]] = {}  # [Hq] each
         self._counts: dict[int, dict[str, int]] = {}
+        self._curve: dict[int, dict[str, list[float]]] = {}  # of a step, the mean of each layer
 
     def begin_layer(self, layer: int, store: LayerStore) -> None:
         """Copy the prompt of one sparse layer."""
@@ -81,7 +82,10 @@ class Probe:
         self._recent[layer].append(chosen)
 
     def report(self) -> dict[str, Any]:
-        """Means over layers and heads, and under "layers" the values of each layer by query head."""
+        """Means over layers and heads; under "layers" the values of each layer by query head; under "steps" those of
+        each measured step: "step" (1 is the first decode step) and, for each measure, a list as long, with None where
+        a step has no step before it.
+        """
         layers = {
             str(layer): {name: (total / self._counts[layer][name]).tolist() for name, total in sums.items()}
             for layer, sums in self._sums.items()
@@ -92,7 +96,11 @@ class Probe:
             name: sum(sum(values[name]) / len(values[name]) for values in layers.values()) / len(layers)
             for name in sorted(names)
         }
-        return {**means, "layers": layers} if layers else {}
+        steps: dict[str, list[Any]] = {"step": [step + 1 for step in self._curve]}
+        for name in sorted(names):
+            curve = [values.get(name) for values in self._curve.values()]
+            steps[name] = [round(sum(own) / len(own), 4) if own else None for own in curve]
+        return {**means, "layers": layers, "steps": steps} if layers else {}
 
     def _chosen(self, shadow: LayerStore, selection: Selection | None, resident: torch.Tensor) -> torch.Tensor:
         """[B, Hq, n] bool, the tokens each query head attended."""
@@ -133,6 +141,7 @@ class Probe:
     def _add(self, layer: int, active: list[bool], name: str, values: torch.Tensor) -> None:
         """Add one step's values [B, Hq]."""
         total = values[active].float().mean(dim=0).cpu()
+        self._curve.setdefault(self._steps[layer], {}).setdefault(name, []).append(float(total.mean()))
         sums, counts = self._sums[layer], self._counts[layer]
         sums[name] = sums.get(name, torch.zeros_like(total)) + total
         counts[name] = counts.get(name, 0) + 1

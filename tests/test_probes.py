@@ -100,7 +100,7 @@ def recount(fixed: Stream, driven: Driven, every: int) -> dict[str, list[list[fl
 
 
 def check(report: dict[str, Any], expected: dict[str, list[list[float]]]) -> None:
-    assert set(report) == {*expected, "layers"}
+    assert set(report) == {*expected, "layers", "steps"}
     for name, layers in expected.items():
         for layer, heads in enumerate(layers):
             assert report["layers"][str(layer)][name] == pytest.approx(heads, abs=NEAR), name
@@ -147,8 +147,27 @@ def test_probe_measures_every_nth_step_only(monkeypatch: pytest.MonkeyPatch) -> 
     driven = probed(monkeypatch, 5, fixed, Wanderer(2), None)
     assert driven.engine.probe is not None
     report = driven.engine.probe.report()
-    assert set(report) == {"recall", "mass", "error", "layers"}
+    assert set(report) == {"recall", "mass", "error", "layers", "steps"}
     check(report, recount(fixed, driven, 5))
+
+
+def test_each_measured_step_has_its_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed = stream(60, 41, steps=8)
+    driven = probed(monkeypatch, 3, fixed, Wanderer(2), None)
+    assert driven.engine.probe is not None
+    report = driven.engine.probe.report()
+    steps = report["steps"]
+    assert steps["step"] == [1, 4, 7]
+    assert set(steps) == {"step", "recall", "mass", "error", "jaccard", "seen"}
+    assert len(set(steps["recall"])) > 1
+    for name in ("recall", "mass", "error"):
+        assert sum(steps[name]) / 3 == pytest.approx(report[name], abs=1e-4), "rounded to four decimals"
+    for name in ("jaccard", "seen"):
+        assert steps[name][0] is None
+        assert sum(steps[name][1:]) / 2 == pytest.approx(report[name], abs=1e-4)
+    # One step alone, as a run that measures no other sees it.
+    last = probed(monkeypatch, 6, fixed, Wanderer(2), None).engine.probe
+    assert last is not None and last.report()["steps"]["recall"][1] == steps["recall"][2]
 
 
 def test_dense_layers_are_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
