@@ -55,8 +55,9 @@ def _from_order(number):  # type: ignore[no-untyped-def]
 
 @jit
 def best(scores, count, wanted, picked):  # type: ignore[no-untyped-def]
-    """Places of the `wanted` largest of scores[:count], ascending, -inf and NaN never; of equal ones the first; how many.
+    """Put the places of the `wanted` largest of scores[:count] in `picked`, ascending; returns how many.
 
+    Of equal ones the first count, NaN and -inf never.
     The smallest score that belongs to them is found by bisection over the float32 numbers in their order: some twenty
     counts that vectorise, where a heap or a quickselect mispredicts every other branch.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 from methods.blocks.heads import each_head
 from methods.pariskv import kernels, vectorised
-from methods.pariskv.codebook import CENTROIDS, SUBSPACE, Quotas
+from methods.pariskv.codebook import CENTROIDS, SUBSPACE, Quotas, quotas, random_signs
 
 BLOCK = 4096  # keys that are encoded at once
 SPARE = 16  # one part in so many is reserved for tokens to come
@@ -178,6 +179,15 @@ class KernelIndex(Index):
         tokens, scores = np.empty(quotas.retrieved, np.int32), np.empty(quotas.retrieved, np.float32)
         kernels.rerank(codes, halves, work.products, candidates, work.estimates, work.picked, tokens, scores)
         return torch.from_numpy(tokens.astype(np.int64))
+
+
+@cache
+def compile_kernels(pool: Executor) -> None:
+    """Run every kernel once on a few keys: compiled, or read from disk, before anything is timed."""
+    keys, signs = torch.zeros(1, 8, 32), random_signs(32, 0)
+    index = KernelIndex(1, 1, signs, pool, [Workspace()])
+    index.extend(0, keys)
+    index.search(keys[None, :, :1], {0: quotas(8, 1)})
 
 
 def _longer(tensor: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
 from methods.pariskv.codebook import quotas, random_signs
-from methods.pariskv.index import Index, KernelIndex, VectorIndex, Workspace
+from methods.pariskv.index import Index, KernelIndex, VectorIndex, Workspace, compile_kernels
 
 if TYPE_CHECKING:
     from kvbench.store import View
@@ -94,6 +94,8 @@ class ParisKV(Method):
         super().begin(shape, budget, view, context)
         self.zones = [self._zones(length) for length in shape.lengths]
         self.on_cpu = self.compute == "numba" or (self.compute == "auto" and shape.device.type == "cpu")
+        if self.on_cpu:
+            compile_kernels(context.pool)
         signs = random_signs(shape.head_dim, context.seed)
         self.signs = signs if self.on_cpu else signs.to(shape.device)
         self.workspaces = [Workspace() for _ in range(torch.get_num_threads() if self.on_cpu else 0)]
