@@ -17,7 +17,7 @@ import torch
 
 from kvbench import attention
 from kvbench.attention.torch import prefill as dense_attention
-from kvbench.config import ConfigError
+from kvbench.config import ConfigError, first_line
 from kvbench.meters import Audit, Spans
 from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
 from kvbench.probes import Probe
@@ -48,6 +48,9 @@ class Engine:
         probe_every: steps between two comparisons with full attention; 0: none.
         rotate: the model's rotary function, for methods with positions="cache".
         pieces: text of every vocabulary entry, for methods that need it.
+
+    Raises:
+        ConfigError: the method cannot keep to this budget, or cannot run on this model.
     """
 
     def __init__(
@@ -80,7 +83,10 @@ class Engine:
         self._active: list[bool] = [True] * shape.batch
         self._check_budget()
         context = Context(seed, sample, worker_pool(), self.spans, pieces)
-        method.begin(shape, budget, View(self.stores, self.audit), context)
+        try:
+            method.begin(shape, budget, View(self.stores, self.audit), context)
+        except ValueError as error:  # what only the model's shape or its tokenizer tells
+            raise ConfigError(first_line(error)) from error
 
     def _check_budget(self) -> None:
         """A fraction of a short prompt may fall below what the method can keep to."""
