@@ -50,6 +50,18 @@ METHODS = [
     Case("pariskv", "pariskv"),
     Case("pariskv-torch", "pariskv", {"compute": "torch"}),
     Case("pariskv_aligned", "pariskv_aligned"),
+    # buffers far below the prompts that the tests use
+    Case("lychee", "lychee", {"buffer": 32}),
+    Case(
+        "lychee-query_head",
+        "lychee",
+        {"buffer": 16, "selection": "query_head", "build": "two_level", "radii": "strict"},
+    ),
+    Case(
+        "lychee-fixed",
+        "lychee",
+        {"buffer": 16, "chunking": "fixed", "seed_buffer": False, "pooling": "max", "ub_weight": 0},
+    ),
 ]
 MODELS = ["dummy-tiny", "dummy-mistral", "dummy-qwen3"]  # Llama, Mistral, Qwen3
 ACCOUNTINGS = ["paper", "unified"]
@@ -192,6 +204,10 @@ def watch(method: Method) -> list[Attended]:
     return seen
 
 
+# The vocabulary of a stream: most tokens end nothing, as in text.
+PIECES = ["The", " key", "s", " of", "12", "ing", " a", ",", ".", " }", "\n", "\n\n"]
+
+
 @dataclass(frozen=True)
 class Stream:
     """Fixed queries, keys and values of a whole generation, as a model would hand them over.
@@ -200,6 +216,7 @@ class Stream:
         lengths: prompt tokens of each row.
         queries: [layers, B, Hq, T, D]; token i of each row stands at place i, T covers prompt and all steps.
         keys, values: [layers, B, Hkv, T, D].
+        tokens: [B, T] token ids, places in `PIECES`.
     """
 
     lengths: tuple[int, ...]
@@ -207,6 +224,7 @@ class Stream:
     queries: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
+    tokens: torch.Tensor
 
     def row(self, row: int) -> Stream:
         """One row alone."""
@@ -217,6 +235,7 @@ class Stream:
             queries=self.queries[:, one],
             keys=self.keys[:, one],
             values=self.values[:, one],
+            tokens=self.tokens[one],
         )
 
     @property
@@ -238,7 +257,9 @@ def stream(
     size = (layers, len(lengths), kv_heads, max(lengths) + steps, head_dim)
     wide = (layers, len(lengths), query_heads, max(lengths) + steps, head_dim)
     keys, values = torch.randn(size, generator=rng), torch.randn(size, generator=rng)
-    return Stream(lengths, steps, 2 * torch.randn(wide, generator=rng), keys, values)
+    queries = 2 * torch.randn(wide, generator=rng)
+    tokens = torch.randint(len(PIECES), (len(lengths), size[3]), generator=rng)
+    return Stream(lengths, steps, queries, keys, values, tokens)
 
 
 def rotate(vectors: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
@@ -298,20 +319,22 @@ def drive(
         executor=executor,
         new_tokens=None if left else fixed.steps,
         rotate=rotate,
+        pieces=PIECES if method.needs.token_text else None,
     )
     seen = watch(method)
     parts = (fixed.queries, fixed.keys, fixed.values)
+    ids = torch.stack([row.roll(offset) for row, offset in zip(fixed.tokens, offsets, strict=True)])
     prompts = [torch.stack([rows[:, b].roll(offset, 2) for b, offset in enumerate(offsets)], 1) for rows in parts]
     for start in range(0, columns, chunk or columns):
         here = slice(start, min(start + (chunk or columns), columns))
-        engine.start_chunk(torch.zeros(batch, here.stop - here.start, dtype=torch.int64))
+        engine.start_chunk(ids[:, here])
         for layer in range(layers):
             engine.attend(layer, *(prompt[layer, :, :, here] for prompt in prompts))
     after_prefill(engine)
     outputs = []
     for step in range(fixed.steps):
         places = [length + step for length in fixed.lengths]
-        engine.start_step(torch.zeros(batch, dtype=torch.int64))
+        engine.start_step(torch.stack([row[place] for row, place in zip(fixed.tokens, places, strict=True)]))
         now = [torch.stack([rows[:, b, :, place] for b, place in enumerate(places)], 1)[..., None, :] for rows in parts]
         outputs.append(torch.stack([engine.attend(layer, *(part[layer] for part in now)) for layer in range(layers)]))
         engine.settle()

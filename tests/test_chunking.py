@@ -58,7 +58,7 @@ def test_ids_beyond_the_vocabulary_end_nothing() -> None:
 
 @pytest.mark.parametrize("pieces", [[], ["", ""], ["a", "bc", "\ufffd"]], ids=str)
 def test_pieces_that_are_no_text_are_refused(pieces: list[str]) -> None:
-    with pytest.raises(ValueError, match=rf"none of the tokenizer's {len(pieces)} pieces ends .* chunking=fixed"):
+    with pytest.raises(ValueError, match=rf"none of the tokenizer's {len(pieces)} pieces ends .* method.chunking=fixed"):
         delimiters(pieces)
 
 

@@ -67,8 +67,8 @@ def _delimiters(pieces: tuple[str, ...]) -> Delimiters:
     ends = [next((4 - at for at, found in enumerate(DELIMITERS) if found.search(tail)), 0) for tail in tails]
     if not any(ends):
         raise ValueError(
-            f"chunking=structure: none of the tokenizer's {len(pieces)} pieces ends a word, a clause or a sentence; "
-            "expected the text of tokens, or use chunking=fixed"
+            f"method.chunking=structure: none of the tokenizer's {len(pieces)} pieces ends a word, a clause or a "
+            "sentence; expected the text of tokens, or use method.chunking=fixed"
         )
     return Delimiters(
         torch.tensor([*ends, 0], dtype=torch.int8),

@@ -1,0 +1,374 @@
+"""LycheeCluster's index (section 4.2, algorithm 1): chunks in fine clusters, and these in coarse units, balls around.
+
+A chunk is represented by the normalised mean (or maximum) of its keys. Fine clusters and units are balls around
+centroids: by Cauchy and Schwarz no member has a larger inner product with q than q.centroid + |q| radius. An index
+serves the KV heads of one sequence and layer, which share the chunks and differ in their clusters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log, sqrt
+from typing import Literal, NamedTuple
+
+import torch
+from torch.nn.functional import embedding_bag, normalize, pad
+
+from methods.blocks.kmeans import lists_of, nearest, spherical_kmeans
+from methods.blocks.ragged import entries
+
+Build = Literal["full", "two_level"]
+Pooling = Literal["mean", "max"]
+Radii = Literal["exact", "strict", "paper"]
+
+LEVELS = 127  # a kept representative's elements are int8: whole numbers of 1 / LEVELS
+SPARE_CHUNKS = 64  # room for grafts that is added at once
+# build=two_level: units are found on a sample of this many chunks for each, and sets of some hundred points settle soon
+SAMPLED_PER_UNIT = 16
+FINE_ITERATIONS = 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How chunks are clustered.
+
+    Attributes:
+        cluster_size: chunks in a fine cluster, on average.
+        units: most coarse units; there are as many as the root of the fine clusters, at most.
+        iterations: of k-means.
+        build: "full", all chunks against all clusters (as published); "two_level", units first, then clusters inside
+            each: a small part of the work.
+        pooling: a chunk is the "mean" or the "max" of its keys.
+        radii: how they follow a graft. "exact": anew from all members, whose representatives are kept in int8.
+            "strict": as large as the move of the centroid and the new member can make them. "paper": never smaller,
+            and no smaller than the new member's distance; the centroid's move may leave older members outside. A
+            unit's ball holds its clusters' balls, in "paper" their centroids only.
+    """
+
+    cluster_size: int = 2
+    units: int = 64
+    iterations: int = 10
+    build: Build = "full"
+    pooling: Pooling = "mean"
+    radii: Radii = "exact"
+
+
+@dataclass(frozen=True)
+class Search:
+    """How chunks are searched.
+
+    Attributes:
+        units: best units whose clusters are ranked; more until they hold twice the tokens wanted.
+        ub_weight: of the radii in the bounds: 1, or 0 to rank by centroids alone.
+        shortest: tokens that every chunk has, but for one.
+    """
+
+    units: int = 16
+    ub_weight: int = 1
+    shortest: int = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The chunks of one sequence.
+
+    Attributes:
+        bounds: [M + 1] int64, chunk i has the tokens bounds[i] .. bounds[i + 1] - 1.
+    """
+
+    bounds: torch.Tensor
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[M], tokens of each chunk."""
+        return self.bounds.diff()
+
+    def extended(self, end: int) -> Chunks:
+        """With one chunk more, up to `end`."""
+        return Chunks(pad(self.bounds, (0, 1), value=end))
+
+    def fitting(self, chunks: torch.Tensor, room: int) -> torch.Tensor:
+        """Each list [..., K] of chunks as far as it has `room` tokens at most; -1 in place of the rest."""
+        return torch.where(self._lengths_of(chunks).cumsum(dim=-1) <= room, chunks, -1)
+
+    def tokens(self, chunks: torch.Tensor) -> torch.Tensor:
+        """The tokens of each list [..., K] of chunks (-1 = none), in its order: [..., T], trailing -1."""
+        return entries(self.bounds[chunks.clamp(min=0)], self._lengths_of(chunks))[0]
+
+    def _lengths_of(self, chunks: torch.Tensor) -> torch.Tensor:
+        return self.lengths[chunks.clamp(min=0)].masked_fill(chunks < 0, 0)
+
+
+def pooled(keys: torch.Tensor, bounds: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+    """Representatives of chunks.
+
+    Args:
+        keys: [H, N, D].
+        bounds: [M + 1], where chunks of these keys begin and the last one ends.
+
+    Returns:
+        [H, M, D] fp32 of unit length.
+    """
+    keys = keys[:, : int(bounds[-1])]
+    tokens = torch.arange(int(bounds[0]), keys.shape[1], device=keys.device)
+    offsets = bounds[:-1] - bounds[0]
+    return torch.stack([normalize(embedding_bag(tokens, head.float(), offsets, mode=pooling), dim=1) for head in keys])
+
+
+class ClusterIndex:
+    """Fine clusters and coarse units over the chunks of one sequence and layer, for its H KV heads.
+
+    Clusters stand in the order of their units. Centroids are held in the dtype of the keys; radii reach from the
+    centroids as they are held to the representatives before any rounding, and are rounded up.
+
+    Args:
+        representatives: [H, M, D] fp32, see `pooled`.
+        lengths: [M], tokens of each chunk.
+        dtype: in which centroids are held.
+        generator: draws first centroids.
+
+    Attributes:
+        count: chunks, M.
+        codes: [H, M + spare, D] int8, the representatives; None unless radii are exact.
+        centroids, radii: [H, L, D] and [H, L] fp32, of the fine clusters.
+        members, starts: [H, M] and [H, L + 1] int32; members[h, starts[h, c] : starts[h, c + 1]] are c's chunks.
+        unit_centroids, unit_radii: [H, P, D] and [H, P] fp32, of the coarse units.
+        unit_tokens: [H, P] int32, in all chunks of a unit.
+        unit_starts: [H, P + 1] int32; unit u has the clusters unit_starts[h, u] .. unit_starts[h, u + 1] - 1. Those
+            beyond the last unit are none: heads differ in the number of their clusters.
+    """
+
+    def __init__(
+        self,
+        representatives: torch.Tensor,
+        lengths: torch.Tensor,
+        layout: Layout,
+        dtype: torch.dtype,
+        generator: torch.Generator,
+    ) -> None:
+        self.layout, self.count = layout, representatives.shape[1]
+        found = (_two_level if layout.build == "two_level" else _full)(representatives, layout, generator)
+        clusters, units = found.centroids.shape[1], found.unit_centroids.shape[1]
+        self.centroids, self.unit_centroids = found.centroids.to(dtype), found.unit_centroids.to(dtype)
+        members, starts = lists_of(found.assigned, clusters)
+        self.members, self.starts = members.int(), starts.int()
+        self.unit_starts = lists_of(found.units, units)[1].int()
+        unit_of_chunk = found.units.gather(1, found.assigned)
+        self.unit_tokens = torch.zeros_like(self.unit_starts[:, 1:])
+        self.unit_tokens.scatter_add_(1, unit_of_chunk, lengths.int().expand_as(unit_of_chunk))
+
+        self.codes = _coded(representatives) if layout.radii == "exact" else None
+        points = representatives if self.codes is None else _decoded(self.codes)
+        distance = self._distance(points, _rows(self.centroids, found.assigned))
+        self.radii = self._up(_largest(distance, found.assigned, clusters))
+        around = _rows(self.unit_centroids, found.units.clamp(max=units - 1))
+        reach = self._reach(self.centroids, self.radii, around).masked_fill(self.starts.diff(dim=1) == 0, 0)
+        self.unit_radii = self._up(_largest(reach, found.units, units + 1)[:, :units])
+
+    def best_chunks(self, queries: torch.Tensor, norms: torch.Tensor, room: int, search: Search) -> torch.Tensor:
+        """Chunks in the order of their clusters' upper bounds, searched from the top down.
+
+        Inside a cluster the chunks nearest to the query come first, where representatives are kept.
+
+        Args:
+            queries: [H, Q, D] fp32.
+            norms: [H, Q], of the queries; of mean queries the mean norms.
+            room: tokens wanted.
+
+        Returns:
+            [H, Q, K] int64, chunks of at least `room` tokens if there are so many; trailing -1.
+        """
+        slack = search.ub_weight * norms[..., None]
+        score = queries @ self.unit_centroids.float().transpose(1, 2) + slack * self.unit_radii[:, None]
+        score = score.masked_fill(self.unit_tokens[:, None] == 0, -torch.inf)
+        order = score.argsort(dim=2, descending=True)
+        held = _pick(self.unit_tokens, order)
+        rank = torch.arange(order.shape[2], device=order.device)
+        searched = (rank < search.units) | (held.cumsum(dim=2) - held < 2 * room)
+        sizes = _pick(self.unit_starts.diff(dim=1), order).masked_fill(~searched, 0)
+        clusters, _ = entries(_pick(self.unit_starts, order), sizes)
+
+        at = clusters.clamp(min=0)
+        near = _rows(self.centroids, at.flatten(1)).float().view(*at.shape, -1) @ queries[..., None]
+        score = near.squeeze(3) + slack * _pick(self.radii, at)
+        sizes = _pick(self.starts, at + 1) - _pick(self.starts, at)
+        score = score.masked_fill((clusters < 0) | (sizes == 0), -torch.inf)
+        score, order = score.topk(min(room // search.shortest + 2, score.shape[2]), dim=2)
+        sizes = sizes.gather(2, order).masked_fill(score == -torch.inf, 0)
+        places, rank = entries(_pick(self.starts, at.gather(2, order)), sizes)
+        chunks = _pick(self.members, places.clamp(min=0)).long()
+        if self.codes is not None:
+            near = _decoded(_rows(self.codes, chunks.flatten(1)).view(*chunks.shape, -1)) @ queries[..., None]
+            order = near.squeeze(3).argsort(dim=2, descending=True)
+            rank = rank.masked_fill(places < 0, rank.shape[2]).gather(2, order)
+            order = order.gather(2, rank.argsort(dim=2, stable=True))
+            chunks, places = chunks.gather(2, order), places.gather(2, order)
+        return torch.where(places < 0, -1, chunks)
+
+    def graft(self, representative: torch.Tensor, length: int) -> None:
+        """Add a chunk to its nearest cluster (algorithm 1, lazy update): no cluster is split, none is new.
+
+        The cluster's centroid becomes the mean over one chunk more; that of its unit stays.
+
+        Args:
+            representative: [H, D] fp32.
+            length: the chunk's tokens.
+        """
+        near = (self.centroids.float() @ representative[..., None]).squeeze(2)
+        surplus = torch.arange(near.shape[1], device=near.device) >= self.unit_starts[:, -1:]
+        cluster = near.masked_fill(surplus, -torch.inf).argmax(dim=1, keepdim=True)
+        unit = torch.searchsorted(self.unit_starts[:, 1:].contiguous(), cluster.int(), right=True)
+        end = self.starts.gather(1, cluster + 1)
+        size = end - self.starts.gather(1, cluster)
+        old = _rows(self.centroids, cluster)
+        new = normalize(size[..., None] * old.float() + representative[:, None], dim=2).to(old.dtype)
+        self.centroids.scatter_(1, cluster[..., None].expand_as(new), new)
+        self.unit_tokens.scatter_add_(1, unit, torch.full_like(end, length))
+        self._insert(representative, cluster, end)
+        if self.codes is not None:
+            self._measure(cluster, unit)
+        else:
+            self._widen(representative[:, None], cluster, unit, old)
+
+    def _insert(self, representative: torch.Tensor, cluster: torch.Tensor, end: torch.Tensor) -> None:
+        """Put a new chunk behind the members of `cluster` [H, 1], which stand up to `end` [H, 1]."""
+        place = torch.arange(self.count + 1, device=end.device)
+        members = torch.where(place < end, pad(self.members, (0, 1)), pad(self.members, (1, 0)))
+        self.members = members.masked_fill(place == end, self.count)
+        self.starts += (torch.arange(self.starts.shape[1], device=end.device) > cluster).int()
+        if self.codes is not None:
+            if self.count == self.codes.shape[1]:
+                self.codes = pad(self.codes, (0, 0, 0, SPARE_CHUNKS))
+            self.codes[:, self.count] = _coded(representative)
+        self.count += 1
+
+    def _measure(self, cluster: torch.Tensor, unit: torch.Tensor) -> None:
+        """Radii of `cluster` and `unit`, [H, 1], anew from what is in them."""
+        first = self.starts.gather(1, cluster)
+        places, _ = entries(first, self.starts.gather(1, cluster + 1) - first)
+        assert self.codes is not None
+        points = _decoded(_rows(self.codes, self.members.gather(1, places.clamp(min=0)).long()))
+        distance = self._distance(points, _rows(self.centroids, cluster))
+        self.radii.scatter_(1, cluster, self._up(distance.masked_fill(places < 0, 0).amax(dim=1, keepdim=True)))
+        first = self.unit_starts.gather(1, unit)
+        clusters, _ = entries(first, self.unit_starts.gather(1, unit + 1) - first)
+        at = clusters.clamp(min=0)
+        reach = self._reach(_rows(self.centroids, at), self.radii.gather(1, at), _rows(self.unit_centroids, unit))
+        empty = (clusters < 0) | (self.starts.diff(dim=1).gather(1, at) == 0)
+        self.unit_radii.scatter_(1, unit, self._up(reach.masked_fill(empty, 0).amax(dim=1, keepdim=True)))
+
+    def _widen(self, point: torch.Tensor, cluster: torch.Tensor, unit: torch.Tensor, old: torch.Tensor) -> None:
+        """Radii of `cluster` and `unit`, [H, 1], that grow after `point` has moved the centroid away from `old`."""
+        centroid, radius = _rows(self.centroids, cluster), self.radii.gather(1, cluster)
+        kept = radius + (centroid.float() - old.float()).norm(dim=2) if self.layout.radii == "strict" else radius
+        wide = self._up(torch.maximum(kept, self._distance(point, centroid)))
+        radius = torch.maximum(radius, wide)
+        self.radii.scatter_(1, cluster, radius)
+        reach = self._up(self._reach(centroid, radius, _rows(self.unit_centroids, unit)))
+        self.unit_radii.scatter_(1, unit, torch.maximum(self.unit_radii.gather(1, unit), reach))
+
+    def _distance(self, points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+        """How far the representatives that `points` [H, m, D] stand for may be from centroids [H, m or 1, D]."""
+        rounding = 0.0 if self.codes is None else sqrt(points.shape[2]) / (2 * LEVELS)
+        return (points - centroids.float()).norm(dim=2) + rounding
+
+    def _reach(self, centroids: torch.Tensor, radii: torch.Tensor, around: torch.Tensor) -> torch.Tensor:
+        """How far from a unit's centroid its clusters reach, balls and all; in "paper" their centroids."""
+        distance = (centroids.float() - around.float()).norm(dim=2)
+        return distance if self.layout.radii == "paper" else distance + radii
+
+    def _up(self, radii: torch.Tensor) -> torch.Tensor:
+        """Larger by more than fp32 may have lost in a norm over D differences."""
+        return radii * (1 + self.centroids.shape[2] * torch.finfo(torch.float32).eps)
+
+
+def _coded(representatives: torch.Tensor) -> torch.Tensor:
+    return (LEVELS * representatives).round().to(torch.int8)
+
+
+def _decoded(codes: torch.Tensor) -> torch.Tensor:
+    return codes.float() / LEVELS
+
+
+class Clustering(NamedTuple):
+    """What a build finds.
+
+    Attributes:
+        centroids: [H, L, D] fp32, in the order of their units.
+        assigned: [H, M], the cluster of every chunk.
+        unit_centroids: [H, P, D] fp32.
+        units: [H, L] ascending, the unit of every cluster; P for what is none.
+    """
+
+    centroids: torch.Tensor
+    assigned: torch.Tensor
+    unit_centroids: torch.Tensor
+    units: torch.Tensor
+
+
+def _full(points: torch.Tensor, layout: Layout, generator: torch.Generator) -> Clustering:
+    """k-means of chunks, and k-means of its centroids."""
+    clusters = ceil(points.shape[1] / layout.cluster_size)
+    centroids, assigned = spherical_kmeans(points, clusters, layout.iterations, generator)
+    unit_centroids, units = spherical_kmeans(centroids, _units(clusters, layout), layout.iterations, generator)
+    units, order = units.sort(dim=1, stable=True)
+    return Clustering(_rows(centroids, order), order.argsort(dim=1).gather(1, assigned), unit_centroids, units)
+
+
+def _two_level(points: torch.Tensor, layout: Layout, generator: torch.Generator) -> Clustering:
+    """k-means of a sample of chunks gives the units; k-means of each unit's chunks, the units of a size at once."""
+    heads, count, width = points.shape
+    units = _units(ceil(count / layout.cluster_size), layout)
+    sample = torch.randperm(count, generator=generator)[: SAMPLED_PER_UNIT * units].to(points.device)
+    unit_centroids, _ = spherical_kmeans(points[:, sample], units, layout.iterations, generator)
+    members, starts = lists_of(nearest(points, unit_centroids), units)
+    sizes = starts.diff(dim=1)
+
+    # units whose sizes differ by less than a quarter get as many clusters and are clustered at once
+    alike = (sizes.log() / log(1.25)).floor().masked_fill(sizes == 0, -1)
+    clusters, groups = torch.zeros_like(sizes), []
+    for size in alike.unique().tolist():
+        group = alike == size
+        wanted = round(float(sizes[group].float().mean()) / layout.cluster_size)
+        clusters[group] = min(max(1, wanted), int(sizes[group].min()))
+        groups.append(group)
+    end = clusters.cumsum(dim=1)
+    most, head = int(end[:, -1].max()), torch.arange(heads, device=points.device)[:, None]
+
+    points, members = points.reshape(-1, width), (members + head * count).view(-1)
+    centroids, assigned = points.new_zeros(heads * most, width), members.new_empty(heads * count)
+    iterations = min(FINE_ITERATIONS, layout.iterations)
+    for group in groups:
+        wanted, inside = int(clusters[group][0]), sizes[group]
+        if not wanted:
+            continue
+        places, _ = entries((starts[:, :-1] + head * count)[group][:, None], inside[:, None])
+        chunks, present = members[places.clamp(min=0)], places >= 0
+        found, local = spherical_kmeans(points[chunks], wanted, iterations, generator, inside)
+        first = (end - clusters)[group][:, None]
+        assigned[chunks[present]] = (first + local)[present]
+        centroids[(end - clusters + head * most)[group][:, None] + torch.arange(wanted, device=first.device)] = found
+    place = torch.arange(most, device=points.device).expand(heads, -1).contiguous()
+    of_unit = torch.searchsorted(end, place, right=True)
+    return Clustering(centroids.view(heads, most, width), assigned.view(heads, count), unit_centroids, of_unit)
+
+
+def _units(clusters: int, layout: Layout) -> int:
+    return min(layout.units, ceil(sqrt(clusters)))
+
+
+def _rows(vectors: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """vectors [H, n, D] at places [H, m]: [H, m, D]."""
+    heads, count, width = vectors.shape
+    first = torch.arange(heads, device=at.device)[:, None] * count
+    return vectors.reshape(-1, width).index_select(0, (at + first).view(-1)).view(heads, -1, width)
+
+
+def _pick(values: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """values [H, n] at places [H, Q, m]: [H, Q, m]."""
+    return values.gather(1, at.flatten(1)).view(at.shape)
+
+
+def _largest(values: torch.Tensor, groups: torch.Tensor, count: int) -> torch.Tensor:
+    """[H, count], the maxima over groups [H, n] of values [H, n] >= 0; 0 where there is none."""
+    return values.new_zeros(len(groups), count).scatter_reduce(1, groups, values, "amax")
