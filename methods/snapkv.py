@@ -43,10 +43,14 @@ class SnapKV(Method):
         super().begin(shape, budget, view, context)
         self.voted: dict[int, list[torch.Tensor]] = {}  # [Hkv, V] of each row, where generated tokens count
         self.recent = [self._window(capacity) for capacity in self.capacities]
+        rows = [self._layer_capacities(length) for length in shape.lengths]
+        layers = dict(zip(shape.sparse_layers, zip(*rows, strict=True), strict=True))
+        self.layer_capacities: dict[int, tuple[int, ...]] = layers  # of each row, the window included
         self.steps = 0
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
-        if not self.budget.counts_generated and all(map(int.__ge__, self.capacities, prompt.lengths)):
+        capacities = self.layer_capacities[layer]
+        if not self.budget.counts_generated and all(map(int.__ge__, capacities, prompt.lengths)):
             return
         votes = window_votes(prompt, self.window, self.shape.scaling)
         position = torch.arange(votes.shape[2], device=votes.device)
@@ -55,7 +59,7 @@ class SnapKV(Method):
         votes = votes.masked_fill(position >= window, 0)  # the window does not vote for itself, nor smooth its votes
         scores = pooled_votes(votes, self.shape.kv_heads, self.kernel, self.pooling, self.join)
         scores = scores.masked_fill(position >= window, torch.inf).masked_fill(position >= length, -torch.inf)
-        counts = [min(pair) for pair in zip(self.capacities, prompt.lengths, strict=True)]
+        counts = [min(pair) for pair in zip(capacities, prompt.lengths, strict=True)]
         kept = top_earliest(scores, counts)  # the window first, then the voted
         self.view.keep(layer, kept)
         if self.budget.counts_generated:
@@ -77,17 +81,21 @@ class SnapKV(Method):
     def _window(self, capacity: int) -> int:
         return min(ROLLING_WINDOW, capacity // 4) if self.budget.counts_generated else self.window
 
+    def _layer_capacities(self, length: int) -> list[int]:
+        """What each sparse layer keeps of a prompt of `length` tokens, C on average."""
+        return [self.budget.tokens(length)] * len(self.shape.sparse_layers)
+
     def _rolling(self, layer: int) -> torch.Tensor:
         """The voted tokens and as many of the most recent as the budget still holds, [B, Hkv, <= C]."""
         rows = []
         for row, length in enumerate(self.view.lengths(layer)):
             voted = self.voted[layer][row]
             oldest = max(self.shape.lengths[row] - self.recent[row], 0)  # the voted part ends before it
-            newest = torch.arange(max(oldest, length - self.capacities[row] + voted.shape[1]), length)
+            newest = torch.arange(max(oldest, length - self.layer_capacities[layer][row] + voted.shape[1]), length)
             rows.append(torch.cat([voted, newest.to(voted.device).expand(voted.shape[0], -1)], dim=1))
         longest = max(row.shape[1] for row in rows)
         return torch.stack([pad(row, (0, longest - row.shape[1]), value=-1) for row in rows])
 
     def rule(self, length: int, generated: int) -> int:
-        capacity = self.budget.tokens(length)
+        capacity = max(self._layer_capacities(length))
         return capacity if self.budget.counts_generated else capacity + generated

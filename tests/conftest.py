@@ -41,6 +41,7 @@ METHODS = [
     Case("streaming_llm", "streaming_llm"),
     Case("snapkv", "snapkv"),
     Case("snapkv-kvpress", "snapkv", {"window": 16, "kernel": 5, "pooling": "mean", "join": "after"}),
+    Case("pyramidkv", "pyramidkv"),
     Case("quest", "quest"),
     Case("quest-kv_head", "quest", {"selection": "kv_head"}),
     Case("icecache", "icecache"),

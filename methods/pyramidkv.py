@@ -1,0 +1,57 @@
+"""PyramidKV: SnapKV's votes with budgets that fall from layer to layer (Cai et al. 2024, "PyramidKV: Dynamic KV Cache
+Compression based on Pyramidal Information Funneling", section 4).
+
+Lower layers spread their attention and get more of the budget, upper layers gather it on few tokens and get less. The
+mean over the layers is the budget, exactly.
+"""
+
+from __future__ import annotations
+
+from methods.blocks.votes import Join, Pooling
+from methods.snapkv import SnapKV
+
+
+class PyramidKV(SnapKV):
+    """Keep c_l voted prompt tokens in layer l, and the window in each; the mean of c_l + W is C.
+
+    A prompt of fewer than 2 (C - W) tokens gives every layer the same, as the published code does. Where generated
+    tokens count, the layers' C - w voted tokens are shared out likewise.
+
+    Args:
+        beta: the last layer keeps 1 / beta of the mean, the first what makes up for it.
+        window, kernel, pooling, join: see `SnapKV`.
+    """
+
+    def __init__(
+        self, beta: int = 20, window: int = 8, kernel: int = 7, pooling: Pooling = "max", join: Join = "before"
+    ) -> None:
+        super().__init__(window, kernel, pooling, join)
+        self.beta = beta
+
+    def _layer_capacities(self, length: int) -> list[int]:
+        capacity = self.budget.tokens(length)
+        window, layers = self._window(capacity), len(self.shape.sparse_layers)
+        voted = capacity - window
+        if length <= capacity or length < 2 * voted:
+            return [capacity] * layers
+        return [window + count for count in pyramid(voted, layers, self.beta, length - window)]
+
+
+def pyramid(mean: int, layers: int, beta: int, most: int) -> list[int]:
+    """Tokens of each layer, falling by equal steps; they sum to layers * mean.
+
+    The published code rounds the step down, so that its layers sum to more. Here each layer is rounded: up in the lower
+    half, down in the upper, which cancels.
+
+    Args:
+        mean: tokens per layer, on average.
+        layers: how many, at least 1.
+        beta: the last layer gets mean / beta, rounded down, and the first 2 mean - mean / beta.
+        most: tokens there are; where the first layer would get more, it gets these, and the last what is left.
+    """
+    first = min(2 * mean - mean // beta, most)
+    last = 2 * mean - first
+    steps = max(layers - 1, 1)
+    lower = [first - (first - last) * layer // steps for layer in range(layers // 2)]
+    middle = [mean] * (layers % 2)
+    return [*lower, *middle, *(first + last - count for count in reversed(lower))]
