@@ -217,7 +217,7 @@ def test_valid_words_are_those_of_the_constructor_and_the_files_own_values_are_v
     annotations = get_type_hints(target.__init__, vars(sys.modules[target.__module__]))
     words = {key: get_args(hint) for key, hint in annotations.items() if get_origin(hint) is Literal}
     assert {key: set(map(str, rule)) for key, rule in valid.items() if isinstance(rule, list)} == {
-        key: set(choices) for key, choices in words.items()
+        key: set(map(str, choices)) for key, choices in words.items()
     }
     assert set(valid) <= set(annotations)
     config.check_valid(group, node, valid)

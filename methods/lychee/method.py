@@ -113,7 +113,7 @@ class LycheeCluster(Method):
         min_chunk: int = 8,
         max_chunk: int = 16,
         selection: Literal["kv_head", "query_head"] = "kv_head",
-        ub_weight: int = 1,
+        ub_weight: Literal[1, 0] = 1,
         units_searched: int = 16,
         cluster_size: int = 2,
         units: int = 64,
