@@ -70,12 +70,12 @@ class Runs:
     Attributes:
         arms: one line a run, a column for each of: path, run_id, model, weights, method, budget (as asked for: tokens,
             a share of the prompt, or None: the method has none or keeps to its own), task, the fields of the protocol
-            (`PROTOCOL`) and its digest as `protocol`, seed, probe_every, device, dtype, shared_prefill, finished,
-            updated; score (0-100: of several groups the plain mean of theirs, else the mean over samples), stderr,
-            score_samples (the mean over samples, whatever the groups), n, failed, score_ok; the audit as in
-            summary.json and attended_share (attended_mean over C in tokens); the latencies as in summary.json, with a
-            column "breakdown_ms.<part>" for each part of a step; the probes recall, mass, output_error, jaccard, seen.
-            What a run did not measure is missing (NaN or None).
+            (`PROTOCOL`) and its digest as `protocol`, seed, probe_every, device, dtype, shared_prefill, device_name,
+            data (a hash), metric, finished, updated; score (0-100: of several groups the plain mean of theirs, else
+            the mean over samples), stderr, score_samples (the mean over samples, whatever the groups), n, failed,
+            score_ok; the audit as in summary.json and attended_share (attended_mean over C in tokens); the latencies as
+            in summary.json, with a column "breakdown_ms.<part>" for each part of a step; the probes recall, mass,
+            output_error, jaccard, seen. What a run did not measure is missing (NaN or None).
         groups: one line a run and group: run (the index of its arm), model, method, budget, task, group, score,
             stderr, n, failed.
         settings: one line a run, all that makes its arm: every option of method and task as "method.page_size",
@@ -272,6 +272,7 @@ def _arm(
         "probe_every": settings.get("probe.every") or 0,
         **{key: settings[key] for key in ("device", "dtype", "shared_prefill")},
         "device_name": config.get("device_name"),
+        "data": identity.get("data"),
         "score": main["score"],
         "stderr": main["stderr"],
         "score_samples": summary["score"],

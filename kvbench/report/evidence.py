@@ -1,0 +1,111 @@
+"""What can honestly be said of a run: its score with an interval, the same samples under full attention, and marks.
+
+A score is the plain mean over its groups of samples. It is compared with full attention sample by sample, so that what
+makes all methods' samples hard or easy drops out.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from kvbench.report.frame import YARDSTICK, Runs, Scores
+from kvbench.report.stats import COVERAGE, Estimate, estimate
+
+# Marks stand beside a number, and a table says below what those in it mean.
+MARKS = {
+    "b": f"scores better than full attention on the same samples, beyond noise (paired bootstrap, {COVERAGE} %): look "
+    "for the reason before believing it",
+    "d": "random (dummy) weights: bytes and times have a meaning, scores have none",
+    "f": "with failed samples, which count 0",
+    "m": "under another protocol than most of the table",
+    "o": "a sample broke its method's own budget rule",
+    "s": "without a GPU: transfers are copies from memory to memory, their time is simulated",
+    "u": "unfinished: not all samples yet",
+}
+
+# What full attention does not depend on.
+NOT_OF_FULL = {"budget", "attention", "shared_prefill", "dense_layers", "probe.every"} | {
+    f"protocol.{key}" for key in ("accounting", "dense_layers", "generated")
+}
+
+
+class Evidence:
+    """The scores of runs, alone and against full attention; each is computed once."""
+
+    def __init__(self, runs: Runs) -> None:
+        self.runs = runs
+        self._full: dict[tuple[str, ...], list[int]] = {}
+        for run, method in runs.arms["method"].items():
+            if method == YARDSTICK:
+                self._full.setdefault(self._kind(run), []).append(run)
+
+    @functools.cache  # noqa: B019 - lives as long as one report
+    def score(self, run: int, groups: tuple[str, ...] = ()) -> Estimate:
+        """The score of a run, 0-100: of these groups (all: ()), each a stratum."""
+        scores = self.runs.scores[run]
+        return estimate([scores.values[rows] for rows in _strata(scores, groups)])
+
+    @functools.cache  # noqa: B019
+    def against_full(self, run: int, groups: tuple[str, ...] = ()) -> Estimate | None:
+        """The mean difference to full attention on the same samples of the same model, task and protocol, in points.
+
+        None for full attention itself, and where no such run has two of the samples of each group. Samples that
+        failed under full attention are left out: nothing is known of them.
+        """
+        full = self._full_of(run)
+        if full is None:
+            return None
+        ours, theirs = self.runs.scores[run], self.runs.scores[full]
+        known = {
+            key: value for key, value, lost in zip(theirs.ids, theirs.values, theirs.failed, strict=True) if not lost
+        }
+        other = np.array([known.get(key, np.nan) for key in ours.ids])
+        differences = ours.values - other
+        strata = [differences[rows] for rows in _strata(ours, groups)]
+        strata = [values[~np.isnan(values)] for values in strata]
+        return estimate(strata) if min(map(len, strata)) > 1 else None
+
+    def marks(self, run: int, groups: tuple[str, ...] = ()) -> str:
+        """The letters of `MARKS` that a run's score deserves, but for the table's own (m)."""
+        arm, scores = self.runs.arms.loc[run], self.runs.scores[run]
+        against = self.against_full(run, groups)
+        failed = any(scores.failed[rows].any() for rows in _strata(scores, groups))
+        found = {
+            "b": against is not None and against.low is not None and against.low > 0,
+            "d": arm["weights"] == "random",
+            "f": failed,
+            "o": arm["over_rule"] in (True,),  # and not NaN
+            "u": not arm["finished"],
+        }
+        return "".join(mark for mark, there in found.items() if there)
+
+    def failed(self, run: int, groups: tuple[str, ...] = ()) -> int:
+        """Failed samples of these groups."""
+        scores = self.runs.scores[run]
+        return sum(int(scores.failed[rows].sum()) for rows in _strata(scores, groups))
+
+    def _full_of(self, run: int) -> int | None:
+        """The full attention run to compare with: of those alike, the one with the most samples, then the newest."""
+        alike = self._full.get(self._kind(run), [])
+        if run in alike:
+            return None
+        arms = self.runs.arms
+        return max(alike, key=lambda full: (arms.at[full, "n"], arms.at[full, "updated"]), default=None)
+
+    def _kind(self, run: int) -> tuple[str, ...]:
+        """All that two runs must share to be compared sample by sample."""
+        settings = self.runs.settings.loc[run]
+        shared = [f"{key}={value}" for key, value in settings.items() if _is_shared(str(key))]
+        return (*shared, str(self.runs.arms.at[run, "data"]))
+
+
+def _is_shared(key: str) -> bool:
+    return key != "method" and not key.startswith("method.") and key not in NOT_OF_FULL
+
+
+def _strata(scores: Scores, groups: tuple[str, ...]) -> list[np.ndarray]:
+    """[n] bool of each group's samples."""
+    names = np.array(scores.groups)
+    return [names == group for group in groups or dict.fromkeys(scores.groups)]

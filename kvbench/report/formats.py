@@ -1,0 +1,231 @@
+"""A table as text: for the console, Markdown, LaTeX (booktabs) and CSV.
+
+All but CSV print the same grid of strings. CSV is for machines: a line for each cell, numbers unrounded.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table as Drawn
+from rich.text import Text
+
+from kvbench.report.tables import Cell, Table, Value
+
+GAP = 3  # columns between two of a console's columns
+NOT_RUN, NONE = "not run", "-"
+
+
+class Line(NamedTuple):
+    """A printed line.
+
+    Attributes:
+        labels: of its row; empty but in the first line of a row.
+        texts: what stands in its columns.
+    """
+
+    labels: tuple[str, ...]
+    texts: list[str]
+
+
+class Grid(NamedTuple):
+    """A table as strings.
+
+    Attributes:
+        head: of the labels.
+        columns: the headings over the texts.
+        rows: the lines of each row.
+    """
+
+    head: tuple[str, ...]
+    columns: list[str]
+    rows: list[list[Line]]
+
+
+def grid(table: Table) -> Grid:
+    """The strings of a table: values side by side where it has no columns, else a line for each value."""
+    cells = table.cells
+    if table.columns == [""]:
+        names = [name for name in table.lines if any(text(table, cell, name, 0) != NONE for cell in cells.values())]
+        rows = [
+            [Line(labels, [text(table, cells.get((row, 0)), name, 0) for name in names])]
+            for row, labels in enumerate(table.rows)
+        ]
+        return Grid(table.axes, [table.lines[name].label for name in names], rows)
+    several = len(table.lines) > 1
+    rows = []
+    for row, labels in enumerate(table.rows):
+        lines: list[Line] = []
+        for name, value in table.lines.items():
+            texts = [text(table, cells.get((row, column)), name, column) for column in range(len(table.columns))]
+            if any(one != NONE for one in texts):
+                shown = labels if not lines else ("",) * len(labels)
+                lines.append(Line((*shown, value.label) if several else shown, texts))
+        rows.append(lines)
+    return Grid((*table.axes, "") if several else table.axes, table.columns, rows)
+
+
+def text(table: Table, cell: Cell | None, name: str, column: int) -> str:
+    """What a cell shows of a value: `NONE` where there is nothing, `NOT_RUN` where ours could be beside a paper's."""
+    if cell is None:
+        return NONE
+    numbers, value = cell.numbers, table.lines[name]
+    if name == "interval":
+        return _interval(numbers, "low", "high", value) or NONE
+    if name not in numbers:
+        return NOT_RUN if name == "score" and "published" in table.lines and cell.mapped else NONE
+    shown = f"{numbers[name]:.{_digits(table, name, column)}f}"
+    if name == "against_full":
+        return _signed(shown) + " " + _interval(numbers, "against_full_low", "against_full_high", value)
+    if name == "difference":
+        return _signed(shown)
+    if name == "samples" and numbers.get("failed"):
+        return f"{shown}, {numbers['failed']:.0f} failed"
+    marks = cell.marks.get(name)
+    return f"{shown} {marks}" if marks else shown
+
+
+def _interval(numbers: Mapping[str, float], low: str, high: str, value: Value) -> str:
+    if low not in numbers:
+        return ""
+    return f"[{numbers[low]:.{value.digits}f}, {numbers[high]:.{value.digits}f}]"
+
+
+def _signed(shown: str) -> str:
+    return shown if shown.startswith("-") or not float(shown) else f"+{shown}"
+
+
+def _digits(table: Table, name: str, column: int) -> int:
+    """Digits behind the point; of published numbers as many as the column's most exact one has."""
+    if name != "published":
+        return table.lines[name].digits
+    numbers = [cell.numbers.get(name, 0.0) for (_, place), cell in table.cells.items() if place == column]
+    return max(len(f"{number:.4f}".rstrip("0").partition(".")[2]) for number in numbers)
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
+
+
+def console(tables: Sequence[Table], target: Console) -> None:
+    """Print tables; one that is wider than the console comes in parts, each with the labels of its rows."""
+    for table in tables:
+        whole = grid(table)
+        for columns in _parts(whole, target.width):
+            drawn = Drawn(title=table.title, title_justify="left", show_lines=False)
+            for name in whole.head:
+                drawn.add_column(name, no_wrap=True)
+            for column in columns:
+                drawn.add_column(Text(whole.columns[column]), justify="right")
+            for lines in whole.rows:
+                for line in lines:
+                    texts = [line.texts[column].replace(" ", "\u00a0") for column in columns]
+                    drawn.add_row(*map(Text, (*line.labels, *texts)))
+                if len(lines) > 1:
+                    drawn.add_section()
+            target.print(drawn)
+        for note in table.notes:
+            target.print(Text(note), style="dim", soft_wrap=False)
+        target.print()
+
+
+def _parts(whole: Grid, width: int) -> Iterator[list[int]]:
+    """The columns of each part of a grid that is `width` characters wide; at least one in each."""
+    lines = [line for row in whole.rows for line in row]
+    heads = [max(map(len, words)) for words in zip(whole.head, *(line.labels for line in lines), strict=True)]
+    room = width - sum(heads) - GAP * len(heads) - 1
+    part: list[int] = []
+    used = 0
+    for column, name in enumerate(whole.columns):
+        # A heading of several words wraps; its longest word does not.
+        size = max(map(len, [*name.split(), *(line.texts[column] for line in lines)])) + GAP
+        if part and used + size > room:
+            yield part
+            part, used = [], 0
+        part.append(column)
+        used += size
+    yield part
+
+
+def markdown(tables: Sequence[Table]) -> str:
+    """Tables in GitHub's Markdown."""
+    return "\n".join(map(_markdown, tables))
+
+
+def _markdown(table: Table) -> str:
+    whole = grid(table)
+    head = [*whole.head, *whole.columns]
+    rule = [*["---"] * len(whole.head), *["---:"] * len(whole.columns)]
+    lines = [[*line.labels, *line.texts] for row in whole.rows for line in row]
+    body = ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in [head, rule, *lines]]
+    notes = [f"- {note}" for note in table.notes]
+    return "\n".join([f"### {table.title}", "", *body, "", *notes, ""])
+
+
+def latex(tables: Sequence[Table]) -> str:
+    """Tables for LaTeX with \\usepackage{booktabs}."""
+    return "\n".join(map(_latex, tables))
+
+
+def _latex(table: Table) -> str:
+    whole = grid(table)
+    # Of a row of several lines the name may stand between [ and ], which \\ would read as an option.
+    rows = [
+        [" & ".join(_escaped(cell) for cell in (*line.labels, *line.texts)) + r" \\" for line in row]
+        for row in whole.rows
+    ]
+    gap = [r"\addlinespace"] if any(len(row) > 1 for row in rows) else []
+    body = [text for place, row in enumerate(rows) for text in [*(gap if place else []), *row]]
+    head = " & ".join(_escaped(name) for name in (*whole.head, *whole.columns)) + r" \\"
+    notes = [r"\par\smallskip\footnotesize " + " ".join(map(_escaped, table.notes))] if table.notes else []
+    return "\n".join(
+        [
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{_escaped(table.title)}}}",
+            rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', table.id.lower())}}}",
+            rf"\begin{{tabular}}{{{'l' * len(whole.head)}{'r' * len(whole.columns)}}}",
+            r"\toprule",
+            head,
+            r"\midrule",
+            *body,
+            r"\bottomrule",
+            r"\end{tabular}",
+            *notes,
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+_SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+
+
+def _escaped(word: str) -> str:
+    word = re.sub(r"[\\~^±]|[&%$#_{}]", lambda found: _SPECIAL.get(found[0], "\\" + found[0]), word)
+    return "{}" + word if word.startswith("[") else word
+
+
+def csv_text(tables: Sequence[Table]) -> str:
+    """Tables as CSV, a line a cell: labels of the row, the column, every number, marks, and the run it is from.
+
+    `status` is "run", "not run" or, of a paper's cell that kvbench cannot run, "published only".
+    """
+    names = {name: None for table in tables for cell in table.cells.values() for name in cell.numbers}
+    axes = {axis or "row": None for table in tables for axis in table.axes}
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["table", *axes, "column", "status", *names, "marks", "run"])
+    for table in tables:
+        for (row, column), cell in sorted(table.cells.items(), key=lambda item: item[0]):
+            labels = dict(zip((axis or "row" for axis in table.axes), table.rows[row], strict=True))
+            marks = "".join(dict.fromkeys("".join(cell.marks.values())))
+            numbers = [cell.numbers.get(name, "") for name in names]
+            place = [table.id, *(labels.get(axis, "") for axis in axes), table.columns[column]]
+            status = "run" if cell.run else NOT_RUN if cell.mapped else "published only"
+            writer.writerow([*place, status, *numbers, marks, cell.run])
+    return out.getvalue()

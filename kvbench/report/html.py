@@ -1,0 +1,161 @@
+"""A report as one HTML file: tables that a click sorts, pictures inline, nothing fetched; it prints well, too."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from kvbench.report.formats import NONE, NOT_RUN, grid
+from kvbench.report.frame import LeftOut
+from kvbench.report.tables import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STYLE = """
+:root { color-scheme: light; }
+body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; margin: 2rem auto; max-width: 110rem; padding: 0 1.5rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; }
+nav a { margin-right: 1.1rem; } a { color: #0072B2; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .22rem .7rem; text-align: right; vertical-align: top; white-space: nowrap; }
+th.label, td.line { text-align: left; font-weight: normal; }
+thead th { border-top: 2px solid; border-bottom: 1px solid; vertical-align: bottom; white-space: normal; }
+thead button { all: unset; cursor: pointer; font-weight: 600; }
+thead button:focus-visible { outline: 2px solid #0072B2; }
+thead button::after { content: " \\2195"; color: #999; font-weight: normal; }
+[aria-sort=ascending] button::after { content: " \\2191"; color: inherit; }
+[aria-sort=descending] button::after { content: " \\2193"; color: inherit; }
+tbody { border-bottom: 1px solid #ddd; } tbody:last-of-type { border-bottom: 2px solid; }
+tbody:hover { background: #f4f7fa; }
+tr:not(:first-child) td, td.line { color: #555; font-size: .88em; } td.none { color: #999; }
+.notes, figcaption { color: #444; font-size: .88em; max-width: 75rem; }
+figure { margin: 2.2rem 0; } figure img { max-width: 100%; }
+@media print {
+  body { margin: 0; max-width: none; font-size: 9pt; padding: 0; } nav, thead button::after { display: none; }
+  thead button::after { content: ""; } figure, tbody { break-inside: avoid; } .wide { overflow: visible; }
+}
+"""
+
+# A row of a table is a tbody, of one line or several; the first of its cells in a column that has a value is its key.
+SCRIPT = """
+for (const button of document.querySelectorAll("thead button")) button.addEventListener("click", () => {
+  const head = button.parentElement, table = head.closest("table"), column = head.dataset.column;
+  const turn = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+  for (const other of table.querySelectorAll("[aria-sort]")) other.removeAttribute("aria-sort");
+  head.setAttribute("aria-sort", turn > 0 ? "ascending" : "descending");
+  const key = body => body.querySelector(`[data-column="${column}"][data-value]`)?.dataset.value;
+  const bodies = [...table.tBodies].map(body => [key(body), body]);
+  bodies.sort(([one], [two]) => {
+    if (one === undefined || two === undefined) return (one === undefined) - (two === undefined);
+    const numbers = !isNaN(one) && !isNaN(two);
+    return turn * (numbers ? one - two : !isNaN(one) ? -1 : !isNaN(two) ? 1 : one.localeCompare(two));
+  });
+  for (const [, body] of bodies) table.append(body);
+});
+"""
+
+
+def page(
+    title: str,
+    about: str,
+    tables: Sequence[Table],
+    figures: Mapping[str, tuple[str, Figure]],
+    left_out: Sequence[LeftOut],
+) -> str:
+    """One whole page.
+
+    Args:
+        title, about: its heading and what stands under it.
+        tables: in their order.
+        figures: name -> (caption, figure).
+        left_out: runs that are in none of them.
+    """
+    links = [(f"table-{table.id}", table.title) for table in tables]
+    links += [(f"figure-{name}", caption) for name, (caption, _) in figures.items()]
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
+        f"<h1>{escape(title)}</h1><p>{escape(about)}</p>",
+        "<nav>" + "".join(f'<a href="#{escape(id)}">{escape(name)}</a> ' for id, name in links) + "</nav>",
+        *map(_section, tables),
+        *(_picture(name, caption, figure) for name, (caption, figure) in figures.items()),
+        _left_out(left_out),
+        f"<script>{SCRIPT}</script></body></html>",
+    ]
+    return "\n".join(filter(None, parts)) + "\n"
+
+
+def _section(table: Table) -> str:
+    whole = grid(table)
+    heads = [
+        f'<th scope="col" data-column="{place}"{" class=label" if place < len(whole.head) else ""}>'
+        + (f'<button type="button">{escape(name)}</button></th>' if name else "</th>")
+        for place, name in enumerate((*whole.head, *whole.columns))
+    ]
+    # A paper's rows have no name for their labels, and are sorted by them all the same.
+    if not whole.head[0]:
+        heads[0] = '<th scope="col" data-column="0" class=label><button type="button">row</button></th>'
+    bodies = []
+    for row, lines in enumerate(whole.rows):
+        labels = len(table.rows[row])
+        body = []
+        for number, line in enumerate(lines):
+            cells = []
+            if number == 0:
+                cells += [
+                    f'<th scope="row" class=label rowspan="{len(lines)}" data-column="{place}"{_value(label)}>'
+                    f"{escape(label)}</th>"
+                    for place, label in enumerate(line.labels[:labels])
+                ]
+            cells += [f"<td class=line>{escape(label)}</td>" for label in line.labels[labels:]]
+            cells += [
+                f'<td data-column="{place}"{_value(text)}{" class=none" if text in (NONE, NOT_RUN) else ""}>'
+                f"{escape(text)}</td>"
+                for place, text in enumerate(line.texts, len(whole.head))
+            ]
+            body.append(f"<tr>{''.join(cells)}</tr>")
+        bodies.append(f"<tbody>{''.join(body)}</tbody>")
+    notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
+    return (
+        f'<section id="table-{escape(table.id)}"><h2>{escape(table.title)}</h2><div class=wide><table>'
+        f"<thead><tr>{''.join(heads)}</tr></thead>\n" + "\n".join(bodies) + "</table></div>"
+        f"<ul class=notes>{notes}</ul></section>"
+    )
+
+
+def _value(text: str) -> str:
+    """What a cell is sorted by: the number it begins with, or its words; nothing where there is none."""
+    if text in (NONE, NOT_RUN):
+        return ""
+    first = text.removeprefix("[").partition(" ")[0].rstrip(",")
+    try:
+        return f' data-value="{float(first) / (100 if text.endswith(" %") else 1)}"'
+    except ValueError:
+        return f' data-value="{escape(text)}"'
+
+
+def _picture(name: str, caption: str, figure: Figure) -> str:
+    from matplotlib import rc_context
+
+    drawn = io.BytesIO()
+    with rc_context({"svg.hashsalt": "kvbench"}):  # the same runs give the same file
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    source = base64.b64encode(drawn.getvalue()).decode()
+    return (
+        f'<figure id="figure-{escape(name)}"><img alt="{escape(caption)}" src="data:image/svg+xml;base64,{source}">'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+    )
+
+
+def _left_out(left_out: Iterable[LeftOut]) -> str:
+    items = [f"<li>{escape(str(path))}: {escape(why)}</li>" for path, why in left_out]
+    if not items:
+        return ""
+    return f"<details><summary>{len(items)} runs left out</summary><ul>{''.join(items)}</ul></details>"
