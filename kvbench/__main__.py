@@ -71,14 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _sigterm_as_ctrl_c():
             bind_methods()
             check_command(words)
-            _hand_to_hydra(words)
+            return _hand_to_hydra(words)
     except (ConfigError, ResultsError) as error:
         print(f"kvbench: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         print("kvbench: stopped; the same command goes on from here", file=sys.stderr)
         return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
-    return 0
 
 
 class Terminated(KeyboardInterrupt):
@@ -183,7 +182,8 @@ def composed_jobs(
         _refuse_sweep(overrides)
         yield _without_hydra(first), True
         return
-    here = str(first.hydra.launcher["_target_"]).startswith("hydra._internal.")
+    launcher = first.hydra.launcher
+    here = str(launcher.get("inner", launcher)["_target_"]).startswith("hydra._internal.")
     # An experiment may bring a sweep of its own, and the command line has the last word.
     own = [f"{key}={value}" for key, value in (first.hydra.sweeper.get("params") or {}).items()]
     by_key = {override.get_key_element(): override for override in _parse(loader, [*own, *words])}
@@ -330,13 +330,23 @@ def _reason(error: BaseException) -> str:
     return lines[0].strip() if lines else type(error).__name__
 
 
-def _hand_to_hydra(words: Sequence[str]) -> None:
+def _hand_to_hydra(words: Sequence[str]) -> int:
     import hydra
+
+    from kvbench import launcher
+
+    launcher.register()
 
     # Hydra would print failures its own way and exit; this makes it let them through to us.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv[1:] = words
-    hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(run_job)()
+    try:
+        hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(run_job)()
+    except launcher.SweepError as error:
+        for line in str(error).splitlines():
+            print(f"kvbench: {line}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def run_job(cfg: DictConfig) -> Any:

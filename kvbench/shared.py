@@ -6,9 +6,10 @@ the time to the first token, is missing there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -16,42 +17,80 @@ from rich.console import Console
 
 from kvbench.checks import arm_name
 from kvbench.config import ConfigError, bind_methods
+from kvbench.launcher import OWN
 from kvbench.measure import Arm, failure, is_failed_sample, measure, prefill_shared, prompt_of
 from kvbench.progress import progress
-from kvbench.results import RunFolder, summarise
+from kvbench.results import ResultsError, RunFolder, summarise
 from kvbench.run import open_folder, prepare, work_of
 
-# What arms that share a prefill may have each its own of.
-OWN = ("method", "budget", "probe")
+
+class Outcome(NamedTuple):
+    """How an arm ended.
+
+    Attributes:
+        arm: method and budget, "quest-64".
+        path: its run folder, if it got one.
+        summary: of a finished arm.
+        error: what ended the arm before its last sample; what it had done until then stays in its folder.
+    """
+
+    arm: str
+    path: Path | None = None
+    summary: dict[str, Any] | None = None
+    error: Exception | None = None
 
 
 def run_shared(configs: Sequence[DictConfig], console: Console | None = None) -> list[dict[str, Any]]:
-    """Run composed configs together to their end, or from where they were interrupted; returns each one's summary.
+    """As `run_arms`, for who wants all arms or none; returns each one's summary.
+
+    Raises:
+        Exception: what ended an arm; the others have finished.
+    """
+    outcomes = run_arms(configs, console)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return [outcome.summary for outcome in outcomes if outcome.summary is not None]
+
+
+def run_arms(configs: Sequence[DictConfig], console: Console | None = None) -> list[Outcome]:
+    """Run composed configs together to their end, or from where they were interrupted.
+
+    An arm that fails, or whose folder another process holds, ends alone and the others go on.
 
     Args:
         configs: alike but for method, budget and probe.
         console: where progress is drawn.
 
     Raises:
-        ConfigError: they differ in more, or what only the loaded model or the task's data can tell is wrong.
-        ResultsError: a run folder cannot be used.
+        ConfigError: they differ in more, or what only the task's data can tell is wrong.
     """
     bind_methods()
     plain = [cast(dict[str, Any], OmegaConf.to_container(config, resolve=True)) for config in configs]
     refuse_different(plain)
     if plain[0]["threads"]:
         torch.set_num_threads(plain[0]["threads"])
-    arms = [prepare(plain[0])]
-    arms += [prepare(config, arms[0].loaded) for config in plain[1:]]
+    outcomes = [Outcome(arm_name(config)) for config in plain]
+    loaded = None
     with ExitStack() as held:
-        folders = [held.enter_context(open_folder(arm, shared_prefill=True)) for arm in arms]
-        _run(arms, folders, console or Console())
-        summaries = [
-            summarise(folder.records.values(), arm.task.metric) for arm, folder in zip(arms, folders, strict=True)
-        ]
-        for folder, summary in zip(folders, summaries, strict=True):
+        running: dict[int, tuple[Arm, RunFolder]] = {}
+        for place, config in enumerate(plain):
+            try:
+                arm = prepare(config, loaded)
+                loaded = arm.loaded
+                running[place] = arm, held.enter_context(open_folder(arm, shared_prefill=True))
+                outcomes[place] = outcomes[place]._replace(path=running[place][1].path)
+            except (ConfigError, ResultsError) as error:
+                outcomes[place] = outcomes[place]._replace(error=error)
+        if running:
+            for place, ended in _run(running, console or Console()).items():
+                outcomes[place] = outcomes[place]._replace(error=ended)
+                del running[place]
+        for place, (arm, folder) in running.items():
+            summary = summarise(folder.records.values(), arm.task.metric)
             folder.finish(summary)
-    return summaries
+            outcomes[place] = outcomes[place]._replace(summary=summary)
+    return outcomes
 
 
 def refuse_different(configs: Sequence[dict[str, Any]]) -> None:
@@ -67,24 +106,39 @@ def refuse_different(configs: Sequence[dict[str, Any]]) -> None:
                 raise ConfigError(f"{key}: arms that share a prefill differ in {', '.join(OWN)} alone")
 
 
-def _run(arms: Sequence[Arm], folders: Sequence[RunFolder], console: Console) -> None:
-    done = set.intersection(*(set(folder.done) for folder in folders))
-    work = work_of(arms[0], arms[0].config["task"].get("limit"), done)
+def _run(running: Mapping[int, tuple[Arm, RunFolder]], console: Console) -> dict[int, Exception]:
+    """Every sample through every arm that lacks it; returns what ended arms."""
+    ended: dict[int, Exception] = {}
+    first, _ = next(iter(running.values()))
+    done = set.intersection(*(set(folder.done) for _, folder in running.values()))
+    work = work_of(first, first.config["task"].get("limit"), done)
     with progress(console, work.total, len(done)) as report:
         for sample in work.samples:
-            prompt = prompt_of(arms[0], sample)
-            waiting = [(arm, folder) for arm, folder in zip(arms, folders, strict=True) if sample.id not in folder.done]
+            waiting = {
+                place: (arm, folder)
+                for place, (arm, folder) in running.items()
+                if place not in ended and sample.id not in folder.done
+            }
+            if len(ended) == len(running):
+                break
+            prompt = prompt_of(first, sample)
             prefilled, failed = None, prompt.record["error"]
-            if not failed:
+            if waiting and not failed:
                 try:
-                    prefilled = prefill_shared([arm for arm, _ in waiting], prompt)
+                    prefilled = prefill_shared([arm for arm, _ in waiting.values()], prompt)
                 except Exception as error:
                     if not is_failed_sample(error):
                         raise
                     failed = f"{type(error).__name__}: {error}"
-            for arm, folder in waiting:
+            for place, (arm, folder) in waiting.items():
                 report.name(arm_name(arm.config))
-                record = failure(arm, prompt, failed) if failed else measure(arm, prompt, report.tokens, prefilled)
-                folder.add(record)
+                try:
+                    record = failure(arm, prompt, failed) if failed else measure(arm, prompt, report.tokens, prefilled)
+                    folder.add(record)
+                except Exception as error:
+                    ended[place] = error
+                    report.bars.console.print(f"{arm_name(arm.config)} ends: {type(error).__name__}: {error}")
+                    continue
                 report.failed(record)
             report.advance(work.share(sample))
+    return ended

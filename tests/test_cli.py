@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -56,6 +56,18 @@ def command(tmp_path, monkeypatch, capsys):
     stand_in = ModuleType("kvbench.run")
     stand_in.run = ran.append
     monkeypatch.setitem(sys.modules, "kvbench.run", stand_in)
+
+    def run_arms(configs):
+        outcomes = []
+        for cfg in configs:
+            try:
+                outcomes.append(SimpleNamespace(summary=stand_in.run(cfg), error=None))
+            except Exception as error:
+                outcomes.append(SimpleNamespace(summary=None, error=error))
+        return outcomes
+
+    monkeypatch.setitem(sys.modules, "kvbench.shared", stand_in)
+    stand_in.run_arms = run_arms
 
     def run(*words, does=None):
         if does is not None:
@@ -240,9 +252,14 @@ def test_a_refused_job_of_a_sweep_does_not_stop_the_others(command):
         if cfg.budget == 64:
             raise config.ConfigError("budget=64: no")
 
-    code, err, _ = command("-m", "budget=64,128", does=refuse_first)
-    assert (code, ran) == (2, [64, 128])
-    assert err.endswith("kvbench: budget=64: no\n") and "Traceback" not in err
+    for words in ((), ("sweep.shared_prefill=false",)):
+        ran.clear()
+        code, err, _ = command("-m", "budget=64,128", *words, does=refuse_first)
+        assert (code, ran) == (1, [64, 128])
+        assert err.splitlines() == [
+            "kvbench: budget=64: budget=64: no",
+            "kvbench: 1 of 2 arms did not finish; the same command goes on with them",
+        ]
 
 
 def test_other_failures_exit_with_1_and_their_traceback(python):

@@ -18,12 +18,13 @@ SAMPLES = 60
 WORDS = [
     "model=dummy-tiny",
     "task.lengths=[300]",
-    "task.keys=3",
-    "method=snapkv",
     "budget=64",
     "threads=1",
     "protocol.prefill_chunk=128",
 ]
+
+# Arms that share each prefill, and the keys at each depth that make as many samples in all.
+ARMS = {"snapkv": 3, "full,quest,snapkv": 1}
 
 # Importing torch takes seconds. One process does it once, before any thread starts, and each run is a fork of it. It
 # prints a line for each: how it ended, and how many samples were on the disk by then.
@@ -34,13 +35,19 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from kvbench import run
+from kvbench.shared import run_shared
 from kvbench.config import conf_dir
 
 torch.set_num_threads(1)
-broken, unbroken, kills, torn, words = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:]
+broken, unbroken, kills, torn = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+methods, words = sys.argv[5].split(","), sys.argv[6:]
 with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-    configs = {folder: compose("config", [*words, f"results_dir={folder}"]) for folder in (broken, unbroken)}
-run.prepare(OmegaConf.to_container(configs[broken], resolve=True))  # imports the rest
+    configs = {
+        folder: [compose("config", [*words, f"method={method}", f"results_dir={folder}"]) for method in methods]
+        for folder in (broken, unbroken)
+    }
+for config in configs[broken]:
+    run.prepare(OmegaConf.to_container(config, resolve=True))  # imports the rest
 moments = random.Random(5)
 
 
@@ -51,7 +58,10 @@ def start(results_dir, before=lambda: None):
         status = 1
         try:
             before()
-            run.run(configs[results_dir])
+            if len(methods) == 1:
+                run.run(configs[results_dir][0])
+            else:
+                run_shared(configs[results_dir])
             status = 0
         finally:
             os._exit(status)
@@ -111,27 +121,31 @@ print("last:", ended(start(broken)), samples(), flush=True)
 """
 
 
-def only_folder(results_dir: Path) -> Path:
-    (file,) = results_dir.glob("runs/*/*/*/*/run.yaml")
-    return file.parent
+def folders(results_dir: Path) -> dict[str, Path]:
+    """The run folder of each arm."""
+    return {file.parent.parent.name: file.parent for file in sorted(results_dir.glob("runs/*/*/*/*/run.yaml"))}
 
 
-def lines(results_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (only_folder(results_dir) / "samples.jsonl").read_text().splitlines()]
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
 def without_timings(record: dict[str, Any]) -> dict[str, Any]:
-    timings = {"ttft_s", "tt2t_s", "tpot_ms", "prefill_ms", "breakdown_ms"}
+    timings = {"tpot_ms", "breakdown_ms", *(() if "shared_prefill" in record else ("ttft_s", "tt2t_s", "prefill_ms"))}
     assert timings < record.keys()
     return {key: value for key, value in record.items() if key not in timings}
 
 
 @pytest.mark.slow
-def test_after_twenty_kills_of_a_run_every_sample_is_there_once_and_as_in_an_unbroken_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("methods", ARMS)
+def test_after_twenty_kills_every_sample_is_there_once_and_as_if_there_had_been_none(
+    methods: str, tmp_path: Path
+) -> None:
     broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
     # Only one thread may be there when a process forks.
     env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", FORKS, str(broken), str(unbroken), str(KILLS), str(TORN), *WORDS]
+    command = [sys.executable, "-c", FORKS, str(broken), str(unbroken), str(KILLS), str(TORN), methods, *WORDS]
+    command += [f"task.keys={ARMS[methods]}"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     starts = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
@@ -143,12 +157,15 @@ def test_after_twenty_kills_of_a_run_every_sample_is_there_once_and_as_in_an_unb
     assert len(set(counts)) > KILLS / 2, "the kills came while samples were made"
     assert counts[-2] < counts[-1] == SAMPLES, "the last kill came before the end"
 
-    found, expected = lines(broken), lines(unbroken)
-    assert len(found) == len(expected) == len({record["id"] for record in found}) == SAMPLES
-    assert {record["id"]: without_timings(record) for record in found} == {
-        record["id"]: without_timings(record) for record in expected
-    }
-    summaries = [json.loads((only_folder(path) / "summary.json").read_text()) for path in (broken, unbroken)]
-    assert summaries[0].pop("latency") and summaries[1].pop("latency")
-    assert summaries[0] == summaries[1]
-    assert json.loads((only_folder(broken) / "status.json").read_text())["state"] == "finished"
+    ours, theirs = folders(broken), folders(unbroken)
+    assert len(ours) == methods.count(",") + 1 and ours.keys() == theirs.keys()
+    for arm, folder in ours.items():
+        found, expected = lines(folder), lines(theirs[arm])
+        assert len(found) == len(expected) == len({record["id"] for record in found}) == SAMPLES // len(ours)
+        assert {record["id"]: without_timings(record) for record in found} == {
+            record["id"]: without_timings(record) for record in expected
+        }
+        summaries = [json.loads((path / "summary.json").read_text()) for path in (folder, theirs[arm])]
+        assert summaries[0].pop("latency") and summaries[1].pop("latency")
+        assert summaries[0] == summaries[1]
+        assert json.loads((folder / "status.json").read_text())["state"] == "finished"

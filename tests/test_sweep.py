@@ -1,0 +1,145 @@
+"""Sweeps: arms that one prefill can serve are one job, end each for itself, and give what runs of their own give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+import kvbench.shared
+from kvbench import __main__ as cli
+from kvbench.checks import composed
+from kvbench.config import bind_methods
+from kvbench.launcher import grouped, told_apart
+from kvbench.run import open_folder, prepare
+
+bind_methods()
+
+WORDS = ["model=dummy-tiny", "task.lengths=[300]", "task.limit=2"]
+SAME = ("id", "output_ids", "scores", "audit", "prompt_tokens", "error")
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+    """Run a sweep within this process: its exit code and what it printed to stdout and stderr."""
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr("sys.argv", ["kvbench"])
+
+    def run(*words: str, folder: str = "results") -> SimpleNamespace:
+        code = cli.main(["-m", *WORDS, f"results_dir={tmp_path / folder}", *words])
+        return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
+
+    return run
+
+
+@pytest.fixture
+def prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The arms that each shared prefill was made for."""
+    made: list[int] = []
+    real = kvbench.shared.prefill_shared
+
+    def noted(arms: Any, prompt: Any) -> Any:
+        made.append(len(arms))
+        return real(arms, prompt)
+
+    monkeypatch.setattr(kvbench.shared, "prefill_shared", noted)
+    return made
+
+
+def records(root: Path) -> dict[tuple[int, str, str], dict[str, Any]]:
+    """Records by seed, arm and sample."""
+    found = {}
+    for path in root.glob("runs/*/*/*/*/samples.jsonl"):
+        config = yaml.safe_load((path.parent / "run.yaml").read_text())["config"]
+        for record in map(json.loads, path.read_text().splitlines()):
+            found[config["seed"], path.parts[-3], record["id"]] = record
+    return found
+
+
+def test_a_sweep_prefills_each_sample_once_and_gives_what_runs_of_their_own_give(
+    sweep: Any, prefills: list[int], tmp_path: Path
+) -> None:
+    words = ["method=full,quest,snapkv", "budget=64,128", "seed=0,1"]
+    done = sweep(*words)
+    assert done.code == 0 and prefills == [6] * 4, "two seeds of two samples"
+    assert "method=quest budget=128 seed=1" in done.out and "task.limit" not in done.out
+    sweep(*words, "sweep.shared_prefill=false", folder="own")
+    assert len(prefills) == 4
+    shared, own = records(tmp_path / "results"), records(tmp_path / "own")
+    assert shared.keys() == own.keys() and len(shared) == 3 * 2 * 2 * 2
+    for key, record in shared.items():
+        assert {name: record[name] for name in SAME} == {name: own[key][name] for name in SAME}
+        assert record["shared_prefill"] and "ttft_s" not in record and "ttft_s" in own[key]
+
+
+def test_a_finished_sweep_computes_nothing_again_and_a_longer_one_only_what_is_new(
+    sweep: Any, prefills: list[int]
+) -> None:
+    sweep("method=full,quest")
+    prefills.clear()
+    sweep("method=full,quest")
+    assert prefills == []
+    sweep("method=full,quest,snapkv", "task.limit=3")
+    assert prefills == [1, 1, 3]
+
+
+def test_an_arm_alone_has_a_prefill_of_its_own(sweep: Any, prefills: list[int], tmp_path: Path) -> None:
+    assert sweep("method=quest", "task.lengths=[300],[310]").code == 0
+    assert prefills == []
+    assert all("ttft_s" in record for record in records(tmp_path / "results").values())
+
+
+def test_an_arm_that_fails_ends_alone_and_goes_on_later(
+    sweep: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr("methods.quest.Quest.select", lambda *_: 1 / 0)
+        done = sweep("method=full,quest,snapkv")
+    assert done.code == 1
+    assert done.err.splitlines()[-2:] == [
+        "kvbench: method=quest: ZeroDivisionError: division by zero",
+        "kvbench: 1 of 3 arms did not finish; the same command goes on with them",
+    ]
+    assert "Traceback" in done.err, "what is no bad input shows where it came from"
+    assert {arm for _, arm, _ in records(tmp_path / "results")} == {"full-256", "snapkv-256"}
+    assert sweep("method=full,quest,snapkv").code == 0
+    assert {arm for _, arm, _ in records(tmp_path / "results")} == {"full-256", "quest-256", "snapkv-256"}
+
+
+def test_an_arm_in_use_elsewhere_is_left_to_whoever_holds_it(sweep: Any, tmp_path: Path) -> None:
+    config = composed(*WORDS, f"results_dir={tmp_path / 'results'}", "method=quest")
+    arm = prepare(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
+    with open_folder(arm, shared_prefill=True):
+        done = sweep("method=full,quest,snapkv")
+    assert done.code == 1 and "method=quest: " in done.err and " is in use by process " in done.err
+    assert {arm for _, arm, _ in records(tmp_path / "results")} == {"full-256", "snapkv-256"}
+
+
+def test_bad_data_of_a_task_ends_all_its_arms_and_no_other(sweep: Any, tmp_path: Path) -> None:
+    """How long a prompt must be is known only once the tokenizer is there."""
+    done = sweep("method=full,quest", "task.lengths=[300],[200]")
+    assert done.code == 1 and done.err.count("a passkey prompt needs at least 248") == 2
+    assert len(records(tmp_path / "results")) == 4
+
+
+def test_jobs_are_grouped_by_all_but_method_budget_and_probe() -> None:
+    def jobs(*words: str) -> list[Any]:
+        return [composed("model=dummy-tiny", *word.split()) for word in words]
+
+    assert grouped(jobs("method=full", "method=quest budget=64", "method.page_size=8", "probe.every=2")) == [
+        [0, 1, 2, 3]
+    ]
+    mixed = jobs("method=full", "method=full seed=1", "method=quest", "method=quest seed=1", "task=niah")
+    assert grouped(mixed) == [[0, 2], [1, 3], [4]]
+    alone = jobs("method=full sweep.shared_prefill=false", "method=quest sweep.shared_prefill=false")
+    assert grouped(alone) == [[0], [1]]
+
+
+def test_arms_are_named_by_the_words_that_differ() -> None:
+    assert told_apart([["a=1", "b=1"], ["a=1", "b=2"]]) == ["b=1", "b=2"]
+    assert told_apart([["a=1", "b=1"]]) == ["a=1 b=1"]
