@@ -46,11 +46,15 @@ class MethodConfig(NamedTuple):
 
 
 def register_resolvers() -> None:
-    """Make `${kvbench.add:a,b}` and `${kvbench.mul:a,b}` (minima that follow from options) known to OmegaConf, and
+    """Make `${kvbench.add:a,b}` and `${kvbench.mul:a,b}` (minima that follow from options) known to OmegaConf,
+    `${kvbench.only:a,value,words}`, a where the value is one of the words and null elsewhere, and
     `${kvbench.assets:name}`, a folder that kvbench ships.
     """
     OmegaConf.register_new_resolver("kvbench.add", lambda *terms: sum(terms), replace=True)
     OmegaConf.register_new_resolver("kvbench.mul", lambda *factors: math.prod(factors), replace=True)
+    OmegaConf.register_new_resolver(
+        "kvbench.only", lambda then, value, words: then if value in words else None, replace=True
+    )
     OmegaConf.register_new_resolver("kvbench.assets", lambda name: str(ASSETS / name), replace=True)
 
 
@@ -64,18 +68,22 @@ def conf_dir() -> Path:
 
 
 def groups() -> list[str]:
-    """Names of the groups, such as method and task, in alphabetical order."""
-    return sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir() and folder.name != "hydra")
+    """Names of the groups, such as method and task, in alphabetical order.
+
+    Neither Hydra's own, nor `experiment`, whose files choose from the others and are put on top: `+experiment=NAME`.
+    """
+    folders = {folder.name for folder in conf_dir().iterdir() if folder.is_dir()}
+    return sorted(folders - {"hydra", "experiment"})
 
 
 def choices(group: str) -> dict[str, str]:
-    """What can be chosen in `group`, each with its `about` line, in alphabetical order."""
+    """What can be chosen in `group`, or in "experiment", each with its `about` line, in alphabetical order."""
     return {path.stem: _about(path.read_text()) for path in sorted((conf_dir() / group).glob("*.yaml"))}
 
 
 def _about(text: str) -> str:
     # A line is read rather than the file parsed: `--help` reads all files, and YAML takes milliseconds for each.
-    line = re.search(r"^about: *(.*)$", text, re.MULTILINE)
+    line = re.search(r"^(?:# )?about: *(.*)$", text, re.MULTILINE)
     return line.group(1).strip("'\"") if line else ""
 
 

@@ -73,6 +73,12 @@ def test_everything_in_conf_passes_with_the_default_rest(composed, group, name):
     check(composed(f"{group}={name}", "budget=1024"))
 
 
+@pytest.mark.parametrize("name", config.choices("experiment"))
+def test_every_experiment_passes(composed, name):
+    assert composed(f"+experiment={name}") != composed()
+    check(composed(f"+experiment={name}"))
+
+
 @pytest.mark.parametrize(("group", "name"), ALL, ids=lambda value: value)
 def test_every_file_is_named_as_itself_and_says_what_it_is(group, name):
     node = config.shipped(group, name)
@@ -107,7 +113,10 @@ def test_a_budget_that_is_no_number_is_refused(refusal, budget):
 
 
 def test_a_budget_below_the_minimum_is_told_the_minimum(refusal):
-    assert refusal("method=quest", "budget=47") == "budget=47: below the minimum of quest, 48 tokens (protocol.accounting=paper)"
+    assert (
+        refusal("method=quest", "budget=47")
+        == "budget=47: below the minimum of quest, 48 tokens (protocol.accounting=paper)"
+    )
 
 
 def test_a_minimum_follows_the_options_and_the_accounting(refusal, composed):
@@ -123,7 +132,9 @@ def test_a_fraction_is_held_against_the_shortest_prompt(refusal, composed):
 
 
 def test_a_preset_below_the_minimum_of_its_options_is_refused(refusal):
-    assert refusal("method=quest", "budget=null", "method.page_size=512").startswith("budget=null: the preset, 1024 tokens, is below")
+    assert refusal("method=quest", "budget=null", "method.page_size=512").startswith(
+        "budget=null: the preset, 1024 tokens, is below"
+    )
 
 
 def test_an_accounting_without_a_rule_is_refused():

@@ -1,0 +1,264 @@
+"""Recall while keys drift: ParisKV's codes, which nothing is learned for, beside centroids learned from the prompt.
+
+A stream is read token by token. Every arm indexes its retrieval zone as ParisKV does, the prompt's part at once and
+then `update` tokens at a time; at every --every-th step it is asked for the k tokens of the zone with the largest
+product with the mean query of each group. Streams: `captured`, from `conf/experiment/pariskv_drift.yaml` (words of the
+command line change it), whose model generates --steps tokens after its prompt, all layers and KV heads; `drifting`,
+made keys of four heads, around topics that come and go, so that in the end none of the prompt's is left, and queries
+for any topic so far.
+
+Prints one JSON object as its last line, and for each stream in it
+  steps, zone    decode steps at which the arms were asked, and tokens in the zone then
+  recall         of each arm at these steps: share of the exact top k, mean over layers and heads
+    pariskv          with the published beta and rho
+    pq_2x6, pq_dx8   product quantisation, faiss, trained on the prompt: 2 parts of 64 centroids (PQCache's), and parts
+                     of 8 coordinates with 256
+    pq_dx8_anew      pq_dx8, trained anew on the whole zone at every update: what the drift costs it
+    exact            every key scored, in bfloat16
+  late_over_early   mean recall of the last quarter of the steps over that of the first, by arm
+  drift             mean squared distance of the last quarter's keys to the nearest of 64 centroids of the prompt's keys
+                    over that of the prompt's own
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import faiss
+import numpy as np
+import torch
+from capture_trace import capture, load
+
+from kvbench.checks import composed
+from kvbench.config import ConfigError
+from methods.pariskv.codebook import quotas, random_signs
+from methods.pariskv.index import KernelIndex, Workspace
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+HEADS, TOPICS, TOPIC_LIFE = 4, 40, 100  # of the drifting stream: topics at a time, tokens until the oldest gives way
+FEW = 10  # keys to learn a centroid from, below which faiss would warn
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One KV head of a generation: keys [T, D], and the mean queries [T - prompt, D] of its generated tokens."""
+
+    prompt: int
+    keys: Floats
+    queries: Floats
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """ParisKV's zones, and how often the arms are asked."""
+
+    sinks: int
+    local: int
+    update: int
+    k: int
+    every: int
+
+
+# -- arms --------------------------------------------------------------------------------------------------------------
+
+
+class Arm(ABC):
+    """An index of a growing zone, first the prompt's part of it."""
+
+    @abstractmethod
+    def extend(self, keys: Floats) -> None:
+        """Append keys [n, D]; the first call brings the prompt's."""
+
+    @abstractmethod
+    def best(self, query: Floats, k: int) -> Any:
+        """Places of k tokens for a query [D]."""
+
+
+class ParisKV(Arm):
+    """The method's own index."""
+
+    def __init__(self, dim: int) -> None:
+        self.index = KernelIndex(1, 1, random_signs(dim, 0), ThreadPoolExecutor(1), [Workspace()])
+
+    def extend(self, keys: Floats) -> None:
+        self.index.extend(0, torch.from_numpy(keys)[None])
+
+    def best(self, query: Floats, k: int) -> Any:
+        asked = quotas(self.index.lengths[0], k)
+        return self.index.search(torch.from_numpy(query)[None, None, None], {0: asked})[0][0].numpy()
+
+
+class Quantised(Arm):
+    """Product quantisation; `anew`: trained again on all keys whenever some come."""
+
+    def __init__(self, dim: int, parts: int, bits: int, anew: bool) -> None:
+        self.dim, self.parts, self.bits, self.anew = dim, parts, bits, anew
+        self.keys = np.empty((0, dim), np.float32)
+
+    def extend(self, keys: Floats) -> None:
+        first = not len(self.keys)
+        self.keys = np.concatenate([self.keys, keys])
+        if first or self.anew:
+            self.index = faiss.IndexPQ(self.dim, self.parts, self.bits, faiss.METRIC_INNER_PRODUCT)
+            self.index.pq.cp.min_points_per_centroid = FEW
+            self.index.train(self.keys)
+            keys = self.keys
+        self.index.add(keys)
+
+    def best(self, query: Floats, k: int) -> Any:
+        return self.index.search(query[None], k)[1][0]
+
+
+class Exact(Arm):
+    """Every key scored as it is stored, in bfloat16."""
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+
+    def extend(self, keys: Floats) -> None:
+        self.keys = [torch.cat([*self.keys, torch.from_numpy(keys).bfloat16().float()])]
+
+    def best(self, query: Floats, k: int) -> Any:
+        return (self.keys[0] @ torch.from_numpy(query)).topk(k).indices.numpy()
+
+
+def arms(dim: int) -> dict[str, Arm]:
+    """All arms, empty."""
+    return {
+        "pariskv": ParisKV(dim),
+        "pq_2x6": Quantised(dim, 2, 6, False),
+        "pq_dx8": Quantised(dim, dim // 8, 8, False),
+        "pq_dx8_anew": Quantised(dim, dim // 8, 8, True),
+        "exact": Exact(),
+    }
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+def captured(words: Sequence[str], steps: int) -> list[Stream]:
+    """Every layer and KV head of a generation by the experiment's model.
+
+    Raises:
+        ConfigError: the words are wrong, or prompt and steps do not fit the model.
+    """
+    arrays = capture(["+experiment=pariskv_drift", *words], None, 1, steps, 0)
+    prompt = json.loads(str(arrays["about"]))["prompt_tokens"]
+    with TemporaryDirectory() as folder:
+        np.savez(Path(folder, "trace.npz"), **arrays)
+        traces = load(Path(folder, "trace.npz"))
+    streams = []
+    for trace in traces:
+        kv_heads, _, dim = trace.keys.shape
+        queries = trace.queries[:, 1:].reshape(kv_heads, -1, steps, dim).mean(axis=1)
+        streams += [Stream(prompt, keys, own) for keys, own in zip(trace.keys, queries, strict=True)]
+    return streams
+
+
+def drifting(prompt: int, steps: int, dim: int) -> list[Stream]:
+    """Keys around topics of which the oldest gives way every `TOPIC_LIFE` tokens, queries for any topic so far."""
+    return [_drifting(np.random.default_rng(head), prompt, steps, dim) for head in range(HEADS)]
+
+
+def _drifting(rng: np.random.Generator, prompt: int, steps: int, dim: int) -> Stream:
+    total = prompt + steps
+    centres = rng.standard_normal((TOPICS + total // TOPIC_LIFE + 1, dim))
+    newest = TOPICS + np.arange(total) // TOPIC_LIFE
+    topic = newest - rng.integers(0, TOPICS, total)
+    keys = centres[topic] + 0.6 * rng.standard_normal((total, dim))
+    asked = (rng.random(steps) * newest[prompt:]).astype(int)
+    queries = centres[asked] + 0.6 * rng.standard_normal((steps, dim))
+    return Stream(prompt, keys.astype(np.float32), queries.astype(np.float32))
+
+
+# -- what is found -----------------------------------------------------------------------------------------------------
+
+
+def recalls(stream: Stream, sizes: Sizes) -> Iterator[tuple[int, int, dict[str, float]]]:
+    """(step, tokens in the zone, recall of each arm) at every step that asks."""
+    asked = arms(stream.keys.shape[1])
+    zone = stream.prompt - sizes.local - sizes.sinks
+    for arm in asked.values():
+        arm.extend(stream.keys[sizes.sinks : sizes.sinks + zone])
+    for step in range(1, len(stream.queries) + 1):
+        if stream.prompt + step - sizes.local - sizes.sinks - zone >= sizes.update:
+            first = sizes.sinks + zone
+            zone += sizes.update
+            for arm in asked.values():
+                arm.extend(stream.keys[first : sizes.sinks + zone])
+        if step % sizes.every == 0:
+            query = stream.queries[step - 1]
+            logits = stream.keys[sizes.sinks : sizes.sinks + zone] @ query
+            best = np.argpartition(-logits, sizes.k)[: sizes.k]
+            yield step, zone, {name: np.isin(best, arm.best(query, sizes.k)).mean() for name, arm in asked.items()}
+
+
+def drift(stream: Stream) -> float:
+    """How much farther the last generated keys lie from the prompt's centroids than the prompt's own."""
+    kmeans = faiss.Kmeans(stream.keys.shape[1], 64, seed=0)
+    kmeans.train(stream.keys[: stream.prompt])
+    late = stream.keys[-((len(stream.keys) - stream.prompt) // 4) :]
+    apart = [kmeans.index.search(keys, 1)[0].mean() for keys in (late, stream.keys[: stream.prompt])]
+    return float(apart[0] / apart[1])
+
+
+def report(streams: Sequence[Stream], sizes: Sizes) -> dict[str, Any]:
+    """Means over the heads of one generation."""
+    per_head = []
+    for number, stream in enumerate(streams, 1):
+        print(f"head {number} of {len(streams)}", file=sys.stderr)
+        per_head.append(list(recalls(stream, sizes)))
+    steps, zones = [at[0] for at in per_head[0]], [at[1] for at in per_head[0]]
+    names = per_head[0][0][2]
+    recall = {name: np.array([[at[2][name] for at in head] for head in per_head]).mean(axis=0) for name in names}
+    quarter = max(1, len(steps) // 4)
+    return {
+        "steps": steps,
+        "zone": zones,
+        "recall": {name: own.round(4).tolist() for name, own in recall.items()},
+        "late_over_early": {name: float(own[-quarter:].mean() / own[:quarter].mean()) for name, own in recall.items()},
+        "drift": float(np.mean([drift(stream) for stream in streams])),
+    }
+
+
+def main() -> None:
+    """Generate, ask, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="changes to the experiment, as `python -m kvbench` takes them")
+    parser.add_argument("--steps", type=int, default=8192, help="tokens to generate")
+    parser.add_argument("--every", type=int, default=64, help="steps between two questions")
+    parser.add_argument("--prompt", type=int, default=4096, help="prompt tokens of the drifting stream")
+    parser.add_argument("--dim", type=int, default=128, help="head dimension of the drifting stream")
+    arguments = parser.parse_intermixed_args()
+    if not 0 < arguments.every <= arguments.steps:
+        parser.error(f"--every {arguments.every}: expected 1 to --steps {arguments.steps}")
+    torch.set_num_threads(1)
+    faiss.omp_set_num_threads(1)
+    try:
+        method = composed("+experiment=pariskv_drift", *arguments.overrides)["method"]
+        sizes = Sizes(method["sinks"], method["local"], method["update"], method["k"], arguments.every)
+        shortest = sizes.sinks + sizes.local + 256 * FEW  # of the prompt's zone 256 centroids are learned
+        if arguments.prompt < shortest:
+            parser.error(f"--prompt {arguments.prompt}: expected {shortest} or more")
+        print(f"generating {arguments.steps} tokens", file=sys.stderr)
+        streams = {
+            "captured": captured(arguments.overrides, arguments.steps),
+            "drifting": drifting(arguments.prompt, arguments.steps, arguments.dim),
+        }
+    except ConfigError as error:
+        parser.error(str(error))
+    print(json.dumps({"k": sizes.k, **{name: report(heads, sizes) for name, heads in streams.items()}}))
+
+
+if __name__ == "__main__":
+    main()
