@@ -21,7 +21,6 @@ from rich.table import Table
 
 from kvbench.checks import composed
 from kvbench.config import ConfigError
-from kvbench.report.style import style_of
 from kvbench.results import ResultsError
 
 ARMS = (
@@ -179,31 +178,16 @@ def table(rows: Sequence[Row]) -> Table:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """The trade-off as a picture: mean score against device memory, and against the time per token."""
-    import matplotlib
+    import pandas
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    from kvbench.report.figures import draw_tradeoff
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
-    panels = (
-        ("KV on the device (MiB)", lambda one: one.kv_bytes / 2**20, "log"),
-        ("time per token (ms)", lambda one: one.step_ms, "linear"),
-    )
-    for axis, (label, value, scale) in zip(axes, panels, strict=True):
-        for one in rows:
-            # Arms that score alike at like cost lie on one another: outlines leave both to be seen.
-            size = 190 if one.budget is None else 80
-            style = style_of(one.method)
-            shape = {"marker": style.marker, "s": size, "facecolor": "none", "linewidth": 2}
-            named = one.method if one.method not in axis.get_legend_handles_labels()[1] else None
-            axis.scatter(value(one), one.score, edgecolor=style.colour, label=named, zorder=3, **shape)
-            if one.budget is not None:
-                below = {"va": "top", "ha": "center", "textcoords": "offset points", "fontsize": 8}
-                axis.annotate(str(one.budget), (value(one), one.score), (0, -8), **below)
-        axis.set(xlabel=label, xscale=scale, ylim=(-9, 108))
-        axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        axis.margins(x=0.1)
-        axis.grid(alpha=0.3)
+    renamed = {"kv_bytes": "device_kv_bytes", "step_ms": "tpot_ms_mean"}
+    points = pandas.DataFrame(rows, dtype=object).rename(columns=renamed).assign(label=[one.method for one in rows])
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    draw_tradeoff(axes, points)
     axes[0].set_ylabel("score, mean over tasks and lengths")
     handles, names = axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
@@ -211,7 +195,6 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     tasks = " and ".join(TASKS)
     figure.suptitle(f"{tasks} at {lengths} tokens on the embedded model; numbers are budgets; up and left is better")
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

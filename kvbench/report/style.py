@@ -43,7 +43,7 @@ STYLES = {
     "snapkv": Style("SnapKV", VERMILION, "s"),
     "streaming_llm": Style("StreamingLLM", PURPLE, "^"),
     "pariskv": Style("ParisKV", ORANGE, "v"),
-    "pariskv_aligned": Style("ParisKV-aligned", ORANGE, "1", "--"),
+    "pariskv_aligned": Style("ParisKV-aligned", ORANGE, "<", "--"),
     "lychee": Style("LycheeCluster", SKY, "p"),
     "racc": Style("RACC", WINE, "h"),
     "pyramidkv": Style("PyramidKV", INDIGO, ">"),
