@@ -51,6 +51,9 @@ def run(cfg: DictConfig) -> dict[str, Any]:
                 record = measure(arm, prompt, report.tokens)
                 folder.add(record)
                 report.sample(record, work.share(sample))
+                if _attends_whole(arm, record):
+                    tokens = f"the {record['prompt_tokens']} tokens of {record['id']}"
+                    report.once("whole", f"budget=null: the method attends {tokens} whole (said once)")
                 if sample.chat and not record["chat"] and arm.protocol.chat == "auto":
                     report.once(
                         "chat", "protocol.chat=auto: the tokenizer has no chat template, prompts are raw (said once)"
@@ -66,6 +69,14 @@ def run(cfg: DictConfig) -> dict[str, Any]:
             soft_wrap=True,
         )
     return summary
+
+
+def _attends_whole(arm: Arm, record: dict[str, Any]) -> bool:
+    """Whether a method that has sizes of its own attended everything, as with a prompt shorter than they are."""
+    if record["error"] or arm.budget.size is not None:
+        return False
+    tokens = record["prompt_tokens"]
+    return arm.method.rule(tokens, 1) is not None and record["audit"]["attended_mean"] > tokens
 
 
 def open_folder(arm: Arm, **marks: Any) -> RunFolder:

@@ -46,7 +46,7 @@ from methods.pariskv.index import KernelIndex, Workspace
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 HEADS, TOPICS, TOPIC_LIFE = 4, 40, 100  # of the drifting stream: topics at a time, tokens until the oldest gives way
-FEW = 10  # keys to learn a centroid from, below which faiss would warn
+FEW, ROUNDS = 10, 8  # of k-means: keys of a centroid, below which faiss would warn, and passes over the keys
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Quantised(Arm):
         self.keys = np.concatenate([self.keys, keys])
         if first or self.anew:
             self.index = faiss.IndexPQ(self.dim, self.parts, self.bits, faiss.METRIC_INNER_PRODUCT)
-            self.index.pq.cp.min_points_per_centroid = FEW
+            self.index.pq.cp.min_points_per_centroid, self.index.pq.cp.niter = FEW, ROUNDS
             self.index.train(self.keys)
             keys = self.keys
         self.index.add(keys)

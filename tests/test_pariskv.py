@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,19 +12,23 @@ from conftest import CLOSE, Stream, drive, numbers, rotate, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.checks import composed
 from kvbench.config import ConfigError, bind_methods, build, method_config
 from kvbench.hf import KVCache, method_named
 from kvbench.method import Budget
 from kvbench.models import Loaded
+from kvbench.run import run
 
 bind_methods()
 
-from methods.pariskv import ParisKV  # noqa: E402
+from methods.pariskv import ParisKV, kernels  # noqa: E402
 from methods.pariskv.codebook import quotas, random_signs  # noqa: E402
 from methods.pariskv.index import VectorIndex  # noqa: E402
 
 # Zones so small that a few hundred tokens fill them, without a budget.
 SMALL: dict[str, Any] = {"sinks": 3, "local": 10, "update": 8, "k": 12, "dense_below": 0}
+
+NAMES = ("encode", "tables", "vote", "rerank")  # of the kernels that are called from Python
 
 quick = settings(max_examples=15, deadline=None)
 
@@ -39,6 +44,16 @@ def in_dtype(fixed: Stream, dtype: torch.dtype) -> Stream:
 def selected(fixed: Stream, budget: int | None = None, **options: Any) -> list[list[set[int]]]:
     driven = drive(fixed, small(**options), budget)
     return [at.sets(row) for at in driven.seen for row in range(len(fixed.lengths))]
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_to_compile_once_a_generation_has_begun() -> None:
+    """Whatever the keys' type, size and number: compiling takes seconds, and the first token's time is measured."""
+    drive(in_dtype(stream(90, 40, steps=12), torch.bfloat16), small(), None)
+    drive(stream(400, steps=2, query_heads=2, head_dim=24), small(tiers=1), None, left=True)
+    assert [len(getattr(kernels, name).signatures) for name in NAMES] == [1, 1, 1, 1]
 
 
 # -- zones -------------------------------------------------------------------------------------------------------------
@@ -332,6 +347,19 @@ def test_a_query_that_is_nan_selects_nothing_twice() -> None:
     fixed = stream(140, steps=3, layers=1)
     fixed.queries[0, 0, 3, 141] = torch.nan
     assert not bool(drive(fixed, small(), None).outputs[1].isfinite().all()), "the model's logits will say so"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["method=pariskv"], 1), (["method=pariskv", "method.dense_below=0", "method.local=9"], 0), (["method=full"], 0)],
+)
+def test_a_run_says_once_that_short_prompts_are_attended_whole(
+    words: list[str], said: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a budget, whose own message would say it."""
+    short = ["model=dummy-tiny", "task=passkey", "task.lengths=[300]", "task.limit=2", "budget=null"]
+    run(composed(*short, f"results_dir={tmp_path}", *words))
+    assert capsys.readouterr().out.count("budget=null: the method attends the") == said
 
 
 # -- as a model's cache ------------------------------------------------------------------------------------------------
