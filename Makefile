@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvbench-installed
 
-.PHONY: help setup run test lint format clean
+.PHONY: help setup run test reference lint format clean
 
 help:
 	@echo "make run     set up .venv, then the demo: eight arms on the small model, a table and a picture"
 	@echo "make test    set up .venv, then the tests with a coverage report"
+	@echo "make reference  run the sweep behind results/reference anew"
 	@echo "make lint    set up .venv, then ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove .venv and the caches; results stay"
@@ -29,6 +30,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 run: $(STAMP)
 	$(BIN)/python -m kvbench.demo
+
+reference: $(STAMP)
+	$(BIN)/python -m kvbench +experiment=reference
+	$(BIN)/python scripts/compact_runs.py results/sweep_reference results/reference
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --cov --cov-report=term

@@ -53,6 +53,7 @@ usage: python -m kvbench [-m] [key=value ...]
   python -m kvbench -m method=full,quest budget=64,128       a sweep: each method with each budget
   python -m kvbench model.path=FOLDER                        your own model: a folder, or a hub id such as org/name
   python -m kvbench --cfg job method=quest                   print the config of a run, options of the method included
+  python -m kvbench +experiment=reference                    a sweep that stands in a file
   python -m kvbench --config-dir FOLDER method=mine          with your own FOLDER/method/mine.yaml
 """
 
@@ -106,6 +107,8 @@ def help_text() -> str:
     for group in ["method", "task", "model", *(name for name in groups() if name not in ("method", "task", "model"))]:
         rows = [(f"{group}={name}", about) for name, about in choices(group).items()]
         parts.append(_table(f"{group}s", rows))
+    rows = [(f"+experiment={name}", about) for name, about in choices("experiment").items()]
+    parts.append(_table("experiments", rows))
     parts.append(_table("keys", [(f"{key}={default}", about) for key, default, about in documented_keys()]))
     parts.append(
         "Any task takes task.limit=N, its first N samples. --cfg job prints the options of a method or a task."

@@ -6,15 +6,18 @@ A new method is one line in `METHODS`; every generic test then runs over it.
 from __future__ import annotations
 
 import copy
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from kvbench.config import shipped
+from kvbench.config import build, shipped
 from kvbench.engine import Engine
 from kvbench.generate import Generation, generate
 from kvbench.hf import engine_for, method_named
@@ -24,13 +27,16 @@ from kvbench.models import Loaded, load
 
 @dataclass(frozen=True)
 class Case:
-    """A method with its options, under the id that test names carry."""
+    """A method with its options, under the id that test names carry; `file`: the YAML of one that is not kvbench's."""
 
     id: str
     name: str
     options: dict[str, Any] = field(default_factory=dict)
+    file: Path | None = None
 
     def build(self) -> Method:
+        if self.file is not None:
+            return build(OmegaConf.load(self.file))  # type: ignore[arg-type]
         return method_named(self.name, **self.options)
 
 
@@ -44,6 +50,7 @@ METHODS = [
     Case("pyramidkv", "pyramidkv"),
     Case("quest", "quest"),
     Case("quest-kv_head", "quest", {"selection": "kv_head"}),
+    Case("quest-structure", "quest", {"chunking": "structure"}),
     Case("icecache", "icecache"),
     Case("icecache-exact", "icecache", {"index": "exact"}),
     Case("icecache_reuse", "icecache_reuse"),
@@ -63,6 +70,11 @@ METHODS = [
         "lychee",
         {"buffer": 16, "chunking": "fixed", "seed_buffer": False, "pooling": "max", "ub_weight": 0},
     ),
+]
+# Methods of your own: KVBENCH_CONF=FOLDER, with FOLDER/method/mine.yaml as for --config-dir.
+METHODS += [
+    Case(file.stem, file.stem, file=file)
+    for file in sorted(Path(os.environ.get("KVBENCH_CONF", os.devnull), "method").glob("*.yaml"))
 ]
 MODELS = ["dummy-tiny", "dummy-mistral", "dummy-qwen3"]  # Llama, Mistral, Qwen3
 ACCOUNTINGS = ["paper", "unified"]

@@ -10,7 +10,7 @@ import pytest
 
 from kvbench import __main__ as cli
 from kvbench import config
-from kvbench.checks import leaves
+from kvbench.checks import check, leaves
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -108,6 +108,8 @@ def test_help_names_every_choice_with_its_line_and_every_key_with_its_default(co
     for group in config.groups():
         for name, about in config.choices(group).items():
             assert f"{group}={name} {about}" in lines
+    for name, about in config.choices("experiment").items():
+        assert about and f"+experiment={name} {about}" in lines
     keys = {key for key, _ in leaves(config.root_keys())}
     assert {"protocol.question_as_decode", "protocol.generated", "probe.every"} < keys
     assert {key for key, _, _ in config.documented_keys()} == keys
@@ -232,6 +234,13 @@ def test_an_experiment_may_bring_its_own_sweep(command, tmp_path, monkeypatch):
     assert [(cfg.method.name, cfg.budget) for cfg in ran] == [
         ("full", 64), ("full", 128), ("quest", 64), ("quest", 128)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", config.choices("experiment"))
+def test_every_job_of_every_experiment_can_run(name):
+    flags = cli._flags([f"+experiment={name}"])
+    for job, here in cli.composed_jobs(cli._loader(flags), "config", flags.overrides, flags.multirun):
+        check(job, here)
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

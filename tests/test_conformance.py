@@ -36,7 +36,7 @@ STEPS = 5
 
 
 def test_every_shipped_method_is_in_the_list() -> None:
-    assert {case.name for case in METHODS} == set(choices("method"))
+    assert {case.name for case in METHODS if not case.file} == set(choices("method"))
     assert len({case.id for case in METHODS}) == len(METHODS)
 
 

@@ -1,0 +1,69 @@
+"""Copy finished runs without what a report does not need, so that they are small enough to be committed.
+
+    python scripts/compact_runs.py results/sweep_reference results/reference
+
+Of each arm the newest run is kept: run.yaml, status.json, summary.json, and of each sample all but the prompt's answers
+and the output; numbers have five digits. `python -m kvbench.report` reads the copies as it reads the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from kvbench.report.frame import collect
+from kvbench.results import ResultsError
+
+DROPPED = ("answers", "output", "output_ids")
+
+
+def rounded(value: Any) -> Any:
+    """Every number of a record with at most five digits."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def compact(source: Path, target: Path) -> list[Path]:
+    """Copy the runs below `source` to the same places below `target`; the folders written."""
+    written = []
+    for path in map(Path, collect([source]).arms["path"]):
+        folder = target / path.relative_to(source)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("run.yaml", "status.json", "summary.json"):
+            shutil.copyfile(path / name, folder / name)
+        with open(path / "samples.jsonl") as lines, open(folder / "samples.jsonl", "w") as out:
+            for record in map(json.loads, lines):
+                kept = {key: value for key, value in record.items() if key not in DROPPED}
+                out.write(json.dumps(rounded(kept), separators=(",", ":")) + "\n")
+        written.append(folder)
+    return written
+
+
+def main() -> None:
+    """Copy, and say how much is left."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="a results folder")
+    parser.add_argument("target", type=Path, help="where the copies go; what is there of other runs goes away")
+    arguments = parser.parse_args()
+    if arguments.source.resolve() == arguments.target.resolve():
+        parser.error(f"{arguments.target}: the folder to read from; expected another to write to")
+    try:
+        runs = collect([arguments.source])
+    except ResultsError as error:
+        parser.error(str(error))
+    if runs.arms.empty:
+        parser.error(f"{arguments.source}: no finished run there")
+    shutil.rmtree(arguments.target / "runs", ignore_errors=True)
+    folders = compact(arguments.source, arguments.target)
+    size = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+    print(f"{len(folders)} runs, {size / 2**20:.1f} MiB in {arguments.target}")
+
+
+if __name__ == "__main__":
+    main()
