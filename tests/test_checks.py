@@ -448,7 +448,7 @@ def test_one_typo_in_a_name_still_finds_it():
 def test_a_method_is_read_without_hydra():
     target, options, harness = config.method_config("quest", page_size=32)
     assert target == "methods.quest.Quest"
-    assert options == {"page_size": 32, "selection": "query_head"}
+    assert options == {"page_size": 32, "selection": "query_head", "chunking": "fixed"}
     assert harness["minimum"] == {"paper": 96, "unified": 96}
 
 
@@ -458,7 +458,7 @@ def test_a_method_is_read_without_hydra():
         ("qest", {}, r"method=qest: no such method; did you mean quest\?"),
         ("../method/quest", {}, "no such method"),
         ("quest", {"page": 3}, r"page: no such option of method quest; did you mean page_size\?"),
-        ("quest", {"preset": 3}, r"preset: no such option of method quest; \(valid: page_size, selection\)"),
+        ("quest", {"preset": 3}, r"preset: no such option of method quest; \(valid: chunking, page_size, selection\)"),
         ("quest", {"page_size": 1.5}, "method.page_size=1.5: expected a whole number, such as 16"),
         ("quest", {"page_size": 0}, "method.page_size=0: expected a whole number, 1 or more"),
         ("quest", {"selection": "head"}, r"method.selection=head: expected query_head \| kv_head"),

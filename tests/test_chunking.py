@@ -13,11 +13,16 @@ from kvbench.config import bind_methods
 
 bind_methods()
 
-from methods.blocks.chunking import Cutter, Delimiters, delimiters  # noqa: E402
+from methods.blocks.chunking import Chunks, Cutter, Delimiters, Text, cutter, delimiters  # noqa: E402
 from methods.blocks.kmeans import lists_of, spherical_kmeans  # noqa: E402
 from methods.blocks.ragged import entries  # noqa: E402
 
 quick = settings(max_examples=80, deadline=None)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
 
 # -- what a token ends -------------------------------------------------------------------------------------------------
 
@@ -58,7 +63,9 @@ def test_ids_beyond_the_vocabulary_end_nothing() -> None:
 
 @pytest.mark.parametrize("pieces", [[], ["", ""], ["a", "bc", "\ufffd"]], ids=str)
 def test_pieces_that_are_no_text_are_refused(pieces: list[str]) -> None:
-    with pytest.raises(ValueError, match=rf"none of the tokenizer's {len(pieces)} pieces ends .* method.chunking=fixed"):
+    with pytest.raises(
+        ValueError, match=rf"none of the tokenizer's {len(pieces)} pieces ends .* method.chunking=fixed"
+    ):
         delimiters(pieces)
 
 
@@ -117,6 +124,55 @@ def test_without_delimiters_chunks_are_fixed(count: int) -> None:
     assert Cutter(8, 16).bounds(torch.full_like(ids, 4)).tolist() == fixed
 
 
+PIECES = ["The", " key", "s", " of", "12", "ing", " a", ",", ".", " }", "\n", "\n\n"]
+CPU = torch.device("cpu")
+
+
+@quick
+@given(st.integers(0, 2**32), st.integers(1, 150), st.integers(0, 80), st.sampled_from([16, 17, 40]), st.integers(0, 9))
+def test_a_text_that_grows_is_cut_as_one_read_at_once(
+    seed: int, prompt: int, generated: int, rest: int, first: int
+) -> None:
+    ids = torch.randint(len(PIECES), (prompt + generated,), generator=seeded(seed))
+    first, by_structure = min(first, prompt), cutter("structure", 8, 16, PIECES)
+    grown = Text(ids[:prompt], by_structure, rest, CPU, first)
+    for token in ids[prompt:].tolist():
+        end = grown.end
+        grown.append(token)
+        assert grown.end == end + grown.cut
+        assert rest - 16 < grown.length - grown.end <= rest or grown.end == first
+    whole = Text(ids, by_structure, rest, CPU, first)
+    assert torch.equal(grown.chunks.bounds, whole.chunks.bounds)
+    assert grown.length == whole.length == len(ids)
+
+
+def test_a_prompt_cut_whole_leaves_the_rest_to_what_follows() -> None:
+    ids = torch.randint(len(PIECES), (150,), generator=seeded())
+    text = Text(ids, cutter("structure", 8, 16, PIECES), 40, CPU, whole_prompt=True)
+    assert text.end == text.length == 150
+    for token in range(40):
+        text.append(token % len(PIECES))
+    assert text.end == 150 and text.cut == 0
+    text.append(0)
+    assert text.end == 150 + text.cut and 8 <= text.cut <= 16
+
+
+@quick
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=9), st.integers(0, 80), st.data())
+def test_chunks_are_taken_as_far_as_they_fit(lengths: list[int], room: int, data: st.DataObject) -> None:
+    bounds = [5 + sum(lengths[:at]) for at in range(len(lengths) + 1)]
+    chunks = Chunks(torch.tensor(bounds))
+    wanted = data.draw(st.permutations(range(len(lengths))))
+    kept = chunks.fitting(torch.tensor([*wanted, -1]), room).tolist()
+    count = sum(chunk >= 0 for chunk in kept)
+    assert kept == wanted[:count] + [-1] * (len(wanted) + 1 - count)
+    used = sum(lengths[chunk] for chunk in wanted[:count])
+    assert used <= room
+    assert count == len(wanted) or used + lengths[wanted[count]] > room
+    tokens = [token for chunk in wanted[:count] for token in range(bounds[chunk], bounds[chunk + 1])]
+    assert chunks.tokens(torch.tensor([kept])).tolist() == [tokens]
+
+
 # -- lists -------------------------------------------------------------------------------------------------------------
 
 
@@ -152,10 +208,6 @@ def test_lists_are_a_permutation_by_cluster(assigned: list[list[int]]) -> None:
 def unit(*size: int, seed: int = 0) -> torch.Tensor:
     vectors = torch.randn(*size, generator=torch.Generator().manual_seed(seed))
     return vectors / vectors.norm(dim=-1, keepdim=True)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import PIECES, Attended, Stream, drive, numbers, run_loop, stream, watch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvbench.config import ConfigError, bind_methods, build, method_config
 from kvbench.hf import KVCache, method_named
@@ -18,10 +16,9 @@ from kvbench.models import Loaded
 
 bind_methods()
 
-from methods.blocks.chunking import Cutter, delimiters  # noqa: E402
+from methods.blocks.chunking import Chunks, delimiters  # noqa: E402
 from methods.lychee import LycheeCluster  # noqa: E402
-from methods.lychee.index import Chunks, ClusterIndex, Layout, Search, pooled  # noqa: E402
-from methods.lychee.method import Sequence  # noqa: E402
+from methods.lychee.index import ClusterIndex, Layout, Search, pooled  # noqa: E402
 
 HEADS, WIDTH = 2, 24
 
@@ -263,41 +260,9 @@ def test_pooled_keys_are_normalised_means_or_maxima() -> None:
                 torch.testing.assert_close(found[head, chunk], expected / expected.norm(), rtol=0, atol=1e-5)
 
 
-# -- how a text is cut -------------------------------------------------------------------------------------------------
-
-ENDS = delimiters(PIECES)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 150), st.integers(0, 80), st.sampled_from([16, 17, 40]))
-def test_generated_tokens_are_cut_as_those_of_a_prompt(seed: int, prompt: int, generated: int, buffer: int) -> None:
-    ids = torch.randint(len(PIECES), (prompt + generated,), generator=seeded(seed))
-    cutter = Cutter(8, 16, ENDS)
-    grown = Sequence(ids[:prompt], 48, 4, buffer, True, 28, cutter, torch.device("cpu"))
-    for token in ids[prompt:].tolist():
-        end = grown.end
-        grown.append(token)
-        assert grown.end == end + grown.grafted
-        assert buffer - 16 < grown.length - grown.end <= buffer or grown.end == grown.sinks
-    whole = Sequence(ids, 48, grown.sinks, buffer, True, 28, cutter, torch.device("cpu"))
-    assert torch.equal(grown.chunks.bounds, whole.chunks.bounds)
-    assert grown.length == whole.length == len(ids)
-    assert torch.equal(grown.fixed(), whole.fixed())
-
-
-def test_without_a_seeded_buffer_the_prompt_is_cut_to_its_end() -> None:
-    ids = torch.randint(len(PIECES), (150,), generator=seeded())
-    row = Sequence(ids, 48, 16, 40, False, 32, Cutter(8, 16, ENDS), torch.device("cpu"))
-    assert row.end == row.length == 150
-    for token in range(40):
-        row.append(token % len(PIECES))
-    assert row.end == 150 and row.grafted == 0
-    row.append(0)
-    assert row.end == 150 + row.grafted and 8 <= row.grafted <= 16
-
-
 # -- what is attended --------------------------------------------------------------------------------------------------
 
+ENDS = delimiters(PIECES)
 SMALL: dict[str, Any] = {"buffer": 16}
 
 
@@ -417,7 +382,7 @@ def test_a_sequence_is_indexed_once_there_is_more_than_a_step_attends() -> None:
             assert at.in_place
     assert built == sorted(built) and set(built) == {False, True}
     index = method.indexes[0][0]
-    assert index is not None and index.count == len(method.rows[0].chunks.lengths) > 4
+    assert index is not None and index.count == len(method.rows[0].text.chunks) > 4
 
 
 def test_index_bytes_stay_below_their_share_of_the_keys_and_values() -> None:
@@ -473,7 +438,7 @@ def test_long_answers_graft_and_keep_the_rule(tiny: Loaded, accounting: str) -> 
     assert generation.audit["attended_max"] <= (64 if accounting == "unified" else 64 + 16)
     assert generation.audit["read_bytes_per_step"] > 0, "keys of grafted chunks are read"
     counts = {index.count for indexes in method.indexes.values() for index in indexes if index}
-    assert counts == {len(row.chunks.lengths) for row in method.rows}
+    assert counts == {len(row.text.chunks) for row in method.rows}
     last: Attended = seen[-1]
     assert not last.in_place
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from conftest import CLOSE, METHODS, Driven, Stream, drive, each_accounting, rotate, stream
+from conftest import CLOSE, METHODS, PIECES, Driven, Stream, drive, each_accounting, rotate, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +19,8 @@ from kvbench.method import Budget
 
 bind_methods()
 
-from methods.blocks.pages import bounds, tokens_of_pages, upper_bound  # noqa: E402
+from methods.blocks.chunking import cutter  # noqa: E402
+from methods.blocks.pages import bounds, upper_bound  # noqa: E402
 from methods.blocks.topk import interleave, top, top_earliest  # noqa: E402
 
 quick = settings(max_examples=60, deadline=None)
@@ -149,20 +150,55 @@ def test_quest_under_unified_accounting_joins_pages_after_the_last_one() -> None
                 assert length - 1 in at.sets(row)[kv_head]
 
 
+@pytest.mark.parametrize("accounting", ["paper", "unified"])
+def test_quest_attends_pages_that_follow_the_text(accounting: str) -> None:
+    """As many of the best pages as fit into the tokens of the fixed ones; pages open, close, and leave a rest."""
+    fixed, budget, by_structure = stream(143, 110, steps=50), 80, cutter("structure", 8, 16, PIECES)
+    method = method_named("quest", chunking="structure")
+    for at in drive(fixed, method, budget, accounting=accounting).seen:
+        for row, length in enumerate(at.lengths):
+            starts = [*by_structure.bounds(fixed.tokens[row, :length], 16).tolist(), length]
+            pages = [list(range(*ends)) for ends in zip(starts, starts[1:], strict=False)]
+            lists = []
+            for head in range(4):
+                query = fixed.queries[at.layer, row, head, length - 1].double()
+                own = [fixed.keys[at.layer, row, head // 2, page].double() for page in pages]
+                limits = [float(torch.maximum(query * key.amin(0), query * key.amax(0)).sum()) for key in own]
+                lists.append(best(limits, len(pages)))
+            if accounting == "unified":
+                halves = [
+                    joined(lists[:2], len(pages), [len(pages) - 1]),
+                    joined(lists[2:], len(pages), [len(pages) - 1]),
+                ]
+                lists = halves
+            for head, order in enumerate(lists):
+                kept = [count for count in range(len(order) + 1) if sum(len(pages[at]) for at in order[:count]) <= 80]
+                assert at.sets(row)[head] == {token for page in order[: kept[-1]] for token in pages[page]}
+
+
+def test_quest_reads_no_keys_back_unless_a_page_was_cut_short() -> None:
+    fixed = stream(143, steps=50)
+    read = [
+        drive(fixed, method_named("quest", chunking=way), 80).audit["read_bytes_per_step"]
+        for way in ("fixed", "structure")
+    ]
+    assert read[0] == 0 < read[1] < 17 * 2 * 2 * 16 * 4 / 6
+
+
 @quick
-@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**32))
-def test_page_bound_is_never_below_a_key_of_the_page(count: int, page_size: int, seed: int) -> None:
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3), st.integers(0, 2**32))
+def test_page_bounds_are_the_extremes_of_their_keys(lengths: list[int], first: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
-    keys = torch.randn(2, 2, count, 5, generator=rng, dtype=torch.float64)
-    query = torch.randn(2, 4, 1, 5, generator=rng, dtype=torch.float64)
-    lengths = [count, 1 + seed % count]
-    valid = torch.arange(count) < torch.tensor(lengths)[:, None]
-    low, high = bounds(keys, page_size, None if lengths[1] == count else valid)
-    limit = upper_bound(query, low, high)
-    for row, length in enumerate(lengths):
-        for token in range(length):
-            logit = query[row, :, 0].view(2, 2, 5) @ keys[row, :, token, :, None]
-            assert bool((limit[row, :, :, token // page_size] >= logit[..., 0] - 1e-12).all())
+    starts = [first + sum(lengths[:at]) for at in range(len(lengths) + 1)]
+    keys = torch.randn(2, starts[-1] + 2, 5, generator=rng, dtype=torch.float64)
+    query = torch.randn(1, 4, 1, 5, generator=rng, dtype=torch.float64)
+    low, high = bounds(keys, torch.tensor(starts), 9)
+    limit = upper_bound(query, low[None], high[None])
+    for page, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        inside = keys[:, begin:end]
+        assert torch.equal(low[:, page], inside.amin(dim=1)) and torch.equal(high[:, page], inside.amax(dim=1))
+        logits = query[0, :, 0].view(2, 2, 5) @ inside.transpose(1, 2)
+        assert bool((limit[0, :, :, page, None] >= logits - 1e-12).all())
 
 
 # -- StreamingLLM ------------------------------------------------------------------------------------------------------
@@ -350,6 +386,8 @@ RULES = {
     ("quest", "unified"): 48,
     ("quest-kv_head", "paper"): 48,
     ("quest-kv_head", "unified"): 48,
+    ("quest-structure", "paper"): 2 * 48,
+    ("quest-structure", "unified"): 48,
 }
 
 
@@ -387,29 +425,6 @@ def test_interleave_joins_by_rank(data: st.DataObject) -> None:
             expected = joined(own, counts[row], first[row][head] if with_protected else ())
             got = out[row, head].tolist()
             assert got == expected + [-1] * (len(got) - len(expected))
-
-
-@quick
-@given(st.data())
-def test_tokens_of_pages_are_those_within_the_row(data: st.DataObject) -> None:
-    page_size = data.draw(st.integers(1, 5))
-    lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
-    lists = []
-    for length in lengths:
-        pages = range(-(-length // page_size))
-        lists.append([data.draw(st.lists(st.sampled_from(pages), unique=True)) for _ in range(2)])
-    width = max(1, *(len(one) for row in lists for one in row))
-    out = tokens_of_pages(torch.stack([padded(row, width) for row in lists]), page_size, lengths)
-    assert out.shape == (len(lengths), 2, width * page_size)
-    for row, length in enumerate(lengths):
-        for head, pages in enumerate(lists[row]):
-            got = out[row, head].tolist()
-            tokens = [token for token in got if token >= 0]
-            assert got == tokens + [-1] * (len(got) - len(tokens))
-            assert len(tokens) == len(set(tokens))
-            assert set(tokens) == tokens_of(pages, length, page_size)
-            full = [page for page in pages if (page + 1) * page_size <= length]
-            assert tokens[: len(full) * page_size : page_size] == [page * page_size for page in full], "order kept"
 
 
 @quick

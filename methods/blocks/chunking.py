@@ -1,7 +1,8 @@
 """Chunks of consecutive tokens that end where the text itself ends something: a paragraph, a sentence, a clause, a word
 (LycheeCluster, section 4.1 and appendix A).
 
-What a token ends is read off its text once for a whole vocabulary; cutting a text is then arithmetic on token ids.
+What a token ends is read off its text once for a whole vocabulary; cutting a text is then arithmetic on token ids. A
+text is cut in the same places whether it is read at once or token by token.
 """
 
 from __future__ import annotations
@@ -10,9 +11,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.nn.functional import pad
+
+from methods.blocks.ragged import entries
+
+if TYPE_CHECKING:
+    from kvbench.store import View
+
+Chunking = Literal["structure", "fixed"]
 
 # What the end of a token's text may hold, strongest first; the place in the list gives the strength, 4 .. 1.
 DELIMITERS = [
@@ -113,3 +122,110 @@ class Cutter:
             leap = leap[leap]
         chunks = int((count - chain > uncut).sum())
         return chain[: chunks + 1]
+
+
+def cutter(chunking: Chunking, shortest: int, longest: int, pieces: Sequence[str] | None) -> Cutter:
+    """What cuts chunks of `shortest` to `longest` tokens by the text's structure, or of `longest` whatever the text.
+
+    Args:
+        pieces: the text of every token id, as `Context.pieces`.
+
+    Raises:
+        ValueError: chunks are to follow a text, and there is none.
+    """
+    if chunking == "fixed":
+        return Cutter(longest, longest)
+    if pieces is None:
+        raise ValueError(
+            "method.chunking=structure: the tokenizer gives no text of its tokens; use method.chunking=fixed"
+        )
+    return Cutter(shortest, longest, delimiters(pieces))
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The chunks of one sequence.
+
+    Attributes:
+        bounds: [M + 1] int64, chunk i has the tokens bounds[i] .. bounds[i + 1] - 1.
+    """
+
+    bounds: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[M], tokens of each chunk."""
+        return self.bounds.diff()
+
+    def extended(self, end: int) -> Chunks:
+        """With one chunk more, up to `end`."""
+        return Chunks(pad(self.bounds, (0, 1), value=end))
+
+    def fitting(self, chunks: torch.Tensor, room: int) -> torch.Tensor:
+        """Each list [..., K] of chunks as far as it has `room` tokens at most; -1 in place of the rest."""
+        return torch.where(self._lengths_of(chunks).cumsum(dim=-1) <= room, chunks, -1)
+
+    def tokens(self, chunks: torch.Tensor) -> torch.Tensor:
+        """The tokens of each list [..., K] of chunks (-1 = none), in its order: [..., T], trailing -1."""
+        return entries(self.bounds[chunks.clamp(min=0)], self._lengths_of(chunks))[0]
+
+    def _lengths_of(self, chunks: torch.Tensor) -> torch.Tensor:
+        return self.lengths[chunks.clamp(min=0)].masked_fill(chunks < 0, 0)
+
+
+class Text:
+    """A text that grows token by token, and its chunks: the oldest tokens of the uncut rest when it is too long.
+
+    Args:
+        ids: the prompt, [N] on the CPU.
+        cutter: cuts the text; chunks have at most `rest` tokens.
+        rest: most tokens behind the last chunk.
+        device: where the chunks' bounds are wanted.
+        first: where the first chunk begins.
+        whole_prompt: the prompt is cut to its end, and the rest begins behind it.
+
+    Attributes:
+        chunks: all chunks so far.
+        end: where the last one ends and the rest begins.
+        cut: tokens of the chunk that the newest token has pushed out of the rest, or 0.
+    """
+
+    def __init__(
+        self,
+        ids: torch.Tensor,
+        cutter: Cutter,
+        rest: int,
+        device: torch.device,
+        first: int = 0,
+        whole_prompt: bool = False,
+    ) -> None:
+        self._cutter, self._most = cutter, rest
+        bounds = first + cutter.bounds(ids[first:], 0 if whole_prompt else rest)
+        self.chunks, self.end, self.cut = Chunks(bounds.to(device)), int(bounds[-1]), 0
+        self._rest = ids[self.end :].tolist()
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return self.end + len(self._rest)
+
+    def append(self, token: int) -> None:
+        """Read the next token."""
+        self._rest.append(token)
+        self.cut = 0
+        if len(self._rest) > self._most:
+            ahead = torch.tensor(self._rest[: self._cutter.longest + 1])  # the space before a token ends a word, too
+            self.cut = int(self._cutter.bounds(ahead)[1])
+            self.end += self.cut
+            self.chunks = self.chunks.extended(self.end)
+            del self._rest[: self.cut]
+
+
+def keys_of_row(view: View, layer: int, row: int, first: int, end: int, device: torch.device) -> torch.Tensor:
+    """Stored keys [Hkv, n, D] of the tokens first .. end - 1 of one row, which lie on `device`. Metered."""
+    ids = torch.full((len(view.lengths(layer)), 1, end - first), -1, device=device)
+    ids[row] = torch.arange(first, end, device=device)
+    return view.keys(layer, ids)[row]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch.nn.functional import pad
 
 
 def entries(starts: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,3 +23,9 @@ def entries(starts: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, t
     source = torch.searchsorted(ends, place, right=True).clamp(max=starts.shape[-1] - 1)
     numbers = place + (starts - ends + counts).gather(-1, source)
     return torch.where(place < ends[..., -1:], numbers, -1), source
+
+
+def stacked(lists: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Ids [H, n] of each row, packed, as one [B, H, longest n] with trailing -1."""
+    longest = max(ids.shape[1] for ids in lists)
+    return torch.stack([pad(ids, (0, longest - ids.shape[1]), value=-1) for ids in lists])

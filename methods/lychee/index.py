@@ -68,37 +68,6 @@ class Search:
     shortest: int = 8
 
 
-@dataclass(frozen=True, eq=False)
-class Chunks:
-    """The chunks of one sequence.
-
-    Attributes:
-        bounds: [M + 1] int64, chunk i has the tokens bounds[i] .. bounds[i + 1] - 1.
-    """
-
-    bounds: torch.Tensor
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """[M], tokens of each chunk."""
-        return self.bounds.diff()
-
-    def extended(self, end: int) -> Chunks:
-        """With one chunk more, up to `end`."""
-        return Chunks(pad(self.bounds, (0, 1), value=end))
-
-    def fitting(self, chunks: torch.Tensor, room: int) -> torch.Tensor:
-        """Each list [..., K] of chunks as far as it has `room` tokens at most; -1 in place of the rest."""
-        return torch.where(self._lengths_of(chunks).cumsum(dim=-1) <= room, chunks, -1)
-
-    def tokens(self, chunks: torch.Tensor) -> torch.Tensor:
-        """The tokens of each list [..., K] of chunks (-1 = none), in its order: [..., T], trailing -1."""
-        return entries(self.bounds[chunks.clamp(min=0)], self._lengths_of(chunks))[0]
-
-    def _lengths_of(self, chunks: torch.Tensor) -> torch.Tensor:
-        return self.lengths[chunks.clamp(min=0)].masked_fill(chunks < 0, 0)
-
-
 def pooled(keys: torch.Tensor, bounds: torch.Tensor, pooling: Pooling) -> torch.Tensor:
     """Representatives of chunks.
 

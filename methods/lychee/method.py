@@ -7,82 +7,47 @@ is full its oldest tokens become a chunk, which is grafted onto the nearest clus
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch.nn.functional import pad
 
 from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
-from methods.blocks.chunking import Cutter, delimiters
+from methods.blocks.chunking import Chunking, Text, cutter, keys_of_row
+from methods.blocks.ragged import stacked
 from methods.blocks.topk import interleave
-from methods.lychee.index import Build, Chunks, ClusterIndex, Layout, Pooling, Radii, Search, pooled
+from methods.lychee.index import Build, ClusterIndex, Layout, Pooling, Radii, Search, pooled
 
 if TYPE_CHECKING:
     from kvbench.store import View
 
 
-class Sequence:
-    """How the past of one row is parted; the same in all layers and heads, for it follows the text alone.
-
-    Args:
-        ids: the prompt, [N] on the CPU.
-        capacity: the row's budget C in tokens.
-        sinks: first tokens, always attended.
-        buffer: most tokens behind the last chunk, always attended.
-        seed_buffer: the prompt's last tokens stay in the buffer; else the prompt is cut to its end.
-        room: most tokens of chunks that a step attends.
-        cutter: cuts the text.
-        device: of the keys.
+@dataclass(frozen=True)
+class Regions:
+    """How the past of one row is parted; the same in all layers and heads, for chunks follow the text alone.
 
     Attributes:
-        chunks: all chunks so far.
-        end: where the last chunk ends and the buffer begins.
-        grafted: tokens of the chunk that the newest token has pushed out of the buffer, or 0.
+        text: its chunks; behind them the buffer.
+        capacity: the row's budget C in tokens.
+        sinks: first tokens, always attended.
+        room: most tokens of chunks that a step attends.
     """
 
-    def __init__(
-        self,
-        ids: torch.Tensor,
-        capacity: int,
-        sinks: int,
-        buffer: int,
-        seed_buffer: bool,
-        room: int,
-        cutter: Cutter,
-        device: torch.device,
-    ) -> None:
-        self.capacity, self.sinks, self.buffer, self.room = capacity, min(sinks, len(ids)), buffer, room
-        self._cutter = cutter
-        bounds = self.sinks + cutter.bounds(ids[self.sinks :], buffer if seed_buffer else 0)
-        self.chunks, self.end, self.grafted = Chunks(bounds.to(device)), int(bounds[-1]), 0
-        self._recent = ids[self.end :].tolist()
-
-    @property
-    def length(self) -> int:
-        """Tokens so far."""
-        return self.end + len(self._recent)
+    text: Text
+    capacity: int
+    sinks: int
+    room: int
 
     @property
     def sparse(self) -> bool:
         """There is more than a step attends."""
-        return self.length > self.capacity and self.end - self.sinks > self.room
-
-    def append(self, token: int) -> None:
-        """Read the next token, and cut a chunk off the buffer if that is more than it holds."""
-        self._recent.append(token)
-        self.grafted = 0
-        if len(self._recent) > self.buffer:
-            ahead = torch.tensor(self._recent[: self._cutter.longest + 1])
-            self.grafted = int(self._cutter.bounds(ahead)[1])
-            self.end += self.grafted
-            self.chunks = self.chunks.extended(self.end)
-            del self._recent[: self.grafted]
+        return self.text.length > self.capacity and self.text.end - self.sinks > self.room
 
     def fixed(self) -> torch.Tensor:
         """The tokens always attended: buffer, newest first, and sinks; of a row that is not sparse all."""
-        device = self.chunks.bounds.device
-        first = self.end if self.sparse else self.sinks
-        newest = torch.arange(self.length - 1, first - 1, -1, device=device)
+        device = self.text.chunks.bounds.device
+        first = self.text.end if self.sparse else self.sinks
+        newest = torch.arange(self.text.length - 1, first - 1, -1, device=device)
         return torch.cat([newest, torch.arange(self.sinks, device=device)])
 
 
@@ -109,7 +74,7 @@ class LycheeCluster(Method):
         sinks: int = 16,
         buffer: int = 128,
         seed_buffer: bool = True,
-        chunking: Literal["structure", "fixed"] = "structure",
+        chunking: Chunking = "structure",
         min_chunk: int = 8,
         max_chunk: int = 16,
         selection: Literal["kv_head", "query_head"] = "kv_head",
@@ -135,15 +100,8 @@ class LycheeCluster(Method):
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         super().begin(shape, budget, view, context)
-        found = None
-        if self.chunking == "structure":
-            if context.pieces is None:
-                raise ValueError(
-                    "method.chunking=structure: the tokenizer gives no text of its tokens; use method.chunking=fixed"
-                )
-            found = delimiters(context.pieces)
-        self.cutter = Cutter(self.min_chunk, self.max_chunk, found)
-        self.rows: list[Sequence] = []
+        self.cutter = cutter(self.chunking, self.min_chunk, self.max_chunk, context.pieces)
+        self.rows: list[Regions] = []
         self.indexes: dict[int, list[ClusterIndex | None]] = {}
 
     def _split(self, capacity: int) -> tuple[int, int, int]:
@@ -156,7 +114,7 @@ class LycheeCluster(Method):
     def prefill(self, layer: int, prompt: Prompt) -> None:
         if not self.rows:
             self.rows = [
-                self._sequence(ids[:length].cpu(), capacity)
+                self._regions(ids[:length].cpu(), capacity)
                 for ids, length, capacity in zip(prompt.token_ids, prompt.lengths, self.capacities, strict=True)
             ]
         self.indexes[layer] = [
@@ -164,35 +122,32 @@ class LycheeCluster(Method):
             for row, keys in zip(self.rows, prompt.keys, strict=True)
         ]
 
-    def _sequence(self, ids: torch.Tensor, capacity: int) -> Sequence:
+    def _regions(self, ids: torch.Tensor, capacity: int) -> Regions:
         sinks, buffer, room = self._split(capacity)
-        return Sequence(ids, capacity, sinks, buffer, self.seed_buffer, room, self.cutter, self.shape.device)
+        sinks = min(sinks, len(ids))
+        text = Text(ids, self.cutter, buffer, self.shape.device, sinks, whole_prompt=not self.seed_buffer)
+        return Regions(text, capacity, sinks, room)
 
-    def _index(self, layer: int, row: Sequence, keys: torch.Tensor) -> ClusterIndex:
+    def _index(self, layer: int, row: Regions, keys: torch.Tensor) -> ClusterIndex:
         """An index of the chunks so far, from keys [Hkv, n, D] of all tokens up to their end."""
-        representatives = pooled(keys, row.chunks.bounds, self.layout.pooling)
-        generator = self.context.generator(layer)
-        return ClusterIndex(representatives, row.chunks.lengths, self.layout, keys.dtype, generator)
+        chunks = row.text.chunks
+        representatives = pooled(keys, chunks.bounds, self.layout.pooling)
+        return ClusterIndex(representatives, chunks.lengths, self.layout, keys.dtype, self.context.generator(layer))
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         for row, token in zip(self.rows, tokens.tolist(), strict=bool(self.rows)):
-            row.append(token)
+            row.text.append(token)
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        for number, row in enumerate(self.rows):
-            index = self.indexes[layer][number]
-            if index is None and row.sparse:
-                self.indexes[layer][number] = self._index(layer, row, self._keys(layer, number, 0, row.end))
-            elif index is not None and row.grafted:
-                keys = self._keys(layer, number, row.end - row.grafted, row.end)
-                whole = torch.tensor([0, row.grafted], device=keys.device)
-                index.graft(pooled(keys, whole, self.layout.pooling)[:, 0], row.grafted)
-
-    def _keys(self, layer: int, row: int, first: int, end: int) -> torch.Tensor:
-        """Keys [Hkv, n, D] of the tokens first .. end - 1 of one row."""
-        ids = torch.full((self.shape.batch, 1, end - first), -1)
-        ids[row] = torch.arange(first, end)
-        return self.view.keys(layer, ids.to(self.shape.device))[row]
+        """Index a row that has become sparse; graft the chunk that has left the buffer."""
+        for number, (row, index) in enumerate(zip(self.rows, self.indexes[layer], strict=True)):
+            end, cut = row.text.end, row.text.cut
+            if index is not None and cut:
+                keys = keys_of_row(self.view, layer, number, end - cut, end, self.shape.device)
+                index.graft(pooled(keys, torch.tensor([0, cut], device=keys.device), self.layout.pooling)[:, 0], cut)
+            elif index is None and row.sparse:
+                keys = keys_of_row(self.view, layer, number, 0, end, self.shape.device)
+                self.indexes[layer][number] = self._index(layer, row, keys)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         own = self.selection == "query_head" and not self.budget.counts_generated
@@ -206,10 +161,9 @@ class LycheeCluster(Method):
             if index is not None:
                 tokens = torch.cat([tokens, self._best(row, index, queries)], dim=1)
             lists.append(tokens)
-        longest = max(tokens.shape[1] for tokens in lists)
-        return Selection(torch.stack([pad(tokens, (0, longest - tokens.shape[1]), value=-1) for tokens in lists]))
+        return Selection(stacked(lists))
 
-    def _best(self, row: Sequence, index: ClusterIndex, queries: torch.Tensor) -> torch.Tensor:
+    def _best(self, row: Regions, index: ClusterIndex, queries: torch.Tensor) -> torch.Tensor:
         """Tokens of the best chunks for queries [Hkv, G, D]: [Hkv or Hq, n], trailing -1."""
         norms = queries.norm(dim=2)
         if self.selection == "kv_head":
@@ -218,7 +172,7 @@ class LycheeCluster(Method):
         if self.selection == "query_head" and self.budget.counts_generated:
             heads, group, count = chunks.shape
             chunks = interleave(chunks.view(1, -1, count), heads, [group * count]).view(heads, 1, -1)
-        return row.chunks.tokens(row.chunks.fitting(chunks, row.room)).flatten(0, 1)
+        return row.text.chunks.tokens(row.text.chunks.fitting(chunks, row.room)).flatten(0, 1)
 
     def rule(self, length: int, generated: int) -> int:
         capacity = self.budget.tokens(length)
