@@ -251,6 +251,24 @@ def test_what_cannot_be_drawn_is_said(runs, name, keep, said):
         figures.draw(name, only(runs, kept[keep]))
 
 
+def test_more_than_a_picture_can_show_is_refused_before_samples_are_read(runs, monkeypatch):
+    timed = runs.arms[(runs.arms["probe_every"] == 0) & (runs.arms["accounting"] == "paper")]
+    many = pd.concat([timed] * 10, ignore_index=True)
+    settings = pd.concat([runs.settings.loc[timed.index]] * 10, ignore_index=True)
+    monkeypatch.setattr(Runs, "samples", lambda self, arm: pytest.fail("samples read"))
+    crowd = replace(runs, arms=many, settings=settings)
+    with pytest.raises(
+        ConfigError, match=r"^figure=length: 70 arms in a panel, and a picture shows 60 at most; --where"
+    ):
+        figures.draw("length", crowd)
+    seeds = replace(crowd, settings=settings.assign(seed=range(70)))
+    with pytest.raises(ConfigError, match=r"^figure=budget: 70 tasks, models and protocols, .* 8 at most"):
+        figures.draw("budget", seeds)
+    few = replace(crowd, arms=many[:28], settings=settings[:28])
+    with pytest.raises(ConfigError, match=r"^figure=passkey: 28 arms, .* 24 at most"):
+        figures.draw("passkey", few)
+
+
 def test_another_ending_is_refused(runs, tmp_path):
     with pytest.raises(ConfigError, match=r"^out=.*figure.jpg: expected a file that ends in .png or .pdf"):
         figures.write(figures.draw("budget", runs), tmp_path / "figure.jpg")

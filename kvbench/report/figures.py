@@ -39,6 +39,7 @@ OWN_PARTS = (("#009E73", ""), ("#CC79A7", "--"), ("#F0E442", ""), ("#882255", "|
 SIZES = {"method.cluster_size": "chunks per cluster", "method.page_size": "tokens per page"}
 LINES = ("-", "--", ":", "-.")
 POINTS = 100  # of a curve over decode steps, at most
+MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 60, 24  # that one picture can show
 # Settings in which the arms of a panel may differ; in all others they are alike, or they stand in panels of their own.
 OWN = ("method.", "attention", "shared_prefill")
 FREE = {"method", "budget", "probe.every"}
@@ -93,7 +94,7 @@ def write(figure: Figure, path: Path) -> None:
 
 def budget(runs: Runs) -> Figure:
     """Score against the budget, and against what was attended; a row for each task and model."""
-    panels = _panels(runs, _arms(runs, "budget", probed=False))
+    panels = _panels("budget", runs, _arms(runs, "budget", probed=False))
     figure, axes = _grid(len(panels), 2, "score against budget, and against what was attended")
     for (title, arms), row in zip(panels, axes, strict=True):
         for axis, x in zip(row, ("budget", "attended_mean"), strict=True):
@@ -118,7 +119,7 @@ def budget(runs: Runs) -> Figure:
 
 def tradeoff(runs: Runs) -> Figure:
     """Score against device memory and against the time per token; a row for each task and model (IceCache, Fig. 1)."""
-    panels = _panels(runs, _arms(runs, "tradeoff", probed=False, column="tpot_ms_mean"))
+    panels = _panels("tradeoff", runs, _arms(runs, "tradeoff", probed=False, column="tpot_ms_mean"))
     figure, axes = _grid(len(panels), 2, "score against memory and time; numbers are budgets, up and left is better")
     for (title, arms), row in zip(panels, axes, strict=True):
         points = pd.concat([one.arms.assign(label=one.label()) for one in _series(runs, arms)])
@@ -160,13 +161,14 @@ def draw_tradeoff(axes: Sequence[Any], points: pd.DataFrame) -> None:
 def passkey(runs: Runs) -> Figure:
     """Share of the passkeys found, by depth and prompt length; a panel for each arm (IceCache, Fig. 6)."""
     arms = _arms(runs, "passkey", probed=False, task="passkey")
-    panels = _panels(runs, arms)
+    panels = _panels("passkey", runs, arms)
     found = [
         (one.label(arm.budget) if len(panels) == 1 else f"{one.label(arm.budget)}\n{title}", arm)
         for title, own in panels
         for one in _series(runs, own)
         for arm in _rows(one.arms)
     ]
+    _refuse_crowd("passkey", len(found), "arms", MOST_MAPS)
     columns = min(4, len(found))
     title = "passkeys found by depth and length" + (f": {panels[0][0]}" if len(panels) == 1 else "")
     figure, axes = _grid(math.ceil(len(found) / columns), columns, title, (3.1, 2.6))
@@ -203,7 +205,7 @@ def _passkey_cells(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 
 def latency(runs: Runs) -> Figure:
     """Time to the second token, time per token, and its parts (IceCache, Fig. 7; LycheeCluster, Fig. 5)."""
-    panels = _panels(runs, _arms(runs, "latency", probed=False, column="tpot_ms_mean"))
+    panels = _panels("latency", runs, _arms(runs, "latency", probed=False, column="tpot_ms_mean"))
     heights = [1.0 + 0.28 * len(arms) for _, arms in panels]
     figure = Figure(figsize=(11, 1.2 + sum(heights)), layout="constrained")
     axes = np.array(figure.subplots(len(panels), 3, squeeze=False, sharey="row", height_ratios=heights))
@@ -211,7 +213,7 @@ def latency(runs: Runs) -> Figure:
     for (title, arms), row in zip(panels, axes, strict=True):
         bars = [(one, arm) for one in _series(runs, arms) for arm in _rows(one.arms)]
         row[0].set_yticks(range(len(bars)), [one.label(arm.budget) for one, arm in bars])
-        row[0].invert_yaxis()
+        row[0].set_ylim(len(bars) - 0.4, -0.6)
         row[0].set_title(title, loc="left")
         for axis, column, label in zip(
             row, ("tt2t_s", "tpot_ms_mean"), ("second token after (s)", "time per token (ms)"), strict=False
@@ -225,6 +227,7 @@ def latency(runs: Runs) -> Figure:
                 axis.annotate(f" {value:.3g}", (value, place), va="center", fontsize=8)
             axis.set_xlabel(label)
             axis.margins(x=0.15)
+            axis.locator_params(axis="x", nbins=5)
             axis.grid(axis="x", alpha=0.3)
         _stack(row[2], pd.DataFrame([arm for _, arm in bars]))
     return _finished(figure, axes[:, 2], [arms for _, arms in panels])
@@ -249,7 +252,7 @@ def _stack(axis: Any, arms: pd.DataFrame) -> None:
 
 def length(runs: Runs) -> Figure:
     """Time per token against the length of the context (IceCache, Fig. 8; LycheeCluster, Fig. 4)."""
-    panels = _panels(runs, _arms(runs, "length", probed=False, column="tpot_ms_mean"))
+    panels = _panels("length", runs, _arms(runs, "length", probed=False, column="tpot_ms_mean"))
     curves = [(title, arms, _length_curves(runs, arms)) for title, arms in panels]
     curves = [curve for curve in curves if curve[2]]
     if not curves:
@@ -301,7 +304,7 @@ def stability(runs: Runs) -> Figure:
 def _over_steps(runs: Runs, figure_name: str, measures: Mapping[str, str]) -> Figure:
     """A column for each measure, a row for each task and model, a curve for each arm: the mean over samples."""
     arms = _arms(runs, figure_name, probed=True)
-    panels = _panels(runs, arms[arms["method"] != YARDSTICK])
+    panels = _panels(figure_name, runs, arms[arms["method"] != YARDSTICK])
     figure, axes = _grid(len(panels), len(measures), f"{' and '.join(measures.values())}, over decode steps")
     for (title, arms), row in zip(panels, axes, strict=True):
         for label, style, arm in _curves_of(runs, arms):
@@ -337,7 +340,7 @@ def clusters(runs: Runs) -> Figure:
     """Recall against how many things lie in a cluster or page (LycheeCluster, Fig. 10)."""
     arms = _arms(runs, "clusters", probed=True)
     panels = []
-    for title, own in _panels(runs, arms):
+    for title, own in _panels("clusters", runs, arms):
         for option in SIZES:
             sizes = runs.settings.get(option, pd.Series(index=runs.arms.index, dtype=object))[own.index]
             varied = sizes.groupby([own["method"], own["budget"]]).transform("nunique") > 1
@@ -403,8 +406,12 @@ def _arms(runs: Runs, name: str, probed: bool, column: str | None = None, task: 
     return arms
 
 
-def _panels(runs: Runs, arms: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """The arms that can be compared, of one task, model and protocol, and a title that says which."""
+def _panels(name: str, runs: Runs, arms: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The arms that can be compared, of one task, model and protocol, and a title that says which.
+
+    Raises:
+        ConfigError: more than the figure of this name can show.
+    """
     settings = runs.settings.loc[arms.index].map(str)
     common = settings[[key for key in settings if key not in FREE and not key.startswith(OWN)]]
     panels = []
@@ -415,7 +422,14 @@ def _panels(runs: Runs, arms: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
             f"{key.rpartition('.')[2]}={common.loc[own.index[0], key]}" for key in others if others[key].nunique() > 1
         ]
         panels.append((", ".join([task, model, *apart]), own))
+    _refuse_crowd(name, len(panels), "tasks, models and protocols", MOST_PANELS)
+    _refuse_crowd(name, max((len(own) for _, own in panels), default=0), "arms in a panel", MOST_ARMS)
     return panels
+
+
+def _refuse_crowd(name: str, count: int, what: str, most: int) -> None:
+    if count > most:
+        raise ConfigError(f"figure={name}: {count} {what}, and a picture shows {most} at most; --where chooses some")
 
 
 def _series(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[Series]:
