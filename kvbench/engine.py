@@ -81,22 +81,11 @@ class Engine:
         self._sparse = frozenset(shape.sparse_layers)
         self._reader = PromptReader(shape.lengths, offsets, columns, method.needs, shape.scaling)
         self._active: list[bool] = [True] * shape.batch
-        self._check_budget()
-        context = Context(seed, sample, worker_pool(), self.spans, pieces)
+        context = Context(seed, sample, worker_pool(), self.spans, pieces, new_tokens)
         try:
             method.begin(shape, budget, View(self.stores, self.audit), context)
         except ValueError as error:  # what only the model's shape or its tokenizer tells
             raise ConfigError(first_line(error)) from error
-
-    def _check_budget(self) -> None:
-        """A fraction of a short prompt may fall below what the method can keep to."""
-        for length in self.shape.lengths if isinstance(self.budget.size, float) else ():
-            tokens = self.budget.tokens(length)
-            if tokens < min(self.budget.minimum, length):
-                raise ConfigError(
-                    f"budget={self.budget.size}: {tokens} of a prompt's {length} tokens, below the minimum of "
-                    f"{self.budget.minimum} tokens"
-                )
 
     @property
     def capacity(self) -> int:
@@ -254,11 +243,15 @@ class Engine:
         self.audit.end_step(self.method, self.shape.lengths, self._active, device, host)
 
     def report(self) -> dict[str, Any]:
-        """The audit so far, with the executor that ran."""
+        """The audit so far, with the executor that ran and the method's own numbers."""
         size = self.budget.size
         budget = None if size is None else self.budget.tokens(max(self.shape.lengths))
         stored = [tensor for store in self.stores.values() for tensor in store.tensors()]
-        report = {**self.audit.report(self.method, budget, stored), "executor": self.executor_name}
+        report = {
+            **self.method.report(),
+            **self.audit.report(self.method, budget, stored),
+            "executor": self.executor_name,
+        }
         if any(store.host is not None for store in self.stores.values()):
             report["transfer"] = "measured" if self.shape.device.type == "cuda" else "simulated"
         return report

@@ -191,7 +191,8 @@ def count_distinct(index: torch.Tensor) -> torch.Tensor:
 def held_bytes(method: Method, stored: Iterable[torch.Tensor] = ()) -> int:
     """Bytes of all tensors and arrays a method object holds, each storage once; the harness's own parts left out.
 
-    A view of what the store holds (`stored`) is no memory of the method's; of keys that the store has dropped it is.
+    A library's memory, which Python does not see, is what an object tells as its `foreign_bytes`. A view of what the
+    store holds (`stored`) is no memory of the method's; of keys that the store has dropped it is.
     """
     seen = {tensor.untyped_storage().data_ptr() for tensor in stored}
     outside = {"shape", "budget", "view", "context", "needs"}
@@ -205,7 +206,7 @@ def held_bytes(method: Method, stored: Iterable[torch.Tensor] = ()) -> int:
                 thing = thing.base
             key, nbytes = thing.ctypes.data, thing.nbytes
         else:
-            key, nbytes = id(thing), 0
+            key, nbytes = id(thing), getattr(thing, "foreign_bytes", 0)
         if key in seen:
             return 0
         seen.add(key)
@@ -213,6 +214,7 @@ def held_bytes(method: Method, stored: Iterable[torch.Tensor] = ()) -> int:
             return sum(map(size, thing.values()))
         if isinstance(thing, (list, tuple, set, frozenset, deque)):
             return sum(map(size, thing))
-        return nbytes + sum(map(size, getattr(thing, "__dict__", {}).values()))
+        parts = getattr(thing, "__dict__", {})
+        return nbytes + sum(size(value) for name, value in parts.items() if name not in outside)
 
-    return sum(size(value) for name, value in vars(method).items() if name not in outside)
+    return size(method)

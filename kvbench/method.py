@@ -133,6 +133,7 @@ class Context:
         spans: timing spans, `with context.spans("gather"): ...` inside a method refines the breakdown; of the thread
             that calls the method, not of the pool's.
         pieces: text of every vocabulary entry, when `Needs.token_text` asked for it.
+        new_tokens: decode steps to come at most; None: unknown, as under `model.generate`.
     """
 
     seed: int
@@ -140,6 +141,7 @@ class Context:
     pool: Pool
     spans: Spans
     pieces: Sequence[str] | None = None
+    new_tokens: int | None = None
 
     def layer_seed(self, layer: int) -> int:
         """A 63-bit seed for `layer`, the same in any order, process and thread count."""
@@ -229,8 +231,23 @@ class Method:
     context: Context
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
-        """A new generation starts; forget the last one. `view` reads the store and evicts from it."""
+        """A new generation starts; forget the last one. `view` reads the store and evicts from it.
+
+        Raises:
+            ValueError: what only the prompts or the model's shape tell is wrong.
+        """
         self.shape, self.budget, self.view, self.context = shape, budget, view, context
+        self.check_budget()
+
+    def check_budget(self) -> None:
+        """Refuse a fraction that leaves a prompt fewer tokens than the method can keep to."""
+        for length in self.shape.lengths if isinstance(self.budget.size, float) else ():
+            tokens = self.budget.tokens(length)
+            if tokens < min(self.budget.minimum, length):
+                raise ValueError(
+                    f"budget={self.budget.size}: {tokens} of a prompt's {length} tokens, below the minimum of "
+                    f"{self.budget.minimum} tokens"
+                )
 
     @property
     def capacities(self) -> list[int]:
@@ -269,3 +286,7 @@ class Method:
             generated: decode steps so far, the current one included.
         """
         return None if self.budget.size is None else self.budget.tokens(length)
+
+    def report(self) -> dict[str, float]:
+        """Numbers of the method's own, shown beside the audit's; peaks end in _max. The audit does not read them."""
+        return {}

@@ -301,3 +301,32 @@ def test_counted_tokens_stay_inside_the_budget(tiny: Loaded, capacity: int) -> N
         assert not audit["over_rule"]
         attended[generated] = audit["attended_max"]
     assert attended == {"free": min(capacity, 150) + steps, "counted": capacity}
+
+
+class Library:
+    """Wraps memory that no Python object owns."""
+
+    foreign_bytes = 64
+
+
+def test_memory_of_a_library_counts_as_its_owner_tells() -> None:
+    assert held_bytes(Holding(held=[Library(), torch.zeros(25)])) == 164
+
+
+def test_a_method_inside_a_method_counts_without_the_harness_s_parts() -> None:
+    inner = Holding(kept=torch.zeros(25), view=torch.zeros(100), context=torch.zeros(100))
+    assert held_bytes(Holding(inner=inner, more=torch.zeros(1))) == 104
+
+
+class Telling(Method):
+    """Says how many steps it may have, and tries to speak for the audit."""
+
+    def report(self) -> dict[str, float]:
+        return {"steps_to_come": float(self.context.new_tokens or -1), "attended_max": 10**6}
+
+
+def test_what_a_method_reports_stands_beside_the_audit_and_never_in_its_place() -> None:
+    fixed = stream(30, steps=3)
+    audit = drive(fixed, Telling(), None).audit
+    assert (audit["steps_to_come"], audit["attended_max"]) == (3, 33)
+    assert drive(fixed, Telling(), None, left=True).audit["steps_to_come"] == -1, "under generate nobody knows"
