@@ -48,6 +48,12 @@ METHODS = [
     Case("snapkv", "snapkv"),
     Case("snapkv-kvpress", "snapkv", {"window": 16, "kernel": 5, "pooling": "mean", "join": "after"}),
     Case("pyramidkv", "pyramidkv"),
+    # windows and cycles far below the prompts and answers that the tests use
+    Case("racc_code", "racc_code", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),
+    Case("racc_paper", "racc_paper", {"prompt_window": 16, "beta": 0.1}),
+    Case("snapkv_racc", "snapkv_racc", {"beta": 0.1}),
+    Case("snapkv_racc-hnsw", "snapkv_racc", {"beta": 0.1, "lag": 0, "index": "hnsw"}),
+    Case("pyramidkv_racc", "pyramidkv_racc", {"beta": 0.1}),
     Case("quest", "quest"),
     Case("quest-kv_head", "quest", {"selection": "kv_head"}),
     Case("quest-structure", "quest", {"chunking": "structure"}),

@@ -1,0 +1,192 @@
+"""Searches of one layer in the background, in two modes.
+
+Deterministic: the answer to a request is used a fixed number of steps later, and waited for if need be, so that scores
+never depend on timing. Free: the latest finished answer is used, however old, and decoding never waits; a step that
+finds a search still running asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import faiss
+import numpy as np
+import torch
+
+from methods.racc.index import Floats, KeyIndex, Tokens
+
+Mode = Literal["deterministic", "free"]
+
+
+@dataclass
+class Log:
+    """What became of the searches of one generation, all layers together.
+
+    Attributes:
+        asked: requests; late: steps that could not ask, or not link, since a search was still running; failed: raised.
+        used: steps times layers that had an answer; staleness: steps between its request and its use, summed.
+        rebuilds: see `KeyIndex`.
+    """
+
+    asked: int = 0
+    late: int = 0
+    failed: int = 0
+    used: int = 0
+    staleness: int = 0
+    staleness_max: int = 0
+    rebuilds: int = 0
+
+    def use(self, age: int) -> None:
+        """An answer of `age` steps is used."""
+        self.used += 1
+        self.staleness += age
+        self.staleness_max = max(self.staleness_max, age)
+
+    def report(self) -> dict[str, float]:
+        """The numbers for a sample's record."""
+        return {
+            "searches": self.asked,
+            "searches_late": self.late,
+            "searches_failed": self.failed,
+            "staleness_mean": self.staleness / self.used if self.used else 0.0,
+            "staleness_max": self.staleness_max,
+            "index_rebuilds": self.rebuilds,
+        }
+
+
+class Answer(NamedTuple):
+    """Tokens found [B, Hkv, k], nearest first, trailing -1, for the queries of step `asked`."""
+
+    asked: int
+    tokens: torch.Tensor
+
+
+class _Found(NamedTuple):
+    """What a job did: tokens found (None: it searched nothing), keys it read, indexes it had to rebuild."""
+
+    tokens: torch.Tensor | None
+    keys_read: int
+    rebuilds: int
+
+
+class Retriever:
+    """The indexes of one layer, and its searches, one after the other in the worker pool.
+
+    Args:
+        layer: for messages.
+        index: [B][Hkv].
+        submit: of the worker pool, whose jobs start in the order of their submission.
+        mode, lag: when an answer is used; see the module.
+        count_read: told how many keys were read.
+        log: counts what happens.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        index: Sequence[Sequence[KeyIndex]],
+        submit: Callable[..., Future[Any]],
+        mode: Mode,
+        lag: int,
+        count_read: Callable[[int], None],
+        log: Log,
+    ) -> None:
+        self.layer, self.index, self.free, self.lag, self.log = layer, index, mode == "free", lag, log
+        self._submit, self._count_read = submit, count_read
+        self._pending: deque[tuple[int, Future[_Found]]] = deque()
+        self._last: Future[_Found] | None = None
+        self._answer: Answer | None = None
+
+    @property
+    def foreign_bytes(self) -> int:
+        """Bytes of the indexes in faiss's own memory; waits for the job at work."""
+        if self._last is not None:
+            wait([self._last])
+        return sum(index.nbytes for row in self.index for index in row)
+
+    @property
+    def busy(self) -> bool:
+        """A job is still to be done."""
+        return self._last is not None and not self._last.done()
+
+    def cover(self, step: int, tokens: Sequence[Sequence[Tokens]]) -> None:
+        """Index the evicted tokens [B][Hkv] that are not there yet."""
+        self._enqueue(step, tokens, None, ())
+
+    def request(self, step: int, queries: torch.Tensor, counts: Sequence[int]) -> None:
+        """Ask for the nearest `counts[b]` tokens to queries [B, Hkv, D]."""
+        if self.free and self.busy:
+            self.log.late += 1
+            return
+        self.log.asked += 1
+        self._enqueue(step, None, queries.float().cpu().numpy(), counts)
+
+    def latest(self, step: int) -> Answer | None:
+        """The answer to use at `step`, if there is one.
+
+        Raises:
+            FloatingPointError: a key is not finite (deterministic).
+        """
+        while self._pending and self._due(*self._pending[0], step):
+            asked, job = self._pending.popleft()
+            try:
+                found = job.result()
+            except Exception:
+                if not self.free:
+                    raise
+                self.log.failed += 1
+                continue
+            self._count_read(found.keys_read)
+            self.log.rebuilds += found.rebuilds
+            if found.tokens is not None:
+                self._answer = Answer(asked, found.tokens)
+        if self._answer is not None:
+            self.log.use(step - self._answer.asked)
+        return self._answer
+
+    def _due(self, asked: int, job: Future[_Found], step: int) -> bool:
+        return job.done() if self.free else asked <= step - self.lag
+
+    def _enqueue(
+        self, step: int, tokens: Sequence[Sequence[Tokens]] | None, queries: Floats | None, counts: Sequence[int]
+    ) -> None:
+        self._last = self._submit(self._work, self._last, tokens, queries, counts)
+        self._pending.append((step, self._last))
+
+    def _work(
+        self,
+        before: Future[_Found] | None,
+        tokens: Sequence[Sequence[Tokens]] | None,
+        queries: Floats | None,
+        counts: Sequence[int],
+    ) -> _Found:
+        if before is not None:
+            wait([before])  # an index is no place for two threads; what the other raised is told by itself
+        faiss.omp_set_num_threads(1)
+        indexes = [index for row in self.index for index in row]
+        read, rebuilds = (sum(getattr(one, name) for one in indexes) for name in ("keys_read", "rebuilds"))
+        if tokens is not None:
+            for evicted, row in zip(tokens, self.index, strict=True):
+                for head, index in enumerate(row):
+                    try:
+                        index.cover(evicted[head])
+                    except ValueError as error:
+                        raise FloatingPointError(f"layer {self.layer}, KV head {head}: {error}") from error
+        found = None if queries is None else self._search(queries, counts)
+        return _Found(
+            found,
+            sum(one.keys_read for one in indexes) - read,
+            sum(one.rebuilds for one in indexes) - rebuilds,
+        )
+
+    def _search(self, queries: Floats, counts: Sequence[int]) -> torch.Tensor:
+        found = np.full((*queries.shape[:2], max(counts)), -1)
+        for row, heads in enumerate(self.index):
+            for head, index in enumerate(heads):
+                nearest = index.search(queries[row, head], counts[row])
+                found[row, head, : len(nearest)] = nearest
+        return torch.from_numpy(found)
