@@ -204,23 +204,28 @@ def _page(given: Namespace, runs: Runs | None, made: Sequence[Table]) -> str:
     if given.paper or given.rows or runs is None:
         return html.page(made[0].title, "", made, {}, runs.left_out if runs else [])
     from kvbench.report.figures import FIGURES
+    from kvbench.report.tables import select
 
-    figures = {}
+    chosen = runs.only(select(runs, given.where))
+    figures, undrawn = {}, []
     for name, (figure, title) in FIGURES.items():
         try:
-            figures[name] = (title, figure(runs))
-        except ConfigError:
-            continue  # these runs have nothing to draw there
+            figures[name] = (title, figure(chosen))
+        except ConfigError as error:
+            undrawn.append(str(error))
     places = " and ".join(map(str, given.folders or [FOLDER]))
-    return html.page("kvbench report", f"{len(runs.arms)} runs below {places}.", made, figures, runs.left_out)
+    about = f"{len(chosen.arms)} runs below {places}."
+    return html.page("kvbench report", about, made, figures, runs.left_out, undrawn)
 
 
 def _draw(given: Namespace, runs: Runs | None) -> None:
     from kvbench.report.figures import draw, write
+    from kvbench.report.tables import select
 
     assert runs is not None
+    figure = draw(given.figure, runs.only(select(runs, given.where)))
     try:
-        write(draw(given.figure, runs), given.out)
+        write(figure, given.out)
     except OSError as error:
         raise ConfigError(f"--out {given.out}: cannot write there ({error.strerror})") from error
     print(given.out)

@@ -17,11 +17,11 @@ from kvbench.report.stats import COVERAGE, Estimate, estimate
 MARKS = {
     "b": f"scores better than full attention on the same samples, beyond noise (paired bootstrap, {COVERAGE} %): look "
     "for the reason before believing it",
+    "c": "simulated transfers: copies from memory to memory, as there is no GPU",
     "d": "random (dummy) weights: bytes and times have a meaning, scores have none",
     "f": "with failed samples, which count 0",
     "m": "under another protocol than most of the table",
     "o": "a sample broke its method's own budget rule",
-    "s": "without a GPU: transfers are copies from memory to memory, their time is simulated",
     "u": "unfinished: not all samples yet",
 }
 
@@ -37,8 +37,8 @@ class Evidence:
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
         self._full: dict[tuple[str, ...], list[int]] = {}
-        for run, method in runs.arms["method"].items():
-            if method == YARDSTICK:
+        for run, arm in runs.arm.items():
+            if arm["method"] == YARDSTICK:
                 self._full.setdefault(self._kind(run), []).append(run)
 
     @functools.cache  # noqa: B019 - lives as long as one report
@@ -69,7 +69,7 @@ class Evidence:
 
     def marks(self, run: int, groups: tuple[str, ...] = ()) -> str:
         """The letters of `MARKS` that a run's score deserves, but for the table's own (m)."""
-        arm, scores = self.runs.arms.loc[run], self.runs.scores[run]
+        arm, scores = self.runs.arm[run], self.runs.scores[run]
         against = self.against_full(run, groups)
         failed = any(scores.failed[rows].any() for rows in _strata(scores, groups))
         found = {
@@ -91,14 +91,13 @@ class Evidence:
         alike = self._full.get(self._kind(run), [])
         if run in alike:
             return None
-        arms = self.runs.arms
-        return max(alike, key=lambda full: (arms.at[full, "n"], arms.at[full, "updated"]), default=None)
+        arm = self.runs.arm
+        return max(alike, key=lambda full: (arm[full]["n"], arm[full]["updated"]), default=None)
 
     def _kind(self, run: int) -> tuple[str, ...]:
         """All that two runs must share to be compared sample by sample."""
-        settings = self.runs.settings.loc[run]
-        shared = [f"{key}={value}" for key, value in settings.items() if _is_shared(str(key))]
-        return (*shared, str(self.runs.arms.at[run, "data"]))
+        shared = [f"{key}={value}" for key, value in self.runs.setting[run].items() if _is_shared(key)]
+        return (*shared, str(self.runs.arm[run]["data"]))
 
 
 def _is_shared(key: str) -> bool:

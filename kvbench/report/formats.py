@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -87,7 +88,7 @@ def text(table: Table, cell: Cell | None, name: str, column: int) -> str:
     if name == "samples" and numbers.get("failed"):
         return f"{shown}, {numbers['failed']:.0f} failed"
     marks = cell.marks.get(name)
-    return f"{shown} {marks}" if marks else shown
+    return f"{shown} ({marks})" if marks else shown
 
 
 def _interval(numbers: Mapping[str, float], low: str, high: str, value: Value) -> str:
@@ -115,39 +116,42 @@ def console(tables: Sequence[Table], target: Console) -> None:
     """Print tables; one that is wider than the console comes in parts, each with the labels of its rows."""
     for table in tables:
         whole = grid(table)
-        for columns in _parts(whole, target.width):
-            drawn = Drawn(title=table.title, title_justify="left", show_lines=False)
+        widths = _widths(whole)
+        heads = len(whole.head)
+        for columns in _parts(widths[:heads], widths[heads:], target.width):
+            drawn = Drawn(title=table.title, title_justify="left")
             for name in whole.head:
                 drawn.add_column(name, no_wrap=True)
             for column in columns:
-                drawn.add_column(Text(whole.columns[column]), justify="right")
+                name = "\n".join(textwrap.wrap(whole.columns[column], widths[heads + column]))
+                drawn.add_column(Text(name), justify="right", no_wrap=True)
             for lines in whole.rows:
                 for line in lines:
-                    texts = [line.texts[column].replace(" ", "\u00a0") for column in columns]
-                    drawn.add_row(*map(Text, (*line.labels, *texts)))
+                    drawn.add_row(*map(Text, (*line.labels, *(line.texts[column] for column in columns))))
                 if len(lines) > 1:
                     drawn.add_section()
             target.print(drawn)
         for note in table.notes:
-            target.print(Text(note), style="dim", soft_wrap=False)
+            target.print(Text(note))
         target.print()
 
 
-def _parts(whole: Grid, width: int) -> Iterator[list[int]]:
-    """The columns of each part of a grid that is `width` characters wide; at least one in each."""
-    lines = [line for row in whole.rows for line in row]
-    heads = [max(map(len, words)) for words in zip(whole.head, *(line.labels for line in lines), strict=True)]
+def _widths(whole: Grid) -> list[int]:
+    """The characters of each column, labels first; a heading of several words wraps."""
+    lines = [(*line.labels, *line.texts) for row in whole.rows for line in row]
+    columns = zip((*whole.head, *whole.columns), *lines, strict=True)
+    return [max(map(len, [*name.split(), *texts, ""])) for name, *texts in columns]
+
+
+def _parts(heads: Sequence[int], widths: Sequence[int], width: int) -> Iterator[list[int]]:
+    """The columns of each part of a table that is `width` characters wide; at least one in each."""
     room = width - sum(heads) - GAP * len(heads) - 1
     part: list[int] = []
-    used = 0
-    for column, name in enumerate(whole.columns):
-        # A heading of several words wraps; its longest word does not.
-        size = max(map(len, [*name.split(), *(line.texts[column] for line in lines)])) + GAP
-        if part and used + size > room:
+    for column, size in enumerate(widths):
+        if part and sum(widths[one] + GAP for one in part) + size + GAP > room:
             yield part
-            part, used = [], 0
+            part = []
         part.append(column)
-        used += size
     yield part
 
 

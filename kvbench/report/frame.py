@@ -6,6 +6,7 @@ What cannot be used is left out and said why, and never stops the rest.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -89,6 +90,22 @@ class Runs:
     settings: pd.DataFrame
     scores: dict[int, Scores]
     left_out: list[LeftOut]
+
+    @functools.cached_property
+    def arm(self) -> dict[int, dict[str, Any]]:
+        """The lines of `arms` by index: pandas is slow to read one at a time."""
+        return dict(zip(self.arms.index, self.arms.to_dict("records"), strict=True))
+
+    @functools.cached_property
+    def setting(self) -> dict[int, dict[str, Any]]:
+        """The lines of `settings` by index."""
+        return dict(zip(self.settings.index, self.settings.to_dict("records"), strict=True))
+
+    def only(self, chosen: Sequence[int]) -> Runs:
+        """These runs, by index; the others are not left out, but were not asked for."""
+        groups = self.groups[self.groups["run"].isin(chosen)] if len(self.groups) else self.groups
+        scores = {run: self.scores[run] for run in chosen}
+        return Runs(self.arms.loc[chosen], groups, self.settings.loc[chosen], scores, self.left_out)
 
     def samples(self, arm: Any) -> list[Record]:
         """All that is stored of each sample of an arm (a line of `arms`, or anything with its `path`), read anew.

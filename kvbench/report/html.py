@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; margin: 2rem auto; max-width: 110rem; padding: 0 1.5rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; }
-nav a { margin-right: 1.1rem; } a { color: #0072B2; }
+nav a { display: inline-block; margin-right: 1.4rem; } a { color: #0072B2; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .22rem .7rem; text-align: right; vertical-align: top; white-space: nowrap; }
@@ -66,6 +66,7 @@ def page(
     tables: Sequence[Table],
     figures: Mapping[str, tuple[str, Figure]],
     left_out: Sequence[LeftOut],
+    undrawn: Sequence[str] = (),
 ) -> str:
     """One whole page.
 
@@ -74,6 +75,7 @@ def page(
         tables: in their order.
         figures: name -> (caption, figure).
         left_out: runs that are in none of them.
+        undrawn: why a figure is not there, a sentence each.
     """
     links = [(f"table-{table.id}", table.title) for table in tables]
     links += [(f"figure-{name}", caption) for name, (caption, _) in figures.items()]
@@ -86,7 +88,8 @@ def page(
         "<nav>" + "".join(f'<a href="#{escape(id)}">{escape(name)}</a> ' for id, name in links) + "</nav>",
         *map(_section, tables),
         *(_picture(name, caption, figure) for name, (caption, figure) in figures.items()),
-        _left_out(left_out),
+        _details("runs left out", [f"{path}: {why}" for path, why in left_out]),
+        _details("figures not drawn", undrawn),
         f"<script>{SCRIPT}</script></body></html>",
     ]
     return "\n".join(filter(None, parts)) + "\n"
@@ -154,8 +157,6 @@ def _picture(name: str, caption: str, figure: Figure) -> str:
     )
 
 
-def _left_out(left_out: Iterable[LeftOut]) -> str:
-    items = [f"<li>{escape(str(path))}: {escape(why)}</li>" for path, why in left_out]
-    if not items:
-        return ""
-    return f"<details><summary>{len(items)} runs left out</summary><ul>{''.join(items)}</ul></details>"
+def _details(what: str, items: Sequence[str]) -> str:
+    listed = "".join(f"<li>{escape(item)}</li>" for item in items)
+    return f"<details><summary>{len(items)} {what}</summary><ul>{listed}</ul></details>" if items else ""

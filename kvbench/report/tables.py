@@ -24,13 +24,13 @@ class Value(NamedTuple):
         label: what a table calls it, with its unit.
         digits: behind the point.
         scale: from the frame's unit to the label's.
-        simulated: a time or an amount that means little where transfers are simulated.
+        timed: a time, which is of one machine, and where transfers are simulated of no GPU.
     """
 
     label: str
     digits: int = 2
     scale: float = 1
-    simulated: bool = False
+    timed: bool = False
 
 
 MIB, KIB = 2**-20, 2**-10
@@ -45,11 +45,11 @@ VALUES = {
     "moved_bytes_per_step": Value("moved up per step, KiB", 1, KIB),
     "read_bytes_per_step": Value("read by the index per step, KiB", 1, KIB),
     "dense_share": Value("dense layers, share"),
-    "ttft_s": Value("to first token, s", 3),
-    "tt2t_s": Value("to second token, s", 3, simulated=True),
-    "tpot_ms_mean": Value("ms / token", 2, simulated=True),
-    "tpot_ms_p50": Value("ms / token, median", 2, simulated=True),
-    "tpot_ms_p95": Value("ms / token, 95th percentile", 2, simulated=True),
+    "ttft_s": Value("to first token, s", 3, timed=True),
+    "tt2t_s": Value("to second token, s", 3, timed=True),
+    "tpot_ms_mean": Value("ms / token", 2, timed=True),
+    "tpot_ms_p50": Value("ms / token, median", 2, timed=True),
+    "tpot_ms_p95": Value("ms / token, 95th percentile", 2, timed=True),
     "recall": Value("recall"),
     "mass": Value("attention mass"),
     "output_error": Value("output error", 3),
@@ -60,6 +60,8 @@ VALUES = {
     "n": Value("samples", 0),
     "failed": Value("failed", 0),
 }
+
+BREAKDOWN = Value("part of a step, ms / token", timed=True)
 
 # What a score never stands without: its interval, its distance to full attention, what it attended, its samples.
 WITH_SCORE = {
@@ -140,7 +142,7 @@ def by_group(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
     """
     evidence, tables = Evidence(runs), []
     for task in dict.fromkeys(runs.arms["task"]):
-        own = [run for run in select(runs, where) if runs.arms.at[run, "task"] == task]
+        own = [run for run in select(runs, where) if runs.arm[run]["task"] == task]
         for number, (chosen, told) in enumerate(_by_protocol(runs, own), 1):
             if len({group for run in chosen for group in runs.scores[run].groups}) > 1:
                 axes = _telling_axes(runs, chosen, ["model", "method", "budget"])
@@ -242,7 +244,7 @@ def _key(runs: Runs, name: str) -> str:
 
 def _text(runs: Runs, run: int, key: str) -> str:
     """The value of a setting as a table shows it."""
-    value = runs.arms.at[run, key] if key in OF_ARMS else runs.settings.at[run, key]
+    value = runs.arm[run][key] if key in OF_ARMS else runs.setting[run][key]
     if value is None or value != value:
         return "-"
     return f"{100 * value:g} %" if key == "budget" and isinstance(value, float) else show(value)
@@ -266,7 +268,7 @@ def _value(runs: Runs, name: str) -> Value:
         return VALUES[name]
     parts = [column for column in runs.arms.columns if column.startswith("breakdown_ms.")]
     if name in parts:
-        return Value(f"{name.partition('.')[2].replace('_', ' ')}, ms / token", 2, simulated=True)
+        return BREAKDOWN._replace(label=f"{name.partition('.')[2].replace('_', ' ')}, ms / token")
     raise ConfigError(f"--values {name}: no such value; {nearest(name, [*VALUES, *parts])}")
 
 
@@ -284,11 +286,11 @@ def _places(runs: Runs, chosen: Iterable[int], axes: Sequence[str]) -> dict[tupl
 
 def _scored(runs: Runs, alike: Sequence[int]) -> list[int]:
     """Of runs in one place those whose scores and times count: a probe run stands in only where there is no other."""
-    return [run for run in alike if not runs.arms.at[run, "probe_every"]] or list(alike)
+    return [run for run in alike if not runs.arm[run]["probe_every"]] or list(alike)
 
 
 def _probed(runs: Runs, alike: Sequence[int]) -> list[int]:
-    return [run for run in alike if runs.arms.at[run, "probe_every"]]
+    return [run for run in alike if runs.arm[run]["probe_every"]]
 
 
 def _telling(runs: Runs, places: Iterable[Sequence[int]]) -> list[str]:
@@ -297,8 +299,7 @@ def _telling(runs: Runs, places: Iterable[Sequence[int]]) -> list[str]:
     for alike in places:
         for rivals in (_scored(runs, alike), _probed(runs, alike)):
             if len(rivals) > 1:
-                own = runs.settings.loc[rivals].map(show)
-                found |= {key for key in own.columns if own[key].nunique() > 1}
+                found |= {key for key in runs.settings.columns if len({_text(runs, run, key) for run in rivals}) > 1}
     return [key for key in runs.settings.columns if key in found]
 
 
@@ -310,7 +311,7 @@ def _mixed(runs: Runs, chosen: Sequence[int], axes: Sequence[str], allowed: bool
     """
     kinds = {}
     for run in chosen:
-        free = NOT_OF_FULL if runs.arms.at[run, "method"] == YARDSTICK else set()
+        free = NOT_OF_FULL if runs.arm[run]["method"] == YARDSTICK else set()
         keys = [f"protocol.{key}" for key in PROTOCOL]
         kinds[run] = {key: _text(runs, run, key) for key in keys if key not in axes and key not in free}
     found = {key: Counter(kind[key] for kind in kinds.values() if key in kind) for key in _protocol_keys(axes)}
@@ -370,6 +371,9 @@ def _pivot(
         lines[name] = _value(runs, name)
         lines |= WITH_SCORE if name == "score" else {}
     notes = _notes(cells.values(), lines)
+    if any(value.timed for value in lines.values()):
+        machines = Counter(_text(runs, run, "device_name") for run in chosen)
+        notes.append(f"Times are of {'; '.join(f'{name} ({count} runs)' for name, count in machines.items())}.")
     if "group" in (*rows, *columns) and "attended_share" in lines:
         notes.append("attended / C, and all but the scores, are of the whole run and not of the group.")
     return Table(id, title, tuple(rows), row_labels, column_labels, cells, lines, notes)
@@ -391,14 +395,14 @@ def _cell(
         if not candidates:
             continue
         (run,) = candidates
-        arm = runs.arms.loc[run]
+        arm = runs.arm[run]
         if name == "score":
             numbers |= _score(evidence, run, groups)
             marks["score"] = evidence.marks(run, groups) + mixed.get(run, "")
         elif not _missing(arm[name]):
             value = _value(runs, name)
             numbers[name] = value.scale * float(arm[name])
-            marks[name] = "s" if value.simulated and "simulated" in str(arm["transfer"]) else ""
+            marks[name] = "c" if value.timed and "simulated" in str(arm["transfer"]) else ""
         source = source or str(arm["path"])
     return Cell(numbers, {name: letters for name, letters in marks.items() if letters}, source)
 
@@ -413,7 +417,7 @@ def _score(evidence: Evidence, run: int, groups: tuple[str, ...]) -> dict[str, f
         "against_full": against and against.mean,
         "against_full_low": against and against.low,
         "against_full_high": against and against.high,
-        "attended_share": evidence.runs.arms.at[run, "attended_share"],
+        "attended_share": evidence.runs.arm[run]["attended_share"],
         "samples": own.n,
         "failed": evidence.failed(run, groups),
     }
@@ -485,7 +489,7 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
             groups = _groups_of(line.group)
             numbers = _score(evidence, run, groups)
             marks = {"score": evidence.marks(run, groups) + mixed.get(run, "")}
-            source = str(evidence.runs.arms.at[run, "path"])
+            source = str(evidence.runs.arm[run]["path"])
         if not _missing(line.value):
             numbers["published"] = line.value
             if "score" in numbers:
@@ -512,7 +516,7 @@ def _groups_of(word: str) -> tuple[str, ...]:
 
 def _fits(runs: Runs, run: int, line: Any, words: Iterable[str], whole: tuple[str, ...]) -> bool:
     """Whether a run is one that a published cell could stand beside."""
-    arm = runs.arms.loc[run]
+    arm = runs.arm[run]
     if not line.metric or (arm["model"], arm["method"], arm["task"]) != (line.model, line.method, line.task):
         return False
     budget = line.budget
