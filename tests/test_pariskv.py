@@ -212,6 +212,14 @@ def test_the_index_counts_as_the_method_s_memory() -> None:
     assert 112 <= a_token <= 112 * 17 / 16 + 8, "one part in 16 is spare; beside it stand votes and candidates"
 
 
+def test_candidates_and_retrieved_are_reported_apart_from_what_is_attended() -> None:
+    """Of a zone of 137 and later 145 tokens; a row that is attended whole is no search."""
+    audit = drive(stream(150, 20, steps=16), small(beta=0.5), None).audit
+    assert audit["retrieved"] == 12
+    assert audit["candidates"] == pytest.approx((7 * 69 + 8 * 73 + 77) / 16)
+    assert "candidates" not in drive(stream(20), small(), None).audit
+
+
 # -- budgets -----------------------------------------------------------------------------------------------------------
 
 

@@ -100,6 +100,7 @@ class ParisKV(Method):
         self.signs = signs if self.on_cpu else signs.to(shape.device)
         self.workspaces = [Workspace() for _ in range(torch.get_num_threads() if self.on_cpu else 0)]
         self.index: dict[int, Index] = {}
+        self.searches = self.candidates = self.retrieved = 0  # of one row in one layer at one step; in all
 
     def _zones(self, length: int) -> Zones:
         """The zones of a row whose prompt has `length` tokens."""
@@ -147,6 +148,9 @@ class ParisKV(Method):
         for row, (zones, length, zone) in enumerate(zip(self.zones, lengths, index.lengths, strict=True)):
             if length > zones.dense and zone > zones.k:
                 asked[row] = quotas(zone, zones.k, self.beta, self.rho, self.tiers)
+        self.searches += len(asked)
+        self.candidates += sum(one.candidates for one in asked.values())
+        self.retrieved += sum(one.retrieved for one in asked.values())
         with self.context.spans("query"):
             found = index.search(query.unflatten(1, (self.shape.kv_heads, -1))[..., 0, :], asked)
         return Selection(_packed([self._attended(layer, row, found.get(row)) for row in range(self.shape.batch)]))
@@ -161,6 +165,12 @@ class ParisKV(Method):
         whole = torch.cat([recent, sinks]).to(device).expand(self.shape.kv_heads, -1)
         tokens = torch.where(retrieved < 0, -1, zones.sinks + retrieved).to(device)
         return torch.cat([whole, tokens], dim=1)
+
+    def report(self) -> dict[str, float]:
+        """Mean tokens reranked and retrieved by a search of a row's zone; {} where all was attended whole."""
+        if not self.searches:
+            return {}
+        return {"candidates": self.candidates / self.searches, "retrieved": self.retrieved / self.searches}
 
     def rule(self, length: int, generated: int) -> int:
         return self._zones(length).most
