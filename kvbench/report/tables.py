@@ -497,7 +497,8 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
         mapped = bool(line.metric and line.method and line.model)
         cells[rows.index(line.row), columns.index(line.column)] = Cell(numbers, marks, source, mapped)
     notes = [f"Published: {paper.source}."]
-    notes += [f"{line.row}, {line.column}: {line.note}." for line in frame.itertuples() if line.note]
+    for note, noted in frame[frame["note"] != ""].groupby("note", sort=False):
+        notes.append(f"{'; '.join(noted['row'] + ', ' + noted['column'])}: {note}.")
     if any(cell.mapped for cell in cells.values()):
         task = next(line.task for line in frame.itertuples() if line.task)
         notes.append(
