@@ -162,7 +162,7 @@ class KernelIndex(Index):
             raise ValueError("a key is not finite, or too large to square")
 
     def search(self, queries: torch.Tensor, quotas: Mapping[int, Quotas]) -> dict[int, torch.Tensor]:
-        asked, rows = queries.float().contiguous().numpy(), list(quotas)
+        asked, rows = queries.float().cpu().contiguous().numpy(), list(quotas)
 
         def search(at: int, head: int, work: Workspace) -> torch.Tensor:
             return self._search(rows[at], head, asked[rows[at], head], quotas[rows[at]], work)

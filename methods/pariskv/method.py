@@ -8,14 +8,13 @@ largest among those with most votes. A full buffer is encoded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch.nn.functional import pad
 
 from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
+from methods.blocks.ragged import stacked
 from methods.pariskv.codebook import quotas, random_signs
 from methods.pariskv.index import Index, KernelIndex, VectorIndex, Workspace, compile_kernels
 
@@ -152,8 +151,8 @@ class ParisKV(Method):
         self.candidates += sum(one.candidates for one in asked.values())
         self.retrieved += sum(one.retrieved for one in asked.values())
         with self.context.spans("query"):
-            found = index.search(query.unflatten(1, (self.shape.kv_heads, -1))[..., 0, :], asked)
-        return Selection(_packed([self._attended(layer, row, found.get(row)) for row in range(self.shape.batch)]))
+            found = index.search(query[:, :, 0].unflatten(1, (self.shape.kv_heads, -1)), asked)
+        return Selection(stacked([self._attended(layer, row, found.get(row)) for row in range(self.shape.batch)]))
 
     def _attended(self, layer: int, row: int, retrieved: torch.Tensor | None) -> torch.Tensor:
         """What a row's KV heads attend, [Hkv, M]: buffer, window, sinks and places of the zone; None: everything."""
@@ -174,9 +173,3 @@ class ParisKV(Method):
 
     def rule(self, length: int, generated: int) -> int:
         return self._zones(length).most
-
-
-def _packed(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows [Hkv, M] as one [B, Hkv, longest] tensor, trailing -1."""
-    longest = max(row.shape[1] for row in rows)
-    return torch.stack([pad(row, (0, longest - row.shape[1]), value=-1) for row in rows])
