@@ -1,0 +1,87 @@
+"""Run folders for the tests of reports, written by `RunFolder` as a run writes them, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbench.results import RunFolder, summarise
+
+Scores = Mapping[str, Sequence[float]]  # by group
+
+
+def record(name: str, group: str, score: Any, **more: Any) -> dict[str, Any]:
+    """A sample's line; `score` 0..1."""
+    return {
+        "id": name,
+        "group": group,
+        "meta": {"length": 1024, "depth": 0.0},
+        "answers": ["1"],
+        "error": None,
+        "output": "1",
+        "scores": {"accuracy": score},
+        "audit": {"attended_mean": 80.0, "attended_max": 96, "budget": 64, "over_rule": False},
+        "tpot_ms": {"mean": 4.0, "p50": 4.0, "p95": 5.0},
+        "breakdown_ms": {"attention": 1.0, "model": 3.0},
+        "ttft_s": 0.5,
+        "tt2t_s": 0.6,
+        **more,
+    }
+
+
+def records(scores: Scores | Sequence[float], **more: Any) -> list[dict[str, Any]]:
+    """Samples "<group>-<number>"; a plain sequence is one group without a name."""
+    groups: Scores = scores if isinstance(scores, Mapping) else {"": scores}
+    return [
+        record(f"{group}-{number}", group, score, **more)
+        for group, own in groups.items()
+        for number, score in enumerate(own)
+    ]
+
+
+def stored(
+    results: Path,
+    method: str = "quest",
+    budget: int | float | None = 64,
+    samples: Scores | Sequence[Any] = (1.0, 0.0),
+    *,
+    task: str = "passkey",
+    model: str = "tiny",
+    finished: bool = True,
+    options: Mapping[str, Any] | None = None,
+    protocol: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    **identity: Any,
+) -> Path:
+    """A run folder; its path.
+
+    Args:
+        samples: scores, or whole records.
+        options: of the task.
+        protocol: where it differs from the default.
+        config: further keys of the run's config, such as "metric" or "seed".
+        identity: further keys of its identity, such as "data" or "source".
+    """
+    whole = {"accounting": "paper", "dense_layers": "auto", "chat": "auto", "prefill_chunk": 4096}
+    own = {
+        "budget": budget,
+        "seed": 0,
+        "attention": "auto",
+        "protocol": {**whole, "question_as_decode": False, "generated": "free", **(protocol or {})},
+        "probe": {"every": 0},
+        "method": {"name": method, "minimum": {"paper": None if method == "full" else 16}, "preset": 256},
+        "task": {"name": task, **(options or {})},
+    }
+    more = {"metric": "accuracy", "model_name": model, "device_name": "cpu, 1 threads", **(config or {})}
+    own |= {key: value for key, value in more.items() if key in own}
+    known = {"model_revision": "folder-1", "data": "d", "device": "cpu", "dtype": "float32", "dense_layers": []}
+    lines = list(samples) if samples and not isinstance(samples, Mapping) and isinstance(samples[0], dict) else None
+    with RunFolder.open(
+        results, task, model, f"{method}-{budget}", {"config": own, **known, **identity}, {**own, **more}
+    ) as folder:
+        for one in lines or records(samples):  # type: ignore[arg-type]
+            folder.add(one)
+        if finished:
+            folder.finish(summarise(folder.records.values(), "accuracy"))
+    return folder.path

@@ -1,0 +1,205 @@
+"""Run folders as frames: what real runs hold, and what is left out and said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from report_runs import record, records, stored
+from rich.console import Console
+
+from kvbench.checks import composed
+from kvbench.report.frame import collect
+from kvbench.results import ResultsError
+from kvbench.run import run
+from kvbench.shared import run_shared
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of a random model: two that share a prefill, one with probes over several groups."""
+    results = tmp_path_factory.mktemp("results")
+    words = ["model=dummy-tiny", "device=cpu", f"results_dir={results}"]
+    passkey = [*words, "task=passkey", "task.lengths=[300,400]", "task.positions=2"]
+    run_shared([composed(*passkey, f"method={name}", "budget=64") for name in ("full", "quest")], Console(quiet=True))
+    needles = ["task=niah", "task.lengths=[1024]", "task.subsets=[niah_single_1,niah_multivalue]", "task.samples=1"]
+    run(composed(*words, *needles, "method=icecache", "budget=64", "probe.every=40"))
+    return results
+
+
+def test_a_real_run_s_line_holds_what_its_summary_says(real):
+    runs = collect([real])
+    assert not runs.left_out and len(runs.arms) == 3
+    for arm in runs.arms.itertuples():
+        summary = json.loads((arm.path / "summary.json").read_text())
+        assert (arm.score_samples, arm.n, arm.failed) == (summary["score"], summary["n"], summary["failed"])
+        assert arm.attended_mean == summary["audit"]["attended_mean"]
+        assert arm.device_kv_bytes == summary["audit"]["device_kv_bytes"]
+        if arm.probe_every:
+            assert arm.recall == summary["probe"]["recall"] and arm.transfer == "simulated"
+        else:
+            assert arm.tpot_ms_mean == summary["latency"]["tpot_ms_mean"]
+            breakdown = {f"breakdown_ms.{part}": value for part, value in summary["latency"]["breakdown_ms"].items()}
+            assert breakdown.items() <= runs.arm[arm.Index].items() and len(breakdown) > 3
+        own = runs.groups[runs.groups["run"] == arm.Index].set_index("group")
+        assert {group: values["score"] for group, values in summary["groups"].items()} == dict(own["score"])
+        assert (arm.model, arm.weights, arm.finished) == ("dummy-tiny", "random", True)
+    assert set(runs.arms["method"]) == {"full", "quest", "icecache"}
+    assert {"method.page_size", "task.lengths", "protocol.accounting", "probe.every"} <= set(runs.settings.columns)
+
+
+def test_samples_are_read_when_asked_for(real):
+    runs = collect([real])
+    for arm in runs.arms.itertuples():
+        samples = runs.samples(arm)
+        assert [sample["id"] for sample in samples] == runs.scores[arm.Index].ids
+        assert all(sample["output_ids"] for sample in samples)
+
+
+def test_a_score_is_the_plain_mean_over_groups(tmp_path):
+    stored(tmp_path, samples={"short": [1.0, 1.0, 1.0], "long": [0.0]})
+    (arm,) = collect([tmp_path]).arms.itertuples()
+    assert (arm.score, arm.score_samples) == (50.0, 75.0)
+
+
+def test_a_budget_is_what_counts(tmp_path):
+    stored(tmp_path, "full", 64)
+    stored(tmp_path, "quest", None, config={"seed": 1})
+    stored(tmp_path, "snapkv", 0.1)
+    arms = collect([tmp_path]).arms.set_index("method")["budget"]
+    assert arms["full"] is None and arms["quest"] == 256 and arms["snapkv"] == 0.1
+    assert type(arms["quest"]) is int
+
+
+def left_out(tmp_path: Path) -> dict[str, str]:
+    """Why each run is left out, by its arm's folder; one sound run must have come through."""
+    runs = collect([tmp_path])
+    assert "snapkv" in set(runs.arms["method"]), "the sound run"
+    return {path.parent.name: why for path, why in runs.left_out}
+
+
+def test_an_unfinished_run_is_left_out_and_can_be_asked_for(tmp_path):
+    stored(tmp_path, "snapkv")
+    stored(tmp_path, "quest", finished=False)
+    assert left_out(tmp_path) == {"quest-64": "unfinished, 2 samples so far; --unfinished shows it"}
+    arms = collect([tmp_path], unfinished=True).arms.set_index("method")
+    assert not arms.at["quest", "finished"] and arms.at["quest", "n"] == 2
+
+
+def test_a_run_without_a_sample_is_left_out(tmp_path):
+    stored(tmp_path, "snapkv")
+    path = stored(tmp_path, "quest")
+    (path / "samples.jsonl").write_text("")
+    assert left_out(tmp_path) == {"quest-64": "no sample yet"}
+
+
+@pytest.mark.parametrize(
+    "written, why",
+    [
+        ("format: 9\n", "of format 9; this kvbench reads format 1"),
+        ("name: someone else's\n", "run.yaml is not kvbench's"),
+        ("[1, 2\n", "run.yaml cannot be read"),
+        ("config: '\x00'\n", "run.yaml cannot be read"),
+        ("", "run.yaml is not kvbench's"),
+        ("format: 1\nidentity: {config: {}}\nconfig: {}\n", "not as kvbench writes it (KeyError: 'method')"),
+        ("format: 1\nidentity: 3\nconfig: {}\n", "not as kvbench writes it (TypeError"),
+    ],
+)
+def test_a_torn_or_foreign_file_is_left_out_and_the_rest_stands(tmp_path, written, why):
+    stored(tmp_path, "snapkv")
+    (stored(tmp_path, "quest") / "run.yaml").write_text(written)
+    (found,) = left_out(tmp_path).values()
+    assert found.startswith(why)
+
+
+def test_a_damaged_line_leaves_the_run_out_and_a_torn_last_one_its_sample(tmp_path):
+    stored(tmp_path, "snapkv", samples=[1.0, 1.0])
+    damaged, torn = stored(tmp_path, "quest"), stored(tmp_path, "topk")
+    lines = (damaged / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    (damaged / "samples.jsonl").write_bytes(b"\x00\x00\n" + lines[1])
+    with open(torn / "samples.jsonl", "ab") as file:
+        file.write(lines[0][:40])
+    found = left_out(tmp_path)
+    assert list(found) == ["quest-64"] and "line 1 is damaged" in found["quest-64"]
+    assert collect([tmp_path]).arms.set_index("method").at["topk", "n"] == 2
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), None, True, "1"])
+def test_a_score_that_is_no_number_names_its_sample(tmp_path, score):
+    stored(tmp_path, "snapkv")
+    stored(tmp_path, "quest", samples=[record("a", "", 1.0), record("b", "", score)])
+    assert "sample b has no number as its accuracy" in left_out(tmp_path)["quest-64"]
+
+
+def test_a_failed_sample_counts_zero_and_needs_no_score(tmp_path):
+    stored(tmp_path, samples=[record("a", "", 1.0), record("b", "", None, error="out of memory")])
+    runs = collect([tmp_path])
+    (arm,) = runs.arms.itertuples()
+    assert (arm.score, arm.n, arm.failed) == (50.0, 2, 1)
+    assert runs.scores[0].failed.tolist() == [False, True]
+
+
+def test_of_two_runs_of_an_arm_the_newest_stands(tmp_path):
+    older, newer = stored(tmp_path, source="a"), stored(tmp_path, source="b", samples=[1.0, 1.0])
+    for path, time in ((older, "2026-01-01"), (newer, "2026-01-02")):
+        (path / "status.json").write_text(json.dumps({"updated": time}))
+    runs = collect([tmp_path])
+    assert list(runs.arms["path"]) == [newer]
+    assert [(path, why) for path, why in runs.left_out] == [(older, f"an older run of the same arm as {newer}")]
+
+
+def test_full_attention_under_two_budgets_is_one_arm(tmp_path):
+    stored(tmp_path, "full", 64)
+    stored(tmp_path, "full", 128)
+    runs = collect([tmp_path])
+    assert len(runs.arms) == 1 and len(runs.left_out) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"protocol": {"accounting": "unified"}},
+        {"options": {"lengths": [2048]}},
+        {"config": {"seed": 1}},
+        {"config": {"probe": {"every": 2}}},
+        {"dtype": "bfloat16"},
+        {"shared_prefill": True},
+        {"model_revision": "folder-2"},
+    ],
+)
+def test_what_makes_another_arm(tmp_path, other):
+    stored(tmp_path)
+    stored(tmp_path, **other)
+    assert len(collect([tmp_path]).arms) == 2
+
+
+def test_an_older_run_without_its_metric_is_read_where_it_has_one_score(tmp_path):
+    stored(tmp_path, "snapkv", config={"metric": None})
+    two = records([1.0, 0.0])
+    two[0]["scores"]["strict"] = 0.0
+    stored(tmp_path, "quest", samples=two, config={"metric": None})
+    assert "which of its scores is the main one; it holds accuracy, strict" in left_out(tmp_path)["quest-64"]
+
+
+def test_no_runs_says_where_it_looked(tmp_path):
+    with pytest.raises(ResultsError, match=f"{tmp_path}: no run in it"):
+        collect([tmp_path])
+    with pytest.raises(ResultsError, match="gone: no such folder"):
+        collect([tmp_path / "gone"])
+
+
+def test_frames_of_nothing_usable_are_empty(tmp_path):
+    stored(tmp_path, finished=False)
+    runs = collect([tmp_path])
+    assert len(runs.arms) == len(runs.groups) == len(runs.settings) == 0 and len(runs.left_out) == 1
+
+
+def test_chosen_runs_keep_their_numbers_and_scores(tmp_path):
+    stored(tmp_path, "quest")
+    stored(tmp_path, "snapkv", samples={"a": [1.0, 0.0], "b": [1.0, 1.0]})
+    runs = collect([tmp_path])
+    (run,) = runs.arms.index[runs.arms["method"] == "snapkv"]
+    only = runs.only([run])
+    assert list(only.arms.index) == list(only.settings.index) == list(only.scores) == [run]
+    assert set(only.groups["run"]) == {run}

@@ -1,0 +1,60 @@
+"""Bootstrap intervals: what they must hold for any scores, and what they are close to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench.report.stats import estimate
+
+scores = st.lists(st.floats(0, 100), min_size=2, max_size=40).map(np.array)
+
+
+@given(st.lists(scores, min_size=1, max_size=4))
+def test_an_interval_lies_within_the_scores_and_its_mean_is_the_mean_over_strata(strata):
+    found = estimate(strata)
+    assert found.mean == pytest.approx(np.mean([values.mean() for values in strata]))
+    assert found.n == sum(map(len, strata))
+    lowest, highest = np.mean([values.min() for values in strata]), np.mean([values.max() for values in strata])
+    assert lowest - 1e-9 <= found.low <= found.high <= highest + 1e-9
+
+
+@given(scores, st.floats(-50, 50))
+def test_an_interval_moves_with_its_scores(values, by):
+    here, there = estimate([values]), estimate([values + by])
+    assert (there.low, there.high) == pytest.approx((here.low + by, here.high + by), abs=1e-6)
+
+
+def test_of_many_samples_it_is_close_to_the_normal_interval():
+    values = np.repeat([0.0, 100.0], [300, 700])
+    found = estimate([values])
+    error = 1.96 * values.std(ddof=1) / np.sqrt(len(values))
+    # Resamples put 2,000 points on the curve: their own noise at the 2.5th percentile is some 5 % of the half width.
+    assert (found.low, found.high) == pytest.approx((70 - error, 70 + error), abs=0.1 * error)
+
+
+def test_strata_of_one_size_are_resampled_apart():
+    values = np.repeat([0.0, 100.0], [50, 50])
+    one, both = estimate([values]), estimate([values, values])
+    # Two independent halves have a standard error smaller by the root of two; the same weights would keep it.
+    assert (both.high - both.low) / (one.high - one.low) == pytest.approx(2**-0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("strata", [[[70.0]], [[70.0], [0.0, 100.0]]])
+def test_one_sample_has_no_interval(strata):
+    found = estimate([np.array(values) for values in strata])
+    assert found.low is None and found.high is None
+
+
+def test_another_process_finds_the_same_interval():
+    code = (
+        "import numpy as np; from kvbench.report.stats import estimate; "
+        "print(estimate([np.arange(30.0), np.arange(7.0) ** 2]))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.strip() == str(estimate([np.arange(30.0), np.arange(7.0) ** 2]))
