@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvbench.config import ConfigError, nearest, nearest_key, shipped, show
+from kvbench.config import ConfigError, nearest, shipped, show
 from kvbench.report.evidence import MARKS, NOT_OF_FULL, Evidence
 from kvbench.report.frame import PROBES, PROTOCOL, YARDSTICK, Runs
 from kvbench.report.published import PaperTable
@@ -239,7 +239,13 @@ def _key(runs: Runs, name: str) -> str:
     ending = [key for key in known if key.endswith(f".{name}")]
     if len(ending) == 1:
         return ending[0]
-    raise ConfigError(f"{name}: no such key of a run; {nearest_key(name, known)}")
+    if ending:
+        raise ConfigError(f"{name}: {' or '.join(ending)}?")
+    raise ConfigError(f"{name}: no such key of a run; {nearest(name, {*known, *_leaves(known)})}")
+
+
+def _leaves(keys: Iterable[str]) -> set[str]:
+    return {key.rpartition(".")[2] for key in keys}
 
 
 def _text(runs: Runs, run: int, key: str) -> str:

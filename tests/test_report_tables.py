@@ -1,0 +1,413 @@
+"""Tables of runs: what stands in a cell, what may not stand together, and ours beside a paper's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from report_runs import record, stored
+
+from kvbench.config import ConfigError
+from kvbench.report import published
+from kvbench.report.evidence import Evidence
+from kvbench.report.frame import Runs, collect
+from kvbench.report.published import PaperTable
+from kvbench.report.tables import Cell, Table, beside, by_group, pivot, select, summary
+
+ALTERNATING = [1.0, 0.0] * 20
+
+
+def cell(table: Table, row: tuple[str, ...], column: str = "") -> Cell:
+    return table.cells[table.rows.index(row), table.columns.index(column)]
+
+
+def refused(call, *arguments, **options) -> str:
+    with pytest.raises(ConfigError) as error:
+        call(*arguments, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# -- against full attention --------------------------------------------------------------------------------------------
+
+
+def of(runs: Runs, method: str) -> int:
+    """The index of the one run of a method."""
+    (run,) = runs.arms.index[runs.arms["method"] == method]
+    return int(run)
+
+
+def test_the_difference_to_full_attention_is_paired_by_sample(tmp_path):
+    stored(
+        tmp_path, "full", samples=[record(name, "", score) for name, score in zip("dcba", (1, 1, 0, 1), strict=True)]
+    )
+    stored(
+        tmp_path, "quest", samples=[record(name, "", score) for name, score in zip("abcx", (0, 0, 1, 1), strict=True)]
+    )
+    runs = collect([tmp_path])
+    against = Evidence(runs).against_full(of(runs, "quest"))
+    assert against.n == 3 and against.mean == pytest.approx(100 * (-1 + 0 + 0) / 3)
+
+
+def test_alike_sample_by_sample_is_no_difference_at_all(tmp_path):
+    for method in ("full", "quest"):
+        stored(tmp_path, method, samples=ALTERNATING)
+    runs = collect([tmp_path])
+    evidence = Evidence(runs)
+    against, alone = evidence.against_full(of(runs, "quest")), evidence.score(of(runs, "quest"))
+    assert (against.low, against.mean, against.high) == (0, 0, 0)
+    assert alone.high - alone.low > 20, "pairing takes the samples' own spread out"
+
+
+def test_samples_that_full_attention_failed_are_left_out_of_the_pairs(tmp_path):
+    lost = [record(f"-{number}", "", 0.0, error="out of memory" if number < 2 else None) for number in range(4)]
+    stored(tmp_path, "full", samples=lost)
+    stored(tmp_path, "quest", samples=[1.0, 1.0, 0.0, 0.0])
+    runs = collect([tmp_path])
+    assert Evidence(runs).against_full(of(runs, "quest"))[:3] == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "other, paired",
+    [
+        ({}, True),
+        ({"protocol": {"accounting": "unified"}}, True),
+        ({"protocol": {"dense_layers": "method"}, "dense_layers": [0]}, True),
+        ({"config": {"probe": {"every": 2}}}, True),
+        ({"protocol": {"prefill_chunk": None}}, False),
+        ({"options": {"lengths": [2048]}}, False),
+        ({"config": {"seed": 1}}, False),
+        ({"data": "other"}, False),
+        ({"model_revision": "folder-2"}, False),
+        ({"model": "other"}, False),
+        ({"dtype": "bfloat16"}, False),
+    ],
+)
+def test_only_the_same_samples_of_the_same_model_are_paired(tmp_path, other, paired):
+    stored(tmp_path, "full")
+    stored(tmp_path, "quest", **other)
+    runs = collect([tmp_path])
+    assert (Evidence(runs).against_full(of(runs, "quest")) is not None) == paired
+
+
+def test_full_attention_is_not_compared_with_itself(tmp_path):
+    stored(tmp_path, "full", dtype="bfloat16")
+    stored(tmp_path, "full", config={"probe": {"every": 2}}, dtype="bfloat16")
+    runs = collect([tmp_path])
+    assert len(runs.arms) == 2
+    assert all(Evidence(runs).against_full(run) is None for run in runs.arms.index)
+
+
+# -- marks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("better, mark", [(20, "b"), (1, ""), (0, "")])
+def test_a_sparse_method_better_than_full_beyond_noise_is_marked(tmp_path, better, mark):
+    stored(tmp_path, "full", samples=ALTERNATING)
+    stored(tmp_path, "quest", samples=[1.0] * better * 2 + ALTERNATING[better * 2 :])
+    (table,) = summary(collect([tmp_path]))
+    assert cell(table, ("tiny", "passkey", "quest", "64")).marks.get("score", "") == mark
+    assert any(note.startswith("b: ") for note in table.notes) == bool(mark)
+
+
+def test_what_weakens_a_score_is_marked(tmp_path):
+    lost = [record("a", "", 1.0), record("b", "", 0.0, error="nan")]
+    broken = [record("a", "", 1.0, audit={"over_rule": True}), record("b", "", 1.0)]
+    stored(tmp_path, "quest", samples=lost)
+    stored(tmp_path, "snapkv", samples=broken)
+    stored(tmp_path, "topk", model_revision="dummy-0")
+    stored(tmp_path, "icecache", finished=False)
+    stored(tmp_path, "full")
+    (table,) = summary(collect([tmp_path], unfinished=True))
+    marks = {row[2]: table.cells[place, 0].marks.get("score", "") for place, row in enumerate(table.rows)}
+    assert marks == {"full": "", "icecache": "u", "quest": "f", "snapkv": "o", "topk": "d"}
+    assert cell(table, ("tiny", "passkey", "quest", "64")).numbers["failed"] == 1
+    assert {note[:3] for note in table.notes if note[1] == ":"} == {"u: ", "f: ", "o: ", "d: "}
+
+
+def test_simulated_transfers_are_marked_at_times_and_nowhere_else(tmp_path):
+    audit = {"attended_mean": 64.0, "budget": 64, "moved_bytes_per_step": 2048.0, "transfer": "simulated"}
+    stored(tmp_path, "icecache", samples=[record(name, "", 1.0, audit=audit) for name in "ab"])
+    (table,) = summary(collect([tmp_path]))
+    found = cell(table, ("tiny", "passkey", "icecache", "64"))
+    assert found.marks == {"tpot_ms_mean": "c", "ttft_s": "c"}
+    assert found.numbers["moved_bytes_per_step"] == 2
+
+
+# -- any selection -----------------------------------------------------------------------------------------------------
+
+
+def test_a_score_never_stands_without_its_company(tmp_path):
+    stored(tmp_path, "full")
+    stored(tmp_path, "quest")
+    table = pivot(collect([tmp_path]), ["method"], ["task"], ["score"])
+    assert list(table.lines) == ["score", "interval", "against_full", "attended_share", "samples"]
+    assert cell(table, ("quest",), "passkey").numbers == {
+        "score": 50, "low": 0, "high": 100, "against_full": 0, "against_full_low": 0, "against_full_high": 0,
+        "attended_share": 80 / 64, "samples": 2, "failed": 0,
+    }  # fmt: skip
+    assert "attended_share" not in cell(table, ("full",), "passkey").numbers
+
+
+def test_rows_and_columns_stand_in_their_natural_order(tmp_path):
+    for method, budget in (("quest", 1024), ("quest", 64), ("full", None), ("arkvale", 64), ("quest", 0.1)):
+        stored(tmp_path, method, budget)
+    table = pivot(collect([tmp_path]), ["method"], ["budget"], ["tpot_ms_mean"])
+    assert table.rows == [("full",), ("arkvale",), ("quest",)]
+    assert table.columns == ["-", "10 %", "64", "1024"]
+
+
+def test_several_runs_in_one_place_are_refused_by_what_tells_them_apart(tmp_path):
+    stored(tmp_path, budget=64, config={"seed": 3})
+    stored(tmp_path, budget=128)
+    runs = collect([tmp_path])
+    said = refused(pivot, runs, ["method"], ["task"], ["score"])
+    assert said == (
+        "quest, passkey: several runs, which differ in budget=64 | 128; seed=0 | 3; add it to --rows or --columns, or "
+        "choose with --where budget=64"
+    )
+    chosen = pivot(runs, ["method"], ["task"], ["score"], ["budget=64"])
+    assert cell(chosen, ("quest",), "passkey").run.endswith(str(runs.arms["path"][runs.arms["budget"] == 64].iloc[0]))
+
+
+def test_the_summary_shows_what_tells_runs_apart(tmp_path):
+    for lengths in ([1024], [2048]):
+        stored(tmp_path, options={"lengths": lengths})
+    (table,) = summary(collect([tmp_path]))
+    assert table.axes == ("model", "task", "method", "budget", "task.lengths")
+    assert [row[-1] for row in table.rows] == ["[1024]", "[2048]"]
+
+
+def test_a_probe_run_gives_the_recall_and_a_timed_run_the_rest(tmp_path):
+    probed = [record(name, "", 0.0, probe={"recall": 0.5}, tpot_ms=None, breakdown_ms=None) for name in "ab"]
+    stored(tmp_path, samples=[1.0, 1.0], options={"positions": 20})
+    path = stored(tmp_path, samples=probed, options={"positions": 1}, config={"probe": {"every": 2}})
+    (table,) = summary(collect([tmp_path]))
+    found = cell(table, ("tiny", "passkey", "quest", "64"))
+    assert (found.numbers["score"], found.numbers["recall"], found.numbers["tpot_ms_mean"]) == (100, 0.5, 4)
+    (alone,) = summary(collect([path]))
+    assert cell(alone, ("tiny", "passkey", "quest", "64")).numbers["score"] == 0
+
+
+def test_groups_are_cells_of_their_own(tmp_path):
+    stored(tmp_path, "full", samples={"1024": [1.0, 1.0], "512": [1.0, 1.0]})
+    stored(tmp_path, "quest", samples={"1024": [1.0, 0.0], "512": [1.0, 1.0]})
+    runs = collect([tmp_path])
+    table = pivot(runs, ["method"], ["group"], ["score"])
+    assert table.columns == ["1024", "512"], "as the task has them"
+    assert cell(table, ("quest",), "1024").numbers["score"] == 50
+    assert cell(table, ("quest",), "512").numbers["against_full"] == 0
+    assert any("of the whole run" in note for note in table.notes)
+    (same,) = by_group(runs)
+    assert [same.cells[place].numbers for place in sorted(same.cells)] == [
+        table.cells[place].numbers for place in sorted(table.cells)
+    ]
+
+
+def test_a_task_of_one_group_has_no_table_by_group(tmp_path):
+    stored(tmp_path)
+    assert by_group(collect([tmp_path])) == []
+
+
+@pytest.mark.parametrize(
+    "rows, columns, values, where, said",
+    [
+        (["methd"], [], ["score"], [], "methd: no such key of a run; did you mean method"),
+        (["method"], ["lengts"], ["score"], [], "lengts: no such key of a run; did you mean lengths"),
+        (["method"], [], ["scor"], [], "--values scor: no such value; did you mean score"),
+        (["method"], [], ["score"], ["method"], "--where method: expected key=value"),
+        (["method"], [], ["score"], ["method=qest"], "--where method=qest: no run has it; did you mean quest"),
+        (["method"], [], ["score"], ["task.lengths=[9]"], "--where task.lengths=[9]: no run has it; (valid: [1024])"),
+    ],
+)
+def test_an_unknown_word_names_the_nearest(tmp_path, rows, columns, values, where, said):
+    stored(tmp_path, options={"lengths": [1024]})
+    assert said in refused(pivot, collect([tmp_path]), rows, columns, values, where)
+
+
+def test_runs_are_chosen_by_any_of_several_values_and_by_a_list(tmp_path):
+    for budget in (64, 128, 256):
+        stored(tmp_path, budget=budget, options={"lengths": [1024, budget]})
+    runs = collect([tmp_path])
+    assert [runs.arm[run]["budget"] for run in select(runs, ["budget=256,64"])] == [256, 64] or len(
+        select(runs, ["budget=256,64"])
+    ) == 2
+    (run,) = select(runs, ["lengths=[1024,128]"])
+    assert runs.arm[run]["budget"] == 128
+
+
+def test_a_part_of_a_step_is_a_value(tmp_path):
+    stored(tmp_path)
+    table = pivot(collect([tmp_path]), ["method"], [], ["breakdown_ms.attention"])
+    assert cell(table, ("quest",)).numbers == {"breakdown_ms.attention": 1.0}
+
+
+def test_times_name_their_machines(tmp_path):
+    stored(tmp_path, "quest")
+    stored(tmp_path, "snapkv", config={"device_name": "a card"})
+    table = pivot(collect([tmp_path]), ["method"], [], ["tpot_ms_mean"])
+    (note,) = [note for note in table.notes if note.startswith("Times are of ")]
+    assert "cpu, 1 threads (1 runs)" in note and "a card (1 runs)" in note
+    assert not any("Times" in note for note in pivot(collect([tmp_path]), ["method"], ["task"], ["score"]).notes)
+
+
+# -- protocols ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Runs:
+    stored(tmp_path, "quest")
+    stored(tmp_path, "topk")
+    stored(tmp_path, "snapkv", protocol={"accounting": "unified"})
+    return collect([tmp_path])
+
+
+def test_a_table_of_several_protocols_is_refused(mixed):
+    said = refused(pivot, mixed, ["method"], ["task"], ["score"])
+    assert said.startswith("protocol.accounting: paper: 2 runs, unified: 1 runs; one table mixes no protocols")
+    assert "--where protocol.accounting=paper" in said and "--allow-mixed" in said
+
+
+def test_allowed_it_marks_those_of_the_rarer(mixed):
+    table = pivot(mixed, ["method"], ["task"], ["score"], allow_mixed=True)
+    marks = {row[0]: table.cells[place, 0].marks.get("score", "") for place, row in enumerate(table.rows)}
+    assert marks == {"quest": "", "snapkv": "m", "topk": ""}
+    assert any(note.startswith("m: ") for note in table.notes)
+
+
+def test_a_protocol_that_is_a_row_is_not_mixed(mixed):
+    table = pivot(mixed, ["accounting", "method"], ["task"], ["score"])
+    assert table.axes == ("protocol.accounting", "method") and ("unified", "snapkv") in table.rows
+
+
+def test_the_summary_has_a_table_for_each_protocol(mixed):
+    titles = [table.title for table in summary(mixed)]
+    assert sorted(titles) == ["Runs with protocol.accounting=paper", "Runs with protocol.accounting=unified"]
+
+
+def test_full_attention_is_of_every_accounting(tmp_path):
+    stored(tmp_path, "full")
+    stored(tmp_path, "quest", protocol={"accounting": "unified"})
+    table = pivot(collect([tmp_path]), ["method"], ["task"], ["score"])
+    assert cell(table, ("quest",), "passkey").numbers["against_full"] == 0
+
+
+# -- beside a paper ----------------------------------------------------------------------------------------------------
+
+
+def paper(*lines: dict, settings: tuple[str, ...] = ()) -> PaperTable:
+    usual = {"row": "Quest 64", "column": "A", "value": 60.0, "note": "", "model": "tiny", "method": "quest"}
+    usual |= {"budget": 64, "task": "passkey", "group": "", "metric": "score"}
+    frame = pd.DataFrame([{**usual, **line} for line in lines], dtype=object)
+    return PaperTable("paper_table1", "A title", "A paper, Table 1", settings, frame)
+
+
+def test_ours_stands_beside_the_published_with_its_difference(tmp_path):
+    stored(tmp_path, "quest", samples={"a": [1.0, 0.0], "b": [1.0, 1.0], "c": [0.0, 0.0]})
+    table = beside(
+        collect([tmp_path]),
+        paper(
+            {"column": "A", "group": "a"},
+            {"column": "A and B", "group": "a + b"},
+            {"column": "all", "metric": "macro"},
+            {"column": "other", "metric": ""},
+        ),
+    )
+    found = {column: table.cells[0, place].numbers for place, column in enumerate(table.columns)}
+    assert (found["A"]["score"], found["A"]["difference"], found["A"]["samples"]) == (50, -10, 2)
+    assert (found["A and B"]["score"], found["A and B"]["samples"]) == (75, 4)
+    assert found["all"]["score"] == 50
+    assert found["other"] == {"published": 60}
+
+
+def test_an_average_needs_all_of_its_columns(tmp_path):
+    stored(tmp_path, "quest", samples={"a": [1.0, 0.0]})
+    both = paper({"column": "A", "group": "a"}, {"column": "B", "group": "b"}, {"column": "Avg", "metric": "macro"})
+    table = beside(collect([tmp_path]), both)
+    assert ["score" in table.cells[0, place].numbers for place in range(3)] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "line, fits",
+    [
+        ({}, True),
+        ({"budget": 128}, False),
+        ({"method": "snapkv"}, False),
+        ({"method": None}, False),
+        ({"model": "llama3.1-8b-instruct"}, False),
+        ({"task": "ruler"}, False),
+        ({"group": "a"}, False),
+    ],
+)
+def test_only_the_same_arm_stands_beside(tmp_path, line, fits):
+    stored(tmp_path, "quest")
+    numbers = beside(collect([tmp_path]), paper(line)).cells[0, 0].numbers
+    assert ("score" in numbers) == fits and numbers["published"] == 60
+
+
+def test_no_budget_in_a_paper_is_the_preset_of_the_method(tmp_path):
+    stored(tmp_path, "full", 64)
+    stored(tmp_path, "quest", 1024)
+    table = beside(collect([tmp_path]), paper({"row": "Full", "method": "full", "budget": None}, {"budget": None}))
+    assert all("score" in cell.numbers for cell in table.cells.values())
+
+
+@pytest.mark.parametrize(
+    "settings, fits",
+    [(("task.variant=a",), True), (("task.variant=b",), False), (("task.lengths=[1024,2048]",), True)],
+)
+def test_a_run_of_another_variant_does_not_stand_beside(tmp_path, settings, fits):
+    stored(tmp_path, "quest", options={"variant": "a", "lengths": [1024]})
+    assert ("score" in beside(collect([tmp_path]), paper({}, settings=settings)).cells[0, 0].numbers) == fits
+
+
+def test_two_runs_for_one_published_cell_are_refused(tmp_path):
+    stored(tmp_path, "quest")
+    stored(tmp_path, "quest", config={"seed": 1})
+    runs = collect([tmp_path])
+    assert "Quest 64, A: several runs, which differ in seed=0 | 1; choose with --where seed=0" in refused(
+        beside, runs, paper({})
+    )
+    assert "score" in beside(runs, paper({}), ["seed=1"]).cells[0, 0].numbers
+
+
+def test_protocols_do_not_mix_beside_a_paper(tmp_path):
+    stored(tmp_path, "quest")
+    stored(tmp_path, "snapkv", protocol={"accounting": "unified"})
+    both = paper({}, {"row": "SnapKV", "method": "snapkv"})
+    assert "one table mixes no protocols" in refused(beside, collect([tmp_path]), both)
+    assert beside(collect([tmp_path]), both, allow_mixed=True).cells[1, 0].marks["score"] == "m"
+
+
+@pytest.mark.parametrize("id", published.ids())
+def test_every_published_table_stands_alone(id):
+    table = beside(None, published.table(id))
+    frame = published.table(id).frame
+    assert len(table.cells) == len(frame)
+    assert sorted(cell.numbers["published"] for cell in table.cells.values() if cell.numbers) == sorted(
+        frame["value"].dropna()
+    )
+    assert not any("score" in cell.numbers for cell in table.cells.values())
+    assert any(cell.mapped for cell in table.cells.values()) == any(
+        line.metric and line.method and line.model for line in frame.itertuples()
+    )
+
+
+def test_a_row_of_ours_fills_a_real_paper_s_table(tmp_path):
+    known = published.table("icecache_table1")
+    own = known.frame[(known.frame["method"] == "icecache") & (known.frame["budget"] == 256)]
+    own = own[own["model"] == "llama3.1-8b-instruct"]
+    groups = {group: [1.0, 0.0] for group in own["group"] if group}
+    stored(tmp_path, "icecache", 256, groups, task="longbench", model="llama3.1-8b-instruct")
+    table = beside(collect([tmp_path]), known)
+    filled = {place for place, cell in table.cells.items() if "score" in cell.numbers}
+    assert len(filled) == 17 and len({row for row, _ in filled}) == 1
+    assert all(table.cells[place].numbers["score"] == 50 for place in filled)
+
+
+def test_a_note_of_the_paper_s_cell_is_told():
+    table = beside(None, paper({"note": "the mean of its columns is 40.5"}))
+    assert "Quest 64, A: the mean of its columns is 40.5." in table.notes
+    assert replace(table, notes=[]).cells[0, 0].mapped
