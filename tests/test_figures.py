@@ -186,6 +186,12 @@ def test_curves_over_steps_are_means_over_samples(runs):
     assert jaccard == [3, 5, 7, 9], "the first step has none before it"
 
 
+def test_runs_by_an_older_kvbench_without_values_of_each_step_are_not_an_empty_picture(runs, monkeypatch):
+    monkeypatch.setattr(Runs, "samples", lambda self, arm: [{"probe": {"recall": 0.5, "layers": {}}}])
+    with pytest.raises(ConfigError, match="none is sparse and has values of each step"):
+        figures.draw("recall", runs)
+
+
 def test_a_curve_ends_where_fewer_than_half_of_the_samples_go_on():
     def sample(steps: int) -> dict:
         return {"probe": {"steps": {"step": list(range(1, steps + 1)), "recall": [0.5] * steps}}}
@@ -233,6 +239,7 @@ def test_what_a_reader_must_know_stands_below(runs):
     [
         ("recal", "all", r"^figure=recal: no such figure; did you mean recall\?"),
         ("recall", "timed", r"^figure=recall: no run with probes \(probe.every=1 makes some\) among 9 runs"),
+        ("recall", "full", r"^figure=recall: of the runs with probes none is sparse and has values of each step"),
         ("clusters", "snapkv", r"^figure=clusters: no two runs with probes differ in method.cluster_size or"),
         ("latency", "probed", r"^figure=latency: no run with timings among 4 runs"),
         ("passkey", "none", r"^figure=passkey: no run of task=passkey among 0 runs"),
@@ -244,6 +251,7 @@ def test_what_cannot_be_drawn_is_said(runs, name, keep, said):
         "all": probed | True,
         "timed": ~probed,
         "probed": probed,
+        "full": probed & (runs.arms["method"] == "full"),
         "snapkv": probed & (runs.arms["method"] == "snapkv"),
         "none": probed & False,
     }

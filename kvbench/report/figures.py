@@ -304,20 +304,25 @@ def stability(runs: Runs) -> Figure:
 def _over_steps(runs: Runs, figure_name: str, measures: Mapping[str, str]) -> Figure:
     """A column for each measure, a row for each task and model, a curve for each arm: the mean over samples."""
     arms = _arms(runs, figure_name, probed=True)
-    panels = _panels(figure_name, runs, arms[arms["method"] != YARDSTICK])
-    figure, axes = _grid(len(panels), len(measures), f"{' and '.join(measures.values())}, over decode steps")
-    for (title, arms), row in zip(panels, axes, strict=True):
-        for label, style, arm in _curves_of(runs, arms):
-            curves = _curves(runs.samples(arm))
+    drawn = []
+    for title, own in _panels(figure_name, runs, arms[arms["method"] != YARDSTICK]):
+        curves = [(label, style, _curves(runs.samples(arm))) for label, style, arm in _curves_of(runs, own)]
+        if any(len(curve) for _, _, curve in curves):
+            drawn.append((title, own, curves))
+    if not drawn:
+        raise ConfigError(f"figure={figure_name}: of the runs with probes none is sparse and has values of each step")
+    figure, axes = _grid(len(drawn), len(measures), f"{' and '.join(measures.values())}, over decode steps")
+    for (title, _, curves), row in zip(drawn, axes, strict=True):
+        for label, style, of_arm in curves:
             for axis, name in zip(row, measures, strict=True):
-                if name in curves and curves[name].notna().any():
-                    curve = _thinned(curves[name].dropna())
+                if name in of_arm and of_arm[name].notna().any():
+                    curve = _thinned(of_arm[name].dropna())
                     look = _line(style) | {"markevery": max(1, len(curve) // 8)}
                     axis.plot(curve.index, curve, label=label, **look)
         for axis, label in zip(row, measures.values(), strict=True):
             axis.set(title=title, xlabel="decode step", ylabel=label, ylim=(-0.03, 1.03))
             axis.grid(alpha=0.3)
-    return _finished(figure, axes, [arms for _, arms in panels])
+    return _finished(figure, axes, [own for _, own, _ in drawn])
 
 
 def _curves(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
@@ -418,13 +423,17 @@ def _panels(name: str, runs: Runs, arms: pd.DataFrame) -> list[tuple[str, pd.Dat
     for _, own in arms.groupby([common[key] for key in common], sort=False):
         task, model = own[["task", "model"]].iloc[0]
         others = common[(common["task"] == task) & (common["model"] == model)]
-        apart = [
-            f"{key.rpartition('.')[2]}={common.loc[own.index[0], key]}" for key in others if others[key].nunique() > 1
-        ]
+        varied = [key for key in others if others[key].nunique() > 1]
+        apart = [f"{key.rpartition('.')[2]}={_shortened(common.at[own.index[0], key])}" for key in varied]
         panels.append((", ".join([task, model, *apart]), own))
     _refuse_crowd(name, len(panels), "tasks, models and protocols", MOST_PANELS)
     _refuse_crowd(name, max((len(own) for _, own in panels), default=0), "arms in a panel", MOST_ARMS)
     return panels
+
+
+def _shortened(value: str) -> str:
+    """A setting's value, cut where it is a long list."""
+    return value if len(value) <= 32 else f"{value[:29]}..."
 
 
 def _refuse_crowd(name: str, count: int, what: str, most: int) -> None:
@@ -444,7 +453,9 @@ def _series(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[Serie
         settings = runs.settings.loc[own.index].map(str)
         varied = [key for key in settings if key.startswith(OWN) and key != without and settings[key].nunique() > 1]
         short = {key: key.rpartition(".")[2] for key in varied}
-        variants = {run: ", ".join(f"{short[key]}={settings.at[run, key]}" for key in varied) for run in own.index}
+        variants = {
+            run: ", ".join(f"{short[key]}={_shortened(settings.at[run, key])}" for key in varied) for run in own.index
+        }
         style = style_of(method)
         groups = dict(list(own.groupby(pd.Series(variants))))
         for place, variant in enumerate(sorted(groups, key=lambda words: (len(words), words))):
