@@ -113,7 +113,10 @@ def _digits(table: Table, name: str, column: int) -> int:
 
 
 def console(tables: Sequence[Table], target: Console) -> None:
-    """Print tables; one that is wider than the console comes in parts, each with the labels of its rows."""
+    """Print tables; one that is wider than the console comes in parts, each with the labels of its rows.
+
+    A part of one column that is still wider runs over: no number is cut.
+    """
     for table in tables:
         whole = grid(table)
         widths = _widths(whole)
@@ -130,7 +133,8 @@ def console(tables: Sequence[Table], target: Console) -> None:
                     drawn.add_row(*map(Text, (*line.labels, *(line.texts[column] for column in columns))))
                 if len(lines) > 1:
                     drawn.add_section()
-            target.print(drawn)
+            needed = sum(widths[:heads]) + sum(widths[heads + column] for column in columns)
+            target.print(drawn, width=max(target.width, needed + GAP * (heads + len(columns)) + 1), crop=False)
         for note in table.notes:
             target.print(Text(note))
         target.print()
@@ -177,20 +181,19 @@ def latex(tables: Sequence[Table]) -> str:
 
 def _latex(table: Table) -> str:
     whole = grid(table)
-    # Of a row of several lines the name may stand between [ and ], which \\ would read as an option.
     rows = [
-        [" & ".join(_escaped(cell) for cell in (*line.labels, *line.texts)) + r" \\" for line in row]
+        [" & ".join(latex_escaped(cell) for cell in (*line.labels, *line.texts)) + r" \\" for line in row]
         for row in whole.rows
     ]
     gap = [r"\addlinespace"] if any(len(row) > 1 for row in rows) else []
     body = [text for place, row in enumerate(rows) for text in [*(gap if place else []), *row]]
-    head = " & ".join(_escaped(name) for name in (*whole.head, *whole.columns)) + r" \\"
-    notes = [r"\par\smallskip\footnotesize " + " ".join(map(_escaped, table.notes))] if table.notes else []
+    head = " & ".join(latex_escaped(name) for name in (*whole.head, *whole.columns)) + r" \\"
+    notes = [r"\par\smallskip\footnotesize " + " ".join(map(latex_escaped, table.notes))] if table.notes else []
     return "\n".join(
         [
             r"\begin{table}",
             r"\centering",
-            rf"\caption{{{_escaped(table.title)}}}",
+            rf"\caption{{{latex_escaped(table.title)}}}",
             rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', table.id.lower())}}}",
             rf"\begin{{tabular}}{{{'l' * len(whole.head)}{'r' * len(whole.columns)}}}",
             r"\toprule",
@@ -209,7 +212,8 @@ def _latex(table: Table) -> str:
 _SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
 
 
-def _escaped(word: str) -> str:
+def latex_escaped(word: str) -> str:
+    """A word as LaTeX prints it."""
     word = re.sub(r"[\\~^±]|[&%$#_{}]", lambda found: _SPECIAL.get(found[0], "\\" + found[0]), word)
     return "{}" + word if word.startswith("[") else word
 

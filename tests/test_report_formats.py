@@ -1,0 +1,223 @@
+"""Printed tables: every format says the same, escapes what it must, and fits."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from kvbench.report import formats, html, published
+from kvbench.report.frame import LeftOut
+from kvbench.report.tables import BESIDE, VALUES, WITH_SCORE, Cell, Table, beside
+
+AWKWARD = "a_b & 50 % #1 $x$ {y} ~z^ \\w <b>|c|</b> \"q\" 'r'"
+
+
+def scores(rows: int = 2, columns: int = 3, label: str = "quest") -> Table:
+    """A table of scores with everything that goes with one."""
+    numbers = {"score": 71.25, "low": 60.0, "high": 80.5, "against_full": 3.0, "against_full_low": -1.0}
+    numbers |= {"against_full_high": 7.0, "attended_share": 1.484, "samples": 20.0, "failed": 2.0}
+    one = Cell(numbers, {"score": "bf"}, "a/run")
+    lines = {"score": VALUES["score"], **WITH_SCORE}
+    labels = [(f"{label}{row}", "64") for row in range(rows)]
+    names = [f"task {column}" for column in range(columns)]
+    cells = {(row, column): one for row in range(rows) for column in range(columns)}
+    return Table("t", "A title", ("method", "budget"), labels, names, cells, lines, ["A note."])
+
+
+def across(label: str = "quest") -> Table:
+    """A table whose values stand side by side."""
+    table = scores(2, 1, label)
+    return Table("t", table.title, table.axes, table.rows, [""], table.cells, table.lines, table.notes)
+
+
+def paper() -> Table:
+    """A published table of which ours has one cell of three."""
+    ours = Cell({"score": 48.0, "low": 40.0, "high": 56.0, "samples": 200.0, "published": 49.25, "difference": -1.25})
+    cells = {(0, 0): ours, (0, 1): Cell({"published": 30.5}), (0, 2): Cell({"published": 7.0}, mapped=False)}
+    return Table("p", "P", ("",), [("IceCache 256",)], ["A", "B", "C"], cells, BESIDE, [])
+
+
+# -- the grid ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_has_a_line_for_each_value():
+    whole = formats.grid(scores())
+    assert whole.head == ("method", "budget", "") and whole.columns == ["task 0", "task 1", "task 2"]
+    assert [(line.labels, line.texts[0]) for line in whole.rows[0]] == [
+        (("quest0", "64", "score"), "71.2 (bf)"),
+        (("", "", "95 % interval"), "[60.0, 80.5]"),
+        (("", "", "against full"), "+3.0 [-1.0, 7.0]"),
+        (("", "", "attended / C"), "1.48"),
+        (("", "", "samples"), "20, 2 failed"),
+    ]
+
+
+def test_without_columns_the_values_stand_side_by_side():
+    whole = formats.grid(across())
+    assert whole.columns == ["score", "95 % interval", "against full", "attended / C", "samples"]
+    assert [len(lines) for lines in whole.rows] == [1, 1]
+
+
+def test_a_paper_s_cell_says_whether_ours_was_run():
+    whole = formats.grid(paper())
+    lines = {line.labels[1]: line.texts for line in whole.rows[0]}
+    assert lines["ours"] == ["48.0", "not run", "-"]
+    assert lines["published"] == ["49.25", "30.5", "7"], "as exact as each column is printed"
+    assert lines["difference"] == ["-1.2", "-", "-"]
+    assert lines["samples"] == ["200", "-", "-"]
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
+
+
+def test_markdown_has_the_same_cells_in_every_line():
+    told = formats.markdown([scores(label=AWKWARD)])
+    lines = [line for line in told.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {7}
+    assert len(lines) == 2 + 2 * 5 and told.startswith("### A title\n") and "- A note." in told
+
+
+def test_latex_has_the_same_cells_in_every_line_and_escapes_the_rest():
+    told = formats.latex([scores(label=AWKWARD)])
+    body = told[told.index(r"\toprule") : told.index(r"\bottomrule")]
+    lines = [line for line in body.splitlines() if line.endswith(r"\\")]
+    assert {len(re.findall(r"(?<!\\)&", line)) for line in lines} == {5}
+    assert len(lines) == 1 + 2 * 5 and r"\begin{tabular}{lllrrr}" in told
+    assert r"\textbackslash{}w" in told and r"50 \% \#1 \$x\$ \{y\}" in told
+
+
+@given(st.text(alphabet=st.characters(codec="ascii", categories=["L", "N", "P", "S", "Z"]), max_size=30))
+def test_latex_never_lets_a_special_character_through(word):
+    escaped = formats.latex_escaped(word)
+    plain = re.sub(r"\\textbackslash\{\}|\\textasciitilde\{\}|\\textasciicircum\{\}|\\[&%$#_{}]|^\{\}", "", escaped)
+    assert not set(plain) & set("\\&%$#_{}~^")
+    assert not escaped.startswith("["), "\\\\ before it would take it for an option"
+
+
+def test_csv_holds_the_numbers_as_they_are():
+    lines = list(csv.DictReader(io.StringIO(formats.csv_text([scores(), paper()]))))
+    assert len(lines) == 6 + 3
+    first = lines[0]
+    assert (first["table"], first["method"], first["budget"], first["column"]) == ("t", "quest0", "64", "task 0")
+    assert (float(first["score"]), float(first["attended_share"]), first["marks"]) == (71.25, 1.484, "bf")
+    assert [line["status"] for line in lines[6:]] == ["not run", "not run", "published only"]
+    assert [line["row"] for line in lines[6:]] == ["IceCache 256"] * 3
+
+
+@given(st.integers(30, 200), st.integers(1, 12))
+def test_the_console_s_parts_hold_every_column_once_and_fit(width, columns):
+    table = scores(1, columns)
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as captured:
+        formats.console([table], console)
+    told = captured.get()
+    assert told.count("71.2 (bf)") == columns and told.count("+3.0 [-1.0, 7.0]") == columns
+    if width >= 60:  # room for the labels and one column
+        assert max(map(len, told.splitlines())) <= width
+
+
+@pytest.mark.parametrize("id", published.ids())
+def test_every_published_table_prints_in_every_format(id):
+    table = beside(None, published.table(id))
+    numbers = [cell.numbers["published"] for cell in table.cells.values() if cell.numbers]
+    console = Console(width=140, file=io.StringIO())
+    with console.capture() as captured:
+        formats.console([table], console)
+    page = Page(html.page("t", "", [table], {}, []))
+    read = csv.DictReader(io.StringIO(formats.csv_text([table])))
+    assert sorted(float(line["published"]) for line in read if line["published"]) == sorted(numbers)
+    shown = {text for row in formats.grid(table).rows for line in row for text in line.texts}
+    for told in (captured.get(), formats.markdown([table]), formats.latex([table]), "\n".join(page.words)):
+        assert all(text in told for text in shown)
+        assert all(column.split()[0] in told for column in table.columns if not set(column) & set("_%"))
+
+
+# -- HTML --------------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Tags that must balance, what the page refers to, and its words."""
+
+    VOID = {"meta", "img", "link", "br"}
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def picture() -> Figure:
+    figure = Figure(figsize=(2, 1))
+    figure.subplots().plot([1, 2], [3, 4])
+    return figure
+
+
+def test_a_page_is_whole_and_fetches_nothing():
+    left = [LeftOut("results/a", "unfinished")]
+    text = html.page("T", "about", [scores(), across()], {"one": ("A picture", picture())}, left, ["figure=x: no run"])
+    page = Page(text)
+    assert {image["src"].partition(",")[0] for image in page.all("img")} == {"data:image/svg+xml;base64"}
+    assert not page.all("link") and not any("src" in script for script in page.all("script"))
+    assert all(link["href"].startswith("#") for link in page.all("a"))
+    assert "url(" not in text and "@import" not in text
+    ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
+    assert {link["href"][1:] for link in page.all("a")} <= ids
+    assert "1 runs left out" in page.words and "results/a: unfinished" in page.words
+    assert "figure=x: no run" in page.words
+
+
+def test_names_are_text_and_never_tags():
+    awkward = "<script>alert(1)</script>&\"'"
+    page = Page(html.page(awkward, awkward, [scores(label=awkward)], {}, [LeftOut(awkward, awkward)]))
+    assert len(page.all("script")) == 1
+    assert page.words.count(awkward) >= 3
+
+
+def test_a_column_is_sorted_by_the_number_that_a_row_shows_first():
+    page = Page(html.page("T", "", [paper()], {}, []))
+    values: dict[str, str] = {}
+    for cell in page.all("td"):
+        if "data-value" in cell:
+            values.setdefault(cell["data-column"], cell["data-value"])
+    # Ours where it was run, else the published.
+    assert values == {"2": "48.0", "3": "30.5", "4": "7.0"}
+    assert len(page.all("tbody")) == 1 and len(page.all("button")) == 4
+
+
+@pytest.mark.parametrize("shown, value", [("10 %", "0.1"), ("64", "64.0"), ("-12.5 [-20.0, 1.0]", "-12.5")])
+def test_labels_sort_as_what_they_mean(shown, value):
+    table = scores(1, 1)
+    page = Page(html.page("T", "", [Table(**{**vars(table), "rows": [("quest", shown)]})], {}, []))
+    assert [cell["data-value"] for cell in page.all("th") if cell.get("scope") == "row"] == ["quest", value]
+
+
+def test_the_same_report_is_the_same_file():
+    pages = [html.page("T", "", [scores()], {"one": ("A", picture())}, []) for _ in range(2)]
+    assert pages[0] == pages[1]
