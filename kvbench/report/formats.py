@@ -134,7 +134,9 @@ def console(tables: Sequence[Table], target: Console) -> None:
                 if len(lines) > 1:
                     drawn.add_section()
             needed = sum(widths[:heads]) + sum(widths[heads + column] for column in columns)
-            target.print(drawn, width=max(target.width, needed + GAP * (heads + len(columns)) + 1), crop=False)
+            width, target.width = target.width, max(target.width, needed + GAP * (heads + len(columns)) + 1)
+            target.print(drawn, crop=False)
+            target.width = width
         for note in table.notes:
             target.print(Text(note))
         target.print()
