@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FormatStrFormatter, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FormatStrFormatter, FuncFormatter, MaxNLocator, NullLocator
 
 from kvbench.config import ConfigError, nearest
 from kvbench.report.frame import YARDSTICK, Runs
@@ -321,6 +321,7 @@ def _over_steps(runs: Runs, figure_name: str, measures: Mapping[str, str]) -> Fi
                     axis.plot(curve.index, curve, label=label, **look)
         for axis, label in zip(row, measures.values(), strict=True):
             axis.set(title=title, xlabel="decode step", ylabel=label, ylim=(-0.03, 1.03))
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             axis.grid(alpha=0.3)
     return _finished(figure, axes, [own for _, own, _ in drawn])
 
