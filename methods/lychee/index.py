@@ -127,8 +127,7 @@ class ClusterIndex:
         self.unit_tokens.scatter_add_(1, unit_of_chunk, lengths.int().expand_as(unit_of_chunk))
 
         self.codes = _coded(representatives) if layout.radii == "exact" else None
-        points = representatives if self.codes is None else _decoded(self.codes)
-        distance = self._distance(points, _rows(self.centroids, found.assigned))
+        distance = self._distance(representatives, _rows(self.centroids, found.assigned))
         self.radii = self._up(_largest(distance, found.assigned, clusters))
         around = _rows(self.unit_centroids, found.units.clamp(max=units - 1))
         reach = self._reach(self.centroids, self.radii, around).masked_fill(self.starts.diff(dim=1) == 0, 0)
@@ -237,7 +236,7 @@ class ClusterIndex:
         self.unit_radii.scatter_(1, unit, torch.maximum(self.unit_radii.gather(1, unit), reach))
 
     def _distance(self, points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-        """How far the representatives that `points` [H, m, D] stand for may be from centroids [H, m or 1, D]."""
+        """How far representatives [H, m, D] may be from centroids [H, m or 1, D], even if they were decoded."""
         rounding = 0.0 if self.codes is None else sqrt(points.shape[2]) / (2 * LEVELS)
         return (points - centroids.float()).norm(dim=2) + rounding
 
@@ -252,7 +251,7 @@ class ClusterIndex:
 
 
 def _coded(representatives: torch.Tensor) -> torch.Tensor:
-    return (LEVELS * representatives).round().to(torch.int8)
+    return (LEVELS * representatives).round_().to(torch.int8)
 
 
 def _decoded(codes: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,390 @@
+"""What LycheeCluster's index costs and what it finds: builds, searches, bytes, recall; and what delimiters are worth.
+
+Times are CPU time of one process, which other work on the machine disturbs little; arms take turns, and medians count.
+
+Prints one JSON object as its last line:
+  index      for each n of --lengths, made keys of --heads KV heads, bf16, and chunks of 8 to 16 tokens:
+    full_s, two_level_s    seconds to cluster all chunks, by both builds; settled_s: full with two iterations of k-means
+    pool_s                 seconds to take the chunks' means, in either build
+    build_ratio            two_level_s over full_s; with_pooling: the same with pool_s added to both
+    recall                 of the best --budget tokens of a query in those its chunks hold, by build, mean over queries
+    bytes_over_kv          index bytes over those of keys and values, by radii (exact keeps representatives)
+    search_us, scan_us     one search of all heads, and scoring all their keys; search_over_scan
+    graft_over_search      adding a chunk to all heads, per token of the chunk, over one search
+  model      for each n of --model-lengths, --model reading RULER's needles in prose, --budget tokens:
+    build_share            of the prefill, by build: building the index over the whole
+    retrieval_share        of a decode step: selection and index updates over the whole; step_ms
+    bytes_over_kv          as above, of this text's chunks; chunk_tokens, their mean length
+  clusters   the paper's Fig. 10: for each cluster size, recall and mass (probes) and score of --samples prompts of
+             RULER's needles at 4096 tokens, --small-budget tokens; as well for each other way to cluster
+  structure  the paper's pilot study: JSON documents with facts in some records, the question read as decode steps,
+             --small-budget tokens, everything counted: score, and answer_recall, the share of the answer's tokens
+             that the best head of the layer that retrieves attends as it writes them; gain: structure over fixed
+
+Made keys: an autoregressive walk (0.9) of anisotropic normals, j^-0.4, over a mean of their length; queries lie near
+keys. On the small model all layers are sparse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvbench.checks import composed
+from kvbench.config import bind_methods, build
+from kvbench.generate import generate
+from kvbench.hf import engine_for, method_named
+from kvbench.method import Budget
+from kvbench.models import Loaded, load
+from kvbench.prefilled import prefill_once
+from kvbench.tasks import prose
+from kvbench.tasks.ruler_needles import Needles, draw
+
+bind_methods()
+
+from methods.blocks.chunking import Chunks  # noqa: E402
+from methods.lychee.index import ClusterIndex, Layout, Search, pooled  # noqa: E402
+
+RETRIEVES = 1  # the small model's layer that finds what was asked for
+
+
+def say(text: str) -> None:
+    """Progress, beside the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def medians(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median seconds of CPU time of each call, turn by turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start = time.process_time()
+            call()
+            seconds[name].append(time.process_time() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+# -- the index on made keys --------------------------------------------------------------------------------------------
+
+
+def made(count: int, heads: int, dim: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [H, n, D] bf16 and queries [H, Q, D]."""
+    rng = torch.Generator().manual_seed(0)
+    deviation = torch.arange(1, dim + 1) ** -0.4
+    steps = torch.randn(count, heads, dim, generator=rng) * (1 - 0.9**2) ** 0.5
+    walk = torch.empty_like(steps)
+    here = torch.randn(heads, dim, generator=rng)
+    for at in range(count):
+        here = 0.9 * here + steps[at]
+        walk[at] = here
+    mean = torch.randn(heads, 1, dim, generator=rng)
+    mean = mean * deviation.norm() / mean.norm(dim=2, keepdim=True)
+    walk = walk.transpose(0, 1) * deviation
+    near = torch.randint(count, (queries,), generator=rng)
+    asked = walk[:, near] + 0.5 * deviation * torch.randn(heads, queries, dim, generator=rng)
+    return (mean + walk).bfloat16(), asked
+
+
+def token_recall(index: ClusterIndex, chunks: Chunks, keys: torch.Tensor, queries: torch.Tensor, budget: int) -> float:
+    """Share of each query's best `budget` tokens in the chunks that fit into `budget` tokens."""
+    best = (queries @ keys.float().transpose(1, 2)).topk(budget, dim=2).indices
+    found = index.best_chunks(queries, queries.norm(dim=2), budget, Search())
+    tokens = chunks.tokens(chunks.fitting(found, budget))
+    held = torch.zeros(*queries.shape[:2], keys.shape[1] + 1).scatter_(2, tokens.where(tokens >= 0, keys.shape[1]), 1)
+    return float(held.gather(2, best).mean())
+
+
+def bench_index(count: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Builds, search and bytes over `count` tokens."""
+    say(f"index: {count} tokens")
+    keys, queries = made(count, arguments.heads, arguments.dim, arguments.queries)
+    rng = torch.Generator().manual_seed(1)
+    ends = torch.randint(8, 17, (count // 8,), generator=rng).cumsum(0)
+    chunks = Chunks(torch.cat([torch.zeros(1, dtype=torch.int64), ends[ends < count], torch.tensor([count])]))
+    points, lengths = pooled(keys, chunks.bounds, "mean"), chunks.lengths
+
+    def make(**layout: Any) -> ClusterIndex:
+        return ClusterIndex(points, lengths, Layout(**layout), keys.dtype, torch.Generator().manual_seed(2))
+
+    builds = {
+        "full": partial(make),
+        "two_level": partial(make, build="two_level"),
+        "settled": partial(make, iterations=2),
+    }
+    seconds = medians(
+        {**builds, "pool": lambda: pooled(keys, chunks.bounds, "mean")}, arguments.repeats if count > 20_000 else 5
+    )
+    kv = 2 * keys.numel() * keys.element_size()
+    full, two_level = make(), make(build="two_level")
+    query, room = queries[:, :1], min(arguments.budget, count // 4)
+    norms = query.norm(dim=2)
+    floats = keys.float()
+    grafted = make()
+    decode = medians(
+        {
+            "search": lambda: chunks.tokens(chunks.fitting(full.best_chunks(query, norms, room, Search()), room)),
+            "scan": lambda: (query @ floats.transpose(1, 2)).topk(room, dim=2),
+            "graft": lambda: grafted.graft(points[:, 0], 12),
+        },
+        31,
+    )
+    return {
+        "n": count,
+        "chunks": len(chunks),
+        **{f"{name}_s": value for name, value in seconds.items()},
+        "build_ratio": seconds["two_level"] / seconds["full"],
+        "build_ratio_with_pooling": (seconds["two_level"] + seconds["pool"]) / (seconds["full"] + seconds["pool"]),
+        "recall": {
+            "full": token_recall(full, chunks, keys, queries, room),
+            "two_level": token_recall(two_level, chunks, keys, queries, room),
+            "settled": token_recall(make(iterations=2), chunks, keys, queries, room),
+        },
+        "bytes_over_kv": {radii: index_bytes(make(radii=radii)) / kv for radii in ("exact", "strict")},
+        "search_us": 1e6 * decode["search"],
+        "scan_us": 1e6 * decode["scan"],
+        "search_over_scan": decode["search"] / decode["scan"],
+        "graft_over_search": decode["graft"] / 12 / decode["search"],
+    }
+
+
+def index_bytes(index: ClusterIndex) -> int:
+    """Bytes of an index's tensors."""
+    return sum(value.nbytes for value in vars(index).values() if isinstance(value, torch.Tensor))
+
+
+# -- in a model --------------------------------------------------------------------------------------------------------
+
+
+def needles(loaded: Loaded, length: int, count: int) -> list[list[int]]:
+    """Prompts of RULER's needles in prose."""
+    task = build(composed("task=niah", "task.subsets=[niah_single_2]", f"task.lengths=[{length}]")["task"])
+    prompts = (sample.prompt for sample in task.samples(loaded.tokenizer, 0))
+    return [loaded.tokenizer(prompt)["input_ids"] for _, prompt in zip(range(count), prompts, strict=False)]
+
+
+def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Shares of time and memory where the model reads `count` tokens and answers with --steps."""
+    say(f"model: {count} tokens")
+    (prompt,) = needles(loaded, count, 1)
+    arms = {"full": {}, "two_level": {"build": "two_level"}, "strict": {"radii": "strict"}}
+    shares: dict[str, list[tuple[float, float, float]]] = {name: [] for name in arms}
+    audits, tokens = {}, 0.0
+    for _ in range(arguments.repeats):
+        for name, options in arms.items():
+            method = method_named("lychee", **options)
+            engine = engine_for(
+                loaded.model,
+                [len(prompt)],
+                method,
+                Budget(arguments.budget),
+                loaded.dense_layers,
+                loaded.tokenizer,
+                new_tokens=arguments.steps,
+            )
+            done = generate(loaded.model, [prompt], engine, max_new_tokens=arguments.steps, prefill_chunk=4096)
+            step, prefill = done.breakdown_ms, done.prefill_ms
+            retrieval = (step["select"] + step["index_update"]) / sum(step.values())
+            shares[name].append((prefill["index_build"] / sum(prefill.values()), retrieval, sum(step.values())))
+            audits[name] = done.audit["index_bytes"] / done.audit["device_kv_bytes"]
+            chunks = method.rows[0].text.chunks
+            tokens = float(chunks.lengths.float().mean()) if len(chunks) else 0.0
+    middle = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in shares.items()}
+    return {
+        "n": len(prompt),
+        "chunk_tokens": tokens,
+        "build_share": {name: middle[name][0] for name in ("full", "two_level")},
+        "retrieval_share": middle["full"][1],
+        "step_ms": middle["full"][2],
+        "bytes_over_kv": {"exact": audits["full"], "strict": audits["strict"]},
+    }
+
+
+CLUSTERINGS: dict[str, dict[str, Any]] = {
+    **{f"cluster_size={size}": {"cluster_size": size} for size in (1, 2, 4, 8)},
+    "build=two_level": {"build": "two_level"},
+    "pooling=max": {"pooling": "max"},
+    "ub_weight=0": {"ub_weight": 0},
+    "chunking=fixed": {"chunking": "fixed"},
+    "selection=query_head": {"selection": "query_head"},
+}
+
+
+def bench_clusters(loaded: Loaded, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Recall, mass and score of every way to cluster, from shared prefills, the question read as decode steps."""
+    task = build(composed("task=niah", "task.subsets=[niah_multikey_1]", "task.lengths=[4096]")["task"])
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in CLUSTERINGS}
+    samples = task.samples(loaded.tokenizer, 0)
+    for number, sample in zip(range(arguments.samples), samples, strict=False):
+        say(f"clusters: sample {number + 1} of {arguments.samples}")
+        text, question = sample.prompt.removesuffix(sample.question), sample.question
+        for name, output, _, probe in answers(
+            loaded, text, question, {name: ("lychee", options) for name, options in CLUSTERINGS.items()}, arguments, 4
+        ):
+            score = task.score(sample, output)[task.metric]
+            found[name].append((probe["recall"], probe["mass"], score))
+    keys = ("recall", "mass", "score")
+    return {
+        name: dict(zip(keys, map(statistics.fmean, zip(*rows, strict=True)), strict=True))
+        for name, rows in found.items()
+    }
+
+
+def answers(
+    loaded: Loaded,
+    text: str,
+    question: str,
+    arms: dict[str, tuple[str, dict[str, Any]]],
+    arguments: argparse.Namespace,
+    probe_every: int = 0,
+    watch: Callable[[Any], Any] = lambda method: None,
+) -> list[tuple[str, str, Any, dict[str, float]]]:
+    """What each arm answers: its name, the output, what `watch` gave for its method, and the probe's means."""
+    tokenizer = loaded.tokenizer
+    ids, asked = tokenizer(text)["input_ids"], tokenizer(question, add_special_tokens=False)["input_ids"]
+    new = 12
+    shared = prefill_once(loaded.model, [ids], [], max_new_tokens=new + len(asked), chunk=4096)
+    found = []
+    for name, (method_name, options) in arms.items():
+        method = method_named(method_name, **options)
+        seen = watch(method)
+        engine = engine_for(
+            loaded.model,
+            [len(ids)],
+            method,
+            Budget(arguments.small_budget, "unified"),
+            loaded.dense_layers,
+            tokenizer,
+            new_tokens=new + len(asked),
+            probe_every=probe_every,
+        )
+        done = generate(loaded.model, [ids], engine, max_new_tokens=new, question=asked, prefilled=shared)
+        found.append((name, tokenizer.decode(done.tokens[0], skip_special_tokens=True), seen, done.probe))
+    return found
+
+
+# -- chunks at delimiters ----------------------------------------------------------------------------------------------
+
+FACTS = Needles("essay", "words", "numbers", 1, 1, 1, prose.words)
+LAYOUTS = {"objects": ("{\n  ", ",\n  ", "\n}"), "lines": ("{", ", ", "}")}
+PILOT = {
+    f"{method} {chunking}": (method, {"chunking": chunking})
+    for method in ("lychee", "quest")
+    for chunking in ("structure", "fixed")
+}
+
+
+def document(layout: str, tokens: int, seed: int, loaded: Loaded) -> tuple[str, str, str]:
+    """JSON records, four of which hold a fact; the question for one, and its answer."""
+    rng = random.Random(f"{layout}/{seed}")
+    opens, between, closes = LAYOUTS[layout]
+    words, keys = draw("words", 60, rng), draw("words", 4, rng)
+    values = [str(rng.randrange(10**6, 10**7)) for _ in keys]
+
+    def record(**fields: Any) -> str:
+        fields = {"id": rng.randrange(1000), **fields}
+        return opens + between.join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items()) + closes
+
+    records = [record(note=FACTS.needle(key, value)) for key, value in zip(keys, values, strict=True)]
+    left = tokens - len(loaded.tokenizer(",\n".join(records))["input_ids"])
+    while True:
+        more = record(name=rng.choice(words), size=rng.randrange(100), tags=rng.sample(words, 2))
+        left -= len(loaded.tokenizer(",\n" + more)["input_ids"])
+        if left < 0:
+            break
+        records.append(more)
+    rng.shuffle(records)
+    asked = rng.randrange(4)
+    frame, question = FACTS.asking([keys[asked]])
+    return frame.partition("{context}")[0] + "[\n" + ",\n".join(records) + "\n]", "\n" + question, values[asked]
+
+
+def bench_structure(loaded: Loaded, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Score and answer recall of chunks at delimiters and of fixed ones, by layout of the document."""
+    result: dict[str, Any] = {}
+    for layout in LAYOUTS:
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in PILOT}
+        for seed in range(arguments.samples):
+            say(f"structure: {layout}, sample {seed + 1} of {arguments.samples}")
+            text, question, value = document(layout, arguments.document, seed, loaded)
+            begin = text.index(value)
+            places = loaded.tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+            wanted = {at for at, (first, end) in enumerate(places) if first < begin + len(value) and end > begin}
+            for name, output, shares, _ in answers(
+                loaded, text, question, PILOT, arguments, watch=partial(watch_answer, wanted=wanted)
+            ):
+                # the last step of the question and those that follow write the answer
+                writing = shares[-11 : -11 + len(wanted)]
+                found[name].append((100.0 * (value in output.replace(" ", "")), statistics.fmean(writing)))
+        keys = ("score", "answer_recall")
+        means = {
+            name: dict(zip(keys, map(statistics.fmean, zip(*rows, strict=True)), strict=True))
+            for name, rows in found.items()
+        }
+        gain = {
+            method: {key: means[f"{method} structure"][key] - means[f"{method} fixed"][key] for key in keys}
+            for method in ("lychee", "quest")
+        }
+        result[layout] = {**means, "gain": gain}
+    return result
+
+
+def watch_answer(method: Any, wanted: set[int]) -> list[float]:
+    """Note at every step which share of `wanted` the best head of the layer that retrieves attends."""
+    shares: list[float] = []
+    select = method.select
+
+    def watched(layer: int, query: torch.Tensor) -> Any:
+        selection = select(layer, query)
+        if layer == RETRIEVES:
+            heads: Sequence[Sequence[int]] = selection.index[0].tolist()
+            shares.append(max(len(wanted.intersection(head)) / len(wanted) for head in heads))
+        return selection
+
+    method.select = watched
+    return shares
+
+
+def main() -> None:
+    """Measure what is asked for, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ("index", "model", "clusters", "structure")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="what to measure")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536], help="made keys")
+    parser.add_argument("--heads", type=int, default=8, help="KV heads of made keys")
+    parser.add_argument("--dim", type=int, default=128, help="head dimension of made keys")
+    parser.add_argument("--queries", type=int, default=32, help="queries a head, for recall")
+    parser.add_argument("--budget", type=int, default=1024, help="tokens attended, for index and model")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of slow measurements")
+    parser.add_argument("--model", default="tiny", help="a model of conf/model")
+    parser.add_argument("--model-lengths", type=int, nargs="*", default=[4096, 8192, 16000], help="tokens it reads")
+    parser.add_argument("--steps", type=int, default=32, help="tokens it writes, for shares of a step")
+    parser.add_argument("--samples", type=int, default=12, help="prompts of each kind")
+    parser.add_argument("--document", type=int, default=2048, help="tokens of a JSON document")
+    parser.add_argument("--small-budget", type=int, default=128, help="tokens attended, for clusters and structure")
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(1)
+    loaded = load(composed(f"model={arguments.model}")["model"], device="cpu")
+    result: dict[str, Any] = {}
+    for part in arguments.parts:
+        if part == "index":
+            bench_index(2048, arguments)  # warm
+            result[part] = [bench_index(count, arguments) for count in arguments.lengths]
+        elif part == "model":
+            result[part] = [bench_model(loaded, count, arguments) for count in arguments.model_lengths]
+        else:
+            result[part] = {"clusters": bench_clusters, "structure": bench_structure}[part](loaded, arguments)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
