@@ -201,6 +201,8 @@ def test_a_wrong_value_is_refused_with_key_value_and_what_is_right(refusal, over
         (["method.page_size=1"], "method.page_size=1: expected a whole number, 2 or more"),
         (["method=snapkv", "method.window=0"], "method.window=0: expected a whole number, 1 or more"),
         (["method=snapkv", "method.kernel=4"], "method.kernel=4: expected an odd whole number, 1 or more"),
+        (["method=pariskv", "method.beta=1.5"], "method.beta=1.5: expected a number above 0, at most 1, or null"),
+        (["method=pariskv", "method.rho=true"], "method.rho=true: expected a number above 0, at most 1, or null"),
         (["method=snapkv", "method.kernel=-1"], "method.kernel=-1: expected an odd whole number, 1 or more"),
         (["method=streaming_llm", "method.sinks=-1"], "method.sinks=-1: expected a whole number, 0 or more"),
         (["task.keys=0"], "task.keys=0: expected a whole number, 1 or more"),

@@ -288,7 +288,7 @@ def test_without_a_budget_short_sequences_are_attended_whole() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"beta": 0}, r"pariskv: beta=0: expected a share in \(0, 1\]"),
+        ({"beta": 0}, "^method.beta=0: expected a number above 0, at most 1, or null$"),
         ({"beta": 1.5}, "beta=1.5"),
         ({"rho": -0.1}, "rho=-0.1"),
         ({"rho": "half"}, "rho=half"),

@@ -64,9 +64,6 @@ class ParisKV(Method):
         dense_below: such runs attend a shorter sequence whole, and any below sinks + local + 2 k.
         beta, rho, tiers: see `codebook.quotas`.
         compute: "torch", "numba" (on the CPU), or "auto": Numba where keys are computed on the CPU.
-
-    Raises:
-        ValueError: beta or rho is no share.
     """
 
     needs = Needs(home="host")
@@ -83,9 +80,6 @@ class ParisKV(Method):
         tiers: Literal[1, 6] = 6,
         compute: Literal["auto", "torch", "numba"] = "auto",
     ) -> None:
-        for name, share in (("beta", beta), ("rho", rho)):
-            if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
-                raise ValueError(f"{name}={share}: expected a share in (0, 1], or null: by the length of the zone")
         self.zones_without_budget = Zones(sinks, local, update, k, max(dense_below, sinks + local + 2 * k) - 1)
         self.beta, self.rho, self.tiers, self.compute = beta, rho, tiers, compute
 
