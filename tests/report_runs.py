@@ -18,10 +18,18 @@ def record(name: str, group: str, score: Any, **more: Any) -> dict[str, Any]:
         "group": group,
         "meta": {"length": 1024, "depth": 0.0},
         "answers": ["1"],
+        "prompt_tokens": 1024,
         "error": None,
         "output": "1",
         "scores": {"accuracy": score},
-        "audit": {"attended_mean": 80.0, "attended_max": 96, "budget": 64, "over_rule": False},
+        "audit": {
+            "attended_mean": 80.0,
+            "attended_max": 96,
+            "budget": 64,
+            "device_kv_bytes": 2**20,
+            "moved_bytes_per_step": 0.0,
+            "over_rule": False,
+        },
         "tpot_ms": {"mean": 4.0, "p50": 4.0, "p95": 5.0},
         "breakdown_ms": {"attention": 1.0, "model": 3.0},
         "ttft_s": 0.5,
@@ -71,7 +79,7 @@ def stored(
         "protocol": {**whole, "question_as_decode": False, "generated": "free", **(protocol or {})},
         "probe": {"every": 0},
         "method": {"name": method, "minimum": {"paper": None if method == "full" else 16}, "preset": 256},
-        "task": {"name": task, **(options or {})},
+        "task": {"name": task, "unit": "tokens", **(options or {})},
     }
     more = {"metric": "accuracy", "model_name": model, "device_name": "cpu, 1 threads", **(config or {})}
     own |= {key: value for key, value in more.items() if key in own}

@@ -213,6 +213,8 @@ def _page(given: Namespace, runs: Runs | None, made: Sequence[Table]) -> str:
             figures[name] = (title, figure(chosen))
         except ConfigError as error:
             undrawn.append(str(error))
+        except (LookupError, TypeError, ValueError) as error:  # runs by an older kvbench, say; the tables stand
+            undrawn.append(f"figure={name}: not from these runs ({type(error).__name__}: {error})")
     places = " and ".join(map(str, given.folders or [FOLDER]))
     about = f"{len(chosen.arms)} runs below {places}."
     return html.page("kvbench report", about, made, figures, runs.left_out, undrawn)

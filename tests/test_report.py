@@ -1,0 +1,237 @@
+"""`python -m kvbench.report`: what it prints and writes, how quickly it answers, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from report_runs import record, stored
+
+from kvbench.checks import composed
+from kvbench.report import figures, published
+from kvbench.report.__main__ import main
+from kvbench.run import run
+
+
+def made(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[str, str]:
+    """What the command prints on its two streams; it must end well."""
+    assert main(list(map(str, words))) == 0
+    return capsys.readouterr()
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one line of a refusal."""
+    assert main(list(map(str, words))) == 2
+    told = capsys.readouterr()
+    lines = [line for line in told.err.splitlines() if not line.startswith("left out: ")]
+    assert len(lines) == 1 and lines[0].startswith("kvbench.report: ") and not told.out
+    return lines[0]
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    stored(tmp_path, "full", samples={"512": [1.0, 1.0], "1024": [1.0, 1.0]})
+    for budget in (64, 128):
+        stored(tmp_path, "quest", budget, {"512": [1.0, 0.0], "1024": [1.0, 1.0]})
+    return tmp_path
+
+
+# -- what it makes -----------------------------------------------------------------------------------------------------
+
+
+def test_without_words_it_shows_all_below_results(results, capsys, monkeypatch):
+    (results / "results").mkdir()
+    (results / "runs").rename(results / "results" / "runs")
+    monkeypatch.chdir(results)
+    told, said = made(capsys)
+    assert told.startswith("All runs") and not said
+    assert told.count("│ quest ") == 2 * told.count("│ full ") == 2
+    assert all(word in told for word in ("95 % interval", "against full", "attended / C", "samples", "-25.0 ["))
+
+
+def test_any_selection(results, capsys):
+    told, _ = made(capsys, results, "--rows", "method,budget", "--columns", "group", "--format", "csv")
+    lines = {(line["method"], line["budget"], line["column"]): line for line in csv.DictReader(io.StringIO(told))}
+    assert len(lines) == 6
+    assert float(lines["quest", "64", "512"]["score"]) == 50 and float(lines["full", "-", "512"]["score"]) == 100
+    assert float(lines["quest", "64", "512"]["against_full"]) == -50
+
+
+def test_a_selection_of_runs_and_values(results, capsys):
+    words = ["--rows", "method", "--values", "tpot_ms_mean,ttft_s", "--where", "budget=64", "--where", "method=quest"]
+    told, _ = made(capsys, results, *words, "--format", "markdown")
+    assert "| method | ms / token | to first token, s |" in told and "| quest | 4.00 | 0.500 |" in told
+    assert "full" not in told
+
+
+@pytest.mark.parametrize(
+    "ending, begins",
+    [
+        (".md", "### All runs"),
+        (".tex", r"\begin{table}"),
+        (".csv", "table,model"),
+        (".html", "<!doctype"),
+        (".txt", "A"),
+    ],
+)
+def test_the_file_s_ending_says_the_format(results, capsys, ending, begins):
+    out = results / f"report{ending}"
+    told, _ = made(capsys, results, "--out", out)
+    assert told.strip() == str(out) and out.read_text().startswith(begins)
+
+
+def test_the_page_holds_the_tables_and_the_pictures_that_can_be_drawn(results, capsys):
+    stored(results, "snapkv", finished=False)
+    made(capsys, results, "--out", results / "report.html")
+    page = (results / "report.html").read_text()
+    assert all(f'id="table-{name}"' in page for name in ("summary", "passkey"))
+    assert page.count("data:image/svg+xml;base64,") >= 2 and 'id="figure-budget"' in page
+    assert "1 runs left out" in page and "unfinished, 2 samples so far" in page
+    assert "figures not drawn" in page and "figure=recall: no run with probes" in page
+
+
+def test_a_figure_that_cannot_be_drawn_leaves_the_rest_of_the_page(results, capsys, monkeypatch):
+    monkeypatch.setitem(figures.FIGURES, "budget", (lambda runs: runs.arms["gone"], "A picture"))
+    made(capsys, results, "--out", results / "report.html")
+    page = (results / "report.html").read_text()
+    assert "figure=budget: not from these runs (KeyError:" in page
+    assert 'id="table-summary"' in page and 'id="figure-tradeoff"' in page
+
+
+def test_a_figure_is_drawn_of_the_chosen_runs(results, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "draw", lambda name, runs: drawn.append((name, runs)) or figures.budget(runs))
+    out = results / "budget.png"
+    told, _ = made(capsys, results, "--figure", "budget", "--where", "method=quest", "--out", out)
+    assert told.strip() == str(out) and out.read_bytes().startswith(b"\x89PNG")
+    ((name, runs),) = drawn
+    assert name == "budget" and set(runs.arms["method"]) == {"quest"}
+
+
+def test_the_list_names_everything(capsys):
+    told, _ = made(capsys, "--list")
+    words = set(told.split())
+    assert {*published.ids(), *figures.FIGURES} <= words
+    assert {"score", "attended_share", "recall", "group"} <= words
+
+
+def test_a_paper_s_table_with_a_run_of_ours(tmp_path, capsys):
+    known = published.table("icecache_table1").frame
+    groups = {group: [1.0, 0.0] for group in known["group"] if group}
+    path = stored(tmp_path, "full", None, groups, task="longbench", model="llama3.1-8b-instruct")
+    told, _ = made(capsys, tmp_path, "--paper", "icecache_table1", "--format", "csv")
+    lines = [line for line in csv.DictReader(io.StringIO(told)) if line["run"]]
+    assert {line["run"] for line in lines} == {str(path)} and len(lines) == 17
+    for line in lines:
+        assert float(line["difference"]) == pytest.approx(50 - float(line["published"]))
+        assert float(line["samples"]) == (32 if line["column"] == "Avg" else 2)
+        assert float(line["low"]) <= 50 <= float(line["high"])
+
+
+def test_a_paper_s_table_needs_no_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told, said = made(capsys, "--paper", "icecache_table3", "--paper", "racc_table5")
+    assert "48.2" in told and "not run" in told and "IVFPQ" in told
+    assert said == (
+        "kvbench.report: results: no such folder; a run is a folder such as "
+        "results/runs/<task>/<model>/<arm>/<run id>; the published numbers stand alone\n"
+    )
+
+
+def test_a_real_run_is_shown_as_it_found_itself(tmp_path, capsys):
+    words = ["model=dummy-tiny", "device=cpu", "task.lengths=[300]", "task.positions=2", f"results_dir={tmp_path}"]
+    found = run(composed(*words, "method=icecache", "budget=64"))
+    capsys.readouterr()
+    told, _ = made(capsys, tmp_path, "--format", "csv")
+    (line,) = csv.DictReader(io.StringIO(told))
+    assert float(line["score"]) == found["score"] and "d" in line["marks"] and "c" in line["marks"]
+    assert float(line["attended_share"]) == pytest.approx(found["audit"]["attended_mean"] / 64)
+    assert float(line["device_kv_bytes"]) == pytest.approx(found["audit"]["device_kv_bytes"] / 2**20)
+
+
+# -- what it says of the rest ------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_out_is_said(results, capsys):
+    for seed in range(12):
+        stored(results, "snapkv", finished=False, config={"seed": seed})
+    _, said = made(capsys, results)
+    lines = said.splitlines()
+    assert len(lines) == 11 and lines[-1] == "left out: 2 more; --format html names them all"
+    assert all("unfinished, 2 samples so far; --unfinished shows it" in line for line in lines[:-1])
+    told, said = made(capsys, results, "--unfinished", "--format", "csv")
+    assert not said and told.count("snapkv") >= 12
+
+
+def test_two_runs_of_an_arm_are_said(results, capsys):
+    newer = stored(results, "quest", 64, {"512": [0.0, 0.0], "1024": [0.0, 0.0]}, source="new")
+    (newer / "status.json").write_text(json.dumps({"updated": "9999"}))
+    told, said = made(capsys, results, "--format", "csv", "--where", "budget=64")
+    assert f"an older run of the same arm as {newer}" in said
+    (line,) = csv.DictReader(io.StringIO(told))
+    assert float(line["score"]) == 0
+
+
+def test_mixed_protocols_are_refused_or_marked(results, capsys):
+    stored(results, "snapkv", protocol={"accounting": "unified"})
+    words = [results, "--rows", "method,budget", "--columns", "task"]
+    assert "protocol.accounting: paper: 2 runs, unified: 1 runs" in refused(capsys, *words)
+    told, _ = made(capsys, *words, "--allow-mixed")
+    assert "m: under another protocol" in told
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (
+            ["--paper", "icecache_tabel1"],
+            "paper=icecache_tabel1: no such published table; did you mean icecache_table1",
+        ),
+        (["--figure", "budgets", "--out", "x.png"], "figure=budgets: no such figure; did you mean budget"),
+        (["--figure", "budget"], "--figure budget: give a file with --out, such as budget.png"),
+        (["--figure", "budget", "--out", "x.gif"], "x.gif"),
+        (["--figure", "budget", "--rows", "method", "--out", "x.png"], "leave out --paper and --rows"),
+        (["--paper", "racc_table1", "--rows", "method"], "leave out yours"),
+        (["--columns", "task"], "--columns: needs --rows too"),
+        (["--values", "score"], "--values: needs --rows too"),
+        (["--out", "report.doc"], "--out report.doc: ends in none of .txt, .md, .tex, .csv, .html; name a --format"),
+        (["--out", "gone/report.md"], "--out gone/report.md: cannot write there (No such file or directory)"),
+        (["--figure", "budget", "--out", "gone/x.png"], "--out gone/x.png: cannot write there"),
+        (["--rows", "metod"], "metod: no such key of a run; did you mean method"),
+        (["--where", "method=slow"], "--where method=slow: no run has it"),
+    ],
+)
+def test_bad_input_is_one_line(results, capsys, monkeypatch, words, said):
+    monkeypatch.chdir(results)
+    assert said in refused(capsys, results, *words)
+
+
+def test_no_runs_says_where_it_looked(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "results: no such folder; a run is a folder such as" in refused(capsys)
+    assert f"{tmp_path}: no run in it" in refused(capsys, tmp_path)
+    assert "gone: no such folder" in refused(capsys, "gone", "--paper", "racc_table1")
+    assert f"{tmp_path}: no run in it" in refused(capsys, tmp_path, "--figure", "budget", "--out", "x.png")
+
+
+def test_nothing_but_unusable_runs_is_an_error_that_counts_them(tmp_path, capsys):
+    stored(tmp_path, finished=False)
+    stored(tmp_path, "snapkv", samples=[record("a", "", float("nan"))])
+    assert f"{tmp_path}: no run that can be shown, 2 left out" in refused(capsys, tmp_path)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--list"], ["--paper", "racc_table1"], ["--rows", "x", "gone"]])
+def test_nothing_imports_torch_and_help_not_even_pandas(tmp_path, words):
+    code = f"import sys; from kvbench.report.__main__ import main\ntry: main({words})\nexcept SystemExit: pass\n"
+    code += "print('torch' in sys.modules, 'pandas' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    torch, pandas = found.stdout.split()[-2:]
+    assert torch == "False" and (words != ["--help"] or pandas == "False")
