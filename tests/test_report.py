@@ -51,7 +51,7 @@ def test_without_words_it_shows_all_below_results(results, capsys, monkeypatch):
     told, said = made(capsys)
     assert told.startswith("All runs") and not said
     assert told.count("│ quest ") == 2 * told.count("│ full ") == 2
-    assert all(word in told for word in ("95 % interval", "against full", "attended / C", "samples", "-25.0 ["))
+    assert all(word in told for word in ("95 % interval", "against full", "attended", "samples", "-25.0 [", "1.25"))
 
 
 def test_any_selection(results, capsys):

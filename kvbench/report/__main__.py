@@ -202,7 +202,7 @@ def _page(given: Namespace, runs: Runs | None, made: Sequence[Table]) -> str:
     from kvbench.report import html
 
     if given.paper or given.rows or runs is None:
-        return html.page(made[0].title, "", made, {}, runs.left_out if runs else [])
+        return html.page("kvbench report", "", made, {}, runs.left_out if runs else [])
     from kvbench.report.figures import FIGURES
     from kvbench.report.tables import select
 

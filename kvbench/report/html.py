@@ -27,12 +27,12 @@ th.label, td.line { text-align: left; font-weight: normal; }
 thead th { border-top: 2px solid; border-bottom: 1px solid; vertical-align: bottom; white-space: normal; }
 thead button { all: unset; cursor: pointer; font-weight: 600; }
 thead button:focus-visible { outline: 2px solid #0072B2; }
-thead button::after { content: " \\2195"; color: #999; font-weight: normal; }
-[aria-sort=ascending] button::after { content: " \\2191"; color: inherit; }
-[aria-sort=descending] button::after { content: " \\2193"; color: inherit; }
+thead button::after { content: "\\a0\\2195"; color: #999; font-weight: normal; }
+[aria-sort=ascending] button::after { content: "\\a0\\2191"; color: inherit; }
+[aria-sort=descending] button::after { content: "\\a0\\2193"; color: inherit; }
 tbody { border-bottom: 1px solid #ddd; } tbody:last-of-type { border-bottom: 2px solid; }
 tbody:hover { background: #f4f7fa; }
-tr:not(:first-child) td, td.line { color: #555; font-size: .88em; } td.none { color: #999; }
+tr:not(:first-child) td, td.line { color: #555; } td.none { color: #999; }
 .notes, figcaption { color: #444; font-size: .88em; max-width: 75rem; }
 figure { margin: 2.2rem 0; } figure img { max-width: 100%; }
 @media print {
@@ -85,7 +85,9 @@ def page(
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
         f"<h1>{escape(title)}</h1><p>{escape(about)}</p>",
-        "<nav>" + "".join(f'<a href="#{escape(id)}">{escape(name)}</a> ' for id, name in links) + "</nav>",
+        "<nav>" + "".join(f'<a href="#{escape(id)}">{escape(name)}</a> ' for id, name in links) + "</nav>"
+        if len(links) > 1
+        else "",
         *map(_section, tables),
         *(_picture(name, caption, figure) for name, (caption, figure) in figures.items()),
         _details("runs left out", [f"{path}: {why}" for path, why in left_out]),
