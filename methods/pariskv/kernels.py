@@ -1,7 +1,8 @@
 """ParisKV's stages for one KV head, in Numba; `vectorised.py` has the same in torch, and says what they compute.
 
 No fast arithmetic here: both must give the same bits. A zone's ids are read as words of 4, its codes as words of one
-subspace; `halves` is the same memory as `codes`, for the weights behind the words.
+subspace; `halves` is the same memory as `codes`, for the weights behind the words. The constants of `codebook.py` are
+compiled in, and what is compiled is kept until this file changes.
 """
 
 from __future__ import annotations
