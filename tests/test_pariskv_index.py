@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench.config import bind_methods
 
@@ -270,6 +271,27 @@ def test_a_key_that_is_no_good_is_refused(compute: str, wrong: float) -> None:
 def test_a_query_that_is_nan_finds_nothing(compute: str) -> None:
     of = filled(compute, normal(1, 300, 64))
     assert found(of, torch.full((1, 2, 64), torch.nan), quotas(300, 7)).tolist() == [[-1] * 7]
+
+
+class Largest(TorchDispatchMode):
+    """Notes the bytes of the largest tensor of wide numbers that is made."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [one for one in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(one, torch.Tensor)]
+        self.nbytes = max([self.nbytes, *(one.nbytes for one in made if one.element_size() > 1)])
+        return out
+
+
+def test_votes_of_all_subspaces_are_never_held_side_by_side() -> None:
+    """In torch a subspace's ids are widened to look its votes up, one subspace after the other."""
+    of, query, count = filled("torch", normal(1, 5000, 128)), normal(1, 1, 128, seed=1), 5000
+    _, votes_of = vectorised.tables(query, of.signs, of.counts[0], quotas(count, 10))
+    with Largest() as largest:
+        vectorised.vote(of.ids[0, :, :count], votes_of, 100)
+    assert 0 < largest.nbytes <= 8 * count < 4 * count * 16
 
 
 def test_votes_are_counted_in_bytes() -> None:
