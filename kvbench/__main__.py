@@ -39,6 +39,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Launchers whose jobs run on this machine.
+HERE = {
+    "hydra_plugins.kvbench.InTurn",
+    "hydra_plugins.kvbench.Local",
+    "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
+}
+
 # Composing takes 50 ms, a value put into a composed config 5 ms. What lies beyond is checked when its turn comes.
 MOST_COMPOSED = 12
 MOST_CHECKED = 100
@@ -171,8 +178,8 @@ def composed_jobs(
 ) -> Iterator[tuple[DictConfig, bool]]:
     """The configs of a run, or of a sweep's jobs, and whether each will run on this machine; of a large sweep a sample.
 
-    Jobs that differ in plain values alone share one composition, into which the values are put. A launcher other than
-    Hydra's own (SLURM) sends the jobs of a sweep to machines that may have what this one lacks.
+    Jobs that differ in plain values alone share one composition, into which the values are put. A launcher that is
+    not of `HERE` (SLURM) sends the jobs of a sweep to machines that may have what this one lacks.
 
     Raises:
         ConfigError: a word that is no override, an unknown choice or key, a sweep without -m.
@@ -185,8 +192,7 @@ def composed_jobs(
         _refuse_sweep(overrides)
         yield _without_hydra(first), True
         return
-    launcher = first.hydra.launcher
-    here = str(launcher.get("inner", launcher)["_target_"]).startswith("hydra._internal.")
+    here = str(first.hydra.launcher["_target_"]) in HERE
     # An experiment may bring a sweep of its own, and the command line has the last word.
     own = [f"{key}={value}" for key, value in (first.hydra.sweeper.get("params") or {}).items()]
     by_key = {override.get_key_element(): override for override in _parse(loader, [*own, *words])}

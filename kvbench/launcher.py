@@ -1,24 +1,28 @@
-"""The launcher of sweeps: arms that differ in method, budget and probe alone become one job, with one prefill a sample.
+"""The launchers of sweeps: here in turn, here side by side, or as a SLURM job array.
 
-It wraps the launcher that runs the jobs, which gets a job for each group of arms. With `sweep.shared_prefill=false`
-every arm is a job of its own.
+Arms that differ in method, budget and probe alone become one job, with one prefill a sample; with
+`sweep.shared_prefill=false` every arm is a job of its own. A job that fails, or is killed, stops no other, and at the
+end a table says how every arm ended. Run folders hold what was done, so the same command goes on from there.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
@@ -27,6 +31,8 @@ from kvbench.results import ResultsError
 
 # What arms that share a prefill may have each its own of.
 OWN = ("method", "budget", "probe")
+
+POLL_SECONDS = 1.0
 
 
 class SweepError(RuntimeError):
@@ -53,72 +59,186 @@ def ended_by(error: BaseException) -> Ended:
     return Ended({}, f"{type(error).__name__}: {first_line(error)}")
 
 
-class SharedPrefill(Launcher):
-    """Groups the jobs of a sweep by what they have in common, and launches the groups.
+class Job:
+    """The arms of a job, composed; called, it runs them and says how each ended. One alone prefills for itself."""
 
-    Args:
-        inner: config of the launcher that runs them.
-    """
+    def __init__(self, configs: Sequence[DictConfig]) -> None:
+        self.configs = configs
 
-    def __init__(self, inner: DictConfig) -> None:
-        self._inner = inner
+    def __call__(self) -> list[Ended]:
+        try:
+            if len(self.configs) == 1:
+                from kvbench.checks import check
+                from kvbench.run import run
+
+                check(self.configs[0])
+                return [Ended(run(self.configs[0]) or {})]
+            from kvbench.shared import run_arms
+
+            return [
+                Ended(outcome.summary or {}) if outcome.error is None else ended_by(outcome.error)
+                for outcome in run_arms(self.configs)
+            ]
+        except Exception as error:
+            return [ended_by(error)] * len(self.configs)
+
+    def checkpoint(self) -> Any:
+        """What submitit queues again when the job's time is over or the job is preempted: the same; it resumes."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+class InTurn(Launcher):
+    """One job after the other, in this process."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """What Hydra hands over: where configs are composed, what runs one, and the sweep's own config."""
-        self._context, self._run, self._config = hydra_context, task_function, config
+        self._loader, self._config = hydra_context.config_loader, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run all jobs, then say what became of each.
+        """Run all arms, then say what became of each.
 
         Raises:
             SweepError: some did not finish.
         """
-        loader = self._context.config_loader
-        jobs = [_own(loader.load_sweep_config(self._config, list(words))) for words in job_overrides]
-        groups = grouped(jobs)
-        config = self._config.copy()
-        with open_dict(config):
-            config.hydra.launcher = self._inner
-        launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=self._context,
-            task_function=Group([[jobs[place] for place in group] for group in groups], initial_job_idx, self._run),
-            config=config,
-        )
-        returns = launcher.launch([job_overrides[group[0]] for group in groups], initial_job_idx)
+        arms = [_own(self._loader.load_sweep_config(self._config, list(words))) for words in job_overrides]
+        groups = grouped(arms)
         ends: dict[int, Ended] = {}
-        for group, job in zip(groups, returns, strict=True):
-            done = job.status == JobStatus.COMPLETED
-            ends |= zip(group, job.return_value if done else [ended_by(job._return_value)] * len(group), strict=True)
-        tell([(words, ends[place]) for place, words in enumerate(told_apart(job_overrides))])
-        return returns
+        for number, ended in self.run([Job([arms[place] for place in group]) for group in groups]):
+            ends |= zip(groups[number], ended, strict=True)
+        words = told_apart(job_overrides)
+        tell([(words[place], ends[place]) for place in range(len(arms))])
+        return [JobReturn(_return_value=ends[place], status=JobStatus.COMPLETED) for place in range(len(arms))]
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, list[Ended]]]:
+        """Run jobs; gives the number of each that ended, and how its arms did."""
+        for number, job in enumerate(jobs):
+            yield number, job()
 
 
-class Group:
-    """What a job of the inner launcher does: run the arms of its group; one alone has a prefill of its own.
+class Submitted(InTurn):
+    """Jobs in processes of their own, through submitit, whose logs lie in `hydra.sweep.dir`/jobs."""
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, list[Ended]]]:
+        """Submit jobs as places get free, and collect each as it ends, in whatever way."""
+        try:
+            import submitit
+        except ImportError as error:
+            raise ConfigError("hydra/launcher: this one needs submitit; pip install 'kvbench[slurm]'") from error
+        folder = Path(self._config.hydra.sweep.dir, "jobs").absolute()
+        executor = self.executor(submitit, folder)
+        console = Console(stderr=True)
+        console.print(f"{len(jobs)} jobs; logs in {folder}", soft_wrap=True, highlight=False)
+        waiting, running = list(enumerate(jobs)), dict[int, Any]()
+        try:
+            while waiting or running:
+                for number, one in [(number, one) for number, one in running.items() if one.done()]:
+                    del running[number]
+                    console.print(f"job {one.job_id} ended, {len(running) + len(waiting)} to go", highlight=False)
+                    yield number, _collected(one, len(jobs[number].configs))
+                now = [waiting.pop(0) for _ in range(min(len(waiting), self.places(executor, set(running))))]
+                if now:
+                    with executor.batch():
+                        submitted = [executor.submit(job) for _, job in now]
+                    running |= {number: one for (number, _), one in zip(now, submitted, strict=True)}
+                time.sleep(POLL_SECONDS if running else 0)
+        except KeyboardInterrupt:
+            self.stop(list(running.values()), console)
+            raise
+
+    def executor(self, submitit: Any, folder: Path) -> Any:
+        """What submits the jobs."""
+        raise NotImplementedError
+
+    def places(self, executor: Any, running: set[int]) -> int:
+        """How many jobs may be submitted now; may prepare the executor for the next."""
+        raise NotImplementedError
+
+    def stop(self, running: Sequence[Any], console: Console) -> None:
+        """Ctrl-C came: see to the jobs that run."""
+        raise NotImplementedError
+
+
+class Local(Submitted):
+    """As many jobs at once as fit, in processes of this machine.
 
     Args:
-        groups: the arms' configs of every job.
-        first: number of the first job.
-        run: what runs a single config.
+        jobs: at once; None: one for each GPU or, where there is none, for every two cores.
     """
 
-    def __init__(self, groups: Sequence[Sequence[DictConfig]], first: int, run: TaskFunction) -> None:
-        self._groups, self._first, self._run = groups, first, run
+    def __init__(self, jobs: int | None = None) -> None:
+        self.jobs = jobs
 
-    def __call__(self, config: DictConfig) -> list[Ended]:
-        """How each arm of the job ended."""
-        configs = self._groups[HydraConfig.get().job.num - self._first]
-        try:
-            if len(configs) == 1:
-                return [Ended(self._run(config) or {})]
-            from kvbench.shared import run_arms
+    def executor(self, submitit: Any, folder: Path) -> Any:
+        """A process for each job."""
+        import torch
 
-            outcomes = run_arms(configs)
-        except Exception as error:
-            return [ended_by(error)] * len(configs)
-        return [
-            Ended(outcome.summary or {}) if outcome.error is None else ended_by(outcome.error) for outcome in outcomes
-        ]
+        self.gpus, self.submitted = torch.cuda.device_count(), 0
+        cores = os.cpu_count() or 1
+        self.jobs = self.jobs or self.gpus or max(1, cores // 2)
+        # torch would start a thread for each core in every job, and they would wait for each other
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.jobs)))
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        executor = submitit.LocalExecutor(folder)
+        executor.update_parameters(timeout_min=365 * 24 * 60)
+        return executor
+
+    def places(self, executor: Any, running: set[int]) -> int:
+        """One at a time, each to the next GPU."""
+        assert self.jobs is not None
+        if len(running) >= self.jobs:
+            return 0
+        if self.gpus:
+            executor.update_parameters(visible_gpus=[self.submitted % self.gpus], gpus_per_node=1)
+        self.submitted += 1
+        return 1
+
+    def stop(self, running: Sequence[Any], console: Console) -> None:
+        """They are stopped as by Ctrl-C."""
+        for one in running:
+            one.cancel()
+        for one in running:
+            one.wait()
+
+
+class Slurm(Submitted):
+    """A SLURM job array.
+
+    Args:
+        requeues: times that a job whose time is over, or that was preempted, is queued again; it resumes.
+        parameters: of `submitit.SlurmExecutor`: partition, time (minutes), gpus_per_node, array_parallelism, ...
+    """
+
+    def __init__(self, requeues: int = 3, **parameters: Any) -> None:
+        self.requeues, self.parameters = requeues, parameters
+
+    def executor(self, submitit: Any, folder: Path) -> Any:
+        """The array's executor."""
+        if shutil.which("sbatch") is None:
+            raise ConfigError("hydra/launcher=slurm: there is no sbatch here; start it where jobs can be submitted")
+        executor = submitit.SlurmExecutor(folder, max_num_timeout=self.requeues)
+        plain = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(self.parameters), resolve=True))
+        executor.update_parameters(**{key: value for key, value in plain.items() if value not in (None, {}, [])})
+        return executor
+
+    def places(self, executor: Any, running: set[int]) -> int:
+        """All at once: SLURM keeps the queue."""
+        return sys.maxsize
+
+    def stop(self, running: Sequence[Any], console: Console) -> None:
+        """They are SLURM's and go on."""
+        ids = sorted({one.job_id.partition("_")[0] for one in running})
+        console.print(f"the jobs go on; scancel {' '.join(ids)} stops them", highlight=False)
+
+
+def _collected(job: Any, arms: int) -> list[Ended]:
+    """How the arms of a submitit job ended; of one that was killed, that."""
+    try:
+        return cast(list[Ended], job.result())
+    except Exception as error:
+        told = first_line(error).rstrip(":")
+        return [Ended({}, f"job {job.job_id} was lost ({told}); its log: {job.paths.stderr}")] * arms
 
 
 def grouped(jobs: Sequence[DictConfig]) -> list[list[int]]:
@@ -181,12 +301,13 @@ def _own(config: DictConfig) -> DictConfig:
 
 
 def register() -> None:
-    """Make the launcher known to Hydra as `hydra_plugins.kvbench.SharedPrefill`: it takes no plugin of another package.
+    """Make the launchers known to Hydra as `hydra_plugins.kvbench.*`: it takes no plugin of another package.
 
-    The class keeps its own module, so that a job sent to another process finds it.
+    The classes keep their own module, so that a job sent to another process finds them.
     """
     plugins, here = Plugins.instance(), sys.modules[__name__]
-    plugins.register(SharedPrefill)
-    plugins.class_name_to_class["hydra_plugins.kvbench.SharedPrefill"] = SharedPrefill
+    for launcher in (InTurn, Local, Slurm):
+        plugins.register(launcher)
+        plugins.class_name_to_class[f"hydra_plugins.kvbench.{launcher.__name__}"] = launcher
     package = sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins"))
     package.kvbench = sys.modules["hydra_plugins.kvbench"] = here  # type: ignore[attr-defined]

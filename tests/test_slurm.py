@@ -1,0 +1,120 @@
+"""Sweeps whose jobs run elsewhere: processes of this machine, and a real SLURM where one is at hand.
+
+`scripts/slurm_local.sh start` brings one up on a Debian machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvbench import launcher
+from kvbench.config import ConfigError
+
+WORDS = ["model=dummy-tiny", "task.lengths=[300]", "task.limit=2", "threads=1", "method=fragile", "budget=64"]
+
+METHOD = """
+import os
+import signal
+from pathlib import Path
+
+from kvbench.method import Method
+
+MARK = Path(__file__).parent / "broken"
+
+
+class Fragile(Method):
+    # Its second sample with seed 2 kills the process, the first time.
+    samples = 0
+
+    def begin(self, shape, budget, view, context):
+        super().begin(shape, budget, view, context)
+        self.samples += 1
+        if context.seed == 2 and self.samples == 2 and not MARK.exists():
+            MARK.touch()
+            os.kill(os.getpid(), signal.SIGNAL)
+
+    def rule(self, length, generated):
+        return None
+"""
+
+YAML = """
+name: fragile
+about: breaks
+_target_: fragile.Fragile
+minimum: {paper: 1, unified: 1}
+preset: 64
+published_dense_layers: []
+"""
+
+
+def slurm() -> bool:
+    if shutil.which("sbatch") is None:
+        return False
+    return subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True, text=True).stdout.strip() != ""
+
+
+CLUSTERS = [
+    pytest.param(["hydra/launcher=local", "hydra.launcher.jobs=2"], id="local"),
+    pytest.param(
+        ["hydra/launcher=slurm", "hydra.launcher.gpus_per_node=null", "hydra.launcher.cpus_per_task=1"],
+        id="slurm",
+        marks=pytest.mark.skipif(not slurm(), reason="no SLURM here"),
+    ),
+]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Any:
+    """Four jobs, of which one breaks once with this signal."""
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "fragile.yaml").write_text(YAML)
+
+    def run(signal: str, *words: str) -> SimpleNamespace:
+        (tmp_path / "fragile.py").write_text(METHOD.replace("SIGNAL", signal))
+        command = [sys.executable, "-m", "kvbench", "-m", "--config-dir", str(tmp_path), *WORDS, "seed=0,1,2,3", *words]
+        command.append(f"results_dir={tmp_path / 'results'}")
+        env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+        states = [json.loads(path.read_text())["state"] for path in tmp_path.rglob("status.json")]
+        samples = [path.read_text().count("\n") for path in tmp_path.rglob("samples.jsonl")]
+        return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr, states=states, samples=samples)
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", CLUSTERS)
+def test_a_killed_job_stops_no_other_and_the_same_command_goes_on(sweep: Any, words: list[str]) -> None:
+    broken = sweep("SIGKILL", *words)
+    assert broken.code == 1, broken.err
+    lost, last = broken.err.splitlines()[-2:]
+    assert lost.startswith("kvbench: seed=2: job ") and " was lost " in lost and lost.endswith("_log.err")
+    assert last == "kvbench: 1 of 4 arms did not finish; the same command goes on with them"
+    assert sorted(broken.states) == ["finished"] * 3 + ["running"] and sorted(broken.samples) == [1, 2, 2, 2]
+    whole = sweep("SIGKILL", *words)
+    assert whole.code == 0, whole.err
+    assert whole.states == ["finished"] * 4 and whole.samples == [2] * 4
+
+
+def test_what_a_launcher_needs_is_told_before_anything_is_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(one: launcher.Submitted) -> None:
+        one._config = SimpleNamespace(hydra=SimpleNamespace(sweep=SimpleNamespace(dir=tmp_path)))
+        next(iter(one.run([launcher.Job([])])))
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="hydra/launcher=slurm: there is no sbatch here"):
+        submit(launcher.Slurm())
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ConfigError, match=r"needs submitit; pip install 'kvbench\[slurm\]'"):
+        submit(launcher.Local())
