@@ -3,7 +3,7 @@ Inference", section 3.3).
 
 Every page of 16 consecutive keys is summed up by its element-wise minimum and maximum. At each step the pages with the
 largest possible logit are attended; nothing is ever evicted. With chunking=structure a page ends where the text ends
-something, as in the pilot study of LycheeCluster (2026, section 3).
+something, as in the pilot study of LycheeCluster (2026).
 """
 
 from __future__ import annotations

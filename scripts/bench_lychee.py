@@ -16,7 +16,8 @@ Prints one JSON object as its last line:
     retrieval_share        of a decode step: selection and index updates over the whole; step_ms
     bytes_over_kv          as above, of this text's chunks; chunk_tokens, their mean length
   clusters   the paper's Fig. 10: for each cluster size, recall and mass (probes) and score of --samples prompts of
-             RULER's needles at 4096 tokens, --small-budget tokens; as well for each other way to cluster
+             RULER's needles at 4096 tokens, the question read as decode steps, --small-budget tokens, everything
+             counted; as well for each other way to cluster, and for radii left out of the ranking (ub_weight=0)
   structure  the paper's pilot study: JSON documents with facts in some records, the question read as decode steps,
              --small-budget tokens, everything counted: score, and answer_recall, the share of the answer's tokens
              that the best head of the layer that retrieves attends as it writes them; gain: structure over fixed
@@ -210,9 +211,9 @@ def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> di
 
 CLUSTERINGS: dict[str, dict[str, Any]] = {
     **{f"cluster_size={size}": {"cluster_size": size} for size in (1, 2, 4, 8)},
+    **{f"cluster_size={size} ub_weight=0": {"cluster_size": size, "ub_weight": 0} for size in (2, 4, 8)},
     "build=two_level": {"build": "two_level"},
     "pooling=max": {"pooling": "max"},
-    "ub_weight=0": {"ub_weight": 0},
     "chunking=fixed": {"chunking": "fixed"},
     "selection=query_head": {"selection": "query_head"},
 }
@@ -225,11 +226,11 @@ def bench_clusters(loaded: Loaded, arguments: argparse.Namespace) -> dict[str, A
     samples = task.samples(loaded.tokenizer, 0)
     for number, sample in zip(range(arguments.samples), samples, strict=False):
         say(f"clusters: sample {number + 1} of {arguments.samples}")
-        text, question = sample.prompt.removesuffix(sample.question), sample.question
+        text, question = sample.prompt.removesuffix(sample.question), sample.question + sample.answer_prefix
         for name, output, _, probe in answers(
             loaded, text, question, {name: ("lychee", options) for name, options in CLUSTERINGS.items()}, arguments, 4
         ):
-            score = task.score(sample, output)[task.metric]
+            score = 100 * task.score(sample, output)[task.metric]
             found[name].append((probe["recall"], probe["mass"], score))
     keys = ("recall", "mass", "score")
     return {

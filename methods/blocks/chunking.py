@@ -1,5 +1,5 @@
 """Chunks of consecutive tokens that end where the text itself ends something: a paragraph, a sentence, a clause, a word
-(LycheeCluster, section 4.1 and appendix A).
+(LycheeCluster, section 4 and appendix A).
 
 What a token ends is read off its text once for a whole vocabulary; cutting a text is then arithmetic on token ids. A
 text is cut in the same places whether it is read at once or token by token.

@@ -1,8 +1,13 @@
-"""LycheeCluster's index (section 4.2, algorithm 1): chunks in fine clusters, and these in coarse units, balls around.
+"""LycheeCluster's index (section 4 and algorithm 1): chunks in fine clusters, and these in coarse units, balls around.
 
 A chunk is represented by the normalised mean (or maximum) of its keys. Fine clusters and units are balls around
 centroids: by Cauchy and Schwarz no member has a larger inner product with q than q.centroid + |q| radius. An index
 serves the KV heads of one sequence and layer, which share the chunks and differ in their clusters.
+
+What it holds: half a centroid a chunk in the dtype of the keys, 136 bytes where heads have 128 elements of bfloat16,
+against 512 bytes of key and value a token: 2.2 % at 12 tokens a chunk, and 4.3 % with the int8 representatives that
+keep radii exact. The 1.0 to 1.3 % that the paper reports is less than such centroids alone take: it would
+need fewer clusters, longer chunks, or centroids that KV heads share, and the paper names none of them.
 """
 
 from __future__ import annotations
