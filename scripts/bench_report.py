@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvbench.config import shipped
 from kvbench.results import RunFolder, summarise
 
 METHODS = ("full", "topk", "icecache", "quest", "snapkv", "streaming_llm", "pariskv", "lychee")
@@ -69,7 +70,9 @@ def write(folder: Path, runs: int, samples: int) -> None:
         }
         own["protocol"] |= {"question_as_decode": False, "generated": "free"}
         identity = {"config": own, "model_revision": "folder-0", "device": "cpu", "dtype": "float32", "number": number}
-        config = {**own, "model_name": "tiny", "metric": "accuracy", "device_name": "cpu"}
+        chosen = {"method": "quest", "task": task, "model": "tiny"}
+        whole = {group: shipped(group, name) for group, name in chosen.items()}
+        config = {**own, **whole, "model_name": "tiny", "metric": "accuracy", "device_name": "cpu"}
         with RunFolder.open(folder, task, "tiny", f"{method}-{budget}", identity, config) as run:
             for sample in range(samples):
                 run.add(record(rng, sample, budget))

@@ -18,7 +18,8 @@ from rich.text import Text
 
 from kvbench.report.tables import Cell, Table, Value
 
-GAP = 3  # columns between two of a console's columns
+GAP = 3  # characters between two columns of a console
+PAGE = 72  # characters of a line in LaTeX's text width
 NOT_RUN, NONE = "not run", "-"
 
 
@@ -177,7 +178,7 @@ def _markdown(table: Table) -> str:
 
 
 def latex(tables: Sequence[Table]) -> str:
-    """Tables for LaTeX with \\usepackage{booktabs}."""
+    """Tables for LaTeX with \\usepackage{booktabs,graphicx}; what is wider than a page is scaled to its width."""
     return "\n".join(map(_latex, tables))
 
 
@@ -190,21 +191,23 @@ def _latex(table: Table) -> str:
     gap = [r"\addlinespace"] if any(len(row) > 1 for row in rows) else []
     body = [text for place, row in enumerate(rows) for text in [*(gap if place else []), *row]]
     head = " & ".join(latex_escaped(name) for name in (*whole.head, *whole.columns)) + r" \\"
-    notes = [r"\par\smallskip\footnotesize " + " ".join(map(latex_escaped, table.notes))] if table.notes else []
+    notes = " ".join(map(latex_escaped, table.notes))
+    wide = max(map(len, [head, *body])) > PAGE
     return "\n".join(
         [
             r"\begin{table}",
             r"\centering",
             rf"\caption{{{latex_escaped(table.title)}}}",
             rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', table.id.lower())}}}",
+            *([r"\resizebox{\linewidth}{!}{%"] if wide else []),
             rf"\begin{{tabular}}{{{'l' * len(whole.head)}{'r' * len(whole.columns)}}}",
             r"\toprule",
             head,
             r"\midrule",
             *body,
             r"\bottomrule",
-            r"\end{tabular}",
-            *notes,
+            r"\end{tabular}" + ("}" if wide else ""),
+            *([rf"{{\par\smallskip\footnotesize\raggedright {notes}\par}}"] if notes else []),
             r"\end{table}",
             "",
         ]
