@@ -131,9 +131,9 @@ class KeyIndex:
         """The k nearest tokens to query [D], nearest first; fewer where there are fewer, or the lists hold fewer."""
         if self._index is None or not k:
             return np.empty(0, np.int64)
-        query = query[None]
-        point = _normalised(query) if self.settings.metric == "cosine" else np.pad(query, ((0, 0), (0, 1)))
-        found = self._index.search(self._widened(point), min(k, len(self)))[1][0]
+        point = np.zeros((1, self._index.d), np.float32)  # upsilon(q), and zeros beyond
+        point[0, : len(query)] = _normalised(query[None])[0] if self.settings.metric == "cosine" else query
+        found = self._index.search(point, min(k, len(self)))[1][0]
         return self.tokens[found[found >= 0]]
 
     def _read(self, tokens: Tokens) -> Floats:

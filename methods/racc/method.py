@@ -21,7 +21,7 @@ from methods.blocks.votes import Pooling
 from methods.pyramidkv import PyramidKV
 from methods.racc.index import KeyIndex, Kind, Metric, Settings, Tokens
 from methods.racc.ratio import alpha_for, measured_ratio, retained, share
-from methods.racc.retrieval import Log, Mode, Retriever
+from methods.racc.retrieval import Batch, Log, Mode, Retriever
 from methods.snapkv import SnapKV
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ class RACC(Method):
         self.voting: dict[int, Voting] = {}  # while the window votes
         self.retrievers: dict[int, Retriever] = {}
         self.attended: dict[int, int] = {}  # tokens on the host that the last step attended, per KV head
+        self.jobs = Batch(context.pool.submit, torch.get_num_threads())
         self.log = Log()
         self.entries: list[float] = []  # of each step, see `_entries`
         if self.compressor is not None and self.compresses_prompt:
@@ -201,6 +202,7 @@ class RACC(Method):
         self._hold(layer, self._range([0] * self.shape.batch, prompt.lengths), prompt.lengths)
         if self.compressor is not None and self.compresses_prompt:
             self.compressor.prefill(layer, prompt)
+            self.jobs.flush()  # the index is built beside the prefill of later layers
         self.prompt_ids[layer] = self.held[layer]
         self.retained[layer] = self.held[layer][:, :, :0]
 
@@ -243,8 +245,8 @@ class RACC(Method):
             [KeyIndex(self.settings, partial(read, row, head), seed + head) for head in range(self.shape.kv_heads)]
             for row in range(self.shape.batch)
         ]
-        submit, count_read = self.context.pool.submit, partial(self.view.count_read, layer)
-        return Retriever(layer, index, submit, self.mode, self.lag, count_read, self.log)
+        count_read = partial(self.view.count_read, layer)
+        return Retriever(layer, index, self.jobs.submit, self.mode, self.lag, count_read, self.log)
 
     # -- a decode step ---------------------------------------------------------------------------------------------
 
@@ -261,6 +263,8 @@ class RACC(Method):
                 counts = [self._wanted(row, length) for row, length in enumerate(self.view.lengths(layer))]
                 queries = query.unflatten(1, (self.shape.kv_heads, -1)).mean(dim=2)[:, :, 0]
                 retriever.request(self.steps, queries, counts)
+                if self.lag == 0:
+                    self.jobs.flush()
             if not self.moves:
                 found = retriever.latest(self.steps)
         rolling = self.compressor.select(layer, query) if self.compressor and self.compresses_prompt else None
@@ -279,6 +283,7 @@ class RACC(Method):
             self.compressions += 1
             for layer in self.shape.sparse_layers:
                 self._compress(layer)
+        self.jobs.flush()
         self.entries.append(self._entries())
 
     def _count_votes(self, layer: int, query: torch.Tensor) -> None:
@@ -323,6 +328,9 @@ class RACC(Method):
 
     def _range(self, first: Sequence[int], last: Sequence[int]) -> torch.Tensor:
         """Tokens first[b] .. last[b] - 1 of each row, [B, Hkv, M] with trailing -1."""
+        if len(set(first)) == len(set(last)) == 1:  # the rows are alike
+            ids = torch.arange(first[0], last[0], device=self.shape.device)
+            return ids.expand(self.shape.batch, self.shape.kv_heads, -1)
         starts, ends = (torch.tensor(list(part), device=self.shape.device)[:, None, None] for part in (first, last))
         longest = max(end - start for start, end in zip(first, last, strict=True))
         ids = starts + torch.arange(longest, device=self.shape.device)

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import faiss
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from methods.racc.index import Floats, KeyIndex, Tokens
 
 Mode = Literal["deterministic", "free"]
+T = TypeVar("T")
 
 
 @dataclass
@@ -73,13 +75,46 @@ class _Found(NamedTuple):
     rebuilds: int
 
 
+class Batch:
+    """Collects jobs, and hands them to a pool together: to wake a thread for each would cost more than the job.
+
+    Args:
+        submit: of the pool, whose jobs start in the order of their submission.
+        threads: jobs of one batch are shared out over so many.
+    """
+
+    def __init__(self, submit: Callable[..., Future[Any]], threads: int) -> None:
+        self._submit, self._threads = submit, threads
+        self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, job: Callable[..., T], *arguments: Any) -> Future[T]:
+        """To be run after the next `flush`."""
+        future: Future[T] = Future()
+        self._waiting.append((future, partial(job, *arguments)))
+        return future
+
+    def flush(self) -> None:
+        """Start what was collected."""
+        waiting, self._waiting = self._waiting, []
+        for first in range(min(self._threads, len(waiting))):
+            self._submit(_run, waiting[first :: self._threads])
+
+
+def _run(jobs: Sequence[tuple[Future[Any], Callable[[], Any]]]) -> None:
+    for future, job in jobs:
+        try:
+            future.set_result(job())
+        except Exception as error:
+            future.set_exception(error)
+
+
 class Retriever:
     """The indexes of one layer, and its searches, one after the other in the worker pool.
 
     Args:
         layer: for messages.
         index: [B][Hkv].
-        submit: of the worker pool, whose jobs start in the order of their submission.
+        submit: of a `Batch`.
         mode, lag: when an answer is used; see the module.
         count_read: told how many keys were read.
         log: counts what happens.
