@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +120,23 @@ def test_an_arm_in_use_elsewhere_is_left_to_whoever_holds_it(sweep: Any, tmp_pat
         done = sweep("method=full,quest,snapkv")
     assert done.code == 1 and "method=quest: " in done.err and " is in use by process " in done.err
     assert {arm for _, arm, _ in records(tmp_path / "results")} == {"full-256", "snapkv-256"}
+
+
+@pytest.mark.slow
+def test_two_sweeps_at_once_neither_corrupt_nor_repeat(sweep: Any, tmp_path: Path) -> None:
+    words = ["method=full,quest,snapkv", "seed=0,1", "threads=1"]
+    command = [sys.executable, "-m", "kvbench", "-m", *WORDS, *words, f"results_dir={tmp_path / 'results'}"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for one in both:
+        _, err = one.communicate(timeout=200)
+        assert one.returncode == 0 or "is in use by process" in err, err
+        assert one.returncode in (0, 1) and "Traceback" not in err
+    assert sweep(*words).code == 0
+    files = list(tmp_path.rglob("samples.jsonl"))
+    assert len(files) == 6
+    for file in files:
+        ids = [json.loads(line)["id"] for line in file.read_text().splitlines()]
+        assert len(ids) == len(set(ids)) == 2
 
 
 def test_bad_data_of_a_task_ends_all_its_arms_and_no_other(sweep: Any, tmp_path: Path) -> None:
