@@ -24,6 +24,7 @@ def scores(rows: int = 2, columns: int = 3, label: str = "quest") -> Table:
     """A table of scores with everything that goes with one."""
     numbers = {"score": 71.25, "low": 60.0, "high": 80.5, "against_full": 3.0, "against_full_low": -1.0}
     numbers |= {"against_full_high": 7.0, "attended_share": 1.484, "samples": 20.0, "failed": 2.0}
+    numbers |= {"pairs": 20.0}
     one = Cell(numbers, {"score": "bf"}, "a/run")
     lines = {"score": VALUES["score"], **WITH_SCORE}
     labels = [(f"{label}{row}", "64") for row in range(rows)]
@@ -58,6 +59,12 @@ def test_a_cell_has_a_line_for_each_value():
         (("", "", "attended / C"), "1.48"),
         (("", "", "samples"), "20, 2 failed"),
     ]
+
+
+def test_fewer_pairs_than_samples_are_told():
+    table = scores(1, 1)
+    few = Cell({**table.cells[0, 0].numbers, "pairs": 12.0})
+    assert formats.text(table, few, "against_full", 0) == "+3.0 [-1.0, 7.0] (12 pairs)"
 
 
 def test_without_columns_the_values_stand_side_by_side():

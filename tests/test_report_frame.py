@@ -125,6 +125,14 @@ def test_a_damaged_line_leaves_the_run_out_and_a_torn_last_one_its_sample(tmp_pa
     assert collect([tmp_path]).arms.set_index("method").at["topk", "n"] == 2
 
 
+def test_a_file_that_cannot_be_opened_leaves_its_run_out(tmp_path):
+    stored(tmp_path, "snapkv")
+    path = stored(tmp_path, "quest") / "samples.jsonl"
+    path.unlink()
+    path.mkdir()
+    assert "Is a directory" in left_out(tmp_path)["quest-64"]
+
+
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), None, True, "1"])
 def test_a_score_that_is_no_number_names_its_sample(tmp_path, score):
     stored(tmp_path, "snapkv")

@@ -142,7 +142,7 @@ def test_a_score_never_stands_without_its_company(tmp_path):
     assert list(table.lines) == ["score", "interval", "against_full", "attended_share", "samples"]
     assert cell(table, ("quest",), "passkey").numbers == {
         "score": 50, "low": 0, "high": 100, "against_full": 0, "against_full_low": 0, "against_full_high": 0,
-        "attended_share": 80 / 64, "samples": 2, "failed": 0,
+        "pairs": 2, "attended_share": 80 / 64, "samples": 2, "failed": 0,
     }  # fmt: skip
     assert "attended_share" not in cell(table, ("full",), "passkey").numbers
 

@@ -6,8 +6,6 @@ makes all methods' samples hard or easy drops out.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from kvbench.report.frame import YARDSTICK, Runs, Scores
@@ -32,28 +30,33 @@ NOT_OF_FULL = {"budget", "attention", "shared_prefill", "dense_layers", "probe.e
 
 
 class Evidence:
-    """The scores of runs, alone and against full attention; each is computed once."""
+    """The scores of runs, alone and against full attention."""
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
         self._full: dict[tuple[str, ...], list[int]] = {}
+        self._against: dict[tuple[int, tuple[str, ...]], Estimate | None] = {}
         for run, arm in runs.arm.items():
             if arm["method"] == YARDSTICK:
                 self._full.setdefault(self._kind(run), []).append(run)
 
-    @functools.cache  # noqa: B019 - lives as long as one report
     def score(self, run: int, groups: tuple[str, ...] = ()) -> Estimate:
         """The score of a run, 0-100: of these groups (all: ()), each a stratum."""
         scores = self.runs.scores[run]
         return estimate([scores.values[rows] for rows in _strata(scores, groups)])
 
-    @functools.cache  # noqa: B019
     def against_full(self, run: int, groups: tuple[str, ...] = ()) -> Estimate | None:
         """The mean difference to full attention on the same samples of the same model, task and protocol, in points.
 
         None for full attention itself, and where no such run has two of the samples of each group. Samples that
-        failed under full attention are left out: nothing is known of them.
+        failed under full attention are left out: nothing is known of them. Computed once.
         """
+        key = (run, groups)
+        if key not in self._against:
+            self._against[key] = self._compared(run, groups)
+        return self._against[key]
+
+    def _compared(self, run: int, groups: tuple[str, ...]) -> Estimate | None:
         full = self._full_of(run)
         if full is None:
             return None

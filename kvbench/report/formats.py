@@ -83,7 +83,14 @@ def text(table: Table, cell: Cell | None, name: str, column: int) -> str:
         return NOT_RUN if name == "score" and "published" in table.lines and cell.mapped else NONE
     shown = f"{numbers[name]:.{_digits(table, name, column)}f}"
     if name == "against_full":
-        return _signed(shown) + " " + _interval(numbers, "against_full_low", "against_full_high", value)
+        few = numbers["pairs"] < numbers["samples"]
+        return " ".join(
+            [
+                _signed(shown),
+                _interval(numbers, "against_full_low", "against_full_high", value),
+                *([f"({numbers['pairs']:.0f} pairs)"] if few else []),
+            ]
+        )
     if name == "difference":
         return _signed(shown)
     if name == "samples" and numbers.get("failed"):

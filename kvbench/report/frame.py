@@ -140,8 +140,8 @@ def collect(folders: Sequence[Path], unfinished: bool = False) -> Runs:
     for path in runs_in([Path(folder) for folder in folders]):
         try:
             run = _read(path, unfinished)
-        except ResultsError as error:
-            left_out.append(LeftOut(path, str(error)))
+        except (ResultsError, OSError) as error:
+            left_out.append(LeftOut(path, first_line(error)))
             continue
         key = json.dumps(run.settings, sort_keys=True)
         if key in found:

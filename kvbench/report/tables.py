@@ -82,7 +82,8 @@ class Cell:
 
     Attributes:
         numbers: by the name of a value, in its label's unit; an interval has "low" and "high", a difference to full
-            attention also "against_full_low" and "_high", a published number "published" and "difference".
+            attention also "against_full_low" and "_high" and its "pairs" of samples, a published number "published"
+            and "difference".
         marks: letters of `MARKS`, by the name of the value that they stand at.
         run: the folder that the score, or else the first of the numbers, is from; "" where nothing of ours stands.
         mapped: a run of ours could stand here.
@@ -423,6 +424,7 @@ def _score(evidence: Evidence, run: int, groups: tuple[str, ...]) -> dict[str, f
         "against_full": against and against.mean,
         "against_full_low": against and against.low,
         "against_full_high": against and against.high,
+        "pairs": against and against.n,
         "attended_share": evidence.runs.arm[run]["attended_share"],
         "samples": own.n,
         "failed": evidence.failed(run, groups),
