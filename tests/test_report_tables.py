@@ -153,6 +153,8 @@ def test_rows_and_columns_stand_in_their_natural_order(tmp_path):
     table = pivot(collect([tmp_path]), ["method"], ["budget"], ["tpot_ms_mean"])
     assert table.rows == [("full",), ("arkvale",), ("quest",)]
     assert table.columns == ["-", "10 %", "64", "1024"]
+    both = pivot(collect([tmp_path]), ["task"], ["method", "budget"], ["tpot_ms_mean"])
+    assert both.columns == ["full, -", "arkvale, 64", "quest, 10 %", "quest, 64", "quest, 1024"]
 
 
 def test_several_runs_in_one_place_are_refused_by_what_tells_them_apart(tmp_path):
@@ -230,6 +232,14 @@ def test_runs_are_chosen_by_any_of_several_values_and_by_a_list(tmp_path):
     assert {runs.arm[run]["budget"] for run in select(runs, ["budget=256,64"])} == {64, 256}
     (run,) = select(runs, ["lengths=[1024,128]"])
     assert runs.arm[run]["budget"] == 128
+
+
+@pytest.mark.parametrize("word", ["budget=0.1", "budget=10 %"])
+def test_a_share_of_the_prompt_is_chosen_as_given_or_as_shown(tmp_path, word):
+    for budget in (0.1, 0.2):
+        stored(tmp_path, budget=budget)
+    runs = collect([tmp_path])
+    assert [runs.arm[run]["budget"] for run in select(runs, [word])] == [0.1]
 
 
 def test_a_word_that_two_keys_end_with_names_both(tmp_path):

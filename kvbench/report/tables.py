@@ -203,7 +203,7 @@ def pivot(
                 f"{', '.join(place)}: several runs, which differ in {told}; add it to --rows or --columns, or choose "
                 f"with --where {differing[0]}={_labels(runs, alike, differing[0])[0]}"
             )
-    title = f"{', '.join(values)} by {' and '.join([*down, *across])}"
+    title = f"{', '.join(values)} by {', '.join([*down, *across])}"
     return _pivot(Evidence(runs), chosen, down, across, values, "table", title, marks)
 
 
@@ -221,9 +221,11 @@ def select(runs: Runs, where: Sequence[str] = ()) -> list[int]:
         key = _key(runs, name)
         wanted = {text} if text.startswith("[") else set(text.split(","))
         there = {run: _text(runs, run, key) for run in chosen}
-        if unknown := wanted - set(there.values()):
-            raise ConfigError(f"--where {name}={unknown.pop()}: no run has it; {nearest(text, set(there.values()))}")
-        chosen = [run for run in chosen if there[run] in wanted]
+        # A share of the prompt is shown as 10 % and given as 0.1.
+        given = {run: {label, show(runs.setting[run].get(key))} for run, label in there.items()}
+        if unknown := sorted(wanted - {label for labels in given.values() for label in labels}):
+            raise ConfigError(f"--where {name}={unknown[0]}: no run has it; {nearest(text, set(there.values()))}")
+        chosen = [run for run in chosen if given[run] & wanted]
     return chosen
 
 
@@ -355,21 +357,21 @@ def _pivot(
 ) -> Table:
     """The table of these runs; no place of it holds two that count alike."""
     runs = evidence.runs
-    places: dict[tuple[tuple[str, ...], str, tuple[str, ...]], list[int]] = {}
+    places: dict[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], list[int]] = {}
     for run in chosen:
         for groups in _groups(runs, run) if "group" in (*rows, *columns) else [()]:
-            labels = [
+            row, column = (
                 tuple(groups[0] if key == "group" else _text(runs, run, key) for key in axes)
                 for axes in (rows, columns)
-            ]
-            places.setdefault((labels[0], ", ".join(labels[1]), groups), []).append(run)
+            )
+            places.setdefault((row, column, groups), []).append(run)
     appeared = {label: place for place, label in enumerate(dict.fromkeys(group for *_, key in places for group in key))}
 
     def order(labels: Iterable[str]) -> list[Any]:
         return [(appeared.get(label, -1), _order(label)) for label in labels]
 
     row_labels = sorted({row for row, *_ in places}, key=order)
-    column_labels = sorted({column for _, column, _ in places}, key=lambda label: order([label]))
+    column_labels = sorted({column for _, column, _ in places}, key=order)
     cells = {}
     for (row, column, groups), alike in places.items():
         cells[row_labels.index(row), column_labels.index(column)] = _cell(evidence, alike, groups, values, mixed)
@@ -383,7 +385,7 @@ def _pivot(
         notes.append(f"Times are of {'; '.join(f'{name} ({count} runs)' for name, count in machines.items())}.")
     if "group" in (*rows, *columns) and "attended_share" in lines:
         notes.append("attended / C, and all but the scores, are of the whole run and not of the group.")
-    return Table(id, title, tuple(rows), row_labels, column_labels, cells, lines, notes)
+    return Table(id, title, tuple(rows), row_labels, list(map(", ".join, column_labels)), cells, lines, notes)
 
 
 def _groups(runs: Runs, run: int) -> list[tuple[str, ...]]:
