@@ -1,0 +1,198 @@
+"""What retrieval gives a compressed cache in a long generation, on the small model that kvbench ships.
+
+A prompt hides many needles in prose. After it come questions, one after another, each needle asked for again and again:
+the tokens of a question are given, those of its answer are generated, and all are decode steps that pass through the
+method. Every arm answers a question before the next one is asked, so that a noisy machine disturbs all alike. A
+compressor alone keeps a share of the tokens; RACC keeps the same share and brings back what its searches find.
+
+  full        everything
+  snapkv      the prompt compressed once (liso); snapkv_racc: with retrieval, joined one step after each request;
+              snapkv_racc_free: with the latest finished answer
+  lilo        prompt and generated tokens compressed, nothing retrieved; lilo_racc, lilo_racc_free: with retrieval
+
+Prints one JSON object as its last line; scores are shares of right answers in percent:
+  questions, tokens     asked in all; decode steps of each generation
+  arms                  for each arm: score and its standard error, attended (mean entries per KV head), ms (median of
+                        a step), and of RACC ratio_end, ratio_mean, ratio_peak, searches_late, searches_failed,
+                        staleness_mean
+  gain                  points of snapkv_racc over snapkv and of lilo_racc over lilo, and of the free ones; gain_stderr:
+                        of the paired differences
+  time_ratio            ms of snapkv_racc_free over snapkv, and of lilo_racc_free over lilo
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvbench.checks import composed
+from kvbench.engine import Engine
+from kvbench.generate import decode_step, prefill
+from kvbench.hf import EngineCache, engine_for, method_named
+from kvbench.method import Budget
+from kvbench.models import Loaded, load
+from kvbench.tasks import prose
+from kvbench.tasks.ruler_needles import Needles, draw
+
+ARMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("full", {}),
+    "snapkv": ("snapkv", {}),
+    "snapkv_racc": ("snapkv_racc", {}),
+    "snapkv_racc_free": ("snapkv_racc", {"mode": "free"}),
+    "lilo": ("racc_paper", {"scenario": "lilo", "beta": 0.0}),
+    "lilo_racc": ("racc_paper", {"scenario": "lilo"}),
+    "lilo_racc_free": ("racc_paper", {"scenario": "lilo", "mode": "free"}),
+}
+PAIRS = {
+    "snapkv_racc": "snapkv",
+    "snapkv_racc_free": "snapkv",
+    "lilo_racc": "lilo",
+    "lilo_racc_free": "lilo",
+}
+TOLD = ("ratio_end", "ratio_mean", "ratio_peak", "searches_late", "searches_failed", "staleness_mean")
+
+
+@dataclass
+class Text:
+    """A prompt and the questions after it, as token ids; answers as text."""
+
+    prompt: list[int]
+    questions: list[list[int]]
+    answers: list[str]
+
+
+@dataclass
+class Arm:
+    """A method in the middle of its generation."""
+
+    cache: EngineCache
+    model: Any
+    right: list[bool] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of its cache."""
+        return self.cache.engine
+
+    def ask(self, question: Sequence[int], count: int) -> list[int]:
+        """Read a question through the method, and go on greedily for `count` tokens, which are read as well."""
+        token = torch.tensor([question[0]])
+        said: list[int] = []
+        for place in range(1, len(question) + count + 1):
+            start = time.perf_counter()
+            following = decode_step(self.model, token, self.cache, [True])
+            self.step_ms.append(1e3 * (time.perf_counter() - start))
+            self.engine.settle()
+            if place >= len(question):
+                said.append(int(following))
+            token = torch.tensor([question[place]]) if place < len(question) else following
+        return said[:count]
+
+
+def text_of(tokenizer: Any, length: int, needles: int, tokens: int, rng: random.Random) -> Text:
+    """Needles in prose, `length` tokens of it, and questions until they and their answers are `tokens` decode steps."""
+    writer = Needles("essay", "words", "numbers", 1, 1, 1, prose.words)
+    keys, values = (draw(kind, needles, rng) for kind in ("words", "numbers"))
+    told = [writer.needle(key, value) for key, value in zip(keys, values, strict=True)]
+    hidden = [tokenizer.encode(" " + needle, add_special_tokens=False) for needle in told]
+    frame, _ = writer.asking([keys[0]])
+    head = tokenizer.encode(frame.partition("{context}")[0])
+    room = length - len(head) - sum(map(len, hidden))
+    filler: list[list[int]] = []
+    for sentence in prose.sentences(rng.random().hex()):
+        filler.append(tokenizer.encode(" " + sentence, add_special_tokens=False))
+        if sum(map(len, filler)) >= room:
+            break
+    for needle in hidden:
+        filler.insert(rng.randint(0, len(filler)), needle)
+    questions, answers, steps = [], [], 0
+    while steps < tokens:
+        place = rng.randrange(needles)
+        asked = tokenizer.encode("\n" + writer.asking([keys[place]])[1], add_special_tokens=False)
+        questions.append(asked)
+        answers.append(values[place])
+        steps += len(asked) + len(tokenizer.encode(f" {values[place]}.", add_special_tokens=False))
+    return Text(head + [token for sentence in filler for token in sentence], questions, answers)
+
+
+def begun(loaded: Loaded, name: str, text: Text, ratio: float, steps: int) -> Arm:
+    """An arm that has read the prompt."""
+    method, options = ARMS[name]
+    budget = Budget(None if method == "full" else ratio)
+    engine = engine_for(loaded.model, [len(text.prompt)], method_named(method, **options), budget, (), new_tokens=steps)
+    arm = Arm(EngineCache(engine), loaded.model)
+    prefill(loaded.model, [text.prompt], arm.cache)
+    return arm
+
+
+@torch.inference_mode()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All samples through all arms."""
+    loaded = load(composed("model=tiny").model, device="cpu")
+    tokenizer: Any = loaded.tokenizer
+    right: dict[str, list[bool]] = {name: [] for name in arguments.arms}
+    told: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.arms}
+    step_ms: dict[str, list[float]] = {name: [] for name in arguments.arms}
+    steps = 0
+    for sample in range(arguments.samples):
+        text = text_of(tokenizer, arguments.length, arguments.needles, arguments.tokens, random.Random(sample))
+        counts = [len(tokenizer.encode(f" {answer}.", add_special_tokens=False)) for answer in text.answers]
+        steps = sum(map(len, text.questions)) + sum(counts)
+        arms = {name: begun(loaded, name, text, arguments.ratio, steps) for name in arguments.arms}
+        for number, (question, answer, count) in enumerate(zip(text.questions, text.answers, counts, strict=True)):
+            for arm in arms.values():
+                said = tokenizer.decode(arm.ask(question, count))
+                arm.right.append(said.strip().startswith(answer))
+            print(f"sample {sample}, question {number + 1} of {len(text.questions)}", file=sys.stderr)
+        for name, arm in arms.items():
+            right[name] += arm.right
+            step_ms[name] += arm.step_ms
+            told[name].append(arm.engine.report())
+    result: dict[str, Any] = {"questions": len(right[arguments.arms[0]]), "tokens": steps, "arms": {}}
+    for name in arguments.arms:
+        score, error = mean(right[name])
+        audits = {"attended": "attended_mean"} | {key: key for key in TOLD if key in told[name][0]}
+        means = {label: statistics.fmean(one[key] for one in told[name]) for label, key in audits.items()}
+        result["arms"][name] = {"score": score, "stderr": error, "ms": statistics.median(step_ms[name]), **means}
+    pairs = {name: alone for name, alone in PAIRS.items() if {name, alone} <= right.keys()}
+    for name, alone in pairs.items():
+        gain, error = mean([int(a) - int(b) for a, b in zip(right[name], right[alone], strict=True)])
+        result.setdefault("gain", {})[name] = gain
+        result.setdefault("gain_stderr", {})[name] = error
+        if name.endswith("free"):
+            ratio = statistics.median(step_ms[name]) / statistics.median(step_ms[alone])
+            result.setdefault("time_ratio", {})[name] = ratio
+    return result
+
+
+def mean(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error, in percent."""
+    return 100 * statistics.fmean(values), 100 * statistics.pstdev(values) / math.sqrt(len(values))
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--samples", type=int, default=2, help="prompts")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
+    parser.add_argument("--needles", type=int, default=30, help="in each prompt")
+    parser.add_argument("--tokens", type=int, default=2000, help="decode steps after each prompt, at least")
+    parser.add_argument("--ratio", type=float, default=0.15, help="share of the tokens that stays on the device")
+    arguments = parser.parse_args()
+    print(json.dumps(measure(arguments)))
+
+
+if __name__ == "__main__":
+    main()
