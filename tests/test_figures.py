@@ -158,6 +158,8 @@ def test_the_parts_of_a_step_add_up_to_its_time(runs):
     assert {"query", "select", "attention"} <= set(legend_texts(figure)), "IceCache's own parts too"
     # What shares its prefill has no time to its second token: one bar, six words.
     assert [text.get_text() for text in first.texts].count(" not measured") == 6 and len(first.patches) == 1
+    shared = only(runs, (runs.arms["accounting"] == "paper") & runs.arms["shared_prefill"])
+    assert len(figures.draw("latency", shared).axes) == 2, "where nothing has such a time, there is no column for it"
 
 
 def legend_texts(figure: Figure) -> list[str]:

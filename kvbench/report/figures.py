@@ -204,20 +204,23 @@ def _passkey_cells(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def latency(runs: Runs) -> Figure:
-    """Time to the second token, time per token, and its parts (IceCache, Fig. 7; LycheeCluster, Fig. 5)."""
+    """Time to the second token, time per token, and its parts (IceCache, Fig. 7; LycheeCluster, Fig. 5).
+
+    Runs that shared their prefill have no time to the second token; where all did, it is left out.
+    """
     panels = _panels("latency", runs, _arms(runs, "latency", probed=False, column="tpot_ms_mean"))
     heights = [1.0 + 0.28 * len(arms) for _, arms in panels]
     figure = Figure(figsize=(11, 1.2 + sum(heights)), layout="constrained")
-    axes = np.array(figure.subplots(len(panels), 3, squeeze=False, sharey="row", height_ratios=heights))
-    figure.suptitle("time to the second token, time per token, and its parts")
+    second = any(arms.tt2t_s.notna().any() for _, arms in panels)
+    times = [("tt2t_s", "second token after (s)")] * second + [("tpot_ms_mean", "time per token (ms)")]
+    axes = np.array(figure.subplots(len(panels), len(times) + 1, squeeze=False, sharey="row", height_ratios=heights))
+    figure.suptitle(("time to the second token, " if second else "") + "time per token and its parts")
     for (title, arms), row in zip(panels, axes, strict=True):
         bars = [(one, arm) for one in _series(runs, arms) for arm in _rows(one.arms)]
         row[0].set_yticks(range(len(bars)), [one.label(arm.budget) for one, arm in bars])
         row[0].set_ylim(len(bars) - 0.4, -0.6)
         row[0].set_title(title, loc="left")
-        for axis, column, label in zip(
-            row, ("tt2t_s", "tpot_ms_mean"), ("second token after (s)", "time per token (ms)"), strict=False
-        ):
+        for axis, (column, label) in zip(row, times, strict=False):
             for place, (one, arm) in enumerate(bars):
                 value = arm[column]
                 if value is None or math.isnan(value):
@@ -229,8 +232,8 @@ def latency(runs: Runs) -> Figure:
             axis.margins(x=0.15)
             axis.locator_params(axis="x", nbins=5)
             axis.grid(axis="x", alpha=0.3)
-        _stack(row[2], pd.DataFrame([arm for _, arm in bars]))
-    return _finished(figure, axes[:, 2], [arms for _, arms in panels])
+        _stack(row[-1], pd.DataFrame([arm for _, arm in bars]))
+    return _finished(figure, axes[:, -1], [arms for _, arms in panels])
 
 
 def _stack(axis: Any, arms: pd.DataFrame) -> None:
