@@ -12,7 +12,7 @@ Prints one JSON object as its last line:
     search_us, scan_us     one search of all heads, and scoring all their keys; search_over_scan
     graft_over_search      adding a chunk to all heads, per token of the chunk, over one search
   model      for each n of --model-lengths, --model reading RULER's needles in prose, --budget tokens:
-    build_share            of the prefill, by build: building the index over the whole
+    build_share            of the prefill, by build: building the index over the whole; build_s, prefill_s without it
     retrieval_share        of a decode step: selection and index updates over the whole; step_ms
     bytes_over_kv          as above, of this text's chunks; chunk_tokens, their mean length
   clusters   the paper's Fig. 10: for each cluster size, recall and mass (probes) and score of --samples prompts of
@@ -176,12 +176,13 @@ def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> di
     """Shares of time and memory where the model reads `count` tokens and answers with --steps."""
     say(f"model: {count} tokens")
     (prompt,) = needles(loaded, count, 1)
+    shared = prefill_once(loaded.model, [prompt], [], max_new_tokens=arguments.steps, chunk=4096)
     arms = {"full": {}, "two_level": {"build": "two_level"}, "strict": {"radii": "strict"}}
-    shares: dict[str, list[tuple[float, float, float]]] = {name: [] for name in arms}
-    audits, tokens = {}, 0.0
+    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in arms}
+    held: dict[str, float] = {}
     for _ in range(arguments.repeats):
         for name, options in arms.items():
-            method = method_named("lychee", **options)
+            method: Any = method_named("lychee", **options)
             engine = engine_for(
                 loaded.model,
                 [len(prompt)],
@@ -191,21 +192,24 @@ def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> di
                 loaded.tokenizer,
                 new_tokens=arguments.steps,
             )
-            done = generate(loaded.model, [prompt], engine, max_new_tokens=arguments.steps, prefill_chunk=4096)
-            step, prefill = done.breakdown_ms, done.prefill_ms
-            retrieval = (step["select"] + step["index_update"]) / sum(step.values())
-            shares[name].append((prefill["index_build"] / sum(prefill.values()), retrieval, sum(step.values())))
-            audits[name] = done.audit["index_bytes"] / done.audit["device_kv_bytes"]
-            chunks = method.rows[0].text.chunks
-            tokens = float(chunks.lengths.float().mean()) if len(chunks) else 0.0
-    middle = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in shares.items()}
+            done = generate(loaded.model, [prompt], engine, max_new_tokens=arguments.steps, prefilled=shared)
+            step = done.breakdown_ms
+            parts = step["select"] + step["index_update"]
+            rows[name].append((done.prefill_ms["index_build"] / 1e3, parts / sum(step.values()), sum(step.values())))
+            held[name] = done.audit["index_bytes"] / done.audit["device_kv_bytes"]
+    middle = {
+        name: [statistics.median(column) for column in zip(*of_arm, strict=True)] for name, of_arm in rows.items()
+    }
+    build_s = {name: middle[name][0] for name in ("full", "two_level")}
     return {
         "n": len(prompt),
-        "chunk_tokens": tokens,
-        "build_share": {name: middle[name][0] for name in ("full", "two_level")},
+        "chunk_tokens": float(method.rows[0].text.chunks.lengths.float().mean()),
+        "prefill_s": shared.seconds,
+        "build_s": build_s,
+        "build_share": {name: seconds / (seconds + shared.seconds) for name, seconds in build_s.items()},
         "retrieval_share": middle["full"][1],
         "step_ms": middle["full"][2],
-        "bytes_over_kv": {"exact": audits["full"], "strict": audits["strict"]},
+        "bytes_over_kv": {"exact": held["full"], "strict": held["strict"]},
     }
 
 
@@ -368,7 +372,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny", help="a model of conf/model")
     parser.add_argument("--model-lengths", type=int, nargs="*", default=[4096, 8192, 16000], help="tokens it reads")
     parser.add_argument("--steps", type=int, default=32, help="tokens it writes, for shares of a step")
-    parser.add_argument("--samples", type=int, default=12, help="prompts of each kind")
+    parser.add_argument("--samples", type=int, default=10, help="prompts of each kind")
     parser.add_argument("--document", type=int, default=2048, help="tokens of a JSON document")
     parser.add_argument("--small-budget", type=int, default=128, help="tokens attended, for clusters and structure")
     arguments = parser.parse_args()

@@ -66,7 +66,6 @@ METHODS = [
     Case("pariskv_aligned", "pariskv_aligned"),
     # buffers far below the prompts that the tests use
     Case("lychee", "lychee", {"buffer": 32}),
-    Case("lychee_plus", "lychee_plus", {"buffer": 32}),
     Case(
         "lychee-query_head",
         "lychee",
@@ -75,7 +74,7 @@ METHODS = [
     Case(
         "lychee-fixed",
         "lychee",
-        {"buffer": 16, "chunking": "fixed", "seed_buffer": False, "pooling": "max"},
+        {"buffer": 16, "chunking": "fixed", "seed_buffer": False, "pooling": "max", "ub_weight": 0},
     ),
 ]
 # Methods of your own: KVBENCH_CONF=FOLDER, with FOLDER/method/mine.yaml as for --config-dir.
