@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from report_runs import record, records, stored
 from rich.console import Console
 
 from kvbench.checks import composed
-from kvbench.report.frame import collect
+from kvbench.report import tables
+from kvbench.report.frame import Runs, collect
 from kvbench.results import ResultsError
 from kvbench.run import run
 from kvbench.shared import run_shared
@@ -211,3 +219,53 @@ def test_chosen_runs_keep_their_numbers_and_scores(tmp_path):
     only = runs.only([run])
     assert list(only.arms.index) == list(only.settings.index) == list(only.scores) == [run]
     assert set(only.groups["run"]) == {run}
+
+
+def shown(results: Path) -> Runs:
+    """All of the runs there, made into every kind of table; one of the two is sound."""
+    runs = collect([results])
+    assert len(runs.arms) + len(runs.left_out) == 2 and "snapkv" in set(runs.arms["method"])
+    tables.summary(runs)
+    tables.by_group(runs)
+    return runs
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_is_torn_the_rest_is_read(tmp_path_factory, data):
+    results = tmp_path_factory.mktemp("results")
+    stored(results, "snapkv")
+    path = stored(results, "quest", samples={"a": [1.0, 0.0], "b": [1.0]})
+    file = path / data.draw(st.sampled_from(["run.yaml", "samples.jsonl", "status.json", "summary.json"]))
+    whole = file.read_bytes()
+    start = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.integers(start, min(len(whole), start + 40)))
+    file.write_bytes(whole[:start] + data.draw(st.binary(max_size=4)) + whole[end:])
+    runs = shown(results)
+    if file.name in ("status.json", "summary.json"):
+        assert not runs.left_out, "neither is needed to read the samples"
+
+
+odd = st.sampled_from([None, True, -1, 0, 3.5, "x", "", [], [1, [2]], {}, {"a": 1}, 10**30])
+
+
+def places(node: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where each value of a nested one lies."""
+    for key, value in node.items() if isinstance(node, dict) else ():
+        yield (*here, key)
+        yield from places(value, (*here, key))
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), value=odd)
+def test_whatever_stands_in_another_s_place_the_rest_is_read(tmp_path_factory, data, value):
+    results = tmp_path_factory.mktemp("results")
+    stored(results, "snapkv")
+    path = stored(results, "quest", samples={"a": [1.0, 0.0], "b": [1.0]})
+    first, *others = (path / "samples.jsonl").read_text().splitlines()
+    whole = {"run": yaml.safe_load((path / "run.yaml").read_text()), "sample": json.loads(first)}
+    *above, last = data.draw(st.sampled_from([place for place in places(whole) if len(place) > 1]))
+    functools.reduce(operator.getitem, above, whole)[last] = value
+    (path / "run.yaml").write_text(yaml.safe_dump(whole["run"], sort_keys=False))
+    (path / "samples.jsonl").write_text("\n".join([json.dumps(whole["sample"]), *others]) + "\n")
+    shown(results)

@@ -25,7 +25,7 @@ from kvbench.score import runs_in
 YARDSTICK = "full"  # the method that all others are compared with
 PROTOCOL = ("accounting", "dense_layers", "chat", "prefill_chunk", "question_as_decode", "generated")
 PROBES = {"recall": "recall", "mass": "mass", "error": "output_error", "jaccard": "jaccard", "seen": "seen"}
-AUDIT = (
+AMOUNTS = (  # of the audit
     "attended_mean",
     "attended_max",
     "device_kv_bytes",
@@ -34,10 +34,8 @@ AUDIT = (
     "moved_bytes_per_step",
     "read_bytes_per_step",
     "dense_share",
-    "over_rule",
-    "executor",
-    "transfer",
 )
+WORDS = ("over_rule", "executor", "transfer")
 
 
 class LeftOut(NamedTuple):
@@ -214,11 +212,11 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
     own = identity["config"]
     method, task = own["method"], own["task"]
     settings = {
-        "model": config.get("model_name") or config["model"]["name"],
+        "model": str(config.get("model_name") or config["model"]["name"]),
         "model.revision": identity.get("model_revision"),
-        "method": method["name"],
+        "method": str(method["name"]),
         "budget": _budget(own),
-        "task": task["name"],
+        "task": str(task["name"]),
         "seed": own.get("seed"),
         "attention": own.get("attention"),
         "device": identity.get("device"),
@@ -262,7 +260,7 @@ def _scores(records: Iterable[Record], metric: str) -> Scores:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ResultsError(f"sample {record['id']} has no number as its {metric}, but {show(value)}")
         ids.append(record["id"])
-        groups.append(record.get("group") or "")
+        groups.append(str(record.get("group") or ""))
         values.append(100.0 * value)
         failed.append(lost)
     return Scores(ids, groups, np.array(values), np.array(failed))
@@ -294,7 +292,8 @@ def _arm(
         "stderr": main["stderr"],
         "score_samples": summary["score"],
         **{key: summary[key] for key in ("n", "failed", "score_ok")},
-        **{key: audit.get(key) for key in AUDIT},
+        **{key: audit.get(key) if isinstance(audit.get(key), int | float) else None for key in AMOUNTS},
+        **{key: audit.get(key) for key in WORDS},
         "attended_share": attended / tokens if settings["budget"] and attended and tokens else None,
         **latency,
         **{f"breakdown_ms.{part}": value for part, value in breakdown.items()},
