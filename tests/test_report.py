@@ -222,6 +222,11 @@ def test_no_runs_says_where_it_looked(tmp_path, capsys, monkeypatch):
     assert f"{tmp_path}: no run in it" in refused(capsys, tmp_path, "--figure", "budget", "--out", "x.png")
 
 
+def test_an_unknown_paper_is_refused_before_runs_are_read(capsys, monkeypatch):
+    monkeypatch.setattr("kvbench.report.frame.collect", lambda *a: pytest.fail("read"))
+    assert "no such published table" in refused(capsys, "--paper", "gone")
+
+
 def test_nothing_but_unusable_runs_is_an_error_that_counts_them(tmp_path, capsys):
     stored(tmp_path, finished=False)
     stored(tmp_path, "snapkv", samples=[record("a", "", float("nan"))])

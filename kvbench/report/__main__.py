@@ -82,7 +82,7 @@ def _words(text: str) -> list[str]:
 
 
 def _check(given: Namespace) -> None:
-    """Refuse flags that do not go together.
+    """Refuse flags that do not go together, and a published table that is not there, before any run is read.
 
     Raises:
         ConfigError: names them.
@@ -102,6 +102,10 @@ def _check(given: Namespace) -> None:
             raise ConfigError(f"--out {given.out}: ends in none of {', '.join(endings)}; name a --format")
         given.format = endings[given.out.suffix]
     given.format = given.format or "console"
+    if given.paper:
+        from kvbench.report import published
+
+        given.paper = [published.table(id) for id in given.paper]
 
 
 def _list() -> str:
@@ -158,11 +162,10 @@ def _tell(left_out: Sequence[LeftOut]) -> None:
 
 
 def _tables(given: Namespace, runs: Runs | None) -> list[Table]:
-    from kvbench.report import published, tables
+    from kvbench.report import tables
 
     if given.paper:
-        papers = [published.table(id) for id in given.paper]
-        return [tables.beside(runs, paper, given.where, given.allow_mixed) for paper in papers]
+        return [tables.beside(runs, paper, given.where, given.allow_mixed) for paper in given.paper]
     assert runs is not None
     if given.rows:
         values = given.values or ["score"]
