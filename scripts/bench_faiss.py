@@ -82,8 +82,8 @@ WHY = {
     "search": (
         "CPU time of one query on one thread: a graph that keeps 1,500 or 2,000 candidates evaluates several times as "
         "many vectors, at random places of memory, and Flat streams through all of them; the paper's HNSW-2, with "
-        "more edges, is no slower than HNSW-3, so its times may be of batches on many threads. IVFPQ's settings lie near each other: "
-        "a query pays for the distances to all lists first, and then for few codes"
+        "more edges, is no slower than HNSW-3, so its times may be of batches on many threads. IVFPQ's settings "
+        "lie near each other: a query pays for the distances to all lists first, and then for few codes"
     ),
     "accuracy": (
         "a beam of 1,500 for k=100 finds nearly all neighbours; the paper's 82 % is what a graph finds that is "

@@ -461,6 +461,21 @@ def test_a_key_that_is_no_number_names_layer_and_head() -> None:
         drive(fixed, method_named("snapkv_racc"), 48)
 
 
+def test_the_audit_of_a_generation_that_an_error_ended_waits_for_nothing() -> None:
+    method, engines = small("racc_paper"), list[Engine]()
+    select = method.select
+
+    def breaks(layer: int, query: torch.Tensor) -> Any:
+        if (method.steps, layer) == (30, 1):
+            raise RuntimeError("out of luck")
+        return select(layer, query)
+
+    method.select = breaks
+    with pytest.raises(RuntimeError, match="out of luck"):
+        drive(long(60, layers=2), method, None, after_prefill=engines.append)
+    assert engines[0].report()["index_bytes"] > 0
+
+
 def test_a_cache_that_grows_finds_the_same() -> None:
     """Under left padding the store's final length is unknown, and host memory moves while it is searched."""
     fixed = long(60, 40, steps=420)

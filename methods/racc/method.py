@@ -387,6 +387,7 @@ class RACC(Method):
 
     def report(self) -> dict[str, float]:
         """The measured ratio (`ratio.measured_ratio`), and what became of the searches (`retrieval.Log`)."""
+        self.jobs.flush()  # a step that an error ended has not done so, and the audit waits for the jobs
         prompt = 0.0 if self.scenario == "silo" else sum(self.shape.lengths) / self.shape.batch
         return {**measured_ratio(self.entries, prompt + self.steps), **self.log.report()}
 
