@@ -240,3 +240,9 @@ def test_nothing_imports_torch_and_help_not_even_pandas(tmp_path, words):
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     torch, pandas = found.stdout.split()[-2:]
     assert torch == "False" and (words != ["--help"] or pandas == "False")
+
+
+def test_who_reads_no_further_is_told_nothing() -> None:
+    shell = f"{sys.executable} -m kvbench.report --list | head -n 1"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
+    assert done.stdout == "published tables (--paper):\n" and done.stderr == ""

@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 bad input.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,15 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check(given)
         if given.list:
             print(_list())
-            return 0
-        runs = _runs(given)
-        if given.figure:
-            _draw(given, runs)
+        elif given.figure:
+            _draw(given, _runs(given))
         else:
-            _print(given, runs)
+            _print(given, _runs(given))
+        sys.stdout.flush()
     except (ConfigError, ResultsError) as error:
         print(f"kvbench.report: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # whoever read our output has enough; what is still buffered must not be written at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
