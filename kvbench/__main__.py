@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import kvbench
+from kvbench import smoke
 from kvbench.config import (
     ConfigError,
     bind_methods,
@@ -29,6 +30,7 @@ from kvbench.config import (
     groups,
     nearest,
     nearest_key,
+    sweep_words,
 )
 from kvbench.results import ResultsError
 
@@ -190,23 +192,25 @@ def composed_jobs(
     first = _compose(loader, name, [_options(override)[0] for override in overrides])
     if not multirun and first.hydra.mode != RunMode.MULTIRUN:
         _refuse_sweep(overrides)
-        yield _without_hydra(first), True
+        yield smoke.applied(_without_hydra(first)), True
         return
     here = str(first.hydra.launcher["_target_"]) in HERE
     # An experiment may bring a sweep of its own, and the command line has the last word.
-    own = [f"{key}={value}" for key, value in (first.hydra.sweeper.get("params") or {}).items()]
-    by_key = {override.get_key_element(): override for override in _parse(loader, [*own, *words])}
-    if not first.hydra.searchpath:
-        _check_choices(loader, by_key.values())
-    plain = [_options(override) for override in by_key.values() if _is_plain_sweep(loader, override)]
-    others = [_options(override) for override in by_key.values() if not _is_plain_sweep(loader, override)]
+    sweeper, product = first.hydra.sweeper, itertools.product
+    combinations: list[tuple[Sequence[str], list[Sequence[str]]]] = []
+    for own in sweep_words(sweeper.get("params"), sweeper.get("arms")):
+        by_key = {override.get_key_element(): override for override in _parse(loader, [*own, *words])}
+        if not first.hydra.searchpath:
+            _check_choices(loader, by_key.values())
+        plain = [_options(override) for override in by_key.values() if _is_plain_sweep(loader, override)]
+        others = [_options(override) for override in by_key.values() if not _is_plain_sweep(loader, override)]
+        combinations += [(combination, list(product(*plain))) for combination in product(*others)]
     rng = random.Random(0)
-    combinations = _sample(list(itertools.product(*others)), MOST_COMPOSED, rng)
-    rows = list(itertools.product(*plain))
-    for combination in combinations:
+    combinations = _sample(combinations, MOST_COMPOSED, rng)
+    for combination, rows in combinations:
         base = _compose(loader, name, [*combination, *rows[0]])
         for row in _sample(rows, MOST_CHECKED // len(combinations), rng):
-            yield _with_values(_without_hydra(base), _parse(loader, row)), here
+            yield smoke.applied(_with_values(_without_hydra(base), _parse(loader, row))), here
 
 
 def _sample(items: list[T], most: int, rng: random.Random) -> list[T]:
@@ -370,6 +374,7 @@ def run_job(cfg: DictConfig) -> Any:
     from kvbench.checks import check
 
     try:
+        cfg = smoke.applied(cfg)
         check(cfg)
         from kvbench.run import run
 

@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench import hub
+from kvbench import hub, smoke
 from kvbench.config import (
     FACTS,
     ConfigError,
@@ -103,7 +103,7 @@ def composed(*words: str) -> DictConfig:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            config = compose("config", list(words))
+            config = smoke.applied(compose("config", list(words)))
     except HydraException as error:
         raise ConfigError(first_line(error)) from error
     check(config)
@@ -155,6 +155,8 @@ def _check_values(run: Any) -> None:
         if not (value is None and null) and (type(value) is not int or value < lowest):
             expected = f"a whole number, {lowest} or more" + (", or null" if null else "")
             raise ConfigError(f"{key}={show(value)}: expected {expected}")
+    if type(run["smoke"]) is not bool:
+        raise ConfigError(f"smoke={show(run['smoke'])}: expected true | false")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(run["device"])):
         raise ConfigError(f"device={show(run['device'])}: expected auto | cpu | cuda | cuda:N")
     for group in ("method", "task"):

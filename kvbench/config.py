@@ -131,6 +131,17 @@ def documented_keys() -> list[tuple[str, str, str]]:
     return rows
 
 
+def sweep_words(params: Mapping[str, Any] | None, arms: Iterable[Mapping[str, Any]] | None) -> list[list[str]]:
+    """The words `key=value,value` that an experiment's file adds to a sweep: one list, or one for each of its arms.
+
+    Args:
+        params: keys that the arms share, `hydra.sweeper.params`.
+        arms: keys of each arm, `hydra.sweeper.arms`; a key of its own stands above a shared one.
+    """
+    shared = dict(params or {})
+    return [[f"{key}={show(value)}" for key, value in {**shared, **arm}.items()] for arm in arms or [{}]]
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest valid ones, and all of them."""
     names = sorted(valid)

@@ -1,4 +1,4 @@
-"""The launchers of sweeps: here in turn, here side by side, or as a SLURM job array.
+"""Sweeps: what runs in one, and its launchers: here in turn, here side by side, or as a SLURM job array.
 
 Arms that differ in method, budget and probe alone become one job, with one prefill a sample; with
 `sweep.shared_prefill=false` every arm is a job of its own. A job that fails, or is killed, stops no other, and at the
@@ -13,11 +13,14 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -26,7 +29,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.config import ConfigError, first_line
+from kvbench import smoke
+from kvbench.config import ConfigError, first_line, sweep_words
 from kvbench.results import ResultsError
 
 # What arms that share a prefill may have each its own of.
@@ -89,6 +93,34 @@ class Job:
         return DelayedSubmission(self)
 
 
+class Arms(BasicSweeper):
+    """Hydra's own sweeper, but for `arms`: a table's rows are seldom all methods with all budgets.
+
+    Args:
+        max_batch_size, params: as Hydra's.
+        arms: keys and values that are swept together, beside those of `params`; the sweep is all arms.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int | None,
+        params: dict[str, str] | None = None,
+        arms: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        super().__init__(max_batch_size, {})
+        self._words = sweep_words(params, arms)
+
+    def split_arguments(  # type: ignore[override]  # Hydra's is static, and called as this one is
+        self, overrides: list[Override], max_batch_size: int | None
+    ) -> list[list[list[str]]]:
+        """The words of each job, in batches; those of the command line come last and stand above an arm's."""
+        assert self.hydra_context is not None
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        split = BasicSweeper.split_arguments
+        jobs = [job for words in self._words for job in split([*parser.parse_overrides(words), *overrides], None)[0]]
+        return list(self.split_overrides_to_chunks(jobs, max_batch_size))
+
+
 class InTurn(Launcher):
     """One job after the other, in this process."""
 
@@ -102,14 +134,16 @@ class InTurn(Launcher):
         Raises:
             SweepError: some did not finish.
         """
-        arms = [_own(self._loader.load_sweep_config(self._config, list(words))) for words in job_overrides]
-        groups = grouped(arms)
+        configs = [_own(self._loader.load_sweep_config(self._config, list(words))) for words in job_overrides]
+        arms = distinct([smoke.applied(config) for config in configs])
+        groups = grouped(list(arms.values()))
+        places = [[list(arms)[number] for number in group] for group in groups]
         ends: dict[int, Ended] = {}
-        for number, ended in self.run([Job([arms[place] for place in group]) for group in groups]):
-            ends |= zip(groups[number], ended, strict=True)
+        for number, ended in self.run([Job([arms[place] for place in group]) for group in places]):
+            ends |= zip(places[number], ended, strict=True)
         words = told_apart(job_overrides)
-        tell([(words[place], ends[place]) for place in range(len(arms))])
-        return [JobReturn(_return_value=ends[place], status=JobStatus.COMPLETED) for place in range(len(arms))]
+        tell([(words[place], ends[place]) for place in arms])
+        return [JobReturn(_return_value=ends[place], status=JobStatus.COMPLETED) for place in arms]
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, list[Ended]]]:
         """Run jobs; gives the number of each that ended, and how its arms did."""
@@ -241,6 +275,14 @@ def _collected(job: Any, arms: int) -> list[Ended]:
         return [Ended({}, f"job {job.job_id} was lost ({told}); its log: {job.paths.stderr}")] * arms
 
 
+def distinct(jobs: Sequence[DictConfig]) -> dict[int, DictConfig]:
+    """Jobs by their place, without those that repeat an earlier one: a sweep's models are one model under `smoke`."""
+    first: dict[str, int] = {}
+    for place, job in enumerate(jobs):
+        first.setdefault(json.dumps(OmegaConf.to_container(job, resolve=True), sort_keys=True), place)
+    return {place: jobs[place] for place in first.values()}
+
+
 def grouped(jobs: Sequence[DictConfig]) -> list[list[int]]:
     """Places of the jobs that one prefill can serve, in the order of their first."""
     groups: dict[str, list[int]] = {}
@@ -301,13 +343,13 @@ def _own(config: DictConfig) -> DictConfig:
 
 
 def register() -> None:
-    """Make the launchers known to Hydra as `hydra_plugins.kvbench.*`: it takes no plugin of another package.
+    """Make sweeper and launchers known to Hydra as `hydra_plugins.kvbench.*`: it takes no plugin of another package.
 
     The classes keep their own module, so that a job sent to another process finds them.
     """
     plugins, here = Plugins.instance(), sys.modules[__name__]
-    for launcher in (InTurn, Local, Slurm):
-        plugins.register(launcher)
-        plugins.class_name_to_class[f"hydra_plugins.kvbench.{launcher.__name__}"] = launcher
+    for plugin in (Arms, InTurn, Local, Slurm):
+        plugins.register(plugin)
+        plugins.class_name_to_class[f"hydra_plugins.kvbench.{plugin.__name__}"] = plugin
     package = sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins"))
     package.kvbench = sys.modules["hydra_plugins.kvbench"] = here  # type: ignore[attr-defined]

@@ -61,10 +61,12 @@ _NOT_NUMBERS = {
     "config.py",
     "demo.py",
     "hub.py",
+    "launcher.py",
     "progress.py",
     "results.py",
     "run.py",
     "score.py",
+    "smoke.py",
     "report",
     "tasks",
 }

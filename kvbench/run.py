@@ -26,7 +26,7 @@ from kvbench.tasks import Sample, Task, take
 Config = dict[str, Any]
 
 # Keys of a config, and of its method and task, that change no number or that `identity` holds in another form.
-NOT_IDENTITY = {"results_dir", "threads", "hydra", "sweep", "model", "device", "dtype"}
+NOT_IDENTITY = {"results_dir", "threads", "hydra", "sweep", "smoke", "model", "device", "dtype"}
 NOT_IDENTITY_OF_GROUP = {"about", "valid", "limit"}
 
 

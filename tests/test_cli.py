@@ -10,7 +10,7 @@ import pytest
 
 from kvbench import __main__ as cli
 from kvbench import config
-from kvbench.checks import check, leaves
+from kvbench.checks import leaves
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -236,11 +236,46 @@ def test_an_experiment_may_bring_its_own_sweep(command, tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", config.choices("experiment"))
-def test_every_job_of_every_experiment_can_run(name):
-    flags = cli._flags([f"+experiment={name}"])
-    for job, here in cli.composed_jobs(cli._loader(flags), "config", flags.overrides, flags.multirun):
-        check(job, here)
+def test_an_experiment_may_name_arms_each_with_keys_of_its_own(command, tmp_path):
+    conf = tmp_path / "mine"
+    (conf / "experiment").mkdir(parents=True)
+    text = """\
+# @package _global_
+hydra:
+  mode: MULTIRUN
+  sweeper:
+    params: {seed: "0,1", budget: 64}
+    arms:
+      - {method: full, budget: null}
+      - {method: "topk,quest"}
+      - {method: icecache, budget: "64,128"}
+"""
+    (conf / "experiment" / "rows.yaml").write_text(text)
+
+    def ran(*words):
+        code, _, configs = command("--config-dir", str(conf), "+experiment=rows", *words)
+        assert code == 0
+        made = [(cfg.method.name, cfg.budget, cfg.seed) for cfg in configs]
+        configs.clear()
+        return made
+
+    rows = [("full", None), ("topk", 64), ("quest", 64), ("icecache", 64), ("icecache", 128)]
+    assert sorted(ran(), key=str) == sorted([(*row, seed) for row in rows for seed in (0, 1)], key=str)
+    assert sorted(ran("seed=2", "budget=256")) == sorted((row[0], 256, 2) for row in rows[:-1]), "256 twice is one run"
+    assert ran("method=quest,topk", "budget=48", "seed=0") == [("quest", 48, 0), ("topk", 48, 0)]
+    code, err, configs = command("--config-dir", str(conf), "+experiment=rows", "budget=32")
+    assert (code, configs) == (2, []) and "budget=32: below the minimum of quest" in err
+
+
+def test_a_large_sweep_of_arms_is_checked_by_a_sample_of_all(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    arms = "".join(f"      - {{method: {name}, seed: 'range(100)'}}\n" for name in ("full", "topk", "quest"))
+    text = f"# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    arms:\n{arms}"
+    (tmp_path / "experiment" / "many.yaml").write_text(text)
+    flags = cli._flags(["--config-dir", str(tmp_path), "+experiment=many"])
+    jobs = [job for job, _ in cli.composed_jobs(cli._loader(flags), "config", flags.overrides, flags.multirun)]
+    assert len(jobs) == cli.MOST_CHECKED // 3 * 3
+    assert {job.method.name for job in jobs} == {"full", "topk", "quest"}
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
