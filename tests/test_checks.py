@@ -73,12 +73,6 @@ def test_everything_in_conf_passes_with_the_default_rest(composed, group, name):
     check(composed(f"{group}={name}", "budget=1024"))
 
 
-@pytest.mark.parametrize("name", config.choices("experiment"))
-def test_every_experiment_passes(composed, name):
-    assert composed(f"+experiment={name}") != composed()
-    check(composed(f"+experiment={name}"))
-
-
 @pytest.mark.parametrize(("group", "name"), ALL, ids=lambda value: value)
 def test_every_file_is_named_as_itself_and_says_what_it_is(group, name):
     node = config.shipped(group, name)

@@ -1,0 +1,154 @@
+"""The experiments of conf/experiment: every job can run, large or under `smoke=true`, and covers what is published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from kvbench import __main__ as cli
+from kvbench import hub
+from kvbench.checks import check
+from kvbench.config import ConfigError, choices, conf_dir
+from kvbench.report import published
+from kvbench.tasks.sources import HubFile
+
+NAMES = list(choices("experiment"))
+PUBLISHED = [id for id in published.ids() if id in NAMES]
+
+# What must be given by hand, and is nowhere to be fetched from.
+GIVEN = {"icecache_table3": "task.exemplars"}
+
+each_experiment = pytest.mark.parametrize("name", NAMES)
+plain_and_smoke = pytest.mark.parametrize("smoke", ["false", "true"])
+
+
+def jobs(*words: str) -> list[DictConfig]:
+    """The jobs that a command line asks for, as the check sees them."""
+    flags = cli._flags(list(words))
+    return [job for job, _ in cli.composed_jobs(cli._loader(flags), "config", flags.overrides, flags.multirun)]
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Callable[..., list[DictConfig]]:
+    """The jobs of an experiment, which is given what it needs."""
+
+    def make(name: str, *words: str) -> list[DictConfig]:
+        file = tmp_path / "given"
+        file.write_text("Question: 1 + 1\nLet's think step by step\nThe answer is 2\n")
+        return jobs(f"+experiment={name}", *words, *([f"{GIVEN[name]}={file}"] if name in GIVEN else []))
+
+    return make
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Nothing of the hub is cached; call it with why the hub is out of reach, or None."""
+    monkeypatch.setattr(hub, "cached_folder", lambda hub_id: None)
+    monkeypatch.setattr(HubFile, "cached", lambda file: None)
+    return lambda reason: monkeypatch.setattr(hub, "out_of_reach", lambda: reason)
+
+
+@each_experiment
+@plain_and_smoke
+def test_every_job_can_run_where_there_is_a_network(name: str, smoke: str, asked: Any, network: Any) -> None:
+    network(None)
+    for job in asked(name, f"smoke={smoke}"):
+        check(job)
+
+
+@each_experiment
+@plain_and_smoke
+def test_without_a_network_a_job_runs_or_names_the_key_of_a_local_copy(
+    name: str, smoke: str, asked: Any, network: Any
+) -> None:
+    network("nobody answers")
+    for job in asked(name, f"smoke={smoke}"):
+        path = hub.source_of(job.model).path
+        if job.task.name in ("longbench", "gsm8k"):
+            key = "task.data_dir: "
+        elif path is not None and "/assets/" not in path:
+            key = f"model.path={path}: "
+        else:
+            check(job)
+            continue
+        with pytest.raises(ConfigError) as refused:
+            check(job)
+        assert str(refused.value).startswith(key) and "nobody answers" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_must_be_given_is_named(name: str, network: Any) -> None:
+    network(None)
+    for job in jobs(f"+experiment={name}"):
+        with pytest.raises(ConfigError, match=f"{GIVEN[name]}=null"):
+            check(job)
+
+
+@each_experiment
+def test_smoke_changes_the_size_of_an_experiment_alone(name: str) -> None:
+    large = jobs(f"+experiment={name}")
+    small = jobs(f"+experiment={name}", "smoke=true")
+    assert len(small) == len(large)
+    for one, other in zip(small, large, strict=True):
+        assert (one.model.name, one.smoke) == ("tiny", True)
+        assert one.task.limit <= 4 and max(one.task.get("lengths") or [0]) <= 2048
+        for key in one:
+            if key not in ("model", "task", "device", "dtype", "smoke"):
+                assert one[key] == other[key], key
+        sizes = {"limit", "lengths", "max_length"}
+        assert {key: value for key, value in one.task.items() if key not in sizes} == {
+            key: value for key, value in other.task.items() if key not in sizes
+        }
+
+
+def test_every_published_table_that_kvbench_can_fill_has_an_experiment() -> None:
+    frames = {id: published.table(id).frame for id in published.ids()}
+    fillable = {id for id, frame in frames.items() if ((frame["metric"] != "") & frame["method"].notna()).any()}
+    assert len(fillable) >= 8 and fillable <= set(NAMES)
+
+
+@pytest.mark.parametrize("id", PUBLISHED)
+def test_an_experiment_runs_the_methods_of_its_table(id: str) -> None:
+    frame = published.table(id).frame
+    assert set(frame["method"].dropna()) <= {job.method.name for job in jobs(f"+experiment={id}")}
+
+
+@pytest.mark.parametrize("id", [id for id in PUBLISHED if published.table(id).frame["metric"].any()])
+def test_an_experiment_makes_the_runs_that_stand_beside_published_cells_and_no_others(id: str) -> None:
+    table, made = published.table(id), jobs(f"+experiment={id}")
+    cells = table.frame[(table.frame["metric"] != "") & table.frame["method"].notna()]
+    # A paper that does not say which Llama it took has rows of no model here; so has one whose model is not in conf.
+    rows = {(row.model, row.method, row.budget, row.task) for row in cells.itertuples()}
+    arms = {(job.model.name, job.method.name, job.budget, job.task.name) for job in made}
+    if any(model for model, *_ in rows):
+        rows = {row for row in rows if row[0]}
+    else:
+        arms = {(None, *arm[1:]) for arm in arms}
+    assert arms == rows | BESIDE.get(id, set())
+    for job in made:
+        for word in table.settings:
+            key, _, value = word.partition("=")
+            assert OmegaConf.select(job, key) == yaml.safe_load(value), key
+    groups = {group.partition("/")[0] for cell in cells["group"] if cell for group in cell.split(" + ")}
+    for job in made:
+        assert groups == set(job.task.subsets) if job.task.get("subsets") else True
+
+
+# Arms of another table of the paper, beside which this one is read.
+BESIDE = {
+    "icecache_table5": {
+        ("llama3.1-8b-instruct", "full", None, "longbench"),
+        ("llama3.1-8b-instruct", "icecache", 256, "longbench"),
+    }
+}
+
+
+@each_experiment
+def test_an_experiment_is_a_few_lines_that_say_what_it_is(name: str) -> None:
+    text = (conf_dir() / "experiment" / f"{name}.yaml").read_text()
+    assert text.startswith("# @package _global_\n# about: ") and len(text.splitlines()) <= 40
