@@ -144,9 +144,23 @@ def check_command(words: Sequence[str]) -> None:
     flags = _flags(words)
     if flags.hydra_help or flags.shell_completion or flags.info or flags.config_path:
         return
-    for job, here in composed_jobs(_loader(flags), flags.config_name or "config", flags.overrides, flags.multirun):
+    loader, name = _loader(flags), flags.config_name or "config"
+    for job, here in composed_jobs(loader, name, flags.overrides, flags.multirun):
         if flags.cfg is None:
             check(job, here)
+    if flags.cfg == "job":
+        _tell_sweep(loader, _compose(loader, name, flags.overrides), flags.overrides)
+
+
+def _tell_sweep(loader: ConfigLoaderImpl, config: DictConfig, words: Sequence[str]) -> None:
+    """Above the config that `--cfg job` prints, the sweep that an experiment makes of it, as comments."""
+    from hydra.types import RunMode
+
+    if config.hydra.mode != RunMode.MULTIRUN:
+        return
+    print("# A sweep of this config, each line with all its combinations:")
+    for arm in _arms(loader, config, words):
+        print("#  ", *(override.input_line for override in arm if "experiment" not in override.key_or_group))
 
 
 def _flags(words: Sequence[str]) -> Namespace:
@@ -195,15 +209,13 @@ def composed_jobs(
         yield smoke.applied(_without_hydra(first)), True
         return
     here = str(first.hydra.launcher["_target_"]) in HERE
-    # An experiment may bring a sweep of its own, and the command line has the last word.
-    sweeper, product = first.hydra.sweeper, itertools.product
+    product = itertools.product
     combinations: list[tuple[Sequence[str], list[Sequence[str]]]] = []
-    for own in sweep_words(sweeper.get("params"), sweeper.get("arms")):
-        by_key = {override.get_key_element(): override for override in _parse(loader, [*own, *words])}
+    for arm in _arms(loader, first, words):
         if not first.hydra.searchpath:
-            _check_choices(loader, by_key.values())
-        plain = [_options(override) for override in by_key.values() if _is_plain_sweep(loader, override)]
-        others = [_options(override) for override in by_key.values() if not _is_plain_sweep(loader, override)]
+            _check_choices(loader, arm)
+        plain = [_options(override) for override in arm if _is_plain_sweep(loader, override)]
+        others = [_options(override) for override in arm if not _is_plain_sweep(loader, override)]
         combinations += [(combination, list(product(*plain))) for combination in product(*others)]
     rng = random.Random(0)
     combinations = _sample(combinations, MOST_COMPOSED, rng)
@@ -211,6 +223,15 @@ def composed_jobs(
         base = _compose(loader, name, [*combination, *rows[0]])
         for row in _sample(rows, MOST_CHECKED // len(combinations), rng):
             yield smoke.applied(_with_values(_without_hydra(base), _parse(loader, row))), here
+
+
+def _arms(loader: ConfigLoaderImpl, config: DictConfig, words: Sequence[str]) -> list[list[Override]]:
+    """What each arm of a sweep takes: an experiment may bring its own, and the command line has the last word."""
+    sweeper, arms = config.hydra.sweeper, []
+    for own in sweep_words(sweeper.get("params"), sweeper.get("arms")):
+        by_key = {override.get_key_element(): override for override in _parse(loader, [*own, *words])}
+        arms.append(list(by_key.values()))
+    return arms
 
 
 def _sample(items: list[T], most: int, rng: random.Random) -> list[T]:

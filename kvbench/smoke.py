@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, open_dict
 from kvbench.config import shipped
 
 MODEL = "tiny"
-LENGTHS = (1024, 2048)  # every task has room in these
+LENGTHS = (2048, 1024)  # every task has room in these; the longer comes first, as few samples reach the second
 LIMIT = 4
 
 
@@ -35,9 +35,9 @@ def applied(config: DictConfig) -> DictConfig:
         lengths = task.get("lengths")
         whole = isinstance(lengths, ListConfig) and all(type(length) is int for length in lengths)
         if whole and task.get("data_dir") is None:  # ready-made samples have the lengths that they have
-            task.lengths = [min(pair) for pair in zip(sorted(lengths), LENGTHS, strict=False)]
+            task.lengths = [min(pair) for pair in zip(sorted(lengths, reverse=True), LENGTHS, strict=False)]
         if "max_length" in task:
-            task.max_length = _at_most(LENGTHS[-1], task.max_length)
+            task.max_length = _at_most(LENGTHS[0], task.max_length)
     return small
 
 

@@ -267,6 +267,13 @@ hydra:
     assert (code, configs) == (2, []) and "budget=32: below the minimum of quest" in err
 
 
+def test_cfg_job_of_an_experiment_tells_its_sweep_above_the_config(python):
+    done = python("--cfg", "job", "+experiment=icecache_table2", "budget=64")
+    lines = done.stdout.splitlines()
+    assert lines[1:4] == ["#   method=full budget=64", "#   method=icecache budget=64", "budget: 64"]
+    assert "#" not in python("--cfg", "job", "method=full").stdout.splitlines()[0]
+
+
 def test_a_large_sweep_of_arms_is_checked_by_a_sample_of_all(tmp_path):
     (tmp_path / "experiment").mkdir()
     arms = "".join(f"      - {{method: {name}, seed: 'range(100)'}}\n" for name in ("full", "topk", "quest"))
