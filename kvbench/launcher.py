@@ -18,7 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
@@ -32,6 +31,11 @@ from rich.table import Table
 from kvbench import smoke
 from kvbench.config import ConfigError, first_line, sweep_words
 from kvbench.results import ResultsError
+
+# Hydra imports its own plugins anew when it first looks for them, and a class must not descend from an earlier copy.
+Plugins.instance()
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
 
 # What arms that share a prefill may have each its own of.
 OWN = ("method", "budget", "probe")
@@ -141,8 +145,8 @@ class InTurn(Launcher):
         ends: dict[int, Ended] = {}
         for number, ended in self.run([Job([arms[place] for place in group]) for group in places]):
             ends |= zip(places[number], ended, strict=True)
-        words = told_apart(job_overrides)
-        tell([(words[place], ends[place]) for place in arms])
+        words = told_apart([job_overrides[place] for place in arms])
+        tell(list(zip(words, (ends[place] for place in arms), strict=True)))
         return [JobReturn(_return_value=ends[place], status=JobStatus.COMPLETED) for place in arms]
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, list[Ended]]]:
