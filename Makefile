@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
 STAMP := $(VENV)/.kvbench-installed
 
 .PHONY: help setup run test reference lint format clean
@@ -13,6 +14,7 @@ help:
 	@echo "make lint    set up .venv, then ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove .venv and the caches; results stay"
+	@echo "JOBS=...     tests run in so many processes (default: 2)"
 	@echo "PYTHON=...   the Python 3.11 or newer that makes .venv (default: python3)"
 
 setup: $(STAMP)
@@ -25,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv $(VENV)
 	@# torch by itself and pinned first: left free, pip may fetch gigabytes of another build.
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,notebooks]'
 	@touch $@
 
 run: $(STAMP)
@@ -33,10 +35,11 @@ run: $(STAMP)
 
 reference: $(STAMP)
 	$(BIN)/python -m kvbench +experiment=reference
+	$(BIN)/python -m kvbench +experiment=reference_probe
 	$(BIN)/python scripts/compact_runs.py results/sweep_reference results/reference
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --cov --cov-report=term
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --cov --cov-report=term
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
