@@ -60,6 +60,12 @@ class Pair:
 
 
 @pytest.fixture(scope="session")
+def tokenizer(dummies: Callable[[str], Loaded]) -> Any:
+    """For methods that read the text of tokens."""
+    return dummies("dummy-tiny").tokenizer
+
+
+@pytest.fixture(scope="session")
 def pairs() -> Callable[[str], Pair]:
     made: dict[str, Pair] = {}
 
@@ -110,10 +116,10 @@ def test_large_budget_generates_what_sdpa_generates(pairs: Any, family: str, met
 @pytest.mark.parametrize("batch", [1, 2])
 @each_method
 def test_every_method_with_a_large_budget_generates_what_sdpa_generates(
-    pairs: Any, case: Case, batch: int, accounting: str
+    pairs: Any, tokenizer: Any, case: Case, batch: int, accounting: str
 ) -> None:
     pair = pairs("llama")
-    cache = KVCache(pair.ours, case.build(), 500, accounting=accounting, dense_layers=())
+    cache = KVCache(pair.ours, case.build(), 500, accounting=accounting, dense_layers=(), tokenizer=tokenizer)
     assert generated(pair.ours, inputs(batch), cache) == pair.expected[batch]
 
 
@@ -145,11 +151,12 @@ def test_first_chunk_that_is_all_padding_is_refused(pairs: Any) -> None:
         generated(model, inputs(2), KVCache(model, "quest", SMALL, prompt_length=LENGTH), prefill_chunk_size=30)
 
 
-def test_method_by_name_takes_its_options(pairs: Any) -> None:
+def test_method_by_name_takes_its_options(pairs: Any, tokenizer: Any) -> None:
     model = pairs("llama").ours
     for case in METHODS:
-        named = generated(model, inputs(1), KVCache(model, case.name, SMALL, **case.options))
-        assert named == generated(model, inputs(1), KVCache(model, case.build(), SMALL)), case.id
+        named = KVCache(model, case.name, 64, tokenizer=tokenizer, **case.options)
+        built = KVCache(model, case.build(), 64, tokenizer=tokenizer)
+        assert generated(model, inputs(1), named) == generated(model, inputs(1), built), case.id
     with pytest.raises(ConfigError, match="page"):
         KVCache(model, "quest", 256, page=8)
     with pytest.raises(ConfigError, match="page_size: no such argument"):
@@ -244,9 +251,9 @@ def test_unknown_method_is_refused_with_the_nearest(pairs: Any, name: str) -> No
 
 @each_accounting
 @each_method
-def test_audit_of_a_cache_shows_what_was_attended(pairs: Any, case: Case, accounting: str) -> None:
+def test_audit_of_a_cache_shows_what_was_attended(pairs: Any, tokenizer: Any, case: Case, accounting: str) -> None:
     model = pairs("llama").ours
-    cache = KVCache(model, case.build(), SMALL, accounting=accounting)
+    cache = KVCache(model, case.build(), SMALL, accounting=accounting, tokenizer=tokenizer)
     with pytest.raises(ValueError, match="no prompt"):
         cache.audit()
     generated(model, inputs(2), cache)
@@ -259,7 +266,8 @@ def test_audit_of_a_cache_shows_what_was_attended(pairs: Any, case: Case, accoun
         # the last step of each row; rows of 120 and 83
         assert audit["attended_mean"] == (LENGTH + LENGTH - 37) / 2 + NEW / 2
     elif accounting == "unified":
-        assert 0 < audit["attended_mean"] <= audit["attended_max"] <= SMALL
+        most = 2 * SMALL if "pyramidkv" in case.name else SMALL  # its layers attend C in their mean
+        assert 0 < audit["attended_mean"] <= SMALL and audit["attended_max"] <= most
     else:
         assert 0 < audit["attended_mean"] <= audit["attended_max"] < LENGTH
 
