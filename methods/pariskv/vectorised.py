@@ -51,7 +51,8 @@ def encode(keys: torch.Tensor, signs: torch.Tensor) -> tuple[torch.Tensor, torch
         ValueError: a key is not finite, or too large to square.
     """
     subspaces = rotate(keys, signs).unflatten(-1, (-1, SUBSPACE))
-    radius = in_order(subspaces * subspaces).sqrt()
+    # torch's float32 root may be off in its last bit; that of a double, rounded, is the nearest float32
+    radius = in_order(subspaces * subspaces).double().sqrt().float()
     if not bool(radius.isfinite().all()):
         raise ValueError("a key is not finite, or too large to square")
     size = subspaces.abs() / radius.clamp(min=NO_RADIUS)[..., None]
