@@ -213,6 +213,8 @@ class Local(Submitted):
         import torch
 
         self.gpus, self.submitted = torch.cuda.device_count(), 0
+        if self.jobs is not None and self.jobs < 1:
+            raise ConfigError(f"hydra.launcher.jobs={self.jobs}: expected a whole number, 1 or more, or null")
         cores = os.cpu_count() or 1
         self.jobs = self.jobs or self.gpus or max(1, cores // 2)
         # torch would start a thread for each core in every job, and they would wait for each other

@@ -3,7 +3,8 @@
     python scripts/compact_runs.py results/sweep_reference results/reference
 
 Of each arm the newest run is kept: run.yaml, status.json, summary.json, and of each sample all but the prompt's answers
-and the output; numbers have five digits. `python -m kvbench.report` reads the copies as it reads the runs.
+and the output. Numbers have five digits, and of a path from the root its last part is left. `python -m kvbench.report`
+reads the copies as it reads the runs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from kvbench.report.frame import collect
 from kvbench.results import ResultsError
@@ -29,14 +32,26 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
+def without_paths(value: Any) -> Any:
+    """A config in which a path from the root is its last part."""
+    if isinstance(value, dict):
+        return {key: without_paths(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_paths(item) for item in value]
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+
+
 def compact(source: Path, target: Path) -> list[Path]:
     """Copy the runs below `source` to the same places below `target`; the folders written."""
     written = []
     for path in map(Path, collect([source]).arms["path"]):
         folder = target / path.relative_to(source)
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("run.yaml", "status.json", "summary.json"):
+        for name in ("status.json", "summary.json"):
             shutil.copyfile(path / name, folder / name)
+        told = yaml.safe_load((path / "run.yaml").read_text())
+        told["config"] = without_paths(told["config"])
+        (folder / "run.yaml").write_text(yaml.safe_dump(told, sort_keys=False, allow_unicode=True))
         with open(path / "samples.jsonl") as lines, open(folder / "samples.jsonl", "w") as out:
             for record in map(json.loads, lines):
                 kept = {key: value for key, value in record.items() if key not in DROPPED}

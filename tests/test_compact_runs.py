@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml
 
 from kvbench.checks import composed
 from kvbench.report.frame import collect
@@ -33,6 +34,7 @@ def test_compact_runs_are_small_and_report_the_same(runs: Path, tmp_path: Path) 
     )
     for path in runs.rglob("samples.jsonl"):
         copy = tmp_path / path.relative_to(runs)
+        assert "/" not in str(yaml.safe_load((copy.parent / "run.yaml").read_text())["config"]["results_dir"])
         assert copy.stat().st_size < path.stat().st_size and "output_ids" not in copy.read_text()
 
 

@@ -115,6 +115,8 @@ def test_what_a_launcher_needs_is_told_before_anything_is_submitted(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="hydra/launcher=slurm: there is no sbatch here"):
         submit(launcher.Slurm())
+    with pytest.raises(ConfigError, match=r"hydra.launcher.jobs=0: expected a whole number, 1 or more, or null"):
+        submit(launcher.Local(0))
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ConfigError, match=r"needs submitit; pip install 'kvbench\[slurm\]'"):
         submit(launcher.Local())
