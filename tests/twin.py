@@ -1,0 +1,643 @@
+"""A CUDA device that is not there, for tests without a GPU: `with twin.device() as cuda: ...`.
+
+Tensors of this device are CPU tensors whose storage carries a mark. A torch function mode sees every call from Python,
+answers `.device` and its like by the mark, refuses what CUDA refuses, computes on the CPU (the same bits as for CPU
+tensors), and marks the results. A dispatch mode below it sees the ATen operations of a call, to count host syncs and to
+follow which stream reads and writes what.
+
+Modelled: devices that must not mix; host syncs, by a list of operations; streams and events as partial orders; copies
+that are not done before something waits for them; device memory by living storages. Nothing is asynchronous in fact:
+work runs at once, and what CUDA leaves to chance is decided against the program.
+- Two streams that meet in one tensor without a wait between them, or in freed memory that a stream hands out again:
+  RuntimeError at the second one.
+- A copy down into pinned memory: poison (NaN, or a large negative number) until the host has waited for it.
+- A copy up from pinned memory: if the host has written there before it waited for the copy, AssertionError as it waits,
+  or at the end of the `with`.
+`cuda.finish()` is time passing: all that is in flight completes, and no wait is counted.
+
+Not modelled: kernels, their numerics and their time, CUDA graphs, more than one device, C++ or Triton code that is
+handed a pointer, autograd. Memory is counted without rounding. An operation that syncs and is not in `SYNCING` goes
+unseen, as does a host that reads or writes device memory behind torch's back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+from weakref import WeakSet
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
+CAPACITY = 80 << 30  # bytes of device memory that the device claims to have
+INSIDE = (str(Path(torch.__file__).parent), __file__)  # files that a sync's location does not name
+
+# ATen operations for which the host waits, since it needs a value or the size of their result.
+SYNCING = {
+    *("_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "isin", "bincount"),
+    *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
+}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+# Calls that take tensors of both sides: of `other` they use the shape only.
+SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "is_same_size", "_has_compatible_shallow_copy_type"}
+# Calls for which a CPU tensor of 0 dimensions is no scalar.
+JOINING = {"cat", "concat", "stack", "hstack", "vstack"}
+# Functions of torch.cuda without a meaning here.
+NOTHING = ("_lazy_init", "init", "set_device", "empty_cache", "manual_seed", "manual_seed_all", "set_rng_state")
+
+Clock = dict["Stream", int]  # of each stream, how many of its operations are known to be over
+
+# A program may keep streams and pinned memory for longer than one `with`.
+_here: list[Twin] = []
+_streams: WeakSet[Stream] = WeakSet()
+_registered: dict[int, int] = {}  # bytes of host memory that is pinned from outside, by address
+
+
+class Stream:
+    """Twin of torch.cuda.Stream: counts its operations and knows which of the other streams' come before its next."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.device, self.clock = CUDA, {self: 0}
+        _streams.add(self)
+        self.freed: Clock = {}  # last uses of memory that was allocated here and may be handed out again
+
+    def tick(self) -> int:
+        self.clock[self] += 1
+        return self.clock[self]
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        _merge(self.clock, event.clock)
+
+    def wait_stream(self, stream: Stream) -> None:
+        _merge(self.clock, stream.clock)
+
+    def synchronize(self) -> None:
+        _twin().sync("Stream.synchronize", self)
+
+    def query(self) -> bool:
+        return _before(self.clock, _twin().known)
+
+
+class Event:
+    """Twin of torch.cuda.Event."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self.timing, self.clock, self.at = enable_timing, dict[Stream, int](), 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or _twin().stream
+        stream.tick()
+        self.clock, self.at = dict(stream.clock), time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or _twin().stream).wait_event(self)
+
+    def synchronize(self) -> None:
+        _twin().sync("Event.synchronize", self)
+
+    def query(self) -> bool:
+        return _before(self.clock, _twin().known)
+
+    def elapsed_time(self, end: Event) -> float:
+        if not (self.timing and end.timing and self.clock and end.clock):
+            raise ValueError("both events need enable_timing=True and must be recorded")
+        if not (self.query() and end.query()):
+            raise RuntimeError("device not ready: the events are not complete")
+        return (end.at - self.at) * 1e3
+
+
+class Allocation:
+    """The mark of a device storage: who used it last, and its size while it lives."""
+
+    def __init__(self, cuda: Twin, size: int) -> None:
+        self.cuda, self.size, self.home = cuda, size, cuda.stream
+        freed, self.home.freed = self.home.freed, {}
+        if not cuda.ordered(freed):
+            raise RuntimeError("memory is handed out again that another stream may still use: record_stream or a wait")
+        self.recorded: set[Stream] = set()
+        self.reads: Clock = {}
+        self.written = (self.home, self.home.tick())
+        cuda.allocated += size
+        cuda.peak = max(cuda.peak, cuda.allocated)
+
+    def use(self, write: bool) -> None:
+        """The current stream reads or writes; refuses where that is not ordered behind what it must come after."""
+        stream = self.cuda.stream
+        if not self.cuda.ordered(dict([self.written])) or (write and not self.cuda.ordered(self.reads)):
+            raise RuntimeError("a stream meets another one's tensor without a wait between them")
+        if write:
+            self.written = (stream, stream.tick())
+            self.reads.clear()
+        else:
+            self.reads[stream] = stream.tick()
+
+    def __del__(self) -> None:
+        if not hasattr(self, "written"):
+            return
+        self.cuda.allocated -= self.size
+        for stream, tick in [self.written, *self.reads.items()]:
+            if stream is not self.home and stream not in self.recorded:
+                _merge(self.home.freed, {stream: tick})
+
+
+class Twin(TorchFunctionMode):
+    """The device, as `device()` gives it.
+
+    Attributes:
+        syncs: (operation, "file:line") of every time the host waited.
+        allocated, peak: bytes of the living device storages, now and at most.
+        known: of each stream, the operations that the host knows to be over.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.syncs: list[tuple[str, str]] = []
+        self.allocated = self.peak = 0
+        self.known: Clock = {}
+        self.default = Stream()
+        self._local = threading.local()
+        self._flights: list[tuple[Stream, int, Callable[[], object]]] = []
+        self._forbidden = False
+
+    # -- time ------------------------------------------------------------------------------------------------------
+
+    @property
+    def stream(self) -> Stream:
+        """The current stream of this thread."""
+        return getattr(self._local, "stream", self.default)
+
+    def set_stream(self, stream: Stream) -> None:
+        self._local.stream = stream
+
+    @contextlib.contextmanager
+    def use_stream(self, stream: Stream | None) -> Iterator[None]:
+        before = self.stream
+        self.set_stream(stream or before)
+        try:
+            yield
+        finally:
+            self.set_stream(before)
+
+    def ordered(self, uses: Clock) -> bool:
+        """Whether the current stream's next operation comes after all these."""
+        now = self.stream.clock
+        return all(tick <= max(now.get(stream, 0), self.known.get(stream, 0)) for stream, tick in uses.items())
+
+    def sync(self, name: str, what: Stream | Event | None = None) -> None:
+        """The host waits, for the current stream by default."""
+        self.count(name)
+        self._complete((what or self.stream).clock)
+
+    def count(self, name: str) -> None:
+        """Note that the host waited, and where."""
+        frame = sys._getframe(1)
+        while frame.f_back and frame.f_code.co_filename.startswith(INSIDE):
+            frame = frame.f_back
+        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        self.syncs.append((name, place))
+        if self._forbidden:
+            raise RuntimeError(f"{name} at {place}: the host waits for the device")
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Refuse every sync inside."""
+        before, self._forbidden = self._forbidden, True
+        try:
+            yield
+        finally:
+            self._forbidden = before
+
+    def synchronize(self, device: Any = None) -> None:
+        self.count("cuda.synchronize")
+        self.finish()
+
+    def finish(self) -> None:
+        """Complete all that is in flight, as time would."""
+        for stream in _streams:
+            self._complete(stream.clock)
+
+    def _complete(self, clock: Clock) -> None:
+        _merge(self.known, clock)
+        landed = [flight for flight in self._flights if flight[1] <= self.known.get(flight[0], 0)]
+        self._flights = [flight for flight in self._flights if flight not in landed]
+        for _, _, land in landed:
+            land()
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        """target.copy_(source), one of them on the device and one on the host."""
+        up = on_device(target)
+        device, host = (target, source) if up else (source, target)
+        if not source.numel():
+            return target
+        _allocation(device).use(write=up)
+        if not (non_blocking and is_pinned(host)):
+            self.sync("copy up" if up else "copy down")
+            return target.copy_(source)
+        before = source.clone()
+        if up:
+            target.copy_(source)
+            land = _expect_unchanged(source, before)
+        else:
+            target.copy_(_poison(before))
+            land = _deliver(target, before)
+        self._flights.append((self.stream, self.stream.tick(), land))
+        return target
+
+    def move(
+        self, source: torch.Tensor, device: torch.device, non_blocking: bool = False, **layout: Any
+    ) -> torch.Tensor:
+        """A copy on the other side; one that comes down without blocking lies in pinned memory, as CUDA's does."""
+        target = torch.empty_like(source, **layout)
+        if device == CUDA:
+            self.mark(target)
+        elif non_blocking:
+            target.untyped_storage().twin = "pinned"
+        return self.copy(target, source, non_blocking)
+
+    def mark(self, tensor: torch.Tensor) -> None:
+        """This tensor's storage is on the device."""
+        storage = tensor.untyped_storage()
+        if not isinstance(getattr(storage, "twin", None), Allocation):
+            storage.twin = Allocation(self, storage.nbytes())
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if (handler := HANDLERS.get(func)) is not None:
+            return handler(self, func, *args, **kwargs)
+        name = func.__name__
+        return func(*args, **kwargs) if name in ("__get__", "__set__") else self.call(func, args, kwargs)
+
+    def kernel(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """`func` in the place of a kernel of our own, which may read pinned memory from the device."""
+
+        def launch(*args: Any) -> Any:
+            with torch._C.DisableTorchFunction():
+                return self.call(func, args, {}, mixes=True)
+
+        return launch
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any], mixes: bool = False) -> Any:
+        """Compute on the CPU; `mixes`: the call may be given tensors of both sides."""
+        asked = kwargs.get("device")
+        if asked is not None:
+            asked = kwargs["device"] = torch.device(asked)
+            if asked.type == "cuda":
+                asked, kwargs["device"] = _the_device(asked), CPU
+        pinned = kwargs.pop("pin_memory", False)
+        tensors = list(_tensors((args, kwargs)))
+        there = any(map(on_device, tensors))
+        if there and not mixes and func.__name__ not in SHAPE_ONLY:
+            least = 0 if func.__name__ in JOINING else 1
+            if any(tensor.dim() >= least and on_host(tensor) for tensor in tensors):
+                raise RuntimeError(
+                    f"{func.__name__}: expected all tensors to be on the same device, but found at least two devices, "
+                    "cuda:0 and cpu!"
+                )
+        if not there:
+            out = func(*args, **kwargs)
+        else:
+            with _Watch(self, tensors):
+                out = func(*args, **kwargs)
+        if asked == CUDA or (there and asked is None):
+            for tensor in _tensors(out):
+                if on_host(tensor):
+                    self.mark(tensor)
+        elif pinned:
+            out.untyped_storage().twin = "pinned"
+        return out
+
+
+class _Watch(TorchDispatchMode):
+    """Sees the ATen operations of one call on device tensors: counts syncs, and notes who reads and writes what."""
+
+    def __init__(self, cuda: Twin, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.cuda = cuda
+        self.host = {tensor.untyped_storage()._cdata for tensor in tensors if on_host(tensor)}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first call imports torch's compiler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            self._use(argument, value)
+        for argument in func._schema.arguments:
+            self._use(argument, kwargs.get(argument.name))
+        name = func._schema.name.removeprefix("aten::")
+        out = func(*args, **kwargs)
+        if name in SYNCING and args[0].untyped_storage()._cdata not in self.host:
+            self.cuda.sync(name)
+        elif name in INDEXING and any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1]):
+            self.cuda.sync(f"{name} with a mask")
+        elif func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+            self.cuda.sync(name)
+        return out
+
+    def _use(self, argument: Any, value: Any) -> None:
+        write = argument.alias_info is not None and argument.alias_info.is_write
+        if argument.alias_info is None or write:  # what is only viewed is not read
+            for tensor in _tensors(value):
+                if on_device(tensor):
+                    _allocation(tensor).use(write)
+
+
+# -- what the function mode answers itself -----------------------------------------------------------------------------
+
+
+def _to(cuda: Twin, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if isinstance(kwargs.get("other", args[0] if args else None), torch.Tensor):
+        other, *args = [kwargs.pop("other")] if "other" in kwargs else args
+        kwargs |= dict(zip(("non_blocking", "copy"), args, strict=False))
+        kwargs |= {"device": CUDA if on_device(other) else CPU, "dtype": other.dtype}
+        args = []
+    always = kwargs.pop("copy", False)
+    if len(args) > 1 and isinstance(args[-1], bool) and isinstance(args[-2], bool):
+        *args, always = args
+    device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
+    device = None if device is None else _the_device(device)
+    wanted = {"dtype": tensor.dtype if dtype is None else dtype}
+    if layout is not None:
+        wanted["memory_format"] = layout
+    if device is None or tensor.is_meta or device.type == "meta" or on_device(tensor) == (device == CUDA):
+        where = {"device": device} if device is not None and device.type == "meta" else {}
+        return cuda.call(func, (tensor,), {**wanted, **where, "copy": always})
+    return cuda.move(tensor, device, non_blocking, **wanted)
+
+
+def _copy(cuda: Twin, func: Any, target: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:
+    if on_device(target) == on_device(source):
+        return cuda.call(func, (target, source), {})
+    return cuda.copy(target, source, non_blocking)
+
+
+def _getitem(cuda: Twin, func: Any, tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    _check_index(cuda, tensor, index)
+    return cuda.call(func, (tensor, index), {}, mixes=True)
+
+
+def _setitem(cuda: Twin, func: Any, tensor: torch.Tensor, index: Any, value: Any, *args: Any) -> Any:
+    _check_index(cuda, tensor, index)
+    if isinstance(value, torch.Tensor) and value.dim() and on_device(value) != on_device(tensor):
+        if any(one.dim() for one in _tensors(index)):
+            raise RuntimeError("index_put_: expected values on the same device as self, but found cuda:0 and cpu")
+        return cuda.copy(tensor[index], value)
+    return cuda.call(func, (tensor, index, value, *args), {}, mixes=True)
+
+
+def _check_index(cuda: Twin, tensor: torch.Tensor, index: Any) -> None:
+    indices = [one for one in _tensors(index) if one.dim()]
+    if not on_device(tensor) and any(map(on_device, indices)):
+        raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+    parts = index if isinstance(index, tuple) else (index,)
+    if on_device(tensor) and (any(map(on_host, indices)) or any(hasattr(one, "__len__") for one in _arrays(parts))):
+        cuda.sync("indexing from the host")
+
+
+def _arrays(parts: Iterable[Any]) -> list[Any]:
+    """Lists and arrays among the parts of an index."""
+    return [part for part in parts if not isinstance(part, (torch.Tensor, str)) and part is not None]
+
+
+def _new_from_data(cuda: Twin, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if func == torch.Tensor.new_tensor:
+        like, *args = args
+        kwargs = {"dtype": like.dtype, "device": CUDA if on_device(like) else CPU, **kwargs}
+    data = args[0] if args else kwargs["data"]
+    device = kwargs.pop("device", None)
+    if not isinstance(data, torch.Tensor):
+        return _to(cuda, torch.Tensor.to, cuda.call(torch.tensor, args, kwargs, mixes=True), device or CPU)
+    always = func not in (torch.as_tensor, torch.asarray)
+    return _to(cuda, torch.Tensor.to, data, device, kwargs.get("dtype"), copy=always)
+
+
+def _numpy(cuda: Twin, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if on_device(tensor):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor first.")
+    return func(tensor, *args, **kwargs)
+
+
+def _tolist(cuda: Twin, func: Any, tensor: torch.Tensor) -> Any:
+    if on_device(tensor):
+        _allocation(tensor).use(write=False)
+        cuda.sync("tolist")
+    return func(tensor)
+
+
+def _pin_memory(cuda: Twin, func: Any, tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    if on_device(tensor):
+        raise RuntimeError("cannot pin 'torch.cuda.FloatTensor': only dense CPU tensors can be pinned")
+    if is_pinned(tensor):
+        return tensor
+    pinned = tensor.clone()
+    pinned.untyped_storage().twin = "pinned"
+    return pinned
+
+
+def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+    _allocation(tensor).recorded.add(stream)
+
+
+def _down(cuda: Twin, func: Any, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+    return _to(cuda, torch.Tensor.to, tensor, CPU)
+
+
+def _up(cuda: Twin, func: Any, tensor: torch.Tensor, device: Any = None, non_blocking: bool = False) -> torch.Tensor:
+    return _to(cuda, torch.Tensor.to, tensor, CUDA if device is None else device, non_blocking=non_blocking)
+
+
+def _answer(when_there: Any) -> Callable[..., Any]:
+    """What a device tensor says; of a CPU tensor, what it says itself."""
+    return lambda cuda, func, tensor, *args: when_there if on_device(tensor) else func(tensor, *args)
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.device.__get__: _answer(CUDA),
+    torch.Tensor.is_cuda.__get__: _answer(True),
+    torch.Tensor.is_cpu.__get__: _answer(False),
+    torch.Tensor.get_device: _answer(0),
+    torch.Tensor.is_pinned: lambda cuda, func, tensor, device=None: is_pinned(tensor),
+    torch.Tensor.pin_memory: _pin_memory,
+    torch.Tensor.to: _to,
+    torch.Tensor.cpu: _down,
+    torch.Tensor.cuda: _up,
+    torch.Tensor.copy_: _copy,
+    torch.Tensor.numpy: _numpy,
+    torch.Tensor.__array__: _numpy,
+    torch.Tensor.tolist: _tolist,
+    torch.Tensor.__getitem__: _getitem,
+    torch.Tensor.__setitem__: _setitem,
+    torch.Tensor.index_put_: _setitem,
+    torch.Tensor.index_put: _setitem,
+    **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor), _new_from_data),
+}
+
+
+# -- small things ------------------------------------------------------------------------------------------------------
+
+
+def on_device(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and isinstance(getattr(tensor.untyped_storage(), "twin", None), Allocation)
+
+
+def on_host(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and not on_device(tensor)
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    first = storage.data_ptr()
+    registered = any(start <= first < start + size for start, size in _registered.items())
+    return registered or getattr(storage, "twin", None) == "pinned"
+
+
+def _allocation(tensor: torch.Tensor) -> Allocation:
+    return tensor.untyped_storage().twin
+
+
+def _the_device(device: Any) -> torch.device:
+    device = torch.device(device)
+    if device.type == "cuda" and device.index not in (None, 0):
+        raise RuntimeError(f"CUDA error: invalid device ordinal ({device})")
+    return CUDA if device.type == "cuda" else device
+
+
+def _tensors(thing: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested arguments."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, (list, tuple)):
+        for part in thing:
+            yield from _tensors(part)
+    elif isinstance(thing, dict):
+        yield from _tensors(list(thing.values()))
+
+
+def _merge(clock: Clock, other: Clock) -> None:
+    for stream, tick in other.items():
+        clock[stream] = max(clock.get(stream, 0), tick)
+
+
+def _before(clock: Clock, other: Clock) -> bool:
+    return all(tick <= other.get(stream, 0) for stream, tick in clock.items())
+
+
+def _poison(like: torch.Tensor) -> torch.Tensor:
+    if like.dtype == torch.bool:
+        return ~like
+    return torch.full_like(like, torch.nan if like.is_floating_point() else torch.iinfo(like.dtype).min)
+
+
+def _deliver(target: torch.Tensor, content: torch.Tensor) -> Callable[[], object]:
+    return lambda: target.copy_(content)
+
+
+def _expect_unchanged(source: torch.Tensor, before: torch.Tensor) -> Callable[[], object]:
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().view(-1).view(torch.uint8)
+
+    def check() -> None:
+        unchanged = torch.equal(bits(source), bits(before))
+        assert unchanged, "pinned memory was overwritten while a copy from it might have been in flight"
+
+    return check
+
+
+class _Generator(torch.Generator):
+    """A generator of any device draws the CPU's numbers."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, "cpu")
+
+
+class _Runtime:
+    """Twin of what torch.cuda.cudart() gives: pins memory that was allocated elsewhere."""
+
+    @staticmethod
+    def cudaHostRegister(pointer: int, size: int, flags: int) -> int:
+        _registered[pointer] = size
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(pointer: int) -> int:
+        del _registered[pointer]
+        return 0
+
+
+def _twin() -> Twin:
+    return _here[-1]
+
+
+@contextlib.contextmanager
+def device() -> Iterator[Twin]:
+    """Inside, torch has one CUDA device; its worker threads (of thread pools) have it too."""
+    cuda = Twin()
+    submit = ThreadPoolExecutor.submit
+
+    def submit_inside(pool: ThreadPoolExecutor, job: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        def inside() -> Any:
+            with cuda:
+                return job(*args, **kwargs)
+
+        return submit(pool, inside)
+
+    properties = SimpleNamespace(name="twin", total_memory=CAPACITY, major=9, minor=0, multi_processor_count=1)
+    patched = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda *_: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_name": lambda device=None: "twin",
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (9, 0),
+        "check_error": lambda code: None,
+        "cudart": lambda: _Runtime,
+        "device": lambda device=None: contextlib.nullcontext(),
+        "Stream": Stream,
+        "Event": Event,
+        "stream": cuda.use_stream,
+        "set_stream": cuda.set_stream,
+        "current_stream": lambda device=None: cuda.stream,
+        "default_stream": lambda device=None: cuda.default,
+        "synchronize": cuda.synchronize,
+        "memory_allocated": lambda device=None: cuda.allocated,
+        "max_memory_allocated": lambda device=None: cuda.peak,
+        "reset_peak_memory_stats": lambda device=None: setattr(cuda, "peak", cuda.allocated),
+        "mem_get_info": lambda device=None: (CAPACITY - cuda.allocated, CAPACITY),
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        **{name: lambda *_, **__: None for name in NOTHING},
+    }
+    with (
+        mock.patch.multiple(torch.cuda, **patched),
+        mock.patch.object(torch, "Generator", _Generator),
+        mock.patch.object(torch.Tensor, "record_stream", _record_stream),
+        mock.patch.object(ThreadPoolExecutor, "submit", submit_inside),
+        cuda,
+    ):
+        _here.append(cuda)
+        try:
+            yield cuda
+            cuda.finish()
+        finally:
+            _here.pop()
