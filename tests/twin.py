@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 from weakref import WeakSet
 
@@ -155,6 +155,15 @@ class Allocation:
                 _merge(self.home.freed, {stream: tick})
 
 
+class Flight(NamedTuple):
+    """A copy that the host has not waited for: as which operation of its stream, which way, and what waiting does."""
+
+    stream: Stream
+    tick: int
+    up: bool
+    land: Callable[[], object]
+
+
 class Twin(TorchFunctionMode):
     """The device, as `device()` gives it.
 
@@ -171,7 +180,8 @@ class Twin(TorchFunctionMode):
         self.known: Clock = {}
         self.default = Stream()
         self._local = threading.local()
-        self._flights: list[tuple[Stream, int, Callable[[], object]]] = []
+        self._flights: list[Flight] = []
+        self._landing = threading.Lock()
         self._forbidden = False
 
     # -- time ------------------------------------------------------------------------------------------------------
@@ -233,10 +243,14 @@ class Twin(TorchFunctionMode):
 
     def _complete(self, clock: Clock) -> None:
         _merge(self.known, clock)
-        landed = [flight for flight in self._flights if flight[1] <= self.known.get(flight[0], 0)]
-        self._flights = [flight for flight in self._flights if flight not in landed]
-        for _, _, land in landed:
-            land()
+        self._land(lambda flight: flight.tick <= self.known.get(flight.stream, 0))
+
+    def _land(self, there: Callable[[Flight], bool]) -> None:
+        with self._landing, torch.inference_mode():  # which may write to what was made inside it, in any thread
+            landed = [flight for flight in self._flights if there(flight)]
+            self._flights = [flight for flight in self._flights if flight not in landed]
+            for flight in landed:
+                flight.land()
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
@@ -257,7 +271,7 @@ class Twin(TorchFunctionMode):
         else:
             target.copy_(_poison(before))
             land = _deliver(target, before)
-        self._flights.append((self.stream, self.stream.tick(), land))
+        self._flights.append(Flight(self.stream, self.stream.tick(), up, land))
         return target
 
     def move(
@@ -287,9 +301,13 @@ class Twin(TorchFunctionMode):
         return func(*args, **kwargs) if name in ("__get__", "__set__") else self.call(func, args, kwargs)
 
     def kernel(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """`func` in the place of a kernel of our own, which may read pinned memory from the device."""
+        """`func` in the place of a kernel of our own, which may read pinned memory from the device.
+
+        It finds there what was copied down on its stream, or on one that its stream has waited for.
+        """
 
         def launch(*args: Any) -> Any:
+            self._land(lambda flight: not flight.up and self.ordered({flight.stream: flight.tick}))
             with torch._C.DisableTorchFunction():
                 return self.call(func, args, {}, mixes=True)
 
