@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from kvbench import attention
-from kvbench.attention.torch import prefill as dense_attention
 from kvbench.config import ConfigError, first_line
 from kvbench.meters import Audit, Spans
 from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
@@ -41,7 +40,7 @@ class Engine:
         shape, method, budget: see `kvbench.method`.
         offsets: column of each row's first token in the prefill's forward passes (left padding); None: all 0.
         columns: width of the whole prompt there, padding included; None: the longest row.
-        executor: "auto", "torch" or "reference".
+        executor: "auto", "torch", "reference" or "flashinfer".
         seed, sample: what the method's randomness derives from.
         new_tokens: decode steps to reserve memory for; None: unknown, the stores grow.
         audit_every: steps between two counts of per-query-head selections.
@@ -71,8 +70,8 @@ class Engine:
         pieces: Sequence[str] | None = None,
     ) -> None:
         self.shape, self.method, self.budget = shape, method, budget
-        self.executor_name, self._execute = attention.executor(executor)
-        self.spans, self.audit = Spans(), Audit(shape, audit_every)
+        self.executor = attention.executor(executor, shape)
+        self.spans, self.audit = Spans(shape.device), Audit(shape, audit_every)
         self.stores: dict[int, LayerStore] = {}
         self.probe = Probe(shape, probe_every) if probe_every else None
         self.prefilled = False
@@ -100,13 +99,12 @@ class Engine:
         self._reader.start_chunk(token_ids)
 
     def start_step(self, tokens: torch.Tensor, active: Sequence[bool] | None = None) -> None:
-        """A decode forward begins: tokens [B]; `active` says which rows still generate (None: all)."""
+        """A decode forward begins: tokens [B] on the CPU; `active` says which rows still generate (None: all)."""
         assert self.prefilled, "the prompt is not complete"
         if active is not None:
             self._active = list(active)
         with self.spans("index_update"):
-            positions, running = torch.tensor(self.stores[0].lengths), torch.tensor(self._active)
-            self.method.step(tokens, positions.to(tokens.device), running.to(tokens.device))
+            self.method.step(tokens, torch.tensor(self.stores[0].lengths), torch.tensor(self._active))
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attention of one layer in the forward pass that was started.
@@ -128,15 +126,30 @@ class Engine:
         reader, store = self._reader, self._store(layer)
         with self.spans("attention"):
             store.write_prompt(key, value, reader.column, reader.offsets)
-            out = dense_attention(query, store, reader.column, reader.offsets, self.shape.scaling)
+            out = self.executor.prefill(query, store, reader.column, reader.offsets, self.shape.scaling)
         if layer in self._sparse:
             with self.spans("index_build"):
                 reader.observe(layer, query, store)
         if reader.last_chunk:
-            store.seal_prompt(self.shape.lengths)
-            prompt = reader.prompt(layer, store) if layer in self._sparse else None
-            self._begin_layer(layer, store, prompt)
+            self._end_prompt(layer, store)
         return out
+
+    def fill(self, layer: int, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor) -> None:
+        """Store a layer's whole prompt that no forward pass has made, in layer order, after one `start_chunk`.
+
+        Args:
+            key, value: [B, Hkv, N, D], rows of one length.
+            query: [B, Hq, W, D], the last queries of the prompt, W the method's window or more.
+        """
+        store = self._store(layer)
+        store.write_prompt(key, value, 0, self._reader.offsets)
+        if layer in self._sparse:
+            self._reader.observe_last(layer, query)
+        self._end_prompt(layer, store)
+
+    def _end_prompt(self, layer: int, store: LayerStore) -> None:
+        store.seal_prompt(self.shape.lengths)
+        self._begin_layer(layer, store, self._reader.prompt(layer, store) if layer in self._sparse else None)
 
     def adopt(self, layer: int, shared: LayerStore, prompt: Prompt) -> LayerStore:
         """Begin a layer from a prefill made elsewhere, in layer order; returns the store that shares its memory."""
@@ -187,7 +200,7 @@ class Engine:
             store.append(key, value)
         if layer not in self._sparse:
             with self.spans("attention"):
-                return self._end_layer(layer, self._execute(query, store, None, self.shape.scaling)[0])
+                return self._end_layer(layer, self.executor(query, store, None, self.shape.scaling)[0])
         with self.spans("index_update"):
             self.method.append(layer, key, value)
         with self.spans("select"):
@@ -197,7 +210,7 @@ class Engine:
             if self.method.needs.positions == "cache":
                 asked, attended = self._in_cache_positions(query, selection or Selection(store.resident_ids()), store)
             observes = self.method.needs.probabilities
-            out, weights = self._execute(asked, store, attended, self.shape.scaling, observes)
+            out, weights = self.executor(asked, store, attended, self.shape.scaling, observes)
         self.audit.attended(layer, selection, store.used)
         if self.probe is not None:
             self.probe.step(layer, query, key, value, selection, store.resident_ids(), out, self._active)
@@ -227,7 +240,7 @@ class Engine:
         present = index >= 0
         place = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)
         keys = self._moved(store.gather(index)[0], index.clamp(min=0), place)
-        now = torch.tensor(store.lengths, device=query.device)[:, None, None].expand(-1, self.shape.query_heads, 1) - 1
+        now = store.seen[:, None, None].expand(-1, self.shape.query_heads, 1) - 1
         newest = present.sum(dim=2, keepdim=True).repeat_interleave(self.shape.group, dim=1) - 1
         return self._moved(query, now, newest), replace(selection, keys=keys)
 
@@ -238,6 +251,9 @@ class Engine:
 
     def settle(self) -> None:
         """Count the step that just ended; called outside the timed part, or before the next step begins."""
+        self.spans.fold()
+        for store in self.stores.values():
+            store.count_fetched()
         device = sum(store.resident_bytes() for store in self.stores.values())
         host = sum(store.host_bytes() for store in self.stores.values())
         self.audit.end_step(self.method, self.shape.lengths, self._active, device, host)
@@ -250,8 +266,10 @@ class Engine:
         report = {
             **self.method.report(),
             **self.audit.report(self.method, budget, stored),
-            "executor": self.executor_name,
+            "executor": self.executor.used(),
         }
+        if self.executor.note:
+            report["executor_note"] = self.executor.note
         if any(store.host is not None for store in self.stores.values()):
             report["transfer"] = "measured" if self.shape.device.type == "cuda" else "simulated"
         return report

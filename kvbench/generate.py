@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from kvbench.engine import Engine
 from kvbench.hf import EngineCache
+from kvbench.host import uploaded
 from kvbench.meters import PARTS
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class Generation:
         tt2t_s: seconds from the start to the second new token, or None.
         step_ms: milliseconds of each decode step.
         prefill_ms: breakdown of the prefill by span, in all.
-        breakdown_ms: breakdown of a decode step by span, mean over steps; the parts add up to its mean time.
+        breakdown_ms: breakdown of a decode step by span, mean over the steps behind the warm-up; the parts add up to
+            its mean time.
         audit: see `kvbench.meters.Audit.report`.
         probe: see `kvbench.probes.Probe.report`; {} without probes. With them the timings mean nothing.
         shared_prefill: the prefill was made once for several methods.
@@ -65,6 +67,7 @@ def generate(
     prefill_chunk: int | None = None,
     question: Sequence[int] = (),
     prefilled: Prefilled | None = None,
+    warmup: int = 0,
     progress: Progress | None = None,
 ) -> Generation:
     """Generate greedily for a batch of prompts.
@@ -80,7 +83,10 @@ def generate(
         prefill_chunk: prompt columns in one forward pass; None: all.
         question: token ids that follow every prompt and are read as decode steps, so through the method.
         prefilled: begin from this prefill of the prompts instead of one of its own.
+        warmup: first decode steps that the breakdown leaves out.
         progress: called after every chunk and step.
+
+    A step makes the host wait for the device once, for its tokens, and besides only where the method does.
 
     Raises:
         FloatingPointError: NaN or inf in the logits.
@@ -125,6 +131,8 @@ def generate(
             new = tokens.tolist()
         generation.step_ms.append((time.perf_counter() - began) * 1e3)
         engine.settle()
+        if step == warmup:
+            engine.spans.reset()
         for row, token in enumerate(new):
             if active[row]:
                 generation.tokens[row].append(token)
@@ -133,7 +141,8 @@ def generate(
             progress(read + step + 1, total)
     if generation.step_ms:
         generation.tt2t_s = generation.ttft_s + generation.step_ms[0] / 1e3
-        generation.breakdown_ms = _milliseconds(engine.spans.reset(), len(generation.step_ms))
+        measured = len(generation.step_ms) - warmup
+        generation.breakdown_ms = _milliseconds(engine.spans.reset(), measured) if measured > 0 else {}
     generation.audit = engine.report()
     generation.probe = engine.probe.report() if engine.probe else {}
     return generation
@@ -147,14 +156,14 @@ def prefill(
     progress: Callable[[int], object] = lambda done: None,
     not_first: Collection[int] = (),
 ) -> torch.Tensor:
-    """Read the prompts; returns each row's first new token, [B], none of `not_first`."""
+    """Read the prompts; returns each row's first new token, [B] on the CPU, none of `not_first`."""
     engine = cache.engine
     lengths = [len(prompt) for prompt in prompts]
     ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = torch.tensor(prompt)
     ids = ids.to(model.device)
-    tokens = ids.new_zeros(len(prompts))
+    tokens = torch.zeros(len(prompts), dtype=torch.int64)
     for column in range(0, ids.shape[1], chunk or ids.shape[1]):
         part = ids[:, column : column + (chunk or ids.shape[1])]
         end = column + part.shape[1]
@@ -176,10 +185,11 @@ def decode_step(
     active: Sequence[bool],
     banned: Collection[int] = (),
 ) -> torch.Tensor:
-    """One step: tokens [B] in, the next tokens [B] out, none of them banned."""
-    positions = torch.tensor(cache.engine.stores[0].lengths, device=tokens.device)
+    """One step: tokens [B] on the CPU in, the next tokens [B] out, none of them banned."""
+    positions = torch.tensor(cache.engine.stores[0].lengths)
     cache.engine.start_step(tokens, active)
-    logits = _forward(model, tokens[:, None], positions[:, None], cache, None)
+    ids, positions = uploaded(torch.stack([tokens, positions]), model.device)
+    logits = _forward(model, ids[:, None], positions[:, None], cache, None)
     return _argmax(logits[:, -1], banned)
 
 
@@ -195,11 +205,12 @@ def _forward(
 
 
 def _argmax(logits: torch.Tensor, banned: Collection[int] = ()) -> torch.Tensor:
-    """Greedy tokens [B] of logits [B, vocabulary]; NaN and inf reach the maximum, so that one test finds them."""
+    """Greedy tokens [B] of logits [B, vocabulary], on the CPU; NaN and inf reach the maximum: one test finds them."""
     if banned:
-        logits = logits.index_fill(-1, torch.tensor(sorted(banned), device=logits.device), -torch.inf)
+        logits = logits.index_fill(-1, uploaded(torch.tensor(sorted(banned)), logits.device), -torch.inf)
     best, tokens = logits.max(dim=-1)
-    if not bool(torch.isfinite(best).all()):
+    tokens, finite = torch.stack([tokens, torch.isfinite(best).long()]).cpu()
+    if not bool(finite.all()):
         raise FloatingPointError("the model's logits are NaN or infinite")
     return tokens
 

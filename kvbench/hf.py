@@ -120,7 +120,7 @@ class KVCache(_CountingCache):
         accounting: "paper" or "unified" (what counts inside the budget).
         dense_layers: true indices of layers that always attend everything.
         prompt_length: columns of the prompt, padding included, where it is prefilled in several forward passes.
-        attention: the executor, "auto", "torch" or "reference".
+        attention: the executor, "auto", "torch", "reference" or "flashinfer".
         tokenizer: for methods that read the text of tokens.
         seed: what the method's randomness derives from.
 
@@ -214,7 +214,7 @@ class KVCache(_CountingCache):
         if not self.engine.prefilled:
             self.engine.start_chunk(ids)
         elif width == 1:
-            self.engine.start_step(ids[:, 0])
+            self.engine.start_step(ids[:, 0].cpu())
         else:
             raise ValueError(
                 f"KVCache was given {width} tokens at once after its prompt: a decode step is one token. For a prompt "
@@ -270,9 +270,10 @@ def engine_for(
     budget: Budget,
     dense_layers: Collection[int],
     tokenizer: PreTrainedTokenizerBase | None = None,
+    kind: type[Engine] = Engine,
     **settings: Any,
 ) -> Engine:
-    """An engine that runs `method` on prompts of these lengths; `settings` as for `Engine`.
+    """An engine of a kind that runs `method` on prompts of these lengths; `settings` as for `Engine`.
 
     Raises:
         ConfigError: the method needs what this model cannot give.
@@ -284,7 +285,7 @@ def engine_for(
         if tokenizer is None:
             raise ConfigError(f"tokenizer=None: {type(method).__name__} reads the text of tokens; pass the tokenizer")
         settings["pieces"] = vocabulary_text(tokenizer)
-    return Engine(shape, method, budget, **settings)
+    return kind(shape, method, budget, **settings)
 
 
 def vocabulary_text(tokenizer: PreTrainedTokenizerBase) -> list[str]:

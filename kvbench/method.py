@@ -205,7 +205,8 @@ class Selection:
     """What one layer attends at one decode step, complete: the harness adds nothing, not even the current token.
 
     Attributes:
-        index: [B, Hs, M] int64 token ids, Hs in {1, Hkv, Hq}; unique in a row, best first, trailing -1 = none.
+        index: [B, Hs, M] int64 token ids, Hs in {1, Hkv, Hq}; unique in a row, best first, trailing -1 = none. On the
+            device, or on the CPU where the method's index is: then nothing has to wait for the device.
         log_weight: [B, Hq, M], added to the logits (MagicPIG's sampling correction), or None.
         keys: [B, Hkv, M, D], used in place of the stored keys (ShadowKV), or None; needs Hs in {1, Hkv}.
         extra: synthetic entries in the same softmax, or None.
@@ -261,7 +262,7 @@ class Method:
         """All layers are prefilled; may call `view.keep` on any sparse layer."""
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
-        """A decode step begins, before layer 0. All three are [B]: token ids, their positions, rows still running."""
+        """A decode step begins, before layer 0; [B] each, on the CPU: token ids, positions, rows still running."""
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """The current token's key and value, [B, Hkv, 1, D], are now in the store of `layer`."""

@@ -57,7 +57,7 @@ class Prefilled:
         """
         if engine.shape.lengths != self.lengths:
             raise ValueError(f"the prefill read prompts of {self.lengths} tokens, the engine expects others")
-        if engine.capacity > self._stores[0].capacity:
+        if engine.capacity > self._stores[0].reserved:
             raise ValueError("the prefill left less room than this engine needs; raise max_new_tokens in prefill_once")
         prompts = {layer: self._seen_by(engine.method, prompt) for layer, prompt in self._prompts.items()}
         for store in self._lent:

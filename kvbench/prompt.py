@@ -58,6 +58,18 @@ class PromptReader:
         if self._needs.attention_sums:
             self._observe_sums(layer, query, store)
 
+    def observe_last(self, layer: int, query: torch.Tensor) -> None:
+        """Take the window from the last queries [B, Hq, n, D] of rows of one length, where no chunk was read.
+
+        Raises:
+            ValueError: the method needs what only a forward pass shows.
+        """
+        if self._needs.attention_sums:
+            raise ValueError("attention sums are those of a prefill, and this prompt has none")
+        size = min(self._needs.query_window, max(self.lengths))
+        if size:
+            self._queries[layer] = query[:, :, query.shape[2] - size :]
+
     def prompt(self, layer: int, store: LayerStore) -> Prompt:
         """The whole prompt of one layer, and forget what was collected of it."""
         longest = max(self.lengths)

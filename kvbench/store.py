@@ -9,16 +9,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from kvbench.host import HostTier, Staged, with_slots
+from kvbench import uva
+from kvbench.host import Arrival, Blocks, Coming, HostTier, Staged, side_stream, uploaded
 from kvbench.meters import Audit, Spans
 
+PAGE = 16  # slots of a page: blocks on the device are whole pages, so that a paged kernel reads them in place
 GROWTH = 256  # slots added at least when a store of unknown final length is full
 NO_TOKEN = torch.iinfo(torch.int64).max  # sorts behind every token id
 DROPPED, DEVICE, HOST = 0, 1, 2
+
+
+@dataclass(frozen=True, eq=False)
+class Located:
+    """Where tokens lie on the device.
+
+    Attributes:
+        key, value: [B, Hkv, S, D], blocks that hold them all; S is a multiple of `PAGE`.
+        slots: [B, Hkv, M] int64, the slot of each token asked for; any where none was.
+        present: [B, Hkv, M] bool, whether one was; None: everywhere.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    slots: torch.Tensor
+    present: torch.Tensor | None
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the tokens, gathered: [B, Hkv, M, D] each; any finite content where none was asked for."""
+        return _rows(self.key, self.slots), _rows(self.value, self.slots)
 
 
 class LayerStore:
@@ -35,10 +59,11 @@ class LayerStore:
         shared: a sealed store with a prompt to begin from; its memory is used in place, behind the prompt too.
 
     Attributes:
-        key, value: [B, Hkv, capacity, D], the device tier.
+        key, value: [B, Hkv, capacity, D], the device tier, whole pages.
         ids: [B, Hkv, capacity] int64, the token in each slot (`NO_TOKEN` beyond the used ones), or None: slot = id.
         used: [B, Hkv] int64 on the CPU, slots filled.
         lengths: tokens seen by each row, kept or not.
+        reserved: slots asked for; whole pages may be a few more.
         host: the host tier, where there is one.
     """
 
@@ -58,7 +83,7 @@ class LayerStore:
         spans: Spans | None = None,
         shared: LayerStore | None = None,
     ) -> None:
-        size = (batch, kv_heads, capacity, head_dim)
+        size = (batch, kv_heads, _whole_pages(capacity), head_dim)
         if shared is None:
             # Zeros, not empty: a masked slot still meets a weight of 0, and 0 * NaN is NaN.
             self.key = torch.zeros(size, dtype=dtype, device=device)
@@ -71,8 +96,10 @@ class LayerStore:
         self.host: HostTier | None = None
         self._home, self._on_drop, self._grows = home, on_drop, grows
         self._audit, self._spans = audit, spans or Spans()
-        self._reserved = capacity
+        self.reserved = capacity
         self._staged: Staged | None = None
+        self._coming: Coming | None = None
+        self._fetched: torch.Tensor | int = 0  # tokens that the device itself read from the host, not yet counted
         self._newest: tuple[torch.Tensor, torch.Tensor] | None = None  # home "host": the current token, on the device
         self._closed = False
         if shared is not None:
@@ -87,6 +114,16 @@ class LayerStore:
     def entry_bytes(self) -> int:
         """Bytes of one token's key and value in one KV head."""
         return 2 * self.key.shape[3] * self.key.element_size()
+
+    @property
+    def filled(self) -> torch.Tensor:
+        """[B, Hkv] int64 on the device, slots filled; nothing waits for it."""
+        return uploaded(self.used, self.key.device)
+
+    @property
+    def seen(self) -> torch.Tensor:
+        """[B] int64 on the device, tokens seen by each row; nothing waits for it."""
+        return uploaded(torch.tensor(self.lengths), self.key.device)
 
     def resident_bytes(self) -> int:
         """Bytes of the tokens on the device, staged ones included, reserved slots not."""
@@ -149,8 +186,8 @@ class LayerStore:
         self.lengths = list(lengths)
         self.used = torch.tensor(self.lengths).unsqueeze(1).repeat(1, self.key.shape[1])
         if self._home == "host":
-            self.host = HostTier(self.key, max(self._reserved, *self.lengths))
-            self.host.write(self._device_ids(), self.key, self.value)
+            self.host = HostTier(self.key, max(self.reserved, *self.lengths))
+            self._copied = self.host.write_prompt(self.key, self.value, self.lengths)
 
     def close(self) -> None:
         """The shared memory behind the prompt goes to another store."""
@@ -160,9 +197,7 @@ class LayerStore:
         """The first `count` keys and values in host memory, [B, Hkv, count, D], where the home is the host."""
         if self.host is None:
             return None
-        future: Future[tuple[torch.Tensor, torch.Tensor]] = Future()
-        future.set_result((self.host.key[:, :, :count], self.host.value[:, :, :count]))
-        return future
+        return Arrival(self.host.key[:, :, :count], self.host.value[:, :, :count], self._copied)
 
     def leave_device(self) -> None:
         """Free the prompt's device copy of a store whose home is the host; nothing to do for another."""
@@ -178,8 +213,7 @@ class LayerStore:
             self.host.grow(self._grown(max(self.lengths) + 1, self.host.capacity))
         if self._home == "host":
             assert self.host is not None
-            token = torch.tensor(self.lengths)[:, None, None].expand(*self.used.shape, 1)
-            self.host.write(token, key, value)
+            self.host.append(self.lengths, key, value)
             self._newest = (key, value)
         else:
             self._append_on_device(key, value)
@@ -188,23 +222,25 @@ class LayerStore:
     def _append_on_device(self, key: torch.Tensor, value: torch.Tensor) -> None:
         first = int(self.used[0, 0])
         self._reserve(int(self.used.max()) + 1)
-        if bool((self.used == first).all()):
+        if self._uniform:
             self.key[:, :, first : first + 1] = key
             self.value[:, :, first : first + 1] = value
         else:
-            slot = self.used.to(key.device)[..., None, None].expand_as(key)
+            slot = self.filled[..., None, None].expand_as(key)
             self.key.scatter_(2, slot, key)
             self.value.scatter_(2, slot, value)
         if self.ids is not None:
-            token = torch.tensor(self.lengths)[:, None, None].expand(*self.used.shape, 1)
-            self.ids.scatter_(2, self.used[..., None].to(self.ids.device), token.to(self.ids.device))
-        self.used += 1
+            token = torch.tensor(self.lengths)[:, None].expand_as(self.used)
+            slot, token = uploaded(torch.stack([self.used, token]), key.device)
+            self.ids.scatter_(2, slot[..., None], token[..., None])
+        self.used = self.used + 1
 
     def _reserve(self, slots: int) -> None:
-        if slots <= self.capacity:
+        if slots <= self.reserved:
             return
-        capacity = self._grown(slots, self.capacity)
-        self.key, self.value = with_slots(self.key, capacity), with_slots(self.value, capacity)
+        self.reserved = self._grown(slots, self.reserved)
+        capacity = _whole_pages(self.reserved)
+        self.key, self.value = _with_slots(self.key, capacity), _with_slots(self.value, capacity)
         if self.ids is not None:
             self.ids = _with_free_slots(self.ids, capacity)
 
@@ -221,16 +257,22 @@ class LayerStore:
             raise LookupError("a method whose tokens live on the host must select: nothing is resident to attend")
         longest = int(self.used.max())
         key, value = self.key[:, :, :longest], self.value[:, :, :longest]
-        if int(self.used.min()) == longest:
+        if self._uniform:
             return key, value, None
-        return key, value, torch.arange(longest, device=key.device) < self.used.to(key.device)[..., None]
+        return key, value, torch.arange(longest, device=key.device) < self.filled[..., None]
+
+    @property
+    def _uniform(self) -> bool:
+        """All KV heads of all rows have filled as many slots."""
+        return int(self.used.min()) == int(self.used.max())
 
     def resident_ids(self) -> torch.Tensor:
         """Token ids on the device, staged ones included, ascending, [B, Hkv, n] with trailing -1."""
         ids = self._device_ids()
         if self._staged is None:
             return ids
-        both = torch.cat([torch.where(ids < 0, NO_TOKEN, ids), self._staged.ids], dim=2).sort(dim=2).values
+        staged = self._staged.ids.to(ids.device)
+        both = torch.cat([torch.where(ids < 0, NO_TOKEN, ids), staged], dim=2).sort(dim=2).values
         return torch.where(both == NO_TOKEN, -1, both)[..., : int(self.resident_counts().max())]
 
     def _device_ids(self) -> torch.Tensor:
@@ -239,74 +281,182 @@ class LayerStore:
             ids = self.ids[:, :, :longest]
             return torch.where(ids == NO_TOKEN, -1, ids)
         slots = torch.arange(longest, device=self.key.device).expand(*self.used.shape, longest)
-        return torch.where(slots < self.used.to(slots.device)[..., None], slots, -1)
+        return slots if self._uniform else torch.where(slots < self.filled[..., None], slots, -1)
 
     def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of token ids [B, Hkv, M] (-1: any finite content), each [B, Hkv, M, D] on the device.
 
-        Host tokens are brought up in one transfer and stay staged until the next gather.
+        Raises:
+            LookupError: as `locate`.
+        """
+        return self.locate(index).rows()
+
+    def locate(self, index: torch.Tensor) -> Located:
+        """Where token ids [B, Hkv, M] (-1 = none) lie on the device, on which or on the CPU the index may be.
+
+        Host tokens are brought up in one transfer and stay staged until the next call. Nothing waits for a GPU but
+        for an index on it that names tokens of a tier which is not in the order of its ids.
 
         Raises:
-            LookupError: a token id that is dropped or was never seen. On a GPU without a host tier the check costs no
-                sync and aborts the kernel instead.
+            LookupError: a token id that is dropped or was never seen. An index on a GPU is checked there, and aborts
+                the kernel instead.
         """
-        slots, found = self._find(index)
         if self.host is None:
-            found = found | (index < 0)
-            if index.is_cuda:
-                torch._assert_async(found.all())
-            elif not bool(found.all()):
-                raise LookupError(f"token {index[~found][0].item()} is not in the store: dropped earlier, or not seen")
-            return _rows(self.key, slots), _rows(self.value, slots)
+            index, present = self._up(index)
+            slots, found = self._find(index)
+            self._check(index, found)
+            return Located(self.key, self.value, slots, present)
         with self._spans("transfer"):
-            staged = self._stage(torch.where(found, -1, index))
-        place = torch.searchsorted(staged.ids, index.clamp(min=0)).clamp(max=max(staged.ids.shape[2] - 1, 0))
-        key, value = _rows(staged.key, place), _rows(staged.value, place)
-        if self.capacity:
-            key = torch.where(found[..., None], _rows(self.key, slots), key)
-            value = torch.where(found[..., None], _rows(self.value, slots), value)
-        return key, value
+            if self._home == "device":
+                return self._both_tiers(index)
+            staged, slots = self._stage(index)
+            return Located(staged.key, staged.value, slots, self._up(index)[1])
+
+    def _up(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """An index on the device, and where it names a token (None: everywhere, as far as that is known here)."""
+        present = index >= 0
+        if not index.is_cuda and bool(present.all()):
+            return uploaded(index, self.key.device), None
+        return uploaded(index, self.key.device), uploaded(present, self.key.device)
+
+    def _check(self, index: torch.Tensor, found: torch.Tensor) -> None:
+        found = found | (index < 0)
+        if index.is_cuda:
+            torch._assert_async(found.all())
+        elif not bool(found.all()):
+            raise LookupError(f"token {index[~found][0].item()} is not in the store: dropped earlier, or not seen")
 
     def _find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Device slots of token ids [B, Hkv, M] (0 where there is none), and whether the token is there."""
+        """Device slots of token ids [B, Hkv, M] on the device (0: there is none), and whether the token is there."""
         wanted = index.clamp(min=0)
         if self.ids is None or not self.capacity:
-            slots, found = wanted, wanted < self.used.to(index.device)[..., None]
+            slots, found = wanted, wanted < (int(self.used[0, 0]) if self._uniform else self.filled[..., None])
         else:
             slots = torch.searchsorted(self.ids, wanted).clamp(max=self.capacity - 1)
             found = self.ids.gather(2, slots) == wanted
         found = found & (index >= 0)
         return slots.masked_fill(~found, 0), found
 
-    def _stage(self, index: torch.Tensor) -> Staged:
-        """Stage the host tokens of index [B, Hkv, M] (-1 = none, repeats allowed); moves only what is not there yet."""
+    def _both_tiers(self, index: torch.Tensor) -> Located:
+        """`locate` where some tokens have left the device: all in one block, in the order asked for."""
+        count = index.shape[2]
+        above, present = self._up(torch.nn.functional.pad(index, (0, _whole_pages(count) - count), value=-1))
+        slots, found = self._find(above)
+        staged, places = self._stage(torch.where(found, -1, above).cpu())
+        key, value = _rows(staged.key, places), _rows(staged.value, places)
+        if self.capacity:
+            key = torch.where(found[..., None], _rows(self.key, slots), key)
+            value = torch.where(found[..., None], _rows(self.value, slots), value)
+        order = torch.arange(count, device=key.device).expand(*index.shape)
+        return Located(key, value, order, None if present is None else present[..., :count])
+
+    # -- staging ---------------------------------------------------------------------------------------------------
+
+    def prefetch(self, index: torch.Tensor) -> None:
+        """Begin to bring up host tokens of index [B, Hkv, M] on the CPU, beside what the device computes.
+
+        Tokens that are not there yet are passed over. The next `locate` finds them on the device.
+        """
+        if self.host is None:
+            raise ValueError("prefetch brings up tokens of host memory; declare Needs(home='host')")
+        now = torch.tensor(self.lengths)[:, None, None]
+        with self._spans("transfer"):
+            index = torch.where(index < now, index.expand(-1, self.key.shape[1], -1), -1)
+            self._coming = self._sent(index, beside=True)
+
+    def _stage(self, index: torch.Tensor) -> tuple[Staged, torch.Tensor]:
+        """Stage the host tokens of index [B, Hkv, M] (-1 = none, repeats allowed); moves only what is not there yet.
+
+        Returns:
+            What is staged, and on the device the slot of each token in it, [B, Hkv, M].
+        """
         assert self.host is not None
-        ids = _distinct(index)
-        size = (*ids.shape, self.key.shape[3])
-        key = torch.zeros(size, dtype=self.key.dtype, device=self.key.device)
-        value = torch.zeros_like(key)
-        missing = ids != NO_TOKEN
-        if self._staged is not None and self._staged.ids.shape[2]:
-            place = torch.searchsorted(self._staged.ids, ids).clamp(max=self._staged.ids.shape[2] - 1)
-            there = (self._staged.ids.gather(2, place) == ids) & missing
-            key = torch.where(there[..., None], _rows(self._staged.key, place), key)
-            value = torch.where(there[..., None], _rows(self._staged.value, place), value)
-            missing = missing & ~there
+        if self._coming is not None:
+            self._staged, self._coming = self._received(self._coming), None
+        if index.is_cuda and self._home == "host" and not self.host.arranged:
+            self._staged = self._read_by_device(index)
+        else:
+            index = index.cpu()
+            self._staged = self._received(self._sent(index))
+        place, _ = _places(self._staged.ids, index.clamp(min=0))
+        return self._staged, uploaded(place, self.key.device)
+
+    def _here(self, ids: torch.Tensor) -> tuple[torch.Tensor, Blocks]:
+        """Which of the ids [B, Hkv, U] are on the device: rows in the blocks returned, [B, Hkv, U], -1 = not there."""
+        batch, heads, _ = ids.shape
+        head = torch.arange(batch * heads, device=ids.device).view(batch, heads, 1)
+        source, first, blocks = torch.full_like(ids, -1), 0, list[tuple[torch.Tensor, torch.Tensor]]()
+        if self._staged is not None:
+            held = self._staged.ids.to(ids.device)
+            place, there = _places(held, ids)
+            source = torch.where(there, head * held.shape[2] + place, source)
+            first = held.numel()
+            blocks.append((self._staged.key, self._staged.value))
         if self._newest is not None:
-            current = missing & (ids == torch.tensor(self.lengths, device=ids.device)[:, None, None] - 1)
-            key = torch.where(current[..., None], self._newest[0], key)
-            value = torch.where(current[..., None], self._newest[1], value)
-            missing = missing & ~current
-        row, head, at = missing.nonzero(as_tuple=True)
+            current = ids == uploaded(torch.tensor(self.lengths), ids.device)[:, None, None] - 1
+            source = torch.where(current & (source < 0), first + head, source)
+            blocks.append(self._newest)
+        return source.masked_fill(ids == NO_TOKEN, -1), tuple(blocks)
+
+    def _sent(self, index: torch.Tensor, beside: bool = False) -> Coming:
+        """Send up what of index [B, Hkv, M], on the CPU, is not on the device; `beside`: on the side stream."""
+        assert self.host is not None
+        ids, device = _distinct(index), self.key.device
+        source, blocks = self._here(ids)
+        row, head, at = ((source < 0) & (ids != NO_TOKEN)).nonzero(as_tuple=True)
         if len(row):
-            moved = self.host.read(row.cpu(), head.cpu(), ids[row, head, at].cpu()).to(self.key.device)
-            key[row, head, at], value[row, head, at] = moved[0], moved[1]
+            source[row, head, at] = sum(key.shape[:3].numel() for key, _ in blocks) + torch.arange(len(row))
+            rows = self.host.read(row, head, ids[row, head, at])
             self._moved(len(row))
-        self._staged = Staged(ids, key, value)
-        return self._staged
+            with torch.cuda.stream(side_stream(device)) if beside and device.type == "cuda" else nullcontext():
+                moved = uploaded(rows, device)
+                event = torch.cuda.current_stream(device).record_event() if moved.is_cuda else None
+            return Coming(ids, source.clamp(min=0), (*blocks, (moved[0], moved[1])), event)
+        return Coming(ids, source.clamp(min=0), blocks)
+
+    def _received(self, coming: Coming) -> Staged:
+        """What was sent up, in one block with what was there."""
+        device = self.key.device
+        if coming.event is not None:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(coming.event)
+            coming.blocks[-1][0].record_stream(stream)
+        size = (*coming.ids.shape, self.key.shape[3])
+        source = uploaded(coming.source, device).view(-1)
+        key, value = (side.index_select(0, source).view(size) for side in self._joined(coming.blocks))
+        return Staged(coming.ids, key, value)
+
+    def _read_by_device(self, index: torch.Tensor) -> Staged:
+        """As `_sent` and `_received`, on the device alone: it reads the host's memory, and nobody waits."""
+        assert self.host is not None
+        torch._assert_async((index < self.seen[:, None, None]).all())
+        ids = _distinct(index, cut=False)
+        near, blocks = self._here(ids)
+        head = torch.arange(self.used.numel(), device=ids.device).view(*self.used.shape, 1)
+        far = torch.where((near < 0) & (ids != NO_TOKEN), head * self.host.capacity + ids, -1)
+        self._fetched = self._fetched + (far >= 0).sum()
+        size = (*ids.shape, self.key.shape[3])
+        sides = zip(self._joined(blocks), (self.host.key, self.host.value), strict=True)
+        key, value = (uva.fetch(near.view(-1), far.view(-1), rows, host.view(-1, size[3])) for rows, host in sides)
+        return Staged(ids, key.view(size), value.view(size))
+
+    def _joined(self, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of all blocks, keys and values, [n, D] each."""
+        width = self.key.shape[3]
+        sides = zip(*blocks, strict=True) if blocks else ((self.key,), (self.value,))
+        key, value = (torch.cat([rows.reshape(-1, width) for rows in side]) for side in sides)
+        return key, value
+
+    def count_fetched(self) -> None:
+        """Tell the audit what the device itself has read from the host; waits for it."""
+        tokens, self._fetched = int(self._fetched), 0
+        if tokens:
+            self._moved(tokens)
 
     def everything(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids [n] ascending, keys and values [n, D], of all tokens one KV head still has in any tier, on the CPU."""
+        if self.host is not None:
+            self.host.land()
         used = int(self.used[row, head])
         ids = torch.arange(used) if self.ids is None else self.ids[row, head, :used].cpu()
         key, value = self.key[row, head, :used].cpu(), self.value[row, head, :used].cpu()
@@ -329,6 +479,7 @@ class LayerStore:
         if self._home == "device":
             return self.resident()[:2] if index is None else self.gather(index)
         assert self.host is not None
+        self.host.land()
         if index is None:
             index = torch.arange(max(self.lengths)).expand(*self.used.shape, -1)
         else:
@@ -349,7 +500,7 @@ class LayerStore:
         """
         if self._home == "host":
             raise ValueError("keep is for stores whose home is the device; this one's tokens live on the host")
-        index = index.expand(index.shape[0], self.key.shape[1], index.shape[2])
+        index = index.expand(index.shape[0], self.key.shape[1], index.shape[2]).to(self.key.device)
         ids = torch.where(index < 0, NO_TOKEN, index).sort(dim=2).values
         if bool(((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] != NO_TOKEN)).any()):
             raise ValueError("keep was given a token id twice in one KV head")
@@ -360,21 +511,22 @@ class LayerStore:
         key, value = self.gather(wanted)
         if self._on_drop == "offload":
             self._offload_all_but(wanted)
-        capacity = count + self.capacity - int(self.used.max())
-        self.key, self.value = with_slots(key, capacity), with_slots(value, capacity)
+        self.reserved = count + self.reserved - int(self.used.max())
+        capacity = _whole_pages(self.reserved)
+        self.key, self.value = _with_slots(key, capacity), _with_slots(value, capacity)
         self.ids = _with_free_slots(ids, capacity)
         self.used = used
 
     def _offload_all_but(self, kept: torch.Tensor) -> None:
         if self.host is None:
-            self.host = HostTier(self.key, max(self._reserved, *self.lengths))
+            self.host = HostTier(self.key, max(self.reserved, *self.lengths))
         here = self._device_ids()
         stays = torch.isin(_globally(here), _globally(kept))
         key, value = self.key[:, :, : here.shape[2]], self.value[:, :, : here.shape[2]]
         self.host.write(torch.where(stays, -1, here), key, value)
         row, head, at = (kept >= 0).nonzero(as_tuple=True)
         self.host.present[row.cpu(), head.cpu(), kept[row, head, at].cpu()] = False
-        self._staged = None
+        self._staged = self._coming = None
 
     def arrange(self, order: torch.Tensor) -> None:
         """Set the physical order of the host tier; see `HostTier.arrange`."""
@@ -387,6 +539,17 @@ class LayerStore:
             self._audit.moved(tokens * self.entry_bytes)
 
 
+def _whole_pages(slots: int) -> int:
+    return -(-slots // PAGE) * PAGE
+
+
+def _with_slots(tensor: torch.Tensor, capacity: int) -> torch.Tensor:
+    """A copy of tensor [B, H, n, D] with `capacity` slots, zero beyond n."""
+    grown = tensor.new_zeros(*tensor.shape[:2], capacity, tensor.shape[3])
+    grown[:, :, : tensor.shape[2]] = tensor
+    return grown
+
+
 def _rows(tensor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """tensor [B, H, n, D] at slots [B, H, M]: [B, H, M, D]. Much quicker than torch.gather on a CPU."""
     batch, heads, count, width = tensor.shape
@@ -396,14 +559,22 @@ def _rows(tensor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, width).index_select(0, (slots + first).view(-1)).view(batch, heads, -1, width)
 
 
-def _distinct(index: torch.Tensor) -> torch.Tensor:
-    """Distinct ids >= 0 of index [B, H, M], ascending, `NO_TOKEN` behind, cut to the longest row."""
+def _distinct(index: torch.Tensor, cut: bool = True) -> torch.Tensor:
+    """Distinct ids >= 0 of index [B, H, M], ascending, `NO_TOKEN` behind; whole pages, `cut` to the longest row."""
     ids = torch.where(index < 0, NO_TOKEN, index).sort(dim=2).values
     repeated = torch.zeros_like(ids, dtype=torch.bool)
     repeated[..., 1:] = ids[..., 1:] == ids[..., :-1]
     ids = ids.masked_fill(repeated, NO_TOKEN).sort(dim=2).values
-    longest = int((ids != NO_TOKEN).sum(dim=2).max()) if ids.shape[2] else 0
-    return ids[..., :longest].contiguous()
+    longest = int((ids != NO_TOKEN).sum(dim=2).max()) if cut and ids.shape[2] else ids.shape[2]
+    return _with_free_slots(ids[..., :longest], _whole_pages(longest))
+
+
+def _places(held: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of ids [B, H, U] in the ascending lists `held` [B, H, V], and whether they are there."""
+    if not held.shape[2]:
+        return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+    place = torch.searchsorted(held, ids).clamp(max=held.shape[2] - 1)
+    return place, held.gather(2, place) == ids
 
 
 def _globally(ids: torch.Tensor) -> torch.Tensor:
@@ -428,10 +599,18 @@ class View:
 
     def __init__(self, stores: dict[int, LayerStore], audit: Audit) -> None:
         self._stores, self._audit = stores, audit
+        self._seen: tuple[tuple[int, ...], torch.Tensor] = (), torch.empty(0)
 
     def lengths(self, layer: int) -> tuple[int, ...]:
         """Tokens seen by each row in `layer`, the current one included after its append."""
         return tuple(self._stores[layer].lengths)
+
+    def seen(self, layer: int) -> torch.Tensor:
+        """`lengths` as [B] int64 on the device; nothing waits for it."""
+        lengths = self.lengths(layer)
+        if self._seen[0] != lengths:  # of a step, most layers ask for the same
+            self._seen = lengths, uploaded(torch.tensor(lengths), self._stores[layer].key.device)
+        return self._seen[1]
 
     def keys(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Keys of `ids`, or of all tokens in the home tier, [B, Hkv, M, D], where they lie. Metered."""
@@ -444,7 +623,8 @@ class View:
     def host_keys(self, layer: int) -> torch.Tensor:
         """All host keys in place, [B, Hkv, capacity, D] in physical order, for an index that reads them as it works.
 
-        Other memory once the store has grown. Not metered: say with `count_read` what was read.
+        Other memory once the store has grown. From a GPU the current token arrives by the next step. Not metered: say
+        with `count_read` what was read.
 
         Raises:
             ValueError: nothing of this layer has its home on the host.
@@ -465,6 +645,10 @@ class View:
     def keep(self, layer: int, ids: torch.Tensor) -> None:
         """Keep `ids` on the device, the rest goes where `Needs.on_drop` says; ids on the host come back."""
         self._stores[layer].keep(ids)
+
+    def prefetch(self, layer: int, ids: torch.Tensor) -> None:
+        """Begin to bring up host tokens that `layer` will select, ids on the CPU, while others are computed."""
+        self._stores[layer].prefetch(ids)
 
     def arrange(self, layer: int, order: torch.Tensor) -> None:
         """Physical order of the host tier: slot s holds token order[b, h, s], a permutation of 0 .. S - 1."""

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvbench.meters import Audit
 from kvbench.method import Shape
-from kvbench.store import DEVICE, DROPPED, HOST, LayerStore
+from kvbench.store import DEVICE, DROPPED, HOST, PAGE, LayerStore
 
 HEAD_DIM = 3
 ENTRY = 2 * HEAD_DIM * 4  # bytes of one token's key and value in one KV head
@@ -336,7 +336,8 @@ class StoreMachine(RuleBasedStateMachine):
         most = max(len(self.tokens_in(r, h, DEVICE)) for r, h in self.places())
         slots = most + self.room if self.home == "device" else 0
         staged = max(len(self.staged[r][h]) for r, h in self.places())
-        assert self.store.allocated_bytes() == len(self.places()) * (slots + staged) * ENTRY
+        whole_pages = sum(-(-count // PAGE) * PAGE for count in (slots, staged))
+        assert self.store.allocated_bytes() == len(self.places()) * whole_pages * ENTRY
 
 
 class Discarding(StoreMachine):

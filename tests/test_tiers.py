@@ -18,6 +18,7 @@ from kvbench.hf import method_named
 from kvbench.host import HostTier
 from kvbench.method import Extra, Method, Needs, Prompt, Selection
 from kvbench.models import Loaded
+from kvbench.store import PAGE
 
 RAGGED = [numbers(150, seed=1), numbers(97, seed=2), numbers(60, seed=3)]
 STEPS = 8
@@ -163,7 +164,7 @@ def count_transfers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_device_holds_no_prompt_of_a_host_home_layer(tiny: Loaded) -> None:
     _, engine = run_loop(tiny, RAGGED, PAIRS["walker-1"]("host"), SMALL, dense_layers=DENSE, steps=STEPS)
-    staged_at_most = 3 * 2 * 12 * ENTRY
+    staged_at_most = 3 * 2 * PAGE * ENTRY  # 12 tokens take a page
     for layer, store in engine.stores.items():
         if layer in SPARSE:
             assert store.allocated_bytes() <= staged_at_most

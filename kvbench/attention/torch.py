@@ -48,17 +48,15 @@ def _selected(
     else:
         shared = index.expand(batch, kv_heads, count)
         heads = kv_heads
-    key, value = store.gather(shared)
+    located = store.locate(shared)
+    key, value = located.rows()
     key, value = key.view(batch, heads, count, -1), value.view(batch, heads, count, -1)
     if selection.keys is not None:
         key = selection.keys
-    present = (index >= 0).expand(batch, heads, count)[:, :, None]
-    bias: torch.Tensor | None = None
+    bias = None if located.present is None else located.present.view(batch, heads, 1, count)
     if selection.log_weight is not None:
         log_weight = selection.log_weight.view(batch, heads, -1, count).float()
-        bias = log_weight.masked_fill(~present, -torch.inf)
-    elif index.is_cuda or not bool(present.all()):
-        bias = present
+        bias = log_weight if bias is None else log_weight.masked_fill(~bias, -torch.inf)
     if selection.extra is not None:
         key, value, bias = _with_extra(key, value, bias, selection, query_heads)
     return key, value, bias

@@ -1,0 +1,51 @@
+"""Large blocks of pinned host memory, kept for the next generation.
+
+torch's own pinned allocator rounds every block up to a power of two, which can double tens of gigabytes, and pinning is
+slow. So a host tier's blocks are plain memory that is registered with CUDA at its exact size, once, and lent again.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+_free: dict[int, list[torch.Tensor]] = defaultdict(list)  # blocks [n] uint8 by size
+
+
+def pinned_zeros(size: Sequence[int], dtype: torch.dtype, owner: object) -> torch.Tensor:
+    """Pinned memory for as long as `owner` lives; finite everywhere, zero when it is new.
+
+    Raises:
+        RuntimeError: the system gives or pins no more memory.
+    """
+    nbytes = max(1, math.prod(size)) * dtype.itemsize
+    block = _free[nbytes].pop() if _free[nbytes] else _registered(nbytes)
+    weakref.finalize(owner, _free[nbytes].append, block)
+    return block.view(dtype)[: math.prod(size)].view(*size)
+
+
+def release() -> None:
+    """Give the blocks that nobody owns back to the system."""
+    for blocks in _free.values():
+        for block in blocks:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(block.data_ptr()))
+        blocks.clear()
+
+
+def _registered(nbytes: int) -> torch.Tensor:
+    try:
+        block = torch.zeros(nbytes, dtype=torch.uint8)
+        _register(block)
+    except RuntimeError:
+        release()  # blocks of other sizes, of generations past, may be what is in the way
+        block = torch.zeros(nbytes, dtype=torch.uint8)
+        _register(block)
+    return block
+
+
+def _register(block: torch.Tensor) -> None:
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0))
