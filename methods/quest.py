@@ -106,8 +106,8 @@ class Quest(Method):
             ranked = score[row, :, : len(pages)].topk(count, dim=1).indices
             if self.budget.unified:
                 last = torch.full((1, heads, 1), len(pages) - 1, device=ranked.device)
-                ranked = interleave(ranked[None], heads, [len(pages)], last)[0]
-            lists.append(pages.tokens(pages.fitting(ranked, room)))
+                ranked = interleave(ranked[None], heads, len(pages), protected=last)[0]
+            lists.append(pages.tokens(pages.fitting(ranked, room), room))
         return Selection(stacked(lists))
 
     def _room(self, row: int, length: int) -> int:

@@ -60,7 +60,9 @@ class SnapKV(Method):
         scores = pooled_votes(votes, self.shape.kv_heads, self.kernel, self.pooling, self.join)
         scores = scores.masked_fill(position >= window, torch.inf).masked_fill(position >= length, -torch.inf)
         counts = [min(pair) for pair in zip(capacities, prompt.lengths, strict=True)]
-        kept = top_earliest(scores, counts)  # the window first, then the voted
+        kept = top_earliest(
+            scores, max(counts), torch.tensor(counts, device=votes.device)
+        )  # the window first, then the voted
         self.view.keep(layer, kept)
         if self.budget.counts_generated:
             self.voted[layer] = [
@@ -91,8 +93,9 @@ class SnapKV(Method):
         for row, length in enumerate(self.view.lengths(layer)):
             voted = self.voted[layer][row]
             oldest = max(self.shape.lengths[row] - self.recent[row], 0)  # the voted part ends before it
-            newest = torch.arange(max(oldest, length - self.layer_capacities[layer][row] + voted.shape[1]), length)
-            rows.append(torch.cat([voted, newest.to(voted.device).expand(voted.shape[0], -1)], dim=1))
+            first = max(oldest, length - self.layer_capacities[layer][row] + voted.shape[1])
+            newest = torch.arange(first, length, device=voted.device)
+            rows.append(torch.cat([voted, newest.expand(voted.shape[0], -1)], dim=1))
         longest = max(row.shape[1] for row in rows)
         return torch.stack([pad(row, (0, longest - row.shape[1]), value=-1) for row in rows])
 

@@ -35,13 +35,14 @@ class StreamingLLM(Method):
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         super().begin(shape, budget, view, context)
+        self.counts = torch.tensor(self.capacities, device=shape.device)[:, None]
         self.steps = 0
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         self._drop(layer)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
-        return Selection(self._attended(layer).to(query.device))
+        return Selection(self._attended(layer))
 
     def end_step(self) -> None:
         self.steps += 1
@@ -51,13 +52,13 @@ class StreamingLLM(Method):
 
     def _drop(self, layer: int) -> None:
         if any(length > capacity for length, capacity in zip(self.view.lengths(layer), self.capacities, strict=True)):
-            self.view.keep(layer, self._attended(layer).to(self.shape.device))
+            self.view.keep(layer, self._attended(layer))
 
     def _attended(self, layer: int) -> torch.Tensor:
         """Token ids [B, 1, M]: the newest first, the sinks last."""
-        lengths = torch.tensor(self.view.lengths(layer))[:, None]
-        capacity = torch.tensor(self.capacities)[:, None]
-        newest = torch.arange(int(torch.minimum(lengths, capacity).max()))  # 0 is the current token
+        most = max(map(min, zip(self.capacities, self.view.lengths(layer), strict=True)))
+        newest = torch.arange(most, device=self.shape.device)  # 0 is the current token
+        lengths, capacity = self.view.seen(layer)[:, None], self.counts
         recent = lengths - 1 - newest
         # behind the window of C - sinks tokens stand the sinks, or what is left of a sequence shorter than C
         index = torch.where(newest < capacity - self.sinks, recent, torch.minimum(recent, capacity - 1 - newest))

@@ -6,12 +6,15 @@ if finding the tokens cost nothing.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from kvbench.method import Method, Selection
+from kvbench.method import Budget, Context, Method, Selection, Shape
 from methods.blocks.topk import interleave, top
+
+if TYPE_CHECKING:
+    from kvbench.store import View
 
 
 class TopK(Method):
@@ -25,20 +28,24 @@ class TopK(Method):
     def __init__(self, granularity: Literal["query_head", "kv_head"] = "query_head") -> None:
         self.granularity = granularity
 
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        super().begin(shape, budget, view, context)
+        self.counts = torch.tensor(self.capacities, device=shape.device)
+
     def select(self, layer: int, query: torch.Tensor) -> Selection:
-        keys, lengths = self.view.keys(layer), self.view.lengths(layer)
+        keys = self.view.keys(layer)
         batch, kv_heads, count, _ = keys.shape
         grouped = query.view(batch, kv_heads, self.shape.group, -1)
         logits = (grouped.float() @ keys.float().transpose(2, 3)) * self.shape.scaling
-        past = torch.arange(count, device=keys.device) < torch.tensor(lengths, device=keys.device)[:, None]
+        past = torch.arange(count, device=keys.device) < self.view.seen(layer)[:, None]
         logits = logits.masked_fill(~past[:, None, None], -torch.inf)
-        capacity = [min(pair) for pair in zip(self.capacities, lengths, strict=True)]
+        most = max(map(min, zip(self.capacities, self.view.lengths(layer), strict=True)))
         if self.granularity == "kv_head":
             shared = logits.softmax(dim=-1).sum(dim=2).masked_fill(~past[:, None], -torch.inf)
-            return Selection(top(shared, capacity))
-        index = top(logits.flatten(1, 2), capacity)
+            return Selection(top(shared, most, self.counts))
+        index = top(logits.flatten(1, 2), most, self.counts)
         if self.budget.unified:
-            index = interleave(index, kv_heads, capacity)
+            index = interleave(index, kv_heads, most, self.counts)
         return Selection(index)
 
     def rule(self, length: int, generated: int) -> int | None:

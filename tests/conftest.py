@@ -284,7 +284,7 @@ def stream(
 def rotate(vectors: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     """Rotary positions as Llama's: vectors [..., n, D] turned by a number of positions [..., n]."""
     half = vectors.shape[-1] // 2
-    angle = by[..., None].double() * 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
+    angle = by[..., None].double() * 10000.0 ** -(torch.arange(half, dtype=torch.float64, device=by.device) / half)
     one, two = vectors[..., :half].double(), vectors[..., half:].double()
     turned = torch.cat([one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()], dim=-1)
     return turned.to(vectors.dtype)
@@ -353,7 +353,7 @@ def drive(
     outputs = []
     for step in range(fixed.steps):
         places = [length + step for length in fixed.lengths]
-        engine.start_step(torch.stack([row[place] for row, place in zip(fixed.tokens, places, strict=True)]))
+        engine.start_step(torch.stack([row[place] for row, place in zip(fixed.tokens, places, strict=True)]).cpu())
         now = [torch.stack([rows[:, b, :, place] for b, place in enumerate(places)], 1)[..., None, :] for rows in parts]
         outputs.append(torch.stack([engine.attend(layer, *(part[layer] for part in now)) for layer in range(layers)]))
         engine.settle()

@@ -417,7 +417,7 @@ def test_interleave_joins_by_rank(data: st.DataObject) -> None:
     index = torch.stack([padded(row, depth) for row in lists])
     with_protected = data.draw(st.booleans())
     protected = torch.stack([padded(row, 2) for row in first]) if with_protected else None
-    out = interleave(index, kv_heads, counts, protected)
+    out = interleave(index, kv_heads, max(counts), torch.tensor(counts), protected)
     assert out.dtype == torch.int64
     for row in range(rows):
         for head in range(kv_heads):
@@ -438,7 +438,7 @@ def test_top_takes_the_best_of_what_may_be_chosen(values: list[list[int]], data:
     scores = scores.masked_fill(scores < 0, -torch.inf)
     counts = [data.draw(st.integers(1, width)) for _ in range(2)]
     for choose in (top, top_earliest):
-        out = choose(scores, counts)
+        out = choose(scores, max(counts), torch.tensor(counts))
         assert out.shape == (2, 1, max(counts))
         for row, one in enumerate(values):
             ranked = sorted((place for place, value in enumerate(one) if value >= 0), key=lambda at: (-one[at], at))

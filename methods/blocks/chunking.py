@@ -168,9 +168,12 @@ class Chunks:
         """Each list [..., K] of chunks as far as it has `room` tokens at most; -1 in place of the rest."""
         return torch.where(self._lengths_of(chunks).cumsum(dim=-1) <= room, chunks, -1)
 
-    def tokens(self, chunks: torch.Tensor) -> torch.Tensor:
-        """The tokens of each list [..., K] of chunks (-1 = none), in its order: [..., T], trailing -1."""
-        return entries(self.bounds[chunks.clamp(min=0)], self._lengths_of(chunks))[0]
+    def tokens(self, chunks: torch.Tensor, most: int | None = None) -> torch.Tensor:
+        """The tokens of each list [..., K] of chunks (-1 = none), in its order: [..., T], trailing -1.
+
+        `most`: no list holds more tokens; with it nothing waits for a GPU, as in `entries`.
+        """
+        return entries(self.bounds[chunks.clamp(min=0)], self._lengths_of(chunks), most)[0]
 
     def _lengths_of(self, chunks: torch.Tensor) -> torch.Tensor:
         return self.lengths[chunks.clamp(min=0)].masked_fill(chunks < 0, 0)

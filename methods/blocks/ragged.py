@@ -8,17 +8,19 @@ import torch
 from torch.nn.functional import pad
 
 
-def entries(starts: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def entries(starts: torch.Tensor, counts: torch.Tensor, most: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The numbers starts, starts + 1, ..., starts + counts - 1 of every range, in the order of the ranges.
 
     Args:
         starts, counts: [..., K], K >= 1; a range may be empty.
+        most: no list is longer. With it a GPU is not asked how long they are.
 
     Returns:
-        the numbers, [..., T] int64 with T the longest list and trailing -1; and the range that each is from, [..., T].
+        the numbers, [..., T] int64 with trailing -1; and the range that each is from, [..., T]. T is the longest list,
+        or `most` on a GPU.
     """
     ends = counts.long().cumsum(dim=-1)
-    longest = int(ends[..., -1].max())
+    longest = most if most is not None and starts.is_cuda else int(ends[..., -1].max())
     place = torch.arange(longest, device=starts.device).expand(*starts.shape[:-1], longest).contiguous()
     source = torch.searchsorted(ends, place, right=True).clamp(max=starts.shape[-1] - 1)
     numbers = place + (starts - ends + counts).gather(-1, source)

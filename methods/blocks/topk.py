@@ -2,44 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 
-def top(scores: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Ids of the best scores, best first.
+def top(scores: torch.Tensor, most: int, counts: torch.Tensor | None = None) -> torch.Tensor:
+    """Ids of the best scores, best first. Rows with fewer choosable entries than asked for get what there is.
 
     Args:
         scores: [B, H, n]; -inf marks what must not be chosen.
-        counts: entries of each row b, at most n; rows with fewer choosable entries get what there is.
+        most: entries of a row at most.
+        counts: [B] int64 on the device of the scores, entries of each row; None: `most` of all.
 
     Returns:
-        [B, H, max(counts)] int64, trailing -1; equal scores stand in any order.
+        [B, H, min(most, n)] int64, trailing -1; equal scores stand in any order.
     """
-    most = min(max(counts), scores.shape[-1])
-    return _cut(*scores.topk(most, dim=-1), counts)
+    return _cut(*scores.topk(min(most, scores.shape[-1]), dim=-1), counts)
 
 
-def top_earliest(scores: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def top_earliest(scores: torch.Tensor, most: int, counts: torch.Tensor | None = None) -> torch.Tensor:
     """As `top`, but of equal scores the smaller id is better, on any device and in any batch.
 
     For scores that tie by their nature, as neighbours do after max pooling: which of them `topk` takes depends on n,
     and with it a row's result on the rows beside it.
     """
-    most = min(max(counts), scores.shape[-1])
     values, ids = scores.sort(dim=-1, descending=True, stable=True)
     return _cut(values[..., :most], ids[..., :most], counts)
 
 
-def _cut(values: torch.Tensor, ids: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Ranked ids [B, H, n] with -1 behind each row's count and in place of what must not be chosen."""
-    wanted = torch.arange(ids.shape[-1], device=ids.device) < torch.tensor(counts, device=ids.device)[:, None, None]
-    return torch.where(wanted & (values > -torch.inf), ids, -1)
+def _cut(values: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+    """Ranked ids [B, H, n] with -1 in place of what must not be chosen and behind each row's count."""
+    return _limited(torch.where(values > -torch.inf, ids, -1), counts)
+
+
+def _limited(ids: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+    """Ids [B, H, n] with -1 behind each row's count."""
+    if counts is None:
+        return ids
+    return torch.where(torch.arange(ids.shape[-1], device=ids.device) < counts[:, None, None], ids, -1)
 
 
 def interleave(
-    index: torch.Tensor, kv_heads: int, counts: Sequence[int], protected: torch.Tensor | None = None
+    index: torch.Tensor,
+    kv_heads: int,
+    most: int,
+    counts: torch.Tensor | None = None,
+    protected: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Join the ranked lists of each KV head's query group by rank, without repeats, and cut.
 
@@ -47,11 +54,12 @@ def interleave(
 
     Args:
         index: [B, Hq, M] ids, best first, -1 = none.
-        counts: ids to keep in each row b.
+        most: ids to keep in a row at most.
+        counts: [B] int64 on the device of the ids, those to keep in each row; None: `most` in all.
         protected: [B, Hkv, P] ids that come before all others, -1 = none.
 
     Returns:
-        [B, Hkv, max(counts)] int64, trailing -1.
+        [B, Hkv, most] int64, or fewer where the lists hold fewer, trailing -1.
     """
     batch, query_heads, depth = index.shape
     ranked = index.view(batch, kv_heads, query_heads // kv_heads, depth).transpose(2, 3).flatten(2)
@@ -63,8 +71,4 @@ def interleave(
     repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
     repeated = torch.zeros_like(repeated).scatter(2, order, repeated) | (ranked < 0)
     first = repeated.to(torch.int8).argsort(dim=2, stable=True)
-    joined = torch.where(repeated, -1, ranked).gather(2, first)[..., : max(counts)]
-    wanted = (
-        torch.arange(joined.shape[2], device=index.device) < torch.tensor(counts, device=index.device)[:, None, None]
-    )
-    return torch.where(wanted, joined, -1)
+    return _limited(torch.where(repeated, -1, ranked).gather(2, first)[..., :most], counts)

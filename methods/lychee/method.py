@@ -171,8 +171,8 @@ class LycheeCluster(Method):
         chunks = index.best_chunks(queries, norms, row.room, self.search)
         if self.selection == "query_head" and self.budget.counts_generated:
             heads, group, count = chunks.shape
-            chunks = interleave(chunks.view(1, -1, count), heads, [group * count]).view(heads, 1, -1)
-        return row.text.chunks.tokens(row.text.chunks.fitting(chunks, row.room)).flatten(0, 1)
+            chunks = interleave(chunks.view(1, -1, count), heads, group * count).view(heads, 1, -1)
+        return row.text.chunks.tokens(row.text.chunks.fitting(chunks, row.room), row.room).flatten(0, 1)
 
     def rule(self, length: int, generated: int) -> int:
         capacity = self.budget.tokens(length)

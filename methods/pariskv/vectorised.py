@@ -106,7 +106,7 @@ def vote(ids: torch.Tensor, votes_of: torch.Tensor, candidates: int) -> torch.Te
     votes = torch.zeros(ids.shape[:2], dtype=torch.uint8, device=ids.device)
     for subspace in range(ids.shape[2]):
         votes += votes_of[:, subspace].gather(1, ids[..., subspace].long())
-    return top_earliest(votes[None], [candidates])[0].sort(dim=-1).values
+    return top_earliest(votes[None], candidates)[0].sort(dim=-1).values
 
 
 def estimate(codes: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
@@ -137,5 +137,5 @@ def search(
     candidates = vote(ids, votes_of, quotas.candidates)
     chosen = codes.gather(1, candidates[..., None].expand(-1, -1, codes.shape[2]))
     estimates = estimate(chosen, rotated).nan_to_num(-torch.inf, torch.inf, -torch.inf)
-    best = top_earliest(estimates[None], [quotas.retrieved])[0]
+    best = top_earliest(estimates[None], quotas.retrieved)[0]
     return torch.where(best < 0, -1, candidates.gather(1, best.clamp(min=0)))
