@@ -26,11 +26,22 @@ ASSETS = PACKAGE / "assets"  # what kvbench ships besides code: the small model
 
 # Keys of a method's or task's YAML that the harness reads; all others are options of the constructor.
 HARNESS_KEYS = frozenset(
-    {"_target_", "name", "about", "valid", "minimum", "preset", "published_dense_layers", "limit", "new_tokens"}
+    {
+        "_target_",
+        "name",
+        "about",
+        "valid",
+        "minimum",
+        "preset",
+        "published_dense_layers",
+        "limit",
+        "new_tokens",
+        "own_prefill",
+    }
 )
 
 # Of these, what the file says of itself and no run can change.
-FACTS = frozenset({"about", "valid", "minimum", "published_dense_layers", "new_tokens"})
+FACTS = frozenset({"about", "valid", "minimum", "published_dense_layers", "new_tokens", "own_prefill"})
 
 
 class ConfigError(ValueError):

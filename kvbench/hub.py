@@ -76,6 +76,11 @@ def source_of(model: Mapping[str, Any]) -> Source:
     return Source(name, str(path), dense_layers)
 
 
+def how_to_stretch(random_weights: bool) -> str:
+    """The end of a message about a window that is too short: random weights read any position as well as another."""
+    return "; model.config.max_position_embeddings=N stretches that of random weights" if random_weights else ""
+
+
 def config_in(folder: Path, path: str) -> Mapping[str, Any]:
     """The transformers config in a model's folder; `path` is what messages call the folder.
 

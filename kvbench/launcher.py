@@ -290,11 +290,11 @@ def distinct(jobs: Sequence[DictConfig]) -> dict[int, DictConfig]:
 
 
 def grouped(jobs: Sequence[DictConfig]) -> list[list[int]]:
-    """Places of the jobs that one prefill can serve, in the order of their first."""
+    """Places of the jobs that one prefill can serve, in the order of their first; a task may want each arm its own."""
     groups: dict[str, list[int]] = {}
     for place, job in enumerate(jobs):
         config = cast(dict[str, Any], OmegaConf.to_container(job, resolve=True))
-        shared = config["sweep"]["shared_prefill"]
+        shared = config["sweep"]["shared_prefill"] and not config["task"].get("own_prefill")
         common = {key: value for key, value in config.items() if not shared or key not in OWN}
         groups.setdefault(json.dumps([common, None if shared else place], sort_keys=True), []).append(place)
     return list(groups.values())

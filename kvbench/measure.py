@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
-from kvbench import models
+from kvbench import hub, latency, models
 from kvbench.config import ConfigError
+from kvbench.engine import Engine
 from kvbench.generate import Generation, Progress, generate
 from kvbench.hf import engine_for
 from kvbench.method import Budget, Method
 from kvbench.prefilled import Prefilled, prefill_once
-from kvbench.protocol import Protocol, render
+from kvbench.protocol import Protocol, Rendered, render
+from kvbench.synthetic import SyntheticEngine
 from kvbench.tasks import Sample, Task
 
 
@@ -37,7 +39,7 @@ class Prompt:
     """A sample as the model reads it, the same for every arm of one protocol.
 
     Attributes:
-        ids: token ids to prefill; [] where the sample cannot run.
+        ids: token ids to prefill, of a batch the first row's; [] where the sample cannot run.
         question: token ids to read as decode steps, under `protocol.question_as_decode`.
         record: what samples.jsonl says of it before anything is generated.
     """
@@ -55,7 +57,7 @@ def prompt_of(arm: Arm, sample: Sample) -> Prompt:
         ConfigError: what the protocol asks for cannot be done with it, or it does not fit the window.
     """
     tokenizer, window = arm.loaded.tokenizer, arm.loaded.window
-    chat = arm.protocol.uses_chat(sample, tokenizer)
+    chat = sample.timed is None and arm.protocol.uses_chat(sample, tokenizer)
     record: dict[str, Any] = {
         "id": sample.id,
         "group": sample.group,
@@ -68,7 +70,7 @@ def prompt_of(arm: Arm, sample: Sample) -> Prompt:
     if sample.error:
         return Prompt(sample, [], [], record)
     try:
-        rendered = render(sample, tokenizer, chat, window)
+        rendered = Rendered(list(sample.timed.rows[0])) if sample.timed else render(sample, tokenizer, chat, window)
     except ValueError as error:
         raise ConfigError(f"{sample.id}: {error}") from error
     ids, question = rendered.ids, []
@@ -82,6 +84,7 @@ def prompt_of(arm: Arm, sample: Sample) -> Prompt:
         raise ConfigError(
             f"{key}: {sample.id} takes {len(rendered.ids)} tokens and {sample.max_new_tokens} new ones, more than the "
             f"{window} of {arm.loaded.name}; choose a shorter prompt or another model"
+            + hub.how_to_stretch(arm.loaded.revision.startswith("dummy-"))
         )
     return Prompt(sample, ids, question, record)
 
@@ -111,47 +114,73 @@ def measure(
         arm: what generates.
         prompt: `prompt_of` the sample.
         progress: called with tokens done and tokens in all.
-        prefilled: begin from this prefill of the prompt.
+        prefilled: begin from this prefill of the prompt; a timed sample always has its own.
     """
     sample, record = prompt.sample, prompt.record
     if record["error"]:
         return failure(arm, prompt, record["error"])
     try:
-        engine = engine_for(
-            arm.loaded.model,
-            [len(prompt.ids)],
-            arm.method,
-            arm.budget,
-            arm.dense_layers,
-            arm.loaded.tokenizer,
-            executor=arm.config["attention"],
-            seed=arm.config["seed"],
-            sample=sample.id,
-            new_tokens=len(prompt.question) + sample.max_new_tokens,
-            probe_every=arm.config["probe"]["every"],
-        )
-        generation = generate(
-            arm.loaded.model,
-            [prompt.ids],
-            engine,
-            max_new_tokens=sample.max_new_tokens,
-            **stops(arm.loaded, sample),
-            prefill_chunk=arm.protocol.prefill_chunk,
-            question=prompt.question,
-            prefilled=prefilled,
-            progress=progress,
-        )
+        generation, engine, told = _generated(arm, prompt, progress, prefilled)
     except Exception as error:
         if not is_failed_sample(error):
             raise
         return failure(arm, prompt, f"{type(error).__name__}: {error}")
     output = arm.loaded.tokenizer.decode(generation.tokens[0], skip_special_tokens=True)
     scores = arm.task.score(sample, output)
+    found = {"output": output, **measured(generation, sample.timed.warmup if sample.timed else 0), **told}
     if generation.audit["over_rule"]:
         attended, rule = generation.audit["attended_max"], arm.method.rule(len(prompt.ids), engine.audit.steps)
-        told = f"over_rule: a KV head attended up to {attended} entries, its rule at the end allows {rule}"
-        return {**failure(arm, prompt, told), "output": output, **measured(generation)}
-    return {**record, "output": output, "scores": scores, **measured(generation)}
+        reason = f"over_rule: a KV head attended up to {attended} entries, its rule at the end allows {rule}"
+        return {**failure(arm, prompt, reason), **found}
+    return {**record, "scores": scores, **found}
+
+
+def _generated(
+    arm: Arm, prompt: Prompt, progress: Progress | None, prefilled: Prefilled | None
+) -> tuple[Generation, Engine, dict[str, Any]]:
+    """The generation of a sample, its engine, and what else its record tells."""
+    sample, model = prompt.sample, arm.loaded.model
+    settings: dict[str, Any] = {
+        "executor": arm.config["attention"],
+        "seed": arm.config["seed"],
+        "sample": sample.id,
+        "probe_every": arm.config["probe"]["every"],
+    }
+    if sample.timed and sample.timed.keys == "synthetic_attention":
+        settings["kind"] = SyntheticEngine
+
+    def make(rows: Sequence[Sequence[int]], new_tokens: int) -> Engine:
+        lengths = [len(row) for row in rows]
+        own = (arm.method, arm.budget, arm.dense_layers, arm.loaded.tokenizer)
+        return engine_for(model, lengths, *own, new_tokens=new_tokens, **settings)
+
+    if sample.timed:
+        # a share of a shorter prompt may be less than the method can do with
+        rehearsed = len(prompt.ids) if isinstance(arm.budget.size, float) else latency.REHEARSED
+        generation, engine, hardware = latency.time_sample(
+            model,
+            sample.timed,
+            sample.max_new_tokens,
+            make,
+            arm.protocol.prefill_chunk,
+            progress,
+            rehearsed,
+            probed=bool(settings["probe_every"]),
+        )
+        return generation, engine, {"hardware": hardware} if hardware else {}
+    engine = make([prompt.ids], len(prompt.question) + sample.max_new_tokens)
+    generation = generate(
+        model,
+        [prompt.ids],
+        engine,
+        max_new_tokens=sample.max_new_tokens,
+        **stops(arm.loaded, sample),
+        prefill_chunk=arm.protocol.prefill_chunk,
+        question=prompt.question,
+        prefilled=prefilled,
+        progress=progress,
+    )
+    return generation, engine, {}
 
 
 def failure(arm: Arm, prompt: Prompt, error: str) -> dict[str, Any]:
@@ -188,15 +217,16 @@ def is_failed_sample(error: Exception) -> bool:
     )
 
 
-def measured(generation: Generation) -> dict[str, Any]:
+def measured(generation: Generation, warmup: int = 0) -> dict[str, Any]:
     """The part of a sample's record that the generation gives; with probes there is nothing to time.
 
-    What a shared prefill hides, the time to the first token, is left out.
+    What a shared prefill hides, the time to the first token, is left out; so are the first `warmup` steps of the time
+    per token.
     """
     found: dict[str, Any] = {"output_ids": generation.tokens[0], "audit": generation.audit}
     if generation.probe:
         return {**found, "probe": generation.probe}
-    steps = generation.step_ms
+    steps = generation.step_ms[warmup:]
     tpot: dict[str, float] | None = None
     if steps:
         cuts = statistics.quantiles(steps, n=20, method="inclusive") if len(steps) > 1 else [steps[0]] * 19

@@ -425,9 +425,9 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
     """What summary.json holds, from sample records alone.
 
     Scores are means x 100 over all samples, a failed one counting 0; `score_ok` leaves the failed out; `stderr` is the
-    standard error of the mean in the same units. Timings, audit and probes are over samples that did not fail; a broken
-    budget rule, which fails its sample, still shows in the audit. Where samples belong to several groups (subsets,
-    lengths), `groups` has each one's own, and `macro` the plain mean of theirs.
+    standard error of the mean in the same units. Timings, audit, hardware and probes are over samples that did not
+    fail; a broken budget rule, which fails its sample, still shows in the audit. Where samples belong to several groups
+    (subsets, lengths), `groups` has each one's own, and `macro` the plain mean of theirs.
     What no sample measured is None or absent.
 
     Args:
@@ -450,11 +450,12 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
         "macro": _macro(groups),
         "latency": _latency(finished),
         "audit": _combined([record.get("audit") or {} for record in finished]),
+        "hardware": _combined([record.get("hardware") or {} for record in finished]),
         "probe": _combined([record.get("probe") or {} for record in finished]),
     }
     if any((record.get("audit") or {}).get("over_rule") for record in records):
         summary["audit"] = {**summary["audit"], "over_rule": True}
-    optional = ("groups", "macro", "audit", "probe")
+    optional = ("groups", "macro", "audit", "hardware", "probe")
     return {key: value for key, value in summary.items() if value or key not in optional}
 
 
@@ -535,7 +536,7 @@ def _combined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _combine(key: str) -> Callable[[list[Any]], Any]:
-    """How values of one audit or probe key become one: peaks by maximum, flags by any, amounts by mean."""
+    """How values of one audit, hardware or probe key become one: peaks by maximum, flags by any, amounts by mean."""
     if key.endswith(("_max", "_bytes")):
         return max
     return _common

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Keys = Literal["model", "synthetic_attention"]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a sample is that is there to be timed: token ids in place of a text, and no end before the last step.
+
+    Attributes:
+        rows: token ids of each row of the batch, all of one length.
+        warmup: first decode steps, which the time per token leaves out.
+        keys: whose keys and queries are stored and asked: the model's, or those of `kvbench.synthetic`.
+        prefill: the model reads the prompt; else every layer's store is filled with synthetic keys and values.
+    """
+
+    rows: Sequence[Sequence[int]]
+    warmup: int = 0
+    keys: Keys = "model"
+    prefill: bool = True
 
 
 @dataclass(frozen=True)
@@ -29,6 +48,7 @@ class Sample:
             first.
         truncate: a prompt that is too long loses its middle, and is no error.
         max_length: with `truncate`, tokens of the longest raw prompt; None: what the model's window has room for.
+        timed: it is there to be timed, and has no prompt but this.
         error: why it cannot run (a bad line in a data file), or ""; it then counts as failed.
     """
 
@@ -45,6 +65,7 @@ class Sample:
     end_token: str = ""
     truncate: bool = False
     max_length: int | None = None
+    timed: Timed | None = None
     error: str = ""
 
 

@@ -1,0 +1,161 @@
+"""What the hardware can do, measured, and the floor it sets under a decode step.
+
+No method is asked, and nothing here is part of a generation: bandwidths are measured before the first one, the device's
+busy time in steps of its own behind the timed ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from kvbench.method import Shape
+
+COPIED = {"cuda": 2**30, "cpu": 2**28}  # bytes of a buffer, far above any cache
+UPLOADED = 2**28  # bytes of the pinned buffer
+REPEATS = 5
+
+
+class Bandwidth(NamedTuple):
+    """Bytes per second.
+
+    Attributes:
+        copy: inside the device's memory, read and written bytes both counted.
+        upload: from pinned host memory to the device; None where both are one memory.
+    """
+
+    copy: float
+    upload: float | None
+
+
+@functools.cache
+def bandwidth(device: torch.device) -> Bandwidth:
+    """The device's bandwidths; measured once in a process, the median of a few copies."""
+    size = COPIED[device.type]
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = 2 * size / _median_seconds(lambda: target.copy_(source), device)
+    if device.type != "cuda":
+        return Bandwidth(copy, None)
+    pinned = torch.ones(UPLOADED, dtype=torch.uint8, pin_memory=True)
+    part = target[:UPLOADED]
+    return Bandwidth(copy, UPLOADED / _median_seconds(lambda: part.copy_(pinned, non_blocking=True), device))
+
+
+def _median_seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """The median time of a call, after one that warms up."""
+    call()
+    return statistics.median(_seconds(call, device) for _ in range(REPEATS))
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    with torch.cuda.device(device):
+        before, behind = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        call()
+        behind.record()
+        behind.synchronize()
+        return float(before.elapsed_time(behind)) / 1e3
+
+
+# -- the floor ---------------------------------------------------------------------------------------------------------
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all parameters of a model."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def read_weight_bytes(model: Any, rows: int) -> int:
+    """Bytes of weights that a decode step of a transformers model reads, for a batch of `rows`.
+
+    All of them once, but for an input embedding that is not the output head too: of that a row for each token.
+    """
+    embedding = model.get_input_embeddings().weight
+    if embedding is model.get_output_embeddings().weight:
+        return weight_bytes(model)
+    row = embedding.shape[1] * embedding.element_size()
+    return weight_bytes(model) - embedding.shape[0] * row + rows * row
+
+
+def attended_bytes(shape: Shape, attended_mean: float, steps: int) -> float:
+    """Bytes of keys and values that a decode step attends, the mean over `steps` steps.
+
+    In each of the B rows and Hkv KV heads a sparse layer attends `attended_mean` entries, as the audit counted them,
+    and a dense one all: N + s at step s of a prompt of N tokens, N + (steps + 1) / 2 in the mean. An entry is a key and
+    a value of D numbers:
+
+        B * Hkv * 2 * D * bytes of a number * (sparse layers * attended_mean + dense layers * (N + (steps + 1) / 2))
+    """
+    sparse = len(shape.sparse_layers)
+    length = sum(shape.lengths) / shape.batch + (steps + 1) / 2
+    entries = shape.batch * shape.kv_heads * (sparse * attended_mean + (shape.layers - sparse) * length)
+    return entries * 2 * shape.head_dim * shape.dtype.itemsize
+
+
+def whole_kv_bytes(shape: Shape, steps: int) -> int:
+    """Bytes that full attention holds on the device after `steps` steps: every key and value of all layers."""
+    tokens = sum(shape.lengths) + shape.batch * steps
+    return tokens * shape.layers * shape.kv_heads * 2 * shape.head_dim * shape.dtype.itemsize
+
+
+def floor_seconds(weights: float, attended: float, copy_bandwidth: float) -> float:
+    """The least time of a decode step: (weights + keys and values attended, in bytes) / bandwidth of a copy.
+
+    What a method reads to find its entries, and what comes up from the host, is not in it: that is the method's price.
+    """
+    return (weights + attended) / copy_bandwidth
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def restart_peak(device: torch.device) -> None:
+    """Count the peak of device memory from here on; nothing to do without a GPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Most bytes that torch's allocator held on a GPU since `restart_peak`; None without a GPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+# -- how busy the device is --------------------------------------------------------------------------------------------
+
+
+def busy_seconds(call: Callable[[], Any], device: torch.device) -> float | None:
+    """Seconds in which a GPU computed or copied during a call; None without a GPU, or where it cannot be watched."""
+    if device.type != "cuda":
+        return None
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as watched:
+        call()
+        torch.cuda.synchronize(device)
+    ranges = [
+        (event.time_range.start, event.time_range.end)
+        for event in watched.events() or ()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+    return union_length(ranges) / 1e6 if ranges else None
+
+
+def union_length(ranges: Iterable[tuple[float, float]]) -> float:
+    """The length of what intervals (start, end) cover together: where they overlap, streams ran side by side."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(ranges):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
