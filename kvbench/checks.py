@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from glob import glob
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ REQUIRED = ("model.name", "method.name", "method._target_", "task.name", "task._
 
 ONE_OF = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "attention": ("auto", "reference", "torch"),
+    "attention": ("auto", "reference", "torch", "flashinfer"),
     "model.weights": ("pretrained", "dummy"),
 }
 
@@ -53,6 +54,11 @@ LOWEST = {"seed": (0, False), "probe.every": (0, False), "threads": (1, True), "
 
 # Keys of a transformers config that only models with other layers than attention have.
 OTHER_LAYERS = re.compile(r"mamba_|ssm_|attn_layer_|layers_block_type$|block_types$|state_size$")
+
+# What FlashInfer's kernels are compiled for, and what to do where it is not installed.
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+FLASHINFER_DTYPES = ("bfloat16", "float16")
+FLASHINFER_MISSING = "the package is not installed, pip install 'kvbench[flashinfer]'"
 
 # What torch calls CUDA has one of these on Linux: NVIDIA's driver, its embedded boards, under Windows, or AMD's driver.
 DEVICE_NODES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
@@ -78,6 +84,8 @@ def check(cfg: DictConfig, here: bool = True) -> None:
     source = hub.source_of(run["model"])
     shape = _model_shape(run["model"], source)
     _check_protocol(run, shape, source)
+    if run["attention"] == "flashinfer" and (reason := next(_no_flashinfer(run, shape, here), None)):
+        raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
     lengths = _token_lengths(run["task"])
     _check_window(run, shape, source, lengths)
     _check_budget_of(run, lengths)
@@ -197,17 +205,40 @@ def _model_shape(model: Mapping[str, Any], source: hub.Source) -> Mapping[str, A
 
 def _check_device(device: str) -> None:
     """Refuse CUDA where there is plainly none; `kvbench.models` asks torch itself, which takes seconds to import."""
-    if not device.startswith("cuda"):
-        return
+    if device.startswith("cuda") and (reason := _no_cuda()):
+        raise ConfigError(f"device={device}: {reason}; use device=cpu or device=auto")
+
+
+def _no_cuda() -> str | None:
+    """Why there is plainly no CUDA on this machine; None where there may be."""
     if version("torch").endswith("+cpu"):
-        reason = f"torch {version('torch')} is built without CUDA"
-    elif os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        reason = "CUDA_VISIBLE_DEVICES hides every device"
-    elif sys.platform != "linux" or not any(map(glob, DEVICE_NODES)):
-        reason = "there is no CUDA device here"
-    else:
-        return
-    raise ConfigError(f"device={device}: {reason}; use device=cpu or device=auto")
+        return f"torch {version('torch')} is built without CUDA"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "CUDA_VISIBLE_DEVICES hides every device"
+    if sys.platform != "linux" or not any(map(glob, DEVICE_NODES)):
+        return "there is no CUDA device here"
+    return None
+
+
+def _no_flashinfer(run: Any, shape: Mapping[str, Any], here: bool) -> Iterator[str]:
+    """What keeps FlashInfer from this run, as far as it shows without torch."""
+    head_dim = _head_dim(shape)
+    if head_dim is not None and head_dim not in FLASHINFER_HEAD_DIMS:
+        yield f"head dim {head_dim} is not one of {', '.join(map(str, FLASHINFER_HEAD_DIMS))}"
+    if run["dtype"] not in ("auto", *FLASHINFER_DTYPES):
+        yield f"dtype {run['dtype']} is not one of {', '.join(FLASHINFER_DTYPES)}"
+    if run["device"] == "cpu":
+        yield "cpu is not a CUDA device"
+    if here and find_spec("flashinfer") is None:
+        yield FLASHINFER_MISSING
+    if here and (reason := _no_cuda()):
+        yield reason
+
+
+def _head_dim(shape: Mapping[str, Any]) -> int | None:
+    """Size of an attention head by a transformers config; None where it does not say."""
+    width, heads = shape.get("hidden_size"), shape.get("num_attention_heads")
+    return shape.get("head_dim") or (width // heads if width and heads else None)
 
 
 def refuse_unsupported(model_config: Mapping[str, Any], name: str) -> None:
@@ -292,7 +323,7 @@ def _check_window(run: Any, shape: Mapping[str, Any], source: hub.Source, length
     if limit is not None and lengths and max(lengths) + new_tokens > limit:
         raise ConfigError(
             f"task.lengths={show(lengths)}: {max(lengths)} tokens and {new_tokens} new ones do not fit "
-            f"the window of {source.name}, {limit} tokens"
+            f"the window of {source.name}, {limit} tokens" + hub.how_to_stretch(source.path is None)
         )
 
 

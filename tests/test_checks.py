@@ -159,7 +159,7 @@ def test_a_budget_passes_exactly_where_the_rules_allow_it(budget, least):
         ("threads=0", "threads=0: expected a whole number, 1 or more, or null"),
         ("task.limit=0", "task.limit=0: expected a whole number, 1 or more, or null"),
         ("dtype=fp16", "dtype=fp16: expected auto | float32 | bfloat16 | float16"),
-        ("attention=fast", "attention=fast: expected auto | reference | torch"),
+        ("attention=fast", "attention=fast: expected auto | reference | torch | flashinfer"),
         ("device=gpu", "device=gpu: expected auto | cpu | cuda | cuda:N"),
         ("model.weights=none", "model.weights=none: expected pretrained | dummy"),
         ("protocol.accounting=fair", "protocol.accounting="),
@@ -335,6 +335,34 @@ def test_cuda_is_refused_where_there_is_plainly_none_and_torch_decides_elsewhere
     assert refusal("device=cuda").startswith("device=cuda: CUDA_VISIBLE_DEVICES hides every device; ")
     check(composed("device=cpu"))
     check(composed("device=auto"))
+
+
+def test_flashinfer_is_refused_where_it_plainly_cannot_run(refusal, composed, monkeypatch):
+    def reason(*words):
+        line = refusal("model=qwen3-8b", "attention=flashinfer", *words)
+        start, end = "attention=flashinfer: ", "; attention=auto takes what runs"
+        assert line.startswith(start) and line.endswith(end)
+        return line.removeprefix(start).removesuffix(end)
+
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    monkeypatch.setattr(checks, "_no_cuda", lambda: None)
+    check(composed("model=qwen3-8b", "attention=flashinfer"))
+    check(composed("model=qwen3-8b", "attention=flashinfer", "dtype=float16", "device=cuda"))
+    assert reason("model=dummy-tiny") == "head dim 32 is not one of 64, 128, 256"
+    assert reason("dtype=float32") == "dtype float32 is not one of bfloat16, float16"
+    assert reason("device=cpu") == "cpu is not a CUDA device"
+    monkeypatch.setattr(checks, "_no_cuda", lambda: "there is no CUDA device here")
+    assert reason() == "there is no CUDA device here"
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    assert reason() == "the package is not installed, pip install 'kvbench[flashinfer]'"
+    check(composed("model=qwen3-8b", "attention=flashinfer"), here=False)  # for a job on another machine
+    check(composed("model=qwen3-8b", "attention=auto"))
+
+
+def test_head_dim_of_a_model_that_does_not_say_it_is_its_width_shared_by_its_heads(model_folder, refusal):
+    folder = model_folder(hidden_size=4096, num_attention_heads=128)
+    line = refusal(f"model.path={folder}", "attention=flashinfer")
+    assert line.startswith("attention=flashinfer: head dim 32 is not one of 64, 128, 256; ")
 
 
 @pytest.mark.parametrize("path", ["/not/here", "./not_here", "~/not_here", "a/b/c"])

@@ -1,0 +1,252 @@
+"""The FlashInfer executor: paged attention on a GPU, a list of its own for each KV head, nothing gathered or copied.
+
+Each (row, KV head) is one request with one KV head and its G query heads, or G requests with one query head each where
+query heads choose for themselves. A block [B, Hkv, S, D] is a pool of B * Hkv * S / page pages as it lies. Lists have
+fixed places in fixed buffers; which tokens stand there, and how many of them count, is written on the device, so that
+no call waits for the GPU.
+
+What the comments here say of FlashInfer is from the source of flashinfer-python 0.6.18.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from kvbench.attention.torch import attend, prefill
+from kvbench.checks import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
+from kvbench.config import first_line
+from kvbench.method import Selection, Shape
+from kvbench.store import PAGE, LayerStore
+
+WORKSPACE = 128 << 20  # bytes for the partial results of one call, FlashInfer's own advice
+PLANS = 8  # plans kept; each holds 8 MiB on the device and as much pinned host memory
+SHORTEST = 64  # a list of tokens is planned for this many or more
+
+
+class FlashInfer:
+    """See `kvbench.attention.Executor`; of one generation, since it keeps plans for its shapes.
+
+    A selection with a `log_weight`, `keys` or `extra`, and a call that asks for probabilities, is the torch executor's.
+
+    Args:
+        shape: of the generation; `unfit` tells whether FlashInfer can run it.
+        dense: who computes prefill: "sdpa", or "flashinfer" (a call for each row).
+    """
+
+    name = "flashinfer"
+    note: str | None = None
+
+    def __init__(self, shape: Shape, dense: str = "sdpa") -> None:
+        self._shape, self._dense = shape, dense
+        self._plans: dict[tuple[int, int, int, int, float], Plan] = {}
+        self._used: set[str] = set()
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        store: LayerStore,
+        selection: Selection | None,
+        scaling: float,
+        probabilities: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if probabilities or (selection is not None and _beyond_a_list(selection)):
+            self._used.add("torch")
+            return attend(query, store, selection, scaling, probabilities)
+        self._used.add(self.name)
+        if selection is None:
+            return self._resident(query, store, scaling), None
+        return self._selected(query, store, selection.index, scaling), None
+
+    def used(self) -> str:
+        """The executors that have computed decode steps so far: "flashinfer", "torch" or "flashinfer, torch"."""
+        return ", ".join(sorted(self._used)) or self.name
+
+    def _resident(self, query: torch.Tensor, store: LayerStore, scaling: float) -> torch.Tensor:
+        """Attend all slots filled, in pages of 16 slots in their order."""
+        if not store.capacity:
+            store.resident()  # says why there is nothing to attend
+        batch, kv_heads, slots, _ = store.key.shape
+        plan = self._plan(batch * kv_heads, self._shape.group, slots // PAGE, PAGE, scaling)
+        return plan.attend(query, store.key, store.value, store.filled)
+
+    def _selected(self, query: torch.Tensor, store: LayerStore, index: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Attend the tokens of index [B, Hs, M], as lists of pages of one token."""
+        batch, heads, count = index.shape
+        kv_heads = self._shape.kv_heads
+        if heads in (1, kv_heads):
+            index, heads = index.expand(batch, kv_heads, count), kv_heads
+        here = store.locate(index.reshape(batch, kv_heads, -1))
+        plan = self._plan(batch * heads, self._shape.query_heads // heads, planned(count), 1, scaling)
+        plan.write(here.slots.reshape(batch * heads, count), here.key.shape[2])
+        # -1 is trailing, so that a list is its first part
+        lengths = count if here.present is None else here.present.reshape(batch * heads, count).sum(dim=1)
+        return plan.attend(query, here.key, here.value, lengths)
+
+    def _plan(self, requests: int, group: int, pages: int, page: int, scaling: float) -> Plan:
+        """The plan for these sizes, made where there is none yet; the longest unused one goes when there are many."""
+        sizes = (requests, group, pages, page, scaling)
+        plan = self._plans.pop(sizes, None) or Plan(self._shape, *sizes)
+        self._plans[sizes] = plan
+        if len(self._plans) > PLANS:
+            del self._plans[next(iter(self._plans))]
+        return plan
+
+    def prefill(
+        self, query: torch.Tensor, store: LayerStore, column: int, offsets: Sequence[int], scaling: float
+    ) -> torch.Tensor:
+        """See `kvbench.attention.torch.prefill`."""
+        if self._dense == "sdpa":
+            return prefill(query, store, column, offsets, scaling)
+        import flashinfer
+
+        out = torch.zeros_like(query)
+        end = column + query.shape[2]
+        for row, offset in enumerate(offsets):
+            skip = max(0, offset - column)  # columns of padding
+            if skip == query.shape[2]:
+                continue
+            # Query i of q attends key j of n where j + q <= n + i (prefill.cuh, logits_mask): aligned at the end.
+            # q, k and v are read by their strides (single_prefill.cu), so none is copied.
+            attended = flashinfer.single_prefill_with_kv_cache(
+                query[row, :, skip:].transpose(0, 1),
+                store.key[row, :, : end - offset],
+                store.value[row, :, : end - offset],
+                causal=True,
+                kv_layout="HND",
+                sm_scale=scaling,
+            )
+            out[row, :, skip:] = attended.transpose(0, 1)
+        return out
+
+
+class Plan:
+    """Fixed lists of `pages` pages for each of `requests` requests, of which any first part can be attended.
+
+    The wrapper's plan() reads indptr on the host and schedules by the number of pages alone (scheduler.cuh,
+    PrefillSplitQOKVIndptr). run() reads indptr, indices and last_page_len from the buffers that the constructor was
+    given, so what is written there in between holds for the next run.
+
+    A list is (indptr[r + 1] - indptr[r] - 1) * page + last_page_len[r] tokens long, in 32 bits that wrap (page.cuh,
+    get_length): a last_page_len below 1 takes whole pages away. That is the only use of last_page_len. The kernel with
+    tensor cores (prefill.cuh) then gives the chunks planned behind the end no tokens: nothing is loaded, and their
+    part of the result has the weight 0; a list without tokens gives zeros. The kernel without them (decode.cuh) takes
+    the start of a chunk from the length unchecked, and would run on far behind it.
+
+    A plan serves all layers, and the workspace all plans: on one stream a run has ended before its buffers are written
+    again.
+
+    Args:
+        shape: of the generation, for device, dtype and head dim.
+        requests, group: requests, and query heads of each.
+        pages, page: pages of a list, and tokens of a page.
+        scaling: factor on the logits.
+    """
+
+    def __init__(self, shape: Shape, requests: int, group: int, pages: int, page: int, scaling: float) -> None:
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        device = shape.device
+        self._sizes = (requests, group, shape.head_dim)
+        self._pages, self._page = pages, page
+        # All pages of a block in their order, until `write` lists others.
+        self._indices = torch.arange(requests * pages, dtype=torch.int32, device=device)
+        self._last_page_len = torch.empty(requests, dtype=torch.int32, device=device)
+        heads = shape.batch * shape.kv_heads
+        self._head = torch.arange(heads, device=device).repeat_interleave(requests // heads)[:, None]
+        # With use_cuda_graph the wrapper keeps to these buffers, and its run() needs nothing of the host.
+        self._wrapper: Any = BatchDecodeWithPagedKVCacheWrapper(
+            workspace(device),
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=torch.empty(requests + 1, dtype=torch.int32, device=device),
+            paged_kv_indices_buffer=self._indices,
+            paged_kv_last_page_len_buffer=self._last_page_len,
+        )
+        # From the host, where plan() wants them: nothing comes down from the device. Types choose a compiled kernel.
+        self._wrapper.plan(
+            torch.arange(requests + 1, dtype=torch.int32) * pages,
+            self._indices,
+            torch.full((requests,), page, dtype=torch.int32),
+            group,
+            1,
+            shape.head_dim,
+            page,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
+            sm_scale=scaling,
+        )
+
+    def write(self, slots: torch.Tensor, block: int) -> None:
+        """List tokens by their slots [requests, M] in the blocks, each of `block` slots, of their rows and KV heads."""
+        lists = self._indices.view(len(slots), self._pages)
+        torch.add(slots, self._head, alpha=block, out=lists[:, : slots.shape[1]])
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor | int
+    ) -> torch.Tensor:
+        """Attention of query [B, Hq, 1, D] to the first tokens of each list.
+
+        Args:
+            key, value: [B, Hkv, S, D], what the listed pages are numbers in.
+            lengths: how many tokens of each list, in any shape; a number: as many of each.
+        """
+        before = (self._pages - 1) * self._page  # tokens of all pages but the last
+        if isinstance(lengths, int):
+            self._last_page_len.fill_(lengths - before)
+        else:
+            torch.sub(lengths.reshape(-1), before, out=self._last_page_len)
+        pools = tuple(block.view(-1, 1, self._page, block.shape[3]) for block in (key, value))
+        # enable_pdl would let the kernel start before the one that writes last_page_len has ended, and it reads that
+        # before it waits (prefill.cuh, griddepcontrol.wait).
+        out = self._wrapper.run(query.reshape(self._sizes), pools, enable_pdl=False)
+        return out.view_as(query)
+
+
+def planned(count: int) -> int:
+    """Length to plan lists of `count` tokens for: at most a quarter above, so that growing lists need few plans."""
+    unit = max(SHORTEST, 1 << max(0, count.bit_length() - 3))
+    return max(1, -(-count // unit)) * unit
+
+
+@cache
+def workspace(device: torch.device) -> torch.Tensor:
+    """The one workspace of a device; zeros, as FlashInfer asks of its first use."""
+    return torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
+
+
+def unfit(shape: Shape) -> str | None:
+    """Why FlashInfer cannot run here, in words that follow "flashinfer: "; None: it can."""
+    if shape.device.type != "cuda":
+        return f"{shape.device.type} is not a CUDA device"
+    if shape.head_dim not in FLASHINFER_HEAD_DIMS:
+        return f"head dim {shape.head_dim} is not one of {', '.join(map(str, FLASHINFER_HEAD_DIMS))}"
+    dtype = str(shape.dtype).removeprefix("torch.")
+    if dtype not in FLASHINFER_DTYPES:
+        return f"dtype {dtype} is not one of {', '.join(FLASHINFER_DTYPES)}"
+    return _failure(shape.device, shape.dtype, shape.head_dim)
+
+
+@cache
+def _failure(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why a first call fails. It compiles the kernel where there is no compiled one, so it is tried once, early."""
+    try:
+        import flashinfer  # noqa: F401
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "flashinfer"
+        return FLASHINFER_MISSING if missing else f"cannot be imported ({first_line(error)})"
+    shape = Shape(1, 1, 1, head_dim, (1,), dtype, device, 1.0, ())
+    key = torch.zeros(1, 1, PAGE, head_dim, dtype=dtype, device=device)
+    try:
+        Plan(shape, 1, 1, 1, PAGE, 1.0).attend(key[:, :, :1], key, key, 1).cpu()
+    except Exception as error:  # of a compiler, a driver or a GPU too old: whatever it is, it is no error of a run
+        return f"does not run here ({first_line(error)})"
+    return None
+
+
+def _beyond_a_list(selection: Selection) -> bool:
+    return selection.log_weight is not None or selection.keys is not None or selection.extra is not None

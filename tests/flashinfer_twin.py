@@ -1,0 +1,266 @@
+"""FlashInfer without a GPU: the calls that kvbench makes, with their signatures, in torch and as strict as the kernels.
+
+`install(monkeypatch)` puts it in the place of the package. Signatures and behaviour are those of flashinfer-python
+0.6.18: plan() reads indptr on the host and cuts the lists into chunks by their pages alone; run() reads indptr, indices
+and last_page_len from the buffers, attends chunk by chunk and merges. What the kernels would read out of bounds, wrap
+around or leave out in silence is an error here, and what they never load is never looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from kvbench.attention import flashinfer
+
+HEAD_DIMS = {64, 128, 256}
+DTYPES = {torch.float16, torch.bfloat16}  # a test that compares exactly adds float32, which the kernels do not have
+PROCESSORS = 132  # streaming multiprocessors, of an H200
+INF = 5e4  # the kernels' infinity (math.cuh)
+
+planned: list[dict[str, Any]] = []  # every plan() since `install`, with its sizes
+
+
+class BatchDecodeWithPagedKVCacheWrapper:
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+    ) -> None:
+        assert use_cuda_graph, "without it run() reads other buffers than those given here"
+        assert kv_layout == "HND" and backend == "auto" and jit_args is None, "not in this twin"
+        assert paged_kv_indptr_buffer is not None and paged_kv_indices_buffer is not None
+        assert paged_kv_last_page_len_buffer is not None
+        buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+        for buffer in buffers:
+            assert buffer.dtype == torch.int32, "the kernel reads its buffers as int32, whatever they are"
+            assert buffer.is_contiguous() and buffer.device == float_workspace_buffer.device
+        if len(buffers[0]) != len(buffers[2]) + 1:
+            raise ValueError("The size of paged_kv_indptr_buffer should be batch_size + 1")
+        self._workspace, self._tensor_cores = float_workspace_buffer, use_tensor_cores
+        self._indptr, self._indices, self._last_page_len = buffers
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *deprecated_positional_args: Any,
+        **kwargs: Any,
+    ) -> None:
+        assert not deprecated_positional_args, "deprecated"
+        sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        self._plan_impl(indptr, indices, last_page_len, *sizes, **kwargs)
+
+    def _plan_impl(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        window_right: int = 0,
+        logits_soft_cap: float | None = None,
+        q_data_type: str | torch.dtype | None = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        data_type: str | torch.dtype | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+    ) -> None:
+        requests = len(last_page_len)
+        if requests != len(self._last_page_len):
+            raise ValueError("The batch size should be fixed in cudagraph mode")
+        if len(indices) > len(self._indices):
+            raise ValueError("The size of indices should be less than or equal to the allocated buffer")
+        assert indptr.dtype == torch.int32, "its type chooses the kernel's index type"
+        self._indptr.copy_(indptr, non_blocking=non_blocking)
+        self._last_page_len.copy_(last_page_len, non_blocking=non_blocking)
+        self._indices[: len(indices)].copy_(indices, non_blocking=non_blocking)
+        on_host = indptr.to("cpu")
+        assert head_dim in HEAD_DIMS, f"no kernel for head dim {head_dim}"
+        assert q_data_type in DTYPES and kv_data_type in DTYPES, f"no kernel for {q_data_type}"
+        self._sizes, self._dtype = (requests, num_qo_heads, num_kv_heads, head_dim, page_size), q_data_type
+        self._scale = head_dim**-0.5 if sm_scale is None else sm_scale
+        self._pages = (on_host[1:] - on_host[:-1]).tolist()
+        assert sum(self._pages) == len(indices), "indptr and indices disagree"
+        # scheduler.cuh, PrefillSplitQOKVIndptr and PrefillPlanImpl, with cuda graphs and one query a request
+        group = num_qo_heads // num_kv_heads
+        tile = 16 if group <= 16 else 64 if group <= 64 or head_dim >= 256 else 128
+        grid = 2 * PROCESSORS // num_kv_heads
+        tiles = math.ceil(group / tile)
+        low, high = max(128 // page_size, 1), max(self._pages, default=1)
+        while low < high:
+            middle = (low + high) // 2
+            if sum(tiles * math.ceil(max(pages, 1) / middle) for pages in self._pages) > grid:
+                low = middle + 1
+            else:
+                high = middle
+        self._chunk = low * page_size
+        self._chunks = [math.ceil(max(pages, 1) / low) for pages in self._pages]
+        padded = max(grid, math.ceil(requests * group / tile) + requests - 1)
+        assert tiles * sum(self._chunks) <= padded, "new batch size should not exceed padded batch size"
+        needed = num_qo_heads * padded * tile * (head_dim + 1) * 4
+        assert needed <= self._workspace.numel(), "Buffer overflow when allocating memory for batch_prefill_tmp_v"
+        planned.append({"requests": requests, "group": group, "pages": self._pages, "page": page_size})
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        *args: Any,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        q_len_per_req: int | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        requests, heads, kv_heads, head_dim, page = self._sizes
+        assert enable_pdl is False, "with it last_page_len is read while the kernel that writes it may still run"
+        assert isinstance(paged_kv_cache, tuple), "one tensor for both: not in this twin"
+        key, value = paged_kv_cache
+        for tensor in (q, key, value):
+            if tensor.dtype != self._dtype:
+                raise ValueError(f"The dtype {tensor.dtype} does not match the q_data_type {self._dtype} of plan")
+            assert tensor.device == self._indices.device and tensor.stride(-1) == 1
+        assert q.shape == (requests, heads, head_dim)
+        assert key.shape == value.shape == (len(key), kv_heads, page, head_dim), "not the pages that were planned"
+        out = torch.empty_like(q)
+        lse = torch.empty(requests, heads, dtype=torch.float32, device=q.device)
+        with torch._C.DisableTorchFunction():  # a kernel: what it reads on the device, no host waits for
+            for request in range(requests):
+                out[request], lse[request] = self._request(request, q[request].float(), key, value)
+        return (out, lse) if return_lse else out
+
+    def _request(
+        self, request: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """prefill.cuh, BatchPrefillWithPagedKVCacheDevice, for every chunk, and cascade.cuh's merge of them."""
+        _, heads, kv_heads, head_dim, page = self._sizes
+        first, end = self._indptr[request : request + 2].tolist()
+        assert end - first == self._pages[request], "indptr was changed after plan()"
+        length = 0 if end == first else (end - first - 1) * page + int(self._last_page_len[request])
+        if length < 0:
+            raise IndexError(f"list {request} is {length} tokens long, {length % 2**32} as the kernel reads it")
+        if length > (end - first) * page:
+            raise IndexError(f"list {request} is {length} tokens long, {(end - first) * page} were planned")
+        state = torch.zeros(heads, head_dim), torch.full((heads,), -INF)
+        for chunk in range(self._chunks[request]):
+            start, stop = (min(place * self._chunk, length) for place in (chunk, chunk + 1))
+            if not self._tensor_cores and chunk * self._chunk > length:
+                raise IndexError(f"chunk {chunk} of list {request} starts behind its end: decode.cuh would run on")
+            places = first * page + torch.arange(start, stop)
+            pages = self._indices[places // page].long()
+            if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < len(key):
+                raise IndexError(f"list {request} has a page that is not one of {len(key)}")
+            rows = [pool[pages, :, places % page].float().transpose(0, 1) for pool in (key, value)]
+            state = _merged(*state, *_attend(query, *rows, self._scale))
+        return state
+
+
+def single_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None,
+    scale_v: torch.Tensor | None = None,
+    o_dtype: torch.dtype | None = None,
+    custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    assert kv_layout == "HND" and causal, "not in this twin"
+    assert q.dtype == k.dtype == v.dtype and q.dtype in DTYPES and q.shape[2] in HEAD_DIMS
+    assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and k.shape == v.shape
+    width, heads, head_dim = q.shape
+    length = k.shape[1]
+    assert width <= length, "kv_len must be greater than or equal to qo_len"
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(width, heads, dtype=torch.float32, device=q.device)
+    scale = head_dim**-0.5 if sm_scale is None else sm_scale
+    with torch._C.DisableTorchFunction():
+        for place in range(width):
+            seen = length - width + place + 1
+            out[place], lse[place] = _attend(q[place].float(), k[:, :seen].float(), v[:, :seen].float(), scale)
+    return (out, lse) if return_lse else out
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """query [H, D], key and value [Hkv, n, D]: output [H, D], and the log2 of the sum of 2^logits [H]."""
+    if not key.shape[1]:
+        return torch.zeros_like(query), torch.full(query.shape[:1], -INF)
+    group = query.shape[0] // key.shape[0]
+    logits = torch.einsum("hd,hnd->hn", query, key.repeat_interleave(group, 0)) * scale
+    out = torch.einsum("hn,hnd->hd", logits.softmax(1), value.repeat_interleave(group, 0))
+    return out, logits.logsumexp(1) * math.log2(math.e)
+
+
+def _merged(
+    out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, its_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """state.cuh, state_t::merge of two parts of one attention."""
+    top = torch.maximum(lse, its_lse)
+    one, two = torch.exp2(lse - top), torch.exp2(its_lse - top)
+    both = one + two
+    return (out * one[:, None] + more * two[:, None]) / both[:, None], top + both.log2()
+
+
+def install(monkeypatch: Any) -> None:
+    """`import flashinfer` gives this twin, until the test ends; caches that know another one are emptied."""
+    package = ModuleType("flashinfer")
+    for call in (BatchDecodeWithPagedKVCacheWrapper, single_prefill_with_kv_cache):
+        setattr(package, call.__name__, call)
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    flashinfer.workspace.cache_clear()
+    flashinfer._failure.cache_clear()
+    planned.clear()
