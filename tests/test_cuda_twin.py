@@ -1,0 +1,178 @@
+"""The harness and every method on the twin of a CUDA device: the same results, and no wait that is not needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from conftest import (
+    CLOSE,
+    METHODS,
+    SMALL,
+    Attended,
+    Case,
+    Stream,
+    drive,
+    each_accounting,
+    each_method,
+    numbers,
+    run_loop,
+    stream,
+)
+from twin import Twin, device
+
+from kvbench import uva
+from kvbench.config import shipped
+from kvbench.engine import Engine
+from kvbench.hf import KVCache
+from kvbench.models import Loaded, load
+from kvbench.prefilled import prefill_once
+
+CASES = {case.id: case for case in METHODS}
+ON_DEVICE = ["full", "topk", "topk-kv_head", "streaming_llm", "snapkv", "pyramidkv", "quest", "quest-kv_head"]
+EVICTION = 32  # steps between two evictions of methods that drop generated tokens
+
+on_device = pytest.mark.parametrize("case", [CASES[name] for name in ON_DEVICE], ids=ON_DEVICE)
+each_batch = pytest.mark.parametrize("lengths", [(150,), (150, 90)], ids=["one", "ragged"])
+
+
+@pytest.fixture
+def cuda() -> Iterator[Twin]:
+    """The twin, with the kernel that reads host memory in the form of its torch twin."""
+    with device() as cuda, mock.patch.object(uva, "_launch", cuda.kernel(uva.fetched)):
+        yield cuda
+
+
+@pytest.fixture
+def above(cuda: Twin) -> Loaded:
+    """The dummy Llama on the device, in the CPU's precision."""
+    config = shipped("model", "dummy-tiny")
+    assert config is not None
+    return load(config, device="cuda", dtype="float32")
+
+
+def up(fixed: Stream) -> Stream:
+    """The stream on the device."""
+    return replace(fixed, **{name: getattr(fixed, name).cuda() for name in ("queries", "keys", "values", "tokens")})
+
+
+def ids(seen: Sequence[Attended]) -> list[list[list[list[int]]]]:
+    """What was attended in which order, whatever the padding."""
+    return [[[[i for i in head if i >= 0] for head in row] for row in one.index.tolist()] for one in seen]
+
+
+def agree(fixed: Stream, case: Case, accounting: str, **options: int) -> None:
+    here = drive(fixed, case.build(), SMALL, accounting=accounting, **options)
+    there = drive(up(fixed), case.build(), SMALL, accounting=accounting, **options)
+    assert there.outputs.is_cuda
+    assert ids(there.seen) == ids(here.seen)
+    assert (there.outputs.cpu() - here.outputs).abs().max() <= CLOSE
+    same = here.audit.keys() - {"transfer", "index_bytes"}
+    assert {key: there.audit[key] for key in same} == {key: here.audit[key] for key in same}
+
+
+@each_method
+@each_batch
+@each_accounting
+def test_a_method_on_the_device_gives_what_it_gives_on_the_cpu(
+    cuda: Twin, case: Case, lengths: tuple[int, ...], accounting: str
+) -> None:
+    agree(stream(*lengths, steps=6), case, accounting, chunk=64)
+
+
+@each_method
+def test_so_it_does_while_buffers_fill_and_tokens_are_evicted(cuda: Twin, case: Case) -> None:
+    agree(stream(130, 60, steps=40), case, "paper")
+
+
+@each_method
+def test_the_measured_loop_generates_the_same(cuda: Twin, above: Loaded, tiny: Loaded, case: Case) -> None:
+    prompts = [numbers(150), numbers(90, seed=1)]
+    here, _ = run_loop(tiny, prompts, case.build(), SMALL, steps=8)
+    there, _ = run_loop(above, prompts, case.build(), SMALL, steps=8, prefill_chunk=64)
+    assert there.tokens == here.tokens
+
+
+# -- no wait that is not needed ----------------------------------------------------------------------------------------
+
+
+@on_device
+@each_batch
+@each_accounting
+def test_a_decode_step_makes_the_host_wait_for_nothing(
+    cuda: Twin, case: Case, lengths: tuple[int, ...], accounting: str
+) -> None:
+    """But for the evictions every 32 steps."""
+    waits: list[Counter[tuple[str, str]]] = []
+    start, attend = Engine.start_step, Engine.attend
+
+    def counted(work: Callable[..., object], begins: bool) -> Callable[..., object]:
+        def call(engine: Engine, *args: torch.Tensor) -> object:
+            if begins:
+                waits.append(Counter())
+            decoding, before = engine.prefilled, len(cuda.syncs)
+            out = work(engine, *args)
+            if decoding:
+                waits[-1].update(cuda.syncs[before:])
+            return out
+
+        return call
+
+    with (
+        mock.patch.object(Engine, "start_step", counted(start, begins=True)),
+        mock.patch.object(Engine, "attend", counted(attend, begins=False)),
+        mock.patch("conftest.watch", lambda method: []),
+    ):
+        drive(up(stream(*lengths, steps=EVICTION + 2)), case.build(), SMALL, accounting=accounting)
+    assert len(waits) == EVICTION + 2
+    del waits[EVICTION - 1]
+    assert not sum(waits, Counter())
+
+
+@on_device
+@each_accounting
+def test_the_measured_loop_waits_once_a_step(cuda: Twin, above: Loaded, case: Case, accounting: str) -> None:
+    """For the tokens that come down; what the audit counts once the clock has stopped is left out."""
+    settle, outside = Engine.settle, 0
+
+    def uncounted(engine: Engine) -> None:
+        nonlocal outside
+        before = len(cuda.syncs)
+        settle(engine)
+        outside += len(cuda.syncs) - before
+
+    prompts, waits = [numbers(150), numbers(90, seed=1)], []
+    with mock.patch.object(Engine, "settle", uncounted):
+        for steps in (5, 15):
+            cuda.syncs.clear()
+            outside = 0
+            run_loop(above, prompts, case.build(), SMALL, steps=steps, accounting=accounting)
+            waits.append(len(cuda.syncs) - outside)
+    assert waits[1] - waits[0] == 10
+
+
+# -- other ways in -----------------------------------------------------------------------------------------------------
+
+
+def test_one_prefill_serves_many_methods(cuda: Twin, above: Loaded, tiny: Loaded) -> None:
+    prompts = [numbers(150), numbers(90, seed=1)]
+    methods = [case.build() for case in METHODS]
+    shared = prefill_once(above.model, prompts, [method.needs for method in methods], max_new_tokens=5)
+    for case, method in zip(METHODS, methods, strict=True):
+        there, _ = run_loop(above, prompts, method, SMALL, steps=4, prefilled=shared)
+        here, _ = run_loop(tiny, prompts, case.build(), SMALL, steps=4)
+        assert there.tokens == here.tokens, case.id
+
+
+@pytest.mark.parametrize("name", ["snapkv", "quest", "icecache"])
+def test_generate_of_transformers_runs(cuda: Twin, above: Loaded, tiny: Loaded, name: str) -> None:
+    def generated(loaded: Loaded) -> list[int]:
+        prompt = torch.tensor([numbers(150)], device=loaded.model.device)
+        cache = KVCache(loaded.model, name, SMALL, dense_layers=())
+        return loaded.model.generate(prompt, past_key_values=cache, max_new_tokens=6, do_sample=False)[0].tolist()
+
+    assert generated(above) == generated(tiny)
