@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +24,124 @@ PROCESSORS = 132  # streaming multiprocessors, of an H200
 INF = 5e4  # the kernels' infinity (math.cuh)
 
 planned: list[dict[str, Any]] = []  # every plan() since `install`, with its sizes
+
+
+class Kernel:
+    """The compiled part behind a wrapper with tensor cores: its plan works on the host, its run on the device.
+
+    Attributes:
+        tensor_cores: False: cut the lists as the kernel without them does.
+    """
+
+    tensor_cores = True
+
+    def __init__(
+        self, backend: str, query: torch.dtype, key: torch.dtype, out: torch.dtype, indices: torch.dtype, *rest: Any
+    ) -> None:
+        head_dim, value_dim, position, windowed, capped, half_reduction = rest
+        assert backend == "fa2" and query == key == out and query in DTYPES, f"no kernel for {query}"
+        assert head_dim == value_dim and head_dim in HEAD_DIMS, f"no kernel for head dim {head_dim}"
+        assert indices == torch.int32 and not (position or windowed or capped or half_reduction), "not in this twin"
+
+    def plan(
+        self,
+        float_workspace: torch.Tensor,
+        int_workspace: Any,
+        pinned_workspace: Any,
+        qo_indptr: torch.Tensor,
+        indptr: torch.Tensor,
+        lengths: torch.Tensor,
+        rows: int,
+        requests: int,
+        heads: int,
+        kv_heads: int,
+        page: int,
+        cuda_graph: bool,
+        head_dim: int,
+        *rest: Any,
+    ) -> dict[str, Any]:
+        """scheduler.cuh, PrefillPlanImpl, with cuda graphs and one query a request; `lengths` are not looked at."""
+        assert indptr.device.type == qo_indptr.device.type == "cpu" and rows == requests and cuda_graph
+        assert rest[1:] == (False, -1, -1, False, 0, 0), "not in this twin"
+        pages = (indptr[1:] - indptr[:-1]).tolist()
+        group = heads // kv_heads
+        tile = 16 if group <= 16 else 64 if group <= 64 or head_dim >= 256 else 128
+        tiles, grid = math.ceil(group / tile), 2 * PROCESSORS // kv_heads
+        low, high = max(128 // page, 1), max(pages)
+        while low < high:
+            middle = (low + high) // 2
+            if sum(tiles * math.ceil(max(count, 1) / middle) for count in pages) > grid:
+                low = middle + 1
+            else:
+                high = middle
+        chunks = [math.ceil(max(count, 1) / low) for count in pages]
+        padded = max(grid, math.ceil(requests * group / tile) + requests - 1)
+        assert tiles * sum(chunks) <= padded, "new batch size should not exceed padded batch size"
+        needed = heads * padded * tile * (head_dim + 1) * 4
+        assert needed <= float_workspace.numel(), "Buffer overflow when allocating memory for batch_prefill_tmp_v"
+        sizes = {"requests": requests, "group": group, "pages": pages, "page": page}
+        planned.append(sizes)
+        return {**sizes, "kv_heads": kv_heads, "head_dim": head_dim, "chunks": chunks, "chunk": low * page}
+
+    def paged_run(
+        self,
+        float_workspace: torch.Tensor,
+        int_workspace: Any,
+        plan: dict[str, Any],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        qo_indptr: Any,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        mask_mode: int,
+        layout: int,
+        window_left: int,
+        enable_pdl: bool,
+        *rest: Any,
+    ) -> None:
+        """prefill.cuh, BatchPrefillWithPagedKVCacheDevice, for every chunk, and cascade.cuh's merge of them."""
+        scale = rest[7]
+        assert enable_pdl is False, "with it last_page_len is read while the kernel that writes it may still run"
+        assert (mask_mode, layout, window_left) == (0, 1, -1), "not in this twin"
+        requests, heads = plan["requests"], plan["group"] * plan["kv_heads"]
+        assert query.shape == out.shape == (requests, heads, plan["head_dim"])
+        assert key.shape == value.shape == (len(key), plan["kv_heads"], plan["page"], plan["head_dim"]), "other pages"
+        for tensor in (query, key, value, indptr, indices, last_page_len, out, float_workspace):
+            assert tensor.device == query.device and tensor.stride(-1) == 1
+        for tensor in (indptr, indices, last_page_len):
+            assert tensor.dtype == torch.int32, "it is read as int32, whatever it is"
+        with torch._C.DisableTorchFunction():  # what is read on the device, no host waits for
+            for request in range(requests):
+                first, end = indptr[request : request + 2].tolist()
+                assert end - first == plan["pages"][request], "indptr was changed after plan()"
+                tokens = self._list(request, first, end, int(last_page_len[request]), plan)
+                state = torch.zeros(heads, plan["head_dim"]), torch.full((heads,), -INF)
+                for places in tokens:
+                    pages = indices[places // plan["page"]].long()
+                    if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < len(key):
+                        raise IndexError(f"list {request} has a page that is not one of {len(key)}")
+                    part = (pool[pages, :, places % plan["page"]].float().transpose(0, 1) for pool in (key, value))
+                    state = _merged(*state, *_attend(query[request].float(), *part, scale))
+                out[request] = state[0]
+                if lse is not None:
+                    lse[request] = state[1]
+
+    def _list(self, request: int, first: int, end: int, last: int, plan: dict[str, Any]) -> Iterator[torch.Tensor]:
+        """The places of a list's tokens, chunk by chunk: page * page size + token in the page."""
+        page, chunk = plan["page"], plan["chunk"]
+        length = 0 if end == first else (end - first - 1) * page + last  # page.cuh, get_length
+        if length < 0:
+            raise IndexError(f"list {request} is {length} tokens long, {length % 2**32} as the kernel reads it")
+        if length > (end - first) * page:
+            raise IndexError(f"list {request} is {length} tokens long, {(end - first) * page} were planned")
+        for number in range(plan["chunks"][request]):
+            if not self.tensor_cores and number * chunk > length:
+                raise IndexError(f"chunk {number} of list {request} starts behind its end: decode.cuh would run on")
+            yield first * page + torch.arange(min(number * chunk, length), min((number + 1) * chunk, length))
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
@@ -48,7 +167,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             assert buffer.is_contiguous() and buffer.device == float_workspace_buffer.device
         if len(buffers[0]) != len(buffers[2]) + 1:
             raise ValueError("The size of paged_kv_indptr_buffer should be batch_size + 1")
-        self._workspace, self._tensor_cores = float_workspace_buffer, use_tensor_cores
+        assert use_tensor_cores, "not in this twin"
+        self._workspace = float_workspace_buffer
         self._indptr, self._indices, self._last_page_len = buffers
 
     def plan(
@@ -105,31 +225,14 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._last_page_len.copy_(last_page_len, non_blocking=non_blocking)
         self._indices[: len(indices)].copy_(indices, non_blocking=non_blocking)
         on_host = indptr.to("cpu")
-        assert head_dim in HEAD_DIMS, f"no kernel for head dim {head_dim}"
-        assert q_data_type in DTYPES and kv_data_type in DTYPES, f"no kernel for {q_data_type}"
-        self._sizes, self._dtype = (requests, num_qo_heads, num_kv_heads, head_dim, page_size), q_data_type
-        self._scale = head_dim**-0.5 if sm_scale is None else sm_scale
-        self._pages = (on_host[1:] - on_host[:-1]).tolist()
-        assert sum(self._pages) == len(indices), "indptr and indices disagree"
-        # scheduler.cuh, PrefillSplitQOKVIndptr and PrefillPlanImpl, with cuda graphs and one query a request
-        group = num_qo_heads // num_kv_heads
-        tile = 16 if group <= 16 else 64 if group <= 64 or head_dim >= 256 else 128
-        grid = 2 * PROCESSORS // num_kv_heads
-        tiles = math.ceil(group / tile)
-        low, high = max(128 // page_size, 1), max(self._pages, default=1)
-        while low < high:
-            middle = (low + high) // 2
-            if sum(tiles * math.ceil(max(pages, 1) / middle) for pages in self._pages) > grid:
-                low = middle + 1
-            else:
-                high = middle
-        self._chunk = low * page_size
-        self._chunks = [math.ceil(max(pages, 1) / low) for pages in self._pages]
-        padded = max(grid, math.ceil(requests * group / tile) + requests - 1)
-        assert tiles * sum(self._chunks) <= padded, "new batch size should not exceed padded batch size"
-        needed = num_qo_heads * padded * tile * (head_dim + 1) * 4
-        assert needed <= self._workspace.numel(), "Buffer overflow when allocating memory for batch_prefill_tmp_v"
-        planned.append({"requests": requests, "group": group, "pages": self._pages, "page": page_size})
+        assert int(on_host[-1]) == len(indices), "indptr and indices disagree"
+        types = (q_data_type, kv_data_type, o_data_type or q_data_type, indptr.dtype)
+        self._kernel = Kernel("fa2", *types, head_dim, head_dim, 0, window_left != -1, bool(logits_soft_cap), False)
+        self._dtype, self._scale = q_data_type, head_dim**-0.5 if sm_scale is None else sm_scale
+        sizes = (requests, requests, num_qo_heads, num_kv_heads, page_size, True, head_dim, head_dim)
+        queries, lengths = torch.arange(requests + 1), (on_host[1:] - on_host[:-1]) * page_size
+        more = (False, window_left, fixed_split_size or -1, disable_split_kv, 0, 0)
+        self._plan = self._kernel.plan(self._workspace, None, None, queries, on_host, lengths, *sizes, *more)
 
     def run(
         self,
@@ -149,47 +252,16 @@ class BatchDecodeWithPagedKVCacheWrapper:
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        requests, heads, kv_heads, head_dim, page = self._sizes
-        assert enable_pdl is False, "with it last_page_len is read while the kernel that writes it may still run"
         assert isinstance(paged_kv_cache, tuple), "one tensor for both: not in this twin"
         key, value = paged_kv_cache
-        for tensor in (q, key, value):
-            if tensor.dtype != self._dtype:
-                raise ValueError(f"The dtype {tensor.dtype} does not match the q_data_type {self._dtype} of plan")
-            assert tensor.device == self._indices.device and tensor.stride(-1) == 1
-        assert q.shape == (requests, heads, head_dim)
-        assert key.shape == value.shape == (len(key), kv_heads, page, head_dim), "not the pages that were planned"
+        if not q.dtype == key.dtype == value.dtype == self._dtype:
+            raise ValueError(f"The dtype of q or k does not match the {self._dtype} specified in plan function.")
         out = torch.empty_like(q)
-        lse = torch.empty(requests, heads, dtype=torch.float32, device=q.device)
-        with torch._C.DisableTorchFunction():  # a kernel: what it reads on the device, no host waits for
-            for request in range(requests):
-                out[request], lse[request] = self._request(request, q[request].float(), key, value)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        buffers = (self._indptr, self._indices, self._last_page_len)
+        rest = (0, 1, -1, enable_pdl, None, None, None, None, None, None, 0.0, self._scale)
+        self._kernel.paged_run(self._workspace, None, self._plan, q, key, value, None, *buffers, out, lse, *rest)
         return (out, lse) if return_lse else out
-
-    def _request(
-        self, request: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """prefill.cuh, BatchPrefillWithPagedKVCacheDevice, for every chunk, and cascade.cuh's merge of them."""
-        _, heads, kv_heads, head_dim, page = self._sizes
-        first, end = self._indptr[request : request + 2].tolist()
-        assert end - first == self._pages[request], "indptr was changed after plan()"
-        length = 0 if end == first else (end - first - 1) * page + int(self._last_page_len[request])
-        if length < 0:
-            raise IndexError(f"list {request} is {length} tokens long, {length % 2**32} as the kernel reads it")
-        if length > (end - first) * page:
-            raise IndexError(f"list {request} is {length} tokens long, {(end - first) * page} were planned")
-        state = torch.zeros(heads, head_dim), torch.full((heads,), -INF)
-        for chunk in range(self._chunks[request]):
-            start, stop = (min(place * self._chunk, length) for place in (chunk, chunk + 1))
-            if not self._tensor_cores and chunk * self._chunk > length:
-                raise IndexError(f"chunk {chunk} of list {request} starts behind its end: decode.cuh would run on")
-            places = first * page + torch.arange(start, stop)
-            pages = self._indices[places // page].long()
-            if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < len(key):
-                raise IndexError(f"list {request} has a page that is not one of {len(key)}")
-            rows = [pool[pages, :, places % page].float().transpose(0, 1) for pool in (key, value)]
-            state = _merged(*state, *_attend(query, *rows, self._scale))
-        return state
 
 
 def single_prefill_with_kv_cache(

@@ -255,7 +255,7 @@ def test_twin_refuses_what_the_kernels_would_read_wrong() -> None:
     plan.write(torch.tensor([[512]]), 512)
     with pytest.raises(IndexError, match="not one of 512"):
         attend(1)
-    plan._wrapper._tensor_cores = False
+    plan._wrapper._kernel.tensor_cores = False
     plan.write(torch.tensor([[3]]), 512)
     with pytest.raises(IndexError, match="starts behind its end"):
         attend(1)
@@ -399,19 +399,43 @@ def test_prefill_agrees_with_masked_attention(left: bool, chunk: int) -> None:
 # -- the package -------------------------------------------------------------------------------------------------------
 
 
-def test_twin_has_the_signatures_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def real(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The package itself, where it is installed."""
     monkeypatch.delitem(sys.modules, "flashinfer")
     try:
-        package = importlib.import_module("flashinfer")
+        return importlib.import_module("flashinfer")
     except ImportError:
         pytest.skip("flashinfer is not installed")
 
+
+def test_twin_has_the_signatures_of_the_package(real: Any) -> None:
     def parameters(call: Any) -> list[tuple[str, Any, Any]]:
         return [(one.name, one.kind, one.default) for one in inspect.signature(call).parameters.values()]
 
-    ours = flashinfer_twin.BatchDecodeWithPagedKVCacheWrapper
-    theirs = package.BatchDecodeWithPagedKVCacheWrapper
+    ours, theirs = flashinfer_twin.BatchDecodeWithPagedKVCacheWrapper, real.BatchDecodeWithPagedKVCacheWrapper
     for name in ("__init__", "plan", "_plan_impl", "run"):
         assert parameters(getattr(ours, name)) == parameters(getattr(theirs, name)), name
-    ours, theirs = flashinfer_twin.single_prefill_with_kv_cache, package.single_prefill_with_kv_cache
+    ours, theirs = flashinfer_twin.single_prefill_with_kv_cache, real.single_prefill_with_kv_cache
     assert parameters(ours) == parameters(theirs)
+
+
+def test_package_s_own_wrapper_runs_over_the_twin_s_kernel(real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the package that is Python: what it takes, keeps, copies and hands to the compiled part."""
+    monkeypatch.setattr(
+        importlib.import_module("flashinfer.decode"), "get_batch_prefill_module", flashinfer_twin.Kernel
+    )
+    with twin.device() as cuda:
+        store = filled(40, 23, head_dim=64, dtype=torch.bfloat16, device="cuda", steps=4)
+        run, query = FlashInfer(shape_of(store, HEADS[0])), queries(store)
+        assert attention.executor("auto", shape_of(store, HEADS[0])).name == "flashinfer"
+        lists = [some(store, heads, 20, seed=heads) for heads in (1, *HEADS)]
+        asked = [None, *(Selection(index.cuda()) for index in lists)]
+        for selection in asked:
+            run(query, store, selection, SCALE)
+        store.append(*random(torch.Generator().manual_seed(2), store, 1))
+        with cuda.no_sync():
+            outputs = [run(query, store, selection, SCALE)[0] for selection in asked]
+        for out, selection in zip(outputs, asked, strict=True):
+            expected = reference.attend(query, store, selection, SCALE)[0]
+            torch.testing.assert_close(out.cpu(), expected.cpu(), rtol=0, atol=0.02)
