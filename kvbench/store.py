@@ -359,10 +359,12 @@ class LayerStore:
         """
         if self.host is None:
             raise ValueError("prefetch brings up tokens of host memory; declare Needs(home='host')")
-        now = torch.tensor(self.lengths)[:, None, None]
         with self._spans("transfer"):
-            index = torch.where(index < now, index.expand(-1, self.key.shape[1], -1), -1)
-            self._coming = self._sent(index, beside=True)
+            self._receive()
+            index = index.expand(-1, self.key.shape[1], -1)
+            place = index.clamp(0, self.host.capacity - 1)
+            there = self.host.present.gather(2, place) & (index == place)
+            self._coming = self._sent(torch.where(there, index, -1), beside=True)
 
     def _stage(self, index: torch.Tensor) -> tuple[Staged, torch.Tensor]:
         """Stage the host tokens of index [B, Hkv, M] (-1 = none, repeats allowed); moves only what is not there yet.
@@ -371,8 +373,7 @@ class LayerStore:
             What is staged, and on the device the slot of each token in it, [B, Hkv, M].
         """
         assert self.host is not None
-        if self._coming is not None:
-            self._staged, self._coming = self._received(self._coming), None
+        self._receive()
         if index.is_cuda and self._home == "host" and not self.host.arranged:
             self._staged = self._read_by_device(index)
         else:
@@ -413,6 +414,11 @@ class LayerStore:
                 event = torch.cuda.current_stream(device).record_event() if moved.is_cuda else None
             return Coming(ids, source.clamp(min=0), (*blocks, (moved[0], moved[1])), event)
         return Coming(ids, source.clamp(min=0), blocks)
+
+    def _receive(self) -> None:
+        """What was prefetched is staged from now on."""
+        if self._coming is not None:
+            self._staged, self._coming = self._received(self._coming), None
 
     def _received(self, coming: Coming) -> Staged:
         """What was sent up, in one block with what was there."""

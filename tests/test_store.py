@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import twin
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvbench import uva
 from kvbench.meters import Audit
 from kvbench.method import Shape
 from kvbench.store import DEVICE, DROPPED, HOST, PAGE, LayerStore
@@ -31,16 +35,19 @@ def value_of(row: int, head: int, token: int) -> list[float]:
 class StoreMachine(RuleBasedStateMachine):
     """Random calls on a store; after each, everything it can tell is compared with the twin.
 
-    The twin is three plain things: the tier of every token [row][head][token], the staged tokens [row][head], and the
-    number of entries moved up.
+    The twin is three plain things: the tier of every token [row][head][token], the staged tokens [row][head] (and those
+    that will be, once what was prefetched is asked for), and the number of entries moved up.
     """
 
     home = "device"
     on_drop = "discard"
+    device = "cpu"
 
     def __init__(self) -> None:
         super().__init__()
         self.moved = 0
+        self.staged_slots = 0
+        self.coming: list[list[set[int]]] | None = None
 
     # -- the prompt ----------------------------------------------------------------------------------------------------
 
@@ -55,8 +62,8 @@ class StoreMachine(RuleBasedStateMachine):
         capacity = data.draw(st.integers(1, columns), "capacity") if self.grows else columns + spare
         self.room = capacity - max(self.lengths)  # tokens that may still come where the store may not grow
         batch = len(self.lengths)
-        cpu = torch.device("cpu")
-        shape = Shape(1, self.heads, self.heads, HEAD_DIM, tuple(self.lengths), torch.float32, cpu, 1.0, (0,))
+        device = torch.device(self.device)
+        shape = Shape(1, self.heads, self.heads, HEAD_DIM, tuple(self.lengths), torch.float32, device, 1.0, (0,))
         self.audit = Audit(shape)
         self.store = LayerStore(
             batch,
@@ -64,7 +71,7 @@ class StoreMachine(RuleBasedStateMachine):
             HEAD_DIM,
             capacity,
             torch.float32,
-            cpu,
+            device,
             home=self.home,  # type: ignore[arg-type]
             on_drop=self.on_drop,  # type: ignore[arg-type]
             grows=self.grows,
@@ -76,7 +83,7 @@ class StoreMachine(RuleBasedStateMachine):
                 for token in range(length):
                     prompt[0, row, head, offset + token] = torch.tensor(key_of(row, head, token))
                     prompt[1, row, head, offset + token] = torch.tensor(value_of(row, head, token))
-        column = 0
+        prompt, column = prompt.to(device), 0
         while column < columns:
             width = data.draw(st.integers(1, columns - column), "chunk")
             self.store.write_prompt(*prompt[:, :, :, column : column + width], column, offsets)
@@ -142,9 +149,9 @@ class StoreMachine(RuleBasedStateMachine):
         value = torch.tensor([[value_of(r, h, t) for h, t in enumerate(row)] for r, row in enumerate(at)])[:, :, None]
         if not self.grows and not self.room:
             with pytest.raises(RuntimeError, match="reserved"):
-                self.store.append(key, value)
+                self.store.append(key.to(self.device), value.to(self.device))
             return
-        self.store.append(key, value)
+        self.store.append(key.to(self.device), value.to(self.device))
         self.appended = True
         self.room -= 1
         for row, head in self.places():
@@ -154,11 +161,45 @@ class StoreMachine(RuleBasedStateMachine):
     def gather(self, data: st.DataObject) -> None:
         index = self.draw_index(data, repeats=True)
         read = self.store.read if data.draw(st.booleans(), "by read") and self.home == "device" else self.store.gather
+        self.adopt()
         before, transfers = self.moved, self.count_transfers()
         self.moved += sum(self.brought_up(row, head, self.named(index, row, head)) for row, head in self.places())
-        key, value = read(index)
+        self.staged_slots = max(len(self.staged[row][head]) for row, head in self.places())
+        if self.device != "cpu" and data.draw(st.booleans(), "made on the device"):
+            key, value = read(index.to(self.device))
+            if self.reads_itself:
+                assert not transfers, "the device reads by itself"
+                self.staged_slots = index.shape[2]
+                self.store.count_fetched()
+                before = self.moved
+        else:
+            key, value = read(index)
         assert len(transfers) == (self.moved > before), "one transfer carries all that a gather moves"
         self.check_rows(index, key, value)
+
+    @property
+    def reads_itself(self) -> bool:
+        return self.home == "host" and self.store.host is not None and not self.store.host.arranged
+
+    @precondition(lambda self: self.store.host is not None)
+    @rule(data=st.data())
+    def prefetch(self, data: st.DataObject) -> None:
+        """What comes up early is moved once, and what cannot come is passed over."""
+        self.adopt()
+        index = self.draw_index(data, repeats=True)
+        before, transfers, staged = self.moved, self.count_transfers(), [list(heads) for heads in self.staged]
+        self.moved += sum(self.brought_up(row, head, self.named(index, row, head)) for row, head in self.places())
+        unseen = torch.full_like(index[..., :1], max(self.store.lengths) + data.draw(st.integers(0, 3), "unseen"))
+        self.store.prefetch(torch.cat([index, unseen], dim=2))
+        assert len(transfers) == (self.moved > before)
+        self.staged, self.coming = staged, self.staged
+
+    def adopt(self) -> None:
+        """What was prefetched is staged."""
+        if self.coming is not None:
+            self.staged, self.coming = self.coming, None
+            self.store._receive()
+            self.staged_slots = max(len(self.staged[row][head]) for row, head in self.places())
 
     def named(self, index: torch.Tensor, row: int, head: int) -> set[int]:
         return {token for token in index[row, head].tolist() if token >= 0}
@@ -192,10 +233,11 @@ class StoreMachine(RuleBasedStateMachine):
         lost = [*self.tokens_in(row, head, DROPPED), length, length + 1, length + 1000]
         index = self.draw_index(data, repeats=True)
         index[row, head, 0] = data.draw(st.sampled_from(lost), "lost")
-        with pytest.raises(LookupError):
-            self.store.gather(index)
-        with pytest.raises(LookupError):
-            self.store.read(index)
+        self.adopt()
+        checked_there = self.device != "cpu" and self.store.host is None
+        for read in (self.store.gather, self.store.read):
+            with pytest.raises(RuntimeError if checked_there else LookupError):
+                read(index)
 
     @precondition(lambda self: self.home == "device")
     @rule(data=st.data())
@@ -203,12 +245,13 @@ class StoreMachine(RuleBasedStateMachine):
         index = self.draw_index(data, repeats=False)
         if data.draw(st.booleans(), "the same for all heads"):
             index = self.shared_by_heads(index)
+        self.adopt()
         self.moved += sum(self.brought_up(row, head, self.named(index, row, head)) for row, head in self.places())
         self.store.keep(index if index[:, :1].ne(index).any() else index[:, :1])
         self.block = self.pointers()
         for row, head in self.places():
             kept = self.named(index, row, head)
-            self.staged[row][head] = set()
+            self.staged[row][head], self.staged_slots = set(), 0
             for token in self.tokens_in(row, head, DEVICE):
                 self.tiers[row][head][token] = HOST if self.on_drop == "offload" else DROPPED
             for token in kept:
@@ -229,13 +272,14 @@ class StoreMachine(RuleBasedStateMachine):
         row, head = data.draw(st.sampled_from(self.places()), "place")
         index = self.draw_index(data, repeats=False)
         lost = [*self.tokens_in(row, head, DROPPED), len(self.tiers[row][head])]
+        self.adopt()
         if data.draw(st.booleans(), "twice") and index.shape[2] > 1 and index[row, head].max() >= 0:
             index[row, head, :2] = index[row, head].max()
             with pytest.raises(ValueError, match="twice"):
                 self.store.keep(index)
         else:
             index[row, head, 0] = data.draw(st.sampled_from(lost), "lost")
-            with pytest.raises(LookupError):
+            with pytest.raises(RuntimeError if self.device != "cpu" and self.store.host is None else LookupError):
                 self.store.keep(index)
 
     @precondition(lambda self: self.home == "host")
@@ -335,8 +379,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.pointers() == self.block, "only keep may take new memory"
         most = max(len(self.tokens_in(r, h, DEVICE)) for r, h in self.places())
         slots = most + self.room if self.home == "device" else 0
-        staged = max(len(self.staged[r][h]) for r, h in self.places())
-        whole_pages = sum(-(-count // PAGE) * PAGE for count in (slots, staged))
+        whole_pages = sum(-(-count // PAGE) * PAGE for count in (slots, self.staged_slots))
         assert self.store.allocated_bytes() == len(self.places()) * whole_pages * ENTRY
 
 
@@ -356,6 +399,25 @@ class Hosted(StoreMachine):
     home = "host"
 
 
+class OnTwin(StoreMachine):
+    """The same on a CUDA device that is not there."""
+
+    device = "cuda:0"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cuda = ExitStack()
+        cuda = self.cuda.enter_context(twin.device())
+        self.cuda.enter_context(mock.patch.object(uva, "_launch", cuda.kernel(uva.fetched)))
+
+    def teardown(self) -> None:
+        self.cuda.close()
+
+
+DiscardingOnTwin = type("DiscardingOnTwin", (OnTwin, Discarding), {})
+OffloadingOnTwin = type("OffloadingOnTwin", (OnTwin, Offloading), {})
+HostedOnTwin = type("HostedOnTwin", (OnTwin, Hosted), {})
+
 often = settings(
     max_examples=60,
     stateful_step_count=20,
@@ -364,4 +426,9 @@ often = settings(
     suppress_health_check=[HealthCheck.too_slow],
 )
 TestDiscarding, TestOffloading, TestHosted = Discarding.TestCase, Offloading.TestCase, Hosted.TestCase
+TestDiscardingOnTwin, TestOffloadingOnTwin = DiscardingOnTwin.TestCase, OffloadingOnTwin.TestCase
+TestHostedOnTwin = HostedOnTwin.TestCase
 TestDiscarding.settings = TestOffloading.settings = TestHosted.settings = often
+TestDiscardingOnTwin.settings = TestOffloadingOnTwin.settings = TestHostedOnTwin.settings = settings(
+    often, max_examples=25
+)
