@@ -219,6 +219,13 @@ def table(config: Config, arm: Arm, summary: dict[str, Any]) -> Table:
         "time to first token": number(latency.get("ttft_s"), "{:.3f} s"),
         "time per further token": number(latency.get("tpot_ms_mean"), "{:.2f} ms"),
     }
+    if hardware := summary.get("hardware"):
+        rows["floor of a token"] = number(hardware.get("floor_ms"), "{:.2f} ms")
+        if "python_ms" in hardware:
+            rows["Python, device idle, of a token"] = number(hardware["python_ms"], "{:.2f} ms")
+        rows[f"device memory in decoding, {hardware['memory']}"] = number(
+            hardware.get("memory_bytes"), "{:.1f} MiB", 2**-20
+        )
     for name, group in summary.get("groups", {}).items():
         lost = f", {group['failed']} failed" if group["failed"] else ""
         rows[name] = with_error(group["score"], group["stderr"]) + f" ({group['n']} samples{lost})"

@@ -13,6 +13,7 @@ from kvbench.report.stats import COVERAGE, Estimate, estimate
 
 # Marks stand beside a number, and a table says below what those in it mean.
 MARKS = {
+    "a": "counted: weights, what the stores reserve, and the index; on a GPU the most that torch's allocator held",
     "b": f"scores better than full attention on the same samples, beyond noise (paired bootstrap, {COVERAGE} %): look "
     "for the reason before believing it",
     "c": "simulated transfers: copies from memory to memory, as there is no GPU",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +43,8 @@ MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 60, 24  # that one picture can show
 # Settings in which the arms of a panel may differ; in all others they are alike, or they stand in panels of their own.
 OWN = ("method.", "attention", "shared_prefill")
 FREE = {"method", "budget", "probe.every"}
+# Of runs that are there to be timed: their cells have a panel each.
+CELL = {"task.lengths", "task.batch", "task.repeats"}
 
 
 class Series(NamedTuple):
@@ -94,7 +96,7 @@ def write(figure: Figure, path: Path) -> None:
 
 def budget(runs: Runs) -> Figure:
     """Score against the budget, and against what was attended; a row for each task and model."""
-    panels = _panels("budget", runs, _arms(runs, "budget", probed=False))
+    panels = _panels("budget", runs, _arms(runs, "budget", probed=False, scored=True))
     figure, axes = _grid(len(panels), 2, "score against budget, and against what was attended")
     for (title, arms), row in zip(panels, axes, strict=True):
         for axis, x in zip(row, ("budget", "attended_mean"), strict=True):
@@ -119,7 +121,7 @@ def budget(runs: Runs) -> Figure:
 
 def tradeoff(runs: Runs) -> Figure:
     """Score against device memory and against the time per token; a row for each task and model (IceCache, Fig. 1)."""
-    panels = _panels("tradeoff", runs, _arms(runs, "tradeoff", probed=False, column="tpot_ms_mean"))
+    panels = _panels("tradeoff", runs, _arms(runs, "tradeoff", probed=False, column="tpot_ms_mean", scored=True))
     figure, axes = _grid(len(panels), 2, "score against memory and time; numbers are budgets, up and left is better")
     for (title, arms), row in zip(panels, axes, strict=True):
         points = pd.concat([one.arms.assign(label=one.label()) for one in _series(runs, arms)])
@@ -206,9 +208,10 @@ def _passkey_cells(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 def latency(runs: Runs) -> Figure:
     """Time to the second token, time per token, and its parts (IceCache, Fig. 7; LycheeCluster, Fig. 5).
 
-    Runs that shared their prefill have no time to the second token; where all did, it is left out.
+    Runs that shared their prefill have no time to the second token; where all did, it is left out. Runs that are there
+    to be timed have a panel for each length and batch, the floor of each step, and on a GPU how long it is busy.
     """
-    panels = _panels("latency", runs, _arms(runs, "latency", probed=False, column="tpot_ms_mean"))
+    panels = _latency_panels(runs, _arms(runs, "latency", probed=False, column="tpot_ms_mean"))
     heights = [1.0 + 0.28 * len(arms) for _, arms in panels]
     figure = Figure(figsize=(11, 1.2 + sum(heights)), layout="constrained")
     second = any(arms.tt2t_s.notna().any() for _, arms in panels)
@@ -233,7 +236,37 @@ def latency(runs: Runs) -> Figure:
             axis.locator_params(axis="x", nbins=5)
             axis.grid(axis="x", alpha=0.3)
         _stack(row[-1], pd.DataFrame([arm for _, arm in bars]))
+        _limits(row[-2:], [arm for _, arm in bars])
     return _finished(figure, axes[:, -1], [arms for _, arms in panels])
+
+
+def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """As `_panels`; what timed runs measured at each length and batch has a panel of its own."""
+    timed = arms["floor_ms"].notna()
+    panels = _panels("latency", runs, arms[~timed]) if not timed.all() else []
+    for title, own in _panels("latency", runs, arms[timed], FREE | CELL) if timed.any() else []:
+        lines: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}
+        for run in own.index:
+            for cell, line in runs.cells(run).items():
+                lines.setdefault(cell, {})[run] = line
+        keys = runs.settings.at[own.index[0], "task.keys"]
+        for (tokens, batch), of_cell in sorted(lines.items()):
+            frame = pd.DataFrame(of_cell.values(), index=list(of_cell))
+            told = f"{title}: {tokens} tokens, batch {batch}, keys of {keys}"
+            panels.append((told, frame[frame["tpot_ms_mean"].notna()]))
+    _refuse_crowd("latency", len(panels), "tasks, models, protocols, lengths and batches", MOST_PANELS)
+    return [(title, own) for title, own in panels if len(own)]
+
+
+def _limits(axes: Iterable[Any], arms: Sequence[Any]) -> None:
+    """Beside the bar of each arm the floor of a step, and how long of it the device is busy."""
+    times = pd.DataFrame(arms)[["floor_ms", "tpot_ms_mean", "python_ms"]].astype(float).reset_index(drop=True)
+    marks = {"floor": (times["floor_ms"], "-"), "device busy": (times["tpot_ms_mean"] - times["python_ms"], ":")}
+    for axis, (label, (values, line)) in itertools.product(axes, marks.items()):
+        values = values.dropna()
+        if len(values):
+            ends = (values.index - 0.42, values.index + 0.42)
+            axis.vlines(values, *ends, colors="#CC0000", linestyles=line, linewidth=2, label=label, zorder=3)
 
 
 def _stack(axis: Any, arms: pd.DataFrame) -> None:
@@ -394,8 +427,10 @@ FIGURES: dict[str, tuple[Callable[[Runs], Figure], str]] = {
 # -- what the figures share --------------------------------------------------------------------------------------------
 
 
-def _arms(runs: Runs, name: str, probed: bool, column: str | None = None, task: str | None = None) -> pd.DataFrame:
-    """The arms a figure can use.
+def _arms(
+    runs: Runs, name: str, probed: bool, column: str | None = None, task: str | None = None, scored: bool = False
+) -> pd.DataFrame:
+    """The arms a figure can use; `scored`: those that have a score, and are not there to be timed alone.
 
     Raises:
         ConfigError: there is none.
@@ -403,6 +438,8 @@ def _arms(runs: Runs, name: str, probed: bool, column: str | None = None, task: 
     arms = runs.arms
     if len(arms):
         arms = arms[(arms["probe_every"] > 0) == probed]
+    if len(arms) and scored:
+        arms = arms[arms["floor_ms"].isna()]
     if len(arms) and task:
         arms = arms[arms["task"] == task]
     if len(arms) and column:
@@ -415,14 +452,17 @@ def _arms(runs: Runs, name: str, probed: bool, column: str | None = None, task: 
     return arms
 
 
-def _panels(name: str, runs: Runs, arms: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """The arms that can be compared, of one task, model and protocol, and a title that says which.
+def _panels(
+    name: str, runs: Runs, arms: pd.DataFrame, free: Collection[str] = frozenset(FREE)
+) -> list[tuple[str, pd.DataFrame]]:
+    """The arms that can be compared, of one task, model and protocol, alike in all but what is free to differ, and a
+    title that says which.
 
     Raises:
         ConfigError: more than the figure of this name can show.
     """
     settings = runs.settings.loc[arms.index].map(str)
-    common = settings[[key for key in settings if key not in FREE and not key.startswith(OWN)]]
+    common = settings[[key for key in settings if key not in free and not key.startswith(OWN)]]
     panels = []
     for _, own in arms.groupby([common[key] for key in common], sort=False):
         task, model = own[["task", "model"]].iloc[0]

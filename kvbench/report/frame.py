@@ -36,6 +36,18 @@ AMOUNTS = (  # of the audit
     "dense_share",
 )
 WORDS = ("over_rule", "executor", "transfer")
+HARDWARE = (  # of runs that are there to be timed
+    "floor_ms",
+    "python_ms",
+    "must_read_bytes",
+    "memory",
+    "memory_bytes",
+    "prefill_memory_bytes",
+    "weight_bytes",
+    "whole_kv_bytes",
+    "copy_bandwidth",
+    "upload_bandwidth",
+)
 
 
 class LeftOut(NamedTuple):
@@ -73,8 +85,9 @@ class Runs:
             data (a hash), metric, finished, updated; score (0-100: of several groups the plain mean of theirs, else
             the mean over samples), stderr, score_samples (the mean over samples, whatever the groups), n, failed,
             score_ok; the audit as in summary.json and attended_share (attended_mean over C in tokens); the latencies as
-            in summary.json, with a column "breakdown_ms.<part>" for each part of a step; the probes recall, mass,
-            output_error, jaccard, seen. What a run did not measure is missing (NaN or None).
+            in summary.json, with a column "breakdown_ms.<part>" for each part of a step; the hardware as in
+            summary.json and floor_ratio (the median step over its floor); the probes recall, mass, output_error,
+            jaccard, seen. What a run did not measure is missing (NaN or None).
         groups: one line a run and group: run (the index of its arm), model, method, budget, task, group, score,
             stderr, n, failed.
         settings: one line a run, all that makes its arm: every option of method and task as "method.page_size",
@@ -104,6 +117,20 @@ class Runs:
         groups = self.groups[self.groups["run"].isin(chosen)] if len(self.groups) else self.groups
         scores = {run: self.scores[run] for run in chosen}
         return Runs(self.arms.loc[chosen], groups, self.settings.loc[chosen], scores, self.left_out)
+
+    def timed(self, run: int) -> bool:
+        """Whether a run is there to be timed, and has no score worth showing."""
+        floor = self.arm[run]["floor_ms"]
+        return floor is not None and floor == floor
+
+    def cells(self, run: int) -> dict[tuple[int, int], dict[str, Any]]:
+        """Of a timed run, what it measured at each prompt length and batch size, as lines of `arms`; read anew."""
+        arm = self.arm[run]
+        records: dict[tuple[int, int], list[Record]] = {}
+        for record in read_samples(Path(arm["path"]) / "samples.jsonl")[0].values():
+            records.setdefault((record["meta"]["length"], record["meta"]["batch"]), []).append(record)
+        summaries = {cell: summarise(own, arm["metric"]) for cell, own in records.items()}
+        return {cell: {**arm, **_measured(summary, arm["budget"])} for cell, summary in summaries.items()}
 
     def samples(self, arm: Any) -> list[Record]:
         """All that is stored of each sample of an arm (a line of `arms`, or anything with its `path`), read anew.
@@ -270,11 +297,7 @@ def _arm(
     path: Path, written: Mapping[str, Any], settings: Mapping[str, Any], summary: Mapping[str, Any]
 ) -> dict[str, Any]:
     identity, config = written["identity"], written["config"]
-    audit, probe = summary.get("audit", {}), summary.get("probe", {})
-    latency = dict(summary["latency"])
-    breakdown = latency.pop("breakdown_ms")
     main = summary.get("macro") or summary
-    attended, tokens = audit.get("attended_mean"), audit.get("budget")
     dummy = str(identity.get("model_revision")).startswith("dummy-")
     return {
         "path": path,
@@ -291,12 +314,26 @@ def _arm(
         "score": main["score"],
         "stderr": main["stderr"],
         "score_samples": summary["score"],
+        **_measured(summary, settings["budget"]),
+    }
+
+
+def _measured(summary: Mapping[str, Any], budget: Any) -> dict[str, Any]:
+    """What a summary tells of samples besides their scores."""
+    audit, probe, hardware = (summary.get(part, {}) for part in ("audit", "probe", "hardware"))
+    latency = dict(summary["latency"])
+    breakdown = latency.pop("breakdown_ms")
+    attended, tokens = audit.get("attended_mean"), audit.get("budget")
+    step, floor = latency.get("tpot_ms_p50"), hardware.get("floor_ms")
+    return {
         **{key: summary[key] for key in ("n", "failed", "score_ok")},
         **{key: audit.get(key) if isinstance(audit.get(key), int | float) else None for key in AMOUNTS},
         **{key: audit.get(key) for key in WORDS},
-        "attended_share": attended / tokens if settings["budget"] and attended and tokens else None,
+        "attended_share": attended / tokens if budget and attended and tokens else None,
         **latency,
         **{f"breakdown_ms.{part}": value for part, value in breakdown.items()},
+        **{key: hardware.get(key) for key in HARDWARE},
+        "floor_ratio": step / floor if step and floor else None,
         **{column: probe.get(name) for name, column in PROBES.items()},
     }
 

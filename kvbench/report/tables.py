@@ -50,6 +50,16 @@ VALUES = {
     "tpot_ms_mean": Value("ms / token", 2, timed=True),
     "tpot_ms_p50": Value("ms / token, median", 2, timed=True),
     "tpot_ms_p95": Value("ms / token, 95th percentile", 2, timed=True),
+    "floor_ms": Value("floor, ms / token", 2, timed=True),
+    "floor_ratio": Value("median / floor", 1),
+    "python_ms": Value("Python, ms / token", 2, timed=True),
+    "must_read_bytes": Value("weights and KV attended per step, MiB", 1, MIB),
+    "memory_bytes": Value("memory in decoding, MiB", 1, MIB),
+    "prefill_memory_bytes": Value("memory in the prefill, MiB", 1, MIB),
+    "weight_bytes": Value("weights, MiB", 1, MIB),
+    "whole_kv_bytes": Value("all KV, MiB", 1, MIB),
+    "copy_bandwidth": Value("copy, GB / s", 1, 1e-9),
+    "upload_bandwidth": Value("host to device, GB / s", 1, 1e-9),
     "recall": Value("recall"),
     "mass": Value("attention mass"),
     "output_error": Value("output error", 3),
@@ -71,6 +81,29 @@ WITH_SCORE = {
     "samples": Value("samples", 0),
 }
 SUMMARY = ("score", "device_kv_bytes", "moved_bytes_per_step", "ttft_s", "tpot_ms_mean", "recall")
+
+# What runs that are there to be timed show in place of a score, by table; the parts of a step stand in the last.
+TIMED = {
+    "latency": ("time", ("ttft_s", "tt2t_s", "tpot_ms_p50", "tpot_ms_p95", "floor_ms", "floor_ratio", "python_ms")),
+    "latency_bytes": (
+        "memory and bytes",
+        ("memory_bytes", "prefill_memory_bytes", "weight_bytes", "whole_kv_bytes")
+        + ("must_read_bytes", "read_bytes_per_step", "moved_bytes_per_step"),
+    ),
+    "latency_parts": ("where a step goes", ("tpot_ms_mean", "breakdown_ms", "floor_ms", "python_ms")),
+}
+SHORT = {
+    "ttft_s": "TTFT, s",
+    "tt2t_s": "TT2T, s",
+    "tpot_ms_mean": "TPOT, ms",
+    "tpot_ms_p50": "TPOT p50, ms",
+    "tpot_ms_p95": "TPOT p95, ms",
+    "floor_ms": "floor, ms",
+    "floor_ratio": "p50 / floor",
+    "python_ms": "Python, ms",
+}
+SIMULATED = {"tpot_ms_p50", "tpot_ms_mean", "breakdown_ms.transfer"}  # what says so where transfers are
+CELL = {"task.lengths", "task.batch", "task.repeats"}  # settings that the tokens and the batch of a row stand for
 
 # Options of a task that choose samples: a run with others still has comparable groups.
 CHOOSE_SAMPLES = {"task.lengths", "task.samples", "task.subsets", "task.keys", "task.positions"}
@@ -122,17 +155,87 @@ class Table:
 
 def summary(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
     """Everything found, a line for each model, task, method and budget and for what else differs; a table for each
-    protocol.
+    protocol. Runs that are there to be timed follow in tables of their own.
 
     Raises:
         ConfigError: as `select`.
     """
     evidence, tables = Evidence(runs), []
-    for number, (chosen, told) in enumerate(_by_protocol(runs, select(runs, where)), 1):
+    found = select(runs, where)
+    for number, (chosen, told) in enumerate(_by_protocol(runs, [run for run in found if not runs.timed(run)]), 1):
         axes = _telling_axes(runs, chosen, ["model", "task", "method", "budget"])
         id, title = (f"summary{number}", f"Runs with {told}") if told else ("summary", "All runs")
         tables.append(_pivot(evidence, chosen, axes, [], SUMMARY, id, title, {}))
+    for number, (chosen, told) in enumerate(_by_protocol(runs, [run for run in found if runs.timed(run)]), 1):
+        tables += _latency(runs, chosen, str(number) if told else "", told)
     return tables
+
+
+def _latency(runs: Runs, chosen: Sequence[int], number: str, told: str) -> list[Table]:
+    """Two tables of timed runs, a line for each cell (tokens, batch) and arm: what a step costs, and where it goes."""
+    cells = {(run, cell): line for run in chosen for cell, line in runs.cells(run).items()}
+    fixed = ["model", "task.keys", "task.prefill", "method", "budget"]
+    places: dict[tuple[Any, ...], list[int]] = {}
+    for run, cell in cells:
+        places.setdefault((*cell, *(_text(runs, run, key) for key in fixed)), []).append(run)
+    axes = [*fixed, *(key for key in _telling(runs, places.values()) if len(places) < len(cells) or key not in CELL)]
+    same = {key: _labels(runs, chosen, key)[0] for key in axes[:3] if len(_labels(runs, chosen, key)) == 1}
+    axes = [key for key in axes if key not in same]
+    rows = sorted(
+        ((tuple(_text(runs, run, key) for key in axes), cell, run) for run, cell in cells),
+        key=lambda row: (row[1], [_order(label) for label in row[0]]),
+    )
+    labels = [(*map(str, cell), *own) for own, cell, _ in rows]
+    parts = [name for name in runs.arms.columns if name.startswith("breakdown_ms.")]
+    parts = [name for name in parts if any(not _missing(line.get(name)) and line[name] > 0 for line in cells.values())]
+    title = ", ".join(filter(None, ["latency", *(f"{key.rpartition('.')[2]}={same[key]}" for key in same), told]))
+    tables = []
+    for id, (what, wanted) in TIMED.items():
+        names = [name for word in wanted for name in (parts if word == "breakdown_ms" else [word])]
+        lines = {name: _value(runs, name)._replace(label=_short(runs, name)) for name in names}
+        made = {(place, 0): _timed_cell(cells[run, cell], lines) for place, (_, cell, run) in enumerate(rows)}
+        notes = [*_timed_notes(runs, chosen, made.values()), *_notes(made.values(), {})]
+        head = ("tokens", "batch", *(key.rpartition(".")[2] for key in axes))
+        tables.append(Table(f"{id}{number}", f"{title}: {what}", head, labels, [""], made, lines, notes))
+    return tables
+
+
+def _short(runs: Runs, name: str) -> str:
+    """The label of a value where it stands beside many others."""
+    part = name.partition("breakdown_ms.")[2]
+    return f"{part.replace('_', ' ')}, ms" if part else SHORT.get(name, _value(runs, name).label)
+
+
+def _timed_cell(line: Mapping[str, Any], lines: Mapping[str, Value]) -> Cell:
+    """The values of one arm in one cell."""
+    numbers = {name: value.scale * float(line[name]) for name, value in lines.items() if not _missing(line.get(name))}
+    simulated = SIMULATED if "simulated" in str(line["transfer"]) else set()
+    counted = {"memory_bytes"} if line["memory"] == "counted" else set()
+    marks = {name: "c" if name in simulated else "a" for name in numbers if name in simulated | counted}
+    return Cell(numbers, marks, str(line["path"]))
+
+
+def _timed_notes(runs: Runs, chosen: Sequence[int], cells: Iterable[Cell]) -> list[str]:
+    """How these numbers were measured."""
+    shown = {name for cell in cells for name in cell.numbers}
+    notes = []
+    if "floor_ms" in shown:
+        rates = {_text(runs, run, "device_name"): runs.arm[run]["copy_bandwidth"] for run in chosen}
+        told = "; ".join(f"{name}: {rate / 1e9:.1f} GB / s" for name, rate in rates.items())
+        notes.append(
+            f"Floor: bytes of weights and of keys and values attended, over the bandwidth of a copy ({told}). "
+            "Times are of that machine."
+        )
+    if "python_ms" in shown:
+        notes.append("Python: the part of a step in which the device has nothing to do.")
+    if "synthetic_attention" in {_text(runs, run, "task.keys") for run in chosen}:
+        notes.append(
+            "keys=synthetic_attention: keys and queries are made (kvbench/synthetic.py), as random weights give none "
+            "that an index could find."
+        )
+    if "false" in {_text(runs, run, "task.prefill") for run in chosen}:
+        notes.append("prefill=false: stores were filled and nothing read by the model: no first token to time.")
+    return notes
 
 
 def by_group(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
@@ -143,7 +246,7 @@ def by_group(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
     """
     evidence, tables = Evidence(runs), []
     for task in dict.fromkeys(runs.arms["task"]):
-        own = [run for run in select(runs, where) if runs.arm[run]["task"] == task]
+        own = [run for run in select(runs, where) if runs.arm[run]["task"] == task and not runs.timed(run)]
         for number, (chosen, told) in enumerate(_by_protocol(runs, own), 1):
             if len({group for run in chosen for group in runs.scores[run].groups}) > 1:
                 axes = _telling_axes(runs, chosen, ["model", "method", "budget"])
