@@ -28,6 +28,7 @@ class HostTier:
         place: [B, Hkv, capacity] int64, slot of each token id.
         present: [B, Hkv, capacity] bool, token ids that live here.
         arranged: slots are no longer in the order of the ids.
+        copied: over once the prompt has left the device; None: it has. Who reads the prompt waits for it.
     """
 
     def __init__(self, like: torch.Tensor, capacity: int) -> None:
@@ -38,6 +39,7 @@ class HostTier:
         self.place = torch.arange(capacity).repeat(batch, kv_heads, 1)
         self.present = torch.zeros(batch, kv_heads, capacity, dtype=torch.bool)
         self.arranged = False
+        self.copied: torch.cuda.Event | None = None
         self._landing: deque[_Landing] = deque()
 
     def _zeros(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -47,20 +49,17 @@ class HostTier:
     def capacity(self) -> int:
         return self.key.shape[2]
 
-    def write_prompt(self, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int]) -> torch.cuda.Event | None:
+    def write_prompt(self, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int]) -> None:
         """Store the first `lengths[b]` tokens of each row of blocks [B, Hkv, capacity, D].
 
         From a GPU they are copied on a side stream, beside what the device computes next.
-
-        Returns:
-            The event of the last copy, from a GPU.
         """
         for row, length in enumerate(lengths):
             self.present[row, :, :length] = True
         if not key.is_cuda:
             for row, length in enumerate(lengths):
                 self.key[row, :, :length], self.value[row, :, :length] = key[row, :, :length], value[row, :, :length]
-            return None
+            return
         side = side_stream(key.device)
         side.wait_stream(torch.cuda.current_stream(key.device))
         with torch.cuda.stream(side):
@@ -68,17 +67,28 @@ class HostTier:
                 for head in range(key.shape[1]):  # each a contiguous block: one copy without a buffer between
                     self.key[row, head, :length].copy_(key[row, head, :length], non_blocking=True)
                     self.value[row, head, :length].copy_(value[row, head, :length], non_blocking=True)
-            copied: torch.cuda.Event = side.record_event()
+            self.copied = side.record_event()
         key.record_stream(side)  # freed earlier, it is not used again before the copies are through
         value.record_stream(side)
-        return copied
+
+    def arrived(self) -> None:
+        """Wait until the prompt is here."""
+        copied = self.copied  # several threads may wait
+        if copied is not None:
+            copied.synchronize()
+            self.copied = None
+
+    def settle(self) -> None:
+        """Wait until every token is in its slot."""
+        self.arrived()
+        self._land()
 
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1, D].
 
         From a GPU it lands in a buffer and is in its slot when the next one is appended, or when it is read.
         """
-        self.land()  # of earlier steps: there by now
+        self._land()  # of earlier steps: there by now
         for row, length in enumerate(lengths):
             self.present[row, :, length] = True
         new = torch.stack([key[:, :, 0], value[:, :, 0]])
@@ -91,11 +101,12 @@ class HostTier:
         event.record()
         self._landing.append(_Landing(tuple(lengths), buffer, event))
 
-    def land(self) -> None:
-        """Put the tokens that have left the device into their slots; waits for the last of them."""
+    def _land(self) -> None:
+        """Put new tokens that have left the device into their slots; waits for the last of them."""
         while self._landing:
             landing = self._landing.popleft()
-            landing.event.synchronize()
+            if not landing.event.query():
+                landing.event.synchronize()
             self._put(landing.lengths, landing.tokens)
 
     def _put(self, lengths: Sequence[int], tokens: torch.Tensor) -> None:
@@ -119,8 +130,9 @@ class HostTier:
         if not bool(self.present[row, head, token].all()):
             lost = token[~self.present[row, head, token]][0].item()
             raise LookupError(f"token {lost} is not in the store: dropped earlier, or not seen yet")
-        if any(bool((token >= min(landing.lengths)).any()) for landing in self._landing):
-            self.land()
+        self.arrived()
+        if any(bool((token >= torch.tensor(landing.lengths)[row]).any()) for landing in self._landing):
+            self._land()
         slot = self.place[row, head, token]
         pinned = self._device.type == "cuda"
         buffer = torch.empty(2, len(token), self.key.shape[3], dtype=self.key.dtype, pin_memory=pinned)
@@ -131,7 +143,7 @@ class HostTier:
 
     def grow(self, capacity: int) -> None:
         """Make room for token ids up to capacity - 1."""
-        self.land()
+        self.settle()
         held, more = self.capacity, capacity - self.capacity
         for name in ("key", "value"):
             old = getattr(self, name)
@@ -144,7 +156,7 @@ class HostTier:
 
     def arrange(self, order: torch.Tensor) -> None:
         """Set the physical order: slot s holds token order[b, h, s]; order [B, Hkv, S], a permutation of 0 .. S - 1."""
-        self.land()
+        self.settle()
         order = order.cpu()
         count = order.shape[2]
         if not torch.equal(order.sort(dim=2).values, torch.arange(count).expand_as(order)):

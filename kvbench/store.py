@@ -187,7 +187,7 @@ class LayerStore:
         self.used = torch.tensor(self.lengths).unsqueeze(1).repeat(1, self.key.shape[1])
         if self._home == "host":
             self.host = HostTier(self.key, max(self.reserved, *self.lengths))
-            self._copied = self.host.write_prompt(self.key, self.value, self.lengths)
+            self.host.write_prompt(self.key, self.value, self.lengths)
 
     def close(self) -> None:
         """The shared memory behind the prompt goes to another store."""
@@ -197,7 +197,7 @@ class LayerStore:
         """The first `count` keys and values in host memory, [B, Hkv, count, D], where the home is the host."""
         if self.host is None:
             return None
-        return Arrival(self.host.key[:, :, :count], self.host.value[:, :, :count], self._copied)
+        return Arrival(self.host.key[:, :, :count], self.host.value[:, :, :count], self.host.copied)
 
     def leave_device(self) -> None:
         """Free the prompt's device copy of a store whose home is the host; nothing to do for another."""
@@ -441,6 +441,8 @@ class LayerStore:
         head = torch.arange(self.used.numel(), device=ids.device).view(*self.used.shape, 1)
         far = torch.where((near < 0) & (ids != NO_TOKEN), head * self.host.capacity + ids, -1)
         self._fetched = self._fetched + (far >= 0).sum()
+        if self.host.copied is not None:
+            torch.cuda.current_stream(index.device).wait_event(self.host.copied)
         size = (*ids.shape, self.key.shape[3])
         sides = zip(self._joined(blocks), (self.host.key, self.host.value), strict=True)
         key, value = (uva.fetch(near.view(-1), far.view(-1), rows, host.view(-1, size[3])) for rows, host in sides)
@@ -462,7 +464,7 @@ class LayerStore:
     def everything(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids [n] ascending, keys and values [n, D], of all tokens one KV head still has in any tier, on the CPU."""
         if self.host is not None:
-            self.host.land()
+            self.host.settle()
         used = int(self.used[row, head])
         ids = torch.arange(used) if self.ids is None else self.ids[row, head, :used].cpu()
         key, value = self.key[row, head, :used].cpu(), self.value[row, head, :used].cpu()
@@ -485,7 +487,7 @@ class LayerStore:
         if self._home == "device":
             return self.resident()[:2] if index is None else self.gather(index)
         assert self.host is not None
-        self.host.land()
+        self.host.settle()
         if index is None:
             index = torch.arange(max(self.lengths)).expand(*self.used.shape, -1)
         else:
@@ -638,6 +640,7 @@ class View:
         host = self._stores[layer].host
         if host is None:
             raise ValueError("host_keys are those of host memory; declare Needs(home='host')")
+        host.arrived()
         return host.key
 
     def count_read(self, layer: int, keys: int) -> None:

@@ -1,0 +1,189 @@
+"""How tokens travel between host and device: pinned memory, landings, rows the device reads itself, a filled prompt."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import twin
+from conftest import SMALL, drive, stream
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench import pinned, uva
+from kvbench.engine import Engine
+from kvbench.hf import method_named
+from kvbench.host import Arrival, HostTier
+from kvbench.meters import Spans
+from kvbench.method import Budget, Method, Needs, Prompt, Shape
+
+CUDA = torch.device("cuda:0")
+
+
+@pytest.fixture
+def cuda() -> Iterator[twin.Twin]:
+    with twin.device() as cuda:
+        yield cuda
+
+
+def block(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+# -- pinned memory -----------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_pinned_at_their_exact_size(cuda: twin.Twin) -> None:
+    before = dict(twin._registered)
+    tier = HostTier(block(1, 2, 16, 3).to(CUDA), 37)
+    fresh = {at: size for at, size in twin._registered.items() if at not in before}
+    assert tier.key.is_pinned() and tier.value.is_pinned() and not tier.key.any()
+    assert all(size == 2 * 37 * 3 * 4 for size in fresh.values())
+
+
+def test_a_block_is_lent_again_once_its_owner_is_gone(cuda: twin.Twin) -> None:
+    like = block(1, 2, 16, 5).to(CUDA)
+    first = HostTier(like, 41)
+    held = {first.key.data_ptr(), first.value.data_ptr()}
+    second = HostTier(like, 41)
+    assert not held & {second.key.data_ptr(), second.value.data_ptr()}, "a block has one owner"
+    del first
+    gc.collect()
+    third = HostTier(like, 41)
+    assert {third.key.data_ptr(), third.value.data_ptr()} == held
+
+
+def test_memory_of_generations_past_is_given_back_before_none_is_left(
+    cuda: twin.Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = Spans()
+    pinned.pinned_zeros((7, 7), torch.float32, owner)
+    del owner
+    gc.collect()
+    assert any(pinned._free.values())
+    pin, calls = pinned._register, []
+
+    def full_once(memory: torch.Tensor) -> None:
+        calls.append(memory.nbytes)
+        if len(calls) == 1:
+            raise RuntimeError("CUDA error: out of memory")
+        pin(memory)
+
+    monkeypatch.setattr(pinned, "_register", full_once)
+    owner = Spans()
+    assert pinned.pinned_zeros((3, 3), torch.bfloat16, owner).shape == (3, 3)
+    assert calls == [18, 18] and not any(pinned._free.values())
+
+
+# -- new tokens --------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_waits_for_a_new_token_before_it_is_read(cuda: twin.Twin) -> None:
+    prompt, new = block(2, 2, 16, 4), block(2, 2, 3, 4, seed=1)
+    tier = HostTier(prompt.to(CUDA), 12)
+    tier.write_prompt(prompt.to(CUDA), prompt.to(CUDA), [5, 3])
+    key, row, head = new.to(CUDA), torch.tensor([1, 0]), torch.tensor([0, 1])
+    tier.append([5, 3], key[:, :, :1], -key[:, :, :1])
+    cuda.finish()
+    with cuda.no_sync():
+        tier.append([6, 4], key[:, :, 1:2], -key[:, :, 1:2])
+    read = tier.read(row, head, torch.tensor([3, 5]))
+    assert not tier.key[0, 0, 6].equal(new[0, 0, 1]), "an older one does not wait for the newest"
+    assert torch.equal(read, torch.stack([new[row, head, 0], -new[row, head, 0]]))
+    read = tier.read(row, head, torch.tensor([4, 6]))
+    assert torch.equal(read, torch.stack([new[row, head, 1], -new[row, head, 1]]))
+
+
+def test_an_arrival_is_waited_for_by_who_asks(cuda: twin.Twin) -> None:
+    prompt = block(1, 1, 16, 4)
+    tier = HostTier(prompt.to(CUDA), 16)
+    there = prompt.to(CUDA)
+    cuda.syncs.clear()
+    tier.write_prompt(there, there, [16])
+    arrival = Arrival(tier.key, tier.value, tier.copied)
+    assert not cuda.syncs and not tier.key.equal(prompt)
+    assert arrival.result()[0].equal(prompt)
+
+
+# -- rows the device reads itself --------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_fetched_rows_come_from_their_side(data: st.DataObject) -> None:
+    here, host = block(data.draw(st.integers(0, 3)), 4), block(data.draw(st.integers(1, 5)), 4, seed=1)
+    near = data.draw(st.lists(st.integers(-1, len(here) - 1), max_size=6))
+    far = [data.draw(st.integers(-1, len(host) - 1)) if at < 0 else -1 for at in near]
+    rows = uva.fetch(torch.tensor(near, dtype=torch.int64), torch.tensor(far, dtype=torch.int64), here, host)
+    zero = torch.zeros(4)
+    for row, local, remote in zip(rows, near, far, strict=True):
+        assert torch.equal(row, here[local] if local >= 0 else host[remote] if remote >= 0 else zero)
+
+
+# -- spans on a stream -------------------------------------------------------------------------------------------------
+
+
+def test_spans_are_the_stream_s_times(cuda: twin.Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(twin.time, "perf_counter", lambda: now)
+    spans = Spans(CUDA)
+    for turn in range(1, 3):  # events of the first turn serve again in the second
+        with spans("outer"):
+            now += 1
+            with spans("inner"):
+                now += 2
+            now += 4
+        assert sum(spans.seconds.values()) == 7 * (turn - 1), "nothing new is known before the stream is waited for"
+        spans.fold()
+        assert spans.seconds == {"outer": 5 * turn, "inner": 2 * turn}
+        now += 8
+    assert len(spans._idle) <= 4, "a turn takes four, and they are used again"
+    with spans("outer"):
+        now += 1
+    assert spans.reset() == {"outer": 11, "inner": 4}
+    assert spans.reset() == {}
+
+
+def test_noting_a_span_makes_no_host_wait(cuda: twin.Twin) -> None:
+    spans = Spans(CUDA)
+    with cuda.no_sync(), spans("outer"), spans("inner"):
+        torch.zeros(3, device=CUDA).add_(1)
+
+
+# -- a prompt that no forward pass has made ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv", "icecache", "quest"])
+def test_a_filled_prompt_is_a_prefilled_one(name: str) -> None:
+    fixed = stream(90, 90, layers=2)
+    prefilled = drive(fixed, method_named(name), SMALL)
+    shape = prefilled.engine.shape
+    engine = Engine(shape, method_named(name), Budget(SMALL), new_tokens=fixed.steps)
+    engine.start_chunk(fixed.tokens[:, :90])
+    for layer in range(2):
+        key, value, query = (part[layer, :, :, :90] for part in (fixed.keys, fixed.values, fixed.queries))
+        engine.fill(layer, key, value, query[:, :, -40:])
+    outputs = []
+    for step in range(90, 90 + fixed.steps):
+        engine.start_step(fixed.tokens[:, step])
+        now = [part[:, :, :, step, None] for part in (fixed.queries, fixed.keys, fixed.values)]
+        outputs.append(torch.stack([engine.attend(layer, *(part[layer] for part in now)) for layer in range(2)]))
+    assert torch.equal(torch.stack(outputs)[..., 0, :], prefilled.outputs)
+
+
+def test_what_only_a_forward_pass_shows_cannot_be_filled() -> None:
+    class Sums(Method):
+        needs = Needs(attention_sums=True)
+
+        def prefill(self, layer: int, prompt: Prompt) -> None:
+            raise AssertionError("there are no sums")
+
+    cpu = torch.device("cpu")
+    shape = Shape(1, 2, 1, 4, (5,), torch.float32, cpu, 0.5, (0,))
+    engine = Engine(shape, Sums(), Budget(None), new_tokens=1)
+    engine.start_chunk(torch.zeros(1, 5, dtype=torch.int64))
+    rows: Any = block(1, 1, 5, 4)
+    with pytest.raises(ValueError, match="attention sums"):
+        engine.fill(0, rows, rows, block(1, 2, 5, 4))
