@@ -5,19 +5,19 @@ answers `.device` and its like by the mark, refuses what CUDA refuses, computes 
 tensors), and marks the results. A dispatch mode below it sees the ATen operations of a call, to count host syncs and to
 follow which stream reads and writes what.
 
-Modelled: devices that must not mix; host syncs, by a list of operations; streams and events as partial orders; copies
-that are not done before something waits for them; device memory by living storages. Nothing is asynchronous in fact:
+Modelled: devices that must not mix; host syncs, by a list of operations; streams and events, as partial orders; copies
+that are not done before something waits for them; device memory, by living storages. Nothing is asynchronous in fact:
 work runs at once, and what CUDA leaves to chance is decided against the program.
 - Two streams that meet in one tensor without a wait between them, or in freed memory that a stream hands out again:
   RuntimeError at the second one.
-- A copy down into pinned memory: poison (NaN, or a large negative number) until the host has waited for it.
+- A copy down into pinned memory: poison (NaN, or the smallest integer) until the host has waited for it.
 - A copy up from pinned memory: if the host has written there before it waited for the copy, AssertionError as it waits,
   or at the end of the `with`.
 `cuda.finish()` is time passing: all that is in flight completes, and no wait is counted.
 
-Not modelled: kernels, their numerics and their time, CUDA graphs, more than one device, C++ or Triton code that is
-handed a pointer, autograd. Memory is counted without rounding. An operation that syncs and is not in `SYNCING` goes
-unseen, as does a host that reads or writes device memory behind torch's back.
+Not modelled: kernels, their numerics and their time, CUDA graphs, more than one device, autograd. Memory is counted
+without rounding. A syncing operation that is not in `SYNCING` goes unseen, as does what reads or writes memory behind
+torch's back: numpy, and kernels of our own, for which `cuda.kernel` stands in.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 CAPACITY = 80 << 30  # bytes of device memory that the device claims to have
-INSIDE = (str(Path(torch.__file__).parent), __file__)  # files that a sync's location does not name
+INSIDE = (str(Path(torch.__file__).parent), __file__)  # files that a sync's place does not name
 
 # ATen operations for which the host waits, since it needs a value or the size of their result.
 SYNCING = {
@@ -48,19 +49,21 @@ SYNCING = {
     *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
 }
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-# Calls that take tensors of both sides: of `other` they use the shape only.
+# Calls that use of the other tensor its shape or kind only, and calls for which one of 0 dimensions is no scalar.
 SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "is_same_size", "_has_compatible_shallow_copy_type"}
-# Calls for which a CPU tensor of 0 dimensions is no scalar.
 JOINING = {"cat", "concat", "stack", "hstack", "vstack"}
-# Functions of torch.cuda without a meaning here.
-NOTHING = ("_lazy_init", "init", "set_device", "empty_cache", "manual_seed", "manual_seed_all", "set_rng_state")
+# Functions of torch.cuda that have nothing to do here.
+IDLE = ("_lazy_init", "init", "set_device", "empty_cache", "manual_seed", "manual_seed_all", "set_rng_state")
 
 Clock = dict["Stream", int]  # of each stream, how many of its operations are known to be over
 
 # A program may keep streams and pinned memory for longer than one `with`.
 _here: list[Twin] = []
 _streams: WeakSet[Stream] = WeakSet()
-_registered: dict[int, int] = {}  # bytes of host memory that is pinned from outside, by address
+_registered: dict[int, int] = {}  # bytes of host memory that was pinned after it was allocated, by address
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
 
 
 class Stream:
@@ -68,8 +71,8 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.device, self.clock = CUDA, {self: 0}
+        self.freed: Clock = {}  # last uses, by other streams, of memory that this one may hand out again
         _streams.add(self)
-        self.freed: Clock = {}  # last uses of memory that was allocated here and may be handed out again
 
     def tick(self) -> int:
         self.clock[self] += 1
@@ -87,10 +90,10 @@ class Stream:
         _merge(self.clock, stream.clock)
 
     def synchronize(self) -> None:
-        _twin().sync("Stream.synchronize", self)
+        _here[-1].sync("Stream.synchronize", self.clock)
 
     def query(self) -> bool:
-        return _before(self.clock, _twin().known)
+        return _before(self.clock, _here[-1].known)
 
 
 class Event:
@@ -100,18 +103,18 @@ class Event:
         self.timing, self.clock, self.at = enable_timing, dict[Stream, int](), 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        stream = stream or _twin().stream
+        stream = stream or _here[-1].stream
         stream.tick()
         self.clock, self.at = dict(stream.clock), time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
-        (stream or _twin().stream).wait_event(self)
+        (stream or _here[-1].stream).wait_event(self)
 
     def synchronize(self) -> None:
-        _twin().sync("Event.synchronize", self)
+        _here[-1].sync("Event.synchronize", self.clock)
 
     def query(self) -> bool:
-        return _before(self.clock, _twin().known)
+        return _before(self.clock, _here[-1].known)
 
     def elapsed_time(self, end: Event) -> float:
         if not (self.timing and end.timing and self.clock and end.clock):
@@ -121,47 +124,57 @@ class Event:
         return (end.at - self.at) * 1e3
 
 
+def _merge(clock: Clock, other: Clock) -> None:
+    for stream, tick in other.items():
+        clock[stream] = max(clock.get(stream, 0), tick)
+
+
+def _before(clock: Clock, *others: Clock) -> bool:
+    """Every operation of `clock` is over in one of the others."""
+    return all(any(tick <= other.get(stream, 0) for other in others) for stream, tick in clock.items())
+
+
 class Allocation:
-    """The mark of a device storage: who used it last, and its size while it lives."""
+    """The mark of a device storage: its size while it lives, and which streams have used it last."""
 
     def __init__(self, cuda: Twin, size: int) -> None:
-        self.cuda, self.size, self.home = cuda, size, cuda.stream
+        self.cuda, self.size, self.home = cuda, 0, cuda.stream
+        self.recorded: set[Stream] = set()
+        self.writes, self.reads = {self.home: self.home.tick()}, dict[Stream, int]()
         freed, self.home.freed = self.home.freed, {}
         if not cuda.ordered(freed):
             raise RuntimeError("memory is handed out again that another stream may still use: record_stream or a wait")
-        self.recorded: set[Stream] = set()
-        self.reads: Clock = {}
-        self.written = (self.home, self.home.tick())
+        self.size = size
         cuda.allocated += size
         cuda.peak = max(cuda.peak, cuda.allocated)
 
     def use(self, write: bool) -> None:
-        """The current stream reads or writes; refuses where that is not ordered behind what it must come after."""
-        stream = self.cuda.stream
-        if not self.cuda.ordered(dict([self.written])) or (write and not self.cuda.ordered(self.reads)):
+        """The current stream reads or writes; refuses what is not ordered behind all that it must come after."""
+        if not (self.cuda.ordered(self.writes) and (not write or self.cuda.ordered(self.reads))):
             raise RuntimeError("a stream meets another one's tensor without a wait between them")
+        stream = self.cuda.stream
         if write:
-            self.written = (stream, stream.tick())
-            self.reads.clear()
+            self.writes, self.reads = {stream: stream.tick()}, {}
         else:
             self.reads[stream] = stream.tick()
 
     def __del__(self) -> None:
-        if not hasattr(self, "written"):
-            return
         self.cuda.allocated -= self.size
-        for stream, tick in [self.written, *self.reads.items()]:
+        for stream, tick in [*self.writes.items(), *self.reads.items()]:
             if stream is not self.home and stream not in self.recorded:
                 _merge(self.home.freed, {stream: tick})
 
 
 class Flight(NamedTuple):
-    """A copy that the host has not waited for: as which operation of its stream, which way, and what waiting does."""
+    """A copy that the host has not waited for: which operation of its stream, which way, and what waiting does."""
 
     stream: Stream
     tick: int
     up: bool
     land: Callable[[], object]
+
+
+# -- the device --------------------------------------------------------------------------------------------------------
 
 
 class Twin(TorchFunctionMode):
@@ -178,13 +191,10 @@ class Twin(TorchFunctionMode):
         self.syncs: list[tuple[str, str]] = []
         self.allocated = self.peak = 0
         self.known: Clock = {}
-        self.default = Stream()
-        self._local = threading.local()
+        self.default, self._local = Stream(), threading.local()
         self._flights: list[Flight] = []
         self._landing = threading.Lock()
         self._forbidden = False
-
-    # -- time ------------------------------------------------------------------------------------------------------
 
     @property
     def stream(self) -> Stream:
@@ -204,17 +214,11 @@ class Twin(TorchFunctionMode):
             self.set_stream(before)
 
     def ordered(self, uses: Clock) -> bool:
-        """Whether the current stream's next operation comes after all these."""
-        now = self.stream.clock
-        return all(tick <= max(now.get(stream, 0), self.known.get(stream, 0)) for stream, tick in uses.items())
+        """The current stream's next operation comes after all of these."""
+        return _before(uses, self.stream.clock, self.known)
 
-    def sync(self, name: str, what: Stream | Event | None = None) -> None:
-        """The host waits, for the current stream by default."""
-        self.count(name)
-        self._complete((what or self.stream).clock)
-
-    def count(self, name: str) -> None:
-        """Note that the host waited, and where."""
+    def sync(self, name: str, clock: Clock | None = None) -> None:
+        """The host waits, for the current stream by default; notes where."""
         frame = sys._getframe(1)
         while frame.f_back and frame.f_code.co_filename.startswith(INSIDE):
             frame = frame.f_back
@@ -222,6 +226,7 @@ class Twin(TorchFunctionMode):
         self.syncs.append((name, place))
         if self._forbidden:
             raise RuntimeError(f"{name} at {place}: the host waits for the device")
+        self._complete(self.stream.clock if clock is None else clock)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -233,12 +238,12 @@ class Twin(TorchFunctionMode):
             self._forbidden = before
 
     def synchronize(self, device: Any = None) -> None:
-        self.count("cuda.synchronize")
+        self.sync("cuda.synchronize")
         self.finish()
 
     def finish(self) -> None:
         """Complete all that is in flight, as time would."""
-        for stream in _streams:
+        for stream in list(_streams):
             self._complete(stream.clock)
 
     def _complete(self, clock: Clock) -> None:
@@ -252,32 +257,26 @@ class Twin(TorchFunctionMode):
             for flight in landed:
                 flight.land()
 
-    # -- copies ----------------------------------------------------------------------------------------------------
-
     def copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         """target.copy_(source), one of them on the device and one on the host."""
-        up = on_device(target)
-        device, host = (target, source) if up else (source, target)
         if not source.numel():
             return target
-        _allocation(device).use(write=up)
-        if not (non_blocking and is_pinned(host)):
+        up = on_device(target)
+        (target if up else source).untyped_storage().twin.use(write=up)
+        if not (non_blocking and is_pinned(source if up else target)):
             self.sync("copy up" if up else "copy down")
             return target.copy_(source)
         before = source.clone()
-        if up:
-            target.copy_(source)
-            land = _expect_unchanged(source, before)
-        else:
-            target.copy_(_poison(before))
-            land = _deliver(target, before)
-        self._flights.append(Flight(self.stream, self.stream.tick(), up, land))
-        return target
 
-    def move(
-        self, source: torch.Tensor, device: torch.device, non_blocking: bool = False, **layout: Any
-    ) -> torch.Tensor:
-        """A copy on the other side; one that comes down without blocking lies in pinned memory, as CUDA's does."""
+        def check() -> None:
+            now, then = (side.contiguous().view(-1).view(torch.uint8) for side in (source, before))
+            assert torch.equal(now, then), "pinned memory was overwritten while a copy from it might be in flight"
+
+        self._flights.append(Flight(self.stream, self.stream.tick(), up, check if up else lambda: target.copy_(before)))
+        return target.copy_(source if up else _poison(before))
+
+    def move(self, source: torch.Tensor, device: torch.device, non_blocking: bool, **layout: Any) -> torch.Tensor:
+        """A copy on the other side; what comes down without blocking comes into pinned memory, as CUDA has it."""
         target = torch.empty_like(source, **layout)
         if device == CUDA:
             self.mark(target)
@@ -287,18 +286,9 @@ class Twin(TorchFunctionMode):
 
     def mark(self, tensor: torch.Tensor) -> None:
         """This tensor's storage is on the device."""
-        storage = tensor.untyped_storage()
-        if not isinstance(getattr(storage, "twin", None), Allocation):
+        if not on_device(tensor):
+            storage = tensor.untyped_storage()
             storage.twin = Allocation(self, storage.nbytes())
-
-    # -- calls -----------------------------------------------------------------------------------------------------
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if (handler := HANDLERS.get(func)) is not None:
-            return handler(self, func, *args, **kwargs)
-        name = func.__name__
-        return func(*args, **kwargs) if name in ("__get__", "__set__") else self.call(func, args, kwargs)
 
     def kernel(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """`func` in the place of a kernel of our own, which may read pinned memory from the device.
@@ -313,31 +303,35 @@ class Twin(TorchFunctionMode):
 
         return launch
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if (handler := HANDLERS.get(func)) is not None:
+            return handler(self, func, *args, **kwargs)
+        return func(*args, **kwargs) if func.__name__ in ("__get__", "__set__") else self.call(func, args, kwargs)
+
     def call(self, func: Any, args: Any, kwargs: dict[str, Any], mixes: bool = False) -> Any:
         """Compute on the CPU; `mixes`: the call may be given tensors of both sides."""
         asked = kwargs.get("device")
         if asked is not None:
-            asked = kwargs["device"] = torch.device(asked)
-            if asked.type == "cuda":
-                asked, kwargs["device"] = _the_device(asked), CPU
-        pinned = kwargs.pop("pin_memory", False)
-        tensors = list(_tensors((args, kwargs)))
+            asked = _the_device(asked)
+            kwargs["device"] = CPU if asked == CUDA else asked
+        pinned, tensors = kwargs.pop("pin_memory", False), [*_tensors(args), *_tensors(tuple(kwargs.values()))]
         there = any(map(on_device, tensors))
-        if there and not mixes and func.__name__ not in SHAPE_ONLY:
+        if not there:
+            out = func(*args, **kwargs)
+        else:
             least = 0 if func.__name__ in JOINING else 1
-            if any(tensor.dim() >= least and on_host(tensor) for tensor in tensors):
+            mixes = mixes or func.__name__ in SHAPE_ONLY
+            if not mixes and any(tensor.dim() >= least and on_host(tensor) for tensor in tensors):
                 raise RuntimeError(
                     f"{func.__name__}: expected all tensors to be on the same device, but found at least two devices, "
                     "cuda:0 and cpu!"
                 )
-        if not there:
-            out = func(*args, **kwargs)
-        else:
             with _Watch(self, tensors):
                 out = func(*args, **kwargs)
         if asked == CUDA or (there and asked is None):
             for tensor in _tensors(out):
-                if on_host(tensor):
+                if not tensor.is_meta:
                     self.mark(tensor)
         elif pinned:
             out.untyped_storage().twin = "pinned"
@@ -347,7 +341,7 @@ class Twin(TorchFunctionMode):
 class _Watch(TorchDispatchMode):
     """Sees the ATen operations of one call on device tensors: counts syncs, and notes who reads and writes what."""
 
-    def __init__(self, cuda: Twin, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, cuda: Twin, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.cuda = cuda
         self.host = {tensor.untyped_storage()._cdata for tensor in tensors if on_host(tensor)}
@@ -358,12 +352,12 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            self._use(argument, value)
-        for argument in func._schema.arguments:
-            self._use(argument, kwargs.get(argument.name))
-        name = func._schema.name.removeprefix("aten::")
+        for at, name, write in _accesses(func):
+            for tensor in _tensors(args[at] if at < len(args) else kwargs.get(name)):
+                if on_device(tensor):
+                    tensor.untyped_storage().twin.use(write)
         out = func(*args, **kwargs)
+        name = func._opname
         if name in SYNCING and args[0].untyped_storage()._cdata not in self.host:
             self.cuda.sync(name)
         elif name in INDEXING and any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1]):
@@ -372,35 +366,38 @@ class _Watch(TorchDispatchMode):
             self.cuda.sync(name)
         return out
 
-    def _use(self, argument: Any, value: Any) -> None:
-        write = argument.alias_info is not None and argument.alias_info.is_write
-        if argument.alias_info is None or write:  # what is only viewed is not read
-            for tensor in _tensors(value):
-                if on_device(tensor):
-                    _allocation(tensor).use(write)
+
+@cache
+def _accesses(func: Any) -> list[tuple[int, str, bool]]:
+    """Place, name and whether it is written, of each tensor that an operation does more with than view it."""
+    return [
+        (at, argument.name, argument.alias_info is not None)
+        for at, argument in enumerate(func._schema.arguments)
+        if "Tensor" in str(argument.type) and (argument.alias_info is None or argument.alias_info.is_write)
+    ]
 
 
 # -- what the function mode answers itself -----------------------------------------------------------------------------
 
 
 def _to(cuda: Twin, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if isinstance(kwargs.get("other", args[0] if args else None), torch.Tensor):
-        other, *args = [kwargs.pop("other")] if "other" in kwargs else args
-        kwargs |= dict(zip(("non_blocking", "copy"), args, strict=False))
-        kwargs |= {"device": CUDA if on_device(other) else CPU, "dtype": other.dtype}
-        args = []
+    if args and isinstance(args[0], torch.Tensor):
+        other, *rest = args
+        kwargs |= {"dtype": other.dtype, **dict(zip(("non_blocking", "copy"), rest, strict=False))}
+        args = (CUDA if on_device(other) else CPU,)
     always = kwargs.pop("copy", False)
-    if len(args) > 1 and isinstance(args[-1], bool) and isinstance(args[-2], bool):
-        *args, always = args
     device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
-    device = None if device is None else _the_device(device)
-    wanted = {"dtype": tensor.dtype if dtype is None else dtype}
+    wanted: dict[str, Any] = {"dtype": tensor.dtype if dtype is None else dtype}
     if layout is not None:
         wanted["memory_format"] = layout
-    if device is None or tensor.is_meta or device.type == "meta" or on_device(tensor) == (device == CUDA):
-        where = {"device": device} if device is not None and device.type == "meta" else {}
-        return cuda.call(func, (tensor,), {**wanted, **where, "copy": always})
+    device = _the_device(device) if device is not None else None
+    if device is None or "meta" in (device.type, tensor.device.type) or on_device(tensor) == (device == CUDA):
+        return cuda.call(func, (tensor,), {**wanted, "device": device, "copy": always})
     return cuda.move(tensor, device, non_blocking, **wanted)
+
+
+def _up(cuda: Twin, func: Any, tensor: torch.Tensor, device: Any = CUDA, non_blocking: bool = False) -> torch.Tensor:
+    return _to(cuda, torch.Tensor.to, tensor, device, non_blocking=non_blocking)
 
 
 def _copy(cuda: Twin, func: Any, target: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:
@@ -424,20 +421,18 @@ def _setitem(cuda: Twin, func: Any, tensor: torch.Tensor, index: Any, value: Any
 
 
 def _check_index(cuda: Twin, tensor: torch.Tensor, index: Any) -> None:
+    """A device tensor may be indexed from the host, and waits for the index to come up; not the other way round."""
     indices = [one for one in _tensors(index) if one.dim()]
-    if not on_device(tensor) and any(map(on_device, indices)):
+    if on_device(tensor):
+        parts = index if isinstance(index, tuple) else (index,)
+        lists = any(hasattr(part, "__len__") and not isinstance(part, torch.Tensor) for part in parts)
+        if lists or any(map(on_host, indices)):
+            cuda.sync("indexing from the host")
+    elif any(map(on_device, indices)):
         raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
-    parts = index if isinstance(index, tuple) else (index,)
-    if on_device(tensor) and (any(map(on_host, indices)) or any(hasattr(one, "__len__") for one in _arrays(parts))):
-        cuda.sync("indexing from the host")
 
 
-def _arrays(parts: Iterable[Any]) -> list[Any]:
-    """Lists and arrays among the parts of an index."""
-    return [part for part in parts if not isinstance(part, (torch.Tensor, str)) and part is not None]
-
-
-def _new_from_data(cuda: Twin, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _from_data(cuda: Twin, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     if func == torch.Tensor.new_tensor:
         like, *args = args
         kwargs = {"dtype": like.dtype, "device": CUDA if on_device(like) else CPU, **kwargs}
@@ -456,15 +451,12 @@ def _numpy(cuda: Twin, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: An
 
 
 def _tolist(cuda: Twin, func: Any, tensor: torch.Tensor) -> Any:
-    if on_device(tensor):
-        _allocation(tensor).use(write=False)
-        cuda.sync("tolist")
-    return func(tensor)
+    return func(_to(cuda, torch.Tensor.to, tensor, CPU))
 
 
 def _pin_memory(cuda: Twin, func: Any, tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
     if on_device(tensor):
-        raise RuntimeError("cannot pin 'torch.cuda.FloatTensor': only dense CPU tensors can be pinned")
+        raise RuntimeError("cannot pin a tensor of the device: only dense CPU tensors can be pinned")
     if is_pinned(tensor):
         return tensor
     pinned = tensor.clone()
@@ -472,42 +464,28 @@ def _pin_memory(cuda: Twin, func: Any, tensor: torch.Tensor, device: Any = None)
     return pinned
 
 
-def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
-    _allocation(tensor).recorded.add(stream)
-
-
-def _down(cuda: Twin, func: Any, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-    return _to(cuda, torch.Tensor.to, tensor, CPU)
-
-
-def _up(cuda: Twin, func: Any, tensor: torch.Tensor, device: Any = None, non_blocking: bool = False) -> torch.Tensor:
-    return _to(cuda, torch.Tensor.to, tensor, CUDA if device is None else device, non_blocking=non_blocking)
-
-
-def _answer(when_there: Any) -> Callable[..., Any]:
-    """What a device tensor says; of a CPU tensor, what it says itself."""
-    return lambda cuda, func, tensor, *args: when_there if on_device(tensor) else func(tensor, *args)
+def _says(answer: Any) -> Callable[..., Any]:
+    """What a device tensor answers; a CPU tensor answers itself."""
+    return lambda cuda, func, tensor, *args: answer if on_device(tensor) else func(tensor, *args)
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.device.__get__: _answer(CUDA),
-    torch.Tensor.is_cuda.__get__: _answer(True),
-    torch.Tensor.is_cpu.__get__: _answer(False),
-    torch.Tensor.get_device: _answer(0),
+    torch.Tensor.device.__get__: _says(CUDA),
+    torch.Tensor.is_cuda.__get__: _says(True),
+    torch.Tensor.is_cpu.__get__: _says(False),
+    torch.Tensor.get_device: _says(0),
     torch.Tensor.is_pinned: lambda cuda, func, tensor, device=None: is_pinned(tensor),
     torch.Tensor.pin_memory: _pin_memory,
     torch.Tensor.to: _to,
-    torch.Tensor.cpu: _down,
+    torch.Tensor.cpu: lambda cuda, func, tensor, **layout: _to(cuda, torch.Tensor.to, tensor, CPU, **layout),
     torch.Tensor.cuda: _up,
     torch.Tensor.copy_: _copy,
     torch.Tensor.numpy: _numpy,
     torch.Tensor.__array__: _numpy,
     torch.Tensor.tolist: _tolist,
     torch.Tensor.__getitem__: _getitem,
-    torch.Tensor.__setitem__: _setitem,
-    torch.Tensor.index_put_: _setitem,
-    torch.Tensor.index_put: _setitem,
-    **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor), _new_from_data),
+    **dict.fromkeys((torch.Tensor.__setitem__, torch.Tensor.index_put_, torch.Tensor.index_put), _setitem),
+    **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor), _from_data),
 }
 
 
@@ -524,13 +502,8 @@ def on_host(tensor: torch.Tensor) -> bool:
 
 def is_pinned(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
-    first = storage.data_ptr()
-    registered = any(start <= first < start + size for start, size in _registered.items())
+    registered = any(0 <= storage.data_ptr() - first < size for first, size in _registered.items())
     return registered or getattr(storage, "twin", None) == "pinned"
-
-
-def _allocation(tensor: torch.Tensor) -> Allocation:
-    return tensor.untyped_storage().twin
 
 
 def _the_device(device: Any) -> torch.device:
@@ -540,45 +513,17 @@ def _the_device(device: Any) -> torch.device:
     return CUDA if device.type == "cuda" else device
 
 
-def _tensors(thing: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested arguments."""
+def _tensors(thing: Any) -> list[torch.Tensor]:
+    """Every tensor in nested lists and tuples."""
     if isinstance(thing, torch.Tensor):
-        yield thing
-    elif isinstance(thing, (list, tuple)):
-        for part in thing:
-            yield from _tensors(part)
-    elif isinstance(thing, dict):
-        yield from _tensors(list(thing.values()))
-
-
-def _merge(clock: Clock, other: Clock) -> None:
-    for stream, tick in other.items():
-        clock[stream] = max(clock.get(stream, 0), tick)
-
-
-def _before(clock: Clock, other: Clock) -> bool:
-    return all(tick <= other.get(stream, 0) for stream, tick in clock.items())
+        return [thing]
+    return [tensor for part in thing for tensor in _tensors(part)] if isinstance(thing, (list, tuple)) else []
 
 
 def _poison(like: torch.Tensor) -> torch.Tensor:
     if like.dtype == torch.bool:
         return ~like
     return torch.full_like(like, torch.nan if like.is_floating_point() else torch.iinfo(like.dtype).min)
-
-
-def _deliver(target: torch.Tensor, content: torch.Tensor) -> Callable[[], object]:
-    return lambda: target.copy_(content)
-
-
-def _expect_unchanged(source: torch.Tensor, before: torch.Tensor) -> Callable[[], object]:
-    def bits(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous().view(-1).view(torch.uint8)
-
-    def check() -> None:
-        unchanged = torch.equal(bits(source), bits(before))
-        assert unchanged, "pinned memory was overwritten while a copy from it might have been in flight"
-
-    return check
 
 
 class _Generator(torch.Generator):
@@ -588,29 +533,10 @@ class _Generator(torch.Generator):
         return super().__new__(cls, "cpu")
 
 
-class _Runtime:
-    """Twin of what torch.cuda.cudart() gives: pins memory that was allocated elsewhere."""
-
-    @staticmethod
-    def cudaHostRegister(pointer: int, size: int, flags: int) -> int:
-        _registered[pointer] = size
-        return 0
-
-    @staticmethod
-    def cudaHostUnregister(pointer: int) -> int:
-        del _registered[pointer]
-        return 0
-
-
-def _twin() -> Twin:
-    return _here[-1]
-
-
 @contextlib.contextmanager
 def device() -> Iterator[Twin]:
-    """Inside, torch has one CUDA device; its worker threads (of thread pools) have it too."""
-    cuda = Twin()
-    submit = ThreadPoolExecutor.submit
+    """Inside, torch has one CUDA device; the worker threads of thread pools have it too."""
+    cuda, submit = Twin(), ThreadPoolExecutor.submit
 
     def submit_inside(pool: ThreadPoolExecutor, job: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         def inside() -> Any:
@@ -620,18 +546,24 @@ def device() -> Iterator[Twin]:
         return submit(pool, inside)
 
     properties = SimpleNamespace(name="twin", total_memory=CAPACITY, major=9, minor=0, multi_processor_count=1)
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda pointer, size, flags: _registered.update({pointer: size}),
+        cudaHostUnregister=_registered.pop,
+    )
     patched = {
+        **{name: lambda *_, **__: None for name in IDLE},
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_bf16_supported": lambda *_: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
+        "device": lambda device=None: contextlib.nullcontext(),
         "get_device_name": lambda device=None: "twin",
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: (9, 0),
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "cudart": lambda: runtime,
         "check_error": lambda code: None,
-        "cudart": lambda: _Runtime,
-        "device": lambda device=None: contextlib.nullcontext(),
         "Stream": Stream,
         "Event": Event,
         "stream": cuda.use_stream,
@@ -643,13 +575,12 @@ def device() -> Iterator[Twin]:
         "max_memory_allocated": lambda device=None: cuda.peak,
         "reset_peak_memory_stats": lambda device=None: setattr(cuda, "peak", cuda.allocated),
         "mem_get_info": lambda device=None: (CAPACITY - cuda.allocated, CAPACITY),
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        **{name: lambda *_, **__: None for name in NOTHING},
     }
+    record_stream = lambda tensor, stream: tensor.untyped_storage().twin.recorded.add(stream)  # noqa: E731
     with (
         mock.patch.multiple(torch.cuda, **patched),
         mock.patch.object(torch, "Generator", _Generator),
-        mock.patch.object(torch.Tensor, "record_stream", _record_stream),
+        mock.patch.object(torch.Tensor, "record_stream", record_stream),
         mock.patch.object(ThreadPoolExecutor, "submit", submit_inside),
         cuda,
     ):
