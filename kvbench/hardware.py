@@ -7,7 +7,6 @@ busy time in steps of its own behind the timed ones.
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from kvbench.method import Shape
 
 COPIED = {"cuda": 2**30, "cpu": 2**28}  # bytes of a buffer, far above any cache
 UPLOADED = 2**28  # bytes of the pinned buffer
-REPEATS = 5
+REPEATS = 10
 
 
 class Bandwidth(NamedTuple):
@@ -35,22 +34,22 @@ class Bandwidth(NamedTuple):
 
 @functools.cache
 def bandwidth(device: torch.device) -> Bandwidth:
-    """The device's bandwidths; measured once in a process, the median of a few copies."""
+    """The device's bandwidths, those of the quickest of a few copies; measured once in a process."""
     size = COPIED[device.type]
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy = 2 * size / _median_seconds(lambda: target.copy_(source), device)
+    copy = 2 * size / _least_seconds(lambda: target.copy_(source), device)
     if device.type != "cuda":
         return Bandwidth(copy, None)
     pinned = torch.ones(UPLOADED, dtype=torch.uint8, pin_memory=True)
     part = target[:UPLOADED]
-    return Bandwidth(copy, UPLOADED / _median_seconds(lambda: part.copy_(pinned, non_blocking=True), device))
+    return Bandwidth(copy, UPLOADED / _least_seconds(lambda: part.copy_(pinned, non_blocking=True), device))
 
 
-def _median_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """The median time of a call, after one that warms up."""
+def _least_seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """The least time of a call, after one that warms up: what else the machine does is not its limit."""
     call()
-    return statistics.median(_seconds(call, device) for _ in range(REPEATS))
+    return min(_seconds(call, device) for _ in range(REPEATS))
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -133,10 +132,13 @@ def peak_bytes(device: torch.device) -> int | None:
 # -- how busy the device is --------------------------------------------------------------------------------------------
 
 
+def can_watch(device: torch.device) -> bool:
+    """Whether `busy_seconds` can tell: a CPU is busy with Python too."""
+    return device.type == "cuda"
+
+
 def busy_seconds(call: Callable[[], Any], device: torch.device) -> float | None:
-    """Seconds in which a GPU computed or copied during a call; None without a GPU, or where it cannot be watched."""
-    if device.type != "cuda":
-        return None
+    """Seconds in which a GPU computed or copied during a call; None where the profiler may not look."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 

@@ -64,7 +64,7 @@ def time_sample(
     _generate(model, short, timed, make(short, REHEARSED_STEPS), REHEARSED_STEPS, prefill_chunk, None)
     gc.collect()
 
-    watched = WATCHED if device.type == "cuda" else 0
+    watched = WATCHED if hardware.can_watch(device) else 0
     hardware.restart_peak(device)
     engine = make(timed.rows, new_tokens + watched)
     watch = _Watch(device, len(timed.rows[0]), progress)

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, FuncFormatter, MaxNLocator, NullLocator
 
 from kvbench.config import ConfigError, nearest
-from kvbench.report.frame import YARDSTICK, Runs
+from kvbench.report.frame import YARDSTICK, Runs, framed
 from kvbench.report.style import STYLES, Style, style_of
 
 # Parts of a decode step in the order they are stacked, each with a colour and a hatch for print without colour. Parts
@@ -251,7 +251,7 @@ def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[tuple[str, pd.DataFr
                 lines.setdefault(cell, {})[run] = line
         keys = runs.settings.at[own.index[0], "task.keys"]
         for (tokens, batch), of_cell in sorted(lines.items()):
-            frame = pd.DataFrame(of_cell.values(), index=list(of_cell))
+            frame = framed(list(of_cell.values())).set_axis(list(of_cell))
             told = f"{title}: {tokens} tokens, batch {batch}, keys of {keys}"
             panels.append((told, frame[frame["tpot_ms_mean"].notna()]))
     _refuse_crowd("latency", len(panels), "tasks, models, protocols, lengths and batches", MOST_PANELS)

@@ -176,15 +176,15 @@ def collect(folders: Sequence[Path], unfinished: bool = False) -> Runs:
     runs = list(found.values())
     groups = [{"run": place, **group} for place, run in enumerate(runs) for group in run.groups]
     return Runs(
-        _frame([run.arm for run in runs]),
-        _frame(groups),
+        framed([run.arm for run in runs]),
+        framed(groups),
         pd.DataFrame([run.settings for run in runs], dtype=object),
         {place: run.scores for place, run in enumerate(runs)},
         sorted(left_out),
     )
 
 
-def _frame(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+def framed(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """The lines as columns; a budget stays what it is, where pandas would make 64 and None 64.0 and NaN."""
     frame = pd.DataFrame(lines)
     if lines:

@@ -90,7 +90,7 @@ TIMED = {
         ("memory_bytes", "prefill_memory_bytes", "weight_bytes", "whole_kv_bytes")
         + ("must_read_bytes", "read_bytes_per_step", "moved_bytes_per_step"),
     ),
-    "latency_parts": ("where a step goes", ("tpot_ms_mean", "breakdown_ms", "floor_ms", "python_ms")),
+    "latency_parts": ("where a step goes", ("tpot_ms_mean", "floor_ms", "python_ms", "breakdown_ms")),
 }
 SHORT = {
     "ttft_s": "TTFT, s",
@@ -181,6 +181,8 @@ def _latency(runs: Runs, chosen: Sequence[int], number: str, told: str) -> list[
     axes = [*fixed, *(key for key in _telling(runs, places.values()) if len(places) < len(cells) or key not in CELL)]
     same = {key: _labels(runs, chosen, key)[0] for key in axes[:3] if len(_labels(runs, chosen, key)) == 1}
     axes = [key for key in axes if key not in same]
+    if same.get("task.prefill") == "true":
+        del same["task.prefill"]  # as everywhere
     rows = sorted(
         ((tuple(_text(runs, run, key) for key in axes), cell, run) for run, cell in cells),
         key=lambda row: (row[1], [_order(label) for label in row[0]]),
@@ -220,8 +222,15 @@ def _timed_notes(runs: Runs, chosen: Sequence[int], cells: Iterable[Cell]) -> li
     shown = {name for cell in cells for name in cell.numbers}
     notes = []
     if "floor_ms" in shown:
-        rates = {_text(runs, run, "device_name"): runs.arm[run]["copy_bandwidth"] for run in chosen}
-        told = "; ".join(f"{name}: {rate / 1e9:.1f} GB / s" for name, rate in rates.items())
+        rates: dict[str, list[float]] = {}
+        for run in chosen:
+            rates.setdefault(_text(runs, run, "device_name"), []).append(runs.arm[run]["copy_bandwidth"] / 1e9)
+        told = "; ".join(
+            f"{name}: {min(found):.1f}"
+            + (f" to {max(found):.1f}" if max(found) > 1.05 * min(found) else "")
+            + " GB / s"
+            for name, found in rates.items()
+        )
         notes.append(
             f"Floor: bytes of weights and of keys and values attended, over the bandwidth of a copy ({told}). "
             "Times are of that machine."
@@ -236,6 +245,12 @@ def _timed_notes(runs: Runs, chosen: Sequence[int], cells: Iterable[Cell]) -> li
     if "false" in {_text(runs, run, "task.prefill") for run in chosen}:
         notes.append("prefill=false: stores were filled and nothing read by the model: no first token to time.")
     return notes
+
+
+def _ends(values: Iterable[float]) -> list[str]:
+    """The least and the largest, or the one that both are."""
+    ordered = sorted(values)
+    return list(dict.fromkeys(f"{value:.1f}" for value in (ordered[0], ordered[-1])))
 
 
 def by_group(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
