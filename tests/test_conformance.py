@@ -113,21 +113,22 @@ def test_small_budget_differs_from_full_attention(tiny: Loaded, full_attention: 
 
 # -- executors ---------------------------------------------------------------------------------------------------------
 
+ATTEND = {"torch": attention.torch_executor.attend, "reference": attention.reference.attend}
+
 
 @each_method
 @each_accounting
 def test_executors_agree(loaded: Loaded, case: Case, accounting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fast, slow = attention.executor("torch")[1], attention.executor("reference")[1]
     compared = 0
 
-    def both(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def both(_: attention.Plain, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         nonlocal compared
-        (out, weights), (expected, _) = fast(*arguments, **options), slow(*arguments, **options)
+        (out, weights), (expected, _) = (attend(*arguments, **options) for attend in ATTEND.values())
         torch.testing.assert_close(out, expected, rtol=0, atol=CLOSE)
         compared += 1
         return out, weights
 
-    monkeypatch.setattr(attention, "executor", lambda name: ("both", both))
+    monkeypatch.setattr(attention.Plain, "__call__", both)
     run_loop(loaded, RAGGED[:2], case.build(), SMALL, accounting=accounting, steps=2)
     assert compared == 2 * loaded.model.config.num_hidden_layers
 
@@ -218,8 +219,8 @@ def test_executors_follow_every_field_of_a_selection(
     store, selection = filled_store(kv_heads), full_selection(heads, query_heads, kv_heads, parts)
     (query,) = tensors((2, query_heads, 1, 8), seed=5)
     results = {}
-    for name in attention.EXECUTORS:
-        out, weights = attention.executor(name)[1](query, store, selection, 0.3, probabilities=True)
+    for name, attend in ATTEND.items():
+        out, weights = attend(query, store, selection, 0.3, probabilities=True)
         assert weights is not None
         assert weights.shape == (2, query_heads, 5 + 2 * ("extra" in parts))
         torch.testing.assert_close(weights.sum(dim=2), torch.ones(2, query_heads))
@@ -236,9 +237,9 @@ def test_executors_follow_every_field_of_a_selection(
 def test_executors_attend_everything_resident_without_a_selection(name: str) -> None:
     store = filled_store(2)
     (query,) = tensors((2, 4, 1, 8), seed=5)
-    out, weights = attention.executor(name)[1](query, store, None, 0.3, probabilities=True)
+    out, weights = ATTEND[name](query, store, None, 0.3, probabilities=True)
     ids = store.resident_ids()
-    expected, _ = attention.executor("reference")[1](query, store, Selection(ids), 0.3)
+    expected, _ = ATTEND["reference"](query, store, Selection(ids), 0.3)
     torch.testing.assert_close(out, expected, rtol=0, atol=CLOSE)
     assert weights is not None
     assert weights.shape == (2, 4, ids.shape[2])
