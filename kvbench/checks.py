@@ -229,10 +229,10 @@ def _no_flashinfer(run: Any, shape: Mapping[str, Any], here: bool) -> Iterator[s
         yield f"dtype {run['dtype']} is not one of {', '.join(FLASHINFER_DTYPES)}"
     if run["device"] == "cpu":
         yield "cpu is not a CUDA device"
-    if here and find_spec("flashinfer") is None:
-        yield FLASHINFER_MISSING
     if here and (reason := _no_cuda()):
         yield reason
+    if here and find_spec("flashinfer") is None:
+        yield FLASHINFER_MISSING
 
 
 def _head_dim(shape: Mapping[str, Any]) -> int | None:

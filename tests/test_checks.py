@@ -351,10 +351,10 @@ def test_flashinfer_is_refused_where_it_plainly_cannot_run(refusal, composed, mo
     assert reason("model=dummy-tiny") == "head dim 32 is not one of 64, 128, 256"
     assert reason("dtype=float32") == "dtype float32 is not one of bfloat16, float16"
     assert reason("device=cpu") == "cpu is not a CUDA device"
-    monkeypatch.setattr(checks, "_no_cuda", lambda: "there is no CUDA device here")
-    assert reason() == "there is no CUDA device here"
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     assert reason() == "the package is not installed, pip install 'kvbench[flashinfer]'"
+    monkeypatch.setattr(checks, "_no_cuda", lambda: "there is no CUDA device here")
+    assert reason() == "there is no CUDA device here"
     check(composed("model=qwen3-8b", "attention=flashinfer"), here=False)  # for a job on another machine
     check(composed("model=qwen3-8b", "attention=auto"))
 
