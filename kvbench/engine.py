@@ -21,7 +21,8 @@ from kvbench.meters import Audit, Spans
 from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
 from kvbench.probes import Probe
 from kvbench.prompt import PromptReader
-from kvbench.store import NO_TOKEN, LayerStore, View
+from kvbench.staging import NO_TOKEN
+from kvbench.store import LayerStore, View
 
 # x [B, H, n, D] and by how many positions to turn each of its vectors, [B, H, n]
 Rotate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -16,6 +16,7 @@ from functools import cache
 import torch
 
 from kvbench.pinned import pinned_zeros
+from kvbench.staging import compile_kernels
 
 Blocks = tuple[tuple[torch.Tensor, torch.Tensor], ...]  # keys and values that lie together
 
@@ -41,6 +42,7 @@ class HostTier:
         self.arranged = False
         self.copied: torch.cuda.Event | None = None
         self._landing: deque[_Landing] = deque()
+        compile_kernels()
 
     def _zeros(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return pinned_zeros(size, dtype, self) if self._device.type == "cuda" else torch.zeros(size, dtype=dtype)
@@ -191,7 +193,7 @@ class Staged:
     """Copies of host tokens that the last gather brought up.
 
     Attributes:
-        ids: [B, Hkv, U] ascending, `kvbench.store.NO_TOKEN` behind the last; on the side where the selection was made.
+        ids: [B, Hkv, U] ascending, `NO_TOKEN` behind the last; on the side where the selection was made.
         key, value: [B, Hkv, U, D] on the device.
     """
 

@@ -18,10 +18,9 @@ import torch
 from kvbench import uva
 from kvbench.host import Arrival, Blocks, Coming, HostTier, Staged, side_stream, uploaded
 from kvbench.meters import Audit, Spans
+from kvbench.staging import NO_TOKEN, Staging, staging, whole_pages
 
-PAGE = 16  # slots of a page: blocks on the device are whole pages, so that a paged kernel reads them in place
 GROWTH = 256  # slots added at least when a store of unknown final length is full
-NO_TOKEN = torch.iinfo(torch.int64).max  # sorts behind every token id
 DROPPED, DEVICE, HOST = 0, 1, 2
 
 
@@ -30,7 +29,7 @@ class Located:
     """Where tokens lie on the device.
 
     Attributes:
-        key, value: [B, Hkv, S, D], blocks that hold them all; S is a multiple of `PAGE`.
+        key, value: [B, Hkv, S, D], blocks that hold them all; S is a multiple of `kvbench.staging.PAGE`.
         slots: [B, Hkv, M] int64, the slot of each token asked for; any where none was.
         present: [B, Hkv, M] bool, whether one was; None: everywhere.
     """
@@ -83,7 +82,7 @@ class LayerStore:
         spans: Spans | None = None,
         shared: LayerStore | None = None,
     ) -> None:
-        size = (batch, kv_heads, _whole_pages(capacity), head_dim)
+        size = (batch, kv_heads, whole_pages(capacity), head_dim)
         if shared is None:
             # Zeros, not empty: a masked slot still meets a weight of 0, and 0 * NaN is NaN.
             self.key = torch.zeros(size, dtype=dtype, device=device)
@@ -239,7 +238,7 @@ class LayerStore:
         if slots <= self.reserved:
             return
         self.reserved = self._grown(slots, self.reserved)
-        capacity = _whole_pages(self.reserved)
+        capacity = whole_pages(self.reserved)
         self.key, self.value = _with_slots(self.key, capacity), _with_slots(self.value, capacity)
         if self.ids is not None:
             self.ids = _with_free_slots(self.ids, capacity)
@@ -309,8 +308,7 @@ class LayerStore:
         with self._spans("transfer"):
             if self._home == "device":
                 return self._both_tiers(index)
-            staged, slots = self._stage(index)
-            return Located(staged.key, staged.value, slots, self._up(index)[1])
+            return self._stage(index)
 
     def _up(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """An index on the device, and where it names a token (None: everywhere, as far as that is known here)."""
@@ -340,10 +338,9 @@ class LayerStore:
     def _both_tiers(self, index: torch.Tensor) -> Located:
         """`locate` where some tokens have left the device: all in one block, in the order asked for."""
         count = index.shape[2]
-        above, present = self._up(torch.nn.functional.pad(index, (0, _whole_pages(count) - count), value=-1))
+        above, present = self._up(torch.nn.functional.pad(index, (0, whole_pages(count) - count), value=-1))
         slots, found = self._find(above)
-        staged, places = self._stage(torch.where(found, -1, above).cpu())
-        key, value = _rows(staged.key, places), _rows(staged.value, places)
+        key, value = self._stage(torch.where(found, -1, above).cpu()).rows()
         if self.capacity:
             key = torch.where(found[..., None], _rows(self.key, slots), key)
             value = torch.where(found[..., None], _rows(self.value, slots), value)
@@ -364,56 +361,46 @@ class LayerStore:
             index = index.expand(-1, self.key.shape[1], -1)
             place = index.clamp(0, self.host.capacity - 1)
             there = self.host.present.gather(2, place) & (index == place)
-            self._coming = self._sent(torch.where(there, index, -1), beside=True)
+            self._coming = self._sent(self._plan(torch.where(there, index, -1)), beside=True)
 
-    def _stage(self, index: torch.Tensor) -> tuple[Staged, torch.Tensor]:
-        """Stage the host tokens of index [B, Hkv, M] (-1 = none, repeats allowed); moves only what is not there yet.
-
-        Returns:
-            What is staged, and on the device the slot of each token in it, [B, Hkv, M].
-        """
+    def _stage(self, index: torch.Tensor) -> Located:
+        """Stage the host tokens of index [B, Hkv, M] (-1 = none, repeats allowed); moves only what is not there yet."""
         assert self.host is not None
         self._receive()
         if index.is_cuda and self._home == "host" and not self.host.arranged:
             self._staged = self._read_by_device(index)
-        else:
-            index = index.cpu()
-            self._staged = self._received(self._sent(index))
-        place, _ = _places(self._staged.ids, index.clamp(min=0))
-        return self._staged, uploaded(place, self.key.device)
+            slots, _ = _places(self._staged.ids, index.clamp(min=0))
+            return Located(self._staged.key, self._staged.value, slots, index >= 0)
+        plan = self._plan(index.cpu())
+        self._staged = self._received(self._sent(plan))
+        slots = uploaded(plan.slots, self.key.device)
+        if plan.complete:
+            return Located(self._staged.key, self._staged.value, slots, None)
+        return Located(self._staged.key, self._staged.value, slots.clamp(min=0), slots >= 0)
 
-    def _here(self, ids: torch.Tensor) -> tuple[torch.Tensor, Blocks]:
-        """Which of the ids [B, Hkv, U] are on the device: rows in the blocks returned, [B, Hkv, U], -1 = not there."""
-        batch, heads, _ = ids.shape
-        head = torch.arange(batch * heads, device=ids.device).view(batch, heads, 1)
-        source, first, blocks = torch.full_like(ids, -1), 0, list[tuple[torch.Tensor, torch.Tensor]]()
-        if self._staged is not None:
-            held = self._staged.ids.to(ids.device)
-            place, there = _places(held, ids)
-            source = torch.where(there, head * held.shape[2] + place, source)
-            first = held.numel()
-            blocks.append((self._staged.key, self._staged.value))
-        if self._newest is not None:
-            current = ids == uploaded(torch.tensor(self.lengths), ids.device)[:, None, None] - 1
-            source = torch.where(current & (source < 0), first + head, source)
-            blocks.append(self._newest)
-        return source.masked_fill(ids == NO_TOKEN, -1), tuple(blocks)
+    def _plan(self, index: torch.Tensor) -> Staging:
+        held = None if self._staged is None else self._staged.ids.cpu()
+        newest = None if self._newest is None else [length - 1 for length in self.lengths]
+        return staging(index, held, newest)
 
-    def _sent(self, index: torch.Tensor, beside: bool = False) -> Coming:
-        """Send up what of index [B, Hkv, M], on the CPU, is not on the device; `beside`: on the side stream."""
+    def _blocks(self) -> Blocks:
+        """What is on the device of a host tier: the staged tokens, then the newest of each row."""
+        staged = () if self._staged is None else ((self._staged.key, self._staged.value),)
+        return staged if self._newest is None else (*staged, self._newest)
+
+    def _sent(self, plan: Staging, beside: bool = False) -> Coming:
+        """Send up what is missing on the device; `beside`: on the side stream."""
         assert self.host is not None
-        ids, device = _distinct(index), self.key.device
-        source, blocks = self._here(ids)
-        row, head, at = ((source < 0) & (ids != NO_TOKEN)).nonzero(as_tuple=True)
-        if len(row):
-            source[row, head, at] = sum(key.shape[:3].numel() for key, _ in blocks) + torch.arange(len(row))
-            rows = self.host.read(row, head, ids[row, head, at])
-            self._moved(len(row))
-            with torch.cuda.stream(side_stream(device)) if beside and device.type == "cuda" else nullcontext():
-                moved = uploaded(rows, device)
-                event = torch.cuda.current_stream(device).record_event() if moved.is_cuda else None
-            return Coming(ids, source.clamp(min=0), (*blocks, (moved[0], moved[1])), event)
-        return Coming(ids, source.clamp(min=0), blocks)
+        device, blocks = self.key.device, self._blocks()
+        if not len(plan.token):
+            return Coming(plan.ids, plan.source, blocks)
+        heads = self.key.shape[1]
+        rows = self.host.read(plan.head // heads, plan.head % heads, plan.token)
+        self._moved(len(plan.token))
+        with torch.cuda.stream(side_stream(device)) if beside and device.type == "cuda" else nullcontext():
+            moved = uploaded(rows, device)
+            event = torch.cuda.current_stream(device).record_event() if moved.is_cuda else None
+        return Coming(plan.ids, plan.source, (*blocks, (moved[0], moved[1])), event)
 
     def _receive(self) -> None:
         """What was prefetched is staged from now on."""
@@ -433,18 +420,26 @@ class LayerStore:
         return Staged(coming.ids, key, value)
 
     def _read_by_device(self, index: torch.Tensor) -> Staged:
-        """As `_sent` and `_received`, on the device alone: it reads the host's memory, and nobody waits."""
+        """As `_plan`, `_sent` and `_received`, on the device alone: it reads the host's memory, and nobody waits."""
         assert self.host is not None
         torch._assert_async((index < self.seen[:, None, None]).all())
-        ids = _distinct(index, cut=False)
-        near, blocks = self._here(ids)
+        ids = _distinct(index)
         head = torch.arange(self.used.numel(), device=ids.device).view(*self.used.shape, 1)
+        near, first = torch.full_like(ids, -1), 0
+        if self._staged is not None:
+            held = self._staged.ids.to(ids.device)
+            place, there = _places(held, ids)
+            near, first = torch.where(there, head * held.shape[2] + place, near), held.numel()
+        if self._newest is not None:
+            current = ids == self.seen[:, None, None] - 1
+            near = torch.where(current & (near < 0), first + head, near)
         far = torch.where((near < 0) & (ids != NO_TOKEN), head * self.host.capacity + ids, -1)
+        near = near.masked_fill(ids == NO_TOKEN, -1)
         self._fetched = self._fetched + (far >= 0).sum()
         if self.host.copied is not None:
             torch.cuda.current_stream(index.device).wait_event(self.host.copied)
         size = (*ids.shape, self.key.shape[3])
-        sides = zip(self._joined(blocks), (self.host.key, self.host.value), strict=True)
+        sides = zip(self._joined(self._blocks()), (self.host.key, self.host.value), strict=True)
         key, value = (uva.fetch(near.view(-1), far.view(-1), rows, host.view(-1, size[3])) for rows, host in sides)
         return Staged(ids, key.view(size), value.view(size))
 
@@ -520,7 +515,7 @@ class LayerStore:
         if self._on_drop == "offload":
             self._offload_all_but(wanted)
         self.reserved = count + self.reserved - int(self.used.max())
-        capacity = _whole_pages(self.reserved)
+        capacity = whole_pages(self.reserved)
         self.key, self.value = _with_slots(key, capacity), _with_slots(value, capacity)
         self.ids = _with_free_slots(ids, capacity)
         self.used = used
@@ -547,10 +542,6 @@ class LayerStore:
             self._audit.moved(tokens * self.entry_bytes)
 
 
-def _whole_pages(slots: int) -> int:
-    return -(-slots // PAGE) * PAGE
-
-
 def _with_slots(tensor: torch.Tensor, capacity: int) -> torch.Tensor:
     """A copy of tensor [B, H, n, D] with `capacity` slots, zero beyond n."""
     grown = tensor.new_zeros(*tensor.shape[:2], capacity, tensor.shape[3])
@@ -567,14 +558,12 @@ def _rows(tensor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, width).index_select(0, (slots + first).view(-1)).view(batch, heads, -1, width)
 
 
-def _distinct(index: torch.Tensor, cut: bool = True) -> torch.Tensor:
-    """Distinct ids >= 0 of index [B, H, M], ascending, `NO_TOKEN` behind; whole pages, `cut` to the longest row."""
+def _distinct(index: torch.Tensor) -> torch.Tensor:
+    """Distinct ids >= 0 of index [B, H, M], ascending, `NO_TOKEN` behind; as many columns, in whole pages."""
     ids = torch.where(index < 0, NO_TOKEN, index).sort(dim=2).values
     repeated = torch.zeros_like(ids, dtype=torch.bool)
     repeated[..., 1:] = ids[..., 1:] == ids[..., :-1]
-    ids = ids.masked_fill(repeated, NO_TOKEN).sort(dim=2).values
-    longest = int((ids != NO_TOKEN).sum(dim=2).max()) if cut and ids.shape[2] else ids.shape[2]
-    return _with_free_slots(ids[..., :longest], _whole_pages(longest))
+    return _with_free_slots(ids.masked_fill(repeated, NO_TOKEN).sort(dim=2).values, whole_pages(ids.shape[2]))
 
 
 def _places(held: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

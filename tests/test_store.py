@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvbench import uva
 from kvbench.meters import Audit
 from kvbench.method import Shape
-from kvbench.store import DEVICE, DROPPED, HOST, PAGE, LayerStore
+from kvbench.staging import PAGE
+from kvbench.store import DEVICE, DROPPED, HOST, LayerStore
 
 HEAD_DIM = 3
 ENTRY = 2 * HEAD_DIM * 4  # bytes of one token's key and value in one KV head

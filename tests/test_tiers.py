@@ -18,7 +18,7 @@ from kvbench.hf import method_named
 from kvbench.host import HostTier
 from kvbench.method import Extra, Method, Needs, Prompt, Selection
 from kvbench.models import Loaded
-from kvbench.store import PAGE
+from kvbench.staging import PAGE
 
 RAGGED = [numbers(150, seed=1), numbers(97, seed=2), numbers(60, seed=3)]
 STEPS = 8

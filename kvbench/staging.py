@@ -1,0 +1,99 @@
+"""What a selection made on the CPU must bring up from the host: the bookkeeping of one step and layer, in Numba.
+
+In torch the same takes a dozen passes over a few thousand numbers, which cost more than the tokens that move.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+
+PAGE = 16  # slots of a page: blocks on the device are whole pages, so that a paged kernel reads them in place
+NO_TOKEN = torch.iinfo(torch.int64).max  # sorts behind every token id
+
+
+class Staging(NamedTuple):
+    """Where each token of a selection goes, and where it comes from.
+
+    Attributes:
+        ids: [B, Hkv, U] ascending, distinct, `NO_TOKEN` behind; U is the longest list, in whole pages.
+        source: [B, Hkv, U], a row of what is held, then of the newest tokens, then of the missing ones.
+        slots: [B, Hkv, M], the place of each token asked for in `ids`, -1 where none was.
+        head, token: [n] each, the missing ones: row * Hkv + KV head, and id.
+        complete: a token was asked for everywhere.
+    """
+
+    ids: torch.Tensor
+    source: torch.Tensor
+    slots: torch.Tensor
+    head: torch.Tensor
+    token: torch.Tensor
+    complete: bool
+
+
+def staging(index: torch.Tensor, held: torch.Tensor | None, newest: list[int] | None) -> Staging:
+    """Plan the staging of token ids index [B, Hkv, M] (-1 = none, repeats allowed), on the CPU.
+
+    Args:
+        held: [B, Hkv, V] ids that are staged, ascending, `NO_TOKEN` behind; None: none.
+        newest: of each row, the id of the token whose key is on the device anyway; None: none is.
+    """
+    batch, heads, count = index.shape
+    lists = index.reshape(batch * heads, count).contiguous().numpy()
+    have = np.empty((batch * heads, 0), np.int64) if held is None else held.reshape(batch * heads, -1).numpy()
+    last = np.full(batch * heads, -1) if newest is None else np.repeat(np.asarray(newest, np.int64), heads)
+    first = have.size + (0 if newest is None else last.size)
+    *found, missing, longest, complete = _plan(lists, have, last, first, whole_pages(count))
+    head, token = torch.from_numpy(missing)
+    ids, source, slots = (torch.from_numpy(part).view(batch, heads, part.shape[1]) for part in found)
+    used = whole_pages(longest)
+    return Staging(ids[..., :used], source[..., :used], slots, head, token, complete)
+
+
+def whole_pages(slots: int) -> int:
+    """Slots of as many pages as it takes."""
+    return -(-slots // PAGE) * PAGE
+
+
+@cache
+def compile_kernels() -> None:
+    """Compile, or read from disk, before anything is timed."""
+    staging(torch.zeros(1, 1, 1, dtype=torch.int64), None, None)
+
+
+@njit(nogil=True, cache=True)
+def _plan(index, held, newest, first, width):  # type: ignore[no-untyped-def]
+    """`staging` of lists [L, M], held [L, V] and newest [L]; missing tokens are rows `first`, `first` + 1, ..."""
+    lists, count = index.shape
+    ids = np.full((lists, width), NO_TOKEN)
+    source, slots = np.zeros((lists, width), np.int64), np.full((lists, count), -1)
+    missing = np.empty((2, lists * count), np.int64)
+    moving, longest, complete = 0, 0, True
+    for head in range(lists):
+        used, at, last = 0, 0, -1
+        for place in np.argsort(index[head]):
+            token = index[head, place]
+            if token < 0:
+                complete = False
+                continue
+            if token != last:
+                last = token
+                while at < held.shape[1] and held[head, at] < token:
+                    at += 1
+                if at < held.shape[1] and held[head, at] == token:
+                    source[head, used] = head * held.shape[1] + at
+                elif token == newest[head]:
+                    source[head, used] = held.size + head
+                else:
+                    source[head, used] = first + moving
+                    missing[0, moving], missing[1, moving] = head, token
+                    moving += 1
+                ids[head, used] = token
+                used += 1
+            slots[head, place] = used - 1
+        longest = max(longest, used)
+    return ids, source, slots, missing[:, :moving].copy(), longest, complete
