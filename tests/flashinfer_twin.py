@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -328,11 +329,11 @@ def _merged(
 
 
 def install(monkeypatch: Any) -> None:
-    """`import flashinfer` gives this twin, until the test ends; caches that know another one are emptied."""
+    """`import flashinfer` gives this twin, until the test ends; nothing that is cached meanwhile stays."""
     package = ModuleType("flashinfer")
     for call in (BatchDecodeWithPagedKVCacheWrapper, single_prefill_with_kv_cache):
         setattr(package, call.__name__, call)
     monkeypatch.setitem(sys.modules, "flashinfer", package)
-    flashinfer.workspace.cache_clear()
-    flashinfer._failure.cache_clear()
+    for name in ("workspace", "_failure"):
+        monkeypatch.setattr(flashinfer, name, cache(getattr(flashinfer, name).__wrapped__))
     planned.clear()
