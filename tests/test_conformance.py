@@ -133,6 +133,14 @@ def test_executors_agree(loaded: Loaded, case: Case, accounting: str, monkeypatc
     assert compared == 2 * loaded.model.config.num_hidden_layers
 
 
+@each_method
+@each_accounting
+def test_absent_entries_of_a_selection_are_trailing(case: Case, accounting: str) -> None:
+    """A paged kernel attends the first entries of a list, as many as there are tokens in it."""
+    for at in drive(stream(70, 40), case.build(), SMALL, accounting=accounting).seen:
+        assert bool((at.index < 0).int().diff(dim=2).ge(0).all())
+
+
 def tensors(*sizes: Sequence[int], seed: int = 0) -> list[torch.Tensor]:
     rng = torch.Generator().manual_seed(seed)
     return [torch.randn(*size, generator=rng) for size in sizes]
