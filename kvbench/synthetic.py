@@ -18,6 +18,7 @@ pointed at belong to the text and are the same in all layers; the noise differs 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +37,7 @@ NEAR = 0.7  # share of a key's variance that is its topic's centre
 GAIN = 6.0  # the logit that a query adds at either of the centres it points to
 STRETCH = 0.3  # deviation of the logarithm of a key's length (lognormal)
 BLOCK = 1024  # positions whose noise is drawn at once
+PART = 32 * BLOCK  # positions that are made at once, in fp32
 
 
 class SyntheticAttention:
@@ -136,7 +138,7 @@ def _seed(*parts: Any) -> int:
 
 def _chance(seed: int, row: int, what: Any, *places: torch.Tensor) -> torch.Tensor:
     """Uniform numbers in [0, 1) that follow from all of these, of the shape that the places broadcast to."""
-    mixed = torch.tensor(_seed(seed, row, what), device=places[0].device)
+    mixed = torch.full((), _seed(seed, row, what), device=places[0].device)
     for place in places:
         for _ in range(2):  # a product carries low bits up, the shift takes high bits down; int64 wraps around
             mixed = (mixed + place) * 0x5851F42D4C957F2D
@@ -189,7 +191,12 @@ class SyntheticEngine(Engine):
 
     def _rows(self, make: Any, layer: int, start: int, stop: int) -> torch.Tensor:
         """[B, H, n, D] of what `make` makes of each row."""
-        return torch.stack([make(layer, start, stop, row) for row in range(self.shape.batch)])
+        cuts = [*range(start, stop, PART), stop] if stop > start else [start, stop]
+        parts = [
+            torch.stack([make(layer, one, end, row) for row in range(self.shape.batch)])
+            for one, end in itertools.pairwise(cuts)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _steps(self, make: Any, layer: int, count: int) -> Sequence[torch.Tensor]:
         """[B, H, 1, D] of each position behind the prompts, which may differ in length."""

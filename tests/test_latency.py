@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import report_runs
 import torch
 import yaml
 from omegaconf import OmegaConf
@@ -366,6 +367,32 @@ def test_the_picture_has_a_panel_for_each_cell_with_its_floor(results: Path) -> 
     assert [segment[0][0] for segment in floors.get_segments()] == expected
     with pytest.raises(ConfigError, match="no run"):
         figures.draw("budget", runs.only([run for run in runs.arm if runs.timed(run)]))
+
+
+def test_times_of_ours_stand_beside_published_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the run at the figure's own length, the parts that its bars name."""
+    parts = {"query": 5, "select": 1, "transfer": 15, "attention": 10, "model": 20, "index_update": 2, "insert": 3}
+    for length, more in ((36000, 0), (4096, 500)):
+        one = report_runs.record(
+            f"latency-{length}-1-0",
+            f"{length} x 1",
+            1.0,
+            meta={"length": length, "batch": 1},
+            tpot_ms={"mean": 57.0 + more, "p50": 56.0, "p95": 60.0},
+            breakdown_ms={**parts, "other": 1.0 + more},
+            hardware={"floor_ms": 5.0, "copy_bandwidth": 1e12, "memory": "allocated"},
+        )
+        options = {"lengths": [length], "keys": "synthetic_attention", "prefill": True}
+        report_runs.stored(
+            tmp_path, "icecache", 256, [one], task="latency", model="llama3.1-8b-instruct", options=options
+        )
+    assert report([str(tmp_path), "--paper", "icecache_fig7c", "--format", "csv"]) == 0
+    lines = {line["column"]: line for line in csv.DictReader(io.StringIO(capsys.readouterr().out))}
+    ours = {column: float(line["score"]) for column, line in lines.items()}
+    assert ours == pytest.approx(
+        {"query s": 0.006, "decode s": 0.030, "loading s": 0.015, "other s": 0.006, "total s": 0.057}
+    )
+    assert float(lines["total s"]["difference"]) == pytest.approx(0.057 - 0.11)
 
 
 def test_the_command_line_sweeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

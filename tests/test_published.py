@@ -147,9 +147,11 @@ def test_mapped_groups_are_groups_of_the_task(id):
                 "longbench": part in SUBSETS,
                 "passkey": part.isdigit(),
                 "ruler": subset in ALL_SUBSETS and length.isdigit(),
+                "latency": re.fullmatch(r"\d+ x 1", part),
             }
             assert known[task], part
-        assert (metric == "") is (task == "") and (metric == "score" or not group), (task, group, metric)
+        timed = task == "latency" and metric not in ("score", "macro")
+        assert (metric == "") is (task == "") and (metric == "score" or timed or not group), (task, group, metric)
 
 
 def runs() -> list[tuple[str, ...]]:

@@ -31,12 +31,15 @@ class PaperTable:
         title: one line.
         source: paper and table.
         settings: words of the command line, beside model, method, budget and task, for the runs that match.
+        timed: its cells are seconds, not scores.
         frame: one line a cell. As published: `row`, `column`, `value` (NaN where nothing could be measured) and `note`
             (why, where a number was read off a picture, or where an average is not the mean of its columns). How we
             would run it: `model`, `method`, `budget` (int tokens, float share of the prompt; None: the method has
             none, or the preset), `task`, `group` and `metric`. `metric` is "score", of the group or, where group is
             "", of the task; or "macro", the plain mean over all groups; or "": published only. A group such as
-            "a + b" stands for the plain mean of groups a and b. `model` and `method` are None where kvbench has none.
+            "a + b" stands for the plain mean of groups a and b. Of a table of times, in seconds, it names what we
+            measured instead, such as "tpot_ms_mean"; of "a + b" the sum. `model` and `method` are None where kvbench
+            has none.
     """
 
     id: str
@@ -44,6 +47,7 @@ class PaperTable:
     source: str
     settings: tuple[str, ...]
     frame: pandas.DataFrame
+    timed: bool = False
 
 
 def ids() -> dict[str, str]:
@@ -70,11 +74,14 @@ def table(id: str) -> PaperTable:
     frame["model"] = _ours(cells["model"], names["models"], models)
     frame["method"] = _ours(cells["method"], names["methods"], methods)
     frame["budget"] = _objects(map(_budget, cells["budget"]))
-    wanted = (entry.get("columns") or {}).get
-    mapped = [_mapped(wanted(column), length) for column, length in zip(cells["column"], cells["length"], strict=True)]
+    scores, seconds = entry.get("columns") or {}, entry.get("seconds") or {}
+    mapped = [
+        (f"{length} x 1", seconds[column]) if column in seconds else _mapped(scores.get(column), length)
+        for column, length in zip(cells["column"], cells["length"], strict=True)
+    ]
     frame["task"] = [entry["task"] if metric else "" for _, metric in mapped]
     frame["group"], frame["metric"] = [group for group, _ in mapped], [metric for _, metric in mapped]
-    return PaperTable(id, entry["title"], entry["source"], tuple(entry.get("settings") or ()), frame)
+    return PaperTable(id, entry["title"], entry["source"], tuple(entry.get("settings") or ()), frame, bool(seconds))
 
 
 @functools.cache

@@ -582,6 +582,11 @@ BESIDE = {
     "published": Value("published"),
     "difference": Value("difference", 1),
 }
+BESIDE_SECONDS = {
+    "score": Value("ours", 3, timed=True),
+    "published": Value("published"),
+    "difference": Value("difference", 3),
+}
 
 
 def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allow_mixed: bool = False) -> Table:
@@ -615,8 +620,12 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
         if evidence and fitting[line.Index]:
             run = _only(evidence.runs, fitting[line.Index], f"{line.row}, {line.column}")
             groups = _groups_of(line.group)
-            numbers = _score(evidence, run, groups)
-            marks = {"score": evidence.marks(run, groups) + mixed.get(run, "")}
+            if paper.timed:
+                numbers = _seconds(evidence.runs, run, line)
+                marks = {"score": "c" * ("simulated" in str(evidence.runs.arm[run]["transfer"])) + mixed.get(run, "")}
+            else:
+                numbers = _score(evidence, run, groups)
+                marks = {"score": evidence.marks(run, groups) + mixed.get(run, "")}
             source = str(evidence.runs.arm[run]["path"])
         if not _missing(line.value):
             numbers["published"] = line.value
@@ -636,7 +645,18 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
     else:
         notes.append("Published only: kvbench has no such method, model or task.")
     notes += _notes(cells.values(), {})
-    return Table(paper.id, paper.title, ("",), [(row,) for row in rows], columns, cells, BESIDE, notes)
+    if paper.timed and used and runs:
+        notes.append(f"Times of ours are of {'; '.join(_labels(runs, used, 'device_name'))}.")
+    lines = BESIDE_SECONDS if paper.timed else BESIDE
+    return Table(paper.id, paper.title, ("",), [(row,) for row in rows], columns, cells, lines, notes)
+
+
+def _seconds(runs: Runs, run: int, line: Any) -> dict[str, float]:
+    """What a timed run measured of a published time, in seconds; nothing where a part is missing."""
+    tokens, batch = map(int, line.group.split(" x "))
+    measured = runs.cells(run)[tokens, batch]
+    parts = [measured[name] for name in line.metric.split(" + ") if not _missing(measured.get(name))]
+    return {"score": sum(parts) / 1e3} if len(parts) == len(line.metric.split(" + ")) else {}
 
 
 def _groups_of(word: str) -> tuple[str, ...]:
