@@ -33,10 +33,11 @@ from kvbench.models import Loaded, load
 from kvbench.prefilled import prefill_once
 
 CASES = {case.id: case for case in METHODS}
-ON_DEVICE = ["full", "topk", "topk-kv_head", "streaming_llm", "snapkv", "pyramidkv", "quest", "quest-kv_head"]
-EVICTION = 32  # steps between two evictions of methods that drop generated tokens
+DROPPING = ["streaming_llm", "snapkv", "pyramidkv"]  # evict what was generated, every so many steps:
+EVICTION = 32
+QUIET = ["full", "topk", "topk-kv_head", "quest", "quest-kv_head", "quest-structure", "pariskv", *DROPPING]
 
-on_device = pytest.mark.parametrize("case", [CASES[name] for name in ON_DEVICE], ids=ON_DEVICE)
+each_quiet = pytest.mark.parametrize("case", [CASES[name] for name in QUIET], ids=QUIET)
 each_batch = pytest.mark.parametrize("lengths", [(150,), (150, 90)], ids=["one", "ragged"])
 
 
@@ -85,7 +86,7 @@ def test_a_method_on_the_device_gives_what_it_gives_on_the_cpu(
 
 @each_method
 def test_so_it_does_while_buffers_fill_and_tokens_are_evicted(cuda: Twin, case: Case) -> None:
-    agree(stream(100, 60, steps=EVICTION + 4), case, "unified" if case.id in ON_DEVICE else "paper")
+    agree(stream(100, 60, steps=EVICTION + 4), case, "unified" if case.id in DROPPING else "paper")
 
 
 @each_method
@@ -99,13 +100,13 @@ def test_the_measured_loop_generates_the_same(cuda: Twin, above: Loaded, tiny: L
 # -- no wait that is not needed ----------------------------------------------------------------------------------------
 
 
-@on_device
+@each_quiet
 @each_batch
 @each_accounting
 def test_a_decode_step_makes_the_host_wait_for_nothing(
     cuda: Twin, case: Case, lengths: tuple[int, ...], accounting: str
 ) -> None:
-    """But for an eviction every 32 steps."""
+    """But for an eviction, or a buffer that is full, every so many steps."""
     start, attend = Engine.start_step, Engine.attend
 
     def quiet(work: Callable[..., object]) -> Callable[..., object]:
@@ -123,7 +124,28 @@ def test_a_decode_step_makes_the_host_wait_for_nothing(
         drive(up(stream(*lengths, steps=3)), case.build(), SMALL, accounting=accounting)
 
 
-@on_device
+@pytest.mark.parametrize(("name", "waits"), [("icecache", 2), ("icecache_reuse", 1)])
+def test_an_index_on_the_cpu_waits_for_its_queries_only(cuda: Twin, name: str, waits: int) -> None:
+    """Of the layers that search; what they find goes up by itself."""
+    fixed, counts, start = up(stream(150, 90, steps=3)), [], Engine.start_step
+
+    def counted(engine: Engine, *args: torch.Tensor) -> None:
+        cuda.syncs.clear()
+        start(engine, *args)
+
+    def settled(engine: Engine) -> None:
+        counts.append(len(cuda.syncs))
+
+    with (
+        mock.patch.object(Engine, "start_step", counted),
+        mock.patch.object(Engine, "settle", settled),
+        mock.patch("conftest.watch", lambda method: []),
+    ):
+        drive(fixed, CASES[name].build(), SMALL)
+    assert counts == [waits] * 3
+
+
+@each_quiet
 def test_the_measured_loop_waits_once_a_step(cuda: Twin, above: Loaded, case: Case) -> None:
     """For the tokens that come down; what the audit counts once the clock has stopped is left out."""
     settle, outside = Engine.settle, 0

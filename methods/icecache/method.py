@@ -124,6 +124,7 @@ class IceCache(Method):
         self.regions = [self._regions(capacity) for capacity in self.capacities]
         layers = shape.sparse_layers
         self.anchor = {layer: layers[at - at % self.reuse] for at, layer in enumerate(layers)}
+        self.followers = {at: [it for it in layers if it != at and self.anchor[it] == at] for at in layers}
         self.building: dict[int, list[list[Future[DCITree]]]] = {}
         self.trees: dict[int, list[list[DCITree]]] = {}  # of each anchor, by row and KV head
         self.memory: dict[int, int] = {}  # where the keys lie that the trees of each anchor read
@@ -223,7 +224,11 @@ class IceCache(Method):
                     lambda row, head, work: self._attended(layer, row, head, lengths[row], queries[row, head], work),
                 )
             self.view.count_read(layer, sum(read for heads in found for _, read in heads))
-            self.selection = Selection(_packed([[ids for ids, _ in heads] for heads in found]).to(query.device))
+            # it stays on the CPU, from where its tokens are sent up
+            self.selection = Selection(_packed([[ids for ids, _ in heads] for heads in found]))
+            if self.shape.device.type == "cuda":
+                for follower in self.followers[layer]:
+                    self.view.prefetch(follower, self.selection.index)
         return self.selection
 
     def _attended(

@@ -149,15 +149,17 @@ class ParisKV(Method):
         return Selection(stacked([self._attended(layer, row, found.get(row)) for row in range(self.shape.batch)]))
 
     def _attended(self, layer: int, row: int, retrieved: torch.Tensor | None) -> torch.Tensor:
-        """What a row's KV heads attend, [Hkv, M]: buffer, window, sinks and places of the zone; None: everything."""
-        length, zones, device = self.view.lengths(layer)[row], self.zones[row], self.shape.device
+        """What a row's KV heads attend, [Hkv, M]: buffer, window, sinks and places of the zone; None: everything.
+
+        It lies where the index does: one on the CPU does not wait for a GPU to hear of it.
+        """
+        length, zones, device = self.view.lengths(layer)[row], self.zones[row], self.signs.device
         if retrieved is None:
             return torch.arange(length - 1, -1, -1, device=device).expand(self.shape.kv_heads, -1)
         end = zones.sinks + self.index[layer].lengths[row]
-        recent, sinks = torch.arange(length - 1, end - 1, -1), torch.arange(zones.sinks)
-        whole = torch.cat([recent, sinks]).to(device).expand(self.shape.kv_heads, -1)
-        tokens = torch.where(retrieved < 0, -1, zones.sinks + retrieved).to(device)
-        return torch.cat([whole, tokens], dim=1)
+        recent = torch.arange(length - 1, end - 1, -1, device=device)
+        whole = torch.cat([recent, torch.arange(zones.sinks, device=device)]).expand(self.shape.kv_heads, -1)
+        return torch.cat([whole, torch.where(retrieved < 0, -1, zones.sinks + retrieved)], dim=1)
 
     def report(self) -> dict[str, float]:
         """Mean tokens reranked and retrieved by a search of a row's zone; {} where all was attended whole."""

@@ -5,6 +5,8 @@ Both give the same bits: sums run in one stated order, and equal votes or estima
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch.nn.functional import pad
 
@@ -19,6 +21,12 @@ from methods.pariskv.codebook import (
     THRESHOLDS,
     Quotas,
 )
+
+
+@cache
+def constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`THRESHOLDS`, `LEVELS` and `DECODED` on a device, brought there once."""
+    return THRESHOLDS.to(device), LEVELS.to(device), DECODED.to(device)
 
 
 def in_order(terms: torch.Tensor) -> torch.Tensor:
@@ -57,9 +65,10 @@ def encode(keys: torch.Tensor, signs: torch.Tensor) -> tuple[torch.Tensor, torch
         raise ValueError("a key is not finite, or too large to square")
     size = subspaces.abs() / radius.clamp(min=NO_RADIUS)[..., None]
     level = torch.zeros_like(size, dtype=torch.int32)
-    for threshold in THRESHOLDS.to(size.device):
+    thresholds, levels, _ = constants(size.device)
+    for threshold in thresholds:
         level += size > threshold
-    alignment = in_order(LEVELS.to(size.device)[level.long()] * size).clamp(min=NO_ALIGNMENT)
+    alignment = in_order(levels[level.long()] * size).clamp(min=NO_ALIGNMENT)
     weights = (radius / alignment).bfloat16()
     positive = (subspaces >= 0).int()
     bit = torch.arange(SUBSPACE, dtype=torch.int32, device=size.device)
@@ -114,7 +123,8 @@ def estimate(codes: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
     words, weights = codes.tensor_split([rotated.shape[1]], dim=-1)
     bit = torch.arange(SUBSPACE, dtype=torch.int32, device=codes.device)
     nibbles = words[..., None] >> 4 * bit & 15
-    terms = DECODED.to(codes.device)[nibbles.long()] * rotated[:, None]
+    _, _, decoded = constants(codes.device)
+    terms = decoded[nibbles.long()] * rotated[:, None]
     products = in_order(terms[..., 0::2] + terms[..., 1::2])
     return in_order(products * weights.contiguous().view(torch.bfloat16).float())
 

@@ -274,7 +274,7 @@ class RACC(Method):
         here = self._resident(layer) if rolling is None else self._of_long_rows(layer, rolling.index)
         if found is None:
             return Selection(here)
-        return Selection(_packed(torch.cat([here, found.tokens.to(here.device)], dim=2)))
+        return Selection(_packed(torch.cat([here, found.tokens], dim=2)))
 
     def end_step(self) -> None:
         if self.compressor is not None and self.compresses_prompt:
@@ -318,7 +318,7 @@ class RACC(Method):
             retriever = self.retrievers[layer]
             found = retriever.latest(self.steps)
             if found is not None:
-                parts.append(found.tokens.to(kept.device))
+                parts.append(found.tokens)
             else:
                 self.log.late += 1
         self.retained[layer] = torch.cat(parts, dim=2)
@@ -328,13 +328,10 @@ class RACC(Method):
 
     def _range(self, first: Sequence[int], last: Sequence[int]) -> torch.Tensor:
         """Tokens first[b] .. last[b] - 1 of each row, [B, Hkv, M] with trailing -1."""
-        if len(set(first)) == len(set(last)) == 1:  # the rows are alike
-            ids = torch.arange(first[0], last[0], device=self.shape.device)
-            return ids.expand(self.shape.batch, self.shape.kv_heads, -1)
-        starts, ends = (torch.tensor(list(part), device=self.shape.device)[:, None, None] for part in (first, last))
-        longest = max(end - start for start, end in zip(first, last, strict=True))
-        ids = starts + torch.arange(longest, device=self.shape.device)
-        return torch.where(ids < ends, ids, -1).expand(-1, self.shape.kv_heads, -1)
+        rows = list(zip(first, last, strict=True))
+        if len(set(rows)) == 1:
+            return torch.arange(*rows[0], device=self.shape.device).expand(self.shape.batch, self.shape.kv_heads, -1)
+        return _stacked([torch.arange(*row, device=self.shape.device).expand(self.shape.kv_heads, -1) for row in rows])
 
     def _resident(self, layer: int) -> torch.Tensor:
         """Tokens whose home is the device, the current one included, [B, Hkv, M] with trailing -1."""

@@ -61,7 +61,7 @@ class Log:
 
 
 class Answer(NamedTuple):
-    """Tokens found [B, Hkv, k], nearest first, trailing -1, for the queries of step `asked`."""
+    """Tokens found [B, Hkv, k], nearest first, trailing -1, for the queries of step `asked` and on their device."""
 
     asked: int
     tokens: torch.Tensor
@@ -135,6 +135,7 @@ class Retriever:
         self._pending: deque[tuple[int, Future[_Found]]] = deque()
         self._last: Future[_Found] | None = None
         self._answer: Answer | None = None
+        self._device = torch.device("cpu")
 
     @property
     def foreign_bytes(self) -> int:
@@ -158,6 +159,7 @@ class Retriever:
             self.log.late += 1
             return
         self.log.asked += 1
+        self._device = queries.device
         self._enqueue(step, None, queries.float().cpu().numpy(), counts)
 
     def latest(self, step: int) -> Answer | None:
@@ -178,7 +180,7 @@ class Retriever:
             self._count_read(found.keys_read)
             self.log.rebuilds += found.rebuilds
             if found.tokens is not None:
-                self._answer = Answer(asked, found.tokens)
+                self._answer = Answer(asked, found.tokens.to(self._device))
         if self._answer is not None:
             self.log.use(step - self._answer.asked)
         return self._answer
