@@ -5,23 +5,27 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import report_runs
 import torch
 import yaml
 from omegaconf import OmegaConf
+from twin import Twin, device
 
 from kvbench import __main__ as cli
-from kvbench import hardware, latency
+from kvbench import hardware, latency, uva
 from kvbench.checks import check, composed
 from kvbench.config import ConfigError, choices
+from kvbench.hf import method_named
 from kvbench.launcher import grouped
 from kvbench.measure import measure, prompt_of
+from kvbench.method import Budget, Shape
 from kvbench.models import Loaded, byte_tokenizer
 from kvbench.report import figures
 from kvbench.report.__main__ import main as report
@@ -29,6 +33,7 @@ from kvbench.report.frame import Runs, collect
 from kvbench.report.tables import summary
 from kvbench.run import prepare, run
 from kvbench.score import main as score
+from kvbench.synthetic import SyntheticEngine
 from kvbench.tasks.latency import Latency
 
 SMALL = ("model=dummy-tiny", "device=cpu", "task=latency", "task.lengths=[300]", "task.steps=5", "task.warmup=2")
@@ -403,3 +408,50 @@ def test_the_command_line_sweeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/latency/*/*/*/run.yaml")]
     assert len(found) == 4 and not any("shared_prefill" in one["identity"] for one in found)
     check(composed(*SMALL))
+
+
+# -- a GPU that is not there -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Twin]:
+    """The twin of a CUDA device, whose bandwidth is measured with small buffers."""
+    monkeypatch.setitem(hardware.COPIED, "cuda", 2**12)
+    monkeypatch.setattr(hardware, "UPLOADED", 2**12)
+    hardware.bandwidth.cache_clear()
+    with device() as cuda, mock.patch.object(uva, "_launch", cuda.kernel(uva.fetched)):
+        yield cuda
+    hardware.bandwidth.cache_clear()
+
+
+@pytest.mark.parametrize("prefill", ["true", "false"])
+@pytest.mark.parametrize("name", ["full", "quest", "icecache", "pariskv"])
+def test_a_gpu_has_peaks_and_a_busy_time(name: str, prefill: str, cuda: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "busy_seconds", lambda call, device: (call(), 1e-3)[1])
+    words = (*SMALL, f"method={name}", "budget=64", "task.keys=synthetic_attention", f"task.prefill={prefill}")
+    config: Any = OmegaConf.to_container(composed(*words, "task.lengths=[600]"), resolve=True)
+    config["device"] = "cuda"
+    arm = prepare({**config, "dtype": "float32"})
+    record = measure(arm, prompt_of(arm, next(iter(arm.task.samples(arm.loaded.tokenizer, 0)))))
+    told = record["hardware"]
+    assert record["error"] is None and len(record["output_ids"]) == 8
+    assert told["memory"] == "allocated" and told["upload_bandwidth"] > 0
+    assert told["weight_bytes"] < told["memory_bytes"] <= told["prefill_memory_bytes"]
+    if name == "full":
+        assert told["memory_bytes"] > told["weight_bytes"] + told["whole_kv_bytes"]
+    if name in ("icecache", "pariskv"):
+        assert told["memory_bytes"] < told["weight_bytes"] + told["whole_kv_bytes"]
+    assert told["python_ms"] == pytest.approx(record["tpot_ms"]["mean"] - 1 / 8)
+
+
+def test_synthetic_keys_make_no_step_wait(cuda: Twin) -> None:
+    """They were made before: a step takes them from where they are."""
+    shape = Shape(2, 4, 2, 16, (100,), torch.float32, torch.device("cuda:0"), 0.25, (0, 1))
+    engine = SyntheticEngine(shape, method_named("full"), Budget(None), new_tokens=3)
+    engine.fill_prompt([[1] * 100])
+    one = torch.zeros(1, 4, 1, 16, device="cuda")
+    for _ in range(3):
+        engine.start_step(torch.zeros(1, dtype=torch.int64))
+        with cuda.no_sync():
+            for layer in range(2):
+                engine.attend(layer, one, one[:, :2], one[:, :2])
