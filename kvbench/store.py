@@ -415,7 +415,7 @@ class LayerStore:
             stream.wait_event(coming.event)
             coming.blocks[-1][0].record_stream(stream)
         size = (*coming.ids.shape, self.key.shape[3])
-        source = uploaded(coming.source, device).view(-1)
+        source = uploaded(coming.source.reshape(-1), device)
         key, value = (side.index_select(0, source).view(size) for side in self._joined(coming.blocks))
         return Staged(coming.ids, key, value)
 
