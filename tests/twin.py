@@ -36,6 +36,7 @@ from unittest import mock
 from weakref import WeakSet
 
 import torch
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -497,7 +498,7 @@ def on_device(tensor: torch.Tensor) -> bool:
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    return not tensor.is_meta and not on_device(tensor)
+    return not (tensor.is_meta or isinstance(tensor, CausalBias) or on_device(tensor))
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
