@@ -49,10 +49,11 @@ def bandwidth(device: torch.device) -> Bandwidth:
 def _least_seconds(call: Callable[[], Any], device: torch.device) -> float:
     """The least time of a call, after one that warms up: what else the machine does is not its limit."""
     call()
-    return min(_seconds(call, device) for _ in range(REPEATS))
+    return min(seconds(call, device) for _ in range(REPEATS))
 
 
-def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+def seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """What a call takes; on a GPU as its stream notes it."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()

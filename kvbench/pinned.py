@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+PORTABLE_AND_MAPPED = 3  # cudaHostRegister: pinned for every context, and readable by the device itself
+
 _free: dict[int, list[torch.Tensor]] = defaultdict(list)  # blocks [n] uint8 by size
 
 
@@ -48,4 +50,4 @@ def _registered(nbytes: int) -> torch.Tensor:
 
 
 def _register(block: torch.Tensor) -> None:
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0))
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, PORTABLE_AND_MAPPED))

@@ -1,0 +1,148 @@
+"""The attention kernels of one layer side by side, on a GPU or (small, torch alone) on a CPU.
+
+Prints one JSON object as its last line. Times are milliseconds, medians of calls that take turns:
+  full        every token in place: each executor's `ms`, and flashinfer_over_torch
+  selected    `budget` tokens of each KV head, chosen at random: the same, and over_full (of the quickest of each)
+  prefill     a chunk in front (`first`) and one at the end of the context (`last`): sdpa's and FlashInfer's ms, and
+              flashinfer_over_sdpa
+  offload     `budget` tokens of each KV head that live on the host, `turnover` of them new in each step: chosen on the
+              CPU (`bulk`) or on the device (`uva`, on a GPU); moved_gib_s, and uva_over_bulk
+  device, dtype, context, budget, sizes, turnover   what was measured
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvbench import attention, hardware
+from kvbench.attention.flashinfer import FlashInfer, unfit
+from kvbench.method import Selection, Shape
+from kvbench.models import DTYPES
+from kvbench.store import LayerStore
+
+ROUNDS = 20
+
+
+def store_of(shape: Shape, context: int, home: Any = "device") -> LayerStore:
+    """A layer's store with random keys and values in every slot."""
+    store = LayerStore(shape.batch, shape.kv_heads, shape.head_dim, context + 64, shape.dtype, shape.device, home=home)
+    store.key[:, :, :context].normal_()
+    store.value[:, :, :context].normal_()
+    store.seal_prompt([context] * shape.batch)
+    store.leave_device()
+    return store
+
+
+def medians(calls: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
+    """Median milliseconds of each call; they take turns, after one round that warms up."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(1 + ROUNDS):
+        for name, call in calls.items():
+            times[name].append(1e3 * hardware.seconds(call, device))
+    return {name: round(statistics.median(taken[1:]), 4) for name, taken in times.items()}
+
+
+def decode(shape: Shape, store: LayerStore, query: torch.Tensor, selection: Selection | None) -> dict[str, Any]:
+    """The executors that run here, on one selection."""
+    names = ["torch"] if unfit(shape) else ["torch", "flashinfer"]
+    executors = {name: attention.executor(name, shape) for name in names}
+    calls = {name: lambda run=run: run(query, store, selection, shape.scaling) for name, run in executors.items()}
+    return compared(medians(calls, shape.device), "flashinfer", "torch")
+
+
+def compared(ms: dict[str, float], one: str, other: str) -> dict[str, Any]:
+    """Times with the ratio of two of them, where both were taken."""
+    ratio = {f"{one}_over_{other}": round(ms[one] / ms[other], 3)} if one in ms and other in ms else {}
+    return {"ms": ms, **ratio}
+
+
+def prefill(shape: Shape, store: LayerStore, column: int, width: int) -> dict[str, Any]:
+    """Dense attention of one chunk."""
+    query = torch.randn(shape.batch, shape.query_heads, width, shape.head_dim, device=shape.device).to(shape.dtype)
+    dense = {"sdpa": attention.executor("torch", shape)}
+    if not unfit(shape):
+        dense["flashinfer"] = FlashInfer(shape, dense="flashinfer")
+    offsets = [0] * shape.batch
+    calls = {
+        name: lambda run=run: run.prefill(query, store, column, offsets, shape.scaling) for name, run in dense.items()
+    }
+    return compared(medians(calls, shape.device), "flashinfer", "sdpa")
+
+
+def offload(shape: Shape, context: int, budget: int, turnover: float) -> dict[str, Any]:
+    """A step's selection brought up from the host."""
+    kept = budget - max(1, int(turnover * budget))
+    order = torch.rand(shape.batch, shape.kv_heads, context).argsort(dim=2)
+    found: dict[str, Any] = {}
+    for name, side in (("bulk", "cpu"), ("uva", shape.device)):
+        if name == "uva" and shape.device.type != "cuda":
+            continue
+        store = store_of(shape, context, home="host")
+        steps = [
+            torch.cat([order[..., :kept], order[..., start : start + budget - kept]], dim=2).to(side)
+            for start in range(kept, context - (budget - kept), budget - kept)
+        ]
+        turn = iter(steps * (1 + (ROUNDS + 2) // len(steps)))
+        found[name] = medians({"ms": lambda store=store, turn=turn: store.locate(next(turn))}, shape.device)
+        moved = (budget - kept) * shape.batch * shape.kv_heads * store.entry_bytes
+        found[name]["moved_gib_s"] = round(moved / 2**30 / (found[name]["ms"] / 1e3), 3)
+    if "uva" in found:
+        found["uva_over_bulk"] = round(found["uva"]["ms"] / found["bulk"]["ms"], 3)
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if gpu else "cpu")
+    parser.add_argument("--dtype", default="bfloat16" if gpu else "float32", choices=DTYPES)
+    parser.add_argument("--context", type=int, default=131072 if gpu else 8192, help="tokens in the store")
+    parser.add_argument("--budget", type=int, default=1024 if gpu else 256, help="tokens selected for each KV head")
+    parser.add_argument("--chunk", type=int, default=4096 if gpu else 256, help="tokens of a prefill chunk")
+    parser.add_argument("--turnover", type=float, default=0.2, help="share of the selection that is new in a step")
+    parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("QUERY", "KV"))
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1)
+    given = parser.parse_args()
+    if given.chunk > given.context or given.budget > given.context // 2:
+        parser.error(f"--context {given.context}: at least --chunk {given.chunk} and twice --budget {given.budget}")
+    query_heads, kv_heads = given.heads
+    dtype = DTYPES[given.dtype]
+    device = torch.device(given.device)
+    lengths = (given.context,) * given.batch
+    shape = Shape(
+        1, query_heads, kv_heads, given.head_dim, lengths, dtype, device, given.head_dim**-0.5, sparse_layers=(0,)
+    )
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        store = store_of(shape, given.context)
+        query = torch.randn(given.batch, query_heads, 1, given.head_dim, device=device).to(dtype)
+        chosen = torch.rand(given.batch, kv_heads, given.context, device=device).topk(given.budget, dim=2).indices
+        full, selected = decode(shape, store, query, None), decode(shape, store, query, Selection(chosen))
+        selected["over_full"] = round(min(selected["ms"].values()) / min(full["ms"].values()), 3)
+        report = {
+            "full": full,
+            "selected": selected,
+            "prefill": {
+                "first": prefill(shape, store, 0, given.chunk),
+                "last": prefill(shape, store, given.context - given.chunk, given.chunk),
+            },
+        }
+        del store
+        report["offload"] = offload(shape, given.context, given.budget, given.turnover)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    sizes = {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": given.head_dim, "batch": given.batch}
+    about = {"device": name, "dtype": given.dtype, "context": given.context, "budget": given.budget, "sizes": sizes}
+    about["turnover"] = given.turnover
+    print(json.dumps({**report, **about}))
+
+
+if __name__ == "__main__":
+    main()
