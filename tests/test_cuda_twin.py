@@ -28,9 +28,12 @@ from twin import Twin, device
 from kvbench import uva
 from kvbench.config import shipped
 from kvbench.engine import Engine
-from kvbench.hf import KVCache
+from kvbench.generate import generate
+from kvbench.hf import KVCache, engine_for
+from kvbench.method import Budget
 from kvbench.models import Loaded, load
 from kvbench.prefilled import prefill_once
+from kvbench.store import View
 
 CASES = {case.id: case for case in METHODS}
 DROPPING = ["streaming_llm", "snapkv", "pyramidkv"]  # evict what was generated, every so many steps:
@@ -166,6 +169,20 @@ def test_the_measured_loop_waits_once_a_step(cuda: Twin, above: Loaded, case: Ca
     assert waits[1] - waits[0] == 4
 
 
+def test_what_icecache_has_found_is_sent_ahead_to_the_layers_that_reuse_it(cuda: Twin) -> None:
+    """And no token twice: see the moved bytes of `agree`."""
+    sent: list[int] = []
+    prefetch = View.prefetch
+
+    def noted(view: View, layer: int, ids: torch.Tensor) -> None:
+        sent.append(layer)
+        prefetch(view, layer, ids)
+
+    with mock.patch.object(View, "prefetch", noted):
+        agree(stream(150, 90, steps=2, layers=4), CASES["icecache_reuse"], "paper")
+    assert sent == [1, 2] * 2  # three layers share the trees of the first
+
+
 # -- other ways in -----------------------------------------------------------------------------------------------------
 
 
@@ -180,11 +197,30 @@ def test_one_prefill_serves_many_methods(cuda: Twin, above: Loaded, tiny: Loaded
         assert there.tokens == here.tokens, case.id
 
 
-@pytest.mark.parametrize("name", ["snapkv", "quest", "icecache"])
-def test_generate_of_transformers_runs(cuda: Twin, above: Loaded, tiny: Loaded, name: str) -> None:
-    def generated(loaded: Loaded) -> list[int]:
-        prompt = torch.tensor([numbers(150)], device=loaded.model.device)
+@pytest.mark.parametrize("name", ["full", "snapkv", "quest", "pariskv", "racc_code", "lychee"])
+def test_probes_measure_the_same(cuda: Twin, above: Loaded, tiny: Loaded, name: str) -> None:
+    def probed(loaded: Loaded) -> dict[str, float]:
+        prompts, method = [numbers(150), numbers(90, seed=1)], CASES[name].build()
+        engine = engine_for(
+            loaded.model, [150, 90], method, Budget(SMALL), (), loaded.tokenizer, new_tokens=4, probe_every=2
+        )
+        report = generate(loaded.model, prompts, engine, max_new_tokens=4).probe
+        return {name: value for name, value in report.items() if isinstance(value, float)}
+
+    assert probed(above) == pytest.approx(probed(tiny), abs=CLOSE)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "quest", "icecache", "pariskv"])
+def test_generate_of_transformers_runs_on_a_padded_batch(cuda: Twin, above: Loaded, tiny: Loaded, name: str) -> None:
+    def generated(loaded: Loaded) -> list[list[int]]:
+        short = numbers(90, seed=1)
+        prompts = torch.tensor([numbers(120), [0] * 30 + short], device=loaded.model.device)
+        mask = torch.ones_like(prompts)
+        mask[1, :30] = 0
         cache = KVCache(loaded.model, name, SMALL, dense_layers=())
-        return loaded.model.generate(prompt, past_key_values=cache, max_new_tokens=6, do_sample=False)[0].tolist()
+        new = loaded.model.generate(
+            prompts, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False
+        )
+        return new.tolist()
 
     assert generated(above) == generated(tiny)
