@@ -26,6 +26,7 @@ import contextlib
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -39,6 +40,9 @@ import torch
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvbench import pinned
+from kvbench.host import side_stream
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 CAPACITY = 80 << 30  # bytes of device memory that the device claims to have
@@ -581,13 +585,16 @@ def device() -> Iterator[Twin]:
     with (
         mock.patch.multiple(torch.cuda, **patched),
         mock.patch.object(torch, "Generator", _Generator),
+        mock.patch.object(pinned, "_free", defaultdict(list)),  # what is pinned here is so nowhere else
         mock.patch.object(torch.Tensor, "record_stream", record_stream),
         mock.patch.object(ThreadPoolExecutor, "submit", submit_inside),
         cuda,
     ):
         _here.append(cuda)
+        side_stream.cache_clear()
         try:
             yield cuda
             cuda.finish()
         finally:
             _here.pop()
+            side_stream.cache_clear()
