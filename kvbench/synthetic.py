@@ -29,13 +29,13 @@ from kvbench.engine import Engine
 from kvbench.method import Shape
 from kvbench.prefilled import Prefilled
 
-TOPICS, RUN, FOLLOWS = 64, 64, 0.6
+TOPICS, RUN, FOLLOWS = 64, 64, 0.9
 DRIFT = 32768  # positions in which a centre turns once around
 SINKS, SINK_LOGIT = 4, 9.0  # the logit that a query adds there
 GROUP_HOLDS, HEAD_HOLDS = 16, 2
-NEAR = 0.7  # share of a key's variance that is its topic's centre
+NEAR = 0.8  # share of a key's variance that is its topic's centre
 GAIN = 6.0  # the logit that a query adds at either of the centres it points to
-STRETCH = 0.3  # deviation of the logarithm of a key's length (lognormal)
+STRETCH = 0.2  # deviation of the logarithm of a key's length (lognormal)
 BLOCK = 1024  # positions whose noise is drawn at once
 PART = 32 * BLOCK  # positions that are made at once, in fp32
 

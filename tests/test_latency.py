@@ -193,6 +193,17 @@ def test_probes_tell_recall_in_place_of_times(tmp_path: Path) -> None:
     assert 0 < found["probe"]["recall"] <= 1 and "hardware" not in found and found["latency"]["tpot_ms_mean"] is None
 
 
+@pytest.mark.parametrize("name", ["quest", "icecache"])
+def test_an_index_finds_more_in_synthetic_keys_than_in_those_of_random_weights(name: str, tmp_path: Path) -> None:
+    words = ("model=tiny", "model.weights=dummy", "device=cpu", "task=latency", "task.lengths=[2048]", "task.steps=4")
+    found = {
+        keys: run(composed(*words, f"task.keys={keys}", f"method={name}", "probe.every=2", f"results_dir={tmp_path}"))
+        for keys in ("model", "synthetic_attention")
+    }
+    made, model = (found[keys]["probe"] for keys in ("synthetic_attention", "model"))
+    assert made["recall"] > 1.4 * model["recall"] and made["mass"] > 4 * model["mass"]
+
+
 def test_running_out_of_memory_is_a_sample_that_did_not_complete(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
