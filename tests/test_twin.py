@@ -80,9 +80,9 @@ def test_a_copy_to_the_other_side_shares_no_memory(cuda: Twin) -> None:
     here = normal(4)
     there = here.to(CUDA)
     as_given = torch.as_tensor(here, device=CUDA)
-    back = there.cpu()
+    back, again = there.cpu(), torch.tensor(there)
     there.zero_()
-    assert here.all() and as_given.cpu().all() and back.all()
+    assert here.all() and as_given.cpu().all() and back.all() and again.cpu().all()
     assert there.to(CUDA) is there and here.cpu() is here
     assert there.to(torch.float64).device == CUDA and torch.zeros_like(there, device="cpu").device.type == "cpu"
 
@@ -221,7 +221,11 @@ def test_numpy_is_of_the_host(cuda: Twin) -> None:
         lambda x: torch.where(x > 0),
         lambda x: x.masked_select(x > 0),
         lambda x: x.unique(),
+        lambda x: x.view(2, 2).unique(dim=0),
         lambda x: x.unique_consecutive(),
+        lambda x: torch.isin(x, x[:2]),
+        lambda x: torch.allclose(x, x),
+        lambda x: x.long().abs().bincount(),
         lambda x: x.repeat_interleave(torch.ones(4, dtype=torch.int64, device="cuda")),
         lambda x: torch.equal(x, x),
         lambda x: range(3)[x[0].long() * 0],
@@ -251,6 +255,7 @@ def test_kernels_are_no_sync(cuda: Twin) -> None:
         torch._assert_async((index >= 0).all())
         torch.full((2, 2), 3.0, device="cuda"), torch.arange(1, 5, device="cuda"), torch.zeros(2, device="cuda")
         there[0, 0] = 1
+        there.masked_fill_(there > 0, torch.tensor(2.0))
         there.index_fill_(0, index[:1], 2.0).masked_fill_(there > 0, -torch.inf)
         there[index], there.repeat_interleave(2, dim=1), there.sort(), there.unbind(), list(there)
         index.repeat_interleave(torch.ones_like(index), output_size=4)
@@ -405,9 +410,17 @@ def test_events_tell_the_time_once_they_are_complete(cuda: Twin) -> None:
         torch.cuda.Event().elapsed_time(end)
 
 
-def test_a_kernel_of_our_own_reads_pinned_memory(cuda: Twin) -> None:
-    there = cuda.kernel(torch.index_select)(pinned(normal(4)), 0, torch.arange(2, device="cuda"))
-    assert there.is_cuda and torch.equal(there.cpu(), normal(4)[:2])
+def test_a_kernel_of_our_own_reads_pinned_memory_behind_a_wait(cuda: Twin) -> None:
+    main, side, block = torch.cuda.current_stream(), torch.cuda.Stream(), torch.zeros(4, pin_memory=True)
+    there, index = normal(4).cuda(), torch.arange(2, device="cuda")
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        block.copy_(there, non_blocking=True)
+    read = cuda.kernel(torch.index_select)
+    early = read(block, 0, index)
+    main.wait_stream(side)
+    late = read(block, 0, index)
+    assert early.is_cuda and early.isnan().all() and torch.equal(late.cpu(), normal(4)[:2])
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

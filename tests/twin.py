@@ -51,7 +51,7 @@ INSIDE = (str(Path(torch.__file__).parent), __file__)  # files that a sync's pla
 # ATen operations for which the host waits, since it needs a value or the size of their result.
 SYNCING = {
     *("_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "isin", "bincount"),
-    *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
+    *("_unique2", "unique_dim", "unique_consecutive"),
 }
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 # Calls that use of the other tensor its shape or kind only, and calls for which one of 0 dimensions is no scalar.
@@ -445,7 +445,7 @@ def _from_data(cuda: Twin, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor
     device = kwargs.pop("device", None)
     if not isinstance(data, torch.Tensor):
         return _to(cuda, torch.Tensor.to, cuda.call(torch.tensor, args, kwargs, mixes=True), device or CPU)
-    always = func not in (torch.as_tensor, torch.asarray)
+    always = func not in (torch.as_tensor, torch.asarray) or bool(kwargs.get("copy"))
     return _to(cuda, torch.Tensor.to, data, device, kwargs.get("dtype"), copy=always)
 
 
