@@ -180,7 +180,7 @@ def test_what_icecache_has_found_is_sent_ahead_to_the_layers_that_reuse_it(cuda:
 
     with mock.patch.object(View, "prefetch", noted):
         agree(stream(150, 90, steps=2, layers=4), CASES["icecache_reuse"], "paper")
-    assert sent == [1, 2] * 2  # three layers share the trees of the first
+    assert sent == [1, 2] * 2 * 2  # three layers share the trees of the first; two steps, here and there
 
 
 # -- other ways in -----------------------------------------------------------------------------------------------------

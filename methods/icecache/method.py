@@ -226,9 +226,8 @@ class IceCache(Method):
             self.view.count_read(layer, sum(read for heads in found for _, read in heads))
             # it stays on the CPU, from where its tokens are sent up
             self.selection = Selection(_packed([[ids for ids, _ in heads] for heads in found]))
-            if self.shape.device.type == "cuda":
-                for follower in self.followers[layer]:
-                    self.view.prefetch(follower, self.selection.index)
+            for follower in self.followers[layer]:
+                self.view.prefetch(follower, self.selection.index)
         return self.selection
 
     def _attended(
