@@ -1,12 +1,13 @@
 """Large blocks of pinned host memory, kept for the next generation.
 
 torch's own pinned allocator rounds every block up to a power of two, which can double tens of gigabytes, and pinning is
-slow. So a host tier's blocks are plain memory that is registered with CUDA at its exact size, once, and lent again.
+slow. So a host tier's blocks are plain memory that is registered with CUDA at its own size, once, and lent again.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ def pinned_zeros(size: Sequence[int], dtype: torch.dtype, owner: object) -> torc
     Raises:
         RuntimeError: the system gives or pins no more memory.
     """
-    nbytes = max(1, math.prod(size)) * dtype.itemsize
+    nbytes = -(-max(1, math.prod(size)) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
     block = _free[nbytes].pop() if _free[nbytes] else _registered(nbytes)
     weakref.finalize(owner, _free[nbytes].append, block)
     return block.view(dtype)[: math.prod(size)].view(*size)
@@ -40,14 +41,17 @@ def release() -> None:
 
 def _registered(nbytes: int) -> torch.Tensor:
     try:
-        block = torch.zeros(nbytes, dtype=torch.uint8)
-        _register(block)
+        return _register(nbytes)
     except RuntimeError:
         release()  # blocks of other sizes, of generations past, may be what is in the way
-        block = torch.zeros(nbytes, dtype=torch.uint8)
-        _register(block)
+        return _register(nbytes)
+
+
+def _register(nbytes: int) -> torch.Tensor:
+    # Pages of its own: CUDA refuses a block that shares one with a block it knows.
+    try:
+        block = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    except OSError as error:
+        raise RuntimeError(f"can't allocate memory: {nbytes} bytes on the host") from error
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), nbytes, PORTABLE_AND_MAPPED))
     return block
-
-
-def _register(block: torch.Tensor) -> None:
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, PORTABLE_AND_MAPPED))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvbench import pinned, uva
 from kvbench.engine import Engine
 from kvbench.hf import method_named
 from kvbench.host import Arrival, HostTier
+from kvbench.measure import is_failed_sample
 from kvbench.meters import Spans
 from kvbench.method import Budget, Method, Needs, Prompt, Shape
 
@@ -36,12 +38,14 @@ def block(*size: int, seed: int = 0) -> torch.Tensor:
 # -- pinned memory -----------------------------------------------------------------------------------------------------
 
 
-def test_blocks_are_pinned_at_their_exact_size(cuda: twin.Twin) -> None:
+def test_blocks_are_pinned_in_pages_of_their_own(cuda: twin.Twin) -> None:
     before = dict(twin._registered)
-    tier = HostTier(block(1, 2, 16, 3).to(CUDA), 37)
+    tiers = [HostTier(block(1, 2, 16, 3).to(CUDA), capacity) for capacity in (37, 3700)]
     fresh = {at: size for at, size in twin._registered.items() if at not in before}
-    assert tier.key.is_pinned() and tier.value.is_pinned() and not tier.key.any()
-    assert all(size == 2 * 37 * 3 * 4 for size in fresh.values())
+    assert all(tier.key.is_pinned() and tier.value.is_pinned() and not tier.key.any() for tier in tiers)
+    assert all(at % mmap.PAGESIZE == size % mmap.PAGESIZE == 0 for at, size in fresh.items())
+    for tier in tiers:
+        assert 0 <= fresh[tier.key.data_ptr()] - tier.key.nbytes < mmap.PAGESIZE, "of no more than its own size"
 
 
 def test_a_block_is_lent_again_once_its_owner_is_gone(cuda: twin.Twin) -> None:
@@ -66,16 +70,22 @@ def test_memory_of_generations_past_is_given_back_before_none_is_left(
     assert any(pinned._free.values())
     pin, calls = pinned._register, []
 
-    def full_once(memory: torch.Tensor) -> None:
-        calls.append(memory.nbytes)
+    def full_once(nbytes: int) -> torch.Tensor:
+        calls.append(nbytes)
         if len(calls) == 1:
             raise RuntimeError("CUDA error: out of memory")
-        pin(memory)
+        return pin(nbytes)
 
     monkeypatch.setattr(pinned, "_register", full_once)
     owner = Spans()
-    assert pinned.pinned_zeros((3, 3), torch.bfloat16, owner).shape == (3, 3)
-    assert calls == [18, 18] and not any(pinned._free.values())
+    assert pinned.pinned_zeros((3, mmap.PAGESIZE), torch.bfloat16, owner).shape == (3, mmap.PAGESIZE)
+    assert calls == [6 * mmap.PAGESIZE] * 2 and not any(pinned._free.values())
+
+
+def test_memory_that_the_system_does_not_give_fails_the_sample(cuda: twin.Twin) -> None:
+    with pytest.raises(RuntimeError, match="can't allocate memory") as error:
+        pinned.pinned_zeros((1 << 50,), torch.uint8, Spans())
+    assert is_failed_sample(error.value)
 
 
 # -- new tokens --------------------------------------------------------------------------------------------------------
