@@ -17,6 +17,7 @@ import torch
 
 from kvbench import attention
 from kvbench.config import ConfigError, first_line
+from kvbench.host import uploaded
 from kvbench.meters import Audit, Spans
 from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
 from kvbench.probes import Probe
@@ -237,7 +238,7 @@ class Engine:
         """
         if selection.index.shape[1] not in (1, self.shape.kv_heads):
             raise ValueError('positions="cache" needs one selection per KV head: its keys are rotated once')
-        index = selection.index.expand(-1, self.shape.kv_heads, -1)
+        index = uploaded(selection.index, query.device).expand(-1, self.shape.kv_heads, -1)
         present = index >= 0
         place = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)
         keys = self._moved(store.gather(index)[0], index.clamp(min=0), place)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvbench.host import uploaded
 from kvbench.method import Selection, Shape
 from kvbench.store import LayerStore
 
@@ -104,7 +105,7 @@ class Probe:
 
     def _chosen(self, shadow: LayerStore, selection: Selection | None, resident: torch.Tensor) -> torch.Tensor:
         """[B, Hq, n] bool, the tokens each query head attended."""
-        index = resident if selection is None else selection.index
+        index = resident if selection is None else uploaded(selection.index, resident.device)
         index = index.expand(index.shape[0], max(index.shape[1], self.shape.kv_heads), index.shape[2])
         index = index.repeat_interleave(self.shape.query_heads // index.shape[1], dim=1)
         chosen = torch.zeros(*index.shape[:2], max(shadow.lengths) + 1, dtype=torch.bool, device=index.device)

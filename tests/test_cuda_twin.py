@@ -197,7 +197,7 @@ def test_one_prefill_serves_many_methods(cuda: Twin, above: Loaded, tiny: Loaded
         assert there.tokens == here.tokens, case.id
 
 
-@pytest.mark.parametrize("name", ["full", "snapkv", "quest", "pariskv", "racc_code", "lychee"])
+@pytest.mark.parametrize("name", ["full", "snapkv", "quest", "pariskv", "racc_code", "lychee", "icecache"])
 def test_probes_measure_the_same(cuda: Twin, above: Loaded, tiny: Loaded, name: str) -> None:
     def probed(loaded: Loaded) -> dict[str, float]:
         prompts, method = [numbers(150), numbers(90, seed=1)], CASES[name].build()

@@ -62,7 +62,7 @@ IDLE = ("_lazy_init", "init", "set_device", "empty_cache", "manual_seed", "manua
 
 Clock = dict["Stream", int]  # of each stream, how many of its operations are known to be over
 
-# A program may keep streams and pinned memory for longer than one `with`.
+# A program may keep streams for longer than one `with`.
 _here: list[Twin] = []
 _streams: WeakSet[Stream] = WeakSet()
 _registered: dict[int, int] = {}  # bytes of host memory that was pinned after it was allocated, by address
@@ -597,4 +597,5 @@ def device() -> Iterator[Twin]:
             cuda.finish()
         finally:
             _here.pop()
+            _registered.clear()
             side_stream.cache_clear()
