@@ -16,9 +16,6 @@ from functools import cache
 import torch
 
 from kvbench.pinned import pinned_zeros
-from kvbench.staging import compile_kernels
-
-Blocks = tuple[tuple[torch.Tensor, torch.Tensor], ...]  # keys and values that lie together
 
 
 class HostTier:
@@ -42,7 +39,6 @@ class HostTier:
         self.arranged = False
         self.copied: torch.cuda.Event | None = None
         self._landing: deque[_Landing] = deque()
-        compile_kernels()
 
     def _zeros(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return pinned_zeros(size, dtype, self) if self._device.type == "cuda" else torch.zeros(size, dtype=dtype)
@@ -186,36 +182,6 @@ class _Landing:
     lengths: tuple[int, ...]
     tokens: torch.Tensor
     event: torch.cuda.Event
-
-
-@dataclass(frozen=True, eq=False)
-class Staged:
-    """Copies of host tokens that the last gather brought up.
-
-    Attributes:
-        ids: [B, Hkv, U] ascending, `NO_TOKEN` behind the last; on the side where the selection was made.
-        key, value: [B, Hkv, U, D] on the device.
-    """
-
-    ids: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Coming:
-    """Tokens to be staged, some of them still on their way up.
-
-    Attributes:
-        ids: [B, Hkv, U], as of `Staged`.
-        source: [B, Hkv, U] int64 on the CPU, the row of each in `blocks` taken one after the other.
-        blocks: keys and values, [..., D] each, on the device; the last is there for who waits on `event`, if any.
-    """
-
-    ids: torch.Tensor
-    source: torch.Tensor
-    blocks: Blocks
-    event: torch.cuda.Event | None = None
 
 
 class Arrival(Future[tuple[torch.Tensor, torch.Tensor]]):

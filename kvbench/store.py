@@ -9,39 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from kvbench import uva
-from kvbench.host import Arrival, Blocks, Coming, HostTier, Staged, side_stream, uploaded
+from kvbench.host import Arrival, HostTier, uploaded
 from kvbench.meters import Audit, Spans
-from kvbench.staging import NO_TOKEN, Staging, staging, whole_pages
+from kvbench.stage import Located, Stage, Staged, rows
+from kvbench.staging import NO_TOKEN, whole_pages
 
 GROWTH = 256  # slots added at least when a store of unknown final length is full
 DROPPED, DEVICE, HOST = 0, 1, 2
-
-
-@dataclass(frozen=True, eq=False)
-class Located:
-    """Where tokens lie on the device.
-
-    Attributes:
-        key, value: [B, Hkv, S, D], blocks that hold them all; S is a multiple of `kvbench.staging.PAGE`.
-        slots: [B, Hkv, M] int64, the slot of each token asked for; any where none was.
-        present: [B, Hkv, M] bool, whether one was; None: everywhere.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    slots: torch.Tensor
-    present: torch.Tensor | None
-
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the tokens, gathered: [B, Hkv, M, D] each; any finite content where none was asked for."""
-        return _rows(self.key, self.slots), _rows(self.value, self.slots)
 
 
 class LayerStore:
@@ -96,10 +74,7 @@ class LayerStore:
         self._home, self._on_drop, self._grows = home, on_drop, grows
         self._audit, self._spans = audit, spans or Spans()
         self.reserved = capacity
-        self._staged: Staged | None = None
-        self._coming: Coming | None = None
-        self._fetched: torch.Tensor | int = 0  # tokens that the device itself read from the host, not yet counted
-        self._newest: tuple[torch.Tensor, torch.Tensor] | None = None  # home "host": the current token, on the device
+        self._stage: Stage | None = None  # of a store with a host tier
         self._closed = False
         if shared is not None:
             self.seal_prompt(shared.lengths)
@@ -185,8 +160,17 @@ class LayerStore:
         self.lengths = list(lengths)
         self.used = torch.tensor(self.lengths).unsqueeze(1).repeat(1, self.key.shape[1])
         if self._home == "host":
-            self.host = HostTier(self.key, max(self.reserved, *self.lengths))
-            self.host.write_prompt(self.key, self.value, self.lengths)
+            self._open_host().write_prompt(self.key, self.value, self.lengths)
+
+    def _open_host(self) -> HostTier:
+        audit, size = self._audit, self.entry_bytes
+        self.host = HostTier(self.key, max(self.reserved, *self.lengths))
+        self._stage = Stage(self.host, self.key.device, lambda tokens: audit.moved(tokens * size) if audit else None)
+        return self.host
+
+    @property
+    def _staged(self) -> Staged | None:
+        return None if self._stage is None else self._stage.staged
 
     def close(self) -> None:
         """The shared memory behind the prompt goes to another store."""
@@ -211,9 +195,9 @@ class LayerStore:
         if self.host is not None and max(self.lengths) >= self.host.capacity:
             self.host.grow(self._grown(max(self.lengths) + 1, self.host.capacity))
         if self._home == "host":
-            assert self.host is not None
+            assert self.host is not None and self._stage is not None
             self.host.append(self.lengths, key, value)
-            self._newest = (key, value)
+            self._stage.newest = (key, value)
         else:
             self._append_on_device(key, value)
         self.lengths = [length + 1 for length in self.lengths]
@@ -300,15 +284,15 @@ class LayerStore:
             LookupError: a token id that is dropped or was never seen. An index on a GPU is checked there, and aborts
                 the kernel instead.
         """
-        if self.host is None:
+        if self._stage is None:
             index, present = self._up(index)
             slots, found = self._find(index)
             self._check(index, found)
             return Located(self.key, self.value, slots, present)
         with self._spans("transfer"):
             if self._home == "device":
-                return self._both_tiers(index)
-            return self._stage(index)
+                return self._both_tiers(self._stage, index)
+            return self._stage.locate(index, self.lengths)
 
     def _up(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """An index on the device, and where it names a token (None: everywhere, as far as that is known here)."""
@@ -335,126 +319,32 @@ class LayerStore:
         found = found & (index >= 0)
         return slots.masked_fill(~found, 0), found
 
-    def _both_tiers(self, index: torch.Tensor) -> Located:
+    def _both_tiers(self, stage: Stage, index: torch.Tensor) -> Located:
         """`locate` where some tokens have left the device: all in one block, in the order asked for."""
         count = index.shape[2]
         above, present = self._up(torch.nn.functional.pad(index, (0, whole_pages(count) - count), value=-1))
         slots, found = self._find(above)
-        key, value = self._stage(torch.where(found, -1, above).cpu()).rows()
+        key, value = stage.locate(torch.where(found, -1, above).cpu(), self.lengths).rows()
         if self.capacity:
-            key = torch.where(found[..., None], _rows(self.key, slots), key)
-            value = torch.where(found[..., None], _rows(self.value, slots), value)
+            key = torch.where(found[..., None], rows(self.key, slots), key)
+            value = torch.where(found[..., None], rows(self.value, slots), value)
         order = torch.arange(count, device=key.device).expand(*index.shape)
         return Located(key, value, order, None if present is None else present[..., :count])
 
-    # -- staging ---------------------------------------------------------------------------------------------------
-
     def prefetch(self, index: torch.Tensor) -> None:
-        """Begin to bring up host tokens of index [B, Hkv, M] on the CPU, beside what the device computes.
+        """Begin to bring up host tokens of index [B, Hkv or 1, M] on the CPU, beside what the device computes.
 
         Tokens that are not there yet are passed over. The next `locate` finds them on the device.
         """
-        if self.host is None:
+        if self._stage is None:
             raise ValueError("prefetch brings up tokens of host memory; declare Needs(home='host')")
         with self._spans("transfer"):
-            self._receive()
-            index = index.expand(-1, self.key.shape[1], -1)
-            place = index.clamp(0, self.host.capacity - 1)
-            there = self.host.present.gather(2, place) & (index == place)
-            self._coming = self._sent(self._plan(torch.where(there, index, -1)), beside=True)
-
-    def _stage(self, index: torch.Tensor) -> Located:
-        """Stage the host tokens of index [B, Hkv, M] (-1 = none, repeats allowed); moves only what is not there yet."""
-        assert self.host is not None
-        self._receive()
-        if index.is_cuda and self._home == "host" and not self.host.arranged:
-            self._staged = self._read_by_device(index)
-            slots, _ = _places(self._staged.ids, index.clamp(min=0))
-            return Located(self._staged.key, self._staged.value, slots, index >= 0)
-        plan = self._plan(index.cpu())
-        self._staged = self._received(self._sent(plan))
-        slots = uploaded(plan.slots, self.key.device)
-        if plan.complete:
-            return Located(self._staged.key, self._staged.value, slots, None)
-        return Located(self._staged.key, self._staged.value, slots.clamp(min=0), slots >= 0)
-
-    def _plan(self, index: torch.Tensor) -> Staging:
-        held = None if self._staged is None else self._staged.ids.cpu()
-        newest = None if self._newest is None else [length - 1 for length in self.lengths]
-        return staging(index, held, newest)
-
-    def _blocks(self) -> Blocks:
-        """What is on the device of a host tier: the staged tokens, then the newest of each row."""
-        staged = () if self._staged is None else ((self._staged.key, self._staged.value),)
-        return staged if self._newest is None else (*staged, self._newest)
-
-    def _sent(self, plan: Staging, beside: bool = False) -> Coming:
-        """Send up what is missing on the device; `beside`: on the side stream."""
-        assert self.host is not None
-        device, blocks = self.key.device, self._blocks()
-        if not len(plan.token):
-            return Coming(plan.ids, plan.source, blocks)
-        heads = self.key.shape[1]
-        rows = self.host.read(plan.head // heads, plan.head % heads, plan.token)
-        self._moved(len(plan.token))
-        with torch.cuda.stream(side_stream(device)) if beside and device.type == "cuda" else nullcontext():
-            moved = uploaded(rows, device)
-            event = torch.cuda.current_stream(device).record_event() if moved.is_cuda else None
-        return Coming(plan.ids, plan.source, (*blocks, (moved[0], moved[1])), event)
-
-    def _receive(self) -> None:
-        """What was prefetched is staged from now on."""
-        if self._coming is not None:
-            self._staged, self._coming = self._received(self._coming), None
-
-    def _received(self, coming: Coming) -> Staged:
-        """What was sent up, in one block with what was there."""
-        device = self.key.device
-        if coming.event is not None:
-            stream = torch.cuda.current_stream(device)
-            stream.wait_event(coming.event)
-            coming.blocks[-1][0].record_stream(stream)
-        size = (*coming.ids.shape, self.key.shape[3])
-        source = uploaded(coming.source.reshape(-1), device)
-        key, value = (side.index_select(0, source).view(size) for side in self._joined(coming.blocks))
-        return Staged(coming.ids, key, value)
-
-    def _read_by_device(self, index: torch.Tensor) -> Staged:
-        """As `_plan`, `_sent` and `_received`, on the device alone: it reads the host's memory, and nobody waits."""
-        assert self.host is not None
-        torch._assert_async((index < self.seen[:, None, None]).all())
-        ids = _distinct(index)
-        head = torch.arange(self.used.numel(), device=ids.device).view(*self.used.shape, 1)
-        near, first = torch.full_like(ids, -1), 0
-        if self._staged is not None:
-            held = self._staged.ids.to(ids.device)
-            place, there = _places(held, ids)
-            near, first = torch.where(there, head * held.shape[2] + place, near), held.numel()
-        if self._newest is not None:
-            current = ids == self.seen[:, None, None] - 1
-            near = torch.where(current & (near < 0), first + head, near)
-        far = torch.where((near < 0) & (ids != NO_TOKEN), head * self.host.capacity + ids, -1)
-        near = near.masked_fill(ids == NO_TOKEN, -1)
-        self._fetched = self._fetched + (far >= 0).sum()
-        if self.host.copied is not None:
-            torch.cuda.current_stream(index.device).wait_event(self.host.copied)
-        size = (*ids.shape, self.key.shape[3])
-        sides = zip(self._joined(self._blocks()), (self.host.key, self.host.value), strict=True)
-        key, value = (uva.fetch(near.view(-1), far.view(-1), rows, host.view(-1, size[3])) for rows, host in sides)
-        return Staged(ids, key.view(size), value.view(size))
-
-    def _joined(self, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of all blocks, keys and values, [n, D] each."""
-        width = self.key.shape[3]
-        sides = zip(*blocks, strict=True) if blocks else ((self.key,), (self.value,))
-        key, value = (torch.cat([rows.reshape(-1, width) for rows in side]) for side in sides)
-        return key, value
+            self._stage.prefetch(index, self.lengths)
 
     def count_fetched(self) -> None:
         """Tell the audit what the device itself has read from the host; waits for it."""
-        tokens, self._fetched = int(self._fetched), 0
-        if tokens:
-            self._moved(tokens)
+        if self._stage is not None:
+            self._stage.count_fetched()
 
     def everything(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids [n] ascending, keys and values [n, D], of all tokens one KV head still has in any tier, on the CPU."""
@@ -491,7 +381,7 @@ class LayerStore:
             if bool(unseen.any()):
                 raise LookupError(f"token {index[unseen][0].item()} is not in the store: not seen yet")
         slot = self.host.place.gather(2, index.clamp(min=0))
-        return _rows(self.host.key, slot), _rows(self.host.value, slot)
+        return rows(self.host.key, slot), rows(self.host.value, slot)
 
     # -- evicting --------------------------------------------------------------------------------------------------
 
@@ -521,15 +411,15 @@ class LayerStore:
         self.used = used
 
     def _offload_all_but(self, kept: torch.Tensor) -> None:
-        if self.host is None:
-            self.host = HostTier(self.key, max(self.reserved, *self.lengths))
+        host = self.host or self._open_host()
         here = self._device_ids()
         stays = torch.isin(_globally(here), _globally(kept))
         key, value = self.key[:, :, : here.shape[2]], self.value[:, :, : here.shape[2]]
-        self.host.write(torch.where(stays, -1, here), key, value)
+        host.write(torch.where(stays, -1, here), key, value)
         row, head, at = (kept >= 0).nonzero(as_tuple=True)
-        self.host.present[row.cpu(), head.cpu(), kept[row, head, at].cpu()] = False
-        self._staged = self._coming = None
+        host.present[row.cpu(), head.cpu(), kept[row, head, at].cpu()] = False
+        assert self._stage is not None
+        self._stage.forget()
 
     def arrange(self, order: torch.Tensor) -> None:
         """Set the physical order of the host tier; see `HostTier.arrange`."""
@@ -537,41 +427,12 @@ class LayerStore:
             raise ValueError("arrange sets the order of host memory; declare Needs(home='host')")
         self.host.arrange(order)
 
-    def _moved(self, tokens: int) -> None:
-        if self._audit is not None:
-            self._audit.moved(tokens * self.entry_bytes)
-
 
 def _with_slots(tensor: torch.Tensor, capacity: int) -> torch.Tensor:
     """A copy of tensor [B, H, n, D] with `capacity` slots, zero beyond n."""
     grown = tensor.new_zeros(*tensor.shape[:2], capacity, tensor.shape[3])
     grown[:, :, : tensor.shape[2]] = tensor
     return grown
-
-
-def _rows(tensor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """tensor [B, H, n, D] at slots [B, H, M]: [B, H, M, D]. Much quicker than torch.gather on a CPU."""
-    batch, heads, count, width = tensor.shape
-    if not count or not slots.shape[2]:
-        return tensor.new_zeros(batch, heads, slots.shape[2], width)
-    first = torch.arange(batch * heads, device=slots.device).view(batch, heads, 1) * count
-    return tensor.reshape(-1, width).index_select(0, (slots + first).view(-1)).view(batch, heads, -1, width)
-
-
-def _distinct(index: torch.Tensor) -> torch.Tensor:
-    """Distinct ids >= 0 of index [B, H, M], ascending, `NO_TOKEN` behind; as many columns, in whole pages."""
-    ids = torch.where(index < 0, NO_TOKEN, index).sort(dim=2).values
-    repeated = torch.zeros_like(ids, dtype=torch.bool)
-    repeated[..., 1:] = ids[..., 1:] == ids[..., :-1]
-    return _with_free_slots(ids.masked_fill(repeated, NO_TOKEN).sort(dim=2).values, whole_pages(ids.shape[2]))
-
-
-def _places(held: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places of ids [B, H, U] in the ascending lists `held` [B, H, V], and whether they are there."""
-    if not held.shape[2]:
-        return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
-    place = torch.searchsorted(held, ids).clamp(max=held.shape[2] - 1)
-    return place, held.gather(2, place) == ids
 
 
 def _globally(ids: torch.Tensor) -> torch.Tensor:

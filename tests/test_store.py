@@ -200,7 +200,7 @@ class StoreMachine(RuleBasedStateMachine):
         """What was prefetched is staged."""
         if self.coming is not None:
             self.staged, self.coming = self.coming, None
-            self.store._receive()
+            self.store._stage.receive()
             self.staged_slots = max(len(self.staged[row][head]) for row, head in self.places())
 
     def named(self, index: torch.Tensor, row: int, head: int) -> set[int]:
