@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,20 +28,25 @@ each_experiment = pytest.mark.parametrize("name", NAMES)
 plain_and_smoke = pytest.mark.parametrize("smoke", ["false", "true"])
 
 
-def jobs(*words: str) -> list[DictConfig]:
-    """The jobs that a command line asks for, as the check sees them."""
+@functools.cache
+def composed(words: tuple[str, ...]) -> list[DictConfig]:
     flags = cli._flags(list(words))
     return [job for job, _ in cli.composed_jobs(cli._loader(flags), "config", flags.overrides, flags.multirun)]
 
 
-@pytest.fixture
-def asked(tmp_path: Path) -> Callable[..., list[DictConfig]]:
-    """The jobs of an experiment, which is given what it needs."""
+def jobs(name: str, *words: str, smoke: str = "false") -> list[DictConfig]:
+    """The jobs of an experiment, as the check sees them; composed once for all tests."""
+    return copy.deepcopy(composed((f"+experiment={name}", f"smoke={smoke}", *words)))
 
-    def make(name: str, *words: str) -> list[DictConfig]:
-        file = tmp_path / "given"
-        file.write_text("Question: 1 + 1\nLet's think step by step\nThe answer is 2\n")
-        return jobs(f"+experiment={name}", *words, *([f"{GIVEN[name]}={file}"] if name in GIVEN else []))
+
+@pytest.fixture(scope="session")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[DictConfig]]:
+    """The jobs of an experiment, which is given what it needs."""
+    file = tmp_path_factory.mktemp("given") / "given"
+    file.write_text("Question: 1 + 1\nLet's think step by step\nThe answer is 2\n")
+
+    def make(name: str, smoke: str) -> list[DictConfig]:
+        return jobs(name, *([f"{GIVEN[name]}={file}"] if name in GIVEN else []), smoke=smoke)
 
     return make
 
@@ -57,7 +63,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
 @plain_and_smoke
 def test_every_job_can_run_where_there_is_a_network(name: str, smoke: str, asked: Any, network: Any) -> None:
     network(None)
-    for job in asked(name, f"smoke={smoke}"):
+    for job in asked(name, smoke):
         check(job)
 
 
@@ -67,7 +73,7 @@ def test_without_a_network_a_job_runs_or_names_the_key_of_a_local_copy(
     name: str, smoke: str, asked: Any, network: Any
 ) -> None:
     network("nobody answers")
-    for job in asked(name, f"smoke={smoke}"):
+    for job in asked(name, smoke):
         path = hub.source_of(job.model).path
         if job.task.name in ("longbench", "gsm8k"):
             key = "task.data_dir: "
@@ -84,15 +90,14 @@ def test_without_a_network_a_job_runs_or_names_the_key_of_a_local_copy(
 @pytest.mark.parametrize("name", GIVEN)
 def test_what_must_be_given_is_named(name: str, network: Any) -> None:
     network(None)
-    for job in jobs(f"+experiment={name}"):
+    for job in jobs(name):
         with pytest.raises(ConfigError, match=f"{GIVEN[name]}=null"):
             check(job)
 
 
 @each_experiment
 def test_smoke_changes_the_size_of_an_experiment_alone(name: str) -> None:
-    large = jobs(f"+experiment={name}")
-    small = jobs(f"+experiment={name}", "smoke=true")
+    large, small = jobs(name), jobs(name, smoke="true")
     assert len(small) == len(large)
     for one, other in zip(small, large, strict=True):
         assert (one.model.name, one.smoke) == ("tiny", True)
@@ -115,12 +120,12 @@ def test_every_published_table_that_kvbench_can_fill_has_an_experiment() -> None
 @pytest.mark.parametrize("id", PUBLISHED)
 def test_an_experiment_runs_the_methods_of_its_table(id: str) -> None:
     frame = published.table(id).frame
-    assert set(frame["method"].dropna()) <= {job.method.name for job in jobs(f"+experiment={id}")}
+    assert set(frame["method"].dropna()) <= {job.method.name for job in jobs(id)}
 
 
 @pytest.mark.parametrize("id", [id for id in PUBLISHED if published.table(id).frame["metric"].any()])
 def test_an_experiment_makes_the_runs_that_stand_beside_published_cells_and_no_others(id: str) -> None:
-    table, made = published.table(id), jobs(f"+experiment={id}")
+    table, made = published.table(id), jobs(id)
     cells = table.frame[(table.frame["metric"] != "") & table.frame["method"].notna()]
     # A paper that does not say which Llama it took has rows of no model here; so has one whose model is not in conf.
     rows = {(row.model, row.method, row.budget, row.task) for row in cells.itertuples()}
