@@ -118,8 +118,12 @@ def test_arms_of_a_sweep_prefill_for_themselves() -> None:
 METHODS = sorted(set(choices("method")))
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("prefill", ["true", "false"])
+FILLED = ["full", "snapkv", "quest", "icecache", "pariskv"]
+
+
+@pytest.mark.parametrize(
+    ("name", "prefill"), [*((name, "true") for name in METHODS), *((name, "false") for name in FILLED)]
+)
 def test_every_method_runs_all_steps_of_a_batch(name: str, prefill: str, tmp_path: Path) -> None:
     words = (*SMALL, f"results_dir={tmp_path}", "task.keys=synthetic_attention", f"task.prefill={prefill}")
     found = run(composed(*words, "task.batch=[2]", f"method={name}", "budget=200"))
@@ -436,8 +440,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Twin]:
     hardware.bandwidth.cache_clear()
 
 
-@pytest.mark.parametrize("prefill", ["true", "false"])
-@pytest.mark.parametrize("name", ["full", "quest", "icecache", "pariskv"])
+@pytest.mark.parametrize(
+    ("name", "prefill"), [("full", "true"), ("quest", "false"), ("icecache", "true"), ("pariskv", "false")]
+)
 def test_a_gpu_has_peaks_and_a_busy_time(name: str, prefill: str, cuda: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "busy_seconds", lambda call, device: (call(), 1e-3)[1])
     words = (*SMALL, f"method={name}", "budget=64", "task.keys=synthetic_attention", f"task.prefill={prefill}")
