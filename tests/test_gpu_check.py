@@ -83,7 +83,7 @@ def test_a_report_is_made_of_whatever_there_is(tmp_path: Path, monkeypatch: pyte
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     assert report["tests"]["failed"] == ["tests.gpu.a::two"] and report["kernels"] is None
     assert [(one["method"], one["length"]) for one in report["cells"]] == [("quest", 300)]
-    assert report["claims"][0]["verdict"] == "holds"
+    assert report["claims"][0]["measured"] > 0.5  # of so few steps of so small a model: no word on the claim
     text = (tmp_path / "gpu_check.md").read_text()
     assert "3 ran, 1 failed, 1 skipped" in text and "| quest" in text and "not measured" in text
 
@@ -96,7 +96,7 @@ def test_kernels_are_measured_and_shown(tmp_path: Path) -> None:
     found = SCRIPT["kernels"](tmp_path / "kernels.log")
     assert found["full"]["ms"]["torch"] > 0 and found["offload"]["bulk"]["moved_gib_s"] > 0
     table = SCRIPT["kernel_table"](found)
-    assert any(line.startswith("| what is selected | 0") for line in table) and "20% new" in "\n".join(table)
+    assert f"| what is selected | {found['selected']['ms']['torch']} | - |" in table and "20% new" in "\n".join(table)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ paged kernels on a GPU and gathers nothing. All agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbench.attention import flashinfer, reference
 from kvbench.attention import torch as torch_executor
@@ -67,18 +67,11 @@ class Plain:
         self.name, self.note = name, note
         self._attend = attend
 
-    def __call__(
-        self,
-        query: Tensor,
-        store: LayerStore,
-        selection: Selection | None,
-        scaling: float,
-        probabilities: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        return self._attend(query, store, selection, scaling, probabilities)
+    def __call__(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        return self._attend(*arguments, **options)
 
-    def prefill(self, query: Tensor, store: LayerStore, column: int, offsets: Sequence[int], scaling: float) -> Tensor:
-        return torch_executor.prefill(query, store, column, offsets, scaling)
+    def prefill(self, *arguments: Any) -> Tensor:
+        return torch_executor.prefill(*arguments)
 
     def used(self) -> str:
         return self.name

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, FuncFormatter, MaxNLocator, NullLocator
 
 from kvbench.config import ConfigError, nearest
-from kvbench.report.frame import YARDSTICK, Runs, framed
+from kvbench.report.frame import CELL, YARDSTICK, Runs, framed
 from kvbench.report.style import STYLES, Style, style_of
 
 # Parts of a decode step in the order they are stacked, each with a colour and a hatch for print without colour. Parts
@@ -43,8 +43,6 @@ MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 60, 24  # that one picture can show
 # Settings in which the arms of a panel may differ; in all others they are alike, or they stand in panels of their own.
 OWN = ("method.", "attention", "shared_prefill")
 FREE = {"method", "budget", "probe.every"}
-# Of runs that are there to be timed: their cells have a panel each.
-CELL = {"task.lengths", "task.batch", "task.repeats"}
 
 
 class Series(NamedTuple):

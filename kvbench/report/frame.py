@@ -36,6 +36,7 @@ AMOUNTS = (  # of the audit
     "dense_share",
 )
 WORDS = ("over_rule", "executor", "transfer")
+CELL = {"task.lengths", "task.batch", "task.repeats"}  # settings that the length and batch of a timed cell stand for
 HARDWARE = (  # of runs that are there to be timed
     "floor_ms",
     "python_ms",

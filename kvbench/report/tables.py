@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from kvbench.config import ConfigError, nearest, shipped, show
 from kvbench.report.evidence import MARKS, NOT_OF_FULL, Evidence
-from kvbench.report.frame import PROBES, PROTOCOL, YARDSTICK, Runs
+from kvbench.report.frame import CELL, PROBES, PROTOCOL, YARDSTICK, Runs
 from kvbench.report.published import PaperTable
 from kvbench.report.stats import COVERAGE, RESAMPLES
 
@@ -103,7 +103,6 @@ SHORT = {
     "python_ms": "Python, ms",
 }
 SIMULATED = {"tpot_ms_p50", "tpot_ms_mean", "breakdown_ms.transfer"}  # what says so where transfers are
-CELL = {"task.lengths", "task.batch", "task.repeats"}  # settings that the tokens and the batch of a row stand for
 
 # Options of a task that choose samples: a run with others still has comparable groups.
 CHOOSE_SAMPLES = {"task.lengths", "task.samples", "task.subsets", "task.keys", "task.positions"}
@@ -172,7 +171,7 @@ def summary(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
 
 
 def _latency(runs: Runs, chosen: Sequence[int], number: str, told: str) -> list[Table]:
-    """Two tables of timed runs, a line for each cell (tokens, batch) and arm: what a step costs, and where it goes."""
+    """The tables of `TIMED`, a line for each cell (tokens, batch) and arm of timed runs."""
     cells = {(run, cell): line for run in chosen for cell, line in runs.cells(run).items()}
     fixed = ["model", "task.keys", "task.prefill", "method", "budget"]
     places: dict[tuple[Any, ...], list[int]] = {}
@@ -225,12 +224,7 @@ def _timed_notes(runs: Runs, chosen: Sequence[int], cells: Iterable[Cell]) -> li
         rates: dict[str, list[float]] = {}
         for run in chosen:
             rates.setdefault(_text(runs, run, "device_name"), []).append(runs.arm[run]["copy_bandwidth"] / 1e9)
-        told = "; ".join(
-            f"{name}: {min(found):.1f}"
-            + (f" to {max(found):.1f}" if max(found) > 1.05 * min(found) else "")
-            + " GB / s"
-            for name, found in rates.items()
-        )
+        told = "; ".join(f"{name}: {' to '.join(_ends(found))} GB / s" for name, found in rates.items())
         notes.append(
             f"Floor: bytes of weights and of keys and values attended, over the bandwidth of a copy ({told}). "
             "Times are of that machine."
