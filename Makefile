@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 STAMP := $(VENV)/.kvbench-installed
 
-.PHONY: help setup run test reference lint format clean
+.PHONY: help setup run test coverage reference lint format clean
 
 help:
 	@echo "make run     set up .venv, then the demo: eight arms on the small model, a table and a picture"
-	@echo "make test    set up .venv, then the tests with a coverage report"
+	@echo "make test    set up .venv, then the tests"
+	@echo "make coverage   the tests with a coverage report; twice as slow"
 	@echo "make reference  run the sweep behind results/reference anew"
 	@echo "make lint    set up .venv, then ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
@@ -38,8 +39,13 @@ reference: $(STAMP)
 	$(BIN)/python -m kvbench +experiment=reference_probe
 	$(BIN)/python scripts/compact_runs.py results/sweep_reference results/reference
 
+TESTS := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --cov --cov-report=term
+	$(TESTS)
+
+coverage: $(STAMP)
+	$(TESTS) --cov --cov-report=term
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from omegaconf import OmegaConf
 
 from kvbench.config import build, shipped
@@ -85,8 +86,15 @@ METHODS += [
 MODELS = ["dummy-tiny", "dummy-mistral", "dummy-qwen3"]  # Llama, Mistral, Qwen3
 ACCOUNTINGS = ["paper", "unified"]
 
-# These models are so small that waking a second thread costs more than it brings.
+# These models are so small that waking a second thread costs more than it brings, here and in the processes that tests
+# start; those that do wait for others do so asleep, since the tests themselves run in several processes.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# An example may be the one that compiles or loads something, on a machine that others use as well.
+settings.register_profile("kvbench", deadline=None)
+settings.load_profile("kvbench")
 
 # A budget every method accepts under both accountings, far below the prompts that the tests use.
 SMALL = 48

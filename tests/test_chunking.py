@@ -17,7 +17,7 @@ from methods.blocks.chunking import Chunks, Cutter, Delimiters, Text, cutter, de
 from methods.blocks.kmeans import lists_of, spherical_kmeans  # noqa: E402
 from methods.blocks.ragged import entries  # noqa: E402
 
-quick = settings(max_examples=80, deadline=None)
+quick = settings(max_examples=80)
 
 
 def seeded(seed: int = 0) -> torch.Generator:

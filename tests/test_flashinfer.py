@@ -100,7 +100,7 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 # -- agreement ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=3),
     kv_heads=st.integers(1, 3),

@@ -23,7 +23,7 @@ CLOSE = 1e-4
 SMALL = Layout(page_size=4, promotion=(0.15, 0.3))
 EVERYTHING = Search(fov=10**6)
 
-quick = settings(max_examples=25, deadline=None)
+quick = settings(max_examples=25)
 seeds = st.integers(0, 10**6)
 layouts = st.builds(
     Layout,

@@ -77,7 +77,7 @@ def test_span_ends_with_an_error(clock: Any) -> None:
     assert spans.reset() == {"outer": 1, "inner": 2}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tree=st.recursive(
         st.integers(0, 9), lambda parts: st.lists(st.tuples(st.sampled_from("abc"), parts), max_size=4), max_leaves=20
@@ -228,7 +228,7 @@ lists_of_ids = npst.arrays(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lists_of_ids)
 def test_distinct_ids_are_counted_as_a_set_counts_them(index: np.ndarray) -> None:
     counted = count_distinct(torch.from_numpy(index))

@@ -23,7 +23,7 @@ from methods.blocks.chunking import cutter  # noqa: E402
 from methods.blocks.pages import bounds, upper_bound  # noqa: E402
 from methods.blocks.topk import interleave, top, top_earliest  # noqa: E402
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 
 
 def logits(fixed: Stream, layer: int, row: int, head: int, place: int) -> list[float]:

@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {"sinks": 3, "local": 10, "update": 8, "k": 12, "dense_b
 
 NAMES = ("encode", "tables", "vote", "rerank")  # of the kernels that are called from Python
 
-quick = settings(max_examples=15, deadline=None)
+quick = settings(max_examples=15)
 
 
 def small(**options: Any) -> ParisKV:

@@ -22,7 +22,7 @@ from methods.pariskv import kernels, vectorised  # noqa: E402
 from methods.pariskv.codebook import DECODED, LEVELS, THRESHOLDS, TIERS, Quotas, quotas, random_signs  # noqa: E402
 from methods.pariskv.index import Index, KernelIndex, VectorIndex, Workspace  # noqa: E402
 
-quick = settings(max_examples=25, deadline=None)
+quick = settings(max_examples=25)
 seeds, head_dims = st.integers(0, 2**31), st.sampled_from([4, 16, 24, 32, 64, 96, 128, 256])
 
 POOL = ThreadPoolExecutor(2)
@@ -216,7 +216,7 @@ def test_a_radius_that_torch_s_own_root_gets_wrong_is_the_same_in_both() -> None
     assert all(map(torch.equal, arrays(filled("torch", keys)), arrays(filled("numba", keys))))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_torch_and_numba_hold_the_same_bits_and_find_the_same_tokens(data: st.DataObject) -> None:
     head_dim, count, group = data.draw(head_dims), data.draw(st.integers(1, 600)), data.draw(st.integers(1, 5))

@@ -82,7 +82,7 @@ def received(fixed: Stream, layer: int, row: int, head: int) -> torch.Tensor:
     return total
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_prompt_is_the_same_for_any_chunks_and_padding(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3), "lengths")

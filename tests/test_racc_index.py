@@ -22,7 +22,7 @@ from methods.racc.ratio import alpha_for, compression_ratio, measured_ratio, ret
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 
 
 def made(count: int, dim: int = 16, seed: int = 0) -> Floats:

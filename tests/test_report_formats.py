@@ -8,7 +8,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -101,7 +101,6 @@ def test_latex_has_the_same_cells_in_every_line_and_escapes_the_rest():
     assert r"\textbackslash{}w" in told and r"50 \% \#1 \$x\$ \{y\}" in told
 
 
-@settings(deadline=None)
 @given(st.text(alphabet=st.characters(codec="ascii", categories=["L", "N", "P", "S", "Z"]), max_size=30))
 def test_latex_never_lets_a_special_character_through(word):
     escaped = formats.latex_escaped(word)
@@ -120,7 +119,6 @@ def test_csv_holds_the_numbers_as_they_are():
     assert [line["row"] for line in lines[6:]] == ["IceCache 256"] * 3
 
 
-@settings(deadline=None)
 @given(st.integers(30, 200), st.integers(1, 12))
 def test_the_console_s_parts_hold_every_column_once_and_fit(width, columns):
     table = scores(1, columns)

@@ -230,7 +230,7 @@ def shown(results: Path) -> Runs:
     return runs
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_is_torn_the_rest_is_read(tmp_path_factory, data):
     results = tmp_path_factory.mktemp("results")
@@ -256,7 +256,7 @@ def places(node: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(value, (*here, key))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), value=odd)
 def test_whatever_stands_in_another_s_place_the_rest_is_read(tmp_path_factory, data, value):
     results = tmp_path_factory.mktemp("results")

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.report.stats import estimate
@@ -15,7 +15,6 @@ from kvbench.report.stats import estimate
 scores = st.lists(st.floats(0, 100), min_size=2, max_size=40).map(np.array)
 
 
-@settings(deadline=None)  # the first of a size draws its resamples
 @given(st.lists(scores, min_size=1, max_size=4))
 def test_an_interval_lies_within_the_scores_and_its_mean_is_the_mean_over_strata(strata):
     found = estimate(strata)
@@ -25,7 +24,6 @@ def test_an_interval_lies_within_the_scores_and_its_mean_is_the_mean_over_strata
     assert lowest - 1e-9 <= found.low <= found.high <= highest + 1e-9
 
 
-@settings(deadline=None)  # the first of a size draws its resamples
 @given(scores, st.floats(-50, 50))
 def test_an_interval_moves_with_its_scores(values, by):
     here, there = estimate([values]), estimate([values + by])

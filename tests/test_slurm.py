@@ -82,7 +82,7 @@ def sweep(tmp_path: Path) -> Any:
         (tmp_path / "fragile.py").write_text(METHOD.replace("SIGNAL", signal))
         command = [sys.executable, "-m", "kvbench", "-m", "--config-dir", str(tmp_path), *WORDS, "seed=0,1,2,3", *words]
         command.append(f"results_dir={tmp_path / 'results'}")
-        env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "PYTHONPATH": str(tmp_path)}
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
         states = [json.loads(path.read_text())["state"] for path in tmp_path.rglob("status.json")]
         samples = [path.read_text().count("\n") for path in tmp_path.rglob("samples.jsonl")]

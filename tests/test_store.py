@@ -424,7 +424,6 @@ HostedOnTwin = type("HostedOnTwin", (OnTwin, Hosted), {})
 often = settings(
     max_examples=60,
     stateful_step_count=20,
-    deadline=None,
     phases=[phase for phase in Phase if phase is not Phase.explain],  # takes minutes, and says little
     suppress_health_check=[HealthCheck.too_slow],
 )
