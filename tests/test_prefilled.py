@@ -92,10 +92,14 @@ def snapshot(loaded: Loaded, chunk: int | None) -> Prefilled:
     return prefill_once(loaded.model, RAGGED, needs, max_new_tokens=STEPS + 1, chunk=chunk)
 
 
-@pytest.mark.parametrize(("chunk", "accounting"), [(None, "paper"), (64, "unified")])
+@pytest.mark.parametrize(
+    ("name", "chunk", "accounting"),
+    [("dummy-tiny", 64, "unified"), ("dummy-mistral", 64, "paper"), ("dummy-qwen3", None, "paper")],
+)
 def test_every_method_gets_the_bits_of_its_own_run_in_any_order(
-    loaded: Loaded, chunk: int | None, accounting: str
+    dummies: Callable[[str], Loaded], name: str, chunk: int | None, accounting: str
 ) -> None:
+    loaded = dummies(name)
     alone = {arm: ran(loaded, arm, None, chunk, accounting) for arm in ARMS}
     shared = snapshot(loaded, chunk)
     order = random.Random(0).sample(list(ARMS), k=len(ARMS))
