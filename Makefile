@@ -39,7 +39,7 @@ reference: $(STAMP)
 	$(BIN)/python -m kvbench +experiment=reference_probe
 	$(BIN)/python scripts/compact_runs.py results/sweep_reference results/reference
 
-TESTS := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+TESTS := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(TESTS)

@@ -119,7 +119,7 @@ ATTEND = {"torch": attention.torch_executor.attend, "reference": attention.refer
 
 @each_method
 @each_accounting
-def test_executors_agree(loaded: Loaded, case: Case, accounting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executors_agree(any_model: Loaded, case: Case, accounting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = 0
 
     def both(_: attention.Plain, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -130,8 +130,8 @@ def test_executors_agree(loaded: Loaded, case: Case, accounting: str, monkeypatc
         return out, weights
 
     monkeypatch.setattr(attention.Plain, "__call__", both)
-    run_loop(loaded, RAGGED[:2], case.build(), SMALL, accounting=accounting, steps=2)
-    assert compared == 2 * loaded.model.config.num_hidden_layers
+    run_loop(any_model, RAGGED[:2], case.build(), SMALL, accounting=accounting, steps=2)
+    assert compared == 2 * any_model.model.config.num_hidden_layers
 
 
 @each_method
@@ -298,10 +298,10 @@ def test_method_that_uses_every_field_sees_its_probabilities() -> None:
 
 @each_method
 @each_accounting
-def test_selected_ids_are_past_unique_and_packed(loaded: Loaded, case: Case, accounting: str) -> None:
+def test_selected_ids_are_past_unique_and_packed(any_model: Loaded, case: Case, accounting: str) -> None:
     method = case.build()
     seen = watch(method)
-    run_loop(loaded, RAGGED, method, SMALL, accounting=accounting, steps=STEPS)
+    run_loop(any_model, RAGGED, method, SMALL, accounting=accounting, steps=STEPS)
     shape = method.shape
     assert len(seen) == STEPS * shape.layers
     for at in seen:
@@ -389,10 +389,10 @@ def test_chunked_prefill_selects_what_whole_prefill_selects(case: Case, accounti
 
 
 @each_method
-def test_chunked_prefill_generates_what_whole_prefill_generates(loaded: Loaded, case: Case) -> None:
+def test_chunked_prefill_generates_what_whole_prefill_generates(any_model: Loaded, case: Case) -> None:
     def tokens(chunk: int | None) -> list[list[int]]:
         options = {"accounting": "unified", "prefill_chunk": chunk, "steps": STEPS}
-        return run_loop(loaded, RAGGED, case.build(), SMALL, **options)[0].tokens
+        return run_loop(any_model, RAGGED, case.build(), SMALL, **options)[0].tokens
 
     assert tokens(40) == tokens(None)
 
@@ -410,10 +410,10 @@ def test_ragged_batch_selects_what_its_rows_select_alone(case: Case, accounting:
 
 
 @each_method
-def test_ragged_batch_generates_what_its_rows_generate_alone(loaded: Loaded, case: Case) -> None:
+def test_ragged_batch_generates_what_its_rows_generate_alone(any_model: Loaded, case: Case) -> None:
     options: dict[str, Any] = {"accounting": "unified", "steps": STEPS}
-    batch, _ = run_loop(loaded, RAGGED, case.build(), SMALL, **options)
-    assert batch.tokens == [run_loop(loaded, [row], case.build(), SMALL, **options)[0].tokens[0] for row in RAGGED]
+    batch, _ = run_loop(any_model, RAGGED, case.build(), SMALL, **options)
+    assert batch.tokens == [run_loop(any_model, [row], case.build(), SMALL, **options)[0].tokens[0] for row in RAGGED]
 
 
 @each_method
@@ -444,7 +444,7 @@ def test_audit_equals_a_recount(tiny: Loaded, case: Case, accounting: str) -> No
     """Ragged rows that stop at different steps, one dense layer, and enough steps for a method to evict once more."""
     steps, dense_layers = 40, (1,)
     method = case.build()
-    free, _ = run_loop(tiny, RAGGED, case.build(), SMALL, accounting=accounting, steps=steps, dense_layers=dense_layers)
+    free, _ = run_loop(tiny, RAGGED, case.build(), SMALL, accounting=accounting, steps=9, dense_layers=dense_layers)
     stop = free.tokens[1][9]  # ends row 1 at the tenth token or before
     seen = watch(method)
     active: list[list[bool]] = []

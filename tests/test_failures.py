@@ -125,9 +125,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("word", "line"), BAD, ids=[word for word, _ in BAD])
-def test_bad_input_is_one_line_and_loads_no_torch(
-    refused: Callable[..., str], word: str, line: str
-) -> None:
+def test_bad_input_is_one_line_and_loads_no_torch(refused: Callable[..., str], word: str, line: str) -> None:
     assert refused(word).startswith(line)
 
 
