@@ -10,7 +10,7 @@ STAMP := $(VENV)/.kvbench-installed
 help:
 	@echo "make run     set up .venv, then the demo: eight arms on the small model, a table and a picture"
 	@echo "make test    set up .venv, then the tests"
-	@echo "make coverage   the tests with a coverage report; twice as slow"
+	@echo "make coverage   the tests with a coverage report: slower"
 	@echo "make reference  run the sweep behind results/reference anew"
 	@echo "make lint    set up .venv, then ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"

@@ -33,7 +33,7 @@ def text(script):
 
 @pytest.mark.slow
 def test_the_smoke_run_learns_to_repeat_and_saves_a_model_that_loads():
-    """About a minute on an idle core; the limit leaves room for cores that others use as well."""
+    """A minute or two on a core; the limit leaves room for one that others use as well."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--smoke"], env=env, capture_output=True, text=True, timeout=600
