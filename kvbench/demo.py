@@ -19,9 +19,9 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.checks import composed
+from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.results import ResultsError
+from kvbench.runs.folder import ResultsError
 
 ARMS = (
     ("full", None),
@@ -117,7 +117,7 @@ def demo(words: Sequence[str], console: Console) -> list[Row]:
         for tasks, probed, every in ((TASKS, False, 0), (PROBED, True, 2))
         for task, sizes in tasks.items()
     }
-    from kvbench.shared import run_shared
+    from kvbench.runs.shared import run_shared
 
     found: dict[tuple[str, bool], list[dict[str, Any]]] = {}
     for (task, probed), configs in jobs.items():

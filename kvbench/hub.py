@@ -1,7 +1,7 @@
 """Where a model comes from, told without torch: random weights, a folder, or the hub with its local cache.
 
-`kvbench.checks` refuses with it what cannot be loaded, before anything heavy starts; `kvbench.models` loads what it
-names, so that the two cannot disagree.
+`kvbench.cli.checks` refuses with it what cannot be loaded, before anything heavy starts; `kvbench.engine.models` loads
+what it names, so that the two cannot disagree.
 """
 
 from __future__ import annotations

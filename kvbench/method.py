@@ -12,20 +12,16 @@ in its own sequence, 0 .. length-1, whatever padding the caller had.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from kvbench.meters import Spans
-    from kvbench.store import View
-
-Accounting = Literal["paper", "unified"]
+from kvbench.budget import Budget
+from kvbench.spans import Spans
 
 
 @dataclass(frozen=True)
@@ -82,45 +78,6 @@ class Shape:
     def group(self) -> int:
         """Query heads per KV head, G."""
         return self.query_heads // self.kv_heads
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The budget C of a run and the way of counting.
-
-    Attributes:
-        size: tokens (int >= 1), a fraction of the prompt (float in (0, 1]), or None: the preset's own sizes.
-        accounting: "paper", the published rule; "unified", everything attended counts inside C.
-        generated: "free", generated tokens stay outside C where the published rule leaves them; "counted", never.
-        minimum: smallest C, in tokens, with which the method keeps its rule.
-    """
-
-    size: int | float | None
-    accounting: Accounting = "paper"
-    generated: Literal["free", "counted"] = "free"
-    minimum: int = 1
-
-    @property
-    def unified(self) -> bool:
-        return self.accounting == "unified"
-
-    @property
-    def counts_generated(self) -> bool:
-        """Generated tokens must stay inside C."""
-        return self.unified or self.generated == "counted"
-
-    def tokens(self, length: int) -> int:
-        """C in tokens for a prompt of `length` tokens; a fraction rounds up.
-
-        Raises:
-            ValueError: the size is None, so only the method knows its sizes.
-        """
-        if self.size is None:
-            raise ValueError("budget=null leaves the sizes to the method, and this method has none of its own")
-        if isinstance(self.size, float):
-            # 0.1 * 30 is 3.0000000000000004 in binary: rounding first keeps "a tenth of 30" at 3.
-            return max(1, math.ceil(round(self.size * length, 9)))
-        return self.size
 
 
 @dataclass(frozen=True)
@@ -216,6 +173,58 @@ class Selection:
     log_weight: torch.Tensor | None = None
     keys: torch.Tensor | None = None
     extra: Extra | None = None
+
+
+class View(Protocol):
+    """A method's window on the stored keys and values: metered reads, and the eviction it may ask for.
+
+    Every call takes the true layer index. Token ids are [B, Hkv or 1, M] int64 with -1 = none.
+    """
+
+    def lengths(self, layer: int) -> tuple[int, ...]:
+        """Tokens seen by each row in `layer`, the current one included after its append."""
+
+    def seen(self, layer: int) -> torch.Tensor:
+        """`lengths` as [B] int64 on the device; nothing waits for it."""
+
+    def keys(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Keys of `ids`, or of all tokens in the home tier, [B, Hkv, M, D], on the device they are stored on. Metered.
+
+        Raises:
+            LookupError: an id that was dropped, or not seen yet.
+        """
+
+    def values(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Values, as `keys`. Metered."""
+
+    def host_keys(self, layer: int) -> torch.Tensor:
+        """All host keys in place, [B, Hkv, capacity, D] in physical order, for an index that reads them as it works.
+
+        Other memory once the store has grown. From a GPU the current token arrives by the next step. Not metered: say
+        with `count_read` what was read.
+
+        Raises:
+            ValueError: nothing of this layer has its home on the host.
+        """
+
+    def count_read(self, layer: int, keys: int) -> None:
+        """Meter `keys` keys, of one KV head each, that were read in `host_keys`."""
+
+    def resident(self, layer: int) -> torch.Tensor:
+        """Ids of the tokens on the device, ascending, [B, Hkv, M] with trailing -1."""
+
+    def keep(self, layer: int, ids: torch.Tensor) -> None:
+        """Keep `ids` on the device, the rest goes where `Needs.on_drop` says; ids on the host come back.
+
+        Raises:
+            ValueError: an id twice in one KV head, or a store whose home is the host.
+        """
+
+    def prefetch(self, layer: int, ids: torch.Tensor) -> None:
+        """Begin to bring up host tokens that `layer` will select, ids on the CPU, while others are computed."""
+
+    def arrange(self, layer: int, order: torch.Tensor) -> None:
+        """Physical order of the host tier: slot s holds token order[b, h, s], a permutation of 0 .. S - 1."""
 
 
 class Method:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,18 +23,20 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.config import HARNESS_KEYS, ConfigError, build, check_types, check_valid, first_line, nearest, show
-from kvbench.results import (
+from kvbench.runs.folder import (
     Record,
     ResultsError,
+    append_records,
     check_format,
-    module_sources,
+    held,
     read_samples,
-    source_hash,
-    summarise,
-    take_lock,
+    runs_in,
+    state_of,
     write_whole,
     writing,
 )
+from kvbench.runs.identity import module_sources, source_hash
+from kvbench.runs.summary import summarise
 from kvbench.tasks import Sample, Task
 
 USAGE = "python -m kvbench.score RUN [RUN ...] [--write | task.key=value ...] [--json]"
@@ -109,24 +109,6 @@ def _refused(error: Exception) -> int:
     return 2
 
 
-def runs_in(paths: Sequence[Path]) -> Iterator[Path]:
-    """The run folders at or under these paths, in order and none twice.
-
-    Raises:
-        ResultsError: there is none at one of them.
-    """
-    right = "a run is a folder such as results/runs/<task>/<model>/<arm>/<run id>"
-    if not paths:
-        raise ResultsError(f"no run given; {right}")
-    seen: set[Path] = set()
-    for path in paths:
-        found = [path] if (path / "run.yaml").is_file() else sorted(file.parent for file in path.rglob("run.yaml"))
-        if not found:
-            raise ResultsError(f"{path}: {'no run in it' if path.is_dir() else 'no such folder'}; {right}")
-        yield from (folder for folder in found if folder not in seen)
-        seen.update(found)
-
-
 def options_of(words: Sequence[str]) -> dict[str, Any]:
     """The task options that `task.key=value` words name.
 
@@ -177,14 +159,14 @@ def rewrite(folder: Path) -> Rescored:
     Raises:
         ConfigError, ResultsError: as `rescore`; another process holds the folder; it cannot be written.
     """
-    with _held(folder):
+    with held(folder):
         found = rescore(folder)
-        finished = (folder / "summary.json").exists() or _state(folder) == "finished"
+        finished = (folder / "summary.json").exists() or state_of(folder) == "finished"
         with writing(folder):
             if found.changed:
                 # A summary is there only while it covers every line.
                 (folder / "summary.json").unlink(missing_ok=True)
-                _append(folder / "samples.jsonl", found.changed, found.end)
+                append_records(folder / "samples.jsonl", found.changed, found.end)
             if finished:
                 text = json.dumps(found.after, indent=2, allow_nan=False) + "\n"
                 write_whole(folder / "summary.json", text, durable=True)
@@ -232,38 +214,6 @@ def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -
 @functools.cache
 def _code(target: str) -> str:
     return source_hash(module_sources(target))
-
-
-@contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    with writing(folder):
-        lock = take_lock(folder)
-    try:
-        yield
-    finally:
-        os.close(lock)
-
-
-def _append(path: Path, records: Sequence[Record], end: int) -> None:
-    """All of these records behind the last whole line, or none: what a full disk cuts off is taken back."""
-    rest = memoryview(b"".join(json.dumps(record, allow_nan=False).encode() + b"\n" for record in records))
-    with open(path, "r+b", buffering=0) as file:
-        file.truncate(end)
-        file.seek(end)
-        try:
-            while rest:
-                rest = rest[file.write(rest) :]
-            os.fsync(file.fileno())
-        except BaseException:
-            file.truncate(end)
-            raise
-
-
-def _state(folder: Path) -> str:
-    try:
-        return str(json.loads((folder / "status.json").read_text())["state"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "unknown"
 
 
 def as_json(found: Rescored, written: bool) -> dict[str, Any]:

@@ -8,19 +8,17 @@ something, as in the pilot study of LycheeCluster (2026).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch.nn.functional import pad
 
-from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
+from kvbench.budget import Budget
+from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.chunking import Chunking, Chunks, Text, cutter, keys_of_row
 from methods.blocks.pages import bounds, upper_bound
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import interleave
-
-if TYPE_CHECKING:
-    from kvbench.store import View
 
 SPARE_PAGES = 64  # pages of summaries to add when the generated tokens have filled the last ones
 

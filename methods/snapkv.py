@@ -7,17 +7,13 @@ window itself stay. All else is gone for good.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.nn.functional import pad
 
-from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
+from kvbench.budget import Budget
+from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.topk import top_earliest
 from methods.blocks.votes import Join, Pooling, pooled_votes, window_votes
-
-if TYPE_CHECKING:
-    from kvbench.store import View
 
 ROLLING_WINDOW = 32  # most recent tokens protected where generated tokens count, at most a quarter of the budget
 

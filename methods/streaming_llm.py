@@ -6,14 +6,12 @@ The first 4 tokens and the C - 4 most recent ones are attended, at positions ins
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
-from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
-
-if TYPE_CHECKING:
-    from kvbench.store import View
+from kvbench.budget import Budget
+from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 
 DROP_EVERY = 32  # decode steps between two evictions: between them memory holds up to this many tokens more
 

@@ -6,15 +6,13 @@ if finding the tokens cost nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
-from kvbench.method import Budget, Context, Method, Selection, Shape
+from kvbench.budget import Budget
+from kvbench.method import Context, Method, Selection, Shape, View
 from methods.blocks.topk import interleave, top
-
-if TYPE_CHECKING:
-    from kvbench.store import View
 
 
 class TopK(Method):

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from kvbench import attention, hardware
+from kvbench.attention import executor as attention
 from kvbench.attention.flashinfer import FlashInfer, unfit
+from kvbench.engine.models import DTYPES
+from kvbench.measure import hardware
+from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
-from kvbench.models import DTYPES
-from kvbench.store import LayerStore
 
 ROUNDS = 20
 

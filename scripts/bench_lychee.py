@@ -40,15 +40,15 @@ from typing import Any
 
 import torch
 
-from kvbench.checks import composed
+from kvbench.budget import Budget
+from kvbench.cli.compose import composed
 from kvbench.config import bind_methods, build
-from kvbench.generate import generate
-from kvbench.hf import engine_for, method_named
-from kvbench.method import Budget
-from kvbench.models import Loaded, load
-from kvbench.prefilled import prefill_once
-from kvbench.tasks import prose
-from kvbench.tasks.ruler_needles import Needles, draw
+from kvbench.engine.generate import generate
+from kvbench.engine.hf import engine_for, method_named
+from kvbench.engine.models import Loaded, load
+from kvbench.engine.prefilled import prefill_once
+from kvbench.tasks.ruler import prose
+from kvbench.tasks.ruler.needles import Needles, draw
 
 bind_methods()
 

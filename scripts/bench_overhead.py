@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from kvbench import models
+from kvbench.budget import Budget
 from kvbench.config import shipped
-from kvbench.engine import Engine
-from kvbench.generate import decode_step, prefill
-from kvbench.hf import NAME, EngineCache, method_named, shape_of
-from kvbench.method import Budget
+from kvbench.engine import models
+from kvbench.engine.engine import Engine
+from kvbench.engine.generate import decode_step, prefill
+from kvbench.engine.hf import NAME, EngineCache, method_named, shape_of
 
 CHUNK = 2048  # prompt tokens in one forward pass, the same on both sides
 SIDES = ("kvbench", "transformers")

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.config import shipped
-from kvbench.results import RunFolder, summarise
+from kvbench.runs.folder import RunFolder
+from kvbench.runs.summary import summarise
 
 METHODS = ("full", "topk", "icecache", "quest", "snapkv", "streaming_llm", "pariskv", "lychee")
 GROUPS = 4
@@ -80,7 +81,7 @@ def write(folder: Path, runs: int, samples: int) -> None:
 
 
 def record(rng: random.Random, number: int, budget: int) -> dict[str, Any]:
-    """A sample's line as `kvbench.measure` makes it, of 64 generated tokens."""
+    """A sample's line as `kvbench.measure.arm` makes it, of 64 generated tokens."""
     ids = [rng.randrange(4096) for _ in range(64)]
     length = 1024 * 2 ** (number % GROUPS)
     return {

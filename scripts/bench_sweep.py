@@ -20,9 +20,9 @@ from typing import Any
 
 from rich.console import Console
 
-import kvbench.shared
-from kvbench.checks import composed
-from kvbench.run import run
+import kvbench.runs.shared
+from kvbench.cli.compose import composed
+from kvbench.runs.run import run
 
 ARMS = (
     *(("full", None),),
@@ -63,8 +63,8 @@ def main() -> None:
     words = ["task=ruler", f"task.lengths=[{arguments.length}]", f"task.limit={arguments.samples}", *arguments.words]
     prefills: list[float] = []
     arms: list[float] = []
-    kvbench.shared.prefill_shared = timed(kvbench.shared.prefill_shared, prefills)  # type: ignore[assignment]
-    kvbench.shared.measure = timed(kvbench.shared.measure, arms)  # type: ignore[attr-defined]
+    kvbench.runs.shared.prefill_shared = timed(kvbench.runs.shared.prefill_shared, prefills)  # type: ignore[assignment]
+    kvbench.runs.shared.measure = timed(kvbench.runs.shared.measure, arms)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
 
         def configs(name: str) -> list[Any]:
@@ -75,7 +75,7 @@ def main() -> None:
 
         run(configs("warm")[0])  # imports and first calls
         start = time.perf_counter()
-        kvbench.shared.run_shared(configs("shared"), Console(file=sys.stderr))
+        kvbench.runs.shared.run_shared(configs("shared"), Console(file=sys.stderr))
         shared = time.perf_counter() - start
         start = time.perf_counter()
         for config in configs("separate"):

@@ -25,13 +25,14 @@ import torch
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
-from kvbench.checks import composed
+from kvbench.budget import Budget
+from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.generate import generate
-from kvbench.hf import engine_for
-from kvbench.measure import prompt_of
-from kvbench.method import Budget, Method, Needs, Prompt
-from kvbench.run import prepare, samples
+from kvbench.engine.generate import generate
+from kvbench.engine.hf import engine_for
+from kvbench.measure.arm import prompt_of
+from kvbench.method import Method, Needs, Prompt
+from kvbench.runs.run import prepare, samples
 
 Floats = NDArray[np.float32]
 

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from kvbench.report.frame import collect
-from kvbench.results import ResultsError
+from kvbench.runs.folder import ResultsError
 
 DROPPED = ("answers", "output", "output_ids")
 

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from capture_trace import capture, load
 
-from kvbench.checks import composed
+from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from methods.pariskv.codebook import quotas, random_signs
 from methods.pariskv.index import KernelIndex, Workspace

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbench.report.frame import collect
-from kvbench.results import ResultsError
+from kvbench.runs.folder import ResultsError
 
 PACKAGES = ("torch", "transformers", "flashinfer-python", "triton", "numpy", "numba")
 GIB = 2**30

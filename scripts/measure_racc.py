@@ -35,14 +35,14 @@ from typing import Any
 
 import torch
 
-from kvbench.checks import composed
-from kvbench.engine import Engine
-from kvbench.generate import decode_step, prefill
-from kvbench.hf import EngineCache, engine_for, method_named
-from kvbench.method import Budget
-from kvbench.models import Loaded, load
-from kvbench.tasks import prose
-from kvbench.tasks.ruler_needles import Needles, draw
+from kvbench.budget import Budget
+from kvbench.cli.compose import composed
+from kvbench.engine.engine import Engine
+from kvbench.engine.generate import decode_step, prefill
+from kvbench.engine.hf import EngineCache, engine_for, method_named
+from kvbench.engine.models import Loaded, load
+from kvbench.tasks.ruler import prose
+from kvbench.tasks.ruler.needles import Needles, draw
 
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {}),

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from kvbench.checks import composed
-from kvbench.measure import Arm, measure, prefill_shared, prompt_of
-from kvbench.models import Loaded
-from kvbench.run import prepare
+from kvbench.cli.compose import composed
+from kvbench.engine.models import Loaded
+from kvbench.measure.arm import Arm, measure, prefill_shared, prompt_of
+from kvbench.runs.run import prepare
 from kvbench.tasks import Sample
 
 LENGTHS = (1024, 2048, 4096, 8192)

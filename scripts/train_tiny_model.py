@@ -40,9 +40,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from kvbench.tasks import Sample, passkey, prose
+from kvbench.tasks import Sample, passkey
 from kvbench.tasks.passkey import Passkey
-from kvbench.tasks.ruler import ADJECTIVES, NEW_TOKENS, NOUNS, SUBSETS, Needles, Niah, draw
+from kvbench.tasks.ruler import prose
+from kvbench.tasks.ruler.task import ADJECTIVES, NEW_TOKENS, NOUNS, SUBSETS, Needles, Niah, draw
 
 PAD, BOS, EOS = 0, 1, 2
 SPECIALS = ["<pad>", "<bos>", "<eos>"]

@@ -19,12 +19,13 @@ import torch
 from hypothesis import settings
 from omegaconf import OmegaConf
 
+from kvbench.budget import Budget
 from kvbench.config import build, method_config, shipped
-from kvbench.engine import Engine
-from kvbench.generate import Generation, generate
-from kvbench.hf import engine_for
-from kvbench.method import Budget, Method, Shape
-from kvbench.models import Loaded, load
+from kvbench.engine.engine import Engine
+from kvbench.engine.generate import Generation, generate
+from kvbench.engine.hf import engine_for
+from kvbench.engine.models import Loaded, load
+from kvbench.method import Method, Shape
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def run_loop(
         Budget(budget, accounting),
         dense_layers,
         loaded.tokenizer,
-        executor=executor,
+        attention=executor,
         new_tokens=steps + 1 + len(options.get("question", ())),
         audit_every=audit_every,
     )
@@ -359,7 +360,7 @@ def drive(
         method,
         Budget(budget, accounting),
         offsets=offsets,
-        executor=executor,
+        attention=executor,
         new_tokens=None if left else fixed.steps,
         rotate=rotate,
         pieces=PIECES if method.needs.token_text else None,

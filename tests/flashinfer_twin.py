@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvbench.attention import flashinfer
+from kvbench.attention.executor import flashinfer
 
 HEAD_DIMS = {64, 128, 256}
 DTYPES = {torch.float16, torch.bfloat16}  # a test that compares exactly adds float32, which the kernels do not have

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.results import RunFolder, summarise
+from kvbench.runs.folder import RunFolder
+from kvbench.runs.summary import summarise
 
 Scores = Mapping[str, Sequence[float]]  # by group
 

@@ -11,8 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from kvbench import checks, config, hub
-from kvbench.checks import ConfigError, check, check_budget, refuse_unsupported, window
+from kvbench import config, hub
+from kvbench.budget import check_budget
+from kvbench.cli import checks
+from kvbench.cli.checks import check
+from kvbench.config import ConfigError
+from kvbench.engine.support import refuse_unsupported, window
 
 
 @pytest.fixture(autouse=True)
@@ -444,7 +448,7 @@ def test_a_results_folder_that_cannot_be_written_is_refused_and_nothing_is_left(
 
 
 def test_results_of_another_format_under_the_same_arm_are_refused(refusal, composed, tmp_path):
-    from kvbench.results import ResultsError, RunFolder
+    from kvbench.runs.folder import ResultsError, RunFolder
 
     names = ("passkey", "tiny", "icecache-256")
     with RunFolder.open(tmp_path / "results", *names, {"seed": 1}, {}) as folder:

@@ -1,4 +1,4 @@
-"""`python -m kvbench`: what it prints, what it refuses, how it exits. `kvbench.run` is a stand-in: no model loads."""
+"""`python -m kvbench`: what it prints, what it refuses, how it exits. `kvbench.runs.run` is a stand-in."""
 
 import os
 import subprocess
@@ -10,16 +10,17 @@ import pytest
 
 from kvbench import __main__ as cli
 from kvbench import config
-from kvbench.checks import leaves
+from kvbench.cli.checks import leaves
+from kvbench.cli.compose import MOST_CHECKED, composed_jobs, loader_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # Imported by every Python that finds it on its path: the run that the command line hands over to.
 STAND_IN = """
 import sys, types
-module = types.ModuleType("kvbench.run")
+module = types.ModuleType("kvbench.runs.run")
 exec({source!r}, module.__dict__)
-sys.modules["kvbench.run"] = module
+sys.modules["kvbench.runs.run"] = module
 """
 
 # At exit, a line that says which of the slow imports happened.
@@ -31,7 +32,7 @@ atexit.register(lambda: print("heavy:", *sorted({"torch", "transformers", "numpy
 
 @pytest.fixture
 def python(tmp_path):
-    """Run `python -m kvbench` for real, in an empty folder, with a `kvbench.run` of this source."""
+    """Run `python -m kvbench` for real, in an empty folder, with a `kvbench.runs.run` of this source."""
 
     def run(*words, source="def run(cfg): pass", extra=""):
         site = tmp_path / "site"
@@ -53,9 +54,9 @@ def command(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr(sys, "argv", ["kvbench"])
     ran = []
-    stand_in = ModuleType("kvbench.run")
+    stand_in = ModuleType("kvbench.runs.run")
     stand_in.run = ran.append
-    monkeypatch.setitem(sys.modules, "kvbench.run", stand_in)
+    monkeypatch.setitem(sys.modules, "kvbench.runs.run", stand_in)
 
     def run_arms(configs):
         outcomes = []
@@ -66,7 +67,7 @@ def command(tmp_path, monkeypatch, capsys):
                 outcomes.append(SimpleNamespace(summary=None, error=error))
         return outcomes
 
-    monkeypatch.setitem(sys.modules, "kvbench.shared", stand_in)
+    monkeypatch.setitem(sys.modules, "kvbench.runs.shared", stand_in)
     stand_in.run_arms = run_arms
 
     def run(*words, does=None):
@@ -169,8 +170,8 @@ def test_every_value_of_a_sweep_is_checked_before_the_first_job(refusal):
 
 def test_a_large_sweep_is_checked_by_a_sample_of_its_jobs(command, tmp_path):
     flags = cli._flags(["-m", "method=full,topk,quest,snapkv", "seed=range(1000)", "budget=64,128"])
-    jobs = [job for job, _ in cli.composed_jobs(cli._loader(flags), "config", flags.overrides, True)]
-    assert len(jobs) == cli.MOST_CHECKED
+    jobs = [job for job, _ in composed_jobs(loader_of(flags), "config", flags.overrides, True)]
+    assert len(jobs) == MOST_CHECKED
     assert {job.method.name for job in jobs} == {"full", "topk", "quest", "snapkv"}
     assert {job.budget for job in jobs} == {64, 128}
     assert len({job.seed for job in jobs}) > 10
@@ -182,7 +183,7 @@ def test_jobs_that_a_launcher_sends_elsewhere_are_not_held_against_this_machine(
 
     def here(*words):
         flags = cli._flags(sorted(["--config-dir", str(tmp_path), *words], key=cli._is_override))
-        jobs = cli.composed_jobs(cli._loader(flags), "config", flags.overrides, flags.multirun)
+        jobs = composed_jobs(loader_of(flags), "config", flags.overrides, flags.multirun)
         return {here for _, here in jobs}
 
     assert here() == here("-m", "budget=64,128") == here("hydra/launcher=far") == {True}
@@ -280,8 +281,8 @@ def test_a_large_sweep_of_arms_is_checked_by_a_sample_of_all(tmp_path):
     text = f"# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    arms:\n{arms}"
     (tmp_path / "experiment" / "many.yaml").write_text(text)
     flags = cli._flags(["--config-dir", str(tmp_path), "+experiment=many"])
-    jobs = [job for job, _ in cli.composed_jobs(cli._loader(flags), "config", flags.overrides, flags.multirun)]
-    assert len(jobs) == cli.MOST_CHECKED // 3 * 3
+    jobs = [job for job, _ in composed_jobs(loader_of(flags), "config", flags.overrides, flags.multirun)]
+    assert len(jobs) == MOST_CHECKED // 3 * 3
     assert {job.method.name for job in jobs} == {"full", "topk", "quest"}
 
 

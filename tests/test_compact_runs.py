@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 import yaml
 
-from kvbench.checks import composed
+from kvbench.cli.compose import composed
 from kvbench.report.frame import collect
-from kvbench.shared import run_shared
+from kvbench.runs.shared import run_shared
 
 SCRIPT = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "compact_runs.py"))
 

@@ -23,13 +23,14 @@ from conftest import (
     watch,
 )
 
-from kvbench import attention
+from kvbench.attention import executor as attention
+from kvbench.budget import Budget
 from kvbench.config import choices
-from kvbench.engine import Engine
-from kvbench.method import Budget, Extra, Method, Needs, Prompt, Selection
-from kvbench.models import Loaded
-from kvbench.staging import whole_pages
-from kvbench.store import LayerStore
+from kvbench.engine.engine import Engine
+from kvbench.engine.models import Loaded
+from kvbench.memory.plan import whole_pages
+from kvbench.memory.store import LayerStore
+from kvbench.method import Extra, Method, Needs, Prompt, Selection
 
 PROMPT = numbers(150)
 RAGGED = [numbers(150, seed=1), numbers(97, seed=2), numbers(60, seed=3)]

@@ -25,15 +25,15 @@ from conftest import (
 )
 from twin import Twin, device
 
-from kvbench import uva
+from kvbench.budget import Budget
 from kvbench.config import shipped
-from kvbench.engine import Engine
-from kvbench.generate import generate
-from kvbench.hf import KVCache, engine_for
-from kvbench.method import Budget
-from kvbench.models import Loaded, load
-from kvbench.prefilled import prefill_once
-from kvbench.store import View
+from kvbench.engine.engine import Engine
+from kvbench.engine.generate import generate
+from kvbench.engine.hf import KVCache, engine_for
+from kvbench.engine.models import Loaded, load
+from kvbench.engine.prefilled import prefill_once
+from kvbench.memory import fetch as uva
+from kvbench.memory.view import StoreView
 
 CASES = {case.id: case for case in METHODS}
 DROPPING = ["streaming_llm", "snapkv", "pyramidkv"]  # evict what was generated, every so many steps:
@@ -181,13 +181,13 @@ def test_the_measured_loop_waits_once_a_step(cuda: Twin, above: Loaded, case: Ca
 def test_what_icecache_has_found_is_sent_ahead_to_the_layers_that_reuse_it(cuda: Twin) -> None:
     """And no token twice: see the moved bytes of `agree`."""
     sent: list[int] = []
-    prefetch = View.prefetch
+    prefetch = StoreView.prefetch
 
-    def noted(view: View, layer: int, ids: torch.Tensor) -> None:
+    def noted(view: StoreView, layer: int, ids: torch.Tensor) -> None:
         sent.append(layer)
         prefetch(view, layer, ids)
 
-    with mock.patch.object(View, "prefetch", noted):
+    with mock.patch.object(StoreView, "prefetch", noted):
         agree(stream(150, 90, steps=2, layers=4), CASES["icecache_reuse"], "paper")
     assert sent == [1, 2] * 2 * 2  # three layers share the trees of the first; two steps, here and there
 

@@ -54,7 +54,7 @@ def test_a_row_holds_what_the_runs_found(small):
 
 def test_a_second_start_runs_nothing_again(small, monkeypatch):
     rows = demo.demo(small, Console(quiet=True))
-    monkeypatch.setattr("kvbench.shared.measure", lambda *a: pytest.fail("generated again"))
+    monkeypatch.setattr("kvbench.runs.shared.measure", lambda *a: pytest.fail("generated again"))
     assert demo.demo(small, Console(quiet=True)) == rows
 
 

@@ -13,7 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench import __main__ as cli
 from kvbench import hub
-from kvbench.checks import check
+from kvbench.cli.checks import check
+from kvbench.cli.compose import composed_jobs, loader_of
 from kvbench.config import ConfigError, choices, conf_dir
 from kvbench.report import published
 from kvbench.tasks.sources import HubFile
@@ -31,7 +32,7 @@ plain_and_smoke = pytest.mark.parametrize("smoke", ["false", "true"])
 @functools.cache
 def composed(words: tuple[str, ...]) -> list[DictConfig]:
     flags = cli._flags(list(words))
-    return [job for job, _ in cli.composed_jobs(cli._loader(flags), "config", flags.overrides, flags.multirun)]
+    return [job for job, _ in composed_jobs(loader_of(flags), "config", flags.overrides, flags.multirun)]
 
 
 def jobs(name: str, *words: str, smoke: str = "false") -> list[DictConfig]:

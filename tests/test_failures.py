@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-import kvbench.measure
+import kvbench.measure.arm
 from kvbench import __main__ as cli
-from kvbench import checks
-from kvbench.generate import generate
-from kvbench.results import RunFolder
+from kvbench.cli import checks
+from kvbench.engine.generate import generate
+from kvbench.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["task.lengths=[300]", "budget=64", "threads=1"]
@@ -218,7 +218,7 @@ def test_a_sample_that_fails_is_recorded_and_leaves_the_others_as_they_were(
         return (broken if failing else generate)(model, prompts, engine, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(kvbench.measure, "generate", generate_or_fail)
+        patch.setattr(kvbench.measure.arm, "generate", generate_or_fail)
         code, out, err = main("task.limit=4", "results_dir=broken")
     assert (code, err) == (0, "")
     assert "(4 samples, 1 failed)" in out

@@ -19,13 +19,13 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from kvbench.checks import composed
+from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.report import figures
 from kvbench.report.frame import Runs, collect
 from kvbench.report.style import style_of
-from kvbench.run import run
-from kvbench.shared import run_shared
+from kvbench.runs.run import run
+from kvbench.runs.shared import run_shared
 
 PASSKEY = ("task=passkey", "task.lengths=[300,600]", "task.positions=3")
 

@@ -15,13 +15,13 @@ from conftest import CLOSE, SMALL, Case, drive, each_accounting, each_method, sa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench import attention
-from kvbench.attention import reference
+from kvbench.attention import executor as attention
+from kvbench.attention.executor import reference
 from kvbench.attention.flashinfer import PLANS, FlashInfer, Plan, planned
 from kvbench.attention.torch import attend, prefill
 from kvbench.config import ConfigError
+from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
-from kvbench.store import LayerStore
 
 SCALE = 0.3
 HEADS = (6, 3)  # query heads, KV heads

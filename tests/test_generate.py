@@ -9,11 +9,11 @@ import pytest
 import torch
 from conftest import METHODS, SMALL, Case, each_method, numbers, run_loop
 
-from kvbench.hf import method_named
-from kvbench.meters import PARTS, Spans
+from kvbench.engine.hf import method_named
+from kvbench.engine.models import Loaded
+from kvbench.engine.prefilled import prefill_once
 from kvbench.method import Needs
-from kvbench.models import Loaded
-from kvbench.prefilled import prefill_once
+from kvbench.spans import PARTS, Spans
 
 PROMPTS = [numbers(60, seed=4), numbers(41, seed=5)]
 
@@ -106,7 +106,7 @@ def test_breakdown_adds_up_to_the_step(tiny: Loaded, case: Case) -> None:
 
 def test_spans_are_exclusive(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
-    monkeypatch.setattr("kvbench.meters.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("kvbench.spans.time.perf_counter", lambda: float(next(clock)))
     spans = Spans()
     with spans("outer"):  # reads the clock at 0
         with spans("inner"):  # 1

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvbench.checks import composed
-from kvbench.run import run
+from kvbench.cli.compose import composed
+from kvbench.runs.run import run
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "gpu_check.py"))

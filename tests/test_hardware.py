@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench import hardware
-from kvbench.hardware import attended_bytes, bandwidth, floor_seconds, union_length
+from kvbench.engine.models import Loaded, load
+from kvbench.measure import hardware
+from kvbench.measure.hardware import attended_bytes, bandwidth, floor_seconds, union_length
 from kvbench.method import Shape
-from kvbench.models import Loaded, load
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvbench import KVCache
 from kvbench.config import ConfigError
-from kvbench.models import Loaded
+from kvbench.engine.models import Loaded
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -15,12 +15,12 @@ import pytest
 import torch
 from conftest import Stream, drive, numbers, stream
 
-import kvbench.engine
+import kvbench.engine.engine
 from kvbench.config import ConfigError, bind_methods, build, method_config
-from kvbench.hf import KVCache, method_named
+from kvbench.engine.hf import KVCache, method_named
+from kvbench.engine.models import Loaded
 from kvbench.method import Prompt
-from kvbench.models import Loaded
-from kvbench.results import module_sources
+from kvbench.runs.identity import module_sources
 
 bind_methods()
 
@@ -170,7 +170,7 @@ from dataclasses import replace
 import torch
 from conftest import drive, stream
 
-from kvbench.hf import method_named
+from kvbench.engine.hf import method_named
 from methods.icecache import kernels
 
 kernel = {name: value for name, value in vars(kernels).items() if hasattr(value, "signatures")}
@@ -282,7 +282,7 @@ def test_trees_built_beside_the_prefill_are_those_built_in_turn(monkeypatch: pyt
     fixed = stream(600, 333, steps=20, layers=4)
     ahead, behind = small(), small()
     pooled = drive(fixed, ahead, 48)
-    monkeypatch.setattr(kvbench.engine, "worker_pool", Inline)
+    monkeypatch.setattr(kvbench.engine.engine, "worker_pool", Inline)
     serial = drive(fixed, behind, 48)
     assert torch.equal(pooled.outputs, serial.outputs)
     for layer, row, head in np.ndindex(4, 2, 2):
@@ -300,7 +300,7 @@ class Late(Executor):
 
 
 def test_builds_that_wait_do_not_hold_the_prompt_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvbench.engine, "worker_pool", Late)
+    monkeypatch.setattr(kvbench.engine.engine, "worker_pool", Late)
     method, prompts = small(), []
     prefill, end_prefill = method.prefill, method.end_prefill
 

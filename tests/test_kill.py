@@ -34,8 +34,8 @@ from pathlib import Path
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from kvbench import run
-from kvbench.shared import run_shared
+from kvbench.runs import run
+from kvbench.runs.shared import run_shared
 from kvbench.config import conf_dir
 
 torch.set_num_threads(1)

@@ -19,21 +19,24 @@ from omegaconf import OmegaConf
 from twin import Twin, device
 
 from kvbench import __main__ as cli
-from kvbench import hardware, latency, uva
-from kvbench.checks import check, composed
+from kvbench.budget import Budget
+from kvbench.cli.checks import check
+from kvbench.cli.compose import composed
+from kvbench.cli.sweep import grouped
 from kvbench.config import ConfigError, choices
-from kvbench.hf import method_named
-from kvbench.launcher import grouped
-from kvbench.measure import measure, prompt_of
-from kvbench.method import Budget, Shape
-from kvbench.models import Loaded, byte_tokenizer
+from kvbench.engine.hf import method_named
+from kvbench.engine.models import Loaded, byte_tokenizer
+from kvbench.measure import hardware, latency
+from kvbench.measure.arm import measure, prompt_of
+from kvbench.measure.synthetic import SyntheticEngine
+from kvbench.memory import fetch as uva
+from kvbench.method import Shape
 from kvbench.report import figures
 from kvbench.report.__main__ import main as report
 from kvbench.report.frame import Runs, collect
 from kvbench.report.tables import summary
-from kvbench.run import prepare, run
+from kvbench.runs.run import prepare, run
 from kvbench.score import main as score
-from kvbench.synthetic import SyntheticEngine
 from kvbench.tasks.latency import Latency
 
 SMALL = ("model=dummy-tiny", "device=cpu", "task=latency", "task.lengths=[300]", "task.steps=5", "task.warmup=2")

@@ -11,8 +11,8 @@ import torch
 from conftest import PIECES, Attended, Stream, drive, numbers, run_loop, stream, watch
 
 from kvbench.config import ConfigError, bind_methods, build, method_config
-from kvbench.hf import KVCache, method_named
-from kvbench.models import Loaded
+from kvbench.engine.hf import KVCache, method_named
+from kvbench.engine.models import Loaded
 
 bind_methods()
 

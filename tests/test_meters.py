@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from kvbench import meters
-from kvbench.generate import generate
-from kvbench.hf import engine_for, method_named
-from kvbench.meters import Spans, count_distinct, held_bytes
-from kvbench.method import Budget, Method, Prompt, Selection
-from kvbench.models import Loaded
+import kvbench.spans
+from kvbench.budget import Budget
+from kvbench.engine.audit import count_distinct, held_bytes
+from kvbench.engine.generate import generate
+from kvbench.engine.hf import engine_for, method_named
+from kvbench.engine.models import Loaded
+from kvbench.method import Method, Prompt, Selection
+from kvbench.spans import Spans
 
 # -- spans -------------------------------------------------------------------------------------------------------------
 
@@ -35,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
             self.now += seconds
 
     clock = Clock()
-    monkeypatch.setattr(meters.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(kvbench.spans.time, "perf_counter", lambda: clock.now)
     return clock
 
 
@@ -87,7 +89,7 @@ def test_parts_add_up_to_the_whole(tree: Any) -> None:
     """Any nesting: what all spans hold is the time that went by while one was open."""
     ticks = [0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meters.time, "perf_counter", lambda: float(ticks[0]))
+        patch.setattr(kvbench.spans.time, "perf_counter", lambda: float(ticks[0]))
         spans = Spans()
 
         def walk(node: Any) -> None:
@@ -106,7 +108,7 @@ def test_parts_add_up_to_the_whole(tree: Any) -> None:
 @pytest.mark.parametrize("name", ["full", "quest", "snapkv", "topk", "streaming_llm"])
 def test_breakdown_of_a_step_adds_up_to_its_time(tiny: Loaded, name: str) -> None:
     generation, _ = run_loop(tiny, [numbers(150)], method_named(name), SMALL, steps=8)
-    assert set(meters.PARTS) <= set(generation.breakdown_ms)
+    assert set(kvbench.spans.PARTS) <= set(generation.breakdown_ms)
     # the clock is read once more for the whole step than for its parts, some microseconds each
     whole = sum(generation.step_ms) / len(generation.step_ms)
     assert sum(generation.breakdown_ms.values()) == pytest.approx(whole, rel=0.02, abs=0.2)

@@ -13,9 +13,9 @@ from conftest import CLOSE, METHODS, PIECES, Driven, Stream, drive, each_account
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.budget import Budget
 from kvbench.config import bind_methods
-from kvbench.hf import method_named
-from kvbench.method import Budget
+from kvbench.engine.hf import method_named
 
 bind_methods()
 

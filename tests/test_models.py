@@ -1,4 +1,4 @@
-"""What kvbench.models promises: byte-exact text, the same random weights for the same seed, and one-line refusals."""
+"""What loading a model promises: byte-exact text, the same random weights for the same seed, and one-line refusals."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvbench import checks, hub
+from kvbench import hub
+from kvbench.cli import checks
 from kvbench.config import ConfigError, choices, shipped
-from kvbench.models import BYTE_VOCABULARY, Loaded, byte_tokenizer, load
+from kvbench.engine.models import BYTE_VOCABULARY, Loaded, byte_tokenizer, load
 
 TOKENIZER = byte_tokenizer()
 DUMMIES = sorted(name for name in choices("model") if name.startswith("dummy-"))

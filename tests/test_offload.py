@@ -14,13 +14,15 @@ from conftest import SMALL, drive, stream
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench import pinned, uva
-from kvbench.engine import Engine
-from kvbench.hf import method_named
-from kvbench.host import Arrival, HostTier
-from kvbench.measure import is_failed_sample
-from kvbench.meters import Spans
-from kvbench.method import Budget, Method, Needs, Prompt, Shape
+from kvbench.budget import Budget
+from kvbench.engine.engine import Engine
+from kvbench.engine.hf import method_named
+from kvbench.measure.arm import is_failed_sample
+from kvbench.memory import fetch as uva
+from kvbench.memory import pinned
+from kvbench.memory.host import Arrival, HostTier
+from kvbench.method import Method, Needs, Prompt, Shape
+from kvbench.spans import Spans
 
 CUDA = torch.device("cuda:0")
 

@@ -12,12 +12,12 @@ from conftest import CLOSE, Stream, drive, numbers, rotate, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.checks import composed
+from kvbench.budget import Budget
+from kvbench.cli.compose import composed
 from kvbench.config import ConfigError, bind_methods, build, method_config
-from kvbench.hf import KVCache, method_named
-from kvbench.method import Budget
-from kvbench.models import Loaded
-from kvbench.run import run
+from kvbench.engine.hf import KVCache, method_named
+from kvbench.engine.models import Loaded
+from kvbench.runs.run import run
 
 bind_methods()
 

@@ -10,10 +10,10 @@ import torch
 from conftest import CLOSE, SMALL, numbers, run_loop
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from kvbench.budget import Budget
 from kvbench.config import ConfigError, shipped
-from kvbench.hf import engine_for, method_named, rotation_of
-from kvbench.method import Budget
-from kvbench.models import Loaded, load
+from kvbench.engine.hf import engine_for, method_named, rotation_of
+from kvbench.engine.models import Loaded, load
 
 PROMPT = numbers(150)
 STEPS = 40  # beyond the step at which StreamingLLM next evicts

@@ -11,11 +11,12 @@ import pytest
 import torch
 from conftest import METHODS, SMALL, Attended, numbers, run_loop, same_attended, watch
 
-from kvbench.generate import decode_step
-from kvbench.hf import EngineCache, engine_for, method_named
-from kvbench.method import Budget, Method, Needs
-from kvbench.models import Loaded
-from kvbench.prefilled import Prefilled, prefill_once
+from kvbench.budget import Budget
+from kvbench.engine.generate import decode_step
+from kvbench.engine.hf import EngineCache, engine_for, method_named
+from kvbench.engine.models import Loaded
+from kvbench.engine.prefilled import Prefilled, prefill_once
+from kvbench.method import Method, Needs
 
 RAGGED = [numbers(150, seed=1), numbers(97, seed=2), numbers(60, seed=3)]
 STEPS = 5

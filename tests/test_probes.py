@@ -12,12 +12,13 @@ import pytest
 import torch
 from conftest import SMALL, Driven, Stream, drive, numbers, run_loop, stream
 
-from kvbench.engine import Engine
-from kvbench.generate import generate
-from kvbench.hf import engine_for, method_named
-from kvbench.measure import measured
-from kvbench.method import Budget, Method, Needs, Selection
-from kvbench.models import Loaded
+from kvbench.budget import Budget
+from kvbench.engine.engine import Engine
+from kvbench.engine.generate import generate
+from kvbench.engine.hf import engine_for, method_named
+from kvbench.engine.models import Loaded
+from kvbench.measure.arm import measured
+from kvbench.method import Method, Needs, Selection
 
 # The probe computes in fp32, the recount in fp64; every measure is of the order of 1.
 NEAR = 1e-5

@@ -11,11 +11,12 @@ from conftest import CLOSE, SMALL, Stream, drive, numbers, run_loop, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.engine import Engine
-from kvbench.generate import decode_step, generate, prefill
-from kvbench.hf import EngineCache, engine_for, method_named
-from kvbench.method import Budget, Method, Needs, Prompt, Selection, Shape
-from kvbench.models import Loaded
+from kvbench.budget import Budget
+from kvbench.engine.engine import Engine
+from kvbench.engine.generate import decode_step, generate, prefill
+from kvbench.engine.hf import EngineCache, engine_for, method_named
+from kvbench.engine.models import Loaded
+from kvbench.method import Method, Needs, Prompt, Selection, Shape
 
 # -- the prompt --------------------------------------------------------------------------------------------------------
 

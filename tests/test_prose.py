@@ -7,7 +7,7 @@ import re
 import time
 from itertools import islice
 
-from kvbench.tasks import prose
+from kvbench.tasks.ruler import prose
 
 # Some 8k tokens hold 450 sentences; this is ten times as many.
 MANY = 5000

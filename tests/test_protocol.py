@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvbench.protocol import Protocol, render
+from kvbench.measure.protocol import Protocol, render
 from kvbench.tasks import Sample
 
 TEMPLATE = (

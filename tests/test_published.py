@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from kvbench.checks import check
+from kvbench.cli.checks import check
 from kvbench.config import ConfigError, choices, conf_dir
 from kvbench.report import published
 from kvbench.tasks.longbench import SUBSETS
-from kvbench.tasks.ruler import ALL_SUBSETS
+from kvbench.tasks.ruler.task import ALL_SUBSETS
 
 # Averages, and the weights of the columns they are printed to be of; None: plain, over all others.
 LONGBENCH_V2 = {"short": 180, "medium": 215, "long": 108}

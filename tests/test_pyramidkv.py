@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.config import ConfigError, bind_methods, build, method_config
-from kvbench.hf import KVCache, method_named
-from kvbench.models import Loaded
+from kvbench.engine.hf import KVCache, method_named
+from kvbench.engine.models import Loaded
 
 bind_methods()
 

@@ -16,14 +16,15 @@ import torch
 from conftest import CLOSE, Driven, Stream, drive, each_accounting, same_attended, stream
 from omegaconf import OmegaConf
 
-import kvbench.engine
-from kvbench.checks import check, composed
+import kvbench.engine.engine
+from kvbench.cli.checks import check
+from kvbench.cli.compose import composed
 from kvbench.config import ConfigError, bind_methods, build, method_config
-from kvbench.engine import Engine
-from kvbench.hf import KVCache, method_named
-from kvbench.measure import measure, prompt_of
-from kvbench.models import Loaded
-from kvbench.run import prepare, samples
+from kvbench.engine.engine import Engine
+from kvbench.engine.hf import KVCache, method_named
+from kvbench.engine.models import Loaded
+from kvbench.measure.arm import measure, prompt_of
+from kvbench.runs.run import prepare, samples
 
 bind_methods()
 
@@ -360,7 +361,7 @@ def test_scores_never_depend_on_timing(options: dict[str, Any], monkeypatch: pyt
     fixed = long(60, 33, layers=2, steps=90)
     found = []
     for pool in (Inline(), Jittery()):
-        monkeypatch.setattr(kvbench.engine, "worker_pool", lambda pool=pool: pool)
+        monkeypatch.setattr(kvbench.engine.engine, "worker_pool", lambda pool=pool: pool)
         found.append(drive(fixed, small(**options), None))
     assert same_attended(found[0].seen, found[1].seen)
     assert torch.equal(found[0].outputs, found[1].outputs)
@@ -386,7 +387,7 @@ class Gated(ThreadPoolExecutor):
 def test_a_slow_search_never_blocks_decoding_in_free_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No job ends before the last step: decoding goes on with what it has, and counts the steps that went without."""
     pool = Gated()
-    monkeypatch.setattr(kvbench.engine, "worker_pool", lambda: pool)
+    monkeypatch.setattr(kvbench.engine.engine, "worker_pool", lambda: pool)
     method, fixed = small(name, mode="free"), long(60, steps=101)
     alone = drive(fixed, small(name, beta=0.0), None)
     end_step = method.end_step
@@ -406,7 +407,7 @@ def test_a_slow_search_never_blocks_decoding_in_free_mode(name: str, monkeypatch
 def test_an_old_answer_is_used_and_its_age_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first answer stays for ten steps, in which no search ends."""
     pool = Gated()
-    monkeypatch.setattr(kvbench.engine, "worker_pool", lambda: pool)
+    monkeypatch.setattr(kvbench.engine.engine, "worker_pool", lambda: pool)
     method, fixed = small("racc_paper", mode="free"), long(60, steps=60)
     step = method.step
 
@@ -435,7 +436,7 @@ def test_a_failed_search_is_counted_in_free_mode_and_told_in_the_other(
     def broken(*_: Any) -> Any:
         raise RuntimeError("the search broke")
 
-    monkeypatch.setattr(kvbench.engine, "worker_pool", lambda: Inline())
+    monkeypatch.setattr(kvbench.engine.engine, "worker_pool", lambda: Inline())
     monkeypatch.setattr(KeyIndex, "search", broken)
     driven = drive(fixed, small(name, mode="free"), None)
     assert torch.equal(driven.outputs, alone.outputs)
@@ -446,7 +447,7 @@ def test_a_failed_search_is_counted_in_free_mode_and_told_in_the_other(
 
 
 def test_free_mode_with_searches_that_are_done_at_once_is_one_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvbench.engine, "worker_pool", lambda: Inline())
+    monkeypatch.setattr(kvbench.engine.engine, "worker_pool", lambda: Inline())
     fixed = long(60, steps=60)
     free, exact = drive(fixed, small("racc_paper", mode="free"), None), drive(fixed, small("racc_paper", lag=1), None)
     assert same_attended(free.seen, exact.seen)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.checks import composed
-from kvbench.run import run
+from kvbench.cli.compose import composed
+from kvbench.runs.run import run
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 

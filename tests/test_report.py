@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from report_runs import record, stored
 
-from kvbench.checks import composed
+from kvbench.cli.compose import composed
 from kvbench.report import figures, published
 from kvbench.report.__main__ import main
-from kvbench.run import run
+from kvbench.runs.run import run
 
 
 def made(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[str, str]:

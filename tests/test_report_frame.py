@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from report_runs import record, records, stored
 from rich.console import Console
 
-from kvbench.checks import composed
+from kvbench.cli.compose import composed
 from kvbench.report import tables
 from kvbench.report.frame import Runs, collect
-from kvbench.results import ResultsError
-from kvbench.run import run
-from kvbench.shared import run_shared
+from kvbench.runs.folder import ResultsError
+from kvbench.runs.run import run
+from kvbench.runs.shared import run_shared
 
 
 @pytest.fixture(scope="module")

@@ -20,16 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvbench
-from kvbench import results
-from kvbench.results import (
-    ResultsError,
-    RunFolder,
-    harness_sources,
-    module_sources,
-    run_id,
-    source_hash,
-    summarise,
-)
+from kvbench.runs import folder as results
+from kvbench.runs.folder import ResultsError, RunFolder
+from kvbench.runs.identity import harness_sources, module_sources, run_id, source_hash
+from kvbench.runs.summary import summarise
 
 IDENTITY = {"method": "quest", "budget": 64, "protocol": "abc"}
 CHECKOUT = Path(kvbench.__file__).parents[1]
@@ -152,8 +146,8 @@ def test_the_source_hash_ignores_order_and_place(tmp_path):
 
 def test_the_harness_core_is_what_changes_numbers():
     core = names(harness_sources(), Path(kvbench.__file__).parent)
-    assert {"method.py", "store.py", "protocol.py", "attention/torch.py"} <= core
-    assert not {"results.py", "run.py", "__init__.py", "tasks/passkey.py"} & core
+    assert {"method.py", "budget.py", "memory/store.py", "measure/protocol.py", "attention/torch.py"} <= core
+    assert not {"runs/folder.py", "runs/run.py", "cli/checks.py", "__init__.py", "tasks/passkey.py"} & core
 
 
 def test_a_tasks_sources_hold_its_prompt_strings():
@@ -167,7 +161,7 @@ def test_a_tasks_sources_hold_nothing_of_the_harness():
 
 
 def test_results_import_no_torch():
-    code = "import sys, kvbench.results as r; r.module_sources('methods.full.Full'); sys.exit('torch' in sys.modules)"
+    code = "import sys, kvbench.runs.folder, kvbench.runs.identity as r; r.module_sources('methods.full.Full'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT).returncode == 0
 
 
@@ -352,7 +346,7 @@ def test_a_results_dir_that_cannot_be_written_names_the_key(tmp_path):
 
 WRITER = """
 import sys, time
-from kvbench.results import RunFolder
+from kvbench.runs.folder import RunFolder
 total, pause = int(sys.argv[2]), float(sys.argv[3])
 with RunFolder.open(sys.argv[1], "passkey", "tiny", "quest-64", {identity!r}, {{}}) as folder:
     print("open", flush=True)

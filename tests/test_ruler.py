@@ -11,9 +11,10 @@ import pytest
 
 from kvbench import config
 from kvbench.config import build, choices
-from kvbench.models import byte_tokenizer
-from kvbench.tasks import Sample, prose
-from kvbench.tasks.ruler import DEPTHS, NEW_TOKENS, SUBSETS, Niah, cleaned
+from kvbench.engine.models import byte_tokenizer
+from kvbench.tasks import Sample
+from kvbench.tasks.ruler import prose
+from kvbench.tasks.ruler.task import DEPTHS, NEW_TOKENS, SUBSETS, Niah, cleaned
 
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 KINDS = {"numbers": r"[1-9]\d{6}", "uuids": UUID}

@@ -11,7 +11,7 @@ import pandas
 import pytest
 
 from kvbench.tasks import Sample
-from kvbench.tasks.ruler import ALL_SUBSETS, Ruler
+from kvbench.tasks.ruler.task import ALL_SUBSETS, Ruler
 from kvbench.tasks.sources import HubFile
 
 

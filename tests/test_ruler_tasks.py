@@ -12,11 +12,11 @@ import pytest
 
 from kvbench import config
 from kvbench.config import build
-from kvbench.models import byte_tokenizer
-from kvbench.protocol import render
+from kvbench.engine.models import byte_tokenizer
+from kvbench.measure.protocol import render
 from kvbench.tasks import Sample
-from kvbench.tasks.ruler import ALL_SUBSETS, ONE_IS_ENOUGH, SUBSETS, Ruler, cleaned
-from kvbench.tasks.ruler_writers import SINGLE_WORDS, FrequentWords, Variables
+from kvbench.tasks.ruler.task import ALL_SUBSETS, ONE_IS_ENOUGH, SUBSETS, Ruler, cleaned
+from kvbench.tasks.ruler.writers import SINGLE_WORDS, FrequentWords, Variables
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 TEMPLATE = "{% for message in messages %}<|user|>\n{{ message.content }}\n{% endfor %}<|assistant|>\n"
@@ -248,7 +248,7 @@ def test_three_coded_words_are_more_frequent_than_all_but_the_dots():
 
 
 def test_every_size_has_a_certain_answer():
-    from kvbench.tasks import ruler_writers
+    from kvbench.tasks.ruler import writers as ruler_writers
 
     writer = FrequentWords()
     assert all(ruler_writers._certain(size) for size in range(writer.least, 5000))

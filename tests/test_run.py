@@ -12,12 +12,12 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-import kvbench.measure
-from kvbench.checks import check
+import kvbench.measure.arm
+from kvbench.cli.checks import check
 from kvbench.config import ConfigError, conf_dir
-from kvbench.generate import generate
-from kvbench.meters import PARTS
-from kvbench.run import run
+from kvbench.engine.generate import generate
+from kvbench.runs.run import run
+from kvbench.spans import PARTS
 
 SAMPLES = 3
 FIRST = "passkey-512-0-0"
@@ -63,7 +63,7 @@ class Generated:
 @pytest.fixture
 def generated(monkeypatch: pytest.MonkeyPatch) -> Generated:
     calls = Generated()
-    monkeypatch.setattr(kvbench.measure, "generate", calls)
+    monkeypatch.setattr(kvbench.measure.arm, "generate", calls)
     return calls
 
 
@@ -210,7 +210,7 @@ def test_question_read_through_the_method_is_no_part_of_the_prefill(
         given.append((len(prompts[0]), len(options["question"])))
         return generate(model, prompts, engine, **options)
 
-    monkeypatch.setattr(kvbench.measure, "generate", note)
+    monkeypatch.setattr(kvbench.measure.arm, "generate", note)
     run(configured("task.limit=1", "protocol.question_as_decode=true"))
     (record,) = records(only_folder(tmp_path))
     asked = len("What is the pass key? The pass key is")  # a byte is a token

@@ -14,7 +14,8 @@ import pytest
 
 from kvbench import score
 from kvbench.config import shipped
-from kvbench.results import RunFolder, summarise
+from kvbench.runs.folder import RunFolder
+from kvbench.runs.summary import summarise
 from kvbench.score import main
 
 IDENTITY = {"method": "quest", "budget": 64}

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-import kvbench.measure
-import kvbench.shared
-from kvbench.checks import composed
+import kvbench.measure.arm
+import kvbench.runs.shared
+from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.generate import generate
-from kvbench.run import run
-from kvbench.shared import run_shared
+from kvbench.engine.generate import generate
+from kvbench.runs.run import run
+from kvbench.runs.shared import run_shared
 
 ARMS = (("full", "null"), ("quest", "64"), ("snapkv", "64"), ("streaming_llm", "64"))
 SAME = ("id", "output", "output_ids", "scores", "audit", "prompt_tokens", "answers", "error")
@@ -72,7 +72,7 @@ def test_a_stopped_run_goes_on_with_what_each_arm_lacks(configs, tmp_path, monke
             raise KeyboardInterrupt
         return generate(model, prompts, engine, **options)
 
-    monkeypatch.setattr(kvbench.measure, "generate", stopping)
+    monkeypatch.setattr(kvbench.measure.arm, "generate", stopping)
     with pytest.raises(KeyboardInterrupt):
         run_shared(configs())
     assert len(lines(tmp_path / "shared")) == 5
@@ -85,14 +85,14 @@ def test_a_stopped_run_goes_on_with_what_each_arm_lacks(configs, tmp_path, monke
 
 
 def test_a_prefill_that_fails_fails_its_sample_in_every_arm_and_no_other(configs, tmp_path, monkeypatch):
-    real = kvbench.shared.prefill_shared
+    real = kvbench.runs.shared.prefill_shared
 
     def failing(arms: Any, prompt: Any) -> Any:
         if prompt.sample.id.endswith("-0-0"):
             raise MemoryError("no room")
         return real(arms, prompt)
 
-    monkeypatch.setattr(kvbench.shared, "prefill_shared", failing)
+    monkeypatch.setattr(kvbench.runs.shared, "prefill_shared", failing)
     summaries = run_shared(configs())
     assert [(summary["n"], summary["failed"]) for summary in summaries] == [(3, 1)] * 4
     errors = {record["error"] for record in records(tmp_path / "shared").values()}

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvbench import launcher
+from kvbench.cli import sweep as launcher
 from kvbench.config import ConfigError
 
 WORDS = ["model=dummy-tiny", "task.lengths=[300]", "task.limit=2", "threads=1", "method=fragile", "budget=64"]

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench import __main__ as cli
-from kvbench import checks, hub
+from kvbench import hub
+from kvbench.cli.compose import composed
+from kvbench.cli.smoke import applied
 from kvbench.config import ConfigError, choices, conf_dir
-from kvbench.run import identity, prepare
-from kvbench.smoke import applied
+from kvbench.runs.run import identity, prepare
 
 
 def config(*words: str) -> DictConfig:
@@ -80,7 +81,7 @@ def test_texts_are_cut_and_ready_made_samples_stay(tmp_path: Path) -> None:
 )
 def test_smoke_hides_no_bad_input(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}".replace("|", r"\|")):
-        checks.composed(*words)
+        composed(*words)
 
 
 def run(folder: Path, *words: str, monkeypatch: Any) -> list[dict[str, Any]]:
@@ -115,7 +116,7 @@ def test_models_of_a_sweep_are_one_run(tmp_path: Path, monkeypatch: Any, capsys:
 
 
 def test_scripts_and_notebooks_get_the_small_config_too() -> None:
-    assert checks.composed("smoke=true", *LARGE).model.name == "tiny"
+    assert composed("smoke=true", *LARGE).model.name == "tiny"
 
 
 def test_a_small_run_is_the_run_of_the_same_settings() -> None:

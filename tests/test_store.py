@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvbench import uva
-from kvbench.meters import Audit
+from kvbench.engine.audit import Audit
+from kvbench.memory import fetch as uva
+from kvbench.memory.plan import PAGE
+from kvbench.memory.store import DEVICE, DROPPED, HOST, LayerStore
 from kvbench.method import Shape
-from kvbench.staging import PAGE
-from kvbench.store import DEVICE, DROPPED, HOST, LayerStore
 
 HEAD_DIM = 3
 ENTRY = 2 * HEAD_DIM * 4  # bytes of one token's key and value in one KV head
@@ -77,7 +77,7 @@ class StoreMachine(RuleBasedStateMachine):
             home=self.home,  # type: ignore[arg-type]
             on_drop=self.on_drop,  # type: ignore[arg-type]
             grows=self.grows,
-            audit=self.audit,
+            moved=self.audit.moved,
         )
         prompt = torch.full((2, batch, self.heads, columns, HEAD_DIM), PADDING)
         for row, (length, offset) in enumerate(zip(self.lengths, offsets, strict=True)):

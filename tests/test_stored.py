@@ -14,14 +14,14 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-import kvbench.measure
-import kvbench.run
-from kvbench.checks import check
+import kvbench.measure.arm
+import kvbench.runs.run
+from kvbench.cli.checks import check
 from kvbench.config import ConfigError, conf_dir
-from kvbench.generate import Generation
-from kvbench.measure import stops
-from kvbench.models import byte_tokenizer
-from kvbench.run import run
+from kvbench.engine.generate import Generation
+from kvbench.engine.models import byte_tokenizer
+from kvbench.measure.arm import stops
+from kvbench.runs.run import run
 from kvbench.tasks import Sample
 from kvbench.tasks.sources import LocalFile, read_jsonl
 
@@ -86,7 +86,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         asked[engine.method.context.sample] = {**options, "prompt": prompts[0]}
         return Generation([byte_tokenizer()("yes", add_special_tokens=False)["input_ids"]], 0.1, audit={"over_rule": 0})
 
-    monkeypatch.setattr(kvbench.measure, "generate", generate)
+    monkeypatch.setattr(kvbench.measure.arm, "generate", generate)
     return asked
 
 
@@ -160,7 +160,7 @@ def test_a_benchmark_that_asks_for_a_template_is_told_once_that_there_is_none(co
 
 
 def test_data_that_is_not_there_is_refused_before_the_model_loads(configured, tmp_path, monkeypatch):
-    monkeypatch.setattr(kvbench.run.models, "load", lambda *a: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(kvbench.runs.run.models, "load", lambda *a: pytest.fail("the model was loaded"))
     config = configured()
     config.task.file = str(tmp_path / "none.jsonl")
     config.task.limit = None

@@ -13,12 +13,12 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-import kvbench.shared
+import kvbench.runs.shared
 from kvbench import __main__ as cli
-from kvbench.checks import composed
+from kvbench.cli.compose import composed
+from kvbench.cli.sweep import grouped, told_apart
 from kvbench.config import bind_methods
-from kvbench.launcher import grouped, told_apart
-from kvbench.run import open_folder, prepare
+from kvbench.runs.run import open_folder, prepare
 
 bind_methods()
 
@@ -43,13 +43,13 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
 def prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The arms that each shared prefill was made for."""
     made: list[int] = []
-    real = kvbench.shared.prefill_shared
+    real = kvbench.runs.shared.prefill_shared
 
     def noted(arms: Any, prompt: Any) -> Any:
         made.append(len(arms))
         return real(arms, prompt)
 
-    monkeypatch.setattr(kvbench.shared, "prefill_shared", noted)
+    monkeypatch.setattr(kvbench.runs.shared, "prefill_shared", noted)
     return made
 
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvbench.engine import Engine
-from kvbench.hf import method_named
-from kvbench.method import Budget, Method, Prompt, Selection, Shape
-from kvbench.synthetic import BLOCK, RUN, SINKS, Filled, SyntheticAttention, SyntheticEngine, _chance
+from kvbench.budget import Budget
+from kvbench.engine.engine import Engine
+from kvbench.engine.hf import method_named
+from kvbench.measure.synthetic import BLOCK, RUN, SINKS, Filled, SyntheticAttention, SyntheticEngine, _chance
+from kvbench.method import Method, Prompt, Selection, Shape
 
 LENGTH = BLOCK + 300
 SHAPE = Shape(2, 4, 2, 32, (LENGTH, LENGTH), torch.float32, torch.device("cpu"), 32**-0.5, (0, 1))

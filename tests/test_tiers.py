@@ -13,12 +13,12 @@ import pytest
 import torch
 from conftest import CLOSE, SMALL, Attended, drive, numbers, run_loop, stream, watch
 
-from kvbench import attention
-from kvbench.hf import method_named
-from kvbench.host import HostTier
+from kvbench.attention import executor as attention
+from kvbench.engine.hf import method_named
+from kvbench.engine.models import Loaded
+from kvbench.memory.host import HostTier
+from kvbench.memory.plan import PAGE
 from kvbench.method import Extra, Method, Needs, Prompt, Selection
-from kvbench.models import Loaded
-from kvbench.staging import PAGE
 
 RAGGED = [numbers(150, seed=1), numbers(97, seed=2), numbers(60, seed=3)]
 STEPS = 8

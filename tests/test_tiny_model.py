@@ -13,11 +13,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvbench.checks import composed
+from kvbench.cli.compose import composed
 from kvbench.config import ASSETS, shipped
 from kvbench.hub import source_of
-from kvbench.measure import measure, prefill_shared, prompt_of
-from kvbench.run import prepare
+from kvbench.measure.arm import measure, prefill_shared, prompt_of
+from kvbench.runs.run import prepare
 
 TINY = ASSETS / "tiny"
 CARD = (TINY / "README.md").read_text()

@@ -11,7 +11,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from twin import Twin, device
 
 from kvbench.config import shipped
-from kvbench.models import load
+from kvbench.engine.models import load
 
 CUDA = torch.device("cuda:0")
 

@@ -41,8 +41,8 @@ from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvbench import pinned
-from kvbench.host import side_stream
+from kvbench.memory import pinned
+from kvbench.memory.transfer import side_stream
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 CAPACITY = 80 << 30  # bytes of device memory that the device claims to have

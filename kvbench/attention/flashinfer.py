@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from kvbench.attention.limits import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
 from kvbench.attention.torch import attend, prefill
-from kvbench.checks import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
 from kvbench.config import first_line
+from kvbench.memory.plan import PAGE
+from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
-from kvbench.staging import PAGE
-from kvbench.store import LayerStore
 
 WORKSPACE = 128 << 20  # bytes for the partial results of one call, FlashInfer's own advice
 PLANS = 8  # plans kept; each holds 8 MiB on the device and as much pinned host memory

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from kvbench.memory.store import DEVICE, LayerStore
 from kvbench.method import Selection
-from kvbench.store import DEVICE, LayerStore
 
 
 def attend(

@@ -11,8 +11,8 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvbench.memory.store import LayerStore
 from kvbench.method import Selection
-from kvbench.store import LayerStore
 
 
 def attend(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.config import ConfigError
-from kvbench.results import ResultsError
+from kvbench.runs.folder import ResultsError
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -1,6 +1,6 @@
 """Run folders as data frames: one line a run, one line a run and group, and the scores of every sample.
 
-Everything is made from the sample lines, as `kvbench.results.summarise` does; nothing is written and no run is locked.
+Everything is made from the sample lines, as `kvbench.runs.summary` does; nothing is written and no run is locked.
 What cannot be used is left out and said why, and never stops the rest.
 """
 
@@ -19,8 +19,8 @@ import pandas as pd
 import yaml
 
 from kvbench.config import FACTS, first_line, show
-from kvbench.results import FORMAT, Record, ResultsError, read_samples, summarise
-from kvbench.score import runs_in
+from kvbench.runs.folder import FORMAT, Record, ResultsError, read_samples, runs_in
+from kvbench.runs.summary import summarise
 
 YARDSTICK = "full"  # the method that all others are compared with
 PROTOCOL = ("accounting", "dense_layers", "chat", "prefill_chunk", "question_as_decode", "generated")

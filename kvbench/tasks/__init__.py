@@ -19,7 +19,7 @@ class Timed:
     Attributes:
         rows: token ids of each row of the batch, all of one length.
         warmup: first decode steps, which the time per token leaves out.
-        keys: whose keys and queries are stored and asked: the model's, or those of `kvbench.synthetic`.
+        keys: whose keys and queries are stored and asked: the model's, or those of `kvbench.measure.synthetic`.
         prefill: the model reads the prompt; else every layer's store is filled with synthetic keys and values.
     """
 
@@ -102,3 +102,8 @@ def take(samples: Iterable[Sample], limit: int | None) -> Iterator[Sample]:
         if limit is not None and count >= limit:
             return
         yield sample
+
+
+# Llama's template prints today's date and Qwen3's chooses whether to think: left free, a prompt changes with the day or
+# the release. The date is the one Llama 3.1's own template falls back to.
+TEMPLATE_SETTINGS = {"date_string": "26 Jul 2024", "enable_thinking": False}

@@ -1,7 +1,7 @@
 """Latency: prompts of an exact length that are there to be timed, not to be answered.
 
 A prompt is random token ids, so that any length and batch can be had for any model, trained or not. There is nothing to
-score: a sample that ran all of its steps has completed. What it cost stands in its record (`kvbench.latency`).
+score: a sample that ran all of its steps has completed. What it cost stands in its record (`kvbench.measure.latency`).
 """
 
 from __future__ import annotations

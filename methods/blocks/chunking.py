@@ -11,15 +11,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch.nn.functional import pad
 
+from kvbench.method import View
 from methods.blocks.ragged import entries
-
-if TYPE_CHECKING:
-    from kvbench.store import View
 
 Chunking = Literal["structure", "fixed"]
 

@@ -12,19 +12,17 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
+from kvbench.budget import Budget
+from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.heads import each_head
 from methods.icecache.index import DCITree, ExactScan, Floats, Keys, Layout, Search, Workspace, compile_kernels
 from methods.icecache.kernels import interleave
-
-if TYPE_CHECKING:
-    from kvbench.store import View
 
 T = TypeVar("T")
 Tokens = NDArray[np.int64]

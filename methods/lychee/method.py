@@ -8,18 +8,16 @@ is full its oldest tokens become a chunk, which is grafted onto the nearest clus
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
-from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
+from kvbench.budget import Budget
+from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.chunking import Chunking, Text, cutter, keys_of_row
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import interleave
 from methods.lychee.index import Build, ClusterIndex, Layout, Pooling, Radii, Search, pooled
-
-if TYPE_CHECKING:
-    from kvbench.store import View
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,15 @@ largest among those with most votes. A full buffer is encoded.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
-from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
+from kvbench.budget import Budget
+from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.ragged import stacked
 from methods.pariskv.codebook import quotas, random_signs
 from methods.pariskv.index import Index, KernelIndex, VectorIndex, Workspace, compile_kernels
-
-if TYPE_CHECKING:
-    from kvbench.store import View
 
 # A budget of so many tokens or more has the sizes of the published runs at equal budgets; a smaller one, shares of it.
 ALIGNED, ALIGNED_SINKS, ALIGNED_LOCAL, ALIGNED_UPDATE = 420, 64, 256, 512

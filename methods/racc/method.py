@@ -11,21 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.nn.functional import avg_pool1d, pad
 
-from kvbench.method import Budget, Context, Method, Needs, Prompt, Selection, Shape
+from kvbench.budget import Budget
+from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.votes import Pooling
 from methods.pyramidkv import PyramidKV
 from methods.racc.index import KeyIndex, Kind, Metric, Settings, Tokens
 from methods.racc.ratio import alpha_for, measured_ratio, retained, share
 from methods.racc.retrieval import Batch, Log, Mode, Retriever
 from methods.snapkv import SnapKV
-
-if TYPE_CHECKING:
-    from kvbench.store import View
 
 NO_TOKEN = torch.iinfo(torch.int64).max  # sorts behind every token id
 Scenario = Literal["auto", "liso", "silo", "lilo"]

@@ -16,11 +16,12 @@ import torch
 import twin
 from conftest import SMALL, Case, Stream, drive, each_method, same_attended, stream
 
-from kvbench import attention, uva
+from kvbench.attention import executor as attention
 from kvbench.attention.flashinfer import FlashInfer
 from kvbench.attention.torch import attend, prefill
+from kvbench.memory import fetch as uva
+from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
-from kvbench.store import LayerStore
 
 # Outputs here are of the order of 1, and bfloat16 rounds those, and the weights on the way, to 8 bits.
 ROUNDING = 0.03

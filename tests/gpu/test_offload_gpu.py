@@ -13,10 +13,10 @@ from conftest import METHODS, SMALL, Case, drive, stream
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvbench import uva
-from kvbench.engine import Engine
-from kvbench.host import HostTier
-from kvbench.meters import Spans
+from kvbench.engine.engine import Engine
+from kvbench.memory import fetch as uva
+from kvbench.memory.host import HostTier
+from kvbench.spans import Spans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 QUIET = ["full", "topk", "snapkv", "pyramidkv", "quest", "streaming_llm"]

@@ -1,0 +1,97 @@
+"""Executors of a Selection: from (query, store, selection) to the attention output.
+
+`reference` is the oracle, fp32 and slow; `torch` gathers and calls scaled_dot_product_attention; `flashinfer` runs
+paged kernels on a GPU and gathers nothing. All agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvbench.attention import flashinfer, reference
+from kvbench.attention import torch as torch_executor
+from kvbench.config import ConfigError
+from kvbench.memory.store import LayerStore
+from kvbench.method import Selection, Shape
+
+if TYPE_CHECKING:  # at run time the name `torch` is this package's executor
+    from torch import Tensor
+
+EXECUTORS = ("reference", "torch")  # that run anywhere; "flashinfer" needs a GPU
+
+
+class Executor(Protocol):
+    """Attention of one generation.
+
+    Attributes:
+        name: "reference", "torch" or "flashinfer".
+        note: why "auto" did not take a quicker one, or None.
+    """
+
+    name: str
+    note: str | None
+
+    def __call__(
+        self,
+        query: Tensor,
+        store: LayerStore,
+        selection: Selection | None,
+        scaling: float,
+        probabilities: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One decode step's attention in one layer.
+
+        Args:
+            query: [B, Hq, 1, D].
+            store: the layer's keys and values.
+            selection: what to attend; None = everything resident, in place.
+            scaling: factor on the logits.
+            probabilities: also return the attention probabilities.
+
+        Returns:
+            Output [B, Hq, 1, D] in the query's dtype, and probabilities [B, Hq, M (+ E)] or None.
+        """
+
+    def prefill(self, query: Tensor, store: LayerStore, column: int, offsets: Sequence[int], scaling: float) -> Tensor:
+        """Dense causal attention of a prefill chunk; see `kvbench.attention.torch.prefill`."""
+
+    def used(self) -> str:
+        """The executors that computed the decode steps so far, for the report."""
+
+
+class Plain:
+    """An executor without state: see `Executor`."""
+
+    def __init__(self, name: str, attend: Callable[..., tuple[Tensor, Tensor | None]], note: str | None = None) -> None:
+        self.name, self.note = name, note
+        self._attend = attend
+
+    def __call__(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        return self._attend(*arguments, **options)
+
+    def prefill(self, *arguments: Any) -> Tensor:
+        return torch_executor.prefill(*arguments)
+
+    def used(self) -> str:
+        return self.name
+
+
+def executor(name: str, shape: Shape) -> Executor:
+    """The executor called `name` for a generation of this shape, or for "auto" the best one that can run it.
+
+    Raises:
+        ConfigError: there is no such executor, or FlashInfer was asked for and cannot run here.
+    """
+    if name == "reference":
+        return Plain(name, reference.attend)
+    if name == "torch" or (name == "auto" and shape.device.type != "cuda"):
+        return Plain("torch", torch_executor.attend)
+    if name not in ("auto", "flashinfer"):
+        raise ConfigError(f"attention={name}: no such executor; one of auto, {', '.join(EXECUTORS)}, flashinfer")
+    reason = flashinfer.unfit(shape)
+    if reason is None:
+        return flashinfer.FlashInfer(shape)
+    if name == "flashinfer":
+        raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
+    return Plain("torch", torch_executor.attend, note=f"flashinfer: {reason}")

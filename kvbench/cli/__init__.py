@@ -1,0 +1,1 @@
+"""The command line: words become checked configs, and configs become jobs."""

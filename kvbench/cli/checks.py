@@ -1,0 +1,275 @@
+"""One composed config, checked before anything heavy loads: every key and value that can be wrong without a model.
+
+`check` sees each job of a sweep before the first one starts, and again when its turn comes. What needs the tokenizer or
+the model itself is checked where those are met. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from glob import glob
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kvbench import hub
+from kvbench.attention.limits import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
+from kvbench.budget import check_budget
+from kvbench.config import (
+    FACTS,
+    ConfigError,
+    build,
+    check_types,
+    check_valid,
+    first_line,
+    groups,
+    nearest_key,
+    root_keys,
+    shipped,
+    show,
+)
+from kvbench.engine.support import refuse_unsupported, text_config, window
+from kvbench.measure.protocol import Protocol
+from kvbench.runs.folder import refuse_other_formats
+from kvbench.runs.identity import arm_name
+
+REQUIRED = ("model.name", "method.name", "method._target_", "task.name", "task._target_")
+
+ONE_OF = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "attention": ("auto", "reference", "torch", "flashinfer"),
+    "model.weights": ("pretrained", "dummy"),
+}
+
+# The lowest value of each whole number, and whether null will do.
+LOWEST = {"seed": (0, False), "probe.every": (0, False), "threads": (1, True), "task.limit": (1, True)}
+
+# What torch calls CUDA has one of these on Linux: NVIDIA's driver, its embedded boards, under Windows, or AMD's driver.
+DEVICE_NODES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
+
+
+def check(cfg: DictConfig, here: bool = True) -> None:
+    """Refuse a composed config that cannot run.
+
+    Args:
+        cfg: the config, without Hydra's own part.
+        here: it will run on this machine, so this one's device and network are asked for too.
+
+    Raises:
+        ConfigError: one line that names the first bad key, its value and what would be right.
+        ResultsError: the results there are of another format.
+    """
+    _check_keys(OmegaConf.to_container(cfg))
+    try:
+        run: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
+    _check_values(run)
+    source = hub.source_of(run["model"])
+    shape = _model_shape(run["model"], source)
+    _check_protocol(run, shape, source)
+    if run["attention"] == "flashinfer" and (reason := next(_no_flashinfer(run, shape, here), None)):
+        raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
+    lengths = _token_lengths(run["task"])
+    _check_window(run, shape, source, lengths)
+    _check_budget_of(run, lengths)
+    _check_results_dir(run["results_dir"])
+    refuse_other_formats(run["results_dir"], run["task"]["name"], source.name, arm_name(run))
+    if here:
+        _check_task(run["task"])
+        _check_device(run["device"])
+        if source.path is not None and source.folder is None:
+            hub.refuse_out_of_reach(source.path)
+
+
+def _check_keys(run: Any) -> None:
+    """Every key is known, none that all runs need is missing, and values have the type of their defaults."""
+    given = dict(leaves(run))
+    needed = {key for key, _ in leaves(root_keys())}
+    for key in sorted((needed | set(REQUIRED)) - given.keys()):
+        raise ConfigError(f"{key}: missing; every run needs it")
+    known = needed.union(*(_known(group, run[group]) for group in groups() if group in run))
+    for key in sorted(given.keys() - known):
+        raise ConfigError(f"{key}={show(given[key])}: no such key; {nearest_key(key, known | set(groups()))}")
+    for group in ("method", "task"):
+        original = shipped(group, str(run[group]["name"])) or {}
+        check_types(group, run[group], original)
+        for key in sorted(FACTS & original.keys()):
+            if run[group].get(key) != original[key]:
+                raise ConfigError(
+                    f"{group}.{key}={show(run[group].get(key))}: a fact of {original['name']}, not a setting"
+                )
+
+
+def leaves(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Dotted keys of the two levels a config has; what lies deeper (a model's transformers config) is a value."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", value[inner]) for inner in value)
+        else:
+            yield key, value
+
+
+def _known(group: str, chosen: Mapping[str, Any]) -> set[str]:
+    """The keys of a choice: those of the file that kvbench ships, and whatever a user's own file has."""
+    original = shipped(group, str(chosen["name"]))
+    own = original is None or original.get("_target_") != chosen.get("_target_")
+    return {f"{group}.{key}" for key in (chosen if original is None or own else original)}
+
+
+def _check_values(run: Any) -> None:
+    given = dict(leaves(run))
+    for key, allowed in ONE_OF.items():
+        if given.get(key, allowed[0]) not in allowed:
+            raise ConfigError(f"{key}={show(given[key])}: expected {' | '.join(allowed)}")
+    for key, (lowest, null) in LOWEST.items():
+        value = given.get(key, lowest)
+        if not (value is None and null) and (type(value) is not int or value < lowest):
+            expected = f"a whole number, {lowest} or more" + (", or null" if null else "")
+            raise ConfigError(f"{key}={show(value)}: expected {expected}")
+    if type(run["smoke"]) is not bool:
+        raise ConfigError(f"smoke={show(run['smoke'])}: expected true | false")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(run["device"])):
+        raise ConfigError(f"device={show(run['device'])}: expected auto | cpu | cuda | cuda:N")
+    for group in ("method", "task"):
+        check_valid(group, run[group], run[group].get("valid") or {})
+
+
+def _check_protocol(run: Any, shape: Mapping[str, Any], source: hub.Source) -> None:
+    """The protocol's own checks, and its dense layers against a model whose depth is known."""
+    try:
+        protocol = Protocol(**run["protocol"])
+        if "num_hidden_layers" in shape:
+            published = run["method"].get("published_dense_layers") or []
+            protocol.dense_layers_of(source.dense_layers, published, shape["num_hidden_layers"])
+    except ValueError as error:
+        raise ConfigError(first_line(error)) from error
+
+
+def _model_shape(model: Mapping[str, Any], source: hub.Source) -> Mapping[str, Any]:
+    """The transformers config of the model, as far as it can be known here: nothing of a hub id never loaded before.
+
+    Raises:
+        ConfigError: no such folder, not a model folder, or a model that kvbench would run wrong.
+    """
+    label = f"model={source.name}" if source.path is None else f"model.path={source.path}"
+    if source.path is None:
+        shape = model.get("config") or {}
+    elif source.folder is not None:
+        shape = hub.config_in(source.folder, source.path)
+        hub.refuse_no_weights(source.folder, source.path)
+    elif (cached := hub.cached_folder(source.path)) is not None:
+        shape = hub.config_in(cached, source.path)
+    else:
+        original = shipped("model", str(model["name"])) or model
+        shape = model.get("config") or {} if original["path"] == source.path else {}
+    refuse_unsupported(shape, label)
+    return text_config(shape)
+
+
+def _check_device(device: str) -> None:
+    """Refuse CUDA where there is plainly none; `kvbench.engine.models` asks torch itself, which takes long to import."""
+    if device.startswith("cuda") and (reason := _no_cuda()):
+        raise ConfigError(f"device={device}: {reason}; use device=cpu or device=auto")
+
+
+def _no_cuda() -> str | None:
+    """Why there is plainly no CUDA on this machine; None where there may be."""
+    if version("torch").endswith("+cpu"):
+        return f"torch {version('torch')} is built without CUDA"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "CUDA_VISIBLE_DEVICES hides every device"
+    if sys.platform != "linux" or not any(map(glob, DEVICE_NODES)):
+        return "there is no CUDA device here"
+    return None
+
+
+def _no_flashinfer(run: Any, shape: Mapping[str, Any], here: bool) -> Iterator[str]:
+    """What keeps FlashInfer from this run, as far as it shows without torch."""
+    head_dim = _head_dim(shape)
+    if head_dim is not None and head_dim not in FLASHINFER_HEAD_DIMS:
+        yield f"head dim {head_dim} is not one of {', '.join(map(str, FLASHINFER_HEAD_DIMS))}"
+    if run["dtype"] not in ("auto", *FLASHINFER_DTYPES):
+        yield f"dtype {run['dtype']} is not one of {', '.join(FLASHINFER_DTYPES)}"
+    if run["device"] == "cpu":
+        yield "cpu is not a CUDA device"
+    if here and (reason := _no_cuda()):
+        yield reason
+    if here and find_spec("flashinfer") is None:
+        yield FLASHINFER_MISSING
+
+
+def _head_dim(shape: Mapping[str, Any]) -> int | None:
+    """Size of an attention head by a transformers config; None where it does not say."""
+    width, heads = shape.get("hidden_size"), shape.get("num_attention_heads")
+    return shape.get("head_dim") or (width // heads if width and heads else None)
+
+
+def _token_lengths(task: Mapping[str, Any]) -> list[int]:
+    """Prompt lengths in tokens; empty where the task has none, or counts them in another unit."""
+    if "lengths" not in task:
+        return []
+    lengths = task["lengths"] or []
+    right = lengths and all(type(length) is int and length > 0 for length in lengths)
+    if not right or len(set(lengths)) < len(lengths):
+        raise ConfigError(
+            f"task.lengths={show(lengths)}: expected different whole numbers, 1 or more, such as [1024,4096]"
+        )
+    return list(lengths) if task.get("unit", "tokens") == "tokens" else []
+
+
+def _check_task(task: Mapping[str, Any]) -> None:
+    """The task's own checks of its options, and whether its data can be had; tasks import nothing heavy."""
+    for source in getattr(build(task), "sources", ()):
+        try:
+            source.check()
+        except ValueError as error:
+            raise ConfigError(first_line(error)) from error
+
+
+def _check_window(run: Any, shape: Mapping[str, Any], source: hub.Source, lengths: list[int]) -> None:
+    limit, new_tokens = window(shape), run["task"].get("new_tokens") or 0
+    if limit is not None and lengths and max(lengths) + new_tokens > limit:
+        raise ConfigError(
+            f"task.lengths={show(lengths)}: {max(lengths)} tokens and {new_tokens} new ones do not fit "
+            f"the window of {source.name}, {limit} tokens" + hub.how_to_stretch(source.path is None)
+        )
+
+
+def _check_budget_of(run: Any, lengths: list[int]) -> None:
+    method, accounting = run["method"], run["protocol"]["accounting"]
+    check_budget(run["budget"], method["name"], method.get("minimum"), accounting, method.get("preset"))
+    least = (method.get("minimum") or {}).get(accounting)
+    if isinstance(run["budget"], float) and lengths and least is not None:
+        # As Budget.tokens rounds: 0.1 of 30 is 3, though it is 3.0000000000000004 in binary.
+        tokens = math.ceil(round(run["budget"] * min(lengths), 9))
+        if tokens < least:
+            raise ConfigError(
+                f"budget={run['budget']}: {tokens} of {min(lengths)} tokens, "
+                f"below the minimum of {method['name']}, {least} tokens (protocol.accounting={accounting})"
+            )
+
+
+def _check_results_dir(results_dir: Any) -> None:
+    """Try to write where the results will go, and leave nothing there."""
+    if not isinstance(results_dir, str) or not results_dir or results_dir.startswith("~"):
+        raise ConfigError(f"results_dir={show(results_dir)}: expected a folder, with no ~ in front")
+    folder = Path(results_dir).absolute()
+    existing = next(parent for parent in [folder, *folder.parents] if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        reason = error.strerror if existing.is_dir() else "it is a file"
+        raise ConfigError(
+            f"results_dir={results_dir}: cannot write in {existing} ({reason}); expected a folder to write to"
+        ) from error

@@ -1,0 +1,254 @@
+"""From the words of a command line to composed configs: one run, the jobs of a sweep, or what is wrong with a word."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from kvbench.cli import smoke
+from kvbench.cli.checks import check, leaves
+from kvbench.config import (
+    ConfigError,
+    conf_dir,
+    first_line,
+    nearest,
+    nearest_key,
+    sweep_words,
+)
+
+if TYPE_CHECKING:
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra.core.override_parser.types import Override
+    from omegaconf import DictConfig
+
+
+T = TypeVar("T")
+
+
+# Launchers whose jobs run on this machine.
+HERE = {
+    "hydra_plugins.kvbench.InTurn",
+    "hydra_plugins.kvbench.Local",
+    "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
+}
+
+
+# Composing takes 50 ms, a value put into a composed config 5 ms. What lies beyond is checked when its turn comes.
+MOST_COMPOSED = 12
+
+
+MOST_CHECKED = 100
+
+
+def loader_of(flags: Namespace) -> ConfigLoaderImpl:
+    """Hydra's loader over kvbench's conf and the user's `--config-dir`, as hydra.main sets it up."""
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core.config_search_path import SearchPathQuery
+
+    path = create_config_search_path(str(conf_dir()))
+    if flags.config_dir is not None:
+        folder = Path(flags.config_dir).absolute()
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir={flags.config_dir}: no such folder")
+        path.prepend(provider="command-line", path=f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
+    return ConfigLoaderImpl(config_search_path=path)
+
+
+def composed_jobs(
+    loader: ConfigLoaderImpl, name: str, words: Sequence[str], multirun: bool
+) -> Iterator[tuple[DictConfig, bool]]:
+    """The configs of a run, or of a sweep's jobs, and whether each will run on this machine; of a large sweep a sample.
+
+    Jobs that differ in plain values alone share one composition, into which the values are put. A launcher that is
+    not of `HERE` (SLURM) sends the jobs of a sweep to machines that may have what this one lacks.
+
+    Raises:
+        ConfigError: a word that is no override, an unknown choice or key, a sweep without -m.
+    """
+    from hydra.types import RunMode
+
+    overrides = _parse(loader, words)
+    first = compose_one(loader, name, [_options(override)[0] for override in overrides])
+    if not multirun and first.hydra.mode != RunMode.MULTIRUN:
+        _refuse_sweep(overrides)
+        yield smoke.applied(without_hydra(first)), True
+        return
+    here = str(first.hydra.launcher["_target_"]) in HERE
+    product = itertools.product
+    combinations: list[tuple[Sequence[str], list[Sequence[str]]]] = []
+    for arm in sweep_arms(loader, first, words):
+        if not first.hydra.searchpath:
+            _check_choices(loader, arm)
+        plain = [_options(override) for override in arm if _is_plain_sweep(loader, override)]
+        others = [_options(override) for override in arm if not _is_plain_sweep(loader, override)]
+        combinations += [(combination, list(product(*plain))) for combination in product(*others)]
+    rng = random.Random(0)
+    combinations = _sample(combinations, MOST_COMPOSED, rng)
+    for combination, rows in combinations:
+        base = compose_one(loader, name, [*combination, *rows[0]])
+        for row in _sample(rows, MOST_CHECKED // len(combinations), rng):
+            yield smoke.applied(_with_values(without_hydra(base), _parse(loader, row))), here
+
+
+def sweep_arms(loader: ConfigLoaderImpl, config: DictConfig, words: Sequence[str]) -> list[list[Override]]:
+    """What each arm of a sweep takes: an experiment may bring its own, and the command line has the last word."""
+    sweeper, arms = config.hydra.sweeper, []
+    for own in sweep_words(sweeper.get("params"), sweeper.get("arms")):
+        by_key = {override.get_key_element(): override for override in _parse(loader, [*own, *words])}
+        arms.append(list(by_key.values()))
+    return arms
+
+
+def _sample(items: list[T], most: int, rng: random.Random) -> list[T]:
+    # Even steps could meet the same value of a short axis each time.
+    return items if len(items) <= most else rng.sample(items, most)
+
+
+def _refuse_sweep(overrides: Iterable[Override]) -> None:
+    for override in overrides:
+        if override.is_sweep_override():
+            key, _, value = str(override.input_line).partition("=")
+            raise ConfigError(
+                f"{key}={value}: several values are a sweep and need -m; a list is written {key}=[{value}]"
+            )
+
+
+def _check_choices(loader: ConfigLoaderImpl, overrides: Iterable[Override]) -> None:
+    """Every choice of a swept group exists, also those that no composed job holds."""
+    for override in overrides:
+        valid = loader.get_group_options(override.key_or_group)
+        for word in _options(override) if valid and override.is_sweep_override() else []:
+            choice = word.partition("=")[2]
+            if choice not in valid:
+                raise _no_such_choice(override.key_or_group, choice, valid)
+
+
+def _no_such_choice(group: str, choice: str, valid: Iterable[str]) -> ConfigError:
+    return ConfigError(f"{group}={choice}: no such {group}; {nearest(choice, valid)}")
+
+
+def _parse(loader: ConfigLoaderImpl, words: Sequence[str]) -> list[Override]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create(config_loader=loader)
+    overrides = []
+    for word in words:
+        try:
+            overrides += parser.parse_overrides([word])
+        except HydraException as error:
+            right = "expected key=value, and quotes around special characters, \"key='value'\""
+            raise ConfigError(f"{word}: {_reason(error)}; {right}") from error
+    return overrides
+
+
+def _options(override: Override) -> list[str]:
+    """An override as one word for each value that it sweeps over."""
+    from hydra.errors import HydraException
+
+    key = override.get_key_element()
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    try:
+        return [f"{key}={value}" for value in override.sweep_string_iterator()]
+    except HydraException as error:
+        raise ConfigError(f"{override.input_line}: {_reason(error)}") from error
+
+
+def _is_plain_sweep(loader: ConfigLoaderImpl, override: Override) -> bool:
+    """Whether a sweep changes a value only: no group, nothing added or deleted."""
+    key = override.get_key_element()
+    return override.is_sweep_override() and key[0] not in "+~" and not loader.get_group_options(key)
+
+
+def without_hydra(config: DictConfig) -> DictConfig:
+    """A composed config without Hydra's own part."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+
+
+def _with_values(base: DictConfig, overrides: Sequence[Override]) -> DictConfig:
+    from omegaconf import OmegaConf
+
+    job = copy.deepcopy(base)
+    for override in overrides:
+        OmegaConf.update(job, override.key_or_group, override.value(), merge=True)
+    return job
+
+
+def compose_one(loader: ConfigLoaderImpl, name: str, words: Sequence[str]) -> DictConfig:
+    """One job's config, hydra's own part included.
+
+    Raises:
+        ConfigError: names the choice or key that does not exist, and the nearest that do.
+    """
+    from hydra.errors import HydraException, MissingConfigException
+    from hydra.types import RunMode
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return loader.load_configuration(name, list(words), run_mode=RunMode.RUN, validate_sweep_overrides=False)
+    except MissingConfigException as error:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        if not group:
+            raise ConfigError(f"--config-name={name}: {_reason(error)}") from error
+        raise _no_such_choice(group, choice, error.options or []) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        unknown = _unknown_key(loader, name, words)
+        raise ConfigError(unknown or _reason(error)) from error
+
+
+def _unknown_key(loader: ConfigLoaderImpl, name: str, words: Sequence[str]) -> str | None:
+    """What to say where an override names a key that is not there; None where the trouble is another."""
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
+    overrides = _parse(loader, words)
+    chosen = [str(override.input_line) for override in overrides if loader.get_group_options(override.key_or_group)]
+    try:
+        config = loader.load_configuration(name, chosen, run_mode=RunMode.RUN, validate_sweep_overrides=False)
+    except HydraException:
+        return None
+    run = OmegaConf.to_container(without_hydra(config))
+    assert isinstance(run, dict)
+    known = {key for key, _ in leaves(run)} | set(run)
+    for override in overrides:
+        missing = object()
+        if not override.is_add() and OmegaConf.select(config, override.key_or_group, default=missing) is missing:
+            return f"{override.input_line}: no such key; {nearest_key(override.key_or_group, known)}"
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    """What Hydra or OmegaConf says, cut to the line that tells."""
+    told = str(error) or str(error.__cause__ or type(error).__name__)
+    lines = [line for line in told.splitlines() if line and not line.startswith(("See ", "Error parsing "))]
+    return lines[0].strip() if lines else type(error).__name__
+
+
+def composed(*words: str) -> DictConfig:
+    """The checked config that these words make on the command line, for scripts and notebooks.
+
+    Raises:
+        ConfigError: as the command line would say it.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            config = smoke.applied(compose("config", list(words)))
+    except HydraException as error:
+        raise ConfigError(first_line(error)) from error
+    check(config)
+    return config

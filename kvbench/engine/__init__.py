@@ -1,0 +1,1 @@
+"""One model, one method, one generation: forward passes, the method's turns, audit and probes."""

@@ -1,0 +1,172 @@
+"""What a run measures besides its score: time by span, and the budget audit.
+
+Nothing here believes a method: attended entries come from the selections the executor was given, bytes from the
+store's tensors and from the memory a method object holds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvbench.method import Extra, Method, Selection, Shape
+
+
+@dataclass
+class _Attended:
+    """One sparse layer of one step, kept until the clock stops."""
+
+    layer: int
+    selection: Selection | None
+    resident: torch.Tensor  # [B, Hkv]
+
+
+@dataclass
+class Audit:
+    """Counts what was attended, held and read during one generation.
+
+    Args:
+        shape: sizes of the generation.
+        every: steps between two counts of per-query-head selections, whose union over the group takes a sort.
+    """
+
+    shape: Shape
+    every: int = 1
+    steps: int = 0
+    read_bytes: int = 0
+    moved_bytes: int = 0
+    device_kv_bytes: int = 0
+    host_bytes: int = 0
+    _total: float = 0.0
+    _count: int = 0
+    _max: int = 0
+    _over: bool = False
+    _pending: list[_Attended] = field(default_factory=list)
+
+    def read(self, size: int) -> None:
+        """A method read `size` bytes of stored keys or values through its view."""
+        self.read_bytes += size
+
+    def moved(self, size: int) -> None:
+        """`size` bytes of keys and values went from the host to the device."""
+        self.moved_bytes += size
+
+    def attended(self, layer: int, selection: Selection | None, resident: torch.Tensor) -> None:
+        """Note what a sparse layer attends; counted by `end_step`, outside the timed part.
+
+        Args:
+            selection: what the method returned; None = everything resident.
+            resident: [B, Hkv] entries resident in this layer; the caller may change the tensor later.
+        """
+        self._pending.append(_Attended(layer, selection, resident.clone() if selection is None else resident))
+
+    def end_step(
+        self, method: Method, lengths: Iterable[int], active: Iterable[bool], device_bytes: int, host_bytes: int
+    ) -> None:
+        """Count the step that just ended.
+
+        Args:
+            method: asked for its rule only.
+            lengths: prompt tokens of each row.
+            active: rows that were still generating in this step.
+            device_bytes, host_bytes: bytes of KV in the two tiers, all layers.
+        """
+        rows = [row for row, running in enumerate(active) if running]
+        rules = [method.rule(length, self.steps + 1) for length in lengths]
+        for noted in self._pending:
+            counts = self._counts(noted)
+            if counts is None:
+                continue
+            for row in rows:
+                rule = rules[row]
+                self._over |= rule is not None and int(counts[row].max()) > rule
+            counts = counts[rows]
+            self._total += float(counts.sum())
+            self._count += counts.numel()
+            self._max = max(self._max, int(counts.max()) if counts.numel() else 0)
+        self._pending.clear()
+        self.device_kv_bytes = max(self.device_kv_bytes, device_bytes)
+        self.host_bytes = max(self.host_bytes, host_bytes)
+        self.steps += 1
+
+    def _counts(self, noted: _Attended) -> torch.Tensor | None:
+        """[B, Hkv] entries attended, or None where this step's unions are not counted."""
+        if noted.selection is None:
+            return noted.resident
+        index, kv_heads = noted.selection.index, self.shape.kv_heads
+        batch, heads, _ = index.shape
+        if heads > kv_heads:
+            if self.steps % self.every:
+                return None
+            index = index.reshape(batch, kv_heads, -1)
+        distinct = count_distinct(index).cpu()
+        if heads <= kv_heads and bool((distinct != (index >= 0).sum(dim=2).cpu()).any()):
+            raise ValueError(f"layer {noted.layer}: the method selected a token twice for one head")
+        return distinct.expand(batch, kv_heads) + extra_entries(noted.selection.extra)
+
+    def report(self, method: Method, budget: int | None, stored: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
+        """The audit of a finished generation; keys as in `summary.json`. `stored`: the tensors of the stores."""
+        return {
+            "attended_mean": self._total / self._count if self._count else 0.0,
+            "attended_max": self._max,
+            "budget": budget,
+            "device_kv_bytes": self.device_kv_bytes,
+            "index_bytes": held_bytes(method, stored),
+            "host_bytes": self.host_bytes,
+            "moved_bytes_per_step": self.moved_bytes / self.steps if self.steps else 0.0,
+            "read_bytes_per_step": self.read_bytes / self.steps if self.steps else 0.0,
+            "dense_share": 1 - len(self.shape.sparse_layers) / self.shape.layers,
+            "over_rule": self._over,
+        }
+
+
+def extra_entries(extra: Extra | None) -> int:
+    """Synthetic entries attended per KV head."""
+    return 0 if extra is None else extra.key.shape[2]
+
+
+def count_distinct(index: torch.Tensor) -> torch.Tensor:
+    """Distinct ids >= 0 along the last axis, [..., M] -> [...]."""
+    if index.shape[-1] == 0:
+        return index.new_zeros(index.shape[:-1])
+    ordered = index.sort(dim=-1).values
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    return (first & (ordered >= 0)).sum(dim=-1)
+
+
+def held_bytes(method: Method, stored: Iterable[torch.Tensor] = ()) -> int:
+    """Bytes of all tensors and arrays a method object holds, each storage once; the harness's own parts left out.
+
+    A library's memory, which Python does not see, is what an object tells as its `foreign_bytes`. A view of what the
+    store holds (`stored`) is no memory of the method's; of keys that the store has dropped it is.
+    """
+    seen = {tensor.untyped_storage().data_ptr() for tensor in stored}
+    outside = {"shape", "budget", "view", "context", "needs"}
+
+    def size(thing: Any) -> int:
+        if isinstance(thing, torch.Tensor):
+            storage = thing.untyped_storage()
+            key, nbytes = storage.data_ptr(), storage.nbytes()
+        elif isinstance(thing, np.ndarray):
+            while isinstance(thing.base, np.ndarray):
+                thing = thing.base
+            key, nbytes = thing.ctypes.data, thing.nbytes
+        else:
+            key, nbytes = id(thing), getattr(thing, "foreign_bytes", 0)
+        if key in seen:
+            return 0
+        seen.add(key)
+        if isinstance(thing, dict):
+            return sum(map(size, thing.values()))
+        if isinstance(thing, (list, tuple, set, frozenset, deque)):
+            return sum(map(size, thing))
+        parts = getattr(thing, "__dict__", {})
+        return nbytes + sum(size(value) for name, value in parts.items() if name not in outside)
+
+    return size(method)

@@ -1,0 +1,280 @@
+"""One generation's state: the stores, the method, the executor and the meters, and the order in which they meet.
+
+`generate.py` and `hf.KVCache` say which phase a forward pass belongs to; `hf.py` then calls `attend` once per layer.
+The engine knows no method by name and no transformers class.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from kvbench.attention.executor import executor
+from kvbench.budget import Budget
+from kvbench.config import ConfigError, first_line
+from kvbench.engine.audit import Audit
+from kvbench.engine.probes import Probe
+from kvbench.engine.prompt import PromptReader
+from kvbench.memory.plan import NO_TOKEN
+from kvbench.memory.store import LayerStore
+from kvbench.memory.transfer import uploaded
+from kvbench.memory.view import StoreView
+from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape
+from kvbench.spans import Spans
+
+# x [B, H, n, D] and by how many positions to turn each of its vectors, [B, H, n]
+Rotate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@cache
+def worker_pool() -> ThreadPoolExecutor:
+    """The one pool in which all background index work of this process runs."""
+    return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="kvbench")
+
+
+class Engine:
+    """Runs one method through one generation.
+
+    Args:
+        shape, method, budget: see `kvbench.method`.
+        offsets: column of each row's first token in the prefill's forward passes (left padding); None: all 0.
+        columns: width of the whole prompt there, padding included; None: the longest row.
+        attention: which executor: "auto", "torch", "reference" or "flashinfer".
+        seed, sample: what the method's randomness derives from.
+        new_tokens: decode steps to reserve memory for; None: unknown, the stores grow.
+        audit_every: steps between two counts of per-query-head selections.
+        probe_every: steps between two comparisons with full attention; 0: none.
+        rotate: the model's rotary function, for methods with positions="cache".
+        pieces: text of every vocabulary entry, for methods that need it.
+
+    Raises:
+        ConfigError: the method cannot keep to this budget, or cannot run on this model.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        method: Method,
+        budget: Budget,
+        *,
+        offsets: Sequence[int] | None = None,
+        columns: int | None = None,
+        attention: str = "auto",
+        seed: int = 0,
+        sample: str = "",
+        new_tokens: int | None = None,
+        audit_every: int = 1,
+        probe_every: int = 0,
+        rotate: Rotate | None = None,
+        pieces: Sequence[str] | None = None,
+    ) -> None:
+        self.shape, self.method, self.budget = shape, method, budget
+        self.executor = executor(attention, shape)
+        self.spans, self.audit = Spans(shape.device), Audit(shape, audit_every)
+        self.stores: dict[int, LayerStore] = {}
+        self.probe = Probe(shape, probe_every) if probe_every else None
+        self.prefilled = False
+        self._rotate = rotate
+        self._new_tokens = new_tokens
+        self._sparse = frozenset(shape.sparse_layers)
+        self._reader = PromptReader(shape.lengths, offsets, columns, method.needs, shape.scaling)
+        self._active: list[bool] = [True] * shape.batch
+        context = Context(seed, sample, worker_pool(), self.spans, pieces, new_tokens)
+        try:
+            method.begin(shape, budget, StoreView(self.stores, self.audit.read), context)
+        except ValueError as error:  # what only the model's shape or its tokenizer tells
+            raise ConfigError(first_line(error)) from error
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a row that memory is reserved for."""
+        return self._reader.columns + (self._new_tokens or 0)
+
+    # -- phases ----------------------------------------------------------------------------------------------------
+
+    def start_chunk(self, token_ids: torch.Tensor) -> None:
+        """A prefill forward of the next columns, token_ids [B, q], begins."""
+        assert not self.prefilled, "the prompt is complete"
+        self._reader.start_chunk(token_ids)
+
+    def start_step(self, tokens: torch.Tensor, active: Sequence[bool] | None = None) -> None:
+        """A decode forward begins: tokens [B] on the CPU; `active` says which rows still generate (None: all)."""
+        assert self.prefilled, "the prompt is not complete"
+        if active is not None:
+            self._active = list(active)
+        with self.spans("index_update"):
+            self.method.step(tokens, torch.tensor(self.stores[0].lengths), torch.tensor(self._active))
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attention of one layer in the forward pass that was started.
+
+        Args:
+            query: [B, Hq, q, D], post-RoPE.
+            key, value: [B, Hkv, q, D], the new tokens only.
+
+        Returns:
+            [B, Hq, q, D].
+        """
+        if self.prefilled:
+            return self._decode(layer, query, key, value)
+        return self._prefill(layer, query, key, value)
+
+    # -- prefill ---------------------------------------------------------------------------------------------------
+
+    def _prefill(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        reader, store = self._reader, self._store(layer)
+        with self.spans("attention"):
+            store.write_prompt(key, value, reader.column, reader.offsets)
+            out = self.executor.prefill(query, store, reader.column, reader.offsets, self.shape.scaling)
+        if layer in self._sparse:
+            with self.spans("index_build"):
+                reader.observe(layer, query, store)
+        if reader.last_chunk:
+            self._end_prompt(layer, store)
+        return out
+
+    def fill(self, layer: int, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor) -> None:
+        """Store a layer's whole prompt that no forward pass has made, in layer order, after one `start_chunk`.
+
+        Args:
+            key, value: [B, Hkv, N, D], rows of one length.
+            query: [B, Hq, W, D], the last queries of the prompt, W the method's window or more.
+        """
+        store = self._store(layer)
+        store.write_prompt(key, value, 0, self._reader.offsets)
+        if layer in self._sparse:
+            self._reader.observe_last(layer, query)
+        self._end_prompt(layer, store)
+
+    def _end_prompt(self, layer: int, store: LayerStore) -> None:
+        store.seal_prompt(self.shape.lengths)
+        self._begin_layer(layer, store, self._reader.prompt(layer, store) if layer in self._sparse else None)
+
+    def adopt(self, layer: int, shared: LayerStore, prompt: Prompt) -> LayerStore:
+        """Begin a layer from a prefill made elsewhere, in layer order; returns the store that shares its memory."""
+        store = self._store(layer, shared)
+        if layer in self._sparse:
+            self._begin_layer(layer, store, replace(prompt, on_host=store.on_host(prompt.keys.shape[2])))
+        else:
+            self._begin_layer(layer, store, None)
+        return store
+
+    def _begin_layer(self, layer: int, store: LayerStore, prompt: Prompt | None) -> None:
+        """The whole prompt of a layer is stored: build its index (`prompt`: of a sparse layer), then decode."""
+        if prompt is not None:
+            if self.probe is not None:
+                self.probe.begin_layer(layer, store)
+            with self.spans("index_build"):
+                self.method.prefill(layer, prompt)
+            store.leave_device()
+        if layer == self.shape.layers - 1:
+            with self.spans("index_build"):
+                self.method.end_prefill()
+            self.prefilled = True
+
+    def _store(self, layer: int, shared: LayerStore | None = None) -> LayerStore:
+        if layer not in self.stores:
+            needs = self.method.needs if layer in self._sparse else Needs()
+            self.stores[layer] = LayerStore(
+                self.shape.batch,
+                self.shape.kv_heads,
+                self.shape.head_dim,
+                self.capacity,
+                self.shape.dtype,
+                self.shape.device,
+                home=needs.home,
+                on_drop=needs.on_drop,
+                grows=self._new_tokens is None,
+                moved=self.audit.moved,
+                spans=self.spans,
+                shared=shared,
+            )
+        return self.stores[layer]
+
+    # -- decode ----------------------------------------------------------------------------------------------------
+
+    def _decode(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        store = self.stores[layer]
+        with self.spans("attention"):
+            store.append(key, value)
+        if layer not in self._sparse:
+            with self.spans("attention"):
+                return self._end_layer(layer, self.executor(query, store, None, self.shape.scaling)[0])
+        with self.spans("index_update"):
+            self.method.append(layer, key, value)
+        with self.spans("select"):
+            selection = self.method.select(layer, query)
+        with self.spans("attention"):
+            asked, attended = query, selection
+            if self.method.needs.positions == "cache":
+                asked, attended = self._in_cache_positions(query, selection or Selection(store.resident_ids()), store)
+            observes = self.method.needs.probabilities
+            out, weights = self.executor(asked, store, attended, self.shape.scaling, observes)
+        self.audit.attended(layer, selection, store.used)
+        if self.probe is not None:
+            self.probe.step(layer, query, key, value, selection, store.resident_ids(), out, self._active)
+        if weights is not None:
+            with self.spans("index_update"):
+                self.method.observe(layer, selection, weights)
+        return self._end_layer(layer, out)
+
+    def _end_layer(self, layer: int, out: torch.Tensor) -> torch.Tensor:
+        if layer == self.shape.layers - 1:
+            with self.spans("index_update"):
+                self.method.end_step()
+        return out
+
+    def _in_cache_positions(
+        self, query: torch.Tensor, selection: Selection, store: LayerStore
+    ) -> tuple[torch.Tensor, Selection]:
+        """Turn query and keys to their places inside the selection (StreamingLLM, section 3.2).
+
+        The m-th oldest of the selected tokens goes to position m, the query to that of the newest. What is stored at
+        its original position is first turned back to position 0: the angle of a difference of large positions, rounded
+        once, is not the difference of their rounded angles.
+        """
+        if selection.index.shape[1] not in (1, self.shape.kv_heads):
+            raise ValueError('positions="cache" needs one selection per KV head: its keys are rotated once')
+        index = uploaded(selection.index, query.device).expand(-1, self.shape.kv_heads, -1)
+        present = index >= 0
+        place = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)
+        keys = self._moved(store.gather(index)[0], index.clamp(min=0), place)
+        now = store.seen[:, None, None].expand(-1, self.shape.query_heads, 1) - 1
+        newest = present.sum(dim=2, keepdim=True).repeat_interleave(self.shape.group, dim=1) - 1
+        return self._moved(query, now, newest), replace(selection, keys=keys)
+
+    def _moved(self, vectors: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Vectors [B, H, n, D] at positions `old` [B, H, n], turned to positions `new`, in fp32 until the end."""
+        assert self._rotate is not None, "this engine was made without the model's rotary function"
+        return self._rotate(self._rotate(vectors.float(), -old), new).to(vectors.dtype)
+
+    def settle(self) -> None:
+        """Count the step that just ended; called outside the timed part, or before the next step begins."""
+        self.spans.fold()
+        for store in self.stores.values():
+            store.count_fetched()
+        device = sum(store.resident_bytes() for store in self.stores.values())
+        host = sum(store.host_bytes() for store in self.stores.values())
+        self.audit.end_step(self.method, self.shape.lengths, self._active, device, host)
+
+    def report(self) -> dict[str, Any]:
+        """The audit so far, with the executor that ran and the method's own numbers."""
+        size = self.budget.size
+        budget = None if size is None else self.budget.tokens(max(self.shape.lengths))
+        stored = [tensor for store in self.stores.values() for tensor in store.tensors()]
+        report = {
+            **self.method.report(),
+            **self.audit.report(self.method, budget, stored),
+            "executor": self.executor.used(),
+        }
+        if self.executor.note:
+            report["executor_note"] = self.executor.note
+        if any(store.host is not None for store in self.stores.values()):
+            report["transfer"] = "measured" if self.shape.device.type == "cuda" else "simulated"
+        return report

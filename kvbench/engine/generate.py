@@ -1,0 +1,230 @@
+"""Prefill, then a timed greedy decode loop: the measured path of every run.
+
+Plain functions from token ids to a `Generation`. Prompts of unequal length stand right-padded in one batch, each row
+with its own positions; causality keeps padding out of every real token's sight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from kvbench.engine.engine import Engine
+from kvbench.engine.hf import EngineCache
+from kvbench.memory.transfer import uploaded
+from kvbench.spans import PARTS
+
+Progress = Callable[[int, int], None]  # (tokens done, tokens in all) of this generation
+
+
+class Lender(Protocol):
+    """A prefill made before the generation, which an engine may begin from (`kvbench.engine.prefilled`).
+
+    Attributes:
+        tokens: [B] on the CPU, the first new token of each row.
+    """
+
+    tokens: torch.Tensor
+
+    def lend(self, engine: Engine) -> None:
+        """Let a fresh engine begin here."""
+
+
+@dataclass
+class Generation:
+    """What one batch generated, and what it cost.
+
+    Attributes:
+        tokens: new token ids of each row, a stop token included.
+        ttft_s: seconds from the start to the first new token (prefill, index build, question); without the prefill
+            where that was shared.
+        tt2t_s: seconds from the start to the second new token, or None.
+        step_ms: milliseconds of each decode step.
+        prefill_ms: breakdown of the prefill by span, in all.
+        breakdown_ms: breakdown of a decode step by span, mean over the steps behind the warm-up; the parts add up to
+            its mean time.
+        audit: see `kvbench.engine.audit.Audit.report`.
+        probe: see `kvbench.engine.probes.Probe.report`; {} without probes. With them the timings mean nothing.
+        shared_prefill: the prefill was made once for several methods.
+    """
+
+    tokens: list[list[int]]
+    ttft_s: float
+    tt2t_s: float | None = None
+    step_ms: list[float] = field(default_factory=list)
+    prefill_ms: dict[str, float] = field(default_factory=dict)
+    breakdown_ms: dict[str, float] = field(default_factory=dict)
+    audit: dict[str, Any] = field(default_factory=dict)
+    probe: dict[str, Any] = field(default_factory=dict)
+    shared_prefill: bool = False
+
+
+@torch.inference_mode()
+def generate(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    engine: Engine,
+    *,
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+    not_first: Collection[int] = (),
+    ends: Callable[[Sequence[int]], bool] = lambda tokens: False,
+    prefill_chunk: int | None = None,
+    question: Sequence[int] = (),
+    prefilled: Lender | None = None,
+    warmup: int = 0,
+    progress: Progress | None = None,
+) -> Generation:
+    """Generate greedily for a batch of prompts.
+
+    Args:
+        model: with "kvbench" attention.
+        prompts: token ids of each row.
+        engine: fresh, made for this batch.
+        max_new_tokens: new tokens of each row at most, at least 1.
+        stop_ids: a row ends after the first of these.
+        not_first: tokens that no row may begin with.
+        ends: whether a row ends with these new tokens; asked after every step, outside the times.
+        prefill_chunk: prompt columns in one forward pass; None: all.
+        question: token ids that follow every prompt and are read as decode steps, so through the method.
+        prefilled: begin from this prefill of the prompts instead of one of its own.
+        warmup: first decode steps that the breakdown leaves out.
+        progress: called after every chunk and step.
+
+    A step makes the host wait for the device once, for its tokens, and besides only where the method does.
+
+    Raises:
+        FloatingPointError: NaN or inf in the logits.
+    """
+    cache = EngineCache(engine)
+    read = max(map(len, prompts)) + len(question)
+    total = read + max_new_tokens
+    start = time.perf_counter()
+    with engine.spans("other"):
+        if prefilled is None:
+            tokens = prefill(
+                model,
+                prompts,
+                cache,
+                prefill_chunk,
+                lambda done: progress and progress(done, total),
+                () if question else not_first,
+            )
+        else:
+            prefilled.lend(engine)
+            tokens = prefilled.tokens
+    counting = 0.0
+    for place, token in enumerate(question, 1):
+        banned = not_first if place == len(question) else ()
+        with engine.spans("other"):
+            tokens = decode_step(model, torch.full_like(tokens, token), cache, [True] * len(prompts), banned)
+        stopped = time.perf_counter()
+        engine.settle()
+        counting += time.perf_counter() - stopped
+    new = tokens.tolist()
+    generation = Generation([[token] for token in new], ttft_s=time.perf_counter() - start - counting)
+    generation.shared_prefill = prefilled is not None
+    generation.prefill_ms = _milliseconds(engine.spans.reset(), 1)
+
+    active = [token not in stop_ids and not ends([token]) for token in new]
+    for step in range(1, max_new_tokens):
+        if not any(active):
+            break
+        began = time.perf_counter()
+        with engine.spans("other"):
+            tokens = decode_step(model, tokens, cache, active)
+            new = tokens.tolist()
+        generation.step_ms.append((time.perf_counter() - began) * 1e3)
+        engine.settle()
+        if step == warmup:
+            engine.spans.reset()
+        for row, token in enumerate(new):
+            if active[row]:
+                generation.tokens[row].append(token)
+                active[row] = token not in stop_ids and not ends(generation.tokens[row])
+        if progress:
+            progress(read + step + 1, total)
+    if generation.step_ms:
+        generation.tt2t_s = generation.ttft_s + generation.step_ms[0] / 1e3
+        measured = len(generation.step_ms) - warmup
+        generation.breakdown_ms = _milliseconds(engine.spans.reset(), measured) if measured > 0 else {}
+    generation.audit = engine.report()
+    generation.probe = engine.probe.report() if engine.probe else {}
+    return generation
+
+
+def prefill(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    cache: EngineCache,
+    chunk: int | None = None,
+    progress: Callable[[int], object] = lambda done: None,
+    not_first: Collection[int] = (),
+) -> torch.Tensor:
+    """Read the prompts; returns each row's first new token, [B] on the CPU, none of `not_first`."""
+    engine = cache.engine
+    lengths = [len(prompt) for prompt in prompts]
+    ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+    ids = ids.to(model.device)
+    tokens = torch.zeros(len(prompts), dtype=torch.int64)
+    for column in range(0, ids.shape[1], chunk or ids.shape[1]):
+        part = ids[:, column : column + (chunk or ids.shape[1])]
+        end = column + part.shape[1]
+        ending = [row for row, length in enumerate(lengths) if column < length <= end]
+        columns = sorted({lengths[row] - 1 - column for row in ending})
+        engine.start_chunk(part)
+        logits = _forward(model, part, torch.arange(column, end, device=ids.device).expand_as(part), cache, columns)
+        for row in ending:
+            last = logits[row : row + 1, columns.index(lengths[row] - 1 - column)]
+            tokens[row] = _argmax(last, not_first)[0]
+        progress(end)
+    return tokens
+
+
+def decode_step(
+    model: PreTrainedModel,
+    tokens: torch.Tensor,
+    cache: EngineCache,
+    active: Sequence[bool],
+    banned: Collection[int] = (),
+) -> torch.Tensor:
+    """One step: tokens [B] on the CPU in, the next tokens [B] out, none of them banned."""
+    positions = torch.tensor(cache.engine.stores[0].lengths)
+    cache.engine.start_step(tokens, active)
+    ids, positions = uploaded(torch.stack([tokens, positions]), model.device)
+    logits = _forward(model, ids[:, None], positions[:, None], cache, None)
+    return _argmax(logits[:, -1], banned)
+
+
+def _forward(
+    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, cache: EngineCache, columns: list[int] | None
+) -> torch.Tensor:
+    """Logits [B, len(columns), vocabulary]; None or [] = the last column."""
+    keep = torch.tensor(columns, device=ids.device) if columns else 1
+    with cache.engine.spans("model"):
+        out = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=keep)
+    logits: torch.Tensor = out.logits
+    return logits
+
+
+def _argmax(logits: torch.Tensor, banned: Collection[int] = ()) -> torch.Tensor:
+    """Greedy tokens [B] of logits [B, vocabulary], on the CPU; NaN and inf reach the maximum: one test finds them."""
+    if banned:
+        logits = logits.index_fill(-1, uploaded(torch.tensor(sorted(banned)), logits.device), -torch.inf)
+    best, tokens = logits.max(dim=-1)
+    tokens, finite = torch.stack([tokens, torch.isfinite(best).long()]).cpu()
+    if not bool(finite.all()):
+        raise FloatingPointError("the model's logits are NaN or infinite")
+    return tokens
+
+
+def _milliseconds(seconds: dict[str, float], steps: int) -> dict[str, float]:
+    """Spans per step; the standard parts always, a method's own spans beside them."""
+    return {name: seconds.get(name, 0.0) * 1e3 / steps for name in (*PARTS, *sorted(set(seconds) - set(PARTS)))}

@@ -1,0 +1,376 @@
+"""The only file that knows transformers' cache and attention interfaces.
+
+A cache layer here only counts: `update()` leaves a note of (cache, layer) for the attention function, which runs next
+in the same thread, and hands back the NEW keys and values. The attention function gives them to an `Engine`. A model
+switched to "kvbench" attention but run with another cache, or none, computes sdpa as before.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from kvbench.budget import Accounting, Budget, check_budget
+from kvbench.config import ConfigError, build, method_config
+from kvbench.engine.engine import Engine, Rotate
+from kvbench.engine.support import refuse_unsupported
+from kvbench.method import Method, Shape
+
+NAME = "kvbench"
+AUDIT_EVERY = 8  # a user's own generate() shall not pay for a count of every union at every step
+
+
+class _Mailbox(threading.local):
+    """Hand-over between the hooks of one forward pass; every note is taken once."""
+
+    call: tuple[_CountingCache, int] | None = None
+    masking = False
+    input_ids: torch.Tensor | None = None
+
+
+_mailbox = _Mailbox()
+
+
+class _CountingLayer(CacheLayerMixin):
+    """Counts the tokens a layer has SEEN, which positions and masks follow, whatever was kept."""
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, owner: _CountingCache, layer: int) -> None:
+        super().__init__()
+        self.owner, self.layer, self.seen = owner, layer, 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, *_: Any, **__: Any) -> None:
+        """Nothing to allocate here."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen += key_states.shape[-2]
+        _mailbox.call = (self.owner, self.layer)
+        return key_states, value_states
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        _mailbox.masking = True
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.seen = 0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise ValueError("kvbench caches do not support beam search: an index belongs to one sequence")
+
+
+class _CountingCache(Cache):
+    """A cache of counting layers. Subclasses say what a forward pass means."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers=[_CountingLayer(self, layer) for layer in range(layers)])
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class EngineCache(_CountingCache):
+    """The measured loop's cache: that loop tells the engine itself which phase each forward pass belongs to."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.shape.layers)
+        self.engine = engine
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.engine.attend(layer, query, key, value)
+
+
+class KVCache(_CountingCache):
+    """A KV-cache method inside plain `model.generate(past_key_values=KVCache(model, ...))`.
+
+    The first forward pass is the prompt (left padding allowed) and is dense; each later one is a decode step. One
+    KVCache serves one call of `generate`.
+
+    Args:
+        model: a transformers causal language model; switched to "kvbench" attention.
+        method: a method's name (with its options as keywords), or a Method object.
+        budget: tokens (int), a fraction of the prompt (float in (0, 1]), or None: the method's own sizes.
+        accounting: "paper" or "unified" (what counts inside the budget).
+        dense_layers: true indices of layers that always attend everything.
+        prompt_length: columns of the prompt, padding included, where it is prefilled in several forward passes.
+        attention: the executor, "auto", "torch", "reference" or "flashinfer".
+        tokenizer: for methods that read the text of tokens.
+        seed: what the method's randomness derives from.
+
+    Raises:
+        ConfigError: an unknown method or option, a bad budget, a model that kvbench does not support.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: str | Method = "quest",
+        budget: int | float | None = 256,
+        *,
+        accounting: Accounting = "paper",
+        dense_layers: tuple[int, ...] = (0, 1),
+        prompt_length: int | None = None,
+        attention: str = "auto",
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        harness: dict[str, Any] = {}
+        if isinstance(method, str):
+            config = method_config(method, **options)
+            self._method: Method = build(config)
+            harness = config.harness
+        elif options:
+            raise ConfigError(f"{', '.join(options)}: no such argument; give a Method object its options yourself")
+        else:
+            self._method = method
+        minimum = harness.get("minimum")
+        check_budget(budget, harness.get("name", "the method"), minimum, accounting, harness.get("preset"))
+        use_kvbench_attention(model)
+        super().__init__(model.config.get_text_config().num_hidden_layers)
+        self._model = model
+        size = harness.get("preset") if budget is None else budget
+        self._budget = Budget(size, accounting, minimum=(minimum or {}).get(accounting) or 1)
+        self._dense_layers, self._prompt_length = dense_layers, prompt_length
+        self._attention, self._tokenizer, self._seed = attention, tokenizer, seed
+        self.engine: Engine | None = None
+        _remember_input_ids(model)
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.engine is None else self.engine.shape.batch
+
+    def reset(self) -> None:
+        """Forget everything; the next forward pass is a new prompt."""
+        super().reset()
+        self.engine = None
+
+    def audit(self) -> dict[str, Any]:
+        """What was attended and held so far; keys as in `summary.json`."""
+        if self.engine is None:
+            raise ValueError("nothing to audit: no prompt was read yet")
+        return self.engine.report()
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None
+    ) -> torch.Tensor:
+        if layer == 0:
+            self._start_forward(query, padding)
+        assert self.engine is not None
+        decoding = self.engine.prefilled
+        out = self.engine.attend(layer, query, key, value)
+        if decoding and layer == self.engine.shape.layers - 1:
+            self.engine.settle()
+        return out
+
+    def _start_forward(self, query: torch.Tensor, padding: torch.Tensor | None) -> None:
+        batch, _, width, _ = query.shape
+        ids, _mailbox.input_ids = _mailbox.input_ids, None
+        if ids is None or ids.shape != (batch, width):
+            ids = torch.full((batch, width), -1, device=query.device)  # prompt given as embeddings
+        if self.engine is None:
+            columns = self._prompt_length or width
+            lengths, offsets = _left_padded(padding, batch, columns)
+            self.engine = engine_for(
+                self._model,
+                lengths,
+                self._method,
+                self._budget,
+                self._dense_layers,
+                self._tokenizer,
+                offsets=offsets,
+                columns=columns,
+                attention=self._attention,
+                seed=self._seed,
+                audit_every=AUDIT_EVERY,
+            )
+        if not self.engine.prefilled:
+            self.engine.start_chunk(ids)
+        elif width == 1:
+            self.engine.start_step(ids[:, 0].cpu())
+        else:
+            raise ValueError(
+                f"KVCache was given {width} tokens at once after its prompt: a decode step is one token. For a prompt "
+                "prefilled in chunks pass prompt_length=; for a new prompt make a new KVCache"
+            )
+
+
+def method_named(name: str, **options: Any) -> Method:
+    """The method called `name` in conf/method, built with its defaults and `options`."""
+    method: Method = build(method_config(name, **options))
+    return method
+
+
+def use_kvbench_attention(model: PreTrainedModel) -> None:
+    """Switch a loaded model to "kvbench" attention; refuses by name what kvbench would run wrong."""
+    refuse_unsupported(model.config.get_text_config().to_dict(), type(model).__name__)
+    if model.config._attn_implementation != NAME:
+        model.set_attn_implementation(NAME)
+
+
+def shape_of(
+    model: PreTrainedModel,
+    lengths: Sequence[int],
+    dense_layers: Collection[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Shape:
+    """The Shape of a generation on `model` for prompts of these lengths."""
+    config = model.config.get_text_config()
+    attention = _attention_module(model)
+    return Shape(
+        layers=config.num_hidden_layers,
+        query_heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        lengths=tuple(lengths),
+        dtype=dtype,
+        device=device,
+        scaling=float(attention.scaling),
+        sparse_layers=tuple(layer for layer in range(config.num_hidden_layers) if layer not in dense_layers),
+    )
+
+
+def _attention_module(model: PreTrainedModel) -> Any:
+    """The first attention module; all have the same sizes and scaling."""
+    return next(module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling"))
+
+
+def engine_for(
+    model: PreTrainedModel,
+    lengths: Sequence[int],
+    method: Method,
+    budget: Budget,
+    dense_layers: Collection[int],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    kind: type[Engine] = Engine,
+    **settings: Any,
+) -> Engine:
+    """An engine of a kind that runs `method` on prompts of these lengths; `settings` as for `Engine`.
+
+    Raises:
+        ConfigError: the method needs what this model cannot give.
+    """
+    shape = shape_of(model, lengths, dense_layers, model.dtype, model.device)
+    if method.needs.positions == "cache":
+        settings["rotate"] = rotation_of(model)
+    if method.needs.token_text:
+        if tokenizer is None:
+            raise ConfigError(f"tokenizer=None: {type(method).__name__} reads the text of tokens; pass the tokenizer")
+        settings["pieces"] = vocabulary_text(tokenizer)
+    return kind(shape, method, budget, **settings)
+
+
+def vocabulary_text(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text of every token id, spaces as in running text; bytes that are no whole character become U+FFFD."""
+    pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    # SentencePiece writes a space as U+2581 and would strip it from a piece that stands alone
+    return [p.replace("\u2581", " ") if "\u2581" in p else tokenizer.convert_tokens_to_string([p]) for p in pieces]
+
+
+def rotation_of(model: PreTrainedModel) -> Rotate:
+    """The model's own rotary function, by a number of positions: rotate(x [B, H, n, D], by [B, H, n]) in fp32.
+
+    Raises:
+        ConfigError: the model's angles depend on the length, so a stored key cannot be turned to another position.
+    """
+    config = model.config.get_text_config()
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise ConfigError(
+            f"model={type(model).__name__}: its {kind} RoPE changes with the length, so positions inside the cache "
+            "cannot be given; use positions=original"
+        )
+    rotary = next(module for name, module in model.named_modules() if name.endswith("rotary_emb"))
+    apply = sys.modules[type(_attention_module(model)).__module__].apply_rotary_pos_emb
+
+    def rotate(vectors: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        batch, heads, count, head_dim = vectors.shape
+        flat = vectors.reshape(batch * heads, 1, count, head_dim).float()
+        cos, sin = rotary(flat, by.expand(batch, heads, count).reshape(batch * heads, count))
+        turned: torch.Tensor = apply(flat, flat, cos / rotary.attention_scaling, sin / rotary.attention_scaling)[0]
+        return turned.view_as(vectors).to(vectors.dtype)
+
+    return rotate
+
+
+def _left_padded(padding: torch.Tensor | None, batch: int, columns: int) -> tuple[list[int], list[int]]:
+    """Lengths and offsets of a left-padded prompt from its 2D mask [B, >= first chunk]."""
+    if padding is None:
+        return [columns] * batch, [0] * batch
+    if not bool(padding.any(dim=1).all()):
+        raise ValueError("the first prefill chunk holds only padding of some row; raise prefill_chunk_size")
+    offsets = padding.int().argmax(dim=1).tolist()
+    if any(not bool(row[offset:].all()) for row, offset in zip(padding, offsets, strict=True)):
+        raise ValueError("kvbench needs the padding on the left: tokenizer.padding_side = 'left'")
+    return [columns - offset for offset in offsets], offsets
+
+
+def _remember_input_ids(model: PreTrainedModel) -> None:
+    """Attention never sees token ids; note them as the model's forward pass begins."""
+    if getattr(model, "_kvbench_remembers", False):
+        return
+
+    def remember(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _mailbox.input_ids = kwargs.get("input_ids", args[0] if args else None)
+
+    model.register_forward_pre_hook(remember, with_kwargs=True)
+    model._kvbench_remembers = True  # type: ignore[assignment]
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    call, _mailbox.call = _mailbox.call, None
+    if call is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    cache, layer = call
+    assert layer == module.layer_idx, "a cache layer was updated out of order"
+    return cache.attend(layer, query, key, value, attention_mask).transpose(1, 2).contiguous(), None
+
+
+def _mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+    """For our caches the 2D padding mask as it is (None without padding); for any other, sdpa's."""
+    ours, _mailbox.masking = _mailbox.masking, False
+    if not ours:
+        return sdpa_mask(attention_mask=attention_mask, **kwargs)
+    return attention_mask
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)
+
+__all__ = ["NAME", "ConfigError", "EngineCache", "KVCache", "method_named", "shape_of", "use_kvbench_attention"]

@@ -1,0 +1,257 @@
+"""A model and its tokenizer: from the hub, from a folder, or with random weights in a named shape.
+
+`load` takes the composed `model` group of a run, whose meaning `kvbench.hub` tells. Every refusal comes before weights
+are read, as one line that names the key, the value and what would be right. The model comes back in eval mode, without
+gradients, and with kvbench's attention, which computes sdpa until a `KVCache` is handed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from kvbench import hub
+from kvbench.config import ConfigError, first_line
+from kvbench.engine import hf
+from kvbench.engine.support import refuse_unsupported, window
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Byte b is token id b; the three specials follow.
+BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
+BYTE_VOCABULARY = 256 + 3
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to run.
+
+    Attributes:
+        model: in eval mode, no gradients, `attn_implementation="kvbench"`.
+        tokenizer: the model's own, or `byte_tokenizer()` beside random weights.
+        name: the model's name in results.
+        revision: the hub's commit, "folder-<hash>" of a folder, or "dummy-<seed>".
+        window: tokens the positions reach, as `support.window` counts them; None: the model sets no limit.
+        stop_ids: every token id that ends a generation.
+        dense_layers: layers that stay dense under `protocol.dense_layers=auto`.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    revision: str
+    window: int | None
+    stop_ids: tuple[int, ...]
+    dense_layers: tuple[int, ...]
+
+
+def load(config: Mapping[str, Any], device: str = "auto", dtype: str = "auto", seed: int = 0) -> Loaded:
+    """The model that the `model` group of a run asks for.
+
+    Args:
+        config: plain mapping with name, path (hub id, folder or None), weights ("pretrained" or "dummy"), dense_layers
+            and config (transformers' config of the shape, used for random weights).
+        device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:N".
+        dtype: "auto" (bfloat16 on CUDA, float32 elsewhere), or a key of `DTYPES`.
+        seed: of random weights.
+
+    Raises:
+        ConfigError: no such folder, hub id not reachable, no such device or dtype, or an unsupported model.
+    """
+    where = _device(device)
+    kind = _dtype(dtype, where)
+    if config["weights"] not in ("pretrained", "dummy"):
+        raise ConfigError(f"model.weights={config['weights']}: expected pretrained or dummy")
+    source = hub.source_of(config)
+    if source.path is None:
+        return _random(source, config["config"], where, kind, seed)
+    return _pretrained(source, source.path, where, kind)
+
+
+def _random(
+    source: hub.Source, shape: Mapping[str, Any], device: torch.device, dtype: torch.dtype, seed: int
+) -> Loaded:
+    own, name = copy.deepcopy(dict(shape)), source.name
+    if own["vocab_size"] < BYTE_VOCABULARY:
+        raise ConfigError(f"model.config.vocab_size={own['vocab_size']}: bytes need {BYTE_VOCABULARY} or more")
+    tokenizer = byte_tokenizer()
+    # A shape's own special ids belong to a vocabulary that is not here.
+    own |= {f"{key}_token_id": getattr(tokenizer, f"{key}_token_id") for key in ("bos", "eos", "pad")}
+    try:
+        model_config = AutoConfig.for_model(**own)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"model.config of {name}: transformers refuses it: {first_line(error)}") from error
+    refuse_unsupported(model_config.to_dict(), name)
+    # from_config builds each weight in its dtype on its device: no float32 copy of a large shape on the host.
+    with _seeded(seed, device), device:
+        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=hf.NAME)
+    return _loaded(model, tokenizer, source, f"dummy-{seed}")
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    cuda = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.manual_seed(seed)
+        yield
+
+
+def _pretrained(source: hub.Source, path: str, device: torch.device, dtype: torch.dtype) -> Loaded:
+    folder = source.folder
+    place, settings = path if folder is None else str(folder), dict[str, Any]()
+    if folder is None:
+        hub.refuse_out_of_reach(path)
+        # Without network the cache answers at once, where the hub's library would first try for half a minute.
+        settings["local_files_only"] = hub.out_of_reach() is not None
+    else:
+        refuse_unsupported(hub.config_in(folder, path), source.name)
+    with _explained(path):
+        model_config = AutoConfig.from_pretrained(place, **settings)
+    refuse_unsupported(model_config.to_dict(), source.name)
+    revision = _commit(path) if folder is None else _folder_revision(folder)
+    if folder is None:
+        settings["revision"] = revision  # the weights are of the commit that the results will name
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # in a log file every step of the bar would be a line
+    with _explained(path):
+        tokenizer = AutoTokenizer.from_pretrained(place, **settings)
+        model = AutoModelForCausalLM.from_pretrained(
+            place, config=model_config, dtype=dtype, attn_implementation=hf.NAME, **settings
+        )
+    return _loaded(model.to(device), tokenizer, source, revision)
+
+
+@contextlib.contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """Turn what transformers raises while it reads `path` into one line."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        if Path(path).expanduser().is_dir():
+            raise ConfigError(f"model.path={path}: not a usable model folder: {first_line(error)}") from error
+        raise ConfigError(
+            f"model.path={path}: no such folder, and neither the hub nor its local cache gave it "
+            f"({first_line(error).rstrip('.')}); without network, use model.path=FOLDER"
+        ) from error
+
+
+def _loaded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: hub.Source, revision: str) -> Loaded:
+    return Loaded(
+        model=model.eval().requires_grad_(False),
+        tokenizer=tokenizer,
+        name=source.name,
+        revision=revision,
+        window=window(model.config.to_dict()),
+        stop_ids=_stop_ids(model, tokenizer),
+        dense_layers=source.dense_layers,
+    )
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    # Chat models list several in their generation config and only one in the other two places.
+    for source in (model.generation_config, model.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+    return ()
+
+
+def _commit(hub_id: str) -> str:
+    """The commit whose config.json was just read: the cache keeps each in a folder of that name."""
+    folder = hub.cached_folder(hub_id)
+    assert folder is not None, f"{hub_id}: its config.json was read but is not in the cache"
+    return folder.name
+
+
+def _folder_revision(folder: Path) -> str:
+    """Hash of a model folder: text files in full, weights by name, size and a few megabytes of their bytes."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")):
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            for start in _sampled(size):
+                stream.seek(start)
+                digest.update(stream.read(1 << 20))
+    return f"folder-{digest.hexdigest()[:16]}"
+
+
+def _sampled(size: int) -> list[int]:
+    """Offsets of the megabytes to hash: all of a small file, else the first, the last, and two between."""
+    step = 1 << 20
+    if size <= 64 * step:
+        return list(range(0, size, step))
+    return [0, size // 3, 2 * size // 3, size - step]
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device}: no such device; expected auto, cpu, cuda or cuda:N") from error
+    if wanted.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            raise ConfigError(f"device={device}: torch sees no CUDA device here; use device=cpu or device=auto")
+        if (wanted.index or 0) >= count:
+            raise ConfigError(f"device={device}: expected cuda:N with N below {count}, the devices torch sees here")
+    return wanted
+
+
+def _dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype}: expected auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer that needs no files: byte b is id b, then <bos>, <eos>, <pad>; decoding gives back any text exactly.
+
+    <bos> goes before a text unless `add_special_tokens=False`. The specials have no spelling: a text that holds
+    "<eos>" is five bytes. Padding is on the left.
+    """
+    # Byte-level BPE writes bytes as printable characters; the ones that are not printable move up behind 255.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    moved = (byte for byte in range(256) if byte not in printable)
+    symbols = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(moved)}
+    backend = Tokenizer(BPE(vocab={symbol: byte for byte, symbol in symbols.items()}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([BOS, EOS, PAD])
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, backend.token_to_id(BOS))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        padding_side="left",
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,117 @@
+"""One dense prefill that serves many methods: a snapshot from which any of them begins.
+
+The prompt's keys and values are one immutable block with room for the generated tokens behind it; the method that holds
+the snapshot writes there, and the next one writes over it. So one method at a time generates from a snapshot, in the
+very memory layout of a run of its own, and gets the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from kvbench.budget import Budget
+from kvbench.engine.engine import Engine
+from kvbench.engine.generate import prefill
+from kvbench.engine.hf import EngineCache, shape_of
+from kvbench.memory.store import LayerStore
+from kvbench.method import Method, Needs, Prompt
+
+
+class Recorder(Method):
+    """Keeps what the prefill shows of every layer, for the methods that begin from it."""
+
+    def __init__(self, needs: Needs) -> None:
+        self.needs = needs
+        self.prompts: dict[int, Prompt] = {}
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        self.prompts[layer] = prompt
+
+
+class Prefilled:
+    """The snapshot of a dense prefill.
+
+    Attributes:
+        lengths: prompt tokens of each row.
+        tokens: [B], the first new token of each row.
+        seconds: what the prefill took.
+    """
+
+    def __init__(
+        self, tokens: torch.Tensor, prompts: dict[int, Prompt], stores: dict[int, LayerStore], seconds: float
+    ) -> None:
+        self.lengths = prompts[0].lengths
+        self.tokens, self.seconds = tokens, seconds
+        self._prompts, self._stores = prompts, stores
+        self._lent: list[LayerStore] = []
+
+    def lend(self, engine: Engine) -> None:
+        """Let `engine`, fresh and made for these prompts, begin here. The engine that began before it must not go on.
+
+        Raises:
+            ValueError: the engine was made for other prompts, or needs more than was recorded.
+        """
+        if engine.shape.lengths != self.lengths:
+            raise ValueError(f"the prefill read prompts of {self.lengths} tokens, the engine expects others")
+        if engine.capacity > self._stores[0].reserved:
+            raise ValueError("the prefill left less room than this engine needs; raise max_new_tokens in prefill_once")
+        prompts = {layer: self._seen_by(engine.method, prompt) for layer, prompt in self._prompts.items()}
+        for store in self._lent:
+            store.close()
+        self._lent = []
+        for layer, prompt in prompts.items():
+            self._lent.append(engine.adopt(layer, self._stores[layer], prompt))
+
+    @staticmethod
+    def _seen_by(method: Method, prompt: Prompt) -> Prompt:
+        window = min(method.needs.query_window, max(prompt.lengths))
+        if window > prompt.queries.shape[2] or (method.needs.attention_sums and prompt.attention_sums is None):
+            raise ValueError("the prefill recorded less than this method needs; name its needs in prefill_once")
+        queries = prompt.queries[:, :, prompt.queries.shape[2] - window :]
+        return replace(
+            prompt,
+            queries=queries if window else queries[:, :0],
+            attention_sums=prompt.attention_sums if method.needs.attention_sums else None,
+        )
+
+
+@torch.inference_mode()
+def prefill_once(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    needs: Iterable[Needs],
+    *,
+    max_new_tokens: int,
+    chunk: int | None = None,
+    not_first: Collection[int] = (),
+) -> Prefilled:
+    """Read prompts once for all methods with these needs.
+
+    Args:
+        model: with "kvbench" attention.
+        prompts: token ids of each row.
+        needs: of the methods that will begin from the snapshot.
+        max_new_tokens: most tokens any of them will generate.
+        chunk: prompt columns in one forward pass; None: all.
+        not_first: tokens that no row may begin with.
+    """
+    start = time.perf_counter()
+    shape = shape_of(model, [len(prompt) for prompt in prompts], (), model.dtype, model.device)
+    recorder = Recorder(union(needs))
+    engine = Engine(shape, recorder, Budget(None), new_tokens=max_new_tokens)
+    tokens = prefill(model, prompts, EngineCache(engine), chunk, not_first=not_first)
+    return Prefilled(tokens, recorder.prompts, engine.stores, time.perf_counter() - start)
+
+
+def union(needs: Iterable[Needs]) -> Needs:
+    """What a prefill must record to serve all of `needs`."""
+    needs = list(needs)
+    return Needs(
+        query_window=max((need.query_window for need in needs), default=0),
+        attention_sums=any(need.attention_sums for need in needs),
+    )

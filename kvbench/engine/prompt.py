@@ -1,0 +1,117 @@
+"""Reads a prompt chunk by chunk: what its forward passes show, put together across chunks and aligned by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvbench.attention.torch import attention_received
+from kvbench.memory.store import LayerStore
+from kvbench.method import Needs, Prompt
+
+
+class PromptReader:
+    """Collects what a method's `Prompt` holds.
+
+    Args:
+        lengths: prompt tokens of each row.
+        offsets: column of each row's first token in the forward passes (left padding); None: all 0.
+        columns: width of the whole prompt there, padding included; None: the longest row.
+        needs: what to collect besides keys and values.
+        scaling: factor on the logits.
+
+    Attributes:
+        column, width: the chunk that is being read.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        offsets: Sequence[int] | None,
+        columns: int | None,
+        needs: Needs,
+        scaling: float,
+    ) -> None:
+        self.lengths = tuple(lengths)
+        self.offsets = tuple(offsets or [0] * len(lengths))
+        self.columns = columns or max(lengths)
+        self.column = self.width = 0
+        self._needs, self._scaling = needs, scaling
+        self._token_ids: list[torch.Tensor] = []
+        self._queries: dict[int, torch.Tensor] = {}
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def start_chunk(self, token_ids: torch.Tensor) -> None:
+        """The next columns, token_ids [B, q], are read now."""
+        self.column, self.width = self.column + self.width, token_ids.shape[1]
+        self._token_ids.append(token_ids)
+
+    @property
+    def last_chunk(self) -> bool:
+        return self.column + self.width == self.columns
+
+    def observe(self, layer: int, query: torch.Tensor, store: LayerStore) -> None:
+        """Take from a chunk's queries [B, Hq, q, D], whose keys are in the store, what the method needs."""
+        if self._needs.query_window:
+            self._observe_window(layer, query)
+        if self._needs.attention_sums:
+            self._observe_sums(layer, query, store)
+
+    def observe_last(self, layer: int, query: torch.Tensor) -> None:
+        """Take the window from the last queries [B, Hq, n, D] of rows of one length, where no chunk was read.
+
+        Raises:
+            ValueError: the method needs what only a forward pass shows.
+        """
+        if self._needs.attention_sums:
+            raise ValueError("attention sums are those of a prefill, and this prompt has none")
+        size = min(self._needs.query_window, max(self.lengths))
+        if size:
+            self._queries[layer] = query[:, :, query.shape[2] - size :]
+
+    def prompt(self, layer: int, store: LayerStore) -> Prompt:
+        """The whole prompt of one layer, and forget what was collected of it."""
+        longest = max(self.lengths)
+        nothing = store.key.new_zeros(len(self.lengths), 0, 0, store.key.shape[3])
+        sums = self._sums.pop(layer, None)
+        return Prompt(
+            lengths=self.lengths,
+            token_ids=self._aligned_token_ids(),
+            keys=store.key[:, :, :longest],
+            values=store.value[:, :, :longest],
+            queries=self._queries.pop(layer, nothing),
+            attention_sums=None if sums is None else sums[..., :longest],
+            on_host=store.on_host(longest),
+        )
+
+    def _observe_window(self, layer: int, query: torch.Tensor) -> None:
+        """Copy into the window [B, Hq, W, D] what this chunk holds of each row's last W queries."""
+        batch, heads, width, head_dim = query.shape
+        size = min(self._needs.query_window, max(self.lengths))
+        if layer not in self._queries:
+            self._queries[layer] = query.new_zeros(batch, heads, size, head_dim)
+        window = self._queries[layer]
+        for row, (length, offset) in enumerate(zip(self.lengths, self.offsets, strict=True)):
+            # window place 0 is column `start`; the row's own tokens begin no earlier than its offset
+            start = offset + length - size
+            first = max(self.column, start, offset)
+            last = min(self.column + width, offset + length)
+            if first < last:
+                window[row, :, first - start : last - start] = query[row, :, first - self.column : last - self.column]
+
+    def _observe_sums(self, layer: int, query: torch.Tensor, store: LayerStore) -> None:
+        """Add to the sums [B, Hq, columns] what this chunk's own queries give to every key so far."""
+        if layer not in self._sums:
+            self._sums[layer] = query.new_zeros(*query.shape[:2], self.columns, dtype=torch.float32)
+        received = attention_received(query, store, self.column, self.offsets, self.lengths, self._scaling)
+        self._sums[layer][..., : received.shape[2]] += received
+
+    def _aligned_token_ids(self) -> torch.Tensor:
+        """[B, N] token ids of the whole prompt, left-aligned, 0 behind a row's end."""
+        ids = torch.cat(self._token_ids, dim=1)
+        self._token_ids = [ids]
+        aligned = ids.new_zeros(ids.shape[0], max(self.lengths))
+        for row, (length, offset) in enumerate(zip(self.lengths, self.offsets, strict=True)):
+            aligned[row, :length] = ids[row, offset : offset + length]
+        return aligned

@@ -1,0 +1,241 @@
+"""One sample through one arm: its prompt, its generation, its score, and what of it is the sample's own failure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvbench import hub
+from kvbench.budget import Budget
+from kvbench.config import ConfigError
+from kvbench.engine import models
+from kvbench.engine.engine import Engine
+from kvbench.engine.generate import Generation, Progress, generate
+from kvbench.engine.hf import engine_for
+from kvbench.engine.prefilled import Prefilled, prefill_once
+from kvbench.measure import latency
+from kvbench.measure.protocol import Protocol, Rendered, render
+from kvbench.measure.synthetic import SyntheticEngine
+from kvbench.method import Method
+from kvbench.tasks import Sample, Task
+
+
+@dataclass
+class Arm:
+    """Model x method x budget x task under a protocol: all that a run's samples share."""
+
+    config: dict[str, Any]
+    protocol: Protocol
+    loaded: models.Loaded
+    method: Method
+    budget: Budget
+    task: Task
+    dense_layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A sample as the model reads it, the same for every arm of one protocol.
+
+    Attributes:
+        ids: token ids to prefill, of a batch the first row's; [] where the sample cannot run.
+        question: token ids to read as decode steps, under `protocol.question_as_decode`.
+        record: what samples.jsonl says of it before anything is generated.
+    """
+
+    sample: Sample
+    ids: list[int]
+    question: list[int]
+    record: dict[str, Any]
+
+
+def prompt_of(arm: Arm, sample: Sample) -> Prompt:
+    """The prompt of a sample under an arm's protocol.
+
+    Raises:
+        ConfigError: what the protocol asks for cannot be done with it, or it does not fit the window.
+    """
+    tokenizer, window = arm.loaded.tokenizer, arm.loaded.window
+    chat = sample.timed is None and arm.protocol.uses_chat(sample, tokenizer)
+    record: dict[str, Any] = {
+        "id": sample.id,
+        "group": sample.group,
+        "meta": dict(sample.meta),
+        "answers": list(sample.answers),
+        "chat": chat,
+        "prompt_tokens": 0,
+        "error": sample.error or None,
+    }
+    if sample.error:
+        return Prompt(sample, [], [], record)
+    try:
+        rendered = Rendered(list(sample.timed.rows[0])) if sample.timed else render(sample, tokenizer, chat, window)
+    except ValueError as error:
+        raise ConfigError(f"{sample.id}: {error}") from error
+    ids, question = rendered.ids, []
+    if arm.protocol.question_as_decode:
+        if not rendered.question_start:
+            raise ConfigError(f"protocol.question_as_decode=true: {sample.id} has no question apart; use false")
+        ids, question = ids[: rendered.question_start], ids[rendered.question_start :]
+    record |= {"prompt_tokens": len(rendered.ids), "cut_tokens": rendered.cut}
+    if window is not None and len(rendered.ids) + sample.max_new_tokens > window:
+        key = "task.lengths" if "lengths" in arm.config["task"] else "task"
+        raise ConfigError(
+            f"{key}: {sample.id} takes {len(rendered.ids)} tokens and {sample.max_new_tokens} new ones, more than the "
+            f"{window} of {arm.loaded.name}; choose a shorter prompt or another model"
+            + hub.how_to_stretch(arm.loaded.revision.startswith("dummy-"))
+        )
+    return Prompt(sample, ids, question, record)
+
+
+def prefill_shared(arms: Sequence[Arm], prompt: Prompt) -> Prefilled:
+    """One prefill of a prompt, from which each of `arms` can begin."""
+    loaded, sample = arms[0].loaded, prompt.sample
+    return prefill_once(
+        loaded.model,
+        [prompt.ids],
+        [arm.method.needs for arm in arms],
+        max_new_tokens=len(prompt.question) + sample.max_new_tokens,
+        chunk=arms[0].protocol.prefill_chunk,
+        not_first=stops(loaded, sample).get("not_first", ()) if not prompt.question else (),
+    )
+
+
+def measure(
+    arm: Arm, prompt: Prompt, progress: Progress | None = None, prefilled: Prefilled | None = None
+) -> dict[str, Any]:
+    """Generate for one sample and score it: its record in samples.jsonl.
+
+    Running out of memory, NaN logits and a broken budget rule fail the sample, which then scores 0; other errors are
+    not the sample's.
+
+    Args:
+        arm: what generates.
+        prompt: `prompt_of` the sample.
+        progress: called with tokens done and tokens in all.
+        prefilled: begin from this prefill of the prompt; a timed sample always has its own.
+    """
+    sample, record = prompt.sample, prompt.record
+    if record["error"]:
+        return failure(arm, prompt, record["error"])
+    try:
+        generation, engine, told = _generated(arm, prompt, progress, prefilled)
+    except Exception as error:
+        if not is_failed_sample(error):
+            raise
+        return failure(arm, prompt, f"{type(error).__name__}: {error}")
+    output = arm.loaded.tokenizer.decode(generation.tokens[0], skip_special_tokens=True)
+    scores = arm.task.score(sample, output)
+    found = {"output": output, **measured(generation, sample.timed.warmup if sample.timed else 0), **told}
+    if generation.audit["over_rule"]:
+        attended, rule = generation.audit["attended_max"], arm.method.rule(len(prompt.ids), engine.audit.steps)
+        reason = f"over_rule: a KV head attended up to {attended} entries, its rule at the end allows {rule}"
+        return {**failure(arm, prompt, reason), **found}
+    return {**record, "scores": scores, **found}
+
+
+def _generated(
+    arm: Arm, prompt: Prompt, progress: Progress | None, prefilled: Prefilled | None
+) -> tuple[Generation, Engine, dict[str, Any]]:
+    """The generation of a sample, its engine, and what else its record tells."""
+    sample, model = prompt.sample, arm.loaded.model
+    settings: dict[str, Any] = {
+        "attention": arm.config["attention"],
+        "seed": arm.config["seed"],
+        "sample": sample.id,
+        "probe_every": arm.config["probe"]["every"],
+    }
+    if sample.timed and sample.timed.keys == "synthetic_attention":
+        settings["kind"] = SyntheticEngine
+
+    def make(rows: Sequence[Sequence[int]], new_tokens: int) -> Engine:
+        lengths = [len(row) for row in rows]
+        own = (arm.method, arm.budget, arm.dense_layers, arm.loaded.tokenizer)
+        return engine_for(model, lengths, *own, new_tokens=new_tokens, **settings)
+
+    if sample.timed:
+        # a share of a shorter prompt may be less than the method can do with
+        rehearsed = len(prompt.ids) if isinstance(arm.budget.size, float) else latency.REHEARSED
+        generation, engine, hardware = latency.time_sample(
+            model,
+            sample.timed,
+            sample.max_new_tokens,
+            make,
+            arm.protocol.prefill_chunk,
+            progress,
+            rehearsed,
+            probed=bool(settings["probe_every"]),
+        )
+        return generation, engine, {"hardware": hardware} if hardware else {}
+    engine = make([prompt.ids], len(prompt.question) + sample.max_new_tokens)
+    generation = generate(
+        model,
+        [prompt.ids],
+        engine,
+        max_new_tokens=sample.max_new_tokens,
+        **stops(arm.loaded, sample),
+        prefill_chunk=arm.protocol.prefill_chunk,
+        question=prompt.question,
+        prefilled=prefilled,
+        progress=progress,
+    )
+    return generation, engine, {}
+
+
+def failure(arm: Arm, prompt: Prompt, error: str) -> dict[str, Any]:
+    """The record of a sample that scores 0 for a reason of its own."""
+    return {**prompt.record, "output": "", "scores": {arm.task.metric: 0.0}, "error": error}
+
+
+def stops(loaded: models.Loaded, sample: Sample) -> dict[str, Any]:
+    """What ends the output of a sample, as `generate` takes it."""
+    tokenizer, ids = loaded.tokenizer, set(loaded.stop_ids)
+    found: dict[str, Any] = {"stop_ids": ids}
+    if sample.end_token:
+        ids.add(tokenizer(sample.end_token, add_special_tokens=False)["input_ids"][-1])
+        found["not_first"] = ids
+    if sample.stop:
+        # A stop may begin inside a token, so texts are compared; the last tokens hold what the newest one completed.
+        tail = max(map(len, sample.stop)) + 8
+
+        def ends(tokens: Sequence[int]) -> bool:
+            text = tokenizer.decode(list(tokens[-tail:]), skip_special_tokens=True)
+            return any(stop in text for stop in sample.stop)
+
+        found["ends"] = ends
+    return found
+
+
+def is_failed_sample(error: Exception) -> bool:
+    """Whether an error belongs to one sample: out of memory, or logits that are no numbers."""
+    if isinstance(error, (FloatingPointError, MemoryError, torch.OutOfMemoryError)):
+        return True
+    # torch's CPU allocator, and CUDA's for pinned host memory, say it in words only
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in ("can't allocate memory", "out of memory")
+    )
+
+
+def measured(generation: Generation, warmup: int = 0) -> dict[str, Any]:
+    """The part of a sample's record that the generation gives; with probes there is nothing to time.
+
+    What a shared prefill hides, the time to the first token, is left out; so are the first `warmup` steps of the time
+    per token.
+    """
+    found: dict[str, Any] = {"output_ids": generation.tokens[0], "audit": generation.audit}
+    if generation.probe:
+        return {**found, "probe": generation.probe}
+    steps = generation.step_ms[warmup:]
+    tpot: dict[str, float] | None = None
+    if steps:
+        cuts = statistics.quantiles(steps, n=20, method="inclusive") if len(steps) > 1 else [steps[0]] * 19
+        tpot = {"mean": statistics.fmean(steps), "p50": statistics.median(steps), "p95": cuts[18]}
+    found |= {"tpot_ms": tpot, "breakdown_ms": generation.breakdown_ms}
+    if generation.shared_prefill:
+        return {**found, "shared_prefill": True}
+    first = {"ttft_s": generation.ttft_s, "tt2t_s": generation.tt2t_s, "prefill_ms": generation.prefill_ms}
+    return {**found, **first}

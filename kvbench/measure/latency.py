@@ -1,0 +1,157 @@
+"""One sample that is there to be timed: a rehearsal, a generation that nothing ends early, and what both are held to.
+
+Loading kernels and compiling take longer than any step, so the same runs first with a short prompt and is thrown away.
+Behind the timed steps a few more tell how long the device was busy, where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvbench.engine.engine import Engine
+from kvbench.engine.generate import Generation, Progress, decode_step, generate
+from kvbench.engine.hf import EngineCache
+from kvbench.measure import hardware
+from kvbench.measure.synthetic import Filled, SyntheticEngine
+from kvbench.tasks import Timed
+
+REHEARSED = 4096  # prompt tokens of the rehearsal, at most: long enough for every method's index
+REHEARSED_STEPS = 3
+WATCHED = 8  # decode steps that tell how long the device is busy
+
+# Makes the engine of rows of token ids, with room for so many new tokens.
+MakeEngine = Callable[[Sequence[Sequence[int]], int], Engine]
+
+
+def time_sample(
+    model: PreTrainedModel,
+    timed: Timed,
+    new_tokens: int,
+    make: MakeEngine,
+    prefill_chunk: int | None,
+    progress: Progress | None,
+    rehearsed: int = REHEARSED,
+    probed: bool = False,
+) -> tuple[Generation, Engine, dict[str, Any]]:
+    """Generate for a timed sample.
+
+    Args:
+        model: with "kvbench" attention.
+        timed: the prompts, and how they are timed.
+        new_tokens: of each row.
+        make: a fresh engine for the rows that it is given; of a sample with synthetic keys a `SyntheticEngine`.
+        prefill_chunk, progress: as for `generate`.
+        rehearsed: prompt tokens of the rehearsal, at most.
+        probed: with probes there is nothing to time: no rehearsal, and no `hardware` part.
+
+    Returns:
+        The generation, whose breakdown leaves the warm-up steps out, its engine, and the `hardware` part of the
+        sample's record: what the hardware can do, the floor, and memory.
+    """
+    device = model.device
+    gc.collect()  # stores of the sample before: caches and engines know each other
+    if probed:
+        engine = make(timed.rows, new_tokens)
+        return _generate(model, timed.rows, timed, engine, new_tokens, prefill_chunk, progress), engine, {}
+    bandwidth = hardware.bandwidth(device)
+    short = [row[:rehearsed] for row in timed.rows]
+    _generate(model, short, timed, make(short, REHEARSED_STEPS), REHEARSED_STEPS, prefill_chunk, None)
+    gc.collect()
+
+    watched = WATCHED if hardware.can_watch(device) else 0
+    hardware.restart_peak(device)
+    engine = make(timed.rows, new_tokens + watched)
+    watch = _Watch(device, len(timed.rows[0]), progress)
+    generation = _generate(model, timed.rows, timed, engine, new_tokens, prefill_chunk, watch)
+    peak = hardware.peak_bytes(device)
+
+    steps, step_ms = len(generation.step_ms), statistics.fmean(generation.step_ms[timed.warmup :])
+    busy = _busy_ms(model, generation, engine, watched) if watched else None
+    audit, shape = generation.audit, engine.shape
+    read = hardware.read_weight_bytes(model, shape.batch)
+    attended = hardware.attended_bytes(shape, audit["attended_mean"], steps)
+    weights = hardware.weight_bytes(model)
+    stores = sum(store.allocated_bytes() for store in engine.stores.values())
+    return (
+        generation,
+        engine,
+        {
+            "copy_bandwidth": bandwidth.copy,
+            "upload_bandwidth": bandwidth.upload,
+            "must_read_bytes": read + attended,
+            "floor_ms": 1e3 * hardware.floor_seconds(read, attended, bandwidth.copy),
+            "python_ms": None if busy is None else max(0.0, step_ms - busy),
+            "memory": "counted" if peak is None else "allocated",
+            "memory_bytes": weights + stores + audit["index_bytes"] if peak is None else peak,
+            "prefill_memory_bytes": watch.prefill_bytes,
+            "weight_bytes": weights,
+            "whole_kv_bytes": hardware.whole_kv_bytes(shape, steps),
+        },
+    )
+
+
+def _generate(
+    model: PreTrainedModel,
+    rows: Sequence[Sequence[int]],
+    timed: Timed,
+    engine: Engine,
+    new_tokens: int,
+    prefill_chunk: int | None,
+    progress: Progress | None,
+) -> Generation:
+    filled = None
+    if not timed.prefill:
+        assert isinstance(engine, SyntheticEngine)
+        filled = Filled(engine, rows)
+    return generate(
+        model,
+        rows,
+        engine,
+        max_new_tokens=new_tokens,
+        prefill_chunk=prefill_chunk,
+        prefilled=filled,
+        progress=progress,
+        warmup=timed.warmup,
+    )
+
+
+class _Watch:
+    """Follows a generation from outside its timed parts: the peak of the prefill's memory is not that of the steps.
+
+    Attributes:
+        prefill_bytes: the most that the device held until the first new token; None without a GPU.
+    """
+
+    def __init__(self, device: torch.device, prompt: int, progress: Progress | None) -> None:
+        self._device, self._prompt, self._progress = device, prompt, progress
+        self._prefilling = True
+        self.prefill_bytes: int | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._prefilling and done >= self._prompt:
+            self._prefilling = False
+            self.prefill_bytes = hardware.peak_bytes(self._device)
+            hardware.restart_peak(self._device)
+        if self._progress:
+            self._progress(done, total)
+
+
+@torch.inference_mode()
+def _busy_ms(model: PreTrainedModel, generation: Generation, engine: Engine, steps: int) -> float | None:
+    """Milliseconds of a step in which the device is busy, the mean over `steps` steps behind the generated ones."""
+    cache = EngineCache(engine)
+    tokens = torch.tensor([row[-1] for row in generation.tokens])
+
+    def decode() -> None:
+        nonlocal tokens
+        for _ in range(steps):
+            tokens = decode_step(model, tokens, cache, [True] * len(tokens))
+
+    busy = hardware.busy_seconds(decode, model.device)
+    return None if busy is None else 1e3 * busy / steps

@@ -1,0 +1,203 @@
+"""The protocol of a run: all that changes a score and is not the method, the budget or the task's own data.
+
+Two results may stand in one table only if their protocols have the same digest. Here too a sample's prompt becomes
+token ids, raw or through the chat template, the same way for every method. Nothing imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from kvbench.tasks import TEMPLATE_SETTINGS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvbench.budget import Accounting
+    from kvbench.tasks import Sample
+
+Chat = Literal["auto", "on", "off"]
+Generated = Literal["free", "counted"]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a run is counted and prompted.
+
+    Attributes:
+        accounting: how the budget counts, "paper" (the published rule) or "unified" (everything attended is inside).
+        dense_layers: layers that attend everything: "auto" (the model's conf), "method" (the published set of the
+            method), or true layer indices, kept sorted.
+        chat: use the tokenizer's chat template: "on", "off", or "auto", where the task asks for it and there is one.
+        prefill_chunk: prompt tokens prefilled at a time, None = all at once.
+        question_as_decode: the prompt ends before the question, which is read token by token through the method.
+        generated: "free", generated tokens stay outside the budget where a method's published rule leaves them;
+            "counted", they count for every method.
+
+    Raises:
+        ValueError: a value outside these, named by its key.
+    """
+
+    accounting: Accounting = "paper"
+    dense_layers: Literal["auto", "method"] | Sequence[int] = "auto"
+    chat: Chat = "auto"
+    prefill_chunk: int | None = None
+    question_as_decode: bool = False
+    generated: Generated = "free"
+
+    def __post_init__(self) -> None:
+        _one_of("protocol.accounting", self.accounting, ("paper", "unified"))
+        if type(self.question_as_decode) is not bool:
+            raise ValueError(f"protocol.question_as_decode={self.question_as_decode!r}: true or false")
+        _one_of("protocol.generated", self.generated, get_args(Generated))
+        _one_of("protocol.chat", self.chat, get_args(Chat))
+        if self.prefill_chunk is not None and (not _is_int(self.prefill_chunk) or self.prefill_chunk < 1):
+            raise ValueError(f"protocol.prefill_chunk={self.prefill_chunk!r}: a number of tokens, 1 or more, or null")
+        if self.dense_layers not in ("auto", "method"):
+            object.__setattr__(self, "dense_layers", _layers(self.dense_layers))
+
+    def digest(self) -> str:
+        """12 hex digits, the same for equal protocols in any process and version."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+    def dense_layers_of(self, auto: Sequence[int], published: Sequence[int], layers: int) -> tuple[int, ...]:
+        """The true indices of the dense layers of a model, sorted.
+
+        Args:
+            auto: what the model's conf names.
+            published: what the method was published with.
+            layers: number of layers of the model.
+
+        Raises:
+            ValueError: one of them is not a layer of the model.
+        """
+        choices = {"auto": auto, "method": published}
+        chosen = choices[self.dense_layers] if isinstance(self.dense_layers, str) else self.dense_layers
+        dense = _layers(chosen)
+        outside = [layer for layer in dense if not 0 <= layer < layers]
+        if outside:
+            where = "" if dense == self.dense_layers else f" ({self.dense_layers})"
+            raise ValueError(
+                f"protocol.dense_layers={list(dense)}{where}: the model has layers 0 to {layers - 1}, not {outside}"
+            )
+        return dense
+
+    def uses_chat(self, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Whether the prompt of `sample` goes through the chat template; "auto": where the benchmark does and can."""
+        if self.chat == "auto":
+            return bool(sample.chat and tokenizer.chat_template)
+        return self.chat == "on"
+
+    def check_chat(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Refuse a tokenizer that cannot do what `chat` asks for.
+
+        Raises:
+            ValueError: chat is "on" and there is no template; "auto" then means a raw prompt (base models).
+        """
+        if self.chat == "on" and not tokenizer.chat_template:
+            raise ValueError("protocol.chat=on: this model's tokenizer has no chat template; use auto or off")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt as the model sees it.
+
+    Attributes:
+        ids: token ids, special tokens included, BOS at most once.
+        question_start: index of the token that holds the first character of `Sample.question`; None where the sample
+            has no question or the tokenizer (a slow one) keeps no offsets.
+        cut: tokens that the middle of the raw prompt lost.
+    """
+
+    ids: list[int]
+    question_start: int | None = None
+    cut: int = 0
+
+
+def render(sample: Sample, tokenizer: PreTrainedTokenizerBase, chat: bool, window: int | None = None) -> Rendered:
+    """Token ids of a sample's prompt.
+
+    Args:
+        sample: its prompt is used as it is, or as the one user message of the chat template.
+        tokenizer: adds its own special tokens to a raw prompt; a template's text brings its own, so there it adds none.
+        chat: what `Protocol.uses_chat` says.
+        window: tokens that the model's positions reach; a prompt that may be cut, is cut until it and the new tokens
+            fit. None: no end.
+
+    Raises:
+        ValueError: the template does not keep the question as it was, or the window has no room for any prompt.
+    """
+    whole = _rendered(sample, sample.prompt, tokenizer, chat)
+    if not sample.truncate:
+        return whole
+    # LongBench cuts the raw prompt, special tokens counted, before it meets the template.
+    raw: list[int] = tokenizer(sample.prompt, verbose=False)["input_ids"]
+    room = math.inf if window is None else window - sample.max_new_tokens
+    most = min(len(raw), sample.max_length or len(raw), room - (len(whole.ids) - len(raw) if chat else 0))
+    rendered = whole if most == len(raw) else None
+    # Two halves of a text may make a few tokens more than they were.
+    while rendered is None or len(rendered.ids) > room:
+        if rendered is not None:
+            most -= len(rendered.ids) - room
+        if most < 2:
+            raise ValueError(
+                f"the model's window of {window} tokens has no room for a prompt beside {sample.max_new_tokens} new "
+                "tokens; choose another model"
+            )
+        half = int(most) // 2
+        rendered = _rendered(sample, _halves(raw, half, tokenizer), tokenizer, chat, len(raw) - 2 * half)
+    return rendered
+
+
+def _halves(ids: list[int], half: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of the first and the last `half` tokens."""
+    parts = (ids[:half], ids[len(ids) - half :])
+    return "".join(str(tokenizer.decode(part, skip_special_tokens=True)) for part in parts)
+
+
+def _rendered(sample: Sample, prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool, cut: int = 0) -> Rendered:
+    text = (_chat_text(prompt, tokenizer) if chat else prompt) + sample.answer_prefix
+    locate = bool(sample.question) and tokenizer.is_fast
+    encoded = tokenizer(text, add_special_tokens=not chat, return_offsets_mapping=locate, verbose=False)
+    ids = list(encoded["input_ids"])
+    start = _question_character(text, sample.question) if locate else None
+    if start is None and locate and not cut:
+        raise ValueError(f"the chat template changed the question {sample.question!r}: use protocol.chat=off")
+    if start is None:
+        return Rendered(ids, cut=cut)
+    # Special tokens have empty offsets: they hold no character and are passed over.
+    question = next(index for index, (_, end) in enumerate(encoded["offset_mapping"]) if end > start)
+    return Rendered(ids, question, cut)
+
+
+def _chat_text(prompt: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    message = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **TEMPLATE_SETTINGS)
+
+
+def _question_character(text: str, question: str) -> int | None:
+    """Where the question starts in the rendered text; the last place, since a prompt may repeat it (few-shot)."""
+    start = text.rfind(question)
+    if start < 0:  # many templates trim the message
+        start = text.rfind(question.strip())
+    return None if start < 0 else start
+
+
+def _layers(values: object) -> tuple[int, ...]:
+    if isinstance(values, str) or not isinstance(values, Sequence) or not all(map(_is_int, values)):
+        raise ValueError(f"protocol.dense_layers={values!r}: auto, method, or a list of layer indices")
+    return tuple(sorted(set(values)))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _one_of(key: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{key}={value!r}: one of {', '.join(choices)}")

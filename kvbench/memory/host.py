@@ -1,0 +1,199 @@
+"""The host tier of a layer's store, and how tokens travel between it and the device.
+
+Without a GPU host memory is a second block of the same RAM: the same code runs and the same bytes are counted. With one
+it is pinned, and copies run beside the computation: the prompt leaves on a side stream, a new token lands in a small
+buffer and is put into its place a step later. Nothing here makes the host wait for the device that need not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from kvbench.memory.pinned import pinned_zeros
+from kvbench.memory.transfer import side_stream
+
+
+class HostTier:
+    """Keys and values in host memory, a slot reserved for every token.
+
+    Attributes:
+        key, value: [B, Hkv, capacity, D], pinned where there is a GPU.
+        place: [B, Hkv, capacity] int64, slot of each token id.
+        present: [B, Hkv, capacity] bool, token ids that live here.
+        arranged: slots are no longer in the order of the ids.
+        copied: over once the prompt has left the device; None: it has. Who reads the prompt waits for it.
+    """
+
+    def __init__(self, like: torch.Tensor, capacity: int) -> None:
+        batch, kv_heads, _, head_dim = like.shape
+        size = (batch, kv_heads, capacity, head_dim)
+        self._device = like.device
+        self.key, self.value = self._zeros(size, like.dtype), self._zeros(size, like.dtype)
+        self.place = torch.arange(capacity).repeat(batch, kv_heads, 1)
+        self.present = torch.zeros(batch, kv_heads, capacity, dtype=torch.bool)
+        self.arranged = False
+        self.copied: torch.cuda.Event | None = None
+        self._landing: deque[_Landing] = deque()
+
+    def _zeros(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return pinned_zeros(size, dtype, self) if self._device.type == "cuda" else torch.zeros(size, dtype=dtype)
+
+    @property
+    def capacity(self) -> int:
+        return self.key.shape[2]
+
+    def write_prompt(self, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int]) -> None:
+        """Store the first `lengths[b]` tokens of each row of blocks [B, Hkv, capacity, D].
+
+        From a GPU they are copied on a side stream, beside what the device computes next.
+        """
+        for row, length in enumerate(lengths):
+            self.present[row, :, :length] = True
+        if not key.is_cuda:
+            for row, length in enumerate(lengths):
+                self.key[row, :, :length], self.value[row, :, :length] = key[row, :, :length], value[row, :, :length]
+            return
+        side = side_stream(key.device)
+        side.wait_stream(torch.cuda.current_stream(key.device))
+        with torch.cuda.stream(side):
+            for row, length in enumerate(lengths):
+                for head in range(key.shape[1]):  # each a contiguous block: one copy without a buffer between
+                    self.key[row, head, :length].copy_(key[row, head, :length], non_blocking=True)
+                    self.value[row, head, :length].copy_(value[row, head, :length], non_blocking=True)
+            self.copied = side.record_event()
+        key.record_stream(side)  # freed earlier, it is not used again before the copies are through
+        value.record_stream(side)
+
+    def arrived(self) -> None:
+        """Wait until the prompt is here."""
+        copied = self.copied  # several threads may wait
+        if copied is not None:
+            copied.synchronize()
+            self.copied = None
+
+    def settle(self) -> None:
+        """Wait until every token is in its slot."""
+        self.arrived()
+        self._land()
+
+    def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1, D].
+
+        From a GPU it lands in a buffer and is in its slot when the next one is appended, or when it is read.
+        """
+        self._land()  # of earlier steps: there by now
+        for row, length in enumerate(lengths):
+            self.present[row, :, length] = True
+        new = torch.stack([key[:, :, 0], value[:, :, 0]])
+        if not new.is_cuda:
+            self._put(lengths, new)
+            return
+        buffer = torch.empty(new.shape, dtype=new.dtype, pin_memory=True)
+        buffer.copy_(new, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._landing.append(_Landing(tuple(lengths), buffer, event))
+
+    def _land(self) -> None:
+        """Put new tokens that have left the device into their slots; waits for the last of them."""
+        while self._landing:
+            landing = self._landing.popleft()
+            if not landing.event.query():
+                landing.event.synchronize()
+            self._put(landing.lengths, landing.tokens)
+
+    def _put(self, lengths: Sequence[int], tokens: torch.Tensor) -> None:
+        rows, heads = (torch.arange(size) for size in self.key.shape[:2])
+        slot = torch.stack([self.place[row, :, length] for row, length in enumerate(lengths)])
+        self.key[rows[:, None], heads, slot], self.value[rows[:, None], heads, slot] = tokens[0], tokens[1]
+
+    def write(self, ids: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store tokens; ids [B, Hkv, M] (-1 = none), key and value [B, Hkv, M, D] from either side."""
+        at = (ids >= 0).cpu().nonzero(as_tuple=True)
+        row, head, _ = at
+        token = ids.cpu()[at]
+        slot = self.place[row, head, token]
+        on_device = tuple(axis.to(key.device) for axis in at)
+        self.key[row, head, slot] = key[on_device].cpu()
+        self.value[row, head, slot] = value[on_device].cpu()
+        self.present[row, head, token] = True
+
+    def read(self, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        """Keys and values of single tokens, all three [n] on the CPU: [2, n, D] in one (pinned) buffer."""
+        if not bool(self.present[row, head, token].all()):
+            lost = token[~self.present[row, head, token]][0].item()
+            raise LookupError(f"token {lost} is not in the store: dropped earlier, or not seen yet")
+        self.arrived()
+        if any(bool((token >= torch.tensor(landing.lengths)[row]).any()) for landing in self._landing):
+            self._land()
+        slot = self.place[row, head, token]
+        pinned = self._device.type == "cuda"
+        buffer = torch.empty(2, len(token), self.key.shape[3], dtype=self.key.dtype, pin_memory=pinned)
+        flat = (row * self.key.shape[1] + head) * self.capacity + slot
+        torch.index_select(self.key.view(-1, self.key.shape[3]), 0, flat, out=buffer[0])
+        torch.index_select(self.value.view(-1, self.value.shape[3]), 0, flat, out=buffer[1])
+        return buffer
+
+    def grow(self, capacity: int) -> None:
+        """Make room for token ids up to capacity - 1."""
+        self.settle()
+        held, more = self.capacity, capacity - self.capacity
+        for name in ("key", "value"):
+            old = getattr(self, name)
+            grown = self._zeros((*old.shape[:2], capacity, old.shape[3]), old.dtype)
+            grown[:, :, :held] = old
+            setattr(self, name, grown)
+        fresh = torch.arange(held, capacity).expand(*self.place.shape[:2], more)
+        self.place = torch.cat([self.place, fresh], dim=2)
+        self.present = torch.nn.functional.pad(self.present, (0, more))
+
+    def arrange(self, order: torch.Tensor) -> None:
+        """Set the physical order: slot s holds token order[b, h, s]; order [B, Hkv, S], a permutation of 0 .. S - 1."""
+        self.settle()
+        order = order.cpu()
+        count = order.shape[2]
+        if not torch.equal(order.sort(dim=2).values, torch.arange(count).expand_as(order)):
+            raise ValueError(f"arrange needs each of the tokens 0 to {count - 1} once in every KV head")
+        source = self.place.gather(2, order)
+        held = self.place[:, :, :count].sort(dim=2).values
+        if not torch.equal(held, torch.arange(count).expand_as(held)):
+            raise ValueError(f"arrange named {count} tokens, fewer than an earlier arrange")
+        for tensor in (self.key, self.value):
+            rows = source[..., None].expand(*source.shape, tensor.shape[3])
+            tensor[:, :, :count] = tensor.gather(2, rows)
+        self.place.scatter_(2, order, torch.arange(count).expand_as(order))
+        self.arranged = True
+
+
+@dataclass(frozen=True, eq=False)
+class _Landing:
+    """A step's new tokens on their way from the device.
+
+    Attributes:
+        lengths: their ids, one a row.
+        tokens: [2, B, Hkv, D], pinned; there once `event` is over.
+    """
+
+    lengths: tuple[int, ...]
+    tokens: torch.Tensor
+    event: torch.cuda.Event
+
+
+class Arrival(Future[tuple[torch.Tensor, torch.Tensor]]):
+    """Keys and values in host memory; `result` waits until their copies have arrived, in the thread that asks."""
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, copied: torch.cuda.Event | None) -> None:
+        super().__init__()
+        self._copied = copied
+        self.set_result((key, value))
+
+    def result(self, timeout: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys, values); waits as long as it takes."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return super().result(timeout)

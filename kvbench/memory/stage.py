@@ -1,0 +1,238 @@
+"""The stage of a layer: copies of host tokens on the device, and the ways on which they come up.
+
+A selection made on the CPU is planned there, and what is missing goes up in one transfer; one made on the device stays
+there, and the device reads the host's memory itself. What is staged already is not moved again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from kvbench.memory import fetch as uva
+from kvbench.memory.host import HostTier
+from kvbench.memory.plan import NO_TOKEN, Staging, compile_kernels, staging, whole_pages
+from kvbench.memory.transfer import side_stream, uploaded
+
+Blocks = tuple[tuple[torch.Tensor, torch.Tensor], ...]  # keys and values that lie together
+
+
+@dataclass(frozen=True, eq=False)
+class Located:
+    """Where tokens lie on the device.
+
+    Attributes:
+        key, value: [B, Hkv, S, D], blocks that hold them all; S is a multiple of `kvbench.memory.plan.PAGE`.
+        slots: [B, Hkv, M] int64, the slot of each token asked for; any where none was.
+        present: [B, Hkv, M] bool, whether one was; None: everywhere.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    slots: torch.Tensor
+    present: torch.Tensor | None
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the tokens, gathered: [B, Hkv, M, D] each; any finite content where none was asked for."""
+        return rows(self.key, self.slots), rows(self.value, self.slots)
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """Copies of host tokens that the last selection brought up.
+
+    Attributes:
+        ids: [B, Hkv, U] ascending, `NO_TOKEN` behind the last; on the side where the selection was made.
+        key, value: [B, Hkv, U, D] on the device.
+    """
+
+    ids: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Coming:
+    """Tokens to be staged, some of them still on their way up.
+
+    Attributes:
+        ids: [B, Hkv, U], as of `Staged`.
+        source: [B, Hkv, U] int64 on the CPU, the row of each in `blocks` taken one after the other.
+        blocks: keys and values, [..., D] each, on the device; the last is there for who waits on `event`, if any.
+    """
+
+    ids: torch.Tensor
+    source: torch.Tensor
+    blocks: Blocks
+    event: torch.cuda.Event | None = None
+
+
+class Stage:
+    """What of a host tier is on the device.
+
+    Args:
+        host: the tier.
+        device: where the stage is.
+        moved: told how many tokens were moved up, by the host or by the device.
+
+    Attributes:
+        staged: what the last selection brought up.
+        newest: keys and values [B, Hkv, 1, D] of the current token, which come from the device anyway.
+    """
+
+    def __init__(self, host: HostTier, device: torch.device, moved: Callable[[int], None]) -> None:
+        compile_kernels()
+        self.staged: Staged | None = None
+        self.newest: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._host, self._device, self._moved = host, device, moved
+        self._coming: Coming | None = None
+        self._fetched: torch.Tensor | int = 0  # tokens that the device itself has read, not yet told
+
+    def forget(self) -> None:
+        """Nothing is staged any more."""
+        self.staged = self._coming = None
+
+    def locate(self, index: torch.Tensor, lengths: Sequence[int]) -> Located:
+        """Stage the tokens of index [B, Hkv, M] (-1 = none, repeats allowed), and no others.
+
+        Args:
+            index: on the CPU, or on the device; there it may name any token that was seen.
+            lengths: tokens seen by each row.
+
+        Raises:
+            LookupError: a token that is not in the tier. An index on a GPU aborts the kernel instead.
+        """
+        self.receive()
+        if index.is_cuda and not self._host.arranged:
+            self.staged = self._read_by_device(index, lengths)
+            slots, _ = _places(self.staged.ids, index.clamp(min=0))
+            return Located(self.staged.key, self.staged.value, slots, index >= 0)
+        plan = self._plan(index.cpu(), lengths)
+        self.staged = self._received(self._sent(plan))
+        slots = uploaded(plan.slots, self._device)
+        if plan.complete:
+            return Located(self.staged.key, self.staged.value, slots, None)
+        return Located(self.staged.key, self.staged.value, slots.clamp(min=0), slots >= 0)
+
+    def prefetch(self, index: torch.Tensor, lengths: Sequence[int]) -> None:
+        """Begin to bring up what of index [B, Hkv or 1, M], on the CPU, is in the tier."""
+        self.receive()
+        index = index.expand(-1, self._host.key.shape[1], -1)
+        place = index.clamp(0, self._host.capacity - 1)
+        there = self._host.present.gather(2, place) & (index == place)
+        self._coming = self._sent(self._plan(torch.where(there, index, -1), lengths), beside=True)
+
+    def receive(self) -> None:
+        """What was prefetched is staged from now on."""
+        if self._coming is not None:
+            self.staged, self._coming = self._received(self._coming), None
+
+    def count_fetched(self) -> None:
+        """Tell what the device itself has read; waits for it."""
+        tokens, self._fetched = int(self._fetched), 0
+        if tokens:
+            self._moved(tokens)
+
+    # -- planned on the CPU ----------------------------------------------------------------------------------------
+
+    def _plan(self, index: torch.Tensor, lengths: Sequence[int]) -> Staging:
+        held = None if self.staged is None else self.staged.ids.cpu()
+        return staging(index, held, None if self.newest is None else [length - 1 for length in lengths])
+
+    def _sent(self, plan: Staging, beside: bool = False) -> Coming:
+        """Send up what is missing on the device; `beside`: on the side stream."""
+        blocks = self._blocks()
+        if not len(plan.token):
+            return Coming(plan.ids, plan.source, blocks)
+        heads = self._host.key.shape[1]
+        found = self._host.read(plan.head // heads, plan.head % heads, plan.token)
+        self._moved(len(plan.token))
+        aside = beside and self._device.type == "cuda"
+        with torch.cuda.stream(side_stream(self._device)) if aside else nullcontext():
+            moved = uploaded(found, self._device)
+            event = torch.cuda.current_stream(self._device).record_event() if aside else None
+        return Coming(plan.ids, plan.source, (*blocks, (moved[0], moved[1])), event)
+
+    def _received(self, coming: Coming) -> Staged:
+        """What was sent up, in one block with what was there."""
+        if coming.event is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(coming.event)
+            coming.blocks[-1][0].record_stream(stream)
+        source = uploaded(coming.source.reshape(-1), self._device)
+        size = (*coming.ids.shape, self._host.key.shape[3])
+        key, value = (side.index_select(0, source).view(size) for side in self._joined(coming.blocks))
+        return Staged(coming.ids, key, value)
+
+    # -- on the device alone ---------------------------------------------------------------------------------------
+
+    def _read_by_device(self, index: torch.Tensor, lengths: Sequence[int]) -> Staged:
+        """The same on the device alone: it reads the host's memory, and nobody waits."""
+        host, seen = self._host, uploaded(torch.tensor(lengths), self._device)[:, None, None]
+        torch._assert_async((index < seen).all())
+        ids = _distinct(index)
+        batch, heads, _ = ids.shape
+        head = torch.arange(batch * heads, device=ids.device).view(batch, heads, 1)
+        near, first = torch.full_like(ids, -1), 0
+        if self.staged is not None:
+            held = self.staged.ids.to(ids.device)
+            place, there = _places(held, ids)
+            near, first = torch.where(there, head * held.shape[2] + place, near), held.numel()
+        if self.newest is not None:
+            near = torch.where((ids == seen - 1) & (near < 0), first + head, near)
+        far = torch.where((near < 0) & (ids != NO_TOKEN), head * host.capacity + ids, -1)
+        near = near.masked_fill(ids == NO_TOKEN, -1).view(-1)
+        self._fetched = self._fetched + (far >= 0).sum()
+        if host.copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(host.copied)
+        size = (*ids.shape, host.key.shape[3])
+        sides = zip(self._joined(self._blocks()), (host.key, host.value), strict=True)
+        key, value = (uva.fetch(near, far.view(-1), here, there.view(-1, size[3])).view(size) for here, there in sides)
+        return Staged(ids, key, value)
+
+    # -- what is there ---------------------------------------------------------------------------------------------
+
+    def _blocks(self) -> Blocks:
+        """The staged tokens, then the newest of each row."""
+        staged = () if self.staged is None else ((self.staged.key, self.staged.value),)
+        return staged if self.newest is None else (*staged, self.newest)
+
+    def _joined(self, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of all blocks, keys and values, [n, D] each."""
+        width = self._host.key.shape[3]
+        nothing = self._host.key.new_empty(0, width, device=self._device)
+        key, value = (
+            torch.cat([part.reshape(-1, width) for part in side])
+            for side in (zip(*blocks, strict=True) if blocks else ((nothing,), (nothing,)))
+        )
+        return key, value
+
+
+def rows(tensor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """tensor [B, H, n, D] at slots [B, H, M]: [B, H, M, D]. Much quicker than torch.gather on a CPU."""
+    batch, heads, count, width = tensor.shape
+    if not count or not slots.shape[2]:
+        return tensor.new_zeros(batch, heads, slots.shape[2], width)
+    first = torch.arange(batch * heads, device=slots.device).view(batch, heads, 1) * count
+    return tensor.reshape(-1, width).index_select(0, (slots + first).view(-1)).view(batch, heads, -1, width)
+
+
+def _distinct(index: torch.Tensor) -> torch.Tensor:
+    """Distinct ids >= 0 of index [B, H, M], ascending, `NO_TOKEN` behind; as many columns, in whole pages."""
+    ids = torch.where(index < 0, NO_TOKEN, index).sort(dim=2).values
+    repeated = torch.zeros_like(ids, dtype=torch.bool)
+    repeated[..., 1:] = ids[..., 1:] == ids[..., :-1]
+    distinct = ids.new_full((*ids.shape[:2], whole_pages(ids.shape[2])), NO_TOKEN)
+    distinct[..., : ids.shape[2]] = ids.masked_fill(repeated, NO_TOKEN).sort(dim=2).values
+    return distinct
+
+
+def _places(held: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of ids [B, H, U] in the ascending lists `held` [B, H, V], and whether they are there."""
+    if not held.shape[2]:
+        return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+    place = torch.searchsorted(held, ids).clamp(max=held.shape[2] - 1)
+    return place, held.gather(2, place) == ids

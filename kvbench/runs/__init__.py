@@ -1,0 +1,1 @@
+"""Runs: samples through arms into run folders, and what their summaries hold."""

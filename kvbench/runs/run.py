@@ -1,0 +1,204 @@
+"""One run: model x method x budget x task -> a run folder. It wires; every number comes from the parts it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+import kvbench
+from kvbench.budget import Budget
+from kvbench.config import ConfigError, bind_methods, build
+from kvbench.engine import models
+from kvbench.measure.arm import Arm, measure, prompt_of
+from kvbench.measure.protocol import Protocol
+from kvbench.method import Method
+from kvbench.runs.folder import RunFolder
+from kvbench.runs.identity import arm_name, harness_sources, module_sources, source_hash
+from kvbench.runs.progress import progress
+from kvbench.runs.summary import summarise
+from kvbench.runs.table import table
+from kvbench.tasks import Sample, Task, take
+
+Config = dict[str, Any]
+
+# Keys of a config, and of its method and task, that change no number or that `identity` holds in another form.
+NOT_IDENTITY = {"results_dir", "threads", "hydra", "sweep", "smoke", "model", "device", "dtype"}
+NOT_IDENTITY_OF_GROUP = {"about", "valid", "limit"}
+
+
+def run(cfg: DictConfig) -> dict[str, Any]:
+    """Run one composed config to its end, or from where it was interrupted; returns the summary.
+
+    Raises:
+        ConfigError: what only the loaded model or the task's data can tell is wrong.
+        ResultsError: the run folder cannot be used.
+    """
+    bind_methods()
+    config = cast(Config, OmegaConf.to_container(cfg, resolve=True))
+    if config["threads"]:
+        torch.set_num_threads(config["threads"])
+    arm = prepare(config)
+    console = Console()
+    with open_folder(arm) as folder:
+        work = work_of(arm, config["task"].get("limit"), folder.done)
+        with progress(console, work.total, len(folder.done)) as report:
+            for sample in work.samples:
+                prompt = prompt_of(arm, sample)
+                record = measure(arm, prompt, report.tokens)
+                folder.add(record)
+                report.sample(record, work.share(sample))
+                if _attends_whole(arm, record):
+                    tokens = f"the {record['prompt_tokens']} tokens of {record['id']}"
+                    report.once("whole", f"budget=null: the method attends {tokens} whole (said once)")
+                if sample.chat and not record["chat"] and arm.protocol.chat == "auto":
+                    report.once(
+                        "chat", "protocol.chat=auto: the tokenizer has no chat template, prompts are raw (said once)"
+                    )
+        summary = summarise(folder.records.values(), arm.task.metric)
+        folder.finish(summary)
+    console.print(table(f"{arm.task.name}, {arm_name(config)} on {arm.loaded.name}", arm.task.metric, summary))
+    console.print(f"results: {folder.path}", soft_wrap=True)
+    if summary["failed"]:
+        console.print(
+            f"{summary['failed']} of {summary['n']} samples failed and scored 0: {folder.path / 'samples.jsonl'} says "
+            "why; the same command tries them again",
+            soft_wrap=True,
+        )
+    return summary
+
+
+def _attends_whole(arm: Arm, record: dict[str, Any]) -> bool:
+    """Whether a method that has sizes of its own attended everything, as with a prompt shorter than they are."""
+    if record["error"] or arm.budget.size is not None:
+        return False
+    tokens = record["prompt_tokens"]
+    return arm.method.rule(tokens, 1) is not None and record["audit"]["attended_mean"] > tokens
+
+
+def open_folder(arm: Arm, **marks: Any) -> RunFolder:
+    """The run folder of an arm; `marks` are part of its identity."""
+    config = arm.config
+    facts = {
+        "versions": versions(),
+        "device_name": device_name(arm.loaded.model.device),
+        "model_name": arm.loaded.name,
+        "metric": arm.task.metric,
+    }
+    return RunFolder.open(
+        config["results_dir"],
+        config["task"]["name"],
+        arm.loaded.name,
+        arm_name(config),
+        {**identity(arm), **marks},
+        {**config, **facts},
+    )
+
+
+def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
+    """Build everything a config names; the model last, if it is not there yet."""
+    try:
+        protocol = Protocol(**config["protocol"])
+        task: Task = build(config["task"])
+        method: Method = build(config["method"])
+        for source in getattr(task, "sources", ()):
+            source.path()
+        if getattr(task, "stored", False):
+            len(task)  # reads the files, so that what is wrong with them shows now
+        if loaded is None:
+            loaded = models.load(config["model"], config["device"], config["dtype"], config["seed"])
+        layers = loaded.model.config.get_text_config().num_hidden_layers
+        published = config["method"].get("published_dense_layers") or ()
+        dense_layers = protocol.dense_layers_of(loaded.dense_layers, published, layers)
+        protocol.check_chat(loaded.tokenizer)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    size = config["method"].get("preset") if config["budget"] is None else config["budget"]
+    least = (config["method"].get("minimum") or {}).get(protocol.accounting) or 1
+    budget = Budget(size, protocol.accounting, protocol.generated, least)
+    return Arm(config, protocol, loaded, method, budget, task, dense_layers)
+
+
+class Work(NamedTuple):
+    """The samples that a start has before it.
+
+    Attributes:
+        samples: in the order to run them.
+        total: samples in all, finished ones included.
+        share: of a sample in the work of this start; they add up to 1.
+    """
+
+    samples: Iterable[Sample]
+    total: int
+    share: Callable[[Sample], float]
+
+
+def work_of(arm: Arm, limit: int | None, done: Collection[str]) -> Work:
+    """What is left to do: stored samples longest first, so that what does not fit fails early; generated ones as made.
+
+    What is wrong with a task's settings or data shows here or at the first sample.
+    """
+    if not getattr(arm.task, "stored", False):
+        total = min(len(arm.task), limit or len(arm.task))
+        left = max(1, total - len(done))
+        return Work((sample for sample in samples(arm, limit) if sample.id not in done), total, lambda sample: 1 / left)
+    chosen = list(samples(arm, limit))
+    pending = sorted((sample for sample in chosen if sample.id not in done), key=lambda sample: -len(sample.prompt))
+    characters = max(1, sum(len(sample.prompt) for sample in pending))
+    return Work(pending, len(chosen), lambda sample: len(sample.prompt) / characters)
+
+
+def samples(arm: Arm, limit: int | None) -> Iterator[Sample]:
+    """The samples of this run, as the task orders them."""
+    try:
+        yield from take(arm.task.samples(arm.loaded.tokenizer, arm.config["seed"]), limit)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def identity(arm: Arm) -> dict[str, Any]:
+    """All that may change a number, and nothing else: its hash is the run id.
+
+    Of the model that is its revision; for random weights their shape too. `device`, `dtype` and the dense layers stand
+    as what they came to, whatever word asked for them.
+    """
+    config = {key: value for key, value in arm.config.items() if key not in NOT_IDENTITY}
+    for group in ("method", "task"):
+        config[group] = {key: value for key, value in config[group].items() if key not in NOT_IDENTITY_OF_GROUP}
+    random_weights = arm.loaded.revision.startswith("dummy-")
+    sources = [*harness_sources(), *module_sources(config["method"]["_target_"])]
+    data = [source.path() for source in getattr(arm.task, "sources", ())]
+    # What a path leads to counts, not where it lies.
+    for key, value in config["task"].items():
+        if isinstance(value, str) and any(Path(value) in (path, *path.parents) for path in data):
+            config["task"][key] = "local"
+    return {
+        "config": config,
+        "protocol": arm.protocol.digest(),
+        "dense_layers": list(arm.dense_layers),
+        "model_revision": arm.loaded.revision,
+        "model_shape": arm.config["model"]["config"] if random_weights else None,
+        "data": source_hash([*module_sources(config["task"]["_target_"]), *data]),
+        "notes": dict(getattr(arm.task, "notes", {})),
+        "source": source_hash(sources),
+        "device": arm.loaded.model.device.type,
+        "dtype": str(arm.loaded.model.dtype).removeprefix("torch."),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a number depends on besides our own source."""
+    libraries = {name: version(name) for name in ("torch", "transformers", "tokenizers", "numpy")}
+    return {"kvbench": kvbench.__version__, **libraries}
+
+
+def device_name(device: torch.device) -> str:
+    """What computed: the card's name, or the CPU with its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads"

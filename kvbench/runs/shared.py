@@ -1,0 +1,144 @@
+"""Arms that differ in method and budget alone, side by side: a sample is prefilled once, and each arm begins from that.
+
+Every arm has its own run folder and gets the bits that a run of its own would give; only what the one prefill hides,
+the time to the first token, is missing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from kvbench.config import ConfigError, bind_methods
+from kvbench.measure.arm import Arm, failure, is_failed_sample, measure, prefill_shared, prompt_of
+from kvbench.runs.folder import ResultsError, RunFolder
+from kvbench.runs.identity import APART, arm_name
+from kvbench.runs.progress import progress
+from kvbench.runs.run import open_folder, prepare, work_of
+from kvbench.runs.summary import summarise
+
+
+class Outcome(NamedTuple):
+    """How an arm ended.
+
+    Attributes:
+        arm: method and budget, "quest-64".
+        path: its run folder, if it got one.
+        summary: of a finished arm.
+        error: what ended the arm before its last sample; what it had done until then stays in its folder.
+    """
+
+    arm: str
+    path: Path | None = None
+    summary: dict[str, Any] | None = None
+    error: Exception | None = None
+
+
+def run_shared(configs: Sequence[DictConfig], console: Console | None = None) -> list[dict[str, Any]]:
+    """As `run_arms`, for who wants all arms or none; returns each one's summary.
+
+    Raises:
+        Exception: what ended an arm; the others have finished.
+    """
+    outcomes = run_arms(configs, console)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return [outcome.summary for outcome in outcomes if outcome.summary is not None]
+
+
+def run_arms(configs: Sequence[DictConfig], console: Console | None = None) -> list[Outcome]:
+    """Run composed configs together to their end, or from where they were interrupted.
+
+    An arm that fails, or whose folder another process holds, ends alone and the others go on.
+
+    Args:
+        configs: alike but for method, budget and probe.
+        console: where progress is drawn.
+
+    Raises:
+        ConfigError: they differ in more, or what only the task's data can tell is wrong.
+    """
+    bind_methods()
+    plain = [cast(dict[str, Any], OmegaConf.to_container(config, resolve=True)) for config in configs]
+    refuse_different(plain)
+    if plain[0]["threads"]:
+        torch.set_num_threads(plain[0]["threads"])
+    outcomes = [Outcome(arm_name(config)) for config in plain]
+    loaded = None
+    with ExitStack() as held:
+        running: dict[int, tuple[Arm, RunFolder]] = {}
+        for place, config in enumerate(plain):
+            try:
+                arm = prepare(config, loaded)
+                loaded = arm.loaded
+                running[place] = arm, held.enter_context(open_folder(arm, shared_prefill=True))
+                outcomes[place] = outcomes[place]._replace(path=running[place][1].path)
+            except (ConfigError, ResultsError) as error:
+                outcomes[place] = outcomes[place]._replace(error=error)
+        if running:
+            for place, ended in _run(running, console or Console()).items():
+                outcomes[place] = outcomes[place]._replace(error=ended)
+                del running[place]
+        for place, (arm, folder) in running.items():
+            summary = summarise(folder.records.values(), arm.task.metric)
+            folder.finish(summary)
+            outcomes[place] = outcomes[place]._replace(summary=summary)
+    return outcomes
+
+
+def refuse_different(configs: Sequence[dict[str, Any]]) -> None:
+    """Refuse configs that no common prefill can serve.
+
+    Raises:
+        ConfigError: names a key in which two differ.
+    """
+    first, *others = ({key: value for key, value in config.items() if key not in APART} for config in configs)
+    for other in others:
+        for key in sorted(first.keys() | other.keys()):
+            if first.get(key) != other.get(key):
+                raise ConfigError(f"{key}: arms that share a prefill differ in {', '.join(APART)} alone")
+
+
+def _run(running: Mapping[int, tuple[Arm, RunFolder]], console: Console) -> dict[int, Exception]:
+    """Every sample through every arm that lacks it; returns what ended arms."""
+    ended: dict[int, Exception] = {}
+    first, _ = next(iter(running.values()))
+    done = set.intersection(*(set(folder.done) for _, folder in running.values()))
+    work = work_of(first, first.config["task"].get("limit"), done)
+    with progress(console, work.total, len(done)) as report:
+        for sample in work.samples:
+            waiting = {
+                place: (arm, folder)
+                for place, (arm, folder) in running.items()
+                if place not in ended and sample.id not in folder.done
+            }
+            if len(ended) == len(running):
+                break
+            prompt = prompt_of(first, sample)
+            prefilled, failed = None, prompt.record["error"]
+            if waiting and not failed:
+                try:
+                    prefilled = prefill_shared([arm for arm, _ in waiting.values()], prompt)
+                except Exception as error:
+                    if not is_failed_sample(error):
+                        raise
+                    failed = f"{type(error).__name__}: {error}"
+            for place, (arm, folder) in waiting.items():
+                report.name(arm_name(arm.config))
+                try:
+                    record = failure(arm, prompt, failed) if failed else measure(arm, prompt, report.tokens, prefilled)
+                    folder.add(record)
+                except Exception as error:
+                    ended[place] = error
+                    report.bars.console.print(f"{arm_name(arm.config)} ends: {type(error).__name__}: {error}")
+                    continue
+                report.failed(record)
+            report.advance(work.share(sample))
+    return ended

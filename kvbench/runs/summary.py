@@ -1,0 +1,153 @@
+"""The summary of a run, from its sample records alone. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+
+def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, Any]:
+    """What summary.json holds, from sample records alone.
+
+    Scores are means x 100 over all samples, a failed one counting 0; `score_ok` leaves the failed out; `stderr` is the
+    standard error of the mean in the same units. Timings, audit, hardware and probes are over samples that did not
+    fail; a broken budget rule, which fails its sample, still shows in the audit. Where samples belong to several groups
+    (subsets, lengths), `groups` has each one's own, and `macro` the plain mean of theirs.
+    What no sample measured is None or absent.
+
+    Args:
+        records: one record a sample, as in samples.jsonl.
+        metric: the main score's name.
+    """
+    records = list(records)
+    finished = [record for record in records if not record.get("error")]
+    names = sorted({metric}.union(*(record.get("scores") or {} for record in finished)))
+    main = [_score(record, metric) for record in records]
+    groups = _groups(records, metric)
+    summary: dict[str, Any] = {
+        "score": _percent(main),
+        "score_ok": _percent([_score(record, metric) for record in finished]),
+        "scores": {name: _percent(_scores(records, name)) for name in names},
+        "n": len(records),
+        "failed": len(records) - len(finished),
+        "stderr": _standard_error(main),
+        "groups": groups,
+        "macro": _macro(groups),
+        "latency": _latency(finished),
+        "audit": _combined([record.get("audit") or {} for record in finished]),
+        "hardware": _combined([record.get("hardware") or {} for record in finished]),
+        "probe": _combined([record.get("probe") or {} for record in finished]),
+    }
+    if any((record.get("audit") or {}).get("over_rule") for record in records):
+        summary["audit"] = {**summary["audit"], "over_rule": True}
+    optional = ("groups", "macro", "audit", "hardware", "probe")
+    return {key: value for key, value in summary.items() if value or key not in optional}
+
+
+def _score(record: Mapping[str, Any], name: str) -> float:
+    """A record's score, 0..1; 0 where it failed or the score is missing or not a number."""
+    value: Any = (record.get("scores") or {}).get(name)
+    return float(value) if not record.get("error") and _is_number(value) else 0.0
+
+
+def _scores(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """The scores of that name, 0..1, in the groups that have it: subsets may have metrics of their own."""
+    groups = {record.get("group") for record in records if name in (record.get("scores") or {})}
+    return [_score(record, name) for record in records if not groups or record.get("group") in groups]
+
+
+def _percent(scores: Sequence[float]) -> float | None:
+    mean = _mean(scores)
+    return None if mean is None else 100 * mean
+
+
+def _standard_error(scores: Sequence[float]) -> float | None:
+    """100 * s / sqrt(n), s the sample standard deviation (n - 1); None for fewer than two samples."""
+    if len(scores) < 2:
+        return None
+    mean = math.fsum(scores) / len(scores)
+    variance = math.fsum((score - mean) ** 2 for score in scores) / (len(scores) - 1)
+    return 100 * math.sqrt(variance / len(scores))
+
+
+def _groups(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, dict[str, Any]]:
+    """Main score, standard error, samples and failures of each group, in order of appearance; {} for a single one."""
+    members: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        members.setdefault(record.get("group") or "", []).append(record)
+    if len(members) < 2:
+        return {}
+    found = {}
+    for group, own in members.items():
+        scores = [_score(record, metric) for record in own]
+        failed = sum(bool(record.get("error")) for record in own)
+        found[group] = {"score": _percent(scores), "stderr": _standard_error(scores), "n": len(own), "failed": failed}
+    return found
+
+
+def _macro(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
+    """The plain mean over groups, whatever their sizes, and its standard error."""
+    if not groups:
+        return {}
+    errors = [group["stderr"] for group in groups.values()]
+    known = None not in errors
+    return {
+        "score": math.fsum(group["score"] for group in groups.values()) / len(groups),
+        "stderr": math.sqrt(math.fsum(error**2 for error in errors)) / len(groups) if known else None,
+    }
+
+
+def _latency(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means over samples; tpot_ms_p50 and _p95 are the mean of the samples' own percentiles over their steps."""
+    tpot = [record.get("tpot_ms") or {} for record in records]
+    breakdown = [record["breakdown_ms"] for record in records if record.get("breakdown_ms")]
+    parts = dict.fromkeys(part for one in breakdown for part in one)
+    return {
+        "ttft_s": _mean(record.get("ttft_s") for record in records),
+        "tt2t_s": _mean(record.get("tt2t_s") for record in records),
+        "tpot_ms_mean": _mean(one.get("mean") for one in tpot),
+        "tpot_ms_p50": _mean(one.get("p50") for one in tpot),
+        "tpot_ms_p95": _mean(one.get("p95") for one in tpot),
+        # A part that a sample never entered took 0 ms there: so the means still add up to the step.
+        "breakdown_ms": {part: _mean(one.get(part, 0.0) for one in breakdown) for part in parts},
+    }
+
+
+def _combined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One value per key of several samples' flat dicts; nested values are left to the sample lines."""
+    keys = dict.fromkeys(key for part in parts for key in part)
+    values = {key: [part[key] for part in parts if _is_flat(part.get(key))] for key in keys}
+    return {key: _combine(key)(found) for key, found in values.items() if found}
+
+
+def _combine(key: str) -> Callable[[list[Any]], Any]:
+    """How values of one audit, hardware or probe key become one: peaks by maximum, flags by any, amounts by mean."""
+    if key.endswith(("_max", "_bytes")):
+        return max
+    return _common
+
+
+def _common(values: list[Any]) -> Any:
+    """True if any flag is; the one value if all agree; the mean of numbers; else the different words, sorted."""
+    if all(isinstance(value, bool) for value in values):
+        return any(values)
+    if all(value == values[0] for value in values):
+        return values[0]
+    if all(map(_is_number, values)):
+        return _mean(values)
+    return sorted(set(map(str, values)))
+
+
+def _mean(values: Iterable[Any]) -> float | None:
+    """Mean of the finite numbers among `values`, exact in any order; None if there is none."""
+    numbers = [value for value in values if _is_number(value)]
+    return math.fsum(numbers) / len(numbers) if numbers else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, bool | str) or _is_number(value)

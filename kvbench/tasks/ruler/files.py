@@ -1,0 +1,104 @@
+"""RULER's samples as files: made by its own scripts for one tokenizer and length, or the set on the hub.
+
+A file ends every prompt in the answer prefix; the set has it in a column of its own. Its `index` is not read: for
+needles RULER overwrites it by the place of the answer in the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvbench.tasks.ruler.writers import STRINGS
+from kvbench.tasks.sources import HubFile, LocalFile, read_jsonl
+
+HUB = "hub"
+KEY = "task.data_dir"
+REPOSITORY = "simonjegou/ruler"
+MEGABYTES = {4096: 60, 8192: 120, 16384: 240}  # about, of all thirteen subsets
+
+_FIELDS: dict[str, type | tuple[type, ...]] = {"input": str, "outputs": list}
+_COLUMNS = ["context", "question", "answer_prefix", "answer", "task"]
+
+
+class Stored(NamedTuple):
+    """A sample of a file, or what is wrong with its line."""
+
+    row: int
+    prompt: str = ""
+    question: str = ""
+    answer_prefix: str = ""
+    answers: tuple[str, ...] = ()
+    error: str = ""
+
+
+def source(data_dir: str, subset: str, length: int) -> LocalFile | HubFile:
+    """The file of a subset and a length: `<length>/<subset>.jsonl`, or the hub's file with all subsets of a length."""
+    if data_dir == HUB:
+        return HubFile(REPOSITORY, f"{length}/test-00000-of-00001.parquet", MEGABYTES[length], KEY)
+    return LocalFile(Path(data_dir).expanduser() / str(length) / f"{subset}.jsonl", KEY)
+
+
+def stored(file: LocalFile | HubFile, subset: str, samples: int) -> list[Stored]:
+    """The first samples of a subset, in the order of the file.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    rows = _table(file, subset) if isinstance(file, HubFile) else _lines(file, subset)
+    found = list(islice(rows, samples))
+    if len(found) < samples:
+        raise ValueError(f"task.samples={samples}: {file.label} has {len(found)} of {subset}")
+    return found
+
+
+def family(subset: str) -> str:
+    """Which of RULER's templates a subset has."""
+    return {"vt": "vt", "cwe": "cwe", "fwe": "fwe"}.get(subset, subset.partition("_")[0])
+
+
+def _lines(file: LocalFile, subset: str) -> Iterator[Stored]:
+    with file.path().open("rb") as lines:
+        for row, line in enumerate(read_jsonl(file.label, lines, _FIELDS)):
+            if line.error:
+                yield Stored(row, error=line.error)
+            else:
+                yield _stored(row, subset, line.data["input"], line.data.get("answer_prefix", ""), line.data["outputs"])
+
+
+def _table(file: HubFile, subset: str) -> Iterator[Stored]:
+    import pandas
+
+    try:
+        table = pandas.read_parquet(file.path(), columns=_COLUMNS, filters=[("task", "==", subset)])
+    except (ValueError, KeyError, OSError) as error:
+        raise ValueError(f"{KEY}={HUB}: {file.label}: {error}") from error
+    for row, values in enumerate(table.to_dict("records")):
+        text = values["context"] + values["question"]
+        yield _stored(row, subset, text, values["answer_prefix"], values["answer"])
+
+
+def _stored(row: int, subset: str, text: str, prefix: str, outputs: Any) -> Stored:
+    if prefix:
+        prefix = prefix if prefix[0].isspace() else f" {prefix}"
+        prompt = text.removesuffix(prefix)
+    else:
+        prompt, prefix = _cut(text, subset)
+    return Stored(row, prompt, _question(prompt, subset), prefix, tuple(map(str, outputs)))
+
+
+def _cut(text: str, subset: str) -> tuple[str, str]:
+    """Prompt and answer prefix; the latter is empty where the text does not end in one."""
+    start = STRINGS[family(subset)]["answer_prefix"].partition("{")[0]
+    place = text.rfind(start)
+    if place < 0 or "\n" in text[place:]:
+        return text, ""
+    return text[:place], text[place:]
+
+
+def _question(prompt: str, subset: str) -> str:
+    """The end of a prompt that asks, or "": its last line, if that begins as RULER's questions do."""
+    line = prompt[prompt.rfind("\n") + 1 :]
+    return line if line.startswith("What " if family(subset) == "niah" else "Question: ") else ""

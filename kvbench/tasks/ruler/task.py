@@ -1,0 +1,266 @@
+"""RULER: needles, variables, words and documents in a long text, after NVIDIA/RULER's own generators.
+
+Thirteen subsets, generated for any length and tokenizer, or read from files that RULER made. A generated sample is a
+function of the seed and of its own cell. Chat models get RULER's answer prefix after the assistant's header, as RULER
+has it. `ruler_needles` and `ruler_writers` have the prompts, `ruler_fit` their sizes, `ruler_texts` essays and
+documents, `ruler_files` ready-made sets.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from kvbench.tasks import TEMPLATE_SETTINGS, Sample
+from kvbench.tasks.ruler import files as ruler_files
+from kvbench.tasks.ruler import texts as ruler_texts
+from kvbench.tasks.ruler.files import HUB, MEGABYTES
+from kvbench.tasks.ruler.fit import Fit, Rule
+from kvbench.tasks.ruler.needles import DEPTHS, NEW_TOKENS, SUBSETS, Needles, draw
+from kvbench.tasks.ruler.texts import GENERATED
+from kvbench.tasks.ruler.writers import (
+    ADJECTIVES,
+    NOUNS,
+    STRINGS,
+    Cell,
+    CommonWords,
+    Count,
+    Documents,
+    FrequentWords,
+    Variables,
+    Writer,
+)
+from kvbench.tasks.sources import LocalFile, Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "ADJECTIVES",
+    "DEPTHS",
+    "NEW_TOKENS",
+    "NOUNS",
+    "SUBSETS",
+    "Needles",
+    "Niah",
+    "Ruler",
+    "cleaned",
+    "draw",
+]
+
+ALL_SUBSETS = (*SUBSETS, "vt", "cwe", "fwe", "qa_1", "qa_2")
+ONE_IS_ENOUGH = ("qa_1", "qa_2")  # whose answers say the same; of all others each is wanted
+
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+class Ruler:
+    """`samples` prompts for each subset and length.
+
+    Attributes:
+        subsets: names such as niah_single_2, of `known`.
+        lengths: tokens of a prompt and its answer together, as RULER counts them, and with the special tokens that the
+            tokenizer adds and those of its chat template (RULER leaves out the former): what fits `length` fits a
+            model's window of that length.
+        count: samples per subset and length.
+        fit: "official": RULER's units, so that all samples of a cell but some are of one size; "tight": each sample
+            as large as fits.
+        haystack, squad, hotpotqa: essays, and documents of qa_1 and qa_2: "generated" (others for each sample), or a
+            file: text, SQuAD's JSON, HotpotQA's JSON in the distractor setting.
+        data_dir: None: generate samples. A folder with `<length>/<subset>.jsonl` as RULER writes them, or "hub":
+            read them; then the four options before have no effect.
+    """
+
+    name = "ruler"
+    metric = "score"
+    known: tuple[str, ...] = ALL_SUBSETS
+
+    def __init__(
+        self,
+        subsets: Sequence[str],
+        lengths: Sequence[int],
+        samples: int = 20,
+        fit: Rule = "official",
+        haystack: str = GENERATED,
+        squad: str = GENERATED,
+        hotpotqa: str = GENERATED,
+        data_dir: str | None = None,
+    ) -> None:
+        unknown = [name for name in subsets if name not in self.known]
+        if unknown or not subsets or len(set(subsets)) < len(subsets):
+            raise ValueError(f"task.subsets={list(subsets)}: different ones of {', '.join(self.known)}")
+        if not lengths or any(length < 1 for length in lengths) or len(set(lengths)) < len(lengths):
+            raise ValueError(f"task.lengths={list(lengths)}: different positive numbers, at least one")
+        if data_dir == HUB and not set(lengths) <= MEGABYTES.keys():
+            raise ValueError(f"task.lengths={list(lengths)}: the hub has {', '.join(map(str, MEGABYTES))}")
+        if samples < 1:
+            raise ValueError(f"task.samples={samples}: at least 1")
+        if fit not in get_args(Rule):
+            raise ValueError(f"task.fit={fit}: one of {', '.join(get_args(Rule))}")
+        self.subsets, self.lengths, self.count, self.fit = tuple(subsets), tuple(lengths), samples, fit
+        self.data_dir, self.stored = data_dir, data_dir is not None
+        self.files = {
+            key: LocalFile(Path(value).expanduser(), f"task.{key}")
+            for key, value in (("haystack", haystack), ("squad", squad), ("hotpotqa", hotpotqa))
+            if value != GENERATED
+        }
+
+    def __len__(self) -> int:
+        return len(self.subsets) * len(self.lengths) * self.count
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """The files that samples are made from."""
+        if self.data_dir is not None:
+            cells = [(name, length) for length in self.lengths for name in self.subsets]
+            # The hub has all subsets of a length in one file.
+            return list(dict.fromkeys(ruler_files.source(self.data_dir, *cell) for cell in cells))
+        readers = {"squad": {"qa_1"}, "hotpotqa": {"qa_2"}, "haystack": _essay_subsets()}
+        return [file for key, file in self.files.items() if not readers[key].isdisjoint(self.subsets)]
+
+    @functools.cached_property
+    def writers(self) -> dict[str, Writer]:
+        """How to write each subset.
+
+        Raises:
+            ValueError: a file is not what it should be.
+        """
+        return {name: self._writer(name) for name in self.subsets}
+
+    def samples(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Sample]:
+        """One sample of every subset and length, then the next; each prefix is a fair smaller run.
+
+        Raises:
+            ValueError: a length is too short for a subset, or a file is not what it should be.
+        """
+        cells = [(name, length) for length in self.lengths for name in self.subsets]
+        made = self._read(cells) if self.data_dir is not None else self._generated(cells, counter(tokenizer), seed)
+        yield from made
+
+    def score(self, sample: Sample, output: str) -> dict[str, float]:
+        """The share of the answers that the output contains, in either case; of a question's, whether there is any."""
+        text = cleaned(output).lower()
+        found = [answer.lower() in text for answer in sample.answers]
+        subset = sample.group.partition("/")[0]
+        if subset in ONE_IS_ENOUGH:
+            part = float(any(found))
+            return {self.metric: part, "string_match_part": part}
+        share = sum(found) / len(found) if found else 0.0
+        return {self.metric: share, "string_match_all": share}
+
+    def _writer(self, name: str) -> Writer:
+        if name == "qa_1":
+            file = self.files.get("squad")
+            return Documents(ruler_texts.squad(file, self.count) if file else ruler_texts.Generated(hops=1))
+        if name == "qa_2":
+            file = self.files.get("hotpotqa")
+            return Documents(ruler_texts.hotpotqa(file, self.count) if file else ruler_texts.Generated(hops=2))
+        if name in _OTHERS:
+            return _OTHERS[name]()
+        source, essay = self._essays if name in _essay_subsets() else ruler_texts.essays(None)
+        return Needles(**STRINGS["niah"]["subsets"][name], essay=essay, source=source)
+
+    @functools.cached_property
+    def _essays(self) -> tuple[str, ruler_texts.Essay]:
+        return ruler_texts.essays(self.files.get("haystack"))
+
+    def _generated(self, cells: list[tuple[str, int]], count: Count, seed: int) -> Iterator[Sample]:
+        fits = [Fit(Cell(name, length, seed, count), self.writers[name], self.fit) for name, length in cells]
+        for fit in fits:
+            fit.check()
+        for index in range(self.count):
+            for fit in fits:
+                yield self._sample(fit, index)
+
+    def _sample(self, fit: Fit, index: int) -> Sample:
+        written, size = fit.fitted(index)
+        name, length = fit.cell.name, fit.cell.length
+        return Sample(
+            id=f"{name}-{length}-{index}",
+            prompt=written.prompt,
+            answers=written.answers,
+            max_new_tokens=fit.writer.new_tokens,
+            question=written.question,
+            answer_prefix=written.answer_prefix,
+            group=f"{name}/{length}",
+            meta={"subset": name, "length": length, "size": size, "fit": self.fit, **written.meta},
+            chat=True,
+        )
+
+    def _read(self, cells: list[tuple[str, int]]) -> Iterator[Sample]:
+        assert self.data_dir is not None
+        found = []
+        for name, length in cells:
+            file = ruler_files.source(self.data_dir, name, length)
+            meta = {"subset": name, "length": length, "data": file.label}
+            found.append((name, length, meta, ruler_files.stored(file, name, self.count)))
+        for index in range(self.count):
+            for name, length, meta, rows in found:
+                row = rows[index]
+                yield Sample(
+                    id=f"{name}-{length}-{row.row}",
+                    prompt=row.prompt,
+                    answers=row.answers,
+                    max_new_tokens=STRINGS[ruler_files.family(name)]["new_tokens"],
+                    question=row.question,
+                    answer_prefix=row.answer_prefix,
+                    group=f"{name}/{length}",
+                    meta=meta,
+                    chat=True,
+                    error=row.error,
+                )
+
+
+class Niah(Ruler):
+    """RULER's eight needle subsets alone."""
+
+    name = "niah"
+    metric = "string_match_all"
+    known = SUBSETS
+
+
+_OTHERS: dict[str, type[Variables] | type[CommonWords] | type[FrequentWords]] = {
+    "vt": Variables,
+    "cwe": CommonWords,
+    "fwe": FrequentWords,
+}
+
+
+def _essay_subsets() -> set[str]:
+    return {name for name, settings in STRINGS["niah"]["subsets"].items() if settings["haystack"] == "essay"}
+
+
+@dataclass(frozen=True, eq=False)
+class Counter:
+    """Counts the tokens of a prompt as the model gets it.
+
+    Attributes:
+        around: tokens that the chat template puts around a message.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    around: int = 0
+
+    def __call__(self, text: str) -> int:
+        return len(self.tokenizer(text, verbose=False)["input_ids"]) + self.around
+
+
+def counter(tokenizer: PreTrainedTokenizerBase) -> Counter:
+    """Counts with the chat template where there is one: a prompt that fits with it fits without."""
+    count = Counter(tokenizer)
+    if not getattr(tokenizer, "chat_template", None):
+        return count
+    word = "text"
+    message = [{"role": "user", "content": word}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **TEMPLATE_SETTINGS)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return Counter(tokenizer, max(0, len(ids) - count(word)))
+
+
+def cleaned(output: str) -> str:
+    """RULER's post-processing of an output: stripped, control characters turned into newlines, stripped again."""
+    return _CONTROL.sub("\n", output.strip()).strip()

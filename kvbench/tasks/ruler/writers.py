@@ -1,0 +1,444 @@
+"""RULER's prompts of any size: what a writer is, and those of all tasks but needles, after NVIDIA/RULER's generators.
+
+A writer knows one task's text and nothing of models; `ruler_fit` finds the size that a length has room for. Needles are
+in `ruler_needles`, the documents that questions are asked about in `ruler_texts`.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvbench.tasks.ruler.texts import Corpus
+
+Count = Callable[[str], int]
+
+STRINGS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("data").joinpath("writers.yaml").read_text())
+_VT, _CWE, _FWE, _QA = (STRINGS[family] for family in ("vt", "cwe", "fwe", "qa"))
+ADJECTIVES: list[str] = STRINGS["words"]["adjectives"].split()
+NOUNS: list[str] = STRINGS["words"]["nouns"].split()
+SINGLE_WORDS = sorted({*ADJECTIVES, *NOUNS})
+WORDS: str = STRINGS["words"]["name"]
+
+SMALL_LENGTH = 4096
+
+
+@dataclass(frozen=True)
+class Written:
+    """A prompt in one of its possible sizes.
+
+    Attributes:
+        prompt: the question at its end.
+        question: that end.
+        answer_prefix: what RULER lets the model continue.
+        meta: facts about it for a report; JSON values.
+    """
+
+    prompt: str
+    question: str
+    answer_prefix: str
+    answers: tuple[str, ...]
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """All that a model without a chat template reads."""
+        return self.prompt + self.answer_prefix
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A sample that waits for its size.
+
+    Attributes:
+        write: the sample in a size.
+        swap: takes at a place, from 0 on, a shorter piece of at most so many letters; False if there is none.
+    """
+
+    write: Callable[[int], Written]
+    swap: Callable[[int, int], bool] = lambda place, letters: False
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Where a sample stands.
+
+    Attributes:
+        name: the subset.
+        length: tokens of prompt and answer together, at most.
+        count: tokens of a text.
+    """
+
+    name: str
+    length: int
+    seed: int
+    count: Count
+
+    @property
+    def small(self) -> bool:
+        """Whether RULER makes its smaller samples."""
+        return self.length < SMALL_LENGTH
+
+    def stream(self, index: int) -> str:
+        """Names the random numbers of a sample, which no other shares."""
+        return f"{self.seed}/{self.name}/{self.length}/{index}"
+
+
+class Writer(ABC):
+    """One of RULER's tasks, as the length fit sees it: prompts that grow with a number of words, lines or documents.
+
+    Attributes:
+        new_tokens: tokens to generate.
+    """
+
+    new_tokens: int
+
+    @property
+    @abstractmethod
+    def least(self) -> int:
+        """The smallest size that a sample may be shrunk to."""
+
+    @property
+    @abstractmethod
+    def smallest(self) -> int:
+        """The smallest size that a length must have room for: some more, so that no sample fails by its luck."""
+
+    @abstractmethod
+    def unit(self, length: int) -> int:
+        """What a sample of `length` tokens gives up at a time until it fits."""
+
+    @abstractmethod
+    def draft(self, cell: Cell, index: int) -> Draft:
+        """Sample `index` of a cell, to be written in any size from `least` on."""
+
+    def official(self, size: int, length: int) -> int:
+        """The size that RULER takes where `size` is the largest that fits."""
+        return size
+
+    @property
+    def hardest(self) -> int:
+        """The sample whose shortest prompt is longest; any where they hardly differ."""
+        return 0
+
+    def shortest(self, cell: Cell) -> Written:
+        """A prompt that a length must have room for; one for all seeds and samples."""
+        stand_in = replace(cell, seed=0, length=1 if cell.small else SMALL_LENGTH)
+        return self.draft(stand_in, self.hardest).write(self.smallest)
+
+
+@dataclass(frozen=True)
+class Variables(Writer):
+    """vt: which variables hold a value, by a chain of assignments scattered over lines of noise."""
+
+    new_tokens: int = _VT["new_tokens"]
+
+    @property
+    def least(self) -> int:
+        """A line of noise for each variable, as an assignment stands before a line."""
+        return int(_VT["hops"]) + 1
+
+    @property
+    def smallest(self) -> int:
+        return self.least + 1
+
+    def unit(self, length: int) -> int:
+        """Lines of noise."""
+        return unit_of(_VT["units"], length)
+
+    def draft(self, cell: Cell, index: int) -> Draft:
+        """See `Writer.draft`; the solved example before the task differs in names and value only."""
+        rng = random.Random(f"ruler/{cell.stream(index)}/example")
+        places = random.Random(f"ruler/{cell.seed}/{cell.name}/{cell.length}/example")
+        solved = self._task(_VT["example"]["letters"], _example_lines(cell.count), rng, places)
+        example = f"{solved.text} {' '.join(solved.answers)}\n\n"
+
+        def write(size: int) -> Written:
+            rng = random.Random(f"ruler/{cell.stream(index)}")
+            task = self._task(_VT["letters"], size, rng, rng)
+            return replace(task, prompt=example + task.prompt)
+
+        return Draft(write)
+
+    @staticmethod
+    def _task(letters: int, lines: int, rng: random.Random, places: random.Random) -> Written:
+        names = _coded(string.ascii_uppercase, letters, _VT["hops"] + 1, rng, taken=("VAR",))
+        value = str(rng.randint(10_000, 99_998))
+        chain = [_VT["first"].format(name=names[0], value=value)]
+        chain += [_VT["next"].format(name=name, before=before) for before, name in zip(names, names[1:], strict=False)]
+        above = sorted(places.sample(range(lines), len(chain)))
+        context = [STRINGS["niah"]["noise"]] * lines
+        for already, (place, line) in enumerate(zip(above, chain, strict=True)):
+            context.insert(place + already, line)
+        question = _VT["question"].format(query=value)
+        return Written(
+            prompt=_VT["template"].format(context="\n".join(context)) + question,
+            question=question,
+            answer_prefix=_VT["answer_prefix"].format(count=len(names), query=value),
+            answers=tuple(names),
+            meta={"depths": [round(100 * place / lines, 2) for place in above]},
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def _example_lines(count: Count) -> int:
+    """Lines of noise in vt's example: as many as fit its tokens, as RULER has it, at least one small unit."""
+    lines, letters, tokens = _VT["units"][0], _VT["example"]["letters"], _VT["example"]["tokens"]
+
+    def fits(lines: int) -> bool:
+        return count(Variables._task(letters, lines, random.Random(0), random.Random(0)).text) <= tokens
+
+    while lines < tokens and fits(lines + 1):
+        lines += 1
+    return int(lines)
+
+
+@dataclass(frozen=True)
+class CommonWords(Writer):
+    """cwe: the ten words that stand in a numbered list more often than the others, after a solved example."""
+
+    new_tokens: int = _CWE["new_tokens"]
+
+    @property
+    def least(self) -> int:
+        """The common words and one other."""
+        return int(_CWE["common"]) + 1
+
+    @property
+    def smallest(self) -> int:
+        return int(_CWE["example"]["words"][0])
+
+    def unit(self, length: int) -> int:
+        """Different words."""
+        return unit_of(_CWE["units"], length)
+
+    def draft(self, cell: Cell, index: int) -> Draft:
+        """See `Writer.draft`."""
+        regime, example = int(not cell.small), _CWE["example"]
+        solved = _Vocabulary(random.Random(f"ruler/{cell.stream(index)}/example"))
+        shown = self._task(solved, example["words"][regime], example["repeats"][regime], cell.seed)
+        before = f"{shown.text} {_numbered(shown.answers)}\n"
+        vocabulary = _Vocabulary(random.Random(f"ruler/{cell.stream(index)}"))
+
+        def write(size: int) -> Written:
+            task = self._task(vocabulary, size, _CWE["repeats"][regime], cell.seed)
+            return replace(task, prompt=before + task.prompt)
+
+        return Draft(write)
+
+    @staticmethod
+    def _task(vocabulary: _Vocabulary, size: int, repeats: Sequence[int], seed: int) -> Written:
+        common, others = vocabulary.words(size)
+        listed = common * repeats[0] + others * repeats[1]
+        random.Random(seed).shuffle(listed)  # RULER: the same permutation in every sample of a size
+        name = WORDS if size <= len(SINGLE_WORDS) else f"{WORDS} and made-up words"
+        prompt = _CWE["template"].format(context=_numbered(listed)) + _CWE["question"]
+        return Written(prompt, _CWE["question"], _CWE["answer_prefix"], tuple(common), {"words": name})
+
+
+@dataclass(frozen=True)
+class FrequentWords(Writer):
+    """fwe: the three most frequent of many coded words; one more frequent than they are is shown as dots."""
+
+    new_tokens: int = _FWE["new_tokens"]
+
+    @property
+    def least(self) -> int:
+        """From here on the last word asked for is more frequent than the next, so that the answer is certain."""
+        return _CERTAIN
+
+    @property
+    def smallest(self) -> int:
+        return self.least + self.least // 2
+
+    def unit(self, length: int) -> int:
+        """Words."""
+        return max(1, length // 32)
+
+    def official(self, size: int, length: int) -> int:
+        """RULER starts at a sixth of the length and goes on by units."""
+        start, unit = length // _FWE["letters"], self.unit(length)
+        return max(self.least, start + (size - start) // unit * unit)
+
+    def draft(self, cell: Cell, index: int) -> Draft:
+        """See `Writer.draft`."""
+        ranks = max(cell.length // 50, _FWE["asked"] + 2)
+        rng = random.Random(f"ruler/{cell.stream(index)}")
+        words = [_FWE["noise"], *_coded(string.ascii_lowercase, _FWE["letters"], ranks - 1, rng)]
+        answers = tuple(words[1 : 1 + _FWE["asked"]])
+
+        def write(size: int) -> Written:
+            text = [word for rank, word in enumerate(words, 1) for _ in range(_frequency(size, rank))]
+            random.Random(cell.seed).shuffle(text)
+            prompt = _FWE["template"].format(context=" ".join(text)) + _FWE["question"]
+            return Written(prompt, _FWE["question"], _FWE["answer_prefix"], answers)
+
+        return Draft(write)
+
+
+def _frequency(size: int, rank: int) -> int:
+    """How often the word of a rank appears among about `size`: a zeta distribution, whose sum at 2 is pi^2 / 6."""
+    return int(size * rank ** -_FWE["alpha"] / _FWE["zeta"])
+
+
+def _certain(size: int) -> bool:
+    last = 1 + _FWE["asked"]
+    return _frequency(size, last) > _frequency(size, last + 1)
+
+
+_CERTAIN = 1 + max(size for size in range(1000) if not _certain(size))
+
+
+_AHEAD = 50  # documents among which a short one is looked for
+
+
+@dataclass(frozen=True)
+class Documents(Writer):
+    """qa_1 and qa_2: a question that one or two of many documents answer."""
+
+    corpus: Corpus
+    new_tokens: int = _QA["new_tokens"]
+
+    @property
+    def least(self) -> int:
+        """What the question needs, whatever else is left out."""
+        return self.corpus.needed
+
+    @property
+    def smallest(self) -> int:
+        return self.least + 1
+
+    def unit(self, length: int) -> int:
+        """Documents."""
+        return unit_of(_QA["units"], length)
+
+    @property
+    def hardest(self) -> int:
+        """The question whose needed documents are longest."""
+        return self.corpus.hardest
+
+    def draft(self, cell: Cell, index: int) -> Draft:
+        """See `Writer.draft`."""
+        asked = self.corpus.question(cell.stream(index), index)
+        texts: list[str] = []
+
+        def read(count: int) -> None:
+            texts.extend(islice(asked.documents, max(0, count - len(texts))))
+
+        def write(size: int) -> Written:
+            read(size)
+            places = list(range(size))
+            random.Random(cell.seed).shuffle(places)  # RULER: the same permutation in every sample of a size
+            documents = (
+                _QA["document"].format(number=number, text=texts[place]) for number, place in enumerate(places, 1)
+            )
+            question = _QA["question"].format(query=asked.text)
+            depths = sorted(round(100 * places.index(place) / size, 2) for place in range(asked.needed))
+            meta: dict[str, Any] = {"documents": self.corpus.name, "depths": depths}
+            if (different := len(set(texts[:size]))) < size:
+                meta["different_documents"] = different
+            prompt = _QA["template"].format(context="\n\n".join(documents)) + question
+            return Written(prompt, question, _QA["answer_prefix"], asked.answers, meta)
+
+        def swap(place: int, letters: int) -> bool:
+            """A long document may be next where a shorter one still fits."""
+            read(place + _AHEAD)
+            shorter = (other for other in range(place + 1, place + _AHEAD) if len(texts[other]) <= letters)
+            if (found := next(shorter, None)) is None:
+                return False
+            texts[place], texts[found] = texts[found], texts[place]
+            return True
+
+        return Draft(write, swap)
+
+
+def unit_of(units: Sequence[int], length: int) -> int:
+    """RULER's unit below 4096 tokens and from there on."""
+    small, large = units
+    return int(small if length < SMALL_LENGTH else large)
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def different(
+    one: Callable[[random.Random], str], variety: int, kind: str, count: int, rng: random.Random, taken: Iterable[str]
+) -> list[str]:
+    """`count` different ones of a kind of which there are `variety`, none of them `taken`.
+
+    Raises:
+        ValueError: so many that drawing different ones would take for ever.
+    """
+    found = dict.fromkeys(taken)
+    wanted = len(found) + count
+    if 2 * wanted > variety:
+        raise ValueError(f"task.lengths: {wanted} different {kind} are needed, of {variety}; choose shorter lengths")
+    while len(found) < wanted:
+        found[one(rng)] = None
+    return list(found)[wanted - count :]
+
+
+def _coded(alphabet: str, letters: int, count: int, rng: random.Random, taken: Iterable[str] = ()) -> list[str]:
+    """`count` different random strings of letters."""
+
+    def one(rng: random.Random) -> str:
+        return "".join(rng.choices(alphabet, k=letters))
+
+    return different(one, len(alphabet) ** letters, "coded words", count, rng, taken)
+
+
+_VOWELS, _CONSONANTS = "aeiou", "bdfgklmnprstvz"
+_CLUSTERS = ("b", "d", "g", "k", "l", "m", "n", "r", "s", "st", "nd")
+_STARTS = [first + vowel for first in _CONSONANTS for vowel in _VOWELS]
+_ENDS = [vowel + cluster for vowel in _VOWELS for cluster in _CLUSTERS]
+
+
+class _Vocabulary:
+    """The words of a list that may grow; its common words hardly ever change with it.
+
+    Made-up words follow where the single ones are too few, and then are common in the same proportion. Never
+    "adjective-noun": with many of them a noun alone would be more frequent than any common word.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self.singles = rng.sample(SINGLE_WORDS, len(SINGLE_WORDS))
+        self.lots = [rng.random() for _ in range(_CWE["common"])]
+        self.made_up: list[str] = []
+        self.rng = rng
+
+    def words(self, size: int) -> tuple[list[str], list[str]]:
+        """The common and the other words, `size` together."""
+        count, more = len(self.lots), size - len(self.singles)
+        if more <= 0:
+            return self.singles[:count], self.singles[count:size]
+        if more > len(self.made_up):
+            variety, known = (
+                len(_STARTS) ** 2 * len(_CLUSTERS) * len(_CONSONANTS) * len(_ENDS),
+                (*self.singles, *self.made_up),
+            )
+            self.made_up += different(_made_up, variety, "made-up words", more - len(self.made_up), self.rng, known)
+        common, others = self.singles[:count], self.singles[count:] + self.made_up[:more]
+        for place, lot in enumerate(self.lots[:more]):
+            if lot * size >= len(self.singles):
+                # Where this made-up word lies among the others.
+                other = len(self.singles) - count + place
+                common[place], others[other] = others[other], common[place]
+        return common, others
+
+
+def _made_up(rng: random.Random) -> str:
+    """A word that could be one: dorbalen, misuket."""
+    choice = rng.choice
+    return choice(_STARTS) + choice(_CLUSTERS) + choice(_STARTS) + choice(_CONSONANTS) + choice(_ENDS)
+
+
+def _numbered(words: Iterable[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
