@@ -21,15 +21,53 @@ class Budget:
         accounting: "paper", the published rule; "unified", everything attended counts inside C.
         generated: "free", generated tokens stay outside C where the published rule leaves them; "counted", never.
         minimum: smallest C, in tokens, with which the method keeps its rule.
+        method: whose budget it is, for messages.
     """
 
     size: int | float | None
     accounting: Accounting = "paper"
     generated: Literal["free", "counted"] = "free"
     minimum: int = 1
+    method: str = "the method"
+
+    @classmethod
+    def of(
+        cls,
+        asked: Any,
+        method: Mapping[str, Any],
+        accounting: Accounting = "paper",
+        generated: Literal["free", "counted"] = "free",
+    ) -> Budget:
+        """The budget of a run of `method`: what was asked for, or the method's preset.
+
+        Args:
+            asked: tokens (int), a fraction of the prompt (float), or None: the preset.
+            method: its facts, as in its YAML: `name`; `minimum`, the smallest budget in tokens for each accounting,
+                None for any; `preset`, its own size in tokens, None where it has several. What is absent is unknown.
+            accounting, generated: see the attributes.
+
+        Raises:
+            ConfigError: not a number, out of range, below the minimum, or an accounting without a rule.
+        """
+        right = "tokens (256), a fraction of the prompt in (0, 1] (0.1), or null for the method's preset"
+        if isinstance(asked, bool) or not isinstance(asked, (int, float, type(None))):
+            raise ConfigError(f"budget={show(asked)}: not a number; expected {right}")
+        if isinstance(asked, float) and not 0 < asked <= 1 or isinstance(asked, int) and asked < 1:
+            raise ConfigError(f"budget={asked}: out of range; expected {right}")
+        name, minimum = str(method.get("name", "the method")), method.get("minimum")
+        if minimum is not None and accounting not in minimum:
+            raise ConfigError(
+                f"protocol.accounting={accounting}: {name} has no rule for it; expected {' | '.join(minimum)}"
+            )
+        budget = cls(size_of(asked, method), accounting, generated, (minimum or {}).get(accounting) or 1, name)
+        if isinstance(budget.size, int) and budget.size < budget.minimum:
+            preset = f"null: the preset, {budget.size} tokens, is"
+            raise ConfigError(f"budget={preset if asked is None else f'{asked}:'} {budget._below_minimum}")
+        return budget
 
     @property
     def unified(self) -> bool:
+        """Everything attended counts inside C."""
         return self.accounting == "unified"
 
     @property
@@ -50,34 +88,28 @@ class Budget:
             return max(1, math.ceil(round(self.size * length, 9)))
         return self.size
 
+    def check_prompt(self, length: int) -> None:
+        """Refuse a fraction that leaves a prompt of `length` tokens fewer than the method can keep to.
 
-def check_budget(
-    budget: Any, method: str, minimum: Mapping[str, int | None] | None, accounting: str, preset: int | None = None
-) -> None:
-    """Refuse a budget that is none, or that a method cannot keep to.
+        Raises:
+            ConfigError: the tokens are below the minimum, and not the whole prompt.
+        """
+        if isinstance(self.size, float) and self.tokens(length) < min(self.minimum, length):
+            share = f"{self.tokens(length)} of a prompt's {length} tokens"
+            raise ConfigError(f"budget={self.size}: {share}, {self._below_minimum}")
 
-    Args:
-        budget: tokens (int), a fraction of the prompt (float), or None: the preset.
-        method: its name, for the message.
-        minimum: smallest budget in tokens for each accounting, null for any; None: nothing is known of it.
-        accounting: the accounting in force.
-        preset: the method's own size in tokens, None where it has several.
+    @property
+    def _below_minimum(self) -> str:
+        return f"below the minimum of {self.method}, {self.minimum} tokens (protocol.accounting={self.accounting})"
 
-    Raises:
-        ConfigError: not a number, out of range, below the minimum, or an accounting that the method has no rule for.
-    """
-    right = "tokens (256), a fraction of the prompt in (0, 1] (0.1), or null for the method's preset"
-    if isinstance(budget, bool) or not isinstance(budget, (int, float, type(None))):
-        raise ConfigError(f"budget={show(budget)}: not a number; expected {right}")
-    if isinstance(budget, float) and not 0 < budget <= 1 or isinstance(budget, int) and budget < 1:
-        raise ConfigError(f"budget={budget}: out of range; expected {right}")
-    if minimum is None:
-        return
-    if accounting not in minimum:
-        raise ConfigError(
-            f"protocol.accounting={accounting}: {method} has no rule for it; expected {' | '.join(minimum)}"
-        )
-    least, tokens = minimum[accounting], preset if budget is None else budget
-    if least is not None and isinstance(tokens, int) and tokens < least:
-        where = f"budget=null: the preset, {tokens} tokens, is" if budget is None else f"budget={budget}:"
-        raise ConfigError(f"{where} below the minimum of {method}, {least} tokens (protocol.accounting={accounting})")
+
+def size_of(asked: int | float | None, method: Mapping[str, Any]) -> int | float | None:
+    """The size of a budget: what was asked for, or the preset of the method, whose facts are as in its YAML."""
+    preset: int | None = method.get("preset")
+    return preset if asked is None else asked
+
+
+def has_budget(method: Mapping[str, Any], accounting: str) -> bool:
+    """Whether a budget sets anything in a method, whose facts are as in its YAML; in full attention it does not."""
+    minimum = method.get("minimum") or {}
+    return accounting not in minimum or minimum[accounting] is not None

@@ -250,14 +250,13 @@ class Method:
         self.check_budget()
 
     def check_budget(self) -> None:
-        """Refuse a fraction that leaves a prompt fewer tokens than the method can keep to."""
-        for length in self.shape.lengths if isinstance(self.budget.size, float) else ():
-            tokens = self.budget.tokens(length)
-            if tokens < min(self.budget.minimum, length):
-                raise ValueError(
-                    f"budget={self.budget.size}: {tokens} of a prompt's {length} tokens, below the minimum of "
-                    f"{self.budget.minimum} tokens"
-                )
+        """Refuse a fraction that leaves a prompt fewer tokens than the method can keep to.
+
+        Raises:
+            ValueError: names the fraction, the tokens and the minimum.
+        """
+        for length in self.shape.lengths:
+            self.budget.check_prompt(length)
 
     @property
     def capacities(self) -> list[int]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from kvbench import config, hub
-from kvbench.budget import check_budget
+from kvbench.budget import Budget
 from kvbench.cli import checks
 from kvbench.cli.checks import check
 from kvbench.config import ConfigError
@@ -124,7 +124,7 @@ def test_a_minimum_follows_the_options_and_the_accounting(refusal, composed):
 
 
 def test_a_fraction_is_held_against_the_shortest_prompt(refusal, composed):
-    assert "11 of 1024 tokens" in refusal("budget=0.01")
+    assert "11 of a prompt's 1024 tokens" in refusal("budget=0.01")
     check(composed("budget=0.01", "task.lengths=[8000]"))
     check(composed("budget=0.01", "task.unit=words"))
 
@@ -137,7 +137,7 @@ def test_a_preset_below_the_minimum_of_its_options_is_refused(refusal):
 
 def test_an_accounting_without_a_rule_is_refused():
     with pytest.raises(ConfigError, match=r"protocol.accounting=unified: racc has no rule for it; expected paper"):
-        check_budget(256, "racc", {"paper": 40}, "unified")
+        Budget.of(256, {"name": "racc", "minimum": {"paper": 40}}, "unified")
 
 
 @given(
@@ -148,7 +148,7 @@ def test_a_budget_passes_exactly_where_the_rules_allow_it(budget, least):
     whole = type(budget) is int and budget >= max(1, least or 1)
     fraction = type(budget) is float and not math.isnan(budget) and 0 < budget <= 1
     try:
-        check_budget(budget, "any", {"paper": least}, "paper")
+        Budget.of(budget, {"minimum": {"paper": least}}, "paper")
         passed = True
     except ConfigError:
         passed = False

@@ -561,7 +561,7 @@ def test_the_minimum_is_of_a_prompt_that_is_compressed(tiny: Loaded) -> None:
         with pytest.raises(ConfigError, match=f"39.*minimum of {name}, 40 tokens"):
             KVCache(tiny.model, name, 39, accounting="unified")
         KVCache(tiny.model, name, least)
-    with pytest.raises(ConfigError, match="a prompt's 300 tokens, below the minimum of 40"):
+    with pytest.raises(ConfigError, match="a prompt's 300 tokens, below the minimum of the method, 40"):
         drive_with_minimum(long(300, steps=3), method_named("snapkv_racc"), 0.1, 40)
     drive_with_minimum(long(300, steps=20), small(scenario="silo"), 0.15, 40)
     check(composed("method=racc_code", "method.scenario=silo", "budget=0.15", "task.lengths=[300]"))

@@ -6,7 +6,6 @@ the model itself is checked where those are met. Imports no torch.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
@@ -23,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import hub
 from kvbench.attention.limits import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
-from kvbench.budget import check_budget
+from kvbench.budget import Budget
 from kvbench.config import (
     FACTS,
     ConfigError,
@@ -81,7 +80,7 @@ def check(cfg: DictConfig, here: bool = True) -> None:
         raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
     lengths = _token_lengths(run["task"])
     _check_window(run, shape, source, lengths)
-    _check_budget_of(run, lengths)
+    _check_budget(run, lengths)
     _check_results_dir(run["results_dir"])
     refuse_other_formats(run["results_dir"], run["task"]["name"], source.name, arm_name(run))
     if here:
@@ -177,7 +176,7 @@ def _model_shape(model: Mapping[str, Any], source: hub.Source) -> Mapping[str, A
 
 
 def _check_device(device: str) -> None:
-    """Refuse CUDA where there is plainly none; `kvbench.engine.models` asks torch itself, which takes long to import."""
+    """Refuse CUDA where there is plainly none; `engine.models` asks torch itself, which takes long to import."""
     if device.startswith("cuda") and (reason := _no_cuda()):
         raise ConfigError(f"device={device}: {reason}; use device=cpu or device=auto")
 
@@ -245,18 +244,11 @@ def _check_window(run: Any, shape: Mapping[str, Any], source: hub.Source, length
         )
 
 
-def _check_budget_of(run: Any, lengths: list[int]) -> None:
-    method, accounting = run["method"], run["protocol"]["accounting"]
-    check_budget(run["budget"], method["name"], method.get("minimum"), accounting, method.get("preset"))
-    least = (method.get("minimum") or {}).get(accounting)
-    if isinstance(run["budget"], float) and lengths and least is not None:
-        # As Budget.tokens rounds: 0.1 of 30 is 3, though it is 3.0000000000000004 in binary.
-        tokens = math.ceil(round(run["budget"] * min(lengths), 9))
-        if tokens < least:
-            raise ConfigError(
-                f"budget={run['budget']}: {tokens} of {min(lengths)} tokens, "
-                f"below the minimum of {method['name']}, {least} tokens (protocol.accounting={accounting})"
-            )
+def _check_budget(run: Any, lengths: list[int]) -> None:
+    protocol = run["protocol"]
+    budget = Budget.of(run["budget"], run["method"], protocol["accounting"], protocol["generated"])
+    if lengths:
+        budget.check_prompt(min(lengths))
 
 
 def _check_results_dir(results_dir: Any) -> None:

@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from kvbench.budget import Accounting, Budget, check_budget
+from kvbench.budget import Accounting, Budget
 from kvbench.config import ConfigError, build, method_config
 from kvbench.engine.engine import Engine, Rotate
 from kvbench.engine.support import refuse_unsupported
@@ -152,13 +152,10 @@ class KVCache(_CountingCache):
             raise ConfigError(f"{', '.join(options)}: no such argument; give a Method object its options yourself")
         else:
             self._method = method
-        minimum = harness.get("minimum")
-        check_budget(budget, harness.get("name", "the method"), minimum, accounting, harness.get("preset"))
+        self._budget = Budget.of(budget, harness, accounting)
         use_kvbench_attention(model)
         super().__init__(model.config.get_text_config().num_hidden_layers)
         self._model = model
-        size = harness.get("preset") if budget is None else budget
-        self._budget = Budget(size, accounting, minimum=(minimum or {}).get(accounting) or 1)
         self._dense_layers, self._prompt_length = dense_layers, prompt_length
         self._attention, self._tokenizer, self._seed = attention, tokenizer, seed
         self.engine: Engine | None = None

@@ -118,9 +118,7 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
         protocol.check_chat(loaded.tokenizer)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    size = config["method"].get("preset") if config["budget"] is None else config["budget"]
-    least = (config["method"].get("minimum") or {}).get(protocol.accounting) or 1
-    budget = Budget(size, protocol.accounting, protocol.generated, least)
+    budget = Budget.of(config["budget"], config["method"], protocol.accounting, protocol.generated)
     return Arm(config, protocol, loaded, method, budget, task, dense_layers)
 
 
