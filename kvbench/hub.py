@@ -22,7 +22,7 @@ REAL_DENSE_LAYERS = (0, 1)  # of a model that kvbench has no file for
 PATIENCE = 1.0  # seconds to wait for the hub; its own library would try again for half a minute
 
 
-class Source(NamedTuple):
+class ModelSource(NamedTuple):
     """What the keys of a run's `model` group ask for.
 
     Attributes:
@@ -55,7 +55,7 @@ class Source(NamedTuple):
         return None
 
 
-def source_of(model: Mapping[str, Any]) -> Source:
+def source_of(model: Mapping[str, Any]) -> ModelSource:
     """What a composed `model` group means.
 
     `model.path=X` over a model of kvbench's own (random weights, or those it ships) asks for X itself, under its own
@@ -68,12 +68,12 @@ def source_of(model: Mapping[str, Any]) -> Source:
     dense_layers = tuple(model.get("dense_layers") or ())
     ours = known is not None and (known["path"] is None or "kvbench.assets" in known["path"])
     if path is not None and ours and Path(str(path)).parent != ASSETS:
-        return Source(Path(str(path)).name, str(path), REAL_DENSE_LAYERS)
+        return ModelSource(Path(str(path)).name, str(path), REAL_DENSE_LAYERS)
     if model.get("weights") == "dummy":
-        return Source(name, None, dense_layers)
+        return ModelSource(name, None, dense_layers)
     if path is None:
         raise ConfigError(f"model.path=null: {name} has no weights of its own; give a hub id or a folder")
-    return Source(name, str(path), dense_layers)
+    return ModelSource(name, str(path), dense_layers)
 
 
 def how_to_stretch(random_weights: bool) -> str:

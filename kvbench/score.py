@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.config import HARNESS_KEYS, ConfigError, build, check_types, check_valid, first_line, nearest, show
+from kvbench.config import HARNESS_KEYS, ConfigError, check_types, check_valid, first_line, nearest, show
 from kvbench.runs.folder import (
     Record,
     ResultsError,
@@ -37,7 +37,7 @@ from kvbench.runs.folder import (
 )
 from kvbench.runs.identity import module_sources, source_hash
 from kvbench.runs.summary import summarise
-from kvbench.tasks import Sample, Task
+from kvbench.tasks import Sample, Task, task_of
 
 USAGE = "python -m kvbench.score RUN [RUN ...] [--write | task.key=value ...] [--json]"
 
@@ -67,7 +67,15 @@ class Rescored:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; returns the exit code, 130 after Ctrl-C."""
+    try:
+        return _main(arguments)
+    except KeyboardInterrupt:
+        print("kvbench.score: stopped; what was written is whole, and the same command does the rest", file=sys.stderr)
+        return 130
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     given = _parser().parse_args(arguments)
     changes = [word for word in given.words if word.startswith("task.") and "=" in word]
     try:
@@ -136,10 +144,10 @@ def rescore(folder: Path, options: Mapping[str, Any] | None = None) -> Rescored:
     """
     check_format(folder)
     config = _task_config(folder, options or {})
-    task: Task = build(config)
+    task = task_of(config)
     records, end = read_samples(folder / "samples.jsonl")
     stored = list(records.values())
-    mark = {"task": _code(config["_target_"]), "notes": dict(getattr(task, "notes", {}))}
+    mark = {"task": _code(config["_target_"]), "notes": dict(task.notes)}
     scored = [_scored(folder, record, task, mark) for record in stored]
     before = summarise(stored, task.metric)
     has_metric = any(task.metric in (record.get("scores") or {}) for record in stored if not record.get("error"))

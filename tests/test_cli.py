@@ -168,6 +168,13 @@ def test_every_value_of_a_sweep_is_checked_before_the_first_job(refusal):
     assert refusal("-m", "method=full,topk", "+method.depth=1,2").startswith("method.depth=1: no such key")
 
 
+def test_every_choice_of_a_sweep_is_composed_before_the_first_job():
+    methods = [name for name in config.choices("method") if name != "full"]
+    flags = cli._flags(["-m", f"method={','.join(methods)}", "budget=1024,2048", "seed=range(50)"])
+    jobs = [job for job, _ in composed_jobs(loader_of(flags), "config", flags.overrides, True)]
+    assert len(methods) > 12 and {job.method.name for job in jobs} == set(methods)
+
+
 def test_a_large_sweep_is_checked_by_a_sample_of_its_jobs(command, tmp_path):
     flags = cli._flags(["-m", "method=full,topk,quest,snapkv", "seed=range(1000)", "budget=64,128"])
     jobs = [job for job, _ in composed_jobs(loader_of(flags), "config", flags.overrides, True)]

@@ -226,15 +226,16 @@ def test_without_a_status_a_run_with_a_summary_was_finished(tmp_path):
     assert summary(folder)["rescored"] == 2 and not (other / "summary.json").exists()
 
 
-def test_killed_between_scores_and_summary_the_next_one_makes_the_summary(tmp_path, monkeypatch):
+def test_killed_between_scores_and_summary_the_next_one_makes_the_summary(tmp_path, monkeypatch, capsys):
     folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
 
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(score, "write_whole", killed)
-        main([str(folder), "--write"])
+        assert main([str(folder), "--write"]) == 130
+    assert capsys.readouterr().err.startswith("kvbench.score: stopped; what was written is whole")
     assert len(lines(folder)) == 5 and not (folder / "summary.json").exists()
     assert main([str(folder), "--write"]) == 0
     assert len(lines(folder)) == 5 and summary(folder)["rescored"] == 2
@@ -320,6 +321,13 @@ def test_no_run_there(tmp_path, capsys):
     assert "no run in it; a run is a folder such as" in refused(capsys, tmp_path / "empty")
     assert "no such folder" in refused(capsys, tmp_path / "missing")
     assert "no run given" in refused(capsys, "task.keys=1")
+
+
+def test_a_file_is_no_run_and_one_inside_a_run_names_its_folder(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert f"{tmp_path / 'notes.txt'}: a file, and no run; a run is a folder" in refused(capsys, tmp_path / "notes.txt")
+    folder = stored(tmp_path / "results", RIGHT_BUT_STORED_WRONG)
+    assert f"samples.jsonl: a file; name its folder, {folder}" in refused(capsys, folder / "samples.jsonl")
 
 
 def test_records_without_answers_are_an_older_kvbench_s(tmp_path, capsys):

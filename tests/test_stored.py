@@ -22,11 +22,11 @@ from kvbench.engine.generate import Generation
 from kvbench.engine.models import byte_tokenizer
 from kvbench.measure.arm import stops
 from kvbench.runs.run import run
-from kvbench.tasks import Sample
+from kvbench.tasks import Sample, Task
 from kvbench.tasks.sources import LocalFile, read_jsonl
 
 
-class Lines:
+class Lines(Task):
     """A sample for every line of a JSONL file."""
 
     name = "lines"

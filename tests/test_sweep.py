@@ -113,6 +113,14 @@ def test_an_arm_that_fails_ends_alone_and_goes_on_later(
     assert {arm for _, arm, _ in records(tmp_path / "results")} == {"full-256", "quest-256", "snapkv-256"}
 
 
+def test_no_arm_starts_where_one_cannot_run(sweep: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "check_command", lambda words: None)  # as of a sweep too large for it
+    done = sweep("method=full,snapkv,lychee", "budget=63")
+    told = "kvbench: budget=63: below the minimum of lychee, 64 tokens (protocol.accounting=paper)\n"
+    assert (done.code, done.err) == (2, told)
+    assert not (tmp_path / "results" / "runs").exists()
+
+
 def test_an_arm_in_use_elsewhere_is_left_to_whoever_holds_it(sweep: Any, tmp_path: Path) -> None:
     config = composed(*WORDS, f"results_dir={tmp_path / 'results'}", "method=quest")
     arm = prepare(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]

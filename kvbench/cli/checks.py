@@ -26,7 +26,6 @@ from kvbench.budget import Budget
 from kvbench.config import (
     FACTS,
     ConfigError,
-    build,
     check_types,
     check_valid,
     first_line,
@@ -40,6 +39,7 @@ from kvbench.engine.support import refuse_unsupported, text_config, window
 from kvbench.measure.protocol import Protocol
 from kvbench.runs.folder import refuse_other_formats
 from kvbench.runs.identity import arm_name
+from kvbench.tasks import task_of
 
 REQUIRED = ("model.name", "method.name", "method._target_", "task.name", "task._target_")
 
@@ -143,7 +143,7 @@ def _check_values(run: Any) -> None:
         check_valid(group, run[group], run[group].get("valid") or {})
 
 
-def _check_protocol(run: Any, shape: Mapping[str, Any], source: hub.Source) -> None:
+def _check_protocol(run: Any, shape: Mapping[str, Any], source: hub.ModelSource) -> None:
     """The protocol's own checks, and its dense layers against a model whose depth is known."""
     try:
         protocol = Protocol(**run["protocol"])
@@ -154,7 +154,7 @@ def _check_protocol(run: Any, shape: Mapping[str, Any], source: hub.Source) -> N
         raise ConfigError(first_line(error)) from error
 
 
-def _model_shape(model: Mapping[str, Any], source: hub.Source) -> Mapping[str, Any]:
+def _model_shape(model: Mapping[str, Any], source: hub.ModelSource) -> Mapping[str, Any]:
     """The transformers config of the model, as far as it can be known here: nothing of a hub id never loaded before.
 
     Raises:
@@ -228,14 +228,14 @@ def _token_lengths(task: Mapping[str, Any]) -> list[int]:
 
 def _check_task(task: Mapping[str, Any]) -> None:
     """The task's own checks of its options, and whether its data can be had; tasks import nothing heavy."""
-    for source in getattr(build(task), "sources", ()):
+    for source in task_of(task).sources:
         try:
             source.check()
         except ValueError as error:
             raise ConfigError(first_line(error)) from error
 
 
-def _check_window(run: Any, shape: Mapping[str, Any], source: hub.Source, lengths: list[int]) -> None:
+def _check_window(run: Any, shape: Mapping[str, Any], source: hub.ModelSource, lengths: list[int]) -> None:
     limit, new_tokens = window(shape), run["task"].get("new_tokens") or 0
     if limit is not None and lengths and max(lengths) + new_tokens > limit:
         raise ConfigError(

@@ -6,29 +6,20 @@ import copy
 import itertools
 import random
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from kvbench.cli import smoke
 from kvbench.cli.checks import check, leaves
-from kvbench.config import (
-    ConfigError,
-    conf_dir,
-    first_line,
-    nearest,
-    nearest_key,
-    sweep_words,
-)
+from kvbench.config import ConfigError, conf_dir, first_line, nearest, nearest_key, sweep_words
 
 if TYPE_CHECKING:
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
-
 T = TypeVar("T")
-
 
 # Launchers whose jobs run on this machine.
 HERE = {
@@ -37,11 +28,8 @@ HERE = {
     "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
 }
 
-
-# Composing takes 50 ms, a value put into a composed config 5 ms. What lies beyond is checked when its turn comes.
-MOST_COMPOSED = 12
-
-
+# Composing takes 50 ms, a value put into a composed config 5 ms. A sweep checks the others before its first job.
+MOST_COMPOSED = 20
 MOST_CHECKED = 100
 
 
@@ -89,10 +77,10 @@ def composed_jobs(
         others = [_options(override) for override in arm if not _is_plain_sweep(loader, override)]
         combinations += [(combination, list(product(*plain))) for combination in product(*others)]
     rng = random.Random(0)
-    combinations = _sample(combinations, MOST_COMPOSED, rng)
+    combinations = _covering(combinations, MOST_COMPOSED, rng, lambda one: one[0])
     for combination, rows in combinations:
         base = compose_one(loader, name, [*combination, *rows[0]])
-        for row in _sample(rows, MOST_CHECKED // len(combinations), rng):
+        for row in _covering(rows, MOST_CHECKED // len(combinations), rng, lambda row: row):
             yield smoke.applied(_with_values(without_hydra(base), _parse(loader, row))), here
 
 
@@ -105,9 +93,17 @@ def sweep_arms(loader: ConfigLoaderImpl, config: DictConfig, words: Sequence[str
     return arms
 
 
-def _sample(items: list[T], most: int, rng: random.Random) -> list[T]:
-    # Even steps could meet the same value of a short axis each time.
-    return items if len(items) <= most else rng.sample(items, most)
+def _covering(items: list[T], most: int, rng: random.Random, words: Callable[[T], Iterable[str]]) -> list[T]:
+    """At most `most` items by chance, first of all such that hold a word of which no other has been chosen."""
+    if len(items) <= most:
+        return items
+    seen: set[str] = set()
+    chosen: list[T] = []
+    others: list[T] = []
+    for item in rng.sample(items, len(items)):
+        (others if seen.issuperset(words(item)) else chosen).append(item)
+        seen.update(words(item))
+    return [*chosen, *others][:most]
 
 
 def _refuse_sweep(overrides: Iterable[Override]) -> None:

@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from kvbench.cli import smoke
+from kvbench.cli.checks import check
 from kvbench.cli.compose import without_hydra
 from kvbench.config import ConfigError, first_line, sweep_words
 from kvbench.runs.folder import ResultsError
@@ -58,11 +59,11 @@ class Job:
 
     def __call__(self) -> list[Ended]:
         try:
+            for config in self.configs:
+                check(config)
             if len(self.configs) == 1:
-                from kvbench.cli.checks import check
                 from kvbench.runs.run import run
 
-                check(self.configs[0])
                 return [Ended(run(self.configs[0]) or {})]
             from kvbench.runs.shared import run_arms
 
@@ -109,20 +110,29 @@ class Arms(BasicSweeper):
 
 
 class InTurn(Launcher):
-    """One job after the other, in this process."""
+    """One job after the other, in this process.
+
+    Attributes:
+        here: jobs run on this machine, whose device and network they need.
+    """
+
+    here = True
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """What Hydra hands over: where configs are composed, what runs one, and the sweep's own config."""
         self._loader, self._config = hydra_context.config_loader, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run all arms, then say what became of each.
+        """Check all arms, run them, then say what became of each.
 
         Raises:
+            ConfigError: an arm cannot run; none has been started.
             SweepError: some did not finish.
         """
         configs = [without_hydra(self._loader.load_sweep_config(self._config, list(words))) for words in job_overrides]
         arms = distinct([smoke.applied(config) for config in configs])
+        for arm in arms.values():
+            check(arm, self.here)
         groups = grouped(list(arms.values()))
         places = [[list(arms)[number] for number in group] for group in groups]
         ends: dict[int, Ended] = {}
@@ -232,6 +242,8 @@ class Slurm(Submitted):
         requeues: times that a job whose time is over, or that was preempted, is queued again; it resumes.
         parameters: of `submitit.SlurmExecutor`: partition, time (minutes), gpus_per_node, array_parallelism, ...
     """
+
+    here = False
 
     def __init__(self, requeues: int = 3, **parameters: Any) -> None:
         self.requeues, self.parameters = requeues, parameters

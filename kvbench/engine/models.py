@@ -88,7 +88,7 @@ def load(config: Mapping[str, Any], device: str = "auto", dtype: str = "auto", s
 
 
 def _random(
-    source: hub.Source, shape: Mapping[str, Any], device: torch.device, dtype: torch.dtype, seed: int
+    source: hub.ModelSource, shape: Mapping[str, Any], device: torch.device, dtype: torch.dtype, seed: int
 ) -> Loaded:
     own, name = copy.deepcopy(dict(shape)), source.name
     if own["vocab_size"] < BYTE_VOCABULARY:
@@ -115,7 +115,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _pretrained(source: hub.Source, path: str, device: torch.device, dtype: torch.dtype) -> Loaded:
+def _pretrained(source: hub.ModelSource, path: str, device: torch.device, dtype: torch.dtype) -> Loaded:
     folder = source.folder
     place, settings = path if folder is None else str(folder), dict[str, Any]()
     if folder is None:
@@ -156,7 +156,9 @@ def _explained(path: str) -> Iterator[None]:
         ) from error
 
 
-def _loaded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: hub.Source, revision: str) -> Loaded:
+def _loaded(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: hub.ModelSource, revision: str
+) -> Loaded:
     return Loaded(
         model=model.eval().requires_grad_(False),
         tokenizer=tokenizer,

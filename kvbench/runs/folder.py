@@ -316,9 +316,18 @@ def runs_in(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
         found = [path] if (path / "run.yaml").is_file() else sorted(file.parent for file in path.rglob("run.yaml"))
         if not found:
-            raise ResultsError(f"{path}: {'no run in it' if path.is_dir() else 'no such folder'}; {right}")
+            raise ResultsError(f"{path}: {_no_run(path)}; {right}")
         yield from (folder for folder in found if folder not in seen)
         seen.update(found)
+
+
+def _no_run(path: Path) -> str:
+    """Why there is no run at a path."""
+    if path.is_dir():
+        return "no run in it"
+    if not path.exists():
+        return "no such folder"
+    return f"a file; name its folder, {path.parent}" if (path.parent / "run.yaml").is_file() else "a file, and no run"
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from kvbench.runs.identity import arm_name, harness_sources, module_sources, sou
 from kvbench.runs.progress import progress
 from kvbench.runs.summary import summarise
 from kvbench.runs.table import table
-from kvbench.tasks import Sample, Task, take
+from kvbench.tasks import Sample, take, task_of
 
 Config = dict[str, Any]
 
@@ -104,11 +104,11 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
     """Build everything a config names; the model last, if it is not there yet."""
     try:
         protocol = Protocol(**config["protocol"])
-        task: Task = build(config["task"])
+        task = task_of(config["task"])
         method: Method = build(config["method"])
-        for source in getattr(task, "sources", ()):
+        for source in task.sources:
             source.path()
-        if getattr(task, "stored", False):
+        if task.stored:
             len(task)  # reads the files, so that what is wrong with them shows now
         if loaded is None:
             loaded = models.load(config["model"], config["device"], config["dtype"], config["seed"])
@@ -141,7 +141,7 @@ def work_of(arm: Arm, limit: int | None, done: Collection[str]) -> Work:
 
     What is wrong with a task's settings or data shows here or at the first sample.
     """
-    if not getattr(arm.task, "stored", False):
+    if not arm.task.stored:
         total = min(len(arm.task), limit or len(arm.task))
         left = max(1, total - len(done))
         return Work((sample for sample in samples(arm, limit) if sample.id not in done), total, lambda sample: 1 / left)
@@ -170,7 +170,7 @@ def identity(arm: Arm) -> dict[str, Any]:
         config[group] = {key: value for key, value in config[group].items() if key not in NOT_IDENTITY_OF_GROUP}
     random_weights = arm.loaded.revision.startswith("dummy-")
     sources = [*harness_sources(), *module_sources(config["method"]["_target_"])]
-    data = [source.path() for source in getattr(arm.task, "sources", ())]
+    data = [source.path() for source in arm.task.sources]
     # What a path leads to counts, not where it lies.
     for key, value in config["task"].items():
         if isinstance(value, str) and any(Path(value) in (path, *path.parents) for path in data):
@@ -182,7 +182,7 @@ def identity(arm: Arm) -> dict[str, Any]:
         "model_revision": arm.loaded.revision,
         "model_shape": arm.config["model"]["config"] if random_weights else None,
         "data": source_hash([*module_sources(config["task"]["_target_"]), *data]),
-        "notes": dict(getattr(arm.task, "notes", {})),
+        "notes": dict(arm.task.notes),
         "source": source_hash(sources),
         "device": arm.loaded.model.device.type,
         "dtype": str(arm.loaded.model.dtype).removeprefix("torch."),

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvbench.config import ConfigError, build
+from kvbench.tasks.sources import DataFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# Llama's template prints today's date and Qwen3's chooses whether to think: left free, a prompt changes with the day or
+# the release. The date is the one Llama 3.1's own template falls back to.
+TEMPLATE_SETTINGS = {"date_string": "26 Jul 2024", "enable_thinking": False}
 
 Keys = Literal["model", "synthetic_attention"]
 
@@ -69,31 +78,53 @@ class Sample:
     error: str = ""
 
 
-class Task(Protocol):
-    """What the harness asks of a task.
+class Task(ABC):
+    """What the harness asks of a task. Subclass it, set `name` and `metric`, and say what the samples and scores are.
 
     A constructor checks its options and neither reads nor fetches anything, so that bad values are refused at once and
-    stored outputs can be scored where the data is not. A task may also have, with these defaults:
-
-        sources: Sequence[Source] = ()    what its samples are read from; the content is part of a result's identity
-        stored: bool = False              samples are read from files, cheap to have all at once: the longest run first
-        notes: Mapping[str, str] = {}     what else decides a score (the version of a library), kept with every result
+    stored outputs can be scored where the data is not.
 
     Attributes:
+        name: what results call it.
         metric: the main one of the scores that `score` returns, each 0..1.
+        sources: files that the samples are read from; their content is part of a result's identity.
+        stored: samples are read from files, cheap to have all at once: the longest run first.
+        notes: what else decides a score (the version of a library), kept with every result.
     """
 
     name: str
     metric: str
+    sources: Sequence[DataFile] = ()
+    stored: bool = False
+    notes: Mapping[str, str] = MappingProxyType({})
 
+    @abstractmethod
     def __len__(self) -> int:
-        """Number of samples `samples` yields."""
+        """Number of samples that `samples` yields."""
 
+    @abstractmethod
     def samples(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Sample]:
-        """All samples, in an order whose every prefix is a fair smaller run."""
+        """All samples, in an order whose every prefix is a fair smaller run.
 
+        Raises:
+            ValueError: what only the tokenizer or the data can tell is wrong.
+        """
+
+    @abstractmethod
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """Scores of one decoded output, each in 0..1; of the sample it uses id, answers, group and meta alone."""
+
+
+def task_of(config: Mapping[str, Any]) -> Task:
+    """The task that the `task` group of a run asks for.
+
+    Raises:
+        ConfigError: it cannot be built, or is no `Task`.
+    """
+    task = build(config)
+    if not isinstance(task, Task):
+        raise ConfigError(f"_target_={config['_target_']}: no task; expected a subclass of kvbench.tasks.Task")
+    return task
 
 
 def take(samples: Iterable[Sample], limit: int | None) -> Iterator[Sample]:
@@ -102,8 +133,3 @@ def take(samples: Iterable[Sample], limit: int | None) -> Iterator[Sample]:
         if limit is not None and count >= limit:
             return
         yield sample
-
-
-# Llama's template prints today's date and Qwen3's chooses whether to think: left free, a prompt changes with the day or
-# the release. The date is the one Llama 3.1's own template falls back to.
-TEMPLATE_SETTINGS = {"date_string": "26 Jul 2024", "enable_thinking": False}

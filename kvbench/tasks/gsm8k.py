@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 
-from kvbench.tasks import Sample
-from kvbench.tasks.sources import HubFile, LocalFile, Row, Source, read_jsonl
+from kvbench.tasks import Sample, Task
+from kvbench.tasks.sources import HubFile, LocalFile, Row, read_jsonl
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +40,7 @@ FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 NUMBER = re.compile(r"(?P<sign>(?<![\w.)])-)?\$?(?P<digits>\d*\.?\d+)")
 
 
-class Gsm8k:
+class Gsm8k(Task):
     """The test split in a shuffled order, which the seed decides.
 
     `wei8` gives the scores "flexible", the last number in the output, and "strict", the one behind "The answer is".
@@ -81,7 +81,7 @@ class Gsm8k:
             else LocalFile(Path(str(data_dir)).expanduser() / "test.jsonl", "task.data_dir")
         )
         self._exemplars = None if exemplars is None else LocalFile(Path(str(exemplars)).expanduser(), "task.exemplars")
-        self.sources: tuple[Source, ...] = tuple(file for file in (self._problems, self._exemplars) if file is not None)
+        self.sources = tuple(file for file in (self._problems, self._exemplars) if file is not None)
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -11,13 +11,13 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from kvbench.config import show
-from kvbench.tasks import Keys, Sample, Timed
+from kvbench.tasks import Keys, Sample, Task, Timed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Latency:
+class Latency(Task):
     """A cell for each length and batch size, `repeats` samples in each.
 
     Args:

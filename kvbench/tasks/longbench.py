@@ -21,8 +21,8 @@ from typing import IO, TYPE_CHECKING, Any, get_args
 import yaml
 
 from kvbench.config import nearest
-from kvbench.tasks import Sample, metrics
-from kvbench.tasks.sources import HubFile, LocalFile, Row, Source, read_jsonl
+from kvbench.tasks import Sample, Task, metrics
+from kvbench.tasks.sources import DataFile, HubFile, LocalFile, Row, read_jsonl
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +81,7 @@ CODE_NOTES: dict[metrics.Ratio, str] = {
 }
 
 
-class LongBench:
+class LongBench(Task):
     """All samples of some subsets.
 
     Attributes:
@@ -90,6 +90,8 @@ class LongBench:
         max_length: tokens of the longest raw prompt, whose middle is cut out; None: what the model's window has room
             for.
         code_sim: how `metrics.code_sim` compares.
+        sources: the files that hold the subsets.
+        notes: what the metrics in use are equal to, where there is a choice.
     """
 
     name = "longbench"
@@ -114,18 +116,10 @@ class LongBench:
             raise ValueError(f"task.code_sim={code_sim}: one of {', '.join(get_args(metrics.Ratio))}")
         self.subsets, self.max_length, self.code_sim = tuple(subsets), max_length, code_sim
         self.data_dir = None if data_dir is None else Path(str(data_dir)).expanduser()
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """The files that hold the subsets."""
-        return tuple(dict.fromkeys(map(self._source, self.subsets)))
-
-    @property
-    def notes(self) -> dict[str, str]:
-        """What the metrics in use are equal to, where there is a choice."""
-        notes = {"rouge_l": ROUGE_NOTE, "code_sim": CODE_NOTES[self.code_sim]}
+        self.sources = tuple(dict.fromkeys(map(self._source, self.subsets)))
         used = {SUBSETS[name].metric for name in self.subsets}
-        return {metric: note for metric, note in notes.items() if metric in used}
+        equal_to = {"rouge_l": ROUGE_NOTE, "code_sim": CODE_NOTES[code_sim]}
+        self.notes = {metric: note for metric, note in equal_to.items() if metric in used}
 
     def __len__(self) -> int:
         return sum(len(self._rows(name)) for name in self.subsets)
@@ -162,7 +156,7 @@ class LongBench:
             return functools.partial(metric, ratio=self.code_sim)
         return metric
 
-    def _source(self, name: str) -> Source:
+    def _source(self, name: str) -> DataFile:
         if self.data_dir is None:
             return HUB
         file, archive = self.data_dir / f"{name}.jsonl", self.data_dir / ARCHIVE

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import yaml
 
-from kvbench.tasks import Sample
+from kvbench.tasks import Sample, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +35,7 @@ LARGEST_KEY = 50_000
 NEW_TOKENS = 10
 
 
-class Passkey:
+class Passkey(Task):
     """`len(lengths) * positions * keys` prompts, each with one key.
 
     Attributes:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from kvbench import hub
 
 
-class Source(Protocol):
+class DataFile(Protocol):
     """A file that samples are made from."""
 
     @property

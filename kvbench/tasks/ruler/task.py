@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from kvbench.tasks import TEMPLATE_SETTINGS, Sample
+from kvbench.tasks import TEMPLATE_SETTINGS, Sample, Task
 from kvbench.tasks.ruler import files as ruler_files
 from kvbench.tasks.ruler import texts as ruler_texts
 from kvbench.tasks.ruler.files import HUB, MEGABYTES
@@ -34,7 +34,7 @@ from kvbench.tasks.ruler.writers import (
     Variables,
     Writer,
 )
-from kvbench.tasks.sources import LocalFile, Source
+from kvbench.tasks.sources import DataFile, LocalFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ ONE_IS_ENOUGH = ("qa_1", "qa_2")  # whose answers say the same; of all others ea
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
-class Ruler:
+class Ruler(Task):
     """`samples` prompts for each subset and length.
 
     Attributes:
@@ -108,12 +108,12 @@ class Ruler:
             for key, value in (("haystack", haystack), ("squad", squad), ("hotpotqa", hotpotqa))
             if value != GENERATED
         }
+        self.sources = self._sources()
 
     def __len__(self) -> int:
         return len(self.subsets) * len(self.lengths) * self.count
 
-    @property
-    def sources(self) -> Sequence[Source]:
+    def _sources(self) -> Sequence[DataFile]:
         """The files that samples are made from."""
         if self.data_dir is not None:
             cells = [(name, length) for length in self.lengths for name in self.subsets]
