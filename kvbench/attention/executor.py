@@ -71,9 +71,11 @@ class Plain:
         return self._attend(*arguments, **options)
 
     def prefill(self, *arguments: Any) -> Tensor:
+        """Dense causal attention of a prefill chunk; see `kvbench.attention.torch.prefill`."""
         return torch_executor.prefill(*arguments)
 
     def used(self) -> str:
+        """Its own name: it has no other to fall back to."""
         return self.name
 
 

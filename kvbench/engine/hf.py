@@ -105,6 +105,7 @@ class EngineCache(_CountingCache):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None
     ) -> torch.Tensor:
+        """Attention of one layer by the engine, in the phase that the loop is in; see `Engine.attend`."""
         return self.engine.attend(layer, query, key, value)
 
 
@@ -163,6 +164,7 @@ class KVCache(_CountingCache):
 
     @property
     def batch_size(self) -> int:
+        """Rows of the generation; -1 before the first prompt."""
         return -1 if self.engine is None else self.engine.shape.batch
 
     def reset(self) -> None:
@@ -179,6 +181,7 @@ class KVCache(_CountingCache):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None
     ) -> torch.Tensor:
+        """Attention of one layer, see `Engine.attend`; layer 0 opens the forward pass, the last one closes a step."""
         if layer == 0:
             self._start_forward(query, padding)
         assert self.engine is not None

@@ -49,6 +49,7 @@ class PromptReader:
 
     @property
     def last_chunk(self) -> bool:
+        """The chunk that is being read ends the prompt."""
         return self.column + self.width == self.columns
 
     def observe(self, layer: int, query: torch.Tensor, store: LayerStore) -> None:

@@ -38,7 +38,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TokenizedSample:
     """A sample as the model reads it, the same for every arm of one protocol.
 
     Attributes:
@@ -53,7 +53,7 @@ class Prompt:
     record: dict[str, Any]
 
 
-def prompt_of(arm: Arm, sample: Sample) -> Prompt:
+def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
     """The prompt of a sample under an arm's protocol.
 
     Raises:
@@ -71,7 +71,7 @@ def prompt_of(arm: Arm, sample: Sample) -> Prompt:
         "error": sample.error or None,
     }
     if sample.error:
-        return Prompt(sample, [], [], record)
+        return TokenizedSample(sample, [], [], record)
     try:
         rendered = Rendered(list(sample.timed.rows[0])) if sample.timed else render(sample, tokenizer, chat, window)
     except ValueError as error:
@@ -89,10 +89,10 @@ def prompt_of(arm: Arm, sample: Sample) -> Prompt:
             f"{window} of {arm.loaded.name}; choose a shorter prompt or another model"
             + hub.how_to_stretch(arm.loaded.revision.startswith("dummy-"))
         )
-    return Prompt(sample, ids, question, record)
+    return TokenizedSample(sample, ids, question, record)
 
 
-def prefill_shared(arms: Sequence[Arm], prompt: Prompt) -> Prefilled:
+def prefill_shared(arms: Sequence[Arm], prompt: TokenizedSample) -> Prefilled:
     """One prefill of a prompt, from which each of `arms` can begin."""
     loaded, sample = arms[0].loaded, prompt.sample
     return prefill_once(
@@ -106,7 +106,7 @@ def prefill_shared(arms: Sequence[Arm], prompt: Prompt) -> Prefilled:
 
 
 def measure(
-    arm: Arm, prompt: Prompt, progress: Progress | None = None, prefilled: Prefilled | None = None
+    arm: Arm, prompt: TokenizedSample, progress: Progress | None = None, prefilled: Prefilled | None = None
 ) -> dict[str, Any]:
     """Generate for one sample and score it: its record in samples.jsonl.
 
@@ -139,7 +139,7 @@ def measure(
 
 
 def _generated(
-    arm: Arm, prompt: Prompt, progress: Progress | None, prefilled: Prefilled | None
+    arm: Arm, prompt: TokenizedSample, progress: Progress | None, prefilled: Prefilled | None
 ) -> tuple[Generation, Engine, dict[str, Any]]:
     """The generation of a sample, its engine, and what else its record tells."""
     sample, model = prompt.sample, arm.loaded.model
@@ -186,7 +186,7 @@ def _generated(
     return generation, engine, {}
 
 
-def failure(arm: Arm, prompt: Prompt, error: str) -> dict[str, Any]:
+def failure(arm: Arm, prompt: TokenizedSample, error: str) -> dict[str, Any]:
     """The record of a sample that scores 0 for a reason of its own."""
     return {**prompt.record, "output": "", "scores": {arm.task.metric: 0.0}, "error": error}
 

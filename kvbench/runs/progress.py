@@ -17,6 +17,7 @@ class TimeLeft(ProgressColumn):
     """The time left by the share of the work that is done, not by counting: samples may differ a hundredfold."""
 
     def render(self, bar: Bar) -> Text:
+        """The time left, "" while nothing tells it."""
         share = bar.fields.get("share")
         if not share or not bar.elapsed or bar.finished:
             return Text("")

@@ -52,6 +52,7 @@ class LocalFile:
 
     @property
     def label(self) -> str:
+        """The file's name."""
         return self.file.name
 
     def check(self) -> None:
@@ -65,6 +66,11 @@ class LocalFile:
             raise ValueError(f"{self.key}: {self.file}: {there}")
 
     def path(self) -> Path:
+        """The file itself.
+
+        Raises:
+            ValueError: it is not there.
+        """
         self.check()
         return self.file
 
@@ -89,6 +95,7 @@ class HubFile:
 
     @property
     def label(self) -> str:
+        """The dataset's name and the file's in it."""
         return f"{self.repo}/{self.name}"
 
     def cached(self) -> Path | None:

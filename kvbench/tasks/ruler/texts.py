@@ -87,22 +87,19 @@ class Question:
 
 
 class Corpus(Protocol):
-    """Questions with documents.
-
-    Attributes:
-        name: in results.
-        needed: documents that a question needs.
-        hardest: index of a question whose needed documents are longest.
-    """
+    """Questions with documents."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What results call it."""
 
     @property
-    def needed(self) -> int: ...
+    def needed(self) -> int:
+        """Documents that a question needs."""
 
     @property
-    def hardest(self) -> int: ...
+    def hardest(self) -> int:
+        """Index of a question whose needed documents are longest."""
 
     def question(self, stream: str, index: int) -> Question:
         """Question `index`; `stream` names its random numbers."""
@@ -134,6 +131,8 @@ class Published:
 
     @property
     def hardest(self) -> int:
+        """The question that is longest with its documents."""
+
         def letters(index: int) -> int:
             question = self.asked[index]
             return len(question.text) + sum(len(self.documents[place]) for place in question.needed)
@@ -246,6 +245,7 @@ class Generated:
 
     @property
     def needed(self) -> int:
+        """A document for each hop."""
         return self.hops
 
     def question(self, stream: str, index: int) -> Question:

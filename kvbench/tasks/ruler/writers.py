@@ -148,6 +148,7 @@ class Variables(Writer):
 
     @property
     def smallest(self) -> int:
+        """A line of noise beside the chain."""
         return self.least + 1
 
     def unit(self, length: int) -> int:
@@ -214,6 +215,7 @@ class CommonWords(Writer):
 
     @property
     def smallest(self) -> int:
+        """As many different words as the solved example."""
         return int(_CWE["example"]["words"][0])
 
     def unit(self, length: int) -> int:
@@ -257,6 +259,7 @@ class FrequentWords(Writer):
 
     @property
     def smallest(self) -> int:
+        """Half as many words again as are certain to be enough."""
         return self.least + self.least // 2
 
     def unit(self, length: int) -> int:
@@ -314,6 +317,7 @@ class Documents(Writer):
 
     @property
     def smallest(self) -> int:
+        """A document beside those needed."""
         return self.least + 1
 
     def unit(self, length: int) -> int:
