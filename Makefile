@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv $(VENV)
 	@# torch by itself and pinned first: left free, pip may fetch gigabytes of another build.
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,notebooks]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,notebooks,models]'
 	@touch $@
 
 run: $(STAMP)

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
+from platformdirs import user_cache_dir
 
 PACKAGE = Path(__file__).resolve().parent
 ASSETS = PACKAGE / "assets"  # what kvbench ships besides code: the small model
@@ -58,8 +60,8 @@ class MethodConfig(NamedTuple):
 
 def register_resolvers() -> None:
     """Make `${kvbench.add:a,b}` and `${kvbench.mul:a,b}` (minima that follow from options) known to OmegaConf,
-    `${kvbench.only:a,value,words}`, a where the value is one of the words and null elsewhere, and
-    `${kvbench.assets:name}`, a folder that kvbench ships.
+    `${kvbench.only:a,value,words}`, a where the value is one of the words and null elsewhere,
+    `${kvbench.assets:name}`, a folder that kvbench ships, `${kvbench.fetched:name}`, one that `kvbench.fetch` makes.
     """
     OmegaConf.register_new_resolver("kvbench.add", lambda *terms: sum(terms), replace=True)
     OmegaConf.register_new_resolver("kvbench.mul", lambda *factors: math.prod(factors), replace=True)
@@ -67,9 +69,16 @@ def register_resolvers() -> None:
         "kvbench.only", lambda then, value, words: then if value in words else None, replace=True
     )
     OmegaConf.register_new_resolver("kvbench.assets", lambda name: str(ASSETS / name), replace=True)
+    OmegaConf.register_new_resolver("kvbench.fetched", lambda name: str(fetched_folder(name)), replace=True)
 
 
 register_resolvers()
+
+
+def fetched_folder(model: str) -> Path:
+    """Where `kvbench.fetch` keeps a model: under `$KVBENCH_HOME`, or in the user's cache folder."""
+    home = os.environ.get("KVBENCH_HOME") or user_cache_dir("kvbench", appauthor=False)
+    return Path(home).expanduser().absolute() / "models" / model
 
 
 def conf_dir() -> Path:
@@ -156,7 +165,9 @@ def sweep_words(params: Mapping[str, Any] | None, arms: Iterable[Mapping[str, An
 def nearest(name: str, valid: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest valid ones, and all of them."""
     names = sorted(valid)
-    close = difflib.get_close_matches(name, names, n=2, cutoff=0.6)
+    close = (
+        difflib.get_close_matches(name, names, n=2, cutoff=0.6) or [one for one in names if one.startswith(name)][:2]
+    )
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return f"{hint}(valid: {', '.join(names) or 'none'})"
 

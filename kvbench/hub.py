@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from kvbench.config import ASSETS, ConfigError, first_line, shipped
+from kvbench.config import ASSETS, ConfigError, fetched_folder, first_line, shipped
 
 REAL_DENSE_LAYERS = (0, 1)  # of a model that kvbench has no file for
 PATIENCE = 1.0  # seconds to wait for the hub; its own library would try again for half a minute
@@ -36,6 +36,23 @@ class ModelSource(NamedTuple):
     dense_layers: tuple[int, ...]
 
     @property
+    def gguf(self) -> Path | None:
+        """The GGUF file that `path` means; None for all else.
+
+        Raises:
+            ConfigError: there is no such file, or it does not begin as GGUF does.
+        """
+        if self.path is None or not self.path.endswith(".gguf"):
+            return None
+        file = Path(self.path).expanduser()
+        if not file.is_file():
+            raise ConfigError(f"model.path={self.path}: no such file")
+        with file.open("rb") as stream:
+            if stream.read(4) != b"GGUF":
+                raise ConfigError(f"model.path={self.path}: not a GGUF file; expected one that begins with GGUF")
+        return file
+
+    @property
     def folder(self) -> Path | None:
         """The local folder that `path` means; None for random weights and hub ids.
 
@@ -47,6 +64,10 @@ class ModelSource(NamedTuple):
         folder = Path(self.path).expanduser()
         if folder.is_dir():
             return folder
+        if folder == fetched_folder(self.name):
+            raise ConfigError(
+                f"model={self.name}: not on this machine yet; python -m kvbench.fetch {self.name} gets it"
+            )
         local = folder.exists() or self.path.startswith(("/", ".", "~"))
         if local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.path):
             raise ConfigError(
@@ -96,6 +117,14 @@ def config_in(folder: Path, path: str) -> Mapping[str, Any]:
     if not isinstance(shape, dict):
         raise ConfigError(f"model.path={path}: config.json is no mapping; expected a transformers model's folder")
     return shape
+
+
+def stated_revision(folder: Path) -> str | None:
+    """What the folder of a fetched model says its weights are; None for any other folder."""
+    try:
+        return str(json.loads((folder / "kvbench.json").read_text())["revision"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def refuse_no_weights(folder: Path, path: str) -> None:

@@ -86,7 +86,7 @@ def check(cfg: DictConfig, here: bool = True) -> None:
     if here:
         _check_task(run["task"])
         _check_device(run["device"])
-        if source.path is not None and source.folder is None:
+        if source.path is not None and source.gguf is None and source.folder is None:
             hub.refuse_out_of_reach(source.path)
 
 
@@ -163,6 +163,8 @@ def _model_shape(model: Mapping[str, Any], source: hub.ModelSource) -> Mapping[s
     label = f"model={source.name}" if source.path is None else f"model.path={source.path}"
     if source.path is None:
         shape = model.get("config") or {}
+    elif source.gguf is not None:
+        shape = {}  # in the file, which transformers reads
     elif source.folder is not None:
         shape = hub.config_in(source.folder, source.path)
         hub.refuse_no_weights(source.folder, source.path)

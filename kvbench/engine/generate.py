@@ -77,6 +77,8 @@ def generate(
     prefill_chunk: int | None = None,
     question: Sequence[int] = (),
     prefilled: Lender | None = None,
+    given: Sequence[Sequence[int]] | None = None,
+    watch: Callable[[torch.Tensor], object] | None = None,
     warmup: int = 0,
     progress: Progress | None = None,
 ) -> Generation:
@@ -93,6 +95,8 @@ def generate(
         prefill_chunk: prompt columns in one forward pass; None: all.
         question: token ids that follow every prompt and are read as decode steps, so through the method.
         prefilled: begin from this prefill of the prompts instead of one of its own.
+        given: for each row the `max_new_tokens` tokens that it generates, whatever the model says; nothing ends it.
+        watch: called after every step with its logits [B, vocabulary], outside the times.
         warmup: first decode steps that the breakdown leaves out.
         progress: called after every chunk and step.
 
@@ -126,27 +130,32 @@ def generate(
         stopped = time.perf_counter()
         engine.settle()
         counting += time.perf_counter() - stopped
+    forced = None if given is None else torch.tensor(given)
+    tokens = tokens if forced is None else forced[:, 0]
     new = tokens.tolist()
     generation = Generation([[token] for token in new], ttft_s=time.perf_counter() - start - counting)
     generation.shared_prefill = prefilled is not None
     generation.prefill_ms = _milliseconds(engine.spans.reset(), 1)
 
-    active = [token not in stop_ids and not ends([token]) for token in new]
+    active = [forced is not None or (token not in stop_ids and not ends([token])) for token in new]
     for step in range(1, max_new_tokens):
         if not any(active):
             break
         began = time.perf_counter()
         with engine.spans("other"):
-            tokens = decode_step(model, tokens, cache, active)
+            logits = step_logits(model, tokens, cache, active)
+            tokens = _greedy(logits) if forced is None else forced[:, step]
             new = tokens.tolist()
         generation.step_ms.append((time.perf_counter() - began) * 1e3)
         engine.settle()
+        if watch:
+            watch(logits)
         if step == warmup:
             engine.spans.reset()
         for row, token in enumerate(new):
             if active[row]:
                 generation.tokens[row].append(token)
-                active[row] = token not in stop_ids and not ends(generation.tokens[row])
+                active[row] = forced is not None or (token not in stop_ids and not ends(generation.tokens[row]))
         if progress:
             progress(read + step + 1, total)
     if generation.step_ms:
@@ -183,7 +192,7 @@ def prefill(
         logits = _forward(model, part, torch.arange(column, end, device=ids.device).expand_as(part), cache, columns)
         for row in ending:
             last = logits[row : row + 1, columns.index(lengths[row] - 1 - column)]
-            tokens[row] = _argmax(last, not_first)[0]
+            tokens[row] = _greedy(last, not_first)[0]
         progress(end)
     return tokens
 
@@ -196,11 +205,18 @@ def decode_step(
     banned: Collection[int] = (),
 ) -> torch.Tensor:
     """One step: tokens [B] on the CPU in, the next tokens [B] out, none of them banned."""
+    return _greedy(step_logits(model, tokens, cache, active), banned)
+
+
+def step_logits(
+    model: PreTrainedModel, tokens: torch.Tensor, cache: EngineCache, active: Sequence[bool]
+) -> torch.Tensor:
+    """One step: tokens [B] on the CPU in, the logits of the next ones [B, vocabulary] out."""
     positions = torch.tensor(cache.engine.stores[0].lengths)
     cache.engine.start_step(tokens, active)
     ids, positions = uploaded(torch.stack([tokens, positions]), model.device)
     logits = _forward(model, ids[:, None], positions[:, None], cache, None)
-    return _argmax(logits[:, -1], banned)
+    return logits[:, -1]
 
 
 def _forward(
@@ -214,7 +230,7 @@ def _forward(
     return logits
 
 
-def _argmax(logits: torch.Tensor, banned: Collection[int] = ()) -> torch.Tensor:
+def _greedy(logits: torch.Tensor, banned: Collection[int] = ()) -> torch.Tensor:
     """Greedy tokens [B] of logits [B, vocabulary], on the CPU; NaN and inf reach the maximum: one test finds them."""
     if banned:
         logits = logits.index_fill(-1, uploaded(torch.tensor(sorted(banned)), logits.device), -torch.inf)

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GgufConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -49,7 +50,7 @@ class Loaded:
         model: in eval mode, no gradients, `attn_implementation="kvbench"`.
         tokenizer: the model's own, or `byte_tokenizer()` beside random weights.
         name: the model's name in results.
-        revision: the hub's commit, "folder-<hash>" of a folder, or "dummy-<seed>".
+        revision: the hub's commit, "folder-<hash>", "gguf-<hash>", what a fetched folder states, or "dummy-<seed>".
         window: tokens the positions reach, as `support.window` counts them; None: the model sets no limit.
         stop_ids: every token id that ends a generation.
         dense_layers: layers that stay dense under `protocol.dense_layers=auto`.
@@ -84,6 +85,11 @@ def load(config: Mapping[str, Any], device: str = "auto", dtype: str = "auto", s
     source = hub.source_of(config)
     if source.path is None:
         return _random(source, config["config"], where, kind, seed)
+    if source.gguf is not None:
+        model, tokenizer = read_gguf(source.gguf, kind)
+        refuse_unsupported(model.config.to_dict(), source.name)
+        model.set_attn_implementation(hf.NAME)
+        return _loaded(model.to(where), tokenizer, source, _revision([source.gguf], "gguf"))
     return _pretrained(source, source.path, where, kind)
 
 
@@ -127,7 +133,7 @@ def _pretrained(source: hub.ModelSource, path: str, device: torch.device, dtype:
     with _explained(path):
         model_config = AutoConfig.from_pretrained(place, **settings)
     refuse_unsupported(model_config.to_dict(), source.name)
-    revision = _commit(path) if folder is None else _folder_revision(folder)
+    revision = _commit(path) if folder is None else hub.stated_revision(folder) or _folder_revision(folder)
     if folder is None:
         settings["revision"] = revision  # the weights are of the commit that the results will name
     if not sys.stderr.isatty():
@@ -138,6 +144,28 @@ def _pretrained(source: hub.ModelSource, path: str, device: torch.device, dtype:
             place, config=model_config, dtype=dtype, attn_implementation=hf.NAME, **settings
         )
     return _loaded(model.to(device), tokenizer, source, revision)
+
+
+def read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and the tokenizer in a GGUF file, its weights dequantised.
+
+    Raises:
+        ConfigError: transformers cannot read it, or lacks the packages to.
+    """
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**place)
+        quantised = GgufConfig(gguf_file=file.name, dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(**place, quantization_config=quantised, dtype=dtype)
+    except ImportError as error:
+        raise ConfigError(f"model.path={file}: needs gguf and accelerate; pip install 'kvbench[models]'") from error
+    except Exception as error:  # whatever a damaged file makes of the parser
+        raise ConfigError(f"model.path={file}: cannot be read as GGUF: {first_line(error)}") from error
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # it is not any more, and could not be saved
+    return model, tokenizer
 
 
 @contextlib.contextmanager
@@ -187,16 +215,20 @@ def _commit(hub_id: str) -> str:
 
 
 def _folder_revision(folder: Path) -> str:
-    """Hash of a model folder: text files in full, weights by name, size and a few megabytes of their bytes."""
+    return _revision([file for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")], "folder")
+
+
+def _revision(files: Sequence[Path], kind: str) -> str:
+    """Hash of a model's files: text in full, weights by name, size and a few megabytes of their bytes."""
     digest = hashlib.sha256()
-    for file in sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")):
+    for file in sorted(files):
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:
             for start in _sampled(size):
                 stream.seek(start)
                 digest.update(stream.read(1 << 20))
-    return f"folder-{digest.hexdigest()[:16]}"
+    return f"{kind}-{digest.hexdigest()[:16]}"
 
 
 def _sampled(size: int) -> list[int]:

@@ -41,6 +41,8 @@ class Prefilled:
         lengths: prompt tokens of each row.
         tokens: [B], the first new token of each row.
         seconds: what the prefill took.
+        reference: [T, vocabulary] fp32, what full attention says after each token of a text that is given (see
+            `kvbench.measure.fidelity`); None: nobody asked.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Prefilled:
         self.lengths = prompts[0].lengths
         self.tokens, self.seconds = tokens, seconds
         self._prompts, self._stores = prompts, stores
+        self.reference: torch.Tensor | None = None
         self._lent: list[LayerStore] = []
 
     def lend(self, engine: Engine) -> None:

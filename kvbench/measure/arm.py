@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from kvbench.engine.engine import Engine
 from kvbench.engine.generate import Generation, Progress, generate
 from kvbench.engine.hf import engine_for
 from kvbench.engine.prefilled import Prefilled, prefill_once
-from kvbench.measure import latency
+from kvbench.measure import fidelity, latency
 from kvbench.measure.protocol import Protocol, Rendered, render
 from kvbench.measure.synthetic import SyntheticEngine
 from kvbench.method import Method
-from kvbench.tasks import Sample, Task
+from kvbench.tasks import Given, Sample, Task
 
 
 @dataclass
@@ -60,7 +60,7 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
         ConfigError: what the protocol asks for cannot be done with it, or it does not fit the window.
     """
     tokenizer, window = arm.loaded.tokenizer, arm.loaded.window
-    chat = sample.timed is None and arm.protocol.uses_chat(sample, tokenizer)
+    chat = _token_ids(sample) is None and arm.protocol.uses_chat(sample, tokenizer)
     record: dict[str, Any] = {
         "id": sample.id,
         "group": sample.group,
@@ -73,7 +73,8 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
     if sample.error:
         return TokenizedSample(sample, [], [], record)
     try:
-        rendered = Rendered(list(sample.timed.rows[0])) if sample.timed else render(sample, tokenizer, chat, window)
+        ready = _token_ids(sample)
+        rendered = render(sample, tokenizer, chat, window) if ready is None else Rendered(ready)
     except ValueError as error:
         raise ConfigError(f"{sample.id}: {error}") from error
     ids, question = rendered.ids, []
@@ -90,6 +91,13 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
             + hub.how_to_stretch(arm.loaded.revision.startswith("dummy-"))
         )
     return TokenizedSample(sample, ids, question, record)
+
+
+def _token_ids(sample: Sample) -> list[int] | None:
+    """The prompt of a sample that is no text, in a batch the first row's; None for a text."""
+    if sample.timed:
+        return list(sample.timed.rows[0])
+    return list(sample.given.prompt) if sample.given else None
 
 
 def prefill_shared(arms: Sequence[Arm], prompt: TokenizedSample) -> Prefilled:
@@ -129,8 +137,8 @@ def measure(
             raise
         return failure(arm, prompt, f"{type(error).__name__}: {error}")
     output = arm.loaded.tokenizer.decode(generation.tokens[0], skip_special_tokens=True)
-    scores = arm.task.score(sample, output)
     found = {"output": output, **measured(generation, sample.timed.warmup if sample.timed else 0), **told}
+    scores = arm.task.score(replace(sample, answers=tuple(found.get("answers", sample.answers))), found["output"])
     if generation.audit["over_rule"]:
         attended, rule = generation.audit["attended_max"], arm.method.rule(len(prompt.ids), engine.audit.steps)
         reason = f"over_rule: a KV head attended up to {attended} entries, its rule at the end allows {rule}"
@@ -171,6 +179,8 @@ def _generated(
             probed=bool(settings["probe_every"]),
         )
         return generation, engine, {"hardware": hardware} if hardware else {}
+    if sample.given:
+        return _compared(arm, prompt, sample.given, make, progress, prefilled)
     engine = make([prompt.ids], len(prompt.question) + sample.max_new_tokens)
     generation = generate(
         model,
@@ -184,6 +194,34 @@ def _generated(
         progress=progress,
     )
     return generation, engine, {}
+
+
+def _compared(
+    arm: Arm,
+    prompt: TokenizedSample,
+    given: Given,
+    make: latency.MakeEngine,
+    progress: Progress | None,
+    prefilled: Prefilled | None,
+) -> tuple[Generation, Engine, dict[str, Any]]:
+    """The generation of a sample whose tokens are given, beside full attention from the same prefill."""
+    model = arm.loaded.model
+    prefilled = prefilled or prefill_shared([arm], prompt)
+    fidelity.full_attention(model, prefilled, prompt.ids, given.tokens)
+    assert prefilled.reference is not None
+    comparison = fidelity.Comparison(prefilled.reference, given.tokens[1:])
+    engine = make([prompt.ids], len(given.tokens))
+    generation = generate(
+        model,
+        [prompt.ids],
+        engine,
+        max_new_tokens=len(given.tokens),
+        given=[given.tokens],
+        prefilled=prefilled,
+        watch=comparison,
+        progress=progress,
+    )
+    return generation, engine, comparison.record()
 
 
 def failure(arm: Arm, prompt: TokenizedSample, error: str) -> dict[str, Any]:

@@ -38,10 +38,11 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
         "audit": _combined([record.get("audit") or {} for record in finished]),
         "hardware": _combined([record.get("hardware") or {} for record in finished]),
         "probe": _combined([record.get("probe") or {} for record in finished]),
+        "fidelity": _fidelity([record.get("fidelity") or {} for record in finished]),
     }
     if any((record.get("audit") or {}).get("over_rule") for record in records):
         summary["audit"] = {**summary["audit"], "over_rule": True}
-    optional = ("groups", "macro", "audit", "hardware", "probe")
+    optional = ("groups", "macro", "audit", "hardware", "probe", "fidelity")
     return {key: value for key, value in summary.items() if value or key not in optional}
 
 
@@ -112,6 +113,13 @@ def _latency(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         # A part that a sample never entered took 0 ms there: so the means still add up to the step.
         "breakdown_ms": {part: _mean(one.get(part, 0.0) for one in breakdown) for part in parts},
     }
+
+
+def _fidelity(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One value per key of samples that were compared with full attention, and the perplexities that follow."""
+    found = _combined(parts)
+    perplexities = {name.replace("nll", "perplexity"): math.exp(found[name]) for name in ("nll", "nll_full") if found}
+    return {**found, **perplexities}
 
 
 def _combined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

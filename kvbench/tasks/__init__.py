@@ -39,6 +39,19 @@ class Timed:
 
 
 @dataclass(frozen=True)
+class Given:
+    """What a sample is whose output is given to the model, so that methods are compared on the same tokens.
+
+    Attributes:
+        prompt: token ids to prefill.
+        tokens: token ids that follow, each read in a decode step of its own but for the last, which is only predicted.
+    """
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Sample:
     """One prompt with its answer.
 
@@ -58,6 +71,7 @@ class Sample:
         truncate: a prompt that is too long loses its middle, and is no error.
         max_length: with `truncate`, tokens of the longest raw prompt; None: what the model's window has room for.
         timed: it is there to be timed, and has no prompt but this.
+        given: its output is given, and compared with full attention's; it has no prompt but this.
         error: why it cannot run (a bad line in a data file), or ""; it then counts as failed.
     """
 
@@ -75,6 +89,7 @@ class Sample:
     truncate: bool = False
     max_length: int | None = None
     timed: Timed | None = None
+    given: Given | None = None
     error: str = ""
 
 

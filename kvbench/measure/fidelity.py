@@ -1,0 +1,89 @@
+"""A method beside full attention on given tokens: KL divergence, agreement and perplexity, step by step.
+
+Both begin from the same prefill and read the same tokens, so every step compares two distributions of one next token.
+The first new token is the dense prefill's and is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvbench.budget import Budget
+from kvbench.engine.engine import Engine
+from kvbench.engine.generate import generate
+from kvbench.engine.hf import shape_of
+from kvbench.engine.prefilled import Prefilled
+from kvbench.method import Method
+
+
+def full_attention(model: PreTrainedModel, prefilled: Prefilled, prompt: Sequence[int], given: Sequence[int]) -> None:
+    """Note in `prefilled.reference` what full attention says after each given token; nothing to do the second time.
+
+    Args:
+        model: with "kvbench" attention.
+        prefilled: of the prompt; whoever began from it before must not go on.
+        prompt, given: token ids; the last given one is only predicted.
+    """
+    if prefilled.reference is not None:
+        return
+    shape = shape_of(model, [len(prompt)], (), model.dtype, model.device)
+    engine = Engine(shape, Method(), Budget(None), new_tokens=len(given))
+    steps: list[torch.Tensor] = []
+    generate(
+        model,
+        [prompt],
+        engine,
+        max_new_tokens=len(given),
+        given=[given],
+        prefilled=prefilled,
+        watch=lambda logits: steps.append(logits[0].float().log_softmax(dim=-1)),
+    )
+    prefilled.reference = torch.stack(steps)
+
+
+class Comparison:
+    """Compares a generation, step by step, with full attention's log-probabilities; `watch` of `generate`.
+
+    Args:
+        reference: [T, vocabulary] fp32, of full attention after each given token.
+        targets: [T], the token that came next in the text.
+    """
+
+    def __init__(self, reference: torch.Tensor, targets: Sequence[int]) -> None:
+        self._reference, self._targets = reference, targets
+        self.steps: dict[str, list[float]] = {"kl": [], "nll": [], "nll_full": []}
+        self.tokens: list[int] = []  # that the method would have chosen
+
+    def __call__(self, logits: torch.Tensor) -> None:
+        """Compare the next step's logits [1, vocabulary]."""
+        step = len(self.tokens)
+        full, ours = self._reference[step], logits[0].float().log_softmax(dim=-1)
+        self.steps["kl"].append(max(0.0, float(torch.sum(full.exp() * (full - ours)))))
+        self.steps["nll"].append(-float(ours[self._targets[step]]))
+        self.steps["nll_full"].append(-float(full[self._targets[step]]))
+        self.tokens.append(int(ours.argmax()))
+
+    def record(self) -> dict[str, Any]:
+        """The sample's own part: answers and output as token numbers, and `fidelity` with its values at each step.
+
+        Of `fidelity`: kl_mean, kl_p95 and kl_max in nats, KL(full attention || method); nll and nll_full, the mean
+        negative log-likelihood of the text's tokens; "steps", the same by step.
+        """
+        kl = torch.tensor(self.steps["kl"], dtype=torch.float64)
+        top = self._reference.argmax(dim=-1).tolist()
+        return {
+            "answers": [" ".join(map(str, top))],
+            "output": " ".join(map(str, self.tokens)),
+            "fidelity": {
+                "kl_mean": float(kl.mean()),
+                "kl_p95": float(kl.quantile(0.95)),
+                "kl_max": float(kl.max()),
+                "nll": sum(self.steps["nll"]) / len(self.tokens),
+                "nll_full": sum(self.steps["nll_full"]) / len(self.tokens),
+                "steps": {name: [round(value, 6) for value in values] for name, values in self.steps.items()},
+            },
+        }

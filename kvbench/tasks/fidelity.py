@@ -1,0 +1,126 @@
+"""Fidelity: how near to full attention's next-token distribution a method stays, on running text.
+
+The first tokens of a text are the prompt, the next ones are given to the model one by one, whatever it would have said:
+method and full attention see the same tokens at every step, and are compared there (`kvbench.measure.fidelity`). A
+minute of it separates methods that task scores separate with hundreds of prompts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvbench.config import ASSETS, show
+from kvbench.tasks import Given, Sample, Task
+from kvbench.tasks.sources import LocalFile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROSE = "prose"  # the texts that kvbench ships
+KINDS = (".txt", ".jsonl")
+
+
+class Fidelity(Task):
+    """`samples` stretches of text for each length, none of which goes on into another text.
+
+    The answer of a sample are the tokens that full attention would have chosen, its output those that the method would
+    have chosen, both as numbers; the score is the share of steps in which they are the same.
+
+    Args:
+        lengths: prompt tokens, those that the tokenizer adds included.
+        steps: tokens that are given after the prompt, each a step that is compared.
+        samples: stretches of each length, of different texts as far as there are.
+        texts: "prose", addresses that kvbench ships; a text file; or a folder of .txt files, and of .jsonl files as
+            LongBench's, whose `context` is read.
+
+    Raises:
+        ValueError: lengths that are none, or a path without texts.
+    """
+
+    name, metric, stored = "fidelity", "agreement", True
+
+    def __init__(self, lengths: Sequence[int], steps: int = 64, samples: int = 4, texts: str = PROSE) -> None:
+        if not lengths or any(type(length) is not int or length < 1 for length in lengths):
+            raise ValueError(f"task.lengths={show(lengths)}: expected whole numbers, 1 or more, such as [2048,4096]")
+        self.lengths, self.steps, self.count = tuple(lengths), steps, samples
+        place = ASSETS / PROSE if texts == PROSE else Path(texts).expanduser()
+        files = sorted(file for file in place.glob("*") if file.suffix in KINDS) if place.is_dir() else [place]
+        if not files:
+            raise ValueError(f"task.texts={texts}: no .txt or .jsonl file in this folder")
+        self.sources = tuple(LocalFile(file, "task.texts") for file in files)
+
+    def __len__(self) -> int:
+        return len(self.lengths) * self.count
+
+    @functools.cached_property
+    def texts(self) -> dict[str, str]:
+        """The texts by name.
+
+        Raises:
+            ValueError: a file cannot be read.
+        """
+        found: dict[str, str] = {}
+        for source in self.sources:
+            file = source.path()
+            try:
+                text = file.read_text(encoding="utf-8")
+                if file.suffix != ".jsonl":
+                    found[file.stem] = text
+                    continue
+                for number, line in enumerate(text.splitlines(), 1):
+                    found[f"{file.stem}-{number}"] = json.loads(line)["context"]
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                raise ValueError(f"task.texts: {file}: cannot be read ({type(error).__name__}: {error})") from error
+        return found
+
+    def samples(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Sample]:
+        """A stretch of each length, then the next; each prefix is a fair smaller run.
+
+        Raises:
+            ValueError: no text has as many tokens as a length needs.
+        """
+        begin = tokenizer("", add_special_tokens=True)["input_ids"]
+        tokens = {
+            name: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            for name, text in self.texts.items()
+        }
+        for index in range(self.count):
+            for length in self.lengths:
+                needed = length - len(begin) + self.steps + 1
+                fitting = [name for name, ids in sorted(tokens.items()) if len(ids) >= needed]
+                if not fitting:
+                    most = max(map(len, tokens.values()))
+                    raise ValueError(
+                        f"task.lengths={show(self.lengths)}: a prompt of {length} tokens and {self.steps} steps take "
+                        f"{needed} tokens of a text, and the longest has {most}; choose shorter ones or other texts"
+                    )
+                random.Random(f"fidelity/{seed}/{length}").shuffle(fitting)
+                yield self._sample(fitting[index % len(fitting)], index, length, needed, tokens, begin, seed)
+
+    def _sample(
+        self, text: str, index: int, length: int, needed: int, tokens: dict[str, list[int]], begin: list[int], seed: int
+    ) -> Sample:
+        ids = tokens[text]
+        first = random.Random(f"fidelity/{seed}/{length}/{index}").randint(0, len(ids) - needed)
+        stretch = ids[first : first + needed]
+        end = length - len(begin)
+        return Sample(
+            id=f"fidelity-{length}-{index}",
+            prompt="",
+            answers=(),
+            max_new_tokens=self.steps + 1,
+            group=str(length),
+            meta={"length": length, "text": text, "first": first},
+            given=Given([*begin, *stretch[:end]], stretch[end:]),
+        )
+
+    def score(self, sample: Sample, output: str) -> dict[str, float]:
+        """Share of steps whose top token is full attention's."""
+        theirs, ours = sample.answers[0].split(), output.split()
+        same = sum(one == other for one, other in zip(theirs, ours, strict=True))
+        return {"agreement": same / len(theirs)}

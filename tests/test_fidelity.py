@@ -1,0 +1,127 @@
+"""`task=fidelity`: a method and full attention read the same given tokens, and are compared at every step."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from kvbench.cli.compose import composed
+from kvbench.config import ConfigError
+from kvbench.engine.models import byte_tokenizer
+from kvbench.runs.run import run
+from kvbench.runs.shared import run_shared
+from kvbench.score import rescore
+from kvbench.tasks.fidelity import Fidelity
+
+WORDS = ["task=fidelity", "task.lengths=[200]", "task.steps=12", "task.samples=2"]
+
+
+def configured(tmp_path: Path, *words: str) -> Any:
+    return composed(*WORDS, f"results_dir={tmp_path}", *words)
+
+
+def records(tmp_path: Path, arm: str) -> list[dict[str, Any]]:
+    (file,) = tmp_path.glob(f"runs/fidelity/*/{arm}/*/samples.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("words", [["method=full"], ["method=topk", "budget=300"], ["method=quest", "budget=256"]])
+def test_what_attends_everything_is_full_attention(tmp_path: Path, words: list[str]) -> None:
+    summary = run(configured(tmp_path, *words))
+    assert summary["score"] == 100.0
+    assert summary["fidelity"]["kl_max"] < 1e-6
+    assert summary["fidelity"]["nll"] == pytest.approx(summary["fidelity"]["nll_full"], abs=1e-6)
+
+
+def test_every_step_has_its_divergence_and_the_likelihood_of_the_text(tmp_path: Path) -> None:
+    summary = run(configured(tmp_path, "method=streaming_llm", "budget=16"))
+    found = summary["fidelity"]
+    assert 0 < found["kl_mean"] <= found["kl_p95"] <= found["kl_max"]
+    assert found["perplexity"] == pytest.approx(math.exp(found["nll"]))
+    assert found["perplexity_full"] == pytest.approx(math.exp(found["nll_full"]))
+    for record in records(tmp_path, "streaming_llm-16"):
+        steps = record["fidelity"]["steps"]
+        assert [len(steps[name]) for name in ("kl", "nll", "nll_full")] == [12] * 3
+        assert len(record["output"].split()) == len(record["answers"][0].split()) == 12
+
+
+def test_the_reference_is_the_model_read_in_one_piece(tmp_path: Path) -> None:
+    """Full attention's likelihood of the given tokens, against one forward pass over prompt and tokens by sdpa."""
+    from kvbench.engine.models import load
+
+    config = configured(tmp_path, "method=snapkv", "budget=64", "task.samples=1")
+    run(config)
+    loaded = load(dict(config.model) | {"config": dict(config.model.config)})
+    (sample,) = Fidelity([200], steps=12, samples=1).samples(loaded.tokenizer, 0)
+    assert sample.given is not None
+    prompt, given = list(sample.given.prompt), list(sample.given.tokens)
+    assert (len(prompt), len(given)) == (200, 13)
+    with torch.inference_mode():
+        logits = loaded.model(torch.tensor([[*prompt, *given]])).logits[0].float()
+    expected = -logits.log_softmax(dim=-1)[len(prompt) : -1].gather(1, torch.tensor(given[1:])[:, None])[:, 0]
+    (record,) = records(tmp_path, "snapkv-64")
+    assert record["fidelity"]["steps"]["nll_full"] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_a_shared_prefill_gives_what_an_own_one_gives(tmp_path: Path) -> None:
+    arms = [["method=full"], ["method=icecache", "budget=64"], ["method=snapkv", "budget=64"]]
+    run_shared([configured(tmp_path / "shared", *arm) for arm in arms], Console(quiet=True))
+    for arm, name in zip(arms, ("full-256", "icecache-64", "snapkv-64"), strict=True):
+        run(configured(tmp_path / "own", *arm))
+        pairs = zip(records(tmp_path / "shared", name), records(tmp_path / "own", name), strict=True)
+        assert all(one["fidelity"] == other["fidelity"] and one["output"] == other["output"] for one, other in pairs)
+
+
+def test_stored_outputs_score_the_same_without_a_model(tmp_path: Path) -> None:
+    run(configured(tmp_path, "method=streaming_llm", "budget=16"))
+    (folder,) = tmp_path.glob("runs/fidelity/*/*/*")
+    assert rescore(folder).changed == []
+
+
+def test_a_stretch_never_goes_on_into_another_text(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("a" * 300)
+    (tmp_path / "two.jsonl").write_text("".join(json.dumps({"context": letter * 250}) + "\n" for letter in "bc"))
+    (tmp_path / "short.txt").write_text("d" * 30)
+    task = Fidelity([100], steps=20, samples=6, texts=str(tmp_path))
+    samples = list(task.samples(byte_tokenizer(), seed=1))
+    assert len(samples) == len(task) == 6
+    seen = set()
+    for sample in samples:
+        assert sample.given is not None and len(sample.given.prompt) == 100 and len(sample.given.tokens) == 21
+        (letter,) = set(sample.given.prompt[1:]) | set(sample.given.tokens)
+        seen.add(chr(letter))
+    assert seen == {"a", "b", "c"}
+
+
+def test_a_longer_run_begins_with_the_shorter_ones_samples() -> None:
+    few, many = (list(Fidelity([300], 8, count).samples(byte_tokenizer(), 0)) for count in (2, 5))
+    assert [sample.given for sample in many[:2]] == [sample.given for sample in few]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["task.steps=0"], "task.steps=0: expected a whole number, 1 or more"),
+        (["task.texts=nowhere.txt"], "task.texts: nowhere.txt: no such file"),
+        (["task.texts=EMPTY"], "no .txt or .jsonl file in this folder"),
+        (["task.lengths=[0]"], r"task.lengths=\[0\]: expected different whole numbers"),
+    ],
+)
+def test_bad_input_is_one_line_before_a_model_loads(tmp_path: Path, words: list[str], message: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=message):
+        configured(tmp_path, *(word.replace("EMPTY", str(tmp_path / "empty")) for word in words))
+
+
+def test_a_text_shorter_than_asked_for_says_how_long_it_is(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(
+        ConfigError, match=r"prompt of 200 tokens and 12 steps take \d+ tokens of a text, and the longest"
+    ):
+        run(configured(tmp_path / "results", f"task.texts={tmp_path / 'short.txt'}"))
