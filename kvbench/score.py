@@ -106,7 +106,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 def _parser() -> argparse.ArgumentParser:
     about = "Scores anew from stored outputs, without a model. Nothing is changed without --write."
     parser = argparse.ArgumentParser("kvbench.score", USAGE, about)
-    parser.add_argument("words", nargs="+", metavar="RUN", help="a run folder, or any folder above; then all in it")
+    parser.add_argument("words", nargs="+", metavar="RUN", help="a run folder, or a folder above some")
     parser.add_argument("--write", action="store_true", help="keep the new scores, in samples.jsonl and summary.json")
     parser.add_argument("--json", action="store_true", help="print JSON, scores before and after, and no tables")
     return parser

@@ -1,10 +1,10 @@
 """RACC's Table 5 again: build, search, memory and accuracy of faiss's Flat, IVFPQ and HNSW, as ratios to Flat.
 
-The paper searches 100,000 GloVe vectors for their 100 nearest; here they are made, of the same size, or captured keys.
-Every arm holds the same vectors, answers the same single queries and runs on one thread. Times are CPU time, which
-other work on the machine disturbs little; those of queries are medians, taken turn by turn. All arms search by
-distance: made vectors as they are, captured keys by inner product, through the vectors that `methods/racc/index.py`
-augments.
+The paper searches 100,000 GloVe vectors for their 100 nearest; here they are synthetic, of the same size, or captured
+keys. Every arm holds the same vectors, answers the same single queries and runs on one thread. Times are CPU time,
+which other work on the machine disturbs little; those of queries are medians, taken turn by turn. All arms search by
+distance: synthetic vectors as they are, captured keys by inner product, through the vectors that
+`methods/racc/index.py` augments.
 
 Prints one JSON object as its last line; `runs` has an entry for each set of vectors:
   n, dim, k            vectors, their dimension, and how many are wanted
@@ -293,7 +293,7 @@ def _rounded(thing: Any) -> Any:
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n", type=int, default=100_000, help="made vectors; 0: none")
+    parser.add_argument("--n", type=int, default=100_000, help="synthetic vectors; 0: none")
     parser.add_argument("--dim", type=int, default=128, help="their dimension")
     parser.add_argument("--queries", type=int, default=100, help="of each set")
     parser.add_argument("--k", type=int, default=100, help="vectors wanted")

@@ -350,10 +350,10 @@ def _rounded(value: Any) -> Any:
 def main() -> None:
     """Make or read the keys, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="made keys")
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="synthetic keys")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 36000, 131072], help="keys")
     parser.add_argument("--trace", help="captured keys, an .npz of scripts/capture_trace.py")
-    parser.add_argument("--dim", type=int, default=128, help="head dimension of made keys")
+    parser.add_argument("--dim", type=int, default=128, help="head dimension of synthetic keys")
     parser.add_argument("--group", type=int, default=4, help="queries that are asked together")
     parser.add_argument("--groups", type=int, default=40, help="groups of queries")
     parser.add_argument("--k", type=int, default=100, help="keys wanted")

@@ -3,7 +3,7 @@
 Times are CPU time of one process, which other work on the machine disturbs little; arms take turns, and medians count.
 
 Prints one JSON object as its last line:
-  index      for each n of --lengths, made keys of --heads KV heads, bf16, and chunks of 8 to 16 tokens:
+  index      for each n of --lengths, synthetic keys of --heads KV heads, bf16, and chunks of 8 to 16 tokens:
     full_s, two_level_s    seconds to cluster all chunks, by both builds; settled_s: full with two iterations of k-means
     pool_s                 seconds to take the chunks' means, in either build
     build_ratio            two_level_s over full_s; with_pooling: the same with pool_s added to both
@@ -22,8 +22,8 @@ Prints one JSON object as its last line:
              --small-budget tokens, everything counted: score, and answer_recall, the share of the answer's tokens
              that the best head of the layer that retrieves attends as it writes them; gain: structure over fixed
 
-Made keys: an autoregressive walk (0.9) of anisotropic normals, j^-0.4, over a mean of their length; queries lie near
-keys. On the small model all layers are sparse.
+Synthetic keys: an autoregressive walk (0.9) of anisotropic normals, j^-0.4, over a mean of their length; queries lie
+near keys. On the small model all layers are sparse.
 """
 
 from __future__ import annotations
@@ -363,9 +363,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("index", "model", "clusters", "structure")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="what to measure")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536], help="made keys")
-    parser.add_argument("--heads", type=int, default=8, help="KV heads of made keys")
-    parser.add_argument("--dim", type=int, default=128, help="head dimension of made keys")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536], help="synthetic keys")
+    parser.add_argument("--heads", type=int, default=8, help="KV heads of synthetic keys")
+    parser.add_argument("--dim", type=int, default=128, help="head dimension of synthetic keys")
     parser.add_argument("--queries", type=int, default=32, help="queries a head, for recall")
     parser.add_argument("--budget", type=int, default=1024, help="tokens attended, for index and model")
     parser.add_argument("--repeats", type=int, default=3, help="turns of slow measurements")

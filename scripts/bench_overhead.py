@@ -7,8 +7,8 @@ Peak memory is the largest resident set of a child process that does one side al
 Prints one JSON object as its last line:
   time_ratio_4k, time_ratio_16k   ms per token, kvbench over transformers (sdpa, DynamicCache); 1.0 = no overhead
   mem_ratio                       peak resident bytes, kvbench over transformers, at the longest context
-  ms_per_token                    the raw medians behind the time ratios, by context
-  peak_bytes                      the raw bytes behind mem_ratio
+  ms_per_token                    the raw medians of the time ratios, by context
+  peak_bytes                      the raw bytes of mem_ratio
   same_tokens                     both sides generated the same tokens
 """
 

@@ -8,7 +8,7 @@ Prints one JSON object as its last line:
     ratio          tables + vote + rerank over scan
     ratio_top      the same over scan_top
     encode_ratio   to encode one key, over scan: what a generated token adds to a step
-    us             the medians behind these, in microseconds: scan (one product of all keys with the query, in torch),
+    us             the medians these are of, in microseconds: scan (one product of all keys with the query, in torch),
                    scan_top (that and its top k), tables (a query's lookups), vote (with the choice of candidates),
                    rerank (with the choice of k), encode (a key)
     coarse, final  share of the exact top k among the candidates, and among the k retrieved
@@ -212,11 +212,11 @@ def _bytes(dim: int) -> dict[str, float]:
 def main() -> None:
     """Make or read the keys, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="made keys")
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="synthetic keys")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, LONG, 4 * LONG], help="keys")
     parser.add_argument("--sweep-length", type=int, default=32768, help="keys of the sweep")
     parser.add_argument("--trace", help="captured keys for the sweep: an .npz of capture_trace.py")
-    parser.add_argument("--dim", type=int, default=128, help="head dimension of made keys")
+    parser.add_argument("--dim", type=int, default=128, help="head dimension of synthetic keys")
     parser.add_argument("--queries", type=int, default=40, help="queries of each run; half as many in the sweep")
     parser.add_argument("--k", type=int, default=100, help="keys wanted")
     arguments = parser.parse_args()

@@ -4,8 +4,8 @@ A stream is read token by token. Every arm indexes its retrieval zone as ParisKV
 then `update` tokens at a time; at every --every-th step it is asked for the k tokens of the zone with the largest
 product with the mean query of each group. Streams: `captured`, from `conf/experiment/pariskv_drift.yaml` (words of the
 command line change it), whose model generates --steps tokens after its prompt, all layers and KV heads; `drifting`,
-made keys of four heads, around topics that come and go, so that in the end none of the prompt's is left, and queries
-for any topic so far.
+synthetic keys of four heads, around topics that come and go, so that in the end none of the prompt's is left, and
+queries for any topic so far.
 
 Prints one JSON object as its last line, and for each stream in it
   steps, zone    decode steps at which the arms were asked, and tokens in the zone then

@@ -1,4 +1,4 @@
-"""Trains the small model that kvbench ships: a Llama of 4.7 M parameters that finds what stands in a long text.
+"""Trains the small model that kvbench ships: a Llama of 5.2 M parameters that finds what stands in a long text.
 
 Tokenizer and model come from text made here (generated prose, needles, passkeys, key-value lists, repeats) and one
 seed. A curriculum on two CPU cores: first induction on repeated segments, then lookup by key, then longer and longer

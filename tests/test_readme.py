@@ -1,57 +1,202 @@
-"""What the README shows works as it stands there."""
+"""What the documentation shows works as it stands there, and what it names is there."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from kvbench.config import choices
+import kvbench
+from kvbench import __main__ as command
+from kvbench.config import choices, conf_dir, method_config
+from kvbench.report import __main__ as report
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+FOLDERS = ("conf", "kvbench", "methods", "notebooks", "scripts", "tests")
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in sorted({*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))})
+}
+
+each_page = pytest.mark.parametrize("page", PAGES)
 
 
-def blocks(language: str) -> list[str]:
+def blocks(page: str, language: str) -> list[str]:
     """The fenced code blocks of one language."""
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], re.DOTALL)
 
 
-def test_the_method_that_the_readme_adds_runs_from_a_folder_of_ones_own(tmp_path: Path) -> None:
-    code = next(block for block in blocks("python") if "class Newest" in block)
-    config = next(block for block in blocks("yaml") if "newest.Newest" in block)
+def prose(page: str) -> str:
+    """A page without its fenced code blocks."""
+    return re.sub(r"^```.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
+
+
+def table(page: str, head: str) -> dict[str, list[str]]:
+    """The table whose head row begins with this cell: the other cells of each row, by the word in its first."""
+    lines = PAGES[page].split(f"| {head} |")[1].split("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {first.strip("`"): rest for first, *rest in rows}
+
+
+def run(folder: Path, *words: str) -> str:
+    """What `python -m kvbench` prints with these words, started in a folder."""
+    command = [sys.executable, "-m", "kvbench", "--config-dir", "conf", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# -- examples ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_method_that_the_methods_page_adds_runs_from_a_folder_of_ones_own(tmp_path: Path) -> None:
+    page = "methods/README.md"
+    code = next(block for block in blocks(page, "python") if "class Newest" in block)
+    config = next(block for block in blocks(page, "yaml") if "newest.Newest" in block)
     (tmp_path / "newest.py").write_text(code)
     (tmp_path / "conf" / "method").mkdir(parents=True)
     (tmp_path / "conf" / "method" / "newest.yaml").write_text(config.replace("methods.newest", "newest"))
-    command = "-m kvbench --config-dir conf method=newest budget=32 task.lengths=[300] task.limit=1"
-    done = subprocess.run([sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "32.0 = 1.00 C" in done.stdout
+    assert "32.0 = 1.00 C" in run(tmp_path, "method=newest", "budget=32", "task.lengths=[300]", "task.limit=1")
 
 
-def test_the_task_that_the_readme_adds_runs_from_a_folder_of_ones_own(tmp_path: Path) -> None:
-    code = next(block for block in blocks("python") if "class Colours" in block)
-    config = next(block for block in blocks("yaml") if "colours.Colours" in block)
+def test_the_task_that_the_tasks_page_adds_runs_from_a_folder_of_ones_own(tmp_path: Path) -> None:
+    page = "kvbench/tasks/README.md"
+    code = next(block for block in blocks(page, "python") if "class Colours" in block)
+    config = next(block for block in blocks(page, "yaml") if "colours.Colours" in block)
     (tmp_path / "colours.py").write_text(code)
     (tmp_path / "conf" / "task").mkdir(parents=True)
     (tmp_path / "conf" / "task" / "colours.yaml").write_text(config)
     (tmp_path / "colours.jsonl").write_text('{"text": "Snow is white.", "colour": "white"}\n{"text": "no colour"}\n')
-    command = "-m kvbench --config-dir conf task=colours method=full budget=null"
-    done = subprocess.run([sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "(2 samples, 1 failed)" in done.stdout and "colours, line 2: field colour: missing" in done.stdout
+    printed = run(tmp_path, "task=colours", "method=full", "budget=null")
+    assert "(2 samples, 1 failed)" in printed and "colours, line 2: field colour: missing" in printed
+
+
+def commands(module: str) -> list[str]:
+    """What the pages' plain code blocks give to `python -m MODULE`, without what needs a folder of the reader's."""
+    plain = [
+        block for text in PAGES.values() for block in re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    ]
+    lines = {line for block in plain for line in block.replace("\\\n", " ").splitlines()}
+    asked = sorted(
+        line.partition(f"python -m {module} ")[2] for line in lines if line.startswith(f"python -m {module} ")
+    )
+    return [line for line in asked if "FOLDER" not in line]
+
+
+def test_the_commands_that_the_pages_show_are_taken() -> None:
+    runs = [shlex.split(line, comments=True) for line in commands("kvbench")]
+    named = {word.partition("=")[2] for words in runs for word in words if word.startswith("+experiment=")}
+    assert named and named <= set(choices("experiment"))  # what is in them is tested with the experiments
+    for words in runs:
+        if not any(word.startswith(("+experiment=", "--help")) for word in words):
+            command.check_command(sorted(words, key=lambda word: "=" in word))
+    reports = [shlex.split(line, comments=True) for line in commands("kvbench.report")]
+    assert len(runs) > 5 and len(reports) > 5
+    for words in reports:
+        report._check(report._parser().parse_args(words))
+
+
+# -- what there is, and what the pages list ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", ["method", "task"])
 def test_every_choice_stands_in_the_readme_s_table(group: str) -> None:
-    table = README.split(f"| `{group}=` |")[1].split("\n\n")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(choices(group))
+    assert set(table("README.md", f"`{group}=`")) == set(choices(group))
 
 
-def test_the_readme_names_no_file_that_is_not_there() -> None:
-    named = set(re.findall(r"`((?:kvbench|methods|scripts|tests|conf)/[\w/.]+)`", README))
-    assert named, "the pattern finds nothing"
-    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+@pytest.mark.parametrize(("page", "group"), [("methods/README.md", "method"), ("kvbench/tasks/README.md", "task")])
+def test_every_choice_is_described_on_its_folder_s_page(page: str, group: str) -> None:
+    listed = "\n".join(line for line in PAGES[page].splitlines() if line.startswith("- `"))
+    assert set(re.findall(r"`(\w+)`", listed)) >= set(choices(group))
+
+
+def test_the_tables_of_budgets_have_every_method_with_its_minimum() -> None:
+    minima = {name: method_config(name).harness["minimum"] for name in choices("method")}
+    for accounting, page_part in zip(
+        ("paper", "unified"), ("C, as published", "C, with unified accounting"), strict=True
+    ):
+        rows = table("methods/README.md", f"method | {page_part}")
+        shown = {name: None if rest[-1] == "none" else int(rest[-1]) for name, rest in rows.items()}
+        assert shown == {name: least[accounting] for name, least in minima.items()}
+
+
+def test_every_experiment_and_launcher_stands_on_the_configuration_s_page() -> None:
+    page = "conf/README.md"
+    cells = " ".join(cell for row in table(page, "paper").values() for cell in row)
+    assert set(re.findall(r"`(\w+)`", cells)) == set(choices("experiment"))
+    launchers = {path.stem for path in (conf_dir() / "hydra" / "launcher").glob("*.yaml")}
+    assert set(table(page, "`hydra/launcher=`")) == launchers
+
+
+def test_every_figure_and_executor_stands_on_its_page() -> None:
+    from kvbench.attention.executor import EXECUTORS
+    from kvbench.report.figures import FIGURES
+
+    assert set(table("kvbench/report/README.md", "`--figure`")) == set(FIGURES)
+    assert set(table("kvbench/attention/README.md", "`attention=`")) == {*EXECUTORS, "flashinfer", "auto"}
+
+
+def test_every_file_and_folder_of_the_harness_stands_in_its_page_s_tree() -> None:
+    tree = PAGES["kvbench/README.md"].split("## The rooms")[1].split("```")[1]
+    listed, folder = set(), ""
+    for line in tree.strip().splitlines():
+        name = line.split()[0]
+        folder = folder if line.startswith(" ") else name
+        listed.add(name if name == folder else folder + name)
+    assert [path for path in sorted(listed) if not (ROOT / path).exists()] == []
+    there = {path.name for path in (ROOT / "kvbench").iterdir()} - {"README.md", "__init__.py", "__pycache__"}
+    assert {path.split("/")[1] for path in listed if path.startswith("kvbench/")} - {""} == there
+
+
+# -- every page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    assert len(PAGES["README.md"].split()) < 1400
+
+
+@each_page
+def test_a_page_s_links_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)]+)\)", prose(page))
+    local = [link for link in links if "://" not in link]
+    assert [link for link in local if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+@each_page
+def test_a_page_names_no_file_that_is_not_there(page: str) -> None:
+    spans = " ".join(re.findall(r"`([^`\n]+)`", prose(page)))
+    named = re.findall(rf"(?<![\w/.=-])((?:{'|'.join(FOLDERS)}|results)/[\w/.-]*)", spans)
+    beside = re.findall(
+        r"(?<![\w/.-])(\w+\.(?:py|cff|txt))\b", spans
+    )  # a file of the page's own folder, or of the root
+    missing = [path for path in named if not (ROOT / path).exists()]
+    missing += [name for name in beside if not any((at / name).exists() for at in ((ROOT / page).parent, ROOT))]
+    assert missing == []
+
+
+def test_the_patterns_for_files_and_links_find_some() -> None:
+    assert re.findall(r"\]\(([^)]+)\)", prose("README.md"))
+    assert "`kvbench/method.py`" in prose("methods/README.md")
+
+
+@each_page
+def test_a_table_s_cells_fit_a_line(page: str) -> None:
+    rows = [line for line in prose(page).splitlines() if line.startswith("|")]
+    assert [cell for line in rows for cell in line.split("|") if len(cell.strip()) >= 120] == []
+
+
+@pytest.mark.parametrize("group", ["method", "task", "model", "experiment"])
+def test_what_the_help_says_of_a_choice_is_short(group: str) -> None:
+    assert [name for name, about in choices(group).items() if not 0 < len(about) <= 100] == []
+
+
+def test_the_citation_is_of_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors", "version", "license"} <= cited.keys()
+    assert cited["version"] == kvbench.__version__
+    assert f"## [{kvbench.__version__}]" in PAGES["CHANGELOG.md"]
