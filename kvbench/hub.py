@@ -1,4 +1,4 @@
-"""Where a model comes from, told without torch: random weights, a folder, or the hub with its local cache.
+"""Where a model comes from, found out without torch: random weights, a folder, or the hub with its local cache.
 
 `kvbench.cli.checks` refuses with it what cannot be loaded, before anything heavy starts; `kvbench.engine.models` loads
 what it names, so that the two cannot disagree.

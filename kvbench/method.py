@@ -1,4 +1,4 @@
-"""The Method interface: what a KV-cache method is told, and the three questions it answers.
+"""The Method interface: what a KV-cache method learns, and the three questions it answers.
 
 The harness owns keys and values, runs the attention kernel, counts what is attended and moved, and applies the rules
 that are the same for all (dense layers, budget, when sparsity starts). A method owns only its index and says what to

@@ -283,7 +283,7 @@ def test_a_bad_line_fails_its_own_sample_and_no_other(data_dir):
     assert errors["gsm8k-3"].startswith("test.jsonl, line 4: not JSON")
     assert errors["gsm8k-5"] == "test.jsonl, line 6: field answer: missing"
     assert errors["gsm8k-7"] == errors["gsm8k-9"].replace("10", "8")
-    assert errors["gsm8k-7"] == 'test.jsonl, line 8: field answer: no number behind "####"'
+    assert errors["gsm8k-7"] == 'test.jsonl, line 8: field answer: no number after "####"'
 
 
 @pytest.mark.parametrize(

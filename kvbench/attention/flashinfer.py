@@ -133,9 +133,9 @@ class Plan:
 
     A list is (indptr[r + 1] - indptr[r] - 1) * page + last_page_len[r] tokens long, in 32 bits that wrap (page.cuh,
     get_length): a last_page_len below 1 takes whole pages away. That is the only use of last_page_len. The kernel with
-    tensor cores (prefill.cuh) then gives the chunks planned behind the end no tokens: nothing is loaded, and their
+    tensor cores (prefill.cuh) then gives the chunks planned after the end no tokens: nothing is loaded, and their
     part of the result has the weight 0; a list without tokens gives zeros. The kernel without them (decode.cuh) takes
-    the start of a chunk from the length unchecked, and would run on far behind it.
+    the start of a chunk from the length unchecked, and would run on far after it.
 
     A plan serves all layers, and the workspace all plans: on one stream a run has ended before its buffers are written
     again.

@@ -58,14 +58,14 @@ def _head(
         return weight @ value, weight
     heads = selection.index.shape[1]
     index = selection.index[row, head if heads == store.key.shape[1] * group else min(kv_head, heads - 1)]
-    place = {int(token): at for at, token in enumerate(ids)}
+    index_of = {int(token): at for at, token in enumerate(ids)}
     logits = torch.full((ids.shape[0],), -torch.inf)
     order: list[int] = []
     index = index.cpu()
     for rank, token in enumerate(index.tolist()):
         if token < 0:
             continue
-        at = place[token]
+        at = index_of[token]
         order.append(at)
         own = key[at] if selection.keys is None else selection.keys[row, kv_head, rank].float().cpu()
         logits[at] = (own @ query) * scaling

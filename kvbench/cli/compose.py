@@ -225,8 +225,8 @@ def _unknown_key(loader: ConfigLoaderImpl, name: str, words: Sequence[str]) -> s
 
 def _reason(error: BaseException) -> str:
     """What Hydra or OmegaConf says, cut to the line that tells."""
-    told = str(error) or str(error.__cause__ or type(error).__name__)
-    lines = [line for line in told.splitlines() if line and not line.startswith(("See ", "Error parsing "))]
+    message = str(error) or str(error.__cause__ or type(error).__name__)
+    lines = [line for line in message.splitlines() if line and not line.startswith(("See ", "Error parsing "))]
     return lines[0].strip() if lines else type(error).__name__
 
 

@@ -133,14 +133,13 @@ class InTurn(Launcher):
         arms = distinct([smoke.applied(config) for config in configs])
         for arm in arms.values():
             check(arm, self.here)
-        groups = grouped(list(arms.values()))
-        places = [[list(arms)[number] for number in group] for group in groups]
+        groups = [[list(arms)[number] for number in group] for group in grouped(list(arms.values()))]
         ends: dict[int, Ended] = {}
-        for number, ended in self.run([Job([arms[place] for place in group]) for group in places]):
-            ends |= zip(places[number], ended, strict=True)
-        words = told_apart([job_overrides[place] for place in arms])
-        tell(list(zip(words, (ends[place] for place in arms), strict=True)))
-        return [JobReturn(_return_value=ends[place], status=JobStatus.COMPLETED) for place in arms]
+        for number, ended in self.run([Job([arms[index] for index in group]) for group in groups]):
+            ends |= zip(groups[number], ended, strict=True)
+        words = told_apart([job_overrides[index] for index in arms])
+        tell(list(zip(words, (ends[index] for index in arms), strict=True)))
+        return [JobReturn(_return_value=ends[index], status=JobStatus.COMPLETED) for index in arms]
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, list[Ended]]]:
         """Run jobs; gives the number of each that ended, and how its arms did."""
@@ -152,7 +151,7 @@ class Submitted(InTurn):
     """Jobs in processes of their own, through submitit, whose logs lie in `hydra.sweep.dir`/jobs."""
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, list[Ended]]]:
-        """Submit jobs as places get free, and collect each as it ends, in whatever way."""
+        """Submit jobs as room gets free, and collect each as it ends, in whatever way."""
         try:
             import submitit
         except ImportError as error:
@@ -168,7 +167,7 @@ class Submitted(InTurn):
                     del running[number]
                     console.print(f"job {one.job_id} ended, {len(running) + len(waiting)} to go", highlight=False)
                     yield number, _collected(one, len(jobs[number].configs))
-                now = [waiting.pop(0) for _ in range(min(len(waiting), self.places(executor, set(running))))]
+                now = [waiting.pop(0) for _ in range(min(len(waiting), self.room(executor, set(running))))]
                 if now:
                     with executor.batch():
                         submitted = [executor.submit(job) for _, job in now]
@@ -182,7 +181,7 @@ class Submitted(InTurn):
         """What submits the jobs."""
         raise NotImplementedError
 
-    def places(self, executor: Any, running: set[int]) -> int:
+    def room(self, executor: Any, running: set[int]) -> int:
         """How many jobs may be submitted now; may prepare the executor for the next."""
         raise NotImplementedError
 
@@ -217,7 +216,7 @@ class Local(Submitted):
         executor.update_parameters(timeout_min=365 * 24 * 60)
         return executor
 
-    def places(self, executor: Any, running: set[int]) -> int:
+    def room(self, executor: Any, running: set[int]) -> int:
         """One at a time, each to the next GPU."""
         assert self.jobs is not None
         if len(running) >= self.jobs:
@@ -257,7 +256,7 @@ class Slurm(Submitted):
         executor.update_parameters(**{key: value for key, value in plain.items() if value not in (None, {}, [])})
         return executor
 
-    def places(self, executor: Any, running: set[int]) -> int:
+    def room(self, executor: Any, running: set[int]) -> int:
         """All at once: SLURM keeps the queue."""
         return sys.maxsize
 
@@ -272,26 +271,26 @@ def _collected(job: Any, arms: int) -> list[Ended]:
     try:
         return cast(list[Ended], job.result())
     except Exception as error:
-        told = first_line(error).rstrip(":")
-        return [Ended({}, f"job {job.job_id} was lost ({told}); its log: {job.paths.stderr}")] * arms
+        reason = first_line(error).rstrip(":")
+        return [Ended({}, f"job {job.job_id} was lost ({reason}); its log: {job.paths.stderr}")] * arms
 
 
 def distinct(jobs: Sequence[DictConfig]) -> dict[int, DictConfig]:
-    """Jobs by their place, without those that repeat an earlier one: a sweep's models are one model under `smoke`."""
+    """Jobs by their index, without those that repeat an earlier one: a sweep's models are one model under `smoke`."""
     first: dict[str, int] = {}
-    for place, job in enumerate(jobs):
-        first.setdefault(json.dumps(OmegaConf.to_container(job, resolve=True), sort_keys=True), place)
-    return {place: jobs[place] for place in first.values()}
+    for index, job in enumerate(jobs):
+        first.setdefault(json.dumps(OmegaConf.to_container(job, resolve=True), sort_keys=True), index)
+    return {index: jobs[index] for index in first.values()}
 
 
 def grouped(jobs: Sequence[DictConfig]) -> list[list[int]]:
-    """Places of the jobs that one prefill can serve, in the order of their first; a task may want each arm its own."""
+    """Indices of the jobs that one prefill can serve, in the order of their first; a task may want each arm its own."""
     groups: dict[str, list[int]] = {}
-    for place, job in enumerate(jobs):
+    for index, job in enumerate(jobs):
         config = cast(dict[str, Any], OmegaConf.to_container(job, resolve=True))
         shared = config["sweep"]["shared_prefill"] and not config["task"].get("own_prefill")
         common = {key: value for key, value in config.items() if not shared or key not in APART}
-        groups.setdefault(json.dumps([common, None if shared else place], sort_keys=True), []).append(place)
+        groups.setdefault(json.dumps([common, None if shared else index], sort_keys=True), []).append(index)
     return list(groups.values())
 
 

@@ -243,8 +243,8 @@ class Engine:
             raise ValueError('positions="cache" needs one selection per KV head: its keys are rotated once')
         index = uploaded(selection.index, query.device).expand(-1, self.shape.kv_heads, -1)
         present = index >= 0
-        place = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)
-        keys = self._moved(store.gather(index)[0], index.clamp(min=0), place)
+        order = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)
+        keys = self._moved(store.gather(index)[0], index.clamp(min=0), order)
         now = store.seen[:, None, None].expand(-1, self.shape.query_heads, 1) - 1
         newest = present.sum(dim=2, keepdim=True).repeat_interleave(self.shape.group, dim=1) - 1
         return self._moved(query, now, newest), replace(selection, keys=keys)

@@ -46,7 +46,7 @@ class Generation:
         tt2t_s: seconds from the start to the second new token, or None.
         step_ms: milliseconds of each decode step.
         prefill_ms: breakdown of the prefill by span, in all.
-        breakdown_ms: breakdown of a decode step by span, mean over the steps behind the warm-up; the parts add up to
+        breakdown_ms: breakdown of a decode step by span, mean over the steps after the warm-up; the parts add up to
             its mean time.
         audit: see `kvbench.engine.audit.Audit.report`.
         probe: see `kvbench.engine.probes.Probe.report`; {} without probes. With them the timings mean nothing.
@@ -123,8 +123,8 @@ def generate(
             prefilled.lend(engine)
             tokens = prefilled.tokens
     counting = 0.0
-    for place, token in enumerate(question, 1):
-        banned = not_first if place == len(question) else ()
+    for index, token in enumerate(question, 1):
+        banned = not_first if index == len(question) else ()
         with engine.spans("other"):
             tokens = decode_step(model, torch.full_like(tokens, token), cache, [True] * len(prompts), banned)
         stopped = time.perf_counter()

@@ -96,7 +96,7 @@ class _CountingCache(Cache):
 
 
 class EngineCache(_CountingCache):
-    """The measured loop's cache: that loop tells the engine itself which phase each forward pass belongs to."""
+    """The measured loop's cache: that loop itself says which phase each forward pass belongs to."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.shape.layers)

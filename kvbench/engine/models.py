@@ -123,7 +123,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 def _pretrained(source: hub.ModelSource, path: str, device: torch.device, dtype: torch.dtype) -> Loaded:
     folder = source.folder
-    place, settings = path if folder is None else str(folder), dict[str, Any]()
+    where_from, settings = path if folder is None else str(folder), dict[str, Any]()
     if folder is None:
         hub.refuse_out_of_reach(path)
         # Without network the cache answers at once, where the hub's library would first try for half a minute.
@@ -131,7 +131,7 @@ def _pretrained(source: hub.ModelSource, path: str, device: torch.device, dtype:
     else:
         refuse_unsupported(hub.config_in(folder, path), source.name)
     with _explained(path):
-        model_config = AutoConfig.from_pretrained(place, **settings)
+        model_config = AutoConfig.from_pretrained(where_from, **settings)
     refuse_unsupported(model_config.to_dict(), source.name)
     revision = _commit(path) if folder is None else hub.stated_revision(folder) or _folder_revision(folder)
     if folder is None:
@@ -139,9 +139,9 @@ def _pretrained(source: hub.ModelSource, path: str, device: torch.device, dtype:
     if not sys.stderr.isatty():
         disable_progress_bar()  # in a log file every step of the bar would be a line
     with _explained(path):
-        tokenizer = AutoTokenizer.from_pretrained(place, **settings)
+        tokenizer = AutoTokenizer.from_pretrained(where_from, **settings)
         model = AutoModelForCausalLM.from_pretrained(
-            place, config=model_config, dtype=dtype, attn_implementation=hf.NAME, **settings
+            where_from, config=model_config, dtype=dtype, attn_implementation=hf.NAME, **settings
         )
     return _loaded(model.to(device), tokenizer, source, revision)
 
@@ -154,11 +154,11 @@ def read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
     """
     if not sys.stderr.isatty():
         disable_progress_bar()
-    place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    where_from = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**place)
+        tokenizer = AutoTokenizer.from_pretrained(**where_from)
         quantised = GgufConfig(gguf_file=file.name, dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(**place, quantization_config=quantised, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(**where_from, quantization_config=quantised, dtype=dtype)
     except ImportError as error:
         raise ConfigError(f"model.path={file}: needs gguf and accelerate; pip install 'kvbench[models]'") from error
     except Exception as error:  # whatever a damaged file makes of the parser
@@ -269,7 +269,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     <bos> goes before a text unless `add_special_tokens=False`. The specials have no spelling: a text that holds
     "<eos>" is five bytes. Padding is on the left.
     """
-    # Byte-level BPE writes bytes as printable characters; the ones that are not printable move up behind 255.
+    # Byte-level BPE writes bytes as printable characters; the ones that are not printable move up after 255.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     moved = (byte for byte in range(256) if byte not in printable)
     symbols = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(moved)}

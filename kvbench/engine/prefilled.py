@@ -1,6 +1,6 @@
 """One dense prefill that serves many methods: a snapshot from which any of them begins.
 
-The prompt's keys and values are one immutable block with room for the generated tokens behind it; the method that holds
+The prompt's keys and values are one immutable block with room for the generated tokens after it; the method that holds
 the snapshot writes there, and the next one writes over it. So one method at a time generates from a snapshot, in the
 very memory layout of a run of its own, and gets the same bits.
 """

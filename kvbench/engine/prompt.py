@@ -109,7 +109,7 @@ class PromptReader:
         self._sums[layer][..., : received.shape[2]] += received
 
     def _aligned_token_ids(self) -> torch.Tensor:
-        """[B, N] token ids of the whole prompt, left-aligned, 0 behind a row's end."""
+        """[B, N] token ids of the whole prompt, left-aligned, 0 after a row's end."""
         ids = torch.cat(self._token_ids, dim=1)
         self._token_ids = [ids]
         aligned = ids.new_zeros(ids.shape[0], max(self.lengths))

@@ -131,13 +131,13 @@ def measure(
     if record["error"]:
         return failure(arm, prompt, record["error"])
     try:
-        generation, engine, told = _generated(arm, prompt, progress, prefilled)
+        generation, engine, more = _generated(arm, prompt, progress, prefilled)
     except Exception as error:
         if not is_failed_sample(error):
             raise
         return failure(arm, prompt, f"{type(error).__name__}: {error}")
     output = arm.loaded.tokenizer.decode(generation.tokens[0], skip_special_tokens=True)
-    found = {"output": output, **measured(generation, sample.timed.warmup if sample.timed else 0), **told}
+    found = {"output": output, **measured(generation, sample.timed.warmup if sample.timed else 0), **more}
     scores = arm.task.score(replace(sample, answers=tuple(found.get("answers", sample.answers))), found["output"])
     if generation.audit["over_rule"]:
         attended, rule = generation.audit["attended_max"], arm.method.rule(len(prompt.ids), engine.audit.steps)

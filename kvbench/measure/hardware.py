@@ -1,7 +1,7 @@
 """What the hardware can do, measured, and the floor it sets under a decode step.
 
 No method is asked, and nothing here is part of a generation: bandwidths are measured before the first one, the device's
-busy time in steps of its own behind the timed ones.
+busy time in steps of its own after the timed ones.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
         call()
         return time.perf_counter() - start
     with torch.cuda.device(device):
-        before, behind = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record()
         call()
-        behind.record()
-        behind.synchronize()
-        return float(before.elapsed_time(behind)) / 1e3
+        after.record()
+        after.synchronize()
+        return float(before.elapsed_time(after)) / 1e3
 
 
 # -- the floor ---------------------------------------------------------------------------------------------------------

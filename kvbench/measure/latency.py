@@ -1,7 +1,7 @@
-"""One sample that is there to be timed: a rehearsal, a generation that nothing ends early, and what both are held to.
+"""A timed sample: a rehearsal, a generation that nothing ends early, and what both are held to.
 
 Loading kernels and compiling take longer than any step, so the same runs first with a short prompt and is thrown away.
-Behind the timed steps a few more tell how long the device was busy, where there is a GPU.
+After the timed steps a few more tell how long the device was busy, where there is a GPU.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class _Watch:
 
 @torch.inference_mode()
 def _busy_ms(model: PreTrainedModel, generation: Generation, engine: Engine, steps: int) -> float | None:
-    """Milliseconds of a step in which the device is busy, the mean over `steps` steps behind the generated ones."""
+    """Milliseconds of a step in which the device is busy, the mean over `steps` steps after the generated ones."""
     cache = EngineCache(engine)
     tokens = torch.tensor([row[-1] for row in generation.tokens])
 

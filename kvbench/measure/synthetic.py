@@ -136,12 +136,12 @@ def _seed(*parts: Any) -> int:
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
 
 
-def _chance(seed: int, row: int, what: Any, *places: torch.Tensor) -> torch.Tensor:
+def _chance(seed: int, row: int, what: Any, *numbers: torch.Tensor) -> torch.Tensor:
     """Uniform numbers in [0, 1) that follow from all of these, of the shape that the places broadcast to."""
-    mixed = torch.full((), _seed(seed, row, what), device=places[0].device)
-    for place in places:
+    mixed = torch.full((), _seed(seed, row, what), device=numbers[0].device)
+    for number in numbers:
         for _ in range(2):  # a product carries low bits up, the shift takes high bits down; int64 wraps around
-            mixed = (mixed + place) * 0x5851F42D4C957F2D
+            mixed = (mixed + number) * 0x5851F42D4C957F2D
             mixed = mixed ^ (mixed >> 32)
     return (mixed >> 20 & (1 << 24) - 1) / float(1 << 24)  # as many bits as float32 holds, so that none rounds to 1
 
@@ -199,7 +199,7 @@ class SyntheticEngine(Engine):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _steps(self, make: Any, layer: int, count: int) -> Sequence[torch.Tensor]:
-        """[B, H, 1, D] of each position behind the prompts, which may differ in length."""
+        """[B, H, 1, D] of each position after the prompts, which may differ in length."""
         rows = [make(layer, length, length + count, row) for row, length in enumerate(self.shape.lengths)]
         return torch.stack(rows)[:, :, :, None].unbind(2)
 

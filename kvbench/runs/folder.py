@@ -346,7 +346,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def append_records(path: Path, records: Sequence[Record], end: int) -> None:
-    """All of these records behind the last whole line, or none: what a full disk cuts off is taken back."""
+    """All of these records after the last whole line, or none: what a full disk cuts off is taken back."""
     rest = memoryview(b"".join(json.dumps(record, allow_nan=False).encode() + b"\n" for record in records))
     with open(path, "r+b", buffering=0) as file:
         file.truncate(end)

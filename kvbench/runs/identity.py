@@ -59,7 +59,7 @@ def harness_sources() -> list[Path]:
 
 
 def module_sources(target: str) -> list[Path]:
-    """The files behind a class or function such as "methods.quest.Quest", found without importing anything.
+    """The files of a class or function such as "methods.quest.Quest", found without importing anything.
 
     The module's own file, every module it imports, directly or not, that belongs to the same package or lies outside
     the installed libraries (shared blocks, a parent method, a helper beside a user's own method), and the data files
@@ -106,8 +106,8 @@ def _source_file(module: str) -> Path | None:
     if spec is None or not spec.has_location or spec.origin is None:
         return None
     stems = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()]
-    places = [file for stem in stems for file in (stem.with_name(stem.name + ".py"), stem / "__init__.py")]
-    candidates = places if rest else [Path(spec.origin)]
+    files = [file for stem in stems for file in (stem.with_name(stem.name + ".py"), stem / "__init__.py")]
+    candidates = files if rest else [Path(spec.origin)]
     return next((file for file in candidates if file.suffix == ".py" and file.is_file()), None)
 
 

@@ -74,22 +74,22 @@ def run_arms(configs: Sequence[DictConfig], console: Console | None = None) -> l
     loaded = None
     with ExitStack() as held:
         running: dict[int, tuple[Arm, RunFolder]] = {}
-        for place, config in enumerate(plain):
+        for index, config in enumerate(plain):
             try:
                 arm = prepare(config, loaded)
                 loaded = arm.loaded
-                running[place] = arm, held.enter_context(open_folder(arm, shared_prefill=True))
-                outcomes[place] = outcomes[place]._replace(path=running[place][1].path)
+                running[index] = arm, held.enter_context(open_folder(arm, shared_prefill=True))
+                outcomes[index] = outcomes[index]._replace(path=running[index][1].path)
             except (ConfigError, ResultsError) as error:
-                outcomes[place] = outcomes[place]._replace(error=error)
+                outcomes[index] = outcomes[index]._replace(error=error)
         if running:
-            for place, ended in _run(running, console or Console()).items():
-                outcomes[place] = outcomes[place]._replace(error=ended)
-                del running[place]
-        for place, (arm, folder) in running.items():
+            for index, ended in _run(running, console or Console()).items():
+                outcomes[index] = outcomes[index]._replace(error=ended)
+                del running[index]
+        for index, (arm, folder) in running.items():
             summary = summarise(folder.records.values(), arm.task.metric)
             folder.finish(summary)
-            outcomes[place] = outcomes[place]._replace(summary=summary)
+            outcomes[index] = outcomes[index]._replace(summary=summary)
     return outcomes
 
 
@@ -115,9 +115,9 @@ def _run(running: Mapping[int, tuple[Arm, RunFolder]], console: Console) -> dict
     with progress(console, work.total, len(done)) as report:
         for sample in work.samples:
             waiting = {
-                place: (arm, folder)
-                for place, (arm, folder) in running.items()
-                if place not in ended and sample.id not in folder.done
+                index: (arm, folder)
+                for index, (arm, folder) in running.items()
+                if index not in ended and sample.id not in folder.done
             }
             if len(ended) == len(running):
                 break
@@ -130,13 +130,13 @@ def _run(running: Mapping[int, tuple[Arm, RunFolder]], console: Console) -> dict
                     if not is_failed_sample(error):
                         raise
                     failed = f"{type(error).__name__}: {error}"
-            for place, (arm, folder) in waiting.items():
+            for index, (arm, folder) in waiting.items():
                 report.name(arm_name(arm.config))
                 try:
                     record = failure(arm, prompt, failed) if failed else measure(arm, prompt, report.tokens, prefilled)
                     folder.add(record)
                 except Exception as error:
-                    ended[place] = error
+                    ended[index] = error
                     report.bars.console.print(f"{arm_name(arm.config)} ends: {type(error).__name__}: {error}")
                     continue
                 report.failed(record)

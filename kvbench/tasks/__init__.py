@@ -23,7 +23,7 @@ Keys = Literal["model", "synthetic_attention"]
 
 @dataclass(frozen=True)
 class Timed:
-    """What a sample is that is there to be timed: token ids in place of a text, and no end before the last step.
+    """A timed sample: token ids in place of a text, and no end before the last step.
 
     Attributes:
         rows: token ids of each row of the batch, all of one length.
@@ -61,7 +61,7 @@ class Sample:
         answers: accepted answers.
         max_new_tokens: tokens to generate at most.
         question: the end of `prompt` that asks, or "" where the task has no such part.
-        answer_prefix: begins the answer: behind the prompt, or behind the assistant's header of a chat template.
+        answer_prefix: begins the answer: after the prompt, or after the assistant's header of a chat template.
         group: the subset or cell it counts towards.
         meta: what a report may group by (length, depth, ...); JSON values.
         chat: the benchmark puts it through the chat template; `protocol.chat` may say otherwise.
@@ -70,7 +70,7 @@ class Sample:
             first.
         truncate: a prompt that is too long loses its middle, and is no error.
         max_length: with `truncate`, tokens of the longest raw prompt; None: what the model's window has room for.
-        timed: it is there to be timed, and has no prompt but this.
+        timed: its generation is timed, and it has no prompt but this.
         given: its output is given, and compared with full attention's; it has no prompt but this.
         error: why it cannot run (a bad line in a data file), or ""; it then counts as failed.
     """

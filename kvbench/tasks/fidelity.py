@@ -48,8 +48,8 @@ class Fidelity(Task):
         if not lengths or any(type(length) is not int or length < 1 for length in lengths):
             raise ValueError(f"task.lengths={show(lengths)}: expected whole numbers, 1 or more, such as [2048,4096]")
         self.lengths, self.steps, self.count = tuple(lengths), steps, samples
-        place = ASSETS / PROSE if texts == PROSE else Path(texts).expanduser()
-        files = sorted(file for file in place.glob("*") if file.suffix in KINDS) if place.is_dir() else [place]
+        root = ASSETS / PROSE if texts == PROSE else Path(texts).expanduser()
+        files = sorted(file for file in root.glob("*") if file.suffix in KINDS) if root.is_dir() else [root]
         if not files:
             raise ValueError(f"task.texts={texts}: no .txt or .jsonl file in this folder")
         self.sources = tuple(LocalFile(file, "task.texts") for file in files)

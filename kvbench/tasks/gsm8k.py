@@ -30,12 +30,12 @@ _STRINGS: dict[str, dict[str, Any]] = yaml.safe_load(
 NEW_TOKENS = 256
 FIELDS = {"question": str, "answer": str}
 
-# lm-eval's two patterns. STRICT takes one character more than the number, so of an output that ends right behind it
+# lm-eval's two patterns. STRICT takes one character more than the number, so of an output that ends right after it
 # the last digit is lost; FLEXIBLE takes more than numbers, such as "...". Both are kept: they are the benchmark.
 STRICT = re.compile(r"The answer is (\-?[0-9\.\,]+).")
 FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 
-# PQCache's `\d*\.?\d+`, with a sign, which it loses on both sides: -3 would be as good as 3. A hyphen behind a digit or
+# PQCache's `\d*\.?\d+`, with a sign, which it loses on both sides: -3 would be as good as 3. A hyphen after a digit or
 # a word is none ("5-7", "x-7").
 NUMBER = re.compile(r"(?P<sign>(?<![\w.)])-)?\$?(?P<digits>\d*\.?\d+)")
 
@@ -43,9 +43,9 @@ NUMBER = re.compile(r"(?P<sign>(?<![\w.)])-)?\$?(?P<digits>\d*\.?\d+)")
 class Gsm8k(Task):
     """The test split in a shuffled order, which the seed decides.
 
-    `wei8` gives the scores "flexible", the last number in the output, and "strict", the one behind "The answer is".
+    `wei8` gives the scores "flexible", the last number in the output, and "strict", the one after "The answer is".
     The main one is flexible. It asks for the result and not for its wording, as the scripts of KV-cache papers do
-    (PQCache's and IceCache's take the last number), and strict misreads an output that ends right behind its number.
+    (PQCache's and IceCache's take the last number), and strict misreads an output that ends right after its number.
     `pqcache` gives "accuracy", equality of the last numbers as floats.
 
     Attributes:
@@ -139,7 +139,7 @@ class Gsm8k(Task):
         name = f"gsm8k-{row.line - 1}"  # from 0, as lm-eval counts
         gold = "" if row.error else gold_of(row.data["answer"])
         if not gold:
-            error = row.error or f'{self._problems.label}, line {row.line}: field answer: no number behind "####"'
+            error = row.error or f'{self._problems.label}, line {row.line}: field answer: no number after "####"'
             return Sample(id=name, prompt="", answers=(), max_new_tokens=NEW_TOKENS, error=error)
         question = self._strings["question"].format(question=row.data["question"])
         return Sample(
@@ -153,7 +153,7 @@ class Gsm8k(Task):
 
 
 def gold_of(solution: str) -> str:
-    """The number behind a solution's last "####", or ""."""
+    """The number after a solution's last "####", or ""."""
     _, mark, gold = solution.rpartition("####")
     return gold.strip() if mark and last_number(gold) is not None else ""
 
@@ -166,7 +166,7 @@ def before_any(stops: Iterable[str], text: str) -> str:
 
 
 def strict(text: str) -> str:
-    """lm-eval's strict-match: the number behind the first "The answer is", or ""."""
+    """lm-eval's strict-match: the number after the first "The answer is", or ""."""
     found = STRICT.search(text)
     return found[1] if found else ""
 

@@ -1,4 +1,4 @@
-"""Latency: prompts of an exact length that are there to be timed, not to be answered.
+"""Latency: prompts of an exact length whose generation is timed; nobody reads the answers.
 
 A prompt is random token ids, so that any length and batch can be had for any model, trained or not. There is nothing to
 score: a sample that ran all of its steps has completed. What it cost stands in its record (`kvbench.measure.latency`).

@@ -38,7 +38,7 @@ class Subset:
     """What the official scripts know of one subset.
 
     Attributes:
-        prompt: with `{context}` and, behind it, perhaps `{input}`.
+        prompt: with `{context}` and, after it, perhaps `{input}`.
         metric: a function of `metrics`.
         chat: chat models get their template.
         first_line: only the first line of an output is scored, empty ones before it left out.
@@ -58,7 +58,7 @@ class Subset:
         return self.metric == "classification"
 
     def asking(self, entry: str) -> str:
-        """The prompt behind the context."""
+        """The prompt after the context."""
         return self.prompt.partition("{context}")[2].format(input=entry)
 
     def before(self) -> str:
@@ -240,7 +240,7 @@ def _are_texts(values: Sequence[object]) -> bool:
 
 
 def _unique(keys: Iterable[str]) -> list[str]:
-    """Keys in their order; one that was there before gets a number behind it."""
+    """Keys in their order; one that was there before gets a number after it."""
     found: dict[str, None] = {}
     for key in keys:
         number, fresh = 1, key

@@ -135,13 +135,13 @@ def _rows(first: Sequence[Symbol], second: Sequence[Symbol]) -> list[int]:
     Bit j is 0 where second[j] makes the subsequence longer (Hyyrö 2004): zeros up to j are the length at j. A row is
     one number, so that a long text takes as many steps as it has words, and no recursion.
     """
-    places: dict[Symbol, int] = {}
-    for place, symbol in enumerate(second):
-        places[symbol] = places.get(symbol, 0) | 1 << place
+    indices: dict[Symbol, int] = {}
+    for index, symbol in enumerate(second):
+        indices[symbol] = indices.get(symbol, 0) | 1 << index
     ones = row = _ones(second)
     rows = []
     for symbol in first:
-        matching = row & places.get(symbol, 0)
+        matching = row & indices.get(symbol, 0)
         row = (row + matching | row - matching) & ones
         rows.append(row)
     return rows

@@ -92,10 +92,10 @@ def _stored(row: int, subset: str, text: str, prefix: str, outputs: Any) -> Stor
 def _cut(text: str, subset: str) -> tuple[str, str]:
     """Prompt and answer prefix; the latter is empty where the text does not end in one."""
     start = STRINGS[family(subset)]["answer_prefix"].partition("{")[0]
-    place = text.rfind(start)
-    if place < 0 or "\n" in text[place:]:
+    start_of_prefix = text.rfind(start)
+    if start_of_prefix < 0 or "\n" in text[start_of_prefix:]:
         return text, ""
-    return text[:place], text[place:]
+    return text[:start_of_prefix], text[start_of_prefix:]
 
 
 def _question(prompt: str, subset: str) -> str:

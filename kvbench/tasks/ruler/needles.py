@@ -188,8 +188,8 @@ def _in_sentences(words: Sequence[str], needles: Sequence[str], rng: random.Rand
     depths = sorted(rng.sample(DEPTHS, len(needles)))
     cuts = [0, *(int(len(found) * (depth / 100)) for depth in depths), len(found)]
     pieces = []
-    for place, needle in enumerate(needles):
-        pieces += [" ".join(found[cuts[place] : cuts[place + 1]]), needle]
+    for index, needle in enumerate(needles):
+        pieces += [" ".join(found[cuts[index] : cuts[index + 1]]), needle]
     pieces.append(" ".join(found[cuts[-2] :]))
     # An empty piece leaves its space, as in RULER: a needle at depth 0 starts with one.
     return " ".join(pieces), [float(depth) for depth in depths]
@@ -197,9 +197,9 @@ def _in_sentences(words: Sequence[str], needles: Sequence[str], rng: random.Rand
 
 def _in_lines(lines: list[str], needles: Sequence[str], rng: random.Random) -> tuple[str, list[float]]:
     """Needles before distinct random lines, the first needle lowest; the text, and each needle's depth in percent."""
-    places = sorted(rng.sample(range(len(lines)), len(needles)), reverse=True)
-    depths = [round(100 * place / len(lines), 2) for place in places]
+    indices = sorted(rng.sample(range(len(lines)), len(needles)), reverse=True)
+    depths = [round(100 * index / len(lines), 2) for index in indices]
     lines = list(lines)
-    for place, needle in zip(places, needles, strict=True):
-        lines.insert(place, needle)
+    for index, needle in zip(indices, needles, strict=True):
+        lines.insert(index, needle)
     return "\n".join(lines), depths

@@ -60,8 +60,8 @@ def _sentence(grammar: dict[str, list[Alternative]], rng: random.Random) -> str:
 def _expand(rule: str, grammar: dict[str, list[Alternative]], draw: Any, parts: list[str]) -> None:
     alternatives = grammar[rule]
     # int(random() * n) takes a third of the time of choice(), and a million words take a million draws.
-    for place, piece in enumerate(alternatives[int(draw() * len(alternatives))]):
-        if place % 2:
+    for index, piece in enumerate(alternatives[int(draw() * len(alternatives))]):
+        if index % 2:
             _expand(piece, grammar, draw, parts)
         else:
             parts.append(piece)

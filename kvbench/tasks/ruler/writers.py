@@ -65,7 +65,7 @@ class Draft:
     """
 
     write: Callable[[int], Written]
-    swap: Callable[[int, int], bool] = lambda place, letters: False
+    swap: Callable[[int, int], bool] = lambda index, letters: False
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,8 @@ class Variables(Writer):
     def draft(self, cell: Cell, index: int) -> Draft:
         """See `Writer.draft`; the solved example before the task differs in names and value only."""
         rng = random.Random(f"ruler/{cell.stream(index)}/example")
-        places = random.Random(f"ruler/{cell.seed}/{cell.name}/{cell.length}/example")
-        solved = self._task(_VT["example"]["letters"], _example_lines(cell.count), rng, places)
+        order = random.Random(f"ruler/{cell.seed}/{cell.name}/{cell.length}/example")
+        solved = self._task(_VT["example"]["letters"], _example_lines(cell.count), rng, order)
         example = f"{solved.text} {' '.join(solved.answers)}\n\n"
 
         def write(size: int) -> Written:
@@ -170,22 +170,22 @@ class Variables(Writer):
         return Draft(write)
 
     @staticmethod
-    def _task(letters: int, lines: int, rng: random.Random, places: random.Random) -> Written:
+    def _task(letters: int, lines: int, rng: random.Random, order: random.Random) -> Written:
         names = _coded(string.ascii_uppercase, letters, _VT["hops"] + 1, rng, taken=("VAR",))
         value = str(rng.randint(10_000, 99_998))
         chain = [_VT["first"].format(name=names[0], value=value)]
         chain += [_VT["next"].format(name=name, before=before) for before, name in zip(names, names[1:], strict=False)]
-        above = sorted(places.sample(range(lines), len(chain)))
+        above = sorted(order.sample(range(lines), len(chain)))
         context = [STRINGS["niah"]["noise"]] * lines
-        for already, (place, line) in enumerate(zip(above, chain, strict=True)):
-            context.insert(place + already, line)
+        for already, (index, line) in enumerate(zip(above, chain, strict=True)):
+            context.insert(index + already, line)
         question = _VT["question"].format(query=value)
         return Written(
             prompt=_VT["template"].format(context="\n".join(context)) + question,
             question=question,
             answer_prefix=_VT["answer_prefix"].format(count=len(names), query=value),
             answers=tuple(names),
-            meta={"depths": [round(100 * place / lines, 2) for place in above]},
+            meta={"depths": [round(100 * index / lines, 2) for index in above]},
         )
 
 
@@ -339,26 +339,26 @@ class Documents(Writer):
 
         def write(size: int) -> Written:
             read(size)
-            places = list(range(size))
-            random.Random(cell.seed).shuffle(places)  # RULER: the same permutation in every sample of a size
+            order = list(range(size))
+            random.Random(cell.seed).shuffle(order)  # RULER: the same permutation in every sample of a size
             documents = (
-                _QA["document"].format(number=number, text=texts[place]) for number, place in enumerate(places, 1)
+                _QA["document"].format(number=number, text=texts[index]) for number, index in enumerate(order, 1)
             )
             question = _QA["question"].format(query=asked.text)
-            depths = sorted(round(100 * places.index(place) / size, 2) for place in range(asked.needed))
+            depths = sorted(round(100 * order.index(index) / size, 2) for index in range(asked.needed))
             meta: dict[str, Any] = {"documents": self.corpus.name, "depths": depths}
             if (different := len(set(texts[:size]))) < size:
                 meta["different_documents"] = different
             prompt = _QA["template"].format(context="\n\n".join(documents)) + question
             return Written(prompt, question, _QA["answer_prefix"], asked.answers, meta)
 
-        def swap(place: int, letters: int) -> bool:
+        def swap(index: int, letters: int) -> bool:
             """A long document may be next where a shorter one still fits."""
-            read(place + _AHEAD)
-            shorter = (other for other in range(place + 1, place + _AHEAD) if len(texts[other]) <= letters)
+            read(index + _AHEAD)
+            shorter = (other for other in range(index + 1, index + _AHEAD) if len(texts[other]) <= letters)
             if (found := next(shorter, None)) is None:
                 return False
-            texts[place], texts[found] = texts[found], texts[place]
+            texts[index], texts[found] = texts[found], texts[index]
             return True
 
         return Draft(write, swap)
@@ -430,11 +430,11 @@ class _Vocabulary:
             )
             self.made_up += different(_made_up, variety, "made-up words", more - len(self.made_up), self.rng, known)
         common, others = self.singles[:count], self.singles[count:] + self.made_up[:more]
-        for place, lot in enumerate(self.lots[:more]):
+        for index, lot in enumerate(self.lots[:more]):
             if lot * size >= len(self.singles):
                 # Where this made-up word lies among the others.
-                other = len(self.singles) - count + place
-                common[place], others[other] = others[other], common[place]
+                other = len(self.singles) - count + index
+                common[index], others[other] = others[other], common[index]
         return common, others
 
 
