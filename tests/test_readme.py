@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import yaml
 
 import kvbench
 from kvbench import __main__ as command
-from kvbench.config import choices, conf_dir, method_config
+from kvbench.config import ASSETS, choices, conf_dir, fetched_folder, method_config
 from kvbench.report import __main__ as report
 
 ROOT = Path(__file__).parent.parent
@@ -88,7 +89,9 @@ def commands(module: str) -> list[str]:
     return [line for line in asked if "FOLDER" not in line]
 
 
-def test_the_commands_that_the_pages_show_are_taken() -> None:
+def test_the_commands_that_the_pages_show_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBENCH_HOME", str(tmp_path))
+    shutil.copytree(ASSETS / "tiny", fetched_folder("smollm2-135m-instruct"))  # stands in for the fetched model
     runs = [shlex.split(line, comments=True) for line in commands("kvbench")]
     named = {word.partition("=")[2] for words in runs for word in words if word.startswith("+experiment=")}
     assert named and named <= set(choices("experiment"))  # what is in them is tested with the experiments
