@@ -17,7 +17,7 @@ from kvbench.attention import executor as attention
 from kvbench.engine.hf import method_named
 from kvbench.engine.models import Loaded
 from kvbench.memory.host import HostTier
-from kvbench.memory.plan import PAGE
+from kvbench.memory.slots import PAGE
 from kvbench.method import Extra, Method, Needs, Prompt, Selection
 
 RAGGED = [numbers(150, seed=1), numbers(97, seed=2), numbers(60, seed=3)]
@@ -279,7 +279,7 @@ def test_physical_order_on_the_host_changes_nothing(tiny: Loaded) -> None:
         run = lambda method=method: run_loop(tiny, RAGGED, method, None, dense_layers=DENSE, steps=STEPS)  # noqa: E731
         found.append(logits_of(tiny, run))
     ((plain, _), expected), ((arranged, engine), logits) = found
-    assert not torch.equal(engine.stores[0].host.place[0, 0], torch.arange(engine.stores[0].host.capacity))
+    assert not torch.equal(engine.stores[0].host.slot_of[0, 0], torch.arange(engine.stores[0].host.capacity))
     assert torch.equal(logits, expected)
     assert arranged.tokens == plain.tokens
     assert arranged.audit == plain.audit
@@ -301,7 +301,7 @@ class InPlace(Arranging):
         self.places.add(held.data_ptr())
         for row, length in enumerate(self.view.lengths(layer)):
             for head in range(self.shape.kv_heads):
-                order = self.view._stores[layer].host.place[row, head, :length]
+                order = self.view._stores[layer].host.slot_of[row, head, :length]
                 assert torch.equal(held[row, head, order], keys[row, head, :length])
         self.view.count_read(layer, 5)
         return super().select(layer, query)

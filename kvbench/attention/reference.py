@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from kvbench.memory.store import DEVICE, LayerStore
+from kvbench.memory.store import LayerStore
+from kvbench.memory.tiers import DEVICE
 from kvbench.method import Selection
 
 
@@ -23,7 +24,7 @@ def attend(
     if selection is None:
         store.resident()  # refuses where nothing is resident to attend
     batch, query_heads, _, _ = query.shape
-    group = query_heads // store.key.shape[1]
+    group = query_heads // store.kv_heads
     out = torch.empty_like(query)
     weights: list[torch.Tensor] = []
     for row in range(batch):
@@ -57,15 +58,15 @@ def _head(
         weight = (key @ query * scaling).softmax(dim=0)
         return weight @ value, weight
     heads = selection.index.shape[1]
-    index = selection.index[row, head if heads == store.key.shape[1] * group else min(kv_head, heads - 1)]
-    place = {int(token): at for at, token in enumerate(ids)}
+    index = selection.index[row, head if heads == store.kv_heads * group else min(kv_head, heads - 1)]
+    index_of = {int(token): at for at, token in enumerate(ids)}
     logits = torch.full((ids.shape[0],), -torch.inf)
     order: list[int] = []
     index = index.cpu()
     for rank, token in enumerate(index.tolist()):
         if token < 0:
             continue
-        at = place[token]
+        at = index_of[token]
         order.append(at)
         own = key[at] if selection.keys is None else selection.keys[row, kv_head, rank].float().cpu()
         logits[at] = (own @ query) * scaling

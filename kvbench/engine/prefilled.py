@@ -1,6 +1,6 @@
 """One dense prefill that serves many methods: a snapshot from which any of them begins.
 
-The prompt's keys and values are one immutable block with room for the generated tokens behind it; the method that holds
+The prompt's keys and values are one immutable block with room for the generated tokens after it; the method that holds
 the snapshot writes there, and the next one writes over it. So one method at a time generates from a snapshot, in the
 very memory layout of a run of its own, and gets the same bits.
 """
@@ -58,7 +58,7 @@ class Prefilled:
         """
         if engine.shape.lengths != self.lengths:
             raise ValueError(f"the prefill read prompts of {self.lengths} tokens, the engine expects others")
-        if engine.capacity > self._stores[0].reserved:
+        if engine.capacity > self._stores[0].device.reserved:
             raise ValueError("the prefill left less room than this engine needs; raise max_new_tokens in prefill_once")
         prompts = {layer: self._seen_by(engine.method, prompt) for layer, prompt in self._prompts.items()}
         for store in self._lent:

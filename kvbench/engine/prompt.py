@@ -49,6 +49,7 @@ class PromptReader:
 
     @property
     def last_chunk(self) -> bool:
+        """The chunk that is being read ends the prompt."""
         return self.column + self.width == self.columns
 
     def observe(self, layer: int, query: torch.Tensor, store: LayerStore) -> None:
@@ -73,13 +74,14 @@ class PromptReader:
     def prompt(self, layer: int, store: LayerStore) -> Prompt:
         """The whole prompt of one layer, and forget what was collected of it."""
         longest = max(self.lengths)
-        nothing = store.key.new_zeros(len(self.lengths), 0, 0, store.key.shape[3])
+        key, value = store.device.key, store.device.value
+        nothing = key.new_zeros(len(self.lengths), 0, 0, key.shape[3])
         sums = self._sums.pop(layer, None)
         return Prompt(
             lengths=self.lengths,
             token_ids=self._aligned_token_ids(),
-            keys=store.key[:, :, :longest],
-            values=store.value[:, :, :longest],
+            keys=key[:, :, :longest],
+            values=value[:, :, :longest],
             queries=self._queries.pop(layer, nothing),
             attention_sums=None if sums is None else sums[..., :longest],
             on_host=store.on_host(longest),
@@ -93,7 +95,7 @@ class PromptReader:
             self._queries[layer] = query.new_zeros(batch, heads, size, head_dim)
         window = self._queries[layer]
         for row, (length, offset) in enumerate(zip(self.lengths, self.offsets, strict=True)):
-            # window place 0 is column `start`; the row's own tokens begin no earlier than its offset
+            # index 0 of the window is column `start`; the row's own tokens begin no earlier than its offset
             start = offset + length - size
             first = max(self.column, start, offset)
             last = min(self.column + width, offset + length)
@@ -108,7 +110,7 @@ class PromptReader:
         self._sums[layer][..., : received.shape[2]] += received
 
     def _aligned_token_ids(self) -> torch.Tensor:
-        """[B, N] token ids of the whole prompt, left-aligned, 0 behind a row's end."""
+        """[B, N] token ids of the whole prompt, left-aligned, 0 after a row's end."""
         ids = torch.cat(self._token_ids, dim=1)
         self._token_ids = [ids]
         aligned = ids.new_zeros(ids.shape[0], max(self.lengths))
