@@ -1,4 +1,4 @@
-"""A layer's store against a plain Python twin: nothing is lost, and no token lives in two places."""
+"""A layer's store against a plain Python twin: nothing is lost, and no token lives in two tiers."""
 
 from __future__ import annotations
 
@@ -444,6 +444,22 @@ def test_the_check_finds_every_damage(damage: str) -> None:
     harm(store)
     with pytest.raises(AssertionError):
         store.check_integrity()
+
+
+def test_a_store_outgrows_the_memory_it_began_in() -> None:
+    """Of which the one that lent it had reserved more than the new one asks for."""
+    lent = LayerStore(2, 2, HEAD_DIM, 600, torch.float32, torch.device("cpu"))
+    prompt = torch.arange(2 * 2 * 20 * HEAD_DIM, dtype=torch.float32).view(2, 2, 20, HEAD_DIM)
+    lent.write_prompt(prompt, -prompt, 0, [0, 0])
+    lent.seal_prompt([20, 12])
+    store = LayerStore(2, 2, HEAD_DIM, 20, torch.float32, torch.device("cpu"), grows=True, shared=lent)
+    new = torch.ones(2, 2, 1, HEAD_DIM)
+    store.append(new, -new)
+    store.check_integrity()
+    ids, key, value = store.everything(0, 1)
+    assert ids.tolist() == list(range(21))
+    assert torch.equal(key, torch.cat([prompt[0, 1], new[0, 1]])) and torch.equal(value, -key)
+    assert torch.equal(lent.device.key[:, :, :20], prompt), "what was lent is as it was"
 
 
 # -- machines ----------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ from kvbench.memory.transfer import side_stream
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 CAPACITY = 80 << 30  # bytes of device memory that the device claims to have
-INSIDE = (str(Path(torch.__file__).parent), __file__)  # files that a sync's place does not name
+INSIDE = (str(Path(torch.__file__).parent), __file__)  # files that no sync is noted in
 
 # ATen operations for which the host waits, since it needs a value or the size of their result.
 SYNCING = {
@@ -228,10 +228,10 @@ class Twin(TorchFunctionMode):
         frame = sys._getframe(1)
         while frame.f_back and frame.f_code.co_filename.startswith(INSIDE):
             frame = frame.f_back
-        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        self.syncs.append((name, place))
+        where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        self.syncs.append((name, where))
         if self._forbidden:
-            raise RuntimeError(f"{name} at {place}: the host waits for the device")
+            raise RuntimeError(f"{name} at {where}: the host waits for the device")
         self._complete(self.stream.clock if clock is None else clock)
 
     @contextlib.contextmanager

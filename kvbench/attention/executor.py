@@ -68,12 +68,15 @@ class Plain:
         self._attend = attend
 
     def __call__(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """One decode step's attention in one layer; see `Executor`."""
         return self._attend(*arguments, **options)
 
     def prefill(self, *arguments: Any) -> Tensor:
+        """See `kvbench.attention.torch.prefill`."""
         return torch_executor.prefill(*arguments)
 
     def used(self) -> str:
+        """Its name."""
         return self.name
 
 

@@ -29,7 +29,7 @@ SHORTEST = 64  # a list of tokens is planned for this many or more
 
 
 class FlashInfer:
-    """See `kvbench.attention.Executor`; of one generation, since it keeps plans for its shapes.
+    """See `kvbench.attention.executor.Executor`; of one generation, since it keeps plans for its shapes.
 
     A selection with a `log_weight`, `keys` or `extra`, and a call that asks for probabilities, is the torch executor's.
 
@@ -54,6 +54,7 @@ class FlashInfer:
         scaling: float,
         probabilities: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One decode step's attention in one layer; see `kvbench.attention.executor.Executor`."""
         if probabilities or (selection is not None and _beyond_a_list(selection)):
             self._used.add("torch")
             return attend(query, store, selection, scaling, probabilities)

@@ -20,7 +20,7 @@ def attend(
     scaling: float,
     probabilities: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See `kvbench.attention.Executor`."""
+    """See `kvbench.attention.executor.Executor`."""
     if selection is None:
         store.resident()  # refuses where nothing is resident to attend
     batch, query_heads, _, _ = query.shape

@@ -22,7 +22,7 @@ def attend(
     scaling: float,
     probabilities: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See `kvbench.attention.Executor`."""
+    """See `kvbench.attention.executor.Executor`."""
     batch, query_heads, _, head_dim = query.shape
     if selection is None:
         key, value, mask = store.resident()

@@ -30,6 +30,7 @@ class Recorder(Method):
         self.prompts: dict[int, Prompt] = {}
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Keep the prompt of a layer."""
         self.prompts[layer] = prompt
 
 

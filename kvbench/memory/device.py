@@ -144,11 +144,11 @@ class DeviceTier:
         """
         if slots <= self.reserved:
             return
-        self.reserved = more_slots(slots, self.reserved, self._grows)
+        held, self.reserved = self.reserved, more_slots(slots, self.reserved, self._grows)
         capacity = whole_pages(self.reserved)
-        self.key, self.value = with_slots(self.key, capacity), with_slots(self.value, capacity)
+        self.key, self.value = (with_slots(block[:, :, :held], capacity) for block in (self.key, self.value))
         if self.ids is not None:
-            self.ids = with_free_slots(self.ids, capacity)
+            self.ids = with_free_slots(self.ids[:, :, :held], capacity)
 
     def keep(self, ids: torch.Tensor, used: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Hold these tokens and no others, in newly allocated memory; as many free slots stay reserved.

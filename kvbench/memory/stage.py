@@ -58,7 +58,7 @@ class Stage:
     Args:
         host: the tier.
         device: where the stage is.
-        moved: told how many tokens were moved up, by the host or by the device.
+        moved: called with the number of tokens that were moved up, by the host or by the device.
 
     Attributes:
         staged: what the last selection brought up.
@@ -71,7 +71,7 @@ class Stage:
         self.newest: tuple[torch.Tensor, torch.Tensor] | None = None
         self._host, self._device, self._moved = host, device, moved
         self._coming: Coming | None = None
-        self._fetched: torch.Tensor | int = 0  # tokens that the device itself has read, not yet told
+        self._fetched: torch.Tensor | int = 0  # tokens that the device itself has read, not yet counted as moved
 
     def forget(self) -> None:
         """Nothing is staged any more."""
@@ -113,7 +113,7 @@ class Stage:
             self.staged, self._coming = self._received(self._coming), None
 
     def count_fetched(self) -> None:
-        """Tell what the device itself has read; waits for it."""
+        """Count as moved what the device itself has read; waits for it."""
         tokens, self._fetched = int(self._fetched), 0
         if tokens:
             self._moved(tokens)
