@@ -33,8 +33,8 @@ ROUNDS = 20
 def store_of(shape: Shape, context: int, home: Any = "device") -> LayerStore:
     """A layer's store with random keys and values in every slot."""
     store = LayerStore(shape.batch, shape.kv_heads, shape.head_dim, context + 64, shape.dtype, shape.device, home=home)
-    store.key[:, :, :context].normal_()
-    store.value[:, :, :context].normal_()
+    store.device.key[:, :, :context].normal_()
+    store.device.value[:, :, :context].normal_()
     store.seal_prompt([context] * shape.batch)
     store.leave_device()
     return store
@@ -91,7 +91,7 @@ def offload(shape: Shape, context: int, budget: int, turnover: float) -> dict[st
         ]
         turn = iter(steps * (1 + (ROUNDS + 2) // len(steps)))
         found[name] = medians({"ms": lambda store=store, turn=turn: store.locate(next(turn))}, shape.device)
-        moved = (budget - kept) * shape.batch * shape.kv_heads * store.entry_bytes
+        moved = (budget - kept) * shape.batch * shape.kv_heads * store.device.entry_bytes
         found[name]["moved_gib_s"] = round(moved / 2**30 / (found[name]["ms"] / 1e3), 3)
     if "uva" in found:
         found["uva_over_bulk"] = round(found["uva"]["ms"] / found["bulk"]["ms"], 3)

@@ -28,7 +28,7 @@ from kvbench.budget import Budget
 from kvbench.config import choices
 from kvbench.engine.engine import Engine
 from kvbench.engine.models import Loaded
-from kvbench.memory.plan import whole_pages
+from kvbench.memory.slots import whole_pages
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Method, Needs, Prompt, Selection
 
@@ -187,21 +187,21 @@ def full_selection(heads: int, query_heads: int, kv_heads: int, parts: Sequence[
 
 def by_the_formula(query: torch.Tensor, store: LayerStore, selection: Selection, row: int, head: int) -> torch.Tensor:
     """One query head's output [D], written down from the interface's words."""
-    group = query.shape[1] // store.key.shape[1]
+    group = query.shape[1] // store.kv_heads
     kv_head = head // group
-    of_head = {1: 0, store.key.shape[1]: kv_head, query.shape[1]: head}[selection.index.shape[1]]
-    assert store.ids is not None
-    ids = store.ids[row, kv_head].tolist()
+    of_head = {1: 0, store.kv_heads: kv_head, query.shape[1]: head}[selection.index.shape[1]]
+    assert store.device.ids is not None
+    ids = store.device.ids[row, kv_head].tolist()
     logits, values = [], []
     for rank, token in enumerate(selection.index[row, of_head].tolist()):
         if token < 0:
             continue
         slot = ids.index(token)
-        key = store.key[row, kv_head, slot] if selection.keys is None else selection.keys[row, kv_head, rank]
+        key = store.device.key[row, kv_head, slot] if selection.keys is None else selection.keys[row, kv_head, rank]
         logits.append(0.3 * torch.dot(query[row, head, 0], key))
         if selection.log_weight is not None:
             logits[-1] = logits[-1] + selection.log_weight[row, head, rank]
-        values.append(store.value[row, kv_head, slot])
+        values.append(store.device.value[row, kv_head, slot])
     if selection.extra is not None:
         for entry in range(selection.extra.key.shape[2]):
             logit = 0.3 * torch.dot(query[row, head, 0], selection.extra.key[row, kv_head, entry])
@@ -343,10 +343,10 @@ def poison_stores(engine: Engine) -> None:
     """Fill every slot that holds no token, of the home tier."""
     for store in engine.stores.values():
         if store.host is None:
-            unused = torch.arange(store.capacity) >= store.used[..., None]
-            key, value = store.key, store.value
+            unused = torch.arange(store.device.capacity) >= store.device.used[..., None]
+            key, value = store.device.key, store.device.value
         else:
-            unused = torch.ones_like(store.host.present).scatter(2, store.host.place, ~store.host.present)
+            unused = torch.ones_like(store.host.present).scatter(2, store.host.slot_of, ~store.host.present)
             key, value = store.host.key, store.host.value
         assert bool(unused.any()), "nothing to poison"
         key[unused] = POISON

@@ -32,7 +32,6 @@ from kvbench.engine.generate import generate
 from kvbench.engine.hf import KVCache, engine_for
 from kvbench.engine.models import Loaded, load
 from kvbench.engine.prefilled import prefill_once
-from kvbench.memory import fetch as uva
 from kvbench.memory.view import StoreView
 
 CASES = {case.id: case for case in METHODS}
@@ -55,8 +54,7 @@ each_batch = pytest.mark.parametrize("lengths", [(150,), (150, 90)], ids=["one",
 
 @pytest.fixture
 def cuda() -> Iterator[Twin]:
-    """The twin, with the kernel that reads host memory in the form of its torch twin."""
-    with device() as cuda, mock.patch.object(uva, "_launch", cuda.kernel(uva.fetched)):
+    with device() as cuda:
         yield cuda
 
 

@@ -40,10 +40,11 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shape_of(store: LayerStore, query_heads: int) -> Shape:
-    batch, kv_heads, _, head_dim = store.key.shape
+    key = store.device.key
+    batch, kv_heads, _, head_dim = key.shape
     lengths = tuple(store.lengths)
     assert len(lengths) == batch
-    return Shape(1, query_heads, kv_heads, head_dim, lengths, store.key.dtype, store.key.device, SCALE, (0,))
+    return Shape(1, query_heads, kv_heads, head_dim, lengths, key.dtype, key.device, SCALE, (0,))
 
 
 def filled(
@@ -68,15 +69,16 @@ def filled(
 
 def random(rng: torch.Generator, store: LayerStore, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [B, Hkv, tokens, D]."""
-    size = (*store.key.shape[:2], tokens, store.key.shape[3])
-    key, value = (torch.randn(size, generator=rng).to(store.key.dtype).to(store.key.device) for _ in range(2))
+    like = store.device.key
+    size = (*like.shape[:2], tokens, like.shape[3])
+    key, value = (torch.randn(size, generator=rng).to(like.dtype).to(like.device) for _ in range(2))
     return key, value
 
 
 def queries(store: LayerStore, query_heads: int = HEADS[0], seed: int = 7) -> torch.Tensor:
     rng = torch.Generator().manual_seed(seed)
-    size = (store.key.shape[0], query_heads, 1, store.key.shape[3])
-    return (2 * torch.randn(size, generator=rng)).to(store.key.dtype).to(store.key.device)
+    size = (store.device.key.shape[0], query_heads, 1, store.device.key.shape[3])
+    return (2 * torch.randn(size, generator=rng)).to(store.device.key.dtype).to(store.device.key.device)
 
 
 def some(store: LayerStore, heads: int, count: int, seed: int = 0) -> torch.Tensor:
@@ -85,7 +87,7 @@ def some(store: LayerStore, heads: int, count: int, seed: int = 0) -> torch.Tens
     rows = []
     for row, length in enumerate(store.lengths):
         for head in range(heads):
-            kv_head = head * store.key.shape[1] // heads
+            kv_head = head * store.device.key.shape[1] // heads
             there = store.everything(row, kv_head)[0] if heads > 1 else torch.arange(length)
             ids = there[torch.randperm(len(there), generator=rng)][:count]
             ids = ids[: int(torch.randint(1, count + 1, (), generator=rng))]
@@ -130,7 +132,7 @@ def test_selections_agree_with_the_reference(
 @pytest.mark.parametrize("lengths", [(1,), (15, 16, 17), (31, 64, 5)])
 def test_everything_resident_is_attended_in_place(lengths: tuple[int, ...], steps: int) -> None:
     store = filled(*lengths, steps=steps)
-    store.key[:, :, max(store.lengths) :] = torch.nan  # what was never written is never read
+    store.device.key[:, :, max(store.lengths) :] = torch.nan  # what was never written is never read
     query = queries(store)
     out, _ = FlashInfer(shape_of(store, HEADS[0]))(query, store, None, SCALE)
     same(out, reference.attend(query, store, None, SCALE)[0])

@@ -207,8 +207,8 @@ def test_pages_are_blocks_of_host_memory_in_their_order() -> None:
         for row, head in np.ndindex(3, 2):
             regions, tree = method.regions[row], method.trees[layer][row][head]
             order = [*range(regions.sinks), *sum(pages_of(tree, regions.sinks), [])]
-            assert host.place[row, head, order].tolist() == list(range(len(order)))
-    assert not torch.equal(host.place[0, 0], torch.arange(host.capacity)), "nothing was arranged"
+            assert host.slot_of[row, head, order].tolist() == list(range(len(order)))
+    assert not torch.equal(host.slot_of[0, 0], torch.arange(host.capacity)), "nothing was arranged"
 
 
 def test_only_tokens_that_were_not_there_are_moved() -> None:
@@ -333,7 +333,7 @@ def test_reused_layers_attend_what_their_anchor_found(dense_layers: tuple[int, .
         assert torch.equal(reused.outputs[:, anchor], alone.outputs[:, anchor])
     for layer, anchor in anchors.items():
         ours, theirs = reused.engine.stores[layer].host, reused.engine.stores[anchor].host
-        assert ours is not None and theirs is not None and torch.equal(ours.place, theirs.place)
+        assert ours is not None and theirs is not None and torch.equal(ours.slot_of, theirs.slot_of)
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

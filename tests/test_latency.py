@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import report_runs
@@ -29,7 +28,6 @@ from kvbench.engine.models import Loaded, byte_tokenizer
 from kvbench.measure import hardware, latency
 from kvbench.measure.arm import measure, prompt_of
 from kvbench.measure.synthetic import SyntheticEngine
-from kvbench.memory import fetch as uva
 from kvbench.method import Shape
 from kvbench.report import figures
 from kvbench.report.__main__ import main as report
@@ -438,7 +436,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Twin]:
     monkeypatch.setitem(hardware.COPIED, "cuda", 2**12)
     monkeypatch.setattr(hardware, "UPLOADED", 2**12)
     hardware.bandwidth.cache_clear()
-    with device() as cuda, mock.patch.object(uva, "_launch", cuda.kernel(uva.fetched)):
+    with device() as cuda:
         yield cuda
     hardware.bandwidth.cache_clear()
 

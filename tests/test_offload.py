@@ -18,8 +18,8 @@ from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
 from kvbench.engine.hf import method_named
 from kvbench.measure.arm import is_failed_sample
-from kvbench.memory import fetch as uva
 from kvbench.memory import pinned
+from kvbench.memory.fetch import fetch
 from kvbench.memory.host import Arrival, HostTier
 from kvbench.method import Method, Needs, Prompt, Shape
 from kvbench.spans import Spans
@@ -127,7 +127,7 @@ def test_fetched_rows_come_from_their_side(data: st.DataObject) -> None:
     here, host = block(data.draw(st.integers(0, 3)), 4), block(data.draw(st.integers(1, 5)), 4, seed=1)
     near = data.draw(st.lists(st.integers(-1, len(here) - 1), max_size=6))
     far = [data.draw(st.integers(-1, len(host) - 1)) if at < 0 else -1 for at in near]
-    rows = uva.fetch(torch.tensor(near, dtype=torch.int64), torch.tensor(far, dtype=torch.int64), here, host)
+    rows = fetch(torch.tensor(near, dtype=torch.int64), torch.tensor(far, dtype=torch.int64), here, host)
     zero = torch.zeros(4)
     for row, local, remote in zip(rows, near, far, strict=True):
         assert torch.equal(row, here[local] if local >= 0 else host[remote] if remote >= 0 else zero)

@@ -122,17 +122,19 @@ def test_no_method_writes_into_the_prompt(tiny: Loaded) -> None:
         return [
             block[row, :, : len(ids)].clone()
             for store in engine.stores.values()
-            for block in (store.key, store.value)
+            for block in (store.device.key, store.device.value)
             for row, ids in enumerate(RAGGED)
         ]
 
-    before, pointers = prompt(), [store.key.data_ptr() for store in engine.stores.values()]
-    behind = engine.stores[0].key[0, :, len(RAGGED[0]) :].clone()
+    before, pointers = prompt(), [store.device.key.data_ptr() for store in engine.stores.values()]
+    after = engine.stores[0].device.key[0, :, len(RAGGED[0]) :].clone()
     for arm in ARMS:
         ran(tiny, arm, shared, None, "paper")
-    assert [store.key.data_ptr() for store in engine.stores.values()] == pointers
+    assert [store.device.key.data_ptr() for store in engine.stores.values()] == pointers
     assert all(map(torch.equal, prompt(), before))
-    assert not torch.equal(engine.stores[0].key[0, :, len(RAGGED[0]) :], behind), "the arms share no memory with this"
+    assert not torch.equal(engine.stores[0].device.key[0, :, len(RAGGED[0]) :], after), (
+        "the arms share no memory with this"
+    )
 
 
 def fresh_engine(loaded: Loaded, arm: str, lengths: list[int] | None = None, new_tokens: int = STEPS + 1) -> Any:

@@ -60,7 +60,7 @@ def watched(
 
     def on_device() -> list[list[list[int]]]:
         store = method.view._stores[0]
-        ids = store._device_ids()
+        ids = store.device.token_ids()
         return [[[token for token in head if token >= 0] for head in row] for row in ids.tolist()]
 
     def noted() -> None:

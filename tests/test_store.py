@@ -1,10 +1,10 @@
-"""A layer's store against a plain Python twin: nothing is lost, and no token lives in two places."""
+"""A layer's store against a plain Python twin: nothing is lost, and no token lives in two tiers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +13,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvbench.engine.audit import Audit
-from kvbench.memory import fetch as uva
-from kvbench.memory.plan import PAGE
-from kvbench.memory.store import DEVICE, DROPPED, HOST, LayerStore
-from kvbench.method import Shape
+from kvbench.memory.slots import NO_TOKEN, PAGE
+from kvbench.memory.store import LayerStore
+from kvbench.memory.tiers import DEVICE, DROPPED, HOST
 
 HEAD_DIM = 3
 ENTRY = 2 * HEAD_DIM * 4  # bytes of one token's key and value in one KV head
@@ -48,6 +46,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.moved = 0
+        self.moved_bytes: list[int] = []
         self.staged_slots = 0
         self.coming: list[list[set[int]]] | None = None
 
@@ -65,8 +64,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.room = capacity - max(self.lengths)  # tokens that may still come where the store may not grow
         batch = len(self.lengths)
         device = torch.device(self.device)
-        shape = Shape(1, self.heads, self.heads, HEAD_DIM, tuple(self.lengths), torch.float32, device, 1.0, (0,))
-        self.audit = Audit(shape)
         self.store = LayerStore(
             batch,
             self.heads,
@@ -77,7 +74,7 @@ class StoreMachine(RuleBasedStateMachine):
             home=self.home,  # type: ignore[arg-type]
             on_drop=self.on_drop,  # type: ignore[arg-type]
             grows=self.grows,
-            moved=self.audit.moved,
+            moved=self.moved_bytes.append,
         )
         prompt = torch.full((2, batch, self.heads, columns, HEAD_DIM), PADDING)
         for row, (length, offset) in enumerate(zip(self.lengths, offsets, strict=True)):
@@ -110,14 +107,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- what the twin knows -------------------------------------------------------------------------------------------
 
-    def places(self) -> list[tuple[int, int]]:
+    def every_head(self) -> list[tuple[int, int]]:
         return [(row, head) for row in range(len(self.lengths)) for head in range(self.heads)]
 
     def tokens_in(self, row: int, head: int, *tiers: int) -> list[int]:
         return [token for token, tier in enumerate(self.tiers[row][head]) if tier in tiers]
 
     def pointers(self) -> tuple[int, int]:
-        return self.store.key.data_ptr(), self.store.value.data_ptr()
+        return self.store.device.key.data_ptr(), self.store.device.value.data_ptr()
 
     def brought_up(self, row: int, head: int, tokens: set[int]) -> int:
         """Entries of one head that a gather of `tokens` moves; they and no others are staged afterwards."""
@@ -133,7 +130,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Ids [B, Hkv, M] of tokens that are still there, other ones for every head, -1 anywhere."""
         width = data.draw(st.integers(1, 7), "width")
         index = torch.full((len(self.lengths), self.heads, width), -1)
-        for row, head in self.places():
+        for row, head in self.every_head():
             there = self.tokens_in(row, head, *tiers)
             if there:
                 chosen = st.lists(st.sampled_from(there), max_size=width, unique=not repeats)
@@ -156,7 +153,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.append(key.to(self.device), value.to(self.device))
         self.appended = True
         self.room -= 1
-        for row, head in self.places():
+        for row, head in self.every_head():
             self.tiers[row][head].append(HOST if self.home == "host" else DEVICE)
 
     @rule(data=st.data())
@@ -165,8 +162,8 @@ class StoreMachine(RuleBasedStateMachine):
         read = self.store.read if data.draw(st.booleans(), "by read") and self.home == "device" else self.store.gather
         self.adopt()
         before, transfers = self.moved, self.count_transfers()
-        self.moved += sum(self.brought_up(row, head, self.named(index, row, head)) for row, head in self.places())
-        self.staged_slots = max(len(self.staged[row][head]) for row, head in self.places())
+        self.moved += sum(self.brought_up(row, head, self.named(index, row, head)) for row, head in self.every_head())
+        self.staged_slots = max(len(self.staged[row][head]) for row, head in self.every_head())
         if self.device != "cpu" and data.draw(st.booleans(), "made on the device"):
             key, value = read(index.to(self.device))
             if self.reads_itself:
@@ -190,7 +187,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.adopt()
         index = self.draw_index(data, repeats=True)
         before, transfers, staged = self.moved, self.count_transfers(), [list(heads) for heads in self.staged]
-        self.moved += sum(self.brought_up(row, head, self.named(index, row, head)) for row, head in self.places())
+        self.moved += sum(self.brought_up(row, head, self.named(index, row, head)) for row, head in self.every_head())
         unseen = torch.full_like(index[..., :1], max(self.store.lengths) + data.draw(st.integers(0, 3), "unseen"))
         self.store.prefetch(torch.cat([index, unseen], dim=2))
         assert len(transfers) == (self.moved > before)
@@ -200,8 +197,8 @@ class StoreMachine(RuleBasedStateMachine):
         """What was prefetched is staged."""
         if self.coming is not None:
             self.staged, self.coming = self.coming, None
-            self.store._stage.receive()
-            self.staged_slots = max(len(self.staged[row][head]) for row, head in self.places())
+            self.store.stage.receive()
+            self.staged_slots = max(len(self.staged[row][head]) for row, head in self.every_head())
 
     def named(self, index: torch.Tensor, row: int, head: int) -> set[int]:
         return {token for token in index[row, head].tolist() if token >= 0}
@@ -222,7 +219,7 @@ class StoreMachine(RuleBasedStateMachine):
     def check_rows(self, index: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         assert key.shape == value.shape == (*index.shape, HEAD_DIM)
         assert bool(torch.isfinite(key).all() and torch.isfinite(value).all())
-        for row, head in self.places():
+        for row, head in self.every_head():
             for at, token in enumerate(index[row, head].tolist()):
                 if token >= 0:
                     assert key[row, head, at].tolist() == key_of(row, head, token)
@@ -231,7 +228,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.survives)
     @rule(data=st.data())
     def gather_what_is_not_there(self, data: st.DataObject) -> None:
-        row, head = data.draw(st.sampled_from(self.places()), "place")
+        row, head = data.draw(st.sampled_from(self.every_head()), "head")
         length = len(self.tiers[row][head])
         lost = [*self.tokens_in(row, head, DROPPED), length, length + 1, length + 1000]
         index = self.draw_index(data, repeats=True)
@@ -249,10 +246,10 @@ class StoreMachine(RuleBasedStateMachine):
         if data.draw(st.booleans(), "the same for all heads"):
             index = self.shared_by_heads(index)
         self.adopt()
-        self.moved += sum(self.brought_up(row, head, self.named(index, row, head)) for row, head in self.places())
+        self.moved += sum(self.brought_up(row, head, self.named(index, row, head)) for row, head in self.every_head())
         self.store.keep(index if index[:, :1].ne(index).any() else index[:, :1])
         self.block = self.pointers()
-        for row, head in self.places():
+        for row, head in self.every_head():
             kept = self.named(index, row, head)
             self.staged[row][head], self.staged_slots = set(), 0
             for token in self.tokens_in(row, head, DEVICE):
@@ -272,7 +269,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.home == "device" and self.survives)
     @rule(data=st.data())
     def keep_what_cannot_be_kept(self, data: st.DataObject) -> None:
-        row, head = data.draw(st.sampled_from(self.places()), "place")
+        row, head = data.draw(st.sampled_from(self.every_head()), "head")
         index = self.draw_index(data, repeats=False)
         lost = [*self.tokens_in(row, head, DROPPED), len(self.tiers[row][head])]
         self.adopt()
@@ -294,7 +291,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def arrange(self, data: st.DataObject) -> None:
         count = max(len(row[0]) for row in self.tiers)
-        orders = [data.draw(st.permutations(range(count)), "order") for _ in self.places()]
+        orders = [data.draw(st.permutations(range(count)), "order") for _ in self.every_head()]
         order = torch.tensor(orders).view(len(self.lengths), self.heads, count)
         if self.store.host is None:
             with pytest.raises(ValueError, match="home='host'"):
@@ -306,7 +303,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.arrange(order)
             return
         self.store.arrange(order)
-        for row, head in self.places():
+        for row, head in self.every_head():
             for slot, token in enumerate(order[row, head].tolist()):
                 if token < len(self.tiers[row][head]) and self.tiers[row][head][token] == HOST:
                     assert self.store.host.key[row, head, slot].tolist() == key_of(row, head, token)
@@ -321,7 +318,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.check_rows(index, *self.store.read(index))
         longest = max(len(row[0]) for row in self.tiers)
         everything = torch.full((len(self.lengths), self.heads, longest), -1)
-        for row, head in self.places():
+        for row, head in self.every_head():
             length = len(self.tiers[row][head])
             everything[row, head, :length] = torch.arange(length)
         self.check_rows(everything, *self.store.read(None))
@@ -336,17 +333,21 @@ class StoreMachine(RuleBasedStateMachine):
     # -- after every rule ----------------------------------------------------------------------------------------------
 
     @invariant()
+    def the_store_finds_itself_whole(self) -> None:
+        self.store.check_integrity()
+
+    @invariant()
     def lengths_and_tiers_are_the_twins(self) -> None:
         assert self.store.lengths == [len(row[0]) for row in self.tiers]
         tiers = self.store.tiers()  # asserts itself that no token is in two
         assert tiers.shape[2] == max(self.store.lengths)
-        for row, head in self.places():
+        for row, head in self.every_head():
             beyond = [DROPPED] * (tiers.shape[2] - len(self.tiers[row][head]))
             assert tiers[row, head].tolist() == self.tiers[row][head] + beyond
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        for row, head in self.places():
+        for row, head in self.every_head():
             ids, key, value = self.store.everything(row, head)
             there = self.tokens_in(row, head, DEVICE, HOST)
             assert ids.tolist() == there
@@ -356,13 +357,13 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def resident_is_what_the_device_holds(self) -> None:
         ids = self.store.resident_ids()
-        for row, head in self.places():
+        for row, head in self.every_head():
             here = sorted({*self.tokens_in(row, head, DEVICE), *self.staged[row][head]})
             assert ids[row, head].tolist() == here + [-1] * (ids.shape[2] - len(here))
             assert int(self.store.resident_counts()[row, head]) == len(here)
         if self.home == "device":
             key, value, mask = self.store.resident()
-            for row, head in self.places():
+            for row, head in self.every_head():
                 here = self.tokens_in(row, head, DEVICE)
                 used = slice(None) if mask is None else mask[row, head]
                 assert key[row, head, used].tolist() == [key_of(row, head, token) for token in here]
@@ -370,20 +371,98 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_the_twins(self) -> None:
-        on_device = sum(len({*self.tokens_in(r, h, DEVICE), *self.staged[r][h]}) for r, h in self.places())
+        on_device = sum(len({*self.tokens_in(r, h, DEVICE), *self.staged[r][h]}) for r, h in self.every_head())
         assert self.store.resident_bytes() == on_device * ENTRY
-        assert self.store.host_bytes() == sum(len(self.tokens_in(r, h, HOST)) for r, h in self.places()) * ENTRY
-        assert self.audit.moved_bytes == self.moved * ENTRY
+        assert self.store.host_bytes() == sum(len(self.tokens_in(r, h, HOST)) for r, h in self.every_head()) * ENTRY
+        assert sum(self.moved_bytes) == self.moved * ENTRY
 
     @invariant()
     def blocks_neither_move_nor_hold_more_than_reserved(self) -> None:
         if self.grows:
             return
         assert self.pointers() == self.block, "only keep may take new memory"
-        most = max(len(self.tokens_in(r, h, DEVICE)) for r, h in self.places())
+        most = max(len(self.tokens_in(r, h, DEVICE)) for r, h in self.every_head())
         slots = most + self.room if self.home == "device" else 0
         whole_pages = sum(-(-count // PAGE) * PAGE for count in (slots, self.staged_slots))
-        assert self.store.allocated_bytes() == len(self.places()) * whole_pages * ENTRY
+        assert self.store.allocated_bytes() == len(self.every_head()) * whole_pages * ENTRY
+
+
+# -- the check itself --------------------------------------------------------------------------------------------------
+
+
+def small_store(home: Any = "device", on_drop: Any = "discard") -> LayerStore:
+    """Two rows of 20 and 12 tokens with two KV heads; tokens 3, 5 and 7 are staged where the home is the host."""
+    store = LayerStore(2, 2, HEAD_DIM, 24, torch.float32, torch.device("cpu"), home=home, on_drop=on_drop)
+    store.write_prompt(torch.zeros(2, 2, 20, HEAD_DIM), torch.zeros(2, 2, 20, HEAD_DIM), 0, [0, 0])
+    store.seal_prompt([20, 12])
+    store.leave_device()
+    if home == "host":
+        store.locate(torch.tensor([3, 5, 7]).expand(2, 2, 3))
+    return store
+
+
+def evicted(on_drop: str) -> LayerStore:
+    """The same with tokens 1, 4 and 9 kept on the device."""
+    store = small_store(on_drop=on_drop)
+    store.keep(torch.tensor([1, 4, 9]).expand(2, 1, 3))
+    return store
+
+
+DAMAGES: dict[str, tuple[Callable[[], LayerStore], Callable[[Any], object]]] = {
+    "used without a token": (lambda: evicted("discard"), lambda store: store.device.used.add_(1)),
+    "used beyond what was seen": (small_store, lambda store: store.device.used.add_(1)),
+    "used beyond what is reserved": (small_store, lambda store: setattr(store.device, "reserved", 19)),
+    "reserved beyond what is there": (small_store, lambda store: setattr(store.device, "reserved", 33)),
+    "a hole": (lambda: evicted("discard"), lambda store: store.device.ids[0, 1, 0:1].fill_(NO_TOKEN)),
+    "out of order": (lambda: evicted("discard"), lambda store: store.device.ids[0, 1, 0:1].fill_(6)),
+    "a token twice": (lambda: evicted("discard"), lambda store: store.device.ids[0, 1, 0:1].fill_(4)),
+    "a token of no row": (lambda: evicted("discard"), lambda store: store.device.ids[1, 1, 2:3].fill_(12)),
+    "a token lost": (small_store, lambda store: store.device.used.sub_(1)),
+    "not finite": (small_store, lambda store: store.device.value[1, 1, 23:24].fill_(torch.nan)),
+    "half a page": (small_store, lambda store: (cut(store.device, "key"), cut(store.device, "value"))),
+    "keys without values": (small_store, lambda store: cut(store.device, "value")),
+    "two tiers": (lambda: evicted("offload"), lambda store: store.host.present[0, 1, 4:5].fill_(True)),
+    "no tier": (lambda: evicted("offload"), lambda store: store.host.present[0, 1, 5:6].fill_(False)),
+    "no home": (lambda: small_store("host"), lambda store: store.host.present[0, 1, 9:10].fill_(False)),
+    "unseen on the host": (lambda: small_store("host"), lambda store: store.host.present[1, 0, 12:13].fill_(True)),
+    "one slot for two": (lambda: small_store("host"), lambda store: store.host.slot_of[1, 0, 3:4].fill_(4)),
+    "another order": (lambda: small_store("host"), lambda store: store.host.slot_of.copy_(store.host.slot_of.flip(2))),
+    "staged twice": (lambda: small_store("host"), lambda store: store.stage.staged.ids[0, 0, 1:2].fill_(3)),
+    "staged from nowhere": (lambda: small_store("host"), lambda store: store.stage.staged.ids[1, 0, 2:3].fill_(15)),
+}
+
+
+def cut(tier: Any, name: str) -> None:
+    setattr(tier, name, getattr(tier, name)[:, :, :-8])
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_check_finds_every_damage(damage: str) -> None:
+    build, harm = DAMAGES[damage]
+    store = build()
+    store.check_integrity()
+    harm(store)
+    with pytest.raises(AssertionError):
+        store.check_integrity()
+
+
+def test_a_store_outgrows_the_memory_it_began_in() -> None:
+    """Of which the one that lent it had reserved more than the new one asks for."""
+    lent = LayerStore(2, 2, HEAD_DIM, 600, torch.float32, torch.device("cpu"))
+    prompt = torch.arange(2 * 2 * 20 * HEAD_DIM, dtype=torch.float32).view(2, 2, 20, HEAD_DIM)
+    lent.write_prompt(prompt, -prompt, 0, [0, 0])
+    lent.seal_prompt([20, 12])
+    store = LayerStore(2, 2, HEAD_DIM, 20, torch.float32, torch.device("cpu"), grows=True, shared=lent)
+    new = torch.ones(2, 2, 1, HEAD_DIM)
+    store.append(new, -new)
+    store.check_integrity()
+    ids, key, value = store.everything(0, 1)
+    assert ids.tolist() == list(range(21))
+    assert torch.equal(key, torch.cat([prompt[0, 1], new[0, 1]])) and torch.equal(value, -key)
+    assert torch.equal(lent.device.key[:, :, :20], prompt), "what was lent is as it was"
+
+
+# -- machines ----------------------------------------------------------------------------------------------------------
 
 
 class Discarding(StoreMachine):
@@ -410,8 +489,7 @@ class OnTwin(StoreMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cuda = ExitStack()
-        cuda = self.cuda.enter_context(twin.device())
-        self.cuda.enter_context(mock.patch.object(uva, "_launch", cuda.kernel(uva.fetched)))
+        self.cuda.enter_context(twin.device())
 
     def teardown(self) -> None:
         self.cuda.close()

@@ -17,7 +17,7 @@ from kvbench.attention import executor as attention
 from kvbench.engine.hf import method_named
 from kvbench.engine.models import Loaded
 from kvbench.memory.host import HostTier
-from kvbench.memory.plan import PAGE
+from kvbench.memory.slots import PAGE
 from kvbench.method import Extra, Method, Needs, Prompt, Selection
 
 RAGGED = [numbers(150, seed=1), numbers(97, seed=2), numbers(60, seed=3)]
@@ -133,9 +133,9 @@ def test_moved_and_held_bytes_stand_a_recount(tiny: Loaded, pair: str, monkeypat
         before = moved
         for row, length in enumerate(at.lengths):
             for head, wanted in enumerate(kv_head_sets(at, 2, row)):
-                place = (at.layer, row, head)
-                moved += len(wanted - staged.get(place, set()) - {length - 1})
-                staged[place] = wanted
+                kv_head = (at.layer, row, head)
+                moved += len(wanted - staged.get(kv_head, set()) - {length - 1})
+                staged[kv_head] = wanted
                 on_device[at.step - 1] += len(wanted)
         busy += moved > before
     for step in range(STEPS):
@@ -190,7 +190,7 @@ class Link(Method):
         self.now, self.brought = 0, 0
         self.resident: dict[tuple[int, int, int], set[int]] = {}
 
-    def places(self) -> list[tuple[int, int, int]]:
+    def every_head(self) -> list[tuple[int, int, int]]:
         sparse, rows = self.shape.sparse_layers, range(self.shape.batch)
         return [(layer, row, head) for layer in sparse for row in rows for head in range(self.shape.kv_heads)]
 
@@ -198,9 +198,9 @@ class Link(Method):
         self.change()
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        for place in self.places():
-            if place[0] == layer:
-                self.resident[place].add(self.view.lengths(layer)[place[1]] - 1)
+        for at, row, head in self.every_head():
+            if at == layer:
+                self.resident[layer, row, head].add(self.view.lengths(layer)[row] - 1)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         return Selection(self.ids(layer)) if self.twin else None
@@ -211,8 +211,8 @@ class Link(Method):
             self.change()
 
     def change(self) -> None:
-        """Other tokens for every place, the last one always among them, some of which are on the host by now."""
-        for layer, row, head in self.places():
+        """Other tokens for every KV head, the last one always among them, some of which are on the host by now."""
+        for layer, row, head in self.every_head():
             length = self.view.lengths(layer)[row]
             rng = random.Random(f"{layer}/{row}/{head}/{length}")
             kept = {length - 1, *rng.sample(range(length), k=rng.randint(15, 25))}
@@ -279,7 +279,7 @@ def test_physical_order_on_the_host_changes_nothing(tiny: Loaded) -> None:
         run = lambda method=method: run_loop(tiny, RAGGED, method, None, dense_layers=DENSE, steps=STEPS)  # noqa: E731
         found.append(logits_of(tiny, run))
     ((plain, _), expected), ((arranged, engine), logits) = found
-    assert not torch.equal(engine.stores[0].host.place[0, 0], torch.arange(engine.stores[0].host.capacity))
+    assert not torch.equal(engine.stores[0].host.slot_of[0, 0], torch.arange(engine.stores[0].host.capacity))
     assert torch.equal(logits, expected)
     assert arranged.tokens == plain.tokens
     assert arranged.audit == plain.audit
@@ -290,18 +290,18 @@ class InPlace(Arranging):
 
     def begin(self, *arguments: Any) -> None:
         super().begin(*arguments)
-        self.places: set[int] = set()
+        self.addresses: set[int] = set()
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
-        self.places.add(self.view.host_keys(layer).data_ptr())
+        self.addresses.add(self.view.host_keys(layer).data_ptr())
         super().prefill(layer, prompt)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         held, keys = self.view.host_keys(layer), self.view.keys(layer)
-        self.places.add(held.data_ptr())
+        self.addresses.add(held.data_ptr())
         for row, length in enumerate(self.view.lengths(layer)):
             for head in range(self.shape.kv_heads):
-                order = self.view._stores[layer].host.place[row, head, :length]
+                order = self.view._stores[layer].host.slot_of[row, head, :length]
                 assert torch.equal(held[row, head, order], keys[row, head, :length])
         self.view.count_read(layer, 5)
         return super().select(layer, query)
@@ -311,7 +311,7 @@ class InPlace(Arranging):
 def test_host_keys_are_the_store_s_own_memory(grows: bool) -> None:
     method = InPlace(2, "host")
     driven = drive(stream(40, 21, steps=6, layers=1), method, None, left=grows)
-    assert len(method.places) == 1 + grows
+    assert len(method.addresses) == 1 + grows
     every_key = sum(2 * 2 * (40 + step) for step in range(1, 7))
     assert driven.audit["read_bytes_per_step"] * 6 == (every_key + 6 * 5) * 16 * 4
 
@@ -393,13 +393,13 @@ class Background(Method):
 
 
 def test_index_may_be_built_in_the_pool_from_the_copy_on_the_host(tiny: Loaded) -> None:
-    ahead, behind = Background(False), Background(True)
-    expected, _ = run_loop(tiny, RAGGED, ahead, None, steps=STEPS)
-    generation, _ = run_loop(tiny, RAGGED, behind, None, steps=STEPS)
+    here, in_pool = Background(False), Background(True)
+    expected, _ = run_loop(tiny, RAGGED, here, None, steps=STEPS)
+    generation, _ = run_loop(tiny, RAGGED, in_pool, None, steps=STEPS)
     assert generation.tokens == expected.tokens
     assert generation.audit["moved_bytes_per_step"] == expected.audit["moved_bytes_per_step"]
-    assert ahead.threads == {threading.get_ident()}
-    assert threading.get_ident() not in behind.threads
+    assert here.threads == {threading.get_ident()}
+    assert threading.get_ident() not in in_pool.threads
 
 
 # -- every field of a selection, in every kind of store ----------------------------------------------------------------

@@ -237,13 +237,13 @@ def test_numpy_is_of_the_host(cuda: Twin) -> None:
         lambda x: torch.cuda.current_stream().record_event().synchronize(),
     ],
 )
-def test_a_sync_is_counted_once_with_its_place(cuda: Twin, wait: Callable[[torch.Tensor], object]) -> None:
+def test_a_sync_is_counted_once_with_its_line(cuda: Twin, wait: Callable[[torch.Tensor], object]) -> None:
     there = normal(4).cuda()
     cuda.syncs.clear()
     wait(there)
     assert len(cuda.syncs) == 1
-    name, place = cuda.syncs[0]
-    assert name and place.startswith("test_twin.py:")
+    name, where = cuda.syncs[0]
+    assert name and where.startswith("test_twin.py:")
     with pytest.raises(RuntimeError, match="the host waits"), cuda.no_sync():
         wait(there)
 
@@ -347,7 +347,7 @@ def test_what_nobody_waited_for_is_checked_at_the_end() -> None:
     ids=["wait_stream", "wait_event", "event.wait", "no wait"],
 )
 @pytest.mark.parametrize("use", ["read", "write"])
-def test_streams_meet_in_a_tensor_only_behind_a_wait(cuda: Twin, order: Callable[..., None], use: str) -> None:
+def test_streams_meet_in_a_tensor_only_after_a_wait(cuda: Twin, order: Callable[..., None], use: str) -> None:
     main, side, block = torch.cuda.current_stream(), torch.cuda.Stream(), pinned(normal(4))
     there = torch.zeros(4, device="cuda")
     with torch.cuda.stream(side):
@@ -410,7 +410,7 @@ def test_events_tell_the_time_once_they_are_complete(cuda: Twin) -> None:
         torch.cuda.Event().elapsed_time(end)
 
 
-def test_a_kernel_of_our_own_reads_pinned_memory_behind_a_wait(cuda: Twin) -> None:
+def test_a_kernel_of_our_own_reads_pinned_memory_after_a_wait(cuda: Twin) -> None:
     main, side, block = torch.cuda.current_stream(), torch.cuda.Stream(), torch.zeros(4, pin_memory=True)
     there, index = normal(4).cuda(), torch.arange(2, device="cuda")
     side.wait_stream(main)

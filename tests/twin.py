@@ -17,7 +17,8 @@ work runs at once, and what CUDA leaves to chance is decided against the program
 
 Not modelled: kernels, their numerics and their time, CUDA graphs, more than one device, autograd. Memory is counted
 without rounding. A syncing operation that is not in `SYNCING` goes unseen, as does what reads or writes memory behind
-torch's back: numpy, and kernels of our own, for which `cuda.kernel` stands in.
+torch's back: numpy, and kernels of our own, for which `cuda.kernel` stands in; for the one that reads rows of host
+memory it does so from the start.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvbench.memory import pinned
+from kvbench.memory import fetch, pinned
 from kvbench.memory.transfer import side_stream
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 CAPACITY = 80 << 30  # bytes of device memory that the device claims to have
-INSIDE = (str(Path(torch.__file__).parent), __file__)  # files that a sync's place does not name
+INSIDE = (str(Path(torch.__file__).parent), __file__)  # files that no sync is noted in
 
 # ATen operations for which the host waits, since it needs a value or the size of their result.
 SYNCING = {
@@ -154,7 +155,7 @@ class Allocation:
         cuda.peak = max(cuda.peak, cuda.allocated)
 
     def use(self, write: bool) -> None:
-        """The current stream reads or writes; refuses what is not ordered behind all that it must come after."""
+        """The current stream reads or writes; refuses what is not ordered after all that it must come after."""
         if not (self.cuda.ordered(self.writes) and (not write or self.cuda.ordered(self.reads))):
             raise RuntimeError("a stream meets another one's tensor without a wait between them")
         stream = self.cuda.stream
@@ -227,10 +228,10 @@ class Twin(TorchFunctionMode):
         frame = sys._getframe(1)
         while frame.f_back and frame.f_code.co_filename.startswith(INSIDE):
             frame = frame.f_back
-        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        self.syncs.append((name, place))
+        where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        self.syncs.append((name, where))
         if self._forbidden:
-            raise RuntimeError(f"{name} at {place}: the host waits for the device")
+            raise RuntimeError(f"{name} at {where}: the host waits for the device")
         self._complete(self.stream.clock if clock is None else clock)
 
     @contextlib.contextmanager
@@ -296,7 +297,7 @@ class Twin(TorchFunctionMode):
             storage.twin = Allocation(self, storage.nbytes())
 
     def kernel(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """`func` in the place of a kernel of our own, which may read pinned memory from the device.
+        """`func` instead of a kernel of our own, which may read pinned memory from the device.
 
         It finds there what was copied down on its stream, or on one that its stream has waited for.
         """
@@ -586,6 +587,7 @@ def device() -> Iterator[Twin]:
         mock.patch.multiple(torch.cuda, **patched),
         mock.patch.object(torch, "Generator", _Generator),
         mock.patch.object(pinned, "_free", defaultdict(list)),  # what is pinned here is so nowhere else
+        mock.patch.object(fetch, "_launch", cuda.kernel(fetch.fetched)),
         mock.patch.object(torch.Tensor, "record_stream", record_stream),
         mock.patch.object(ThreadPoolExecutor, "submit", submit_inside),
         cuda,

@@ -68,14 +68,15 @@ class Plain:
         self._attend = attend
 
     def __call__(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """One decode step's attention in one layer; see `Executor`."""
         return self._attend(*arguments, **options)
 
     def prefill(self, *arguments: Any) -> Tensor:
-        """Dense causal attention of a prefill chunk; see `kvbench.attention.torch.prefill`."""
+        """See `kvbench.attention.torch.prefill`."""
         return torch_executor.prefill(*arguments)
 
     def used(self) -> str:
-        """Its own name: it has no other to fall back to."""
+        """Its name."""
         return self.name
 
 

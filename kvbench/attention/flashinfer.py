@@ -2,7 +2,7 @@
 
 Each (row, KV head) is one request with one KV head and its G query heads, or G requests with one query head each where
 query heads choose for themselves. A block [B, Hkv, S, D] is a pool of B * Hkv * S / page pages as it lies. Lists have
-fixed places in fixed buffers; which tokens stand there, and how many of them count, is written on the device, so that
+fixed parts of fixed buffers; which tokens stand there, and how many of them count, is written on the device, so that
 no call waits for the GPU.
 
 What the comments here say of FlashInfer is from the source of flashinfer-python 0.6.18.
@@ -19,7 +19,7 @@ import torch
 from kvbench.attention.limits import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
 from kvbench.attention.torch import attend, prefill
 from kvbench.config import first_line
-from kvbench.memory.plan import PAGE
+from kvbench.memory.slots import PAGE
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
 
@@ -29,7 +29,7 @@ SHORTEST = 64  # a list of tokens is planned for this many or more
 
 
 class FlashInfer:
-    """See `kvbench.attention.Executor`; of one generation, since it keeps plans for its shapes.
+    """See `kvbench.attention.executor.Executor`; of one generation, since it keeps plans for its shapes.
 
     A selection with a `log_weight`, `keys` or `extra`, and a call that asks for probabilities, is the torch executor's.
 
@@ -54,6 +54,7 @@ class FlashInfer:
         scaling: float,
         probabilities: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One decode step's attention in one layer; see `kvbench.attention.executor.Executor`."""
         if probabilities or (selection is not None and _beyond_a_list(selection)):
             self._used.add("torch")
             return attend(query, store, selection, scaling, probabilities)
@@ -68,11 +69,11 @@ class FlashInfer:
 
     def _resident(self, query: torch.Tensor, store: LayerStore, scaling: float) -> torch.Tensor:
         """Attend all slots filled, in pages of 16 slots in their order."""
-        if not store.capacity:
+        if not store.device.capacity:
             store.resident()  # says why there is nothing to attend
-        batch, kv_heads, slots, _ = store.key.shape
+        batch, kv_heads, slots, _ = store.device.key.shape
         plan = self._plan(batch * kv_heads, self._shape.group, slots // PAGE, PAGE, scaling)
-        return plan.attend(query, store.key, store.value, store.filled)
+        return plan.attend(query, store.device.key, store.device.value, store.device.filled)
 
     def _selected(self, query: torch.Tensor, store: LayerStore, index: torch.Tensor, scaling: float) -> torch.Tensor:
         """Attend the tokens of index [B, Hs, M], as lists of pages of one token."""
@@ -114,8 +115,8 @@ class FlashInfer:
             # q, k and v are read by their strides (single_prefill.cu), so none is copied.
             attended = flashinfer.single_prefill_with_kv_cache(
                 query[row, :, skip:].transpose(0, 1),
-                store.key[row, :, : end - offset],
-                store.value[row, :, : end - offset],
+                store.device.key[row, :, : end - offset],
+                store.device.value[row, :, : end - offset],
                 causal=True,
                 kv_layout="HND",
                 sm_scale=scaling,
@@ -135,7 +136,7 @@ class Plan:
     get_length): a last_page_len below 1 takes whole pages away. That is the only use of last_page_len. The kernel with
     tensor cores (prefill.cuh) then gives the chunks planned after the end no tokens: nothing is loaded, and their
     part of the result has the weight 0; a list without tokens gives zeros. The kernel without them (decode.cuh) takes
-    the start of a chunk from the length unchecked, and would run on far after it.
+    the start of a chunk from the length unchecked, and would run on far beyond it.
 
     A plan serves all layers, and the workspace all plans: on one stream a run has ended before its buffers are written
     again.

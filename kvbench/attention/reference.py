@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from kvbench.memory.store import DEVICE, LayerStore
+from kvbench.memory.store import LayerStore
+from kvbench.memory.tiers import DEVICE
 from kvbench.method import Selection
 
 
@@ -19,11 +20,11 @@ def attend(
     scaling: float,
     probabilities: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See `kvbench.attention.Executor`."""
+    """See `kvbench.attention.executor.Executor`."""
     if selection is None:
         store.resident()  # refuses where nothing is resident to attend
     batch, query_heads, _, _ = query.shape
-    group = query_heads // store.key.shape[1]
+    group = query_heads // store.kv_heads
     out = torch.empty_like(query)
     weights: list[torch.Tensor] = []
     for row in range(batch):
@@ -57,7 +58,7 @@ def _head(
         weight = (key @ query * scaling).softmax(dim=0)
         return weight @ value, weight
     heads = selection.index.shape[1]
-    index = selection.index[row, head if heads == store.key.shape[1] * group else min(kv_head, heads - 1)]
+    index = selection.index[row, head if heads == store.kv_heads * group else min(kv_head, heads - 1)]
     index_of = {int(token): at for at, token in enumerate(ids)}
     logits = torch.full((ids.shape[0],), -torch.inf)
     order: list[int] = []

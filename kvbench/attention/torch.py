@@ -22,7 +22,7 @@ def attend(
     scaling: float,
     probabilities: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See `kvbench.attention.Executor`."""
+    """See `kvbench.attention.executor.Executor`."""
     batch, query_heads, _, head_dim = query.shape
     if selection is None:
         key, value, mask = store.resident()
@@ -42,7 +42,7 @@ def _selected(
     store: LayerStore, selection: Selection, query_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Keys, values [B, Hs, M (+ E), D] with Hs = Hkv or Hq, and a bias that broadcasts over the rows (None: none)."""
-    index, kv_heads = selection.index, store.key.shape[1]
+    index, kv_heads = selection.index, store.kv_heads
     batch, heads, count = index.shape
     if heads == query_heads and heads != kv_heads:
         shared = index.reshape(batch, kv_heads, -1)
@@ -103,7 +103,7 @@ def prefill(
     """
     width = query.shape[2]
     end = column + width
-    key, value = store.key[:, :, :end], store.value[:, :, :end]
+    key, value = store.device.key[:, :, :end], store.device.value[:, :, :end]
     gqa = query.shape[1] != key.shape[1]
     if column == 0 and not any(offsets):
         return scaled_dot_product_attention(query, key, value, is_causal=width > 1, scale=scaling, enable_gqa=gqa)
@@ -138,7 +138,7 @@ def attention_received(
     """
     batch, heads, width, head_dim = query.shape
     end = column + width
-    key = store.key[:, :, :end].float()
+    key = store.device.key[:, :, :end].float()
     grouped = query.view(batch, key.shape[1], -1, width, head_dim)
     first = torch.tensor(offsets, device=query.device)[:, None]
     last = first + torch.tensor(lengths, device=query.device)[:, None]

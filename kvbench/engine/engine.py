@@ -21,7 +21,7 @@ from kvbench.config import ConfigError, first_line
 from kvbench.engine.audit import Audit
 from kvbench.engine.probes import Probe
 from kvbench.engine.prompt import PromptReader
-from kvbench.memory.plan import NO_TOKEN
+from kvbench.memory.slots import NO_TOKEN
 from kvbench.memory.store import LayerStore
 from kvbench.memory.transfer import uploaded
 from kvbench.memory.view import StoreView
@@ -216,7 +216,7 @@ class Engine:
                 asked, attended = self._in_cache_positions(query, selection or Selection(store.resident_ids()), store)
             observes = self.method.needs.probabilities
             out, weights = self.executor(asked, store, attended, self.shape.scaling, observes)
-        self.audit.attended(layer, selection, store.used)
+        self.audit.attended(layer, selection, store.device.used)
         if self.probe is not None:
             self.probe.step(layer, query, key, value, selection, store.resident_ids(), out, self._active)
         if weights is not None:
@@ -233,7 +233,7 @@ class Engine:
     def _in_cache_positions(
         self, query: torch.Tensor, selection: Selection, store: LayerStore
     ) -> tuple[torch.Tensor, Selection]:
-        """Turn query and keys to their places inside the selection (StreamingLLM, section 3.2).
+        """Turn query and keys to their positions inside the selection (StreamingLLM, section 3.2).
 
         The m-th oldest of the selected tokens goes to position m, the query to that of the newest. What is stored at
         its original position is first turned back to position 0: the angle of a difference of large positions, rounded
@@ -243,8 +243,8 @@ class Engine:
             raise ValueError('positions="cache" needs one selection per KV head: its keys are rotated once')
         index = uploaded(selection.index, query.device).expand(-1, self.shape.kv_heads, -1)
         present = index >= 0
-        order = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)
-        keys = self._moved(store.gather(index)[0], index.clamp(min=0), order)
+        position = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)
+        keys = self._moved(store.gather(index)[0], index.clamp(min=0), position)
         now = store.seen[:, None, None].expand(-1, self.shape.query_heads, 1) - 1
         newest = present.sum(dim=2, keepdim=True).repeat_interleave(self.shape.group, dim=1) - 1
         return self._moved(query, now, newest), replace(selection, keys=keys)

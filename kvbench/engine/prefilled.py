@@ -30,7 +30,7 @@ class Recorder(Method):
         self.prompts: dict[int, Prompt] = {}
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
-        """Keep what the prefill showed of a layer."""
+        """Keep the prompt of a layer."""
         self.prompts[layer] = prompt
 
 
@@ -62,7 +62,7 @@ class Prefilled:
         """
         if engine.shape.lengths != self.lengths:
             raise ValueError(f"the prefill read prompts of {self.lengths} tokens, the engine expects others")
-        if engine.capacity > self._stores[0].reserved:
+        if engine.capacity > self._stores[0].device.reserved:
             raise ValueError("the prefill left less room than this engine needs; raise max_new_tokens in prefill_once")
         prompts = {layer: self._seen_by(engine.method, prompt) for layer, prompt in self._prompts.items()}
         for store in self._lent:

@@ -45,10 +45,11 @@ class Probe:
 
     def begin_layer(self, layer: int, store: LayerStore) -> None:
         """Copy the prompt of one sparse layer."""
-        batch, kv_heads, capacity, head_dim = store.key.shape
-        shadow = LayerStore(batch, kv_heads, head_dim, capacity, store.key.dtype, store.key.device, grows=True)
-        shadow.key.copy_(store.key)
-        shadow.value.copy_(store.value)
+        key, value = store.device.key, store.device.value
+        batch, kv_heads, capacity, head_dim = key.shape
+        shadow = LayerStore(batch, kv_heads, head_dim, capacity, key.dtype, key.device, grows=True)
+        shadow.device.key.copy_(key)
+        shadow.device.value.copy_(value)
         shadow.seal_prompt(store.lengths)
         self.stores[layer] = shadow
         self._steps[layer] = 0

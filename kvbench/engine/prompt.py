@@ -74,13 +74,14 @@ class PromptReader:
     def prompt(self, layer: int, store: LayerStore) -> Prompt:
         """The whole prompt of one layer, and forget what was collected of it."""
         longest = max(self.lengths)
-        nothing = store.key.new_zeros(len(self.lengths), 0, 0, store.key.shape[3])
+        key, value = store.device.key, store.device.value
+        nothing = key.new_zeros(len(self.lengths), 0, 0, key.shape[3])
         sums = self._sums.pop(layer, None)
         return Prompt(
             lengths=self.lengths,
             token_ids=self._aligned_token_ids(),
-            keys=store.key[:, :, :longest],
-            values=store.value[:, :, :longest],
+            keys=key[:, :, :longest],
+            values=value[:, :, :longest],
             queries=self._queries.pop(layer, nothing),
             attention_sums=None if sums is None else sums[..., :longest],
             on_host=store.on_host(longest),
@@ -94,7 +95,7 @@ class PromptReader:
             self._queries[layer] = query.new_zeros(batch, heads, size, head_dim)
         window = self._queries[layer]
         for row, (length, offset) in enumerate(zip(self.lengths, self.offsets, strict=True)):
-            # window place 0 is column `start`; the row's own tokens begin no earlier than its offset
+            # index 0 of the window is column `start`; the row's own tokens begin no earlier than its offset
             start = offset + length - size
             first = max(self.column, start, offset)
             last = min(self.column + width, offset + length)

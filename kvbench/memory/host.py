@@ -2,7 +2,7 @@
 
 Without a GPU host memory is a second block of the same RAM: the same code runs and the same bytes are counted. With one
 it is pinned, and copies run beside the computation: the prompt leaves on a side stream, a new token lands in a small
-buffer and is put into its place a step later. Nothing here makes the host wait for the device that need not.
+buffer and is put into its slot a step later. Nothing here makes the host wait for the device that need not.
 """
 
 from __future__ import annotations
@@ -15,26 +15,32 @@ from dataclasses import dataclass
 import torch
 
 from kvbench.memory.pinned import pinned_zeros
+from kvbench.memory.slots import more_slots, rows
 from kvbench.memory.transfer import side_stream
 
 
 class HostTier:
     """Keys and values in host memory, a slot reserved for every token.
 
+    Args:
+        like: [B, Hkv, any, D], a block of the device tier.
+        capacity: token ids to make room for.
+        grows: more may come; the blocks are then reallocated.
+
     Attributes:
         key, value: [B, Hkv, capacity, D], pinned where there is a GPU.
-        place: [B, Hkv, capacity] int64, slot of each token id.
+        slot_of: [B, Hkv, capacity] int64, slot of each token id.
         present: [B, Hkv, capacity] bool, token ids that live here.
         arranged: slots are no longer in the order of the ids.
         copied: over once the prompt has left the device; None: it has. Who reads the prompt waits for it.
     """
 
-    def __init__(self, like: torch.Tensor, capacity: int) -> None:
+    def __init__(self, like: torch.Tensor, capacity: int, grows: bool = False) -> None:
         batch, kv_heads, _, head_dim = like.shape
         size = (batch, kv_heads, capacity, head_dim)
-        self._device = like.device
+        self._device, self._grows = like.device, grows
         self.key, self.value = self._zeros(size, like.dtype), self._zeros(size, like.dtype)
-        self.place = torch.arange(capacity).repeat(batch, kv_heads, 1)
+        self.slot_of = torch.arange(capacity).repeat(batch, kv_heads, 1)
         self.present = torch.zeros(batch, kv_heads, capacity, dtype=torch.bool)
         self.arranged = False
         self.copied: torch.cuda.Event | None = None
@@ -45,6 +51,7 @@ class HostTier:
 
     @property
     def capacity(self) -> int:
+        """Token ids that there is room for."""
         return self.key.shape[2]
 
     def write_prompt(self, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int]) -> None:
@@ -109,7 +116,7 @@ class HostTier:
 
     def _put(self, lengths: Sequence[int], tokens: torch.Tensor) -> None:
         rows, heads = (torch.arange(size) for size in self.key.shape[:2])
-        slot = torch.stack([self.place[row, :, length] for row, length in enumerate(lengths)])
+        slot = torch.stack([self.slot_of[row, :, length] for row, length in enumerate(lengths)])
         self.key[rows[:, None], heads, slot], self.value[rows[:, None], heads, slot] = tokens[0], tokens[1]
 
     def write(self, ids: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -117,11 +124,25 @@ class HostTier:
         at = (ids >= 0).cpu().nonzero(as_tuple=True)
         row, head, _ = at
         token = ids.cpu()[at]
-        slot = self.place[row, head, token]
+        slot = self.slot_of[row, head, token]
         on_device = tuple(axis.to(key.device) for axis in at)
         self.key[row, head, slot] = key[on_device].cpu()
         self.value[row, head, slot] = value[on_device].cpu()
         self.present[row, head, token] = True
+
+    def remove(self, ids: torch.Tensor) -> None:
+        """Tokens ids [B, Hkv, M] (-1 = none) live here no longer; their slots stay theirs."""
+        row, head, at = (ids >= 0).nonzero(as_tuple=True)
+        self.present[row.cpu(), head.cpu(), ids[row, head, at].cpu()] = False
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for token ids up to capacity - 1.
+
+        Raises:
+            RuntimeError: the tier may not grow.
+        """
+        if capacity > self.capacity:
+            self._grow(more_slots(capacity, self.capacity, self._grows))
 
     def read(self, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         """Keys and values of single tokens, all three [n] on the CPU: [2, n, D] in one (pinned) buffer."""
@@ -131,7 +152,7 @@ class HostTier:
         self.arrived()
         if any(bool((token >= torch.tensor(landing.lengths)[row]).any()) for landing in self._landing):
             self._land()
-        slot = self.place[row, head, token]
+        slot = self.slot_of[row, head, token]
         pinned = self._device.type == "cuda"
         buffer = torch.empty(2, len(token), self.key.shape[3], dtype=self.key.dtype, pin_memory=pinned)
         flat = (row * self.key.shape[1] + head) * self.capacity + slot
@@ -139,8 +160,20 @@ class HostTier:
         torch.index_select(self.value.view(-1, self.value.shape[3]), 0, flat, out=buffer[1])
         return buffer
 
-    def grow(self, capacity: int) -> None:
-        """Make room for token ids up to capacity - 1."""
+    def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of token ids [B, Hkv, M] on the CPU, [B, Hkv, M, D] each; any finite content for -1."""
+        self.settle()
+        slot = self.slot_of.gather(2, index.clamp(min=0))
+        return rows(self.key, slot), rows(self.value, slot)
+
+    def tokens(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Ids [n] ascending, keys and values [n, D], of the tokens of one KV head."""
+        self.settle()
+        ids = self.present[row, head].nonzero()[:, 0]
+        slot = self.slot_of[row, head, ids]
+        return ids, self.key[row, head, slot], self.value[row, head, slot]
+
+    def _grow(self, capacity: int) -> None:
         self.settle()
         held, more = self.capacity, capacity - self.capacity
         for name in ("key", "value"):
@@ -148,8 +181,8 @@ class HostTier:
             grown = self._zeros((*old.shape[:2], capacity, old.shape[3]), old.dtype)
             grown[:, :, :held] = old
             setattr(self, name, grown)
-        fresh = torch.arange(held, capacity).expand(*self.place.shape[:2], more)
-        self.place = torch.cat([self.place, fresh], dim=2)
+        fresh = torch.arange(held, capacity).expand(*self.slot_of.shape[:2], more)
+        self.slot_of = torch.cat([self.slot_of, fresh], dim=2)
         self.present = torch.nn.functional.pad(self.present, (0, more))
 
     def arrange(self, order: torch.Tensor) -> None:
@@ -159,15 +192,26 @@ class HostTier:
         count = order.shape[2]
         if not torch.equal(order.sort(dim=2).values, torch.arange(count).expand_as(order)):
             raise ValueError(f"arrange needs each of the tokens 0 to {count - 1} once in every KV head")
-        source = self.place.gather(2, order)
-        held = self.place[:, :, :count].sort(dim=2).values
+        source = self.slot_of.gather(2, order)
+        held = self.slot_of[:, :, :count].sort(dim=2).values
         if not torch.equal(held, torch.arange(count).expand_as(held)):
             raise ValueError(f"arrange named {count} tokens, fewer than an earlier arrange")
         for tensor in (self.key, self.value):
             rows = source[..., None].expand(*source.shape, tensor.shape[3])
             tensor[:, :, :count] = tensor.gather(2, rows)
-        self.place.scatter_(2, order, torch.arange(count).expand_as(order))
+        self.slot_of.scatter_(2, order, torch.arange(count).expand_as(order))
         self.arranged = True
+
+    def check_integrity(self) -> None:
+        """Assert what holds between any two calls; for tests."""
+        assert self.key.shape == self.value.shape, "a key has a value"
+        assert self.slot_of.shape == self.present.shape == self.key.shape[:3], "a slot for every token id"
+        identity = torch.arange(self.capacity).expand_as(self.slot_of)
+        assert torch.equal(self.slot_of.sort(dim=2).values, identity), "no two tokens have one slot"
+        assert self.arranged or torch.equal(self.slot_of, identity), "slots keep the order of the ids until arranged"
+        for landing in self._landing:
+            for row, length in enumerate(landing.lengths):
+                assert bool(self.present[row, :, length].all()), "a token that is landing lives here"
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,17 +12,16 @@ import numpy as np
 import torch
 from numba import njit
 
-PAGE = 16  # slots of a page: blocks on the device are whole pages, so that a paged kernel reads them in place
-NO_TOKEN = torch.iinfo(torch.int64).max  # sorts behind every token id
+from kvbench.memory.slots import NO_TOKEN, whole_pages
 
 
-class Staging(NamedTuple):
+class StagePlan(NamedTuple):
     """Where each token of a selection goes, and where it comes from.
 
     Attributes:
-        ids: [B, Hkv, U] ascending, distinct, `NO_TOKEN` behind; U is the longest list, in whole pages.
+        ids: [B, Hkv, U] ascending, distinct, `NO_TOKEN` after; U is the longest list, in whole pages.
         source: [B, Hkv, U], a row of what is held, then of the newest tokens, then of the missing ones.
-        slots: [B, Hkv, M], the place of each token asked for in `ids`, -1 where none was.
+        slots: [B, Hkv, M], the index in `ids` of each token asked for, -1 where none was.
         head, token: [n] each, the missing ones: row * Hkv + KV head, and id.
         complete: a token was asked for everywhere.
     """
@@ -35,11 +34,11 @@ class Staging(NamedTuple):
     complete: bool
 
 
-def staging(index: torch.Tensor, held: torch.Tensor | None, newest: list[int] | None) -> Staging:
+def plan_stage(index: torch.Tensor, held: torch.Tensor | None, newest: list[int] | None) -> StagePlan:
     """Plan the staging of token ids index [B, Hkv, M] (-1 = none, repeats allowed), on the CPU.
 
     Args:
-        held: [B, Hkv, V] ids that are staged, ascending, `NO_TOKEN` behind; None: none.
+        held: [B, Hkv, V] ids that are staged, ascending, `NO_TOKEN` after; None: none.
         newest: of each row, the id of the token whose key is on the device anyway; None: none is.
     """
     batch, heads, count = index.shape
@@ -47,27 +46,22 @@ def staging(index: torch.Tensor, held: torch.Tensor | None, newest: list[int] | 
     have = np.empty((batch * heads, 0), np.int64) if held is None else held.reshape(batch * heads, -1).numpy()
     last = np.full(batch * heads, -1) if newest is None else np.repeat(np.asarray(newest, np.int64), heads)
     first = have.size + (0 if newest is None else last.size)
-    *found, missing, longest, complete = _plan(lists, have, last, first, whole_pages(count))
+    *found, missing, longest, complete = _plan_lists(lists, have, last, first, whole_pages(count))
     head, token = torch.from_numpy(missing)
     ids, source, slots = (torch.from_numpy(part).view(batch, heads, part.shape[1]) for part in found)
     used = whole_pages(longest)
-    return Staging(ids[..., :used], source[..., :used], slots, head, token, complete)
-
-
-def whole_pages(slots: int) -> int:
-    """Slots of as many pages as it takes."""
-    return -(-slots // PAGE) * PAGE
+    return StagePlan(ids[..., :used], source[..., :used], slots, head, token, complete)
 
 
 @cache
 def compile_kernels() -> None:
     """Compile, or read from disk, before anything is timed."""
-    staging(torch.zeros(1, 1, 1, dtype=torch.int64), None, None)
+    plan_stage(torch.zeros(1, 1, 1, dtype=torch.int64), None, None)
 
 
 @njit(nogil=True, cache=True)
-def _plan(index, held, newest, first, width):  # type: ignore[no-untyped-def]
-    """`staging` of lists [L, M], held [L, V] and newest [L]; missing tokens are rows `first`, `first` + 1, ..."""
+def _plan_lists(index, held, newest, first, width):  # type: ignore[no-untyped-def]
+    """`plan_stage` of lists [L, M], held [L, V] and newest [L]; missing tokens are rows `first`, `first` + 1, ..."""
     lists, count = index.shape
     ids = np.full((lists, width), NO_TOKEN)
     source, slots = np.zeros((lists, width), np.int64), np.full((lists, count), -1)
@@ -75,8 +69,8 @@ def _plan(index, held, newest, first, width):  # type: ignore[no-untyped-def]
     moving, longest, complete = 0, 0, True
     for head in range(lists):
         used, at, last = 0, 0, -1
-        for place in np.argsort(index[head]):
-            token = index[head, place]
+        for column in np.argsort(index[head]):
+            token = index[head, column]
             if token < 0:
                 complete = False
                 continue
@@ -94,6 +88,6 @@ def _plan(index, held, newest, first, width):  # type: ignore[no-untyped-def]
                     moving += 1
                 ids[head, used] = token
                 used += 1
-            slots[head, place] = used - 1
+            slots[head, column] = used - 1
         longest = max(longest, used)
     return ids, source, slots, missing[:, :moving].copy(), longest, complete

@@ -12,32 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbench.memory import fetch as uva
+from kvbench.memory.device import Located
+from kvbench.memory.fetch import fetch
 from kvbench.memory.host import HostTier
-from kvbench.memory.plan import NO_TOKEN, Staging, compile_kernels, staging, whole_pages
+from kvbench.memory.plan import StagePlan, compile_kernels, plan_stage
+from kvbench.memory.slots import NO_TOKEN, PAGE, ascending, find, lists_of, whole_pages
 from kvbench.memory.transfer import side_stream, uploaded
 
 Blocks = tuple[tuple[torch.Tensor, torch.Tensor], ...]  # keys and values that lie together
-
-
-@dataclass(frozen=True, eq=False)
-class Located:
-    """Where tokens lie on the device.
-
-    Attributes:
-        key, value: [B, Hkv, S, D], blocks that hold them all; S is a multiple of `kvbench.memory.plan.PAGE`.
-        slots: [B, Hkv, M] int64, the slot of each token asked for; any where none was.
-        present: [B, Hkv, M] bool, whether one was; None: everywhere.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    slots: torch.Tensor
-    present: torch.Tensor | None
-
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the tokens, gathered: [B, Hkv, M, D] each; any finite content where none was asked for."""
-        return rows(self.key, self.slots), rows(self.value, self.slots)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +27,7 @@ class Staged:
     """Copies of host tokens that the last selection brought up.
 
     Attributes:
-        ids: [B, Hkv, U] ascending, `NO_TOKEN` behind the last; on the side where the selection was made.
+        ids: [B, Hkv, U] ascending, `NO_TOKEN` after the last; on the side where the selection was made.
         key, value: [B, Hkv, U, D] on the device.
     """
 
@@ -76,7 +58,7 @@ class Stage:
     Args:
         host: the tier.
         device: where the stage is.
-        moved: told how many tokens were moved up, by the host or by the device.
+        moved: called with the number of tokens that were moved up, by the host or by the device.
 
     Attributes:
         staged: what the last selection brought up.
@@ -89,7 +71,7 @@ class Stage:
         self.newest: tuple[torch.Tensor, torch.Tensor] | None = None
         self._host, self._device, self._moved = host, device, moved
         self._coming: Coming | None = None
-        self._fetched: torch.Tensor | int = 0  # tokens that the device itself has read, not yet told
+        self._fetched: torch.Tensor | int = 0  # tokens that the device itself has read, not yet counted as moved
 
     def forget(self) -> None:
         """Nothing is staged any more."""
@@ -108,7 +90,7 @@ class Stage:
         self.receive()
         if index.is_cuda and not self._host.arranged:
             self.staged = self._read_by_device(index, lengths)
-            slots, _ = _places(self.staged.ids, index.clamp(min=0))
+            slots, _ = find(self.staged.ids, index.clamp(min=0))
             return Located(self.staged.key, self.staged.value, slots, index >= 0)
         plan = self._plan(index.cpu(), lengths)
         self.staged = self._received(self._sent(plan))
@@ -121,8 +103,8 @@ class Stage:
         """Begin to bring up what of index [B, Hkv or 1, M], on the CPU, is in the tier."""
         self.receive()
         index = index.expand(-1, self._host.key.shape[1], -1)
-        place = index.clamp(0, self._host.capacity - 1)
-        there = self._host.present.gather(2, place) & (index == place)
+        token = index.clamp(0, self._host.capacity - 1)
+        there = self._host.present.gather(2, token) & (index == token)
         self._coming = self._sent(self._plan(torch.where(there, index, -1), lengths), beside=True)
 
     def receive(self) -> None:
@@ -131,18 +113,18 @@ class Stage:
             self.staged, self._coming = self._received(self._coming), None
 
     def count_fetched(self) -> None:
-        """Tell what the device itself has read; waits for it."""
+        """Count as moved what the device itself has read; waits for it."""
         tokens, self._fetched = int(self._fetched), 0
         if tokens:
             self._moved(tokens)
 
     # -- planned on the CPU ----------------------------------------------------------------------------------------
 
-    def _plan(self, index: torch.Tensor, lengths: Sequence[int]) -> Staging:
+    def _plan(self, index: torch.Tensor, lengths: Sequence[int]) -> StagePlan:
         held = None if self.staged is None else self.staged.ids.cpu()
-        return staging(index, held, None if self.newest is None else [length - 1 for length in lengths])
+        return plan_stage(index, held, None if self.newest is None else [length - 1 for length in lengths])
 
-    def _sent(self, plan: Staging, beside: bool = False) -> Coming:
+    def _sent(self, plan: StagePlan, beside: bool = False) -> Coming:
         """Send up what is missing on the device; `beside`: on the side stream."""
         blocks = self._blocks()
         if not len(plan.token):
@@ -171,27 +153,31 @@ class Stage:
 
     def _read_by_device(self, index: torch.Tensor, lengths: Sequence[int]) -> Staged:
         """The same on the device alone: it reads the host's memory, and nobody waits."""
-        host, seen = self._host, uploaded(torch.tensor(lengths), self._device)[:, None, None]
+        seen = uploaded(torch.tensor(lengths), self._device)[:, None, None]
         torch._assert_async((index < seen).all())
         ids = _distinct(index)
+        near, far = self._origins(ids, seen)
+        self._fetched = self._fetched + (far >= 0).sum()
+        if self._host.copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._host.copied)
+        size = (*ids.shape, self._host.key.shape[3])
+        sides = zip(self._joined(self._blocks()), (self._host.key, self._host.value), strict=True)
+        key, value = (fetch(near, far, here, host.view(-1, size[3])).view(size) for here, host in sides)
+        return Staged(ids, key, value)
+
+    def _origins(self, ids: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where ids [B, Hkv, U] come from: [B * Hkv * U] rows of the joined blocks, or -1, and else of the host's."""
         batch, heads, _ = ids.shape
         head = torch.arange(batch * heads, device=ids.device).view(batch, heads, 1)
         near, first = torch.full_like(ids, -1), 0
         if self.staged is not None:
             held = self.staged.ids.to(ids.device)
-            place, there = _places(held, ids)
-            near, first = torch.where(there, head * held.shape[2] + place, near), held.numel()
+            slot, there = find(held, ids)
+            near, first = torch.where(there, head * held.shape[2] + slot, near), held.numel()
         if self.newest is not None:
             near = torch.where((ids == seen - 1) & (near < 0), first + head, near)
-        far = torch.where((near < 0) & (ids != NO_TOKEN), head * host.capacity + ids, -1)
-        near = near.masked_fill(ids == NO_TOKEN, -1).view(-1)
-        self._fetched = self._fetched + (far >= 0).sum()
-        if host.copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(host.copied)
-        size = (*ids.shape, host.key.shape[3])
-        sides = zip(self._joined(self._blocks()), (host.key, host.value), strict=True)
-        key, value = (uva.fetch(near, far.view(-1), here, there.view(-1, size[3])).view(size) for here, there in sides)
-        return Staged(ids, key, value)
+        far = torch.where((near < 0) & (ids != NO_TOKEN), head * self._host.capacity + ids, -1)
+        return near.masked_fill(ids == NO_TOKEN, -1).view(-1), far.view(-1)
 
     # -- what is there ---------------------------------------------------------------------------------------------
 
@@ -210,29 +196,33 @@ class Stage:
         )
         return key, value
 
+    # -- for tests -------------------------------------------------------------------------------------------------
 
-def rows(tensor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """tensor [B, H, n, D] at slots [B, H, M]: [B, H, M, D]. Much quicker than torch.gather on a CPU."""
-    batch, heads, count, width = tensor.shape
-    if not count or not slots.shape[2]:
-        return tensor.new_zeros(batch, heads, slots.shape[2], width)
-    first = torch.arange(batch * heads, device=slots.device).view(batch, heads, 1) * count
-    return tensor.reshape(-1, width).index_select(0, (slots + first).view(-1)).view(batch, heads, -1, width)
+    def check_integrity(self) -> None:
+        """Assert what holds between any two calls; waits for the device."""
+        if self.staged is not None:
+            self._check_ids(self.staged.ids)
+            size = (*self.staged.ids.shape, self._host.key.shape[3])
+            assert self.staged.key.shape == self.staged.value.shape == size, "what is staged has a key and a value"
+        if self._coming is not None:
+            self._check_ids(self._coming.ids)
+            rows = sum(key.numel() for key, _ in self._coming.blocks) // self._host.key.shape[3]
+            assert self._coming.source.shape == self._coming.ids.shape, "what comes has a source"
+            assert bool((self._coming.source < max(rows, 1)).all()), "a source is a row of the blocks"
+
+    def _check_ids(self, ids: torch.Tensor) -> None:
+        ids = ids.cpu()
+        assert ids.shape[2] % PAGE == 0, "a block is whole pages"
+        assert ascending(ids), "tokens ascend without holes, none of them twice"
+        lives = self._host.present.gather(2, ids.clamp(max=self._host.capacity - 1))
+        assert bool((lives | (ids == NO_TOKEN)).all()), "what is staged lives on the host"
 
 
 def _distinct(index: torch.Tensor) -> torch.Tensor:
-    """Distinct ids >= 0 of index [B, H, M], ascending, `NO_TOKEN` behind; as many columns, in whole pages."""
-    ids = torch.where(index < 0, NO_TOKEN, index).sort(dim=2).values
+    """Distinct ids >= 0 of index [B, H, M], ascending, `NO_TOKEN` after; as many columns, in whole pages."""
+    ids = lists_of(index)
     repeated = torch.zeros_like(ids, dtype=torch.bool)
     repeated[..., 1:] = ids[..., 1:] == ids[..., :-1]
     distinct = ids.new_full((*ids.shape[:2], whole_pages(ids.shape[2])), NO_TOKEN)
     distinct[..., : ids.shape[2]] = ids.masked_fill(repeated, NO_TOKEN).sort(dim=2).values
     return distinct
-
-
-def _places(held: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places of ids [B, H, U] in the ascending lists `held` [B, H, V], and whether they are there."""
-    if not held.shape[2]:
-        return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
-    place = torch.searchsorted(held, ids).clamp(max=held.shape[2] - 1)
-    return place, held.gather(2, place) == ids

@@ -16,7 +16,7 @@ class StoreView(View):
 
     Args:
         stores: of each layer.
-        read: told the bytes of every metered read.
+        read: called with the bytes of every metered read.
     """
 
     def __init__(self, stores: Mapping[int, LayerStore], read: Callable[[int], None]) -> None:
@@ -24,21 +24,34 @@ class StoreView(View):
         self._seen: tuple[tuple[int, ...], torch.Tensor] = (), torch.empty(0)
 
     def lengths(self, layer: int) -> tuple[int, ...]:
+        """Tokens seen by each row."""
         return tuple(self._stores[layer].lengths)
 
     def seen(self, layer: int) -> torch.Tensor:
+        """`lengths` as [B] int64 on the device."""
         lengths = self.lengths(layer)
         if self._seen[0] != lengths:  # of a step, most layers ask for the same
-            self._seen = lengths, uploaded(torch.tensor(lengths), self._stores[layer].key.device)
+            self._seen = lengths, uploaded(torch.tensor(lengths), self._stores[layer].device.key.device)
         return self._seen[1]
 
     def keys(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Keys of `ids`, or of all tokens in the home tier, [B, Hkv, M, D], where they lie. Metered.
+
+        Raises:
+            LookupError: an id that was dropped, or not seen yet.
+        """
         return self._read(layer, ids, 0)
 
     def values(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Values, as `keys`. Metered."""
         return self._read(layer, ids, 1)
 
     def host_keys(self, layer: int) -> torch.Tensor:
+        """All host keys in place, [B, Hkv, capacity, D] in physical order; waits until the prompt is there.
+
+        Raises:
+            ValueError: nothing of this layer has its home on the host.
+        """
         host = self._stores[layer].host
         if host is None:
             raise ValueError("host_keys are those of host memory; declare Needs(home='host')")
@@ -46,24 +59,29 @@ class StoreView(View):
         return host.key
 
     def count_read(self, layer: int, keys: int) -> None:
-        self._metered(keys * self._stores[layer].entry_bytes // 2)
+        """Meter `keys` keys, of one KV head each, that were read in `host_keys`."""
+        self._metered(keys * self._stores[layer].device.entry_bytes // 2)
 
     def resident(self, layer: int) -> torch.Tensor:
+        """Ids of the tokens on the device, ascending, [B, Hkv, M] with trailing -1."""
         return self._stores[layer].resident_ids()
 
     def keep(self, layer: int, ids: torch.Tensor) -> None:
+        """Keep `ids` on the device and no others; see `LayerStore.keep`."""
         self._stores[layer].keep(ids)
 
     def prefetch(self, layer: int, ids: torch.Tensor) -> None:
+        """Begin to bring up host tokens; see `LayerStore.prefetch`."""
         self._stores[layer].prefetch(ids)
 
     def arrange(self, layer: int, order: torch.Tensor) -> None:
+        """Set the physical order of the host tier; see `HostTier.arrange`."""
         self._stores[layer].arrange(order)
 
     def _read(self, layer: int, ids: torch.Tensor | None, which: int) -> torch.Tensor:
         store = self._stores[layer]
         if ids is not None:
-            ids = ids.expand(ids.shape[0], store.key.shape[1], ids.shape[2])
+            ids = ids.expand(ids.shape[0], store.kv_heads, ids.shape[2])
         read = store.read(ids)[which]
         self._metered(read.numel() * read.element_size())
         return read

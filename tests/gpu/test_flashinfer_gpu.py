@@ -19,7 +19,6 @@ from conftest import SMALL, Case, Stream, drive, each_method, same_attended, str
 from kvbench.attention import executor as attention
 from kvbench.attention.flashinfer import FlashInfer
 from kvbench.attention.torch import attend, prefill
-from kvbench.memory import fetch as uva
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
 
@@ -37,7 +36,6 @@ def no_sync(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "twin":
         flashinfer_twin.install(monkeypatch)
         with twin.device() as cuda:
-            monkeypatch.setattr(uva, "_launch", cuda.kernel(uva.fetched))
             yield cuda.no_sync
         return
     pytest.importorskip("flashinfer")
@@ -86,15 +84,16 @@ def filled(*lengths: int, steps: int, kv_heads: int = 2, head_dim: int = 128) ->
 
 
 def random(rng: torch.Generator, store: LayerStore, tokens: int, heads: int | None = None) -> list[torch.Tensor]:
-    batch, kv_heads, _, head_dim = store.key.shape
+    batch, kv_heads, _, head_dim = store.device.key.shape
     size = (batch, heads or kv_heads, tokens, head_dim)
     return [torch.randn(size, generator=rng).to("cuda", torch.bfloat16) for _ in range(2)]
 
 
 def shape_of(store: LayerStore, query_heads: int) -> Shape:
-    _, kv_heads, _, head_dim = store.key.shape
+    key = store.device.key
+    _, kv_heads, _, head_dim = key.shape
     lengths = tuple(store.lengths)
-    return Shape(1, query_heads, kv_heads, head_dim, lengths, store.key.dtype, store.key.device, SCALE, (0,))
+    return Shape(1, query_heads, kv_heads, head_dim, lengths, key.dtype, key.device, SCALE, (0,))
 
 
 @pytest.mark.parametrize("group", [1, 4, 7])
@@ -132,7 +131,7 @@ def test_list_without_tokens_gives_zeros() -> None:
     nothing[0, 1, 0] = 3
     out, _ = FlashInfer(shape_of(store, 4))(random(torch.Generator(), store, 1, 4)[0], store, Selection(nothing), SCALE)
     assert not out[0, :2].any()
-    assert torch.equal(out[0, 2:, 0], store.value[0, 1, 3].expand(2, -1))
+    assert torch.equal(out[0, 2:, 0], store.device.value[0, 1, 3].expand(2, -1))
 
 
 @pytest.mark.usefixtures("no_sync")

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvbench.engine.engine import Engine
-from kvbench.memory import fetch as uva
+from kvbench.memory.fetch import fetch, fetched
 from kvbench.memory.host import HostTier
 from kvbench.spans import Spans
 
@@ -39,8 +39,8 @@ def test_the_device_reads_pinned_rows_itself(dtype: torch.dtype) -> None:
     tier.key.normal_()
     host = tier.key.view(-1, 80)
     near, far = torch.tensor([0, -1, -1, 4, -1]), torch.tensor([-1, 3, -1, -1, 999])
-    rows = uva.fetch(near.cuda(), far.cuda(), here, host)
-    assert torch.equal(rows.cpu(), uva.fetched(near, far, here.cpu(), host))
+    rows = fetch(near.cuda(), far.cuda(), here, host)
+    assert torch.equal(rows.cpu(), fetched(near, far, here.cpu(), host))
 
 
 def test_spans_add_up_to_the_time_that_passed() -> None:

@@ -1,0 +1,87 @@
+"""Blocks of slots: what the tiers of a store share.
+
+A block is [B, H, slots, D], a slot holds one token, and a list beside the block says which.
+"""
+
+from __future__ import annotations
+
+import torch
+
+PAGE = 16  # slots of a page: blocks on the device are whole pages, so that a paged kernel reads them in place
+GROWTH = 256  # slots added at least when a tier of unknown final length is full
+NO_TOKEN = torch.iinfo(torch.int64).max  # sorts after every token id
+
+
+def whole_pages(slots: int) -> int:
+    """Slots of as many pages as it takes."""
+    return -(-slots // PAGE) * PAGE
+
+
+def more_slots(slots: int, reserved: int, grows: bool) -> int:
+    """Slots to reserve where `slots` are needed and fewer, `reserved`, are there.
+
+    Raises:
+        RuntimeError: the tier may not grow.
+    """
+    if not grows:
+        raise RuntimeError(f"the store reserved {reserved} tokens and was asked to hold {slots}")
+    return max(slots, reserved + max(GROWTH, reserved // 8))
+
+
+def rows(block: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """block [B, H, n, D] at slots [B, H, M]: [B, H, M, D]. Much quicker than torch.gather on a CPU."""
+    batch, heads, count, width = block.shape
+    if not count or not slots.shape[2]:
+        return block.new_zeros(batch, heads, slots.shape[2], width)
+    first = torch.arange(batch * heads, device=slots.device).view(batch, heads, 1) * count
+    return block.reshape(-1, width).index_select(0, (slots + first).view(-1)).view(batch, heads, -1, width)
+
+
+def find(lists: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index of each of ids [B, H, M] in the ascending lists [B, H, n], and whether it is there (if not: any index)."""
+    if not lists.shape[2]:
+        return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+    index = torch.searchsorted(lists, ids).clamp(max=lists.shape[2] - 1)
+    return index, lists.gather(2, index) == ids
+
+
+def lists_of(index: torch.Tensor) -> torch.Tensor:
+    """Token ids [B, H, M], -1 anywhere, as ascending lists with `NO_TOKEN` after the last id."""
+    return torch.where(index < 0, NO_TOKEN, index).sort(dim=2).values
+
+
+def index_of(lists: torch.Tensor) -> torch.Tensor:
+    """Lists [B, H, n] as token ids with -1 for `NO_TOKEN`."""
+    return torch.where(lists == NO_TOKEN, -1, lists)
+
+
+def without(index: torch.Tensor, gone: torch.Tensor) -> torch.Tensor:
+    """Token ids [B, H, n], -1 for each that its row and head also have in `gone` [B, H, M]."""
+    return torch.where(torch.isin(_globally(index), _globally(gone)), -1, index)
+
+
+def _globally(index: torch.Tensor) -> torch.Tensor:
+    """Token ids [B, H, M] as numbers that differ between rows and heads; -1 stays -1."""
+    batch, heads, _ = index.shape
+    first = torch.arange(batch * heads, device=index.device).view(batch, heads, 1) << 40
+    return torch.where(index < 0, -1, index + first)
+
+
+def ascending(lists: torch.Tensor) -> bool:
+    """Each of lists [B, H, n] is distinct ids >= 0 in ascending order, then `NO_TOKEN` only; waits for the device."""
+    rises = (lists[..., 1:] > lists[..., :-1]) | (lists[..., 1:] == NO_TOKEN)
+    return bool((lists >= 0).all()) and bool(rises.all())
+
+
+def with_slots(block: torch.Tensor, capacity: int) -> torch.Tensor:
+    """A copy of block [B, H, n, D] with `capacity` slots, zero from n on."""
+    copy = block.new_zeros(*block.shape[:2], capacity, block.shape[3])
+    copy[:, :, : block.shape[2]] = block
+    return copy
+
+
+def with_free_slots(ids: torch.Tensor, capacity: int) -> torch.Tensor:
+    """A copy of the lists ids [B, H, n] for `capacity` slots, `NO_TOKEN` from n on."""
+    copy = ids.new_full((*ids.shape[:2], capacity), NO_TOKEN)
+    copy[:, :, : ids.shape[2]] = ids
+    return copy

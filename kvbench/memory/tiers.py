@@ -1,0 +1,118 @@
+"""Which token of a layer is where, and what that takes: the questions that change nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from kvbench.memory.device import DeviceTier
+from kvbench.memory.host import HostTier
+from kvbench.memory.slots import NO_TOKEN, index_of, lists_of
+from kvbench.memory.stage import Stage, Staged
+from kvbench.memory.transfer import uploaded
+
+DROPPED, DEVICE, HOST = 0, 1, 2
+
+
+class Tiers:
+    """The tiers of one layer: a token of a KV head is in one of them, or dropped.
+
+    Args:
+        device: the device tier.
+
+    Attributes:
+        lengths: tokens seen by each row, kept or not.
+        device: the device tier.
+        host: the host tier, where there is one.
+        stage: what of the host tier is on the device, where there is one.
+    """
+
+    def __init__(self, device: DeviceTier) -> None:
+        self.lengths = [0] * device.key.shape[0]
+        self.device = device
+        self.host: HostTier | None = None
+        self.stage: Stage | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads, Hkv."""
+        return self.device.key.shape[1]
+
+    @property
+    def seen(self) -> torch.Tensor:
+        """[B] int64 on the device, tokens seen by each row; nothing waits for it."""
+        return uploaded(torch.tensor(self.lengths), self.device.key.device)
+
+    @property
+    def _staged(self) -> Staged | None:
+        return None if self.stage is None else self.stage.staged
+
+    # -- tokens ----------------------------------------------------------------------------------------------------
+
+    def resident_counts(self) -> torch.Tensor:
+        """[B, Hkv] tokens on the device, staged ones included."""
+        if self._staged is None:
+            return self.device.used
+        return self.device.used + (self._staged.ids != NO_TOKEN).sum(dim=2).cpu()
+
+    def resident_ids(self) -> torch.Tensor:
+        """Token ids on the device, staged ones included, ascending, [B, Hkv, n] with trailing -1."""
+        ids = self.device.token_ids()
+        if self._staged is None:
+            return ids
+        both = torch.cat([ids, index_of(self._staged.ids.to(ids.device))], dim=2)
+        return index_of(lists_of(both))[..., : int(self.resident_counts().max())]
+
+    def tiers(self) -> torch.Tensor:
+        """[B, Hkv, longest row] int8: `DEVICE`, `HOST` or `DROPPED` for each token seen (`DROPPED` beyond a row)."""
+        tiers = torch.zeros(*self.device.used.shape, max(self.lengths), dtype=torch.int8)
+        kept = self.device.token_ids().cpu()
+        at = (kept >= 0).nonzero(as_tuple=True)
+        tiers[at[0], at[1], kept[at]] = DEVICE
+        if self.host is not None:
+            on_host = self.host.present[:, :, : tiers.shape[2]]
+            assert not bool((on_host & (tiers == DEVICE)).any()), "a token lives in one tier"
+            tiers[on_host] = HOST
+        return tiers
+
+    def everything(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Ids [n] ascending, keys and values [n, D], of all tokens one KV head still has in any tier, on the CPU."""
+        tokens = self.device.tokens(row, head)
+        if self.host is None:
+            return tokens
+        ids, key, value = (torch.cat(both) for both in zip(tokens, self.host.tokens(row, head), strict=True))
+        ids, order = ids.sort()
+        return ids, key[order], value[order]
+
+    # -- bytes -----------------------------------------------------------------------------------------------------
+
+    def resident_bytes(self) -> int:
+        """Bytes of the tokens on the device, staged ones included, reserved slots not."""
+        return int(self.resident_counts().sum()) * self.device.entry_bytes
+
+    def host_bytes(self) -> int:
+        """Bytes of the tokens that live on the host."""
+        return 0 if self.host is None else int(self.host.present.sum()) * self.device.entry_bytes
+
+    def allocated_bytes(self) -> int:
+        """Bytes that the layer takes on its device, reserved slots and staged copies included."""
+        staged = [] if self._staged is None else [self._staged.key, self._staged.value]
+        return sum(block.untyped_storage().nbytes() for block in (self.device.key, self.device.value, *staged))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The keys and values of both tiers."""
+        return [self.device.key, self.device.value] + ([] if self.host is None else [self.host.key, self.host.value])
+
+    # -- for tests -------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Assert what holds between any two calls once the prompt has left; waits for the device."""
+        self.device.check_integrity()
+        assert (self.host is None) == (self.stage is None), "a host tier has a stage"
+        if self.host is not None and self.stage is not None:
+            self.host.check_integrity()
+            self.stage.check_integrity()
+            beyond = torch.arange(self.host.capacity) >= torch.tensor(self.lengths)[:, None, None]
+            assert not bool((self.host.present & beyond).any()), "the host holds no token that was not seen"
+        lengths = torch.tensor(self.lengths)[:, None, None]
+        assert bool((self.device.token_ids().cpu() < lengths).all()), "the device holds no token that was not seen"
+        self.tiers()
