@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table as Drawn
 from rich.text import Text
 
-from kvbench.report.tables import Cell, Table, Value
+from kvbench.report.cells import Cell, Table
+from kvbench.runs.quantities import Quantity
 
 GAP = 3  # characters between two columns of a console
 PAGE = 72  # characters of a line in LaTeX's text width
@@ -58,7 +59,7 @@ def grid(table: Table) -> Grid:
             [Line(labels, [text(table, cells.get((row, 0)), name, 0) for name in names])]
             for row, labels in enumerate(table.rows)
         ]
-        return Grid(table.axes, [table.lines[name].label for name in names], rows)
+        return Grid(table.axes, [table.lines[name].heading for name in names], rows)
     several = len(table.lines) > 1
     rows = []
     for row, labels in enumerate(table.rows):
@@ -67,7 +68,7 @@ def grid(table: Table) -> Grid:
             texts = [text(table, cells.get((row, column)), name, column) for column in range(len(table.columns))]
             if any(one != NONE for one in texts):
                 shown = labels if not lines else ("",) * len(labels)
-                lines.append(Line((*shown, value.label) if several else shown, texts))
+                lines.append(Line((*shown, value.heading) if several else shown, texts))
         rows.append(lines)
     return Grid((*table.axes, "") if several else table.axes, table.columns, rows)
 
@@ -99,7 +100,7 @@ def text(table: Table, cell: Cell | None, name: str, column: int) -> str:
     return f"{shown} ({marks})" if marks else shown
 
 
-def _interval(numbers: Mapping[str, float], low: str, high: str, value: Value) -> str:
+def _interval(numbers: Mapping[str, float], low: str, high: str, value: Quantity) -> str:
     if low not in numbers:
         return ""
     return f"[{numbers[low]:.{value.digits}f}, {numbers[high]:.{value.digits}f}]"
@@ -110,7 +111,7 @@ def _signed(shown: str) -> str:
 
 
 def _digits(table: Table, name: str, column: int) -> int:
-    """Digits behind the point; of published numbers as many as the column's most exact one has."""
+    """Digits after the point; of published numbers as many as the column's most exact one has."""
     if name != "published":
         return table.lines[name].digits
     numbers = [cell.numbers.get(name, 0.0) for (_, place), cell in table.cells.items() if place == column]

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from kvbench.report.cells import Table
 from kvbench.report.formats import NONE, NOT_RUN, grid
 from kvbench.report.frame import LeftOut
-from kvbench.report.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
