@@ -161,8 +161,8 @@ def _runs(given: Namespace) -> Runs | None:
         return None
     _name_left_out(runs.left_out)
     if not len(runs.arms) and not given.paper:
-        places = " and ".join(map(str, given.folders or [FOLDER]))
-        raise ResultsError(f"{places}: no run that can be shown, {len(runs.left_out)} left out")
+        folders = " and ".join(map(str, given.folders or [FOLDER]))
+        raise ResultsError(f"{folders}: no run that can be shown, {len(runs.left_out)} left out")
     return runs if len(runs.arms) else None
 
 
@@ -231,8 +231,8 @@ def _page(given: Namespace, runs: Runs | None, made: Sequence[Table]) -> str:
             undrawn.append(str(error))
         except (LookupError, TypeError, ValueError) as error:  # runs by an older kvbench, say; the tables stand
             undrawn.append(f"figure={name}: not from these runs ({type(error).__name__}: {error})")
-    places = " and ".join(map(str, given.folders or [FOLDER]))
-    about = f"{len(chosen.arms)} runs below {places}."
+    folders = " and ".join(map(str, given.folders or [FOLDER]))
+    about = f"{len(chosen.arms)} runs below {folders}."
     return html.page("kvbench report", about, made, figures, runs.left_out, undrawn)
 
 

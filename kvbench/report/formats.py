@@ -114,7 +114,7 @@ def _digits(table: Table, name: str, column: int) -> int:
     """Digits after the point; of published numbers as many as the column's most exact one has."""
     if name != "published":
         return table.lines[name].digits
-    numbers = [cell.numbers.get(name, 0.0) for (_, place), cell in table.cells.items() if place == column]
+    numbers = [cell.numbers.get(name, 0.0) for (_, index), cell in table.cells.items() if index == column]
     return max(len(f"{number:.4f}".rstrip("0").partition(".")[2]) for number in numbers)
 
 
@@ -197,7 +197,7 @@ def _latex(table: Table) -> str:
         for row in whole.rows
     ]
     gap = [r"\addlinespace"] if any(len(row) > 1 for row in rows) else []
-    body = [text for place, row in enumerate(rows) for text in [*(gap if place else []), *row]]
+    body = [text for index, row in enumerate(rows) for text in [*(gap if index else []), *row]]
     head = " & ".join(latex_escaped(name) for name in (*whole.head, *whole.columns)) + r" \\"
     notes = " ".join(map(latex_escaped, table.notes))
     wide = max(map(len, [head, *body])) > PAGE
@@ -246,7 +246,7 @@ def csv_text(tables: Sequence[Table]) -> str:
             labels = dict(zip((axis or "row" for axis in table.axes), table.rows[row], strict=True))
             marks = "".join(dict.fromkeys("".join(cell.marks.values())))
             numbers = [cell.numbers.get(name, "") for name in names]
-            place = [table.id, *(labels.get(axis, "") for axis in axes), table.columns[column]]
+            start = [table.id, *(labels.get(axis, "") for axis in axes), table.columns[column]]
             status = "run" if cell.run else NOT_RUN if cell.mapped else "published only"
-            writer.writerow([*place, status, *numbers, marks, cell.run])
+            writer.writerow([*start, status, *numbers, marks, cell.run])
     return out.getvalue()
