@@ -161,7 +161,8 @@ def test_a_tasks_sources_hold_nothing_of_the_harness():
 
 
 def test_results_import_no_torch():
-    code = "import sys, kvbench.runs.folder, kvbench.runs.identity as r; r.module_sources('methods.full.Full'); sys.exit('torch' in sys.modules)"
+    code = "import sys, kvbench.runs.folder, kvbench.runs.identity as identity\n"
+    code += "identity.module_sources('methods.full.Full'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT).returncode == 0
 
 
