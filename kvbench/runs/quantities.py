@@ -142,7 +142,7 @@ _LISTED = (
 QUANTITIES = {quantity.name: quantity for quantity in _LISTED}
 NUMBERS = {name: quantity for name, quantity in QUANTITIES.items() if quantity.is_number}  # what `--values` takes
 _BY_KEY = {(quantity.part, quantity.key or quantity.name): quantity for quantity in _LISTED if not quantity.ratio}
-_ENDINGS = {"_bytes": MIB, "_ms": MS, "_s": SECONDS}
+_ENDINGS = {"_bytes": MIB, "_ms": MS, "_s": SECONDS}  # of keys without a line, which say their unit
 
 
 def find(part: str, key: str) -> Quantity:
