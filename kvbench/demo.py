@@ -22,6 +22,8 @@ from rich.table import Table
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.runs.folder import ResultsError
+from kvbench.runs.quantities import QUANTITIES, measured
+from kvbench.runs.table import add_numbers, wide_console, with_error
 
 ARMS = (
     ("full", None),
@@ -33,13 +35,21 @@ ARMS = (
     ("snapkv", 64),
     ("streaming_llm", 128),
 )
-OWN = ("method", "budget", "task", "task.lengths", "probe.every")  # what the demo itself sets
+SET_BY_DEMO = ("method", "budget", "task", "task.lengths", "probe.every")
 LENGTHS = (2048, 4096)
 # Two of RULER's eight needle tasks: an arm that does not find its needle writes on to the last of 128 tokens.
 NEEDLES = "task.subsets=[niah_single_2,niah_multikey_1]"
 TASKS = {"passkey": ["task.positions=20"], "niah": [NEEDLES, "task.samples=20"]}
 # Recall is measured apart, on fewer samples: probes cost time.
 PROBED = {"passkey": ["task.positions=2"], "niah": [NEEDLES, "task.samples=1"]}
+# What an arm costs and finds, under headings that leave room for four scores.
+COSTS = {
+    "share": QUANTITIES["attended_share"]._replace(label="attended/C"),
+    "kv_bytes": QUANTITIES["device_kv_bytes"]._replace(label="KV MiB"),
+    "moved_bytes": QUANTITIES["moved_bytes_per_step"]._replace(label="moved KiB/step"),
+    "step_ms": QUANTITIES["tpot_ms_mean"]._replace(label="ms/token", digits=1),
+    "recall": QUANTITIES["recall"],
+}
 
 
 class Row(NamedTuple):
@@ -65,15 +75,18 @@ class Row(NamedTuple):
     step_ms: float
     recall: float | None
 
+    @property
+    def share(self) -> float | None:
+        """Of its budget that the method attended; None for full attention."""
+        return None if self.budget is None else self.attended / self.budget
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit code, as `python -m kvbench` does."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
+    console = wide_console()
     try:
-        refuse_own(words)
+        refuse_set(words)
         rows = demo(words, console)
         folder = Path(config(words, "passkey", *ARMS[0])["results_dir"], "demo")
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,15 +104,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def refuse_own(words: Sequence[str]) -> None:
+def refuse_set(words: Sequence[str]) -> None:
     """Refuse a setting that would make the table's own columns wrong.
 
     Raises:
         ConfigError: names it.
     """
     for word in words:
-        if word.partition("=")[0] in OWN:
-            raise ConfigError(f"{word}: the demo sets {', '.join(OWN)} itself; python -m kvbench takes them")
+        if word.partition("=")[0] in SET_BY_DEMO:
+            raise ConfigError(f"{word}: the demo sets {', '.join(SET_BY_DEMO)} itself; python -m kvbench takes them")
 
 
 def config(words: Sequence[str], task: str, method: str, budget: int | None, *more: str) -> DictConfig:
@@ -124,54 +137,50 @@ def demo(words: Sequence[str], console: Console) -> list[Row]:
         what = "recall of the exact top tokens" if probed else f"{len(ARMS)} arms"
         console.print(f"{task} at {' and '.join(map(str, LENGTHS))} tokens: {what}")
         found[task, probed] = run_shared(configs, console)
-    return [row(place, found) for place in range(len(ARMS))]
+    return [row(index, found) for index in range(len(ARMS))]
 
 
-def row(place: int, found: dict[tuple[str, bool], list[dict[str, Any]]]) -> Row:
-    """The arm at a place of `ARMS`, from the summaries of its runs."""
-    method, budget = ARMS[place]
-    timed = [found[task, False][place] for task in TASKS]
+def row(index: int, found: dict[tuple[str, bool], list[dict[str, Any]]]) -> Row:
+    """The arm of that index in `ARMS`, from the summaries of its runs."""
+    method, budget = ARMS[index]
+    timed = [found[task, False][index] for task in TASKS]
     cells: dict[str, tuple[float, float | None]] = {}
     for task in TASKS:
         for length in LENGTHS:
-            groups = found[task, False][place]["groups"].items()
+            groups = found[task, False][index]["groups"].items()
             own = [group for name, group in groups if name.rpartition("/")[2] == str(length)]
             errors = [group["stderr"] or 0.0 for group in own]
             score = sum(group["score"] for group in own) / len(own)
             cells[f"{task} {length}"] = (score, math.hypot(*errors) / len(own))
 
-    def mean(part: str, name: str) -> float:
-        values = [(summary[part].get(name) or 0.0, summary["n"]) for summary in timed]
+    def mean(name: str) -> float:
+        values = [(measured(summary).get(name) or 0.0, summary["n"]) for summary in timed]
         return sum(value * count for value, count in values) / sum(count for _, count in values)
 
-    recalls = [found[task, True][place].get("probe", {}).get("recall") for task in PROBED]
+    recalls = [found[task, True][index].get("probe", {}).get("recall") for task in PROBED]
     known = [value for value in recalls if value is not None]
     return Row(
         method,
         budget,
         cells,
         score=sum(score for score, _ in cells.values()) / len(cells),
-        attended=mean("audit", "attended_mean"),
-        kv_bytes=mean("audit", "device_kv_bytes"),
-        moved_bytes=mean("audit", "moved_bytes_per_step"),
-        step_ms=mean("latency", "tpot_ms_mean"),
+        attended=mean("attended_mean"),
+        kv_bytes=mean("device_kv_bytes"),
+        moved_bytes=mean("moved_bytes_per_step"),
+        step_ms=mean("tpot_ms_mean"),
         recall=sum(known) / len(known) if known and budget is not None else None,
     )
 
 
 def table(rows: Sequence[Row]) -> Table:
     """All arms, a line each."""
-    cells = list(rows[0].cells)
     drawn = Table(title="score ± standard error on each task and length, and what it cost", title_justify="left")
     drawn.caption = "moved: from host to device, on a CPU from memory to memory"
     drawn.add_column("method")
-    for name in ("C", *cells, "attended/C", "KV MiB", "moved KiB/step", "ms/token", "recall"):
-        drawn.add_column(name, justify="right")
+    add_numbers(drawn, ["C", *rows[0].cells, *(cost.heading for cost in COSTS.values())])
     for one in rows:
-        scores = [f"{score:.0f} ± {error or 0:.0f}" for score, error in one.cells.values()]
-        share = "-" if one.budget is None else f"{one.attended / one.budget:.2f}"
-        recall = "-" if one.recall is None else f"{one.recall:.2f}"
-        costs = [share, f"{one.kv_bytes / 2**20:.2f}", f"{one.moved_bytes / 2**10:.1f}", f"{one.step_ms:.1f}", recall]
+        scores = [with_error(score, error or 0, digits=0) for score, error in one.cells.values()]
+        costs = [cost.number(getattr(one, name)) for name, cost in COSTS.items()]
         drawn.add_row(one.method, "-" if one.budget is None else str(one.budget), *scores, *costs)
     return drawn
 

@@ -70,3 +70,18 @@ def test_bad_input_is_one_line(small, capsys, word, said):
 
 def test_the_demo_has_at_most_eight_arms_and_twenty_samples_a_cell():
     assert len(demo.ARMS) <= 8 and demo.LENGTHS == (2048, 4096)
+
+
+def test_the_table_shows_scores_and_costs(capsys):
+    cells = {"passkey 2048": (100.0, 0.0), "niah 2048": (97.5, 2.5)}
+    costs = {"kv_bytes": 3 * 2**19, "moved_bytes": 2048.0, "step_ms": 4.26}
+    full = demo.Row("full", None, cells, 98.75, 2900.0, **costs, recall=None)
+    quest = demo.Row("quest", 64, cells, 98.75, 96.0, **costs, recall=0.5)
+    Console(width=140).print(demo.table([full, quest]))
+    told = [line.strip("│┃") for line in capsys.readouterr().out.splitlines() if line[0] in "│┃"]
+    head, *lines = [[cell.strip() for cell in line.replace("┃", "│").split("│")] for line in told]
+    assert head == ["method", "C", *cells, "attended/C", "KV MiB", "moved KiB/step", "ms/token", "recall"]
+    assert lines == [
+        ["full", "-", "100 ± 0", "98 ± 2", "-", "1.50", "2.0", "4.3", "-"],
+        ["quest", "64", "100 ± 0", "98 ± 2", "1.50", "1.50", "2.0", "4.3", "0.50"],
+    ]

@@ -327,7 +327,7 @@ def test_the_line_of_a_cell_is_what_its_samples_measured(results: Path, capsys: 
 def test_what_is_made_is_said(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report([str(results), "--where", "task=latency"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "keys=synthetic_attention: keys and queries are made" in told
+    assert "keys=synthetic_attention: synthetic keys and queries" in told
     assert "prefill=false: stores were filled" in told and "over the bandwidth of a copy (cpu, 1 threads:" in told
     assert report([str(results), "--where", "method=full", "--where", "task=latency"]) == 0
     assert "are made" not in capsys.readouterr().out

@@ -14,8 +14,10 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from kvbench.report import formats, html, published
+from kvbench.report.beside import BESIDE, beside
+from kvbench.report.cells import WITH_SCORE, Cell, Table
 from kvbench.report.frame import LeftOut
-from kvbench.report.tables import BESIDE, VALUES, WITH_SCORE, Cell, Table, beside
+from kvbench.runs.quantities import QUANTITIES
 
 AWKWARD = "a_b & 50 % #1 $x$ {y} ~z^ \\w <b>|c|</b> \"q\" 'r'"
 
@@ -26,7 +28,7 @@ def scores(rows: int = 2, columns: int = 3, label: str = "quest") -> Table:
     numbers |= {"against_full_high": 7.0, "attended_share": 1.484, "samples": 20.0, "failed": 2.0}
     numbers |= {"pairs": 20.0}
     one = Cell(numbers, {"score": "bf"}, "a/run")
-    lines = {"score": VALUES["score"], **WITH_SCORE}
+    lines = {"score": QUANTITIES["score"], **WITH_SCORE}
     labels = [(f"{label}{row}", "64") for row in range(rows)]
     names = [f"task {column}" for column in range(columns)]
     cells = {(row, column): one for row in range(rows) for column in range(columns)}

@@ -10,10 +10,13 @@ from report_runs import record, stored
 
 from kvbench.config import ConfigError
 from kvbench.report import published
+from kvbench.report.beside import beside
+from kvbench.report.cells import Cell, Table
 from kvbench.report.evidence import Evidence
 from kvbench.report.frame import Runs, collect
 from kvbench.report.published import PaperTable
-from kvbench.report.tables import Cell, Table, beside, by_group, pivot, select, summary
+from kvbench.report.select import select
+from kvbench.report.tables import by_group, pivot, summary
 
 ALTERNATING = [1.0, 0.0] * 20
 

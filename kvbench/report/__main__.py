@@ -18,12 +18,13 @@ from kvbench.runs.folder import ResultsError
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from kvbench.report.cells import Table
     from kvbench.report.frame import LeftOut, Runs
-    from kvbench.report.tables import Table
+    from kvbench.runs.quantities import Quantity
 
 FOLDER = Path("results")
 FORMATS = {"console": ".txt", "markdown": ".md", "latex": ".tex", "csv": ".csv", "html": ".html"}
-TOLD = 10  # runs left out that are named one by one
+NAMED = 10  # runs left out that are named one by one
 
 EXAMPLES = """\
   python -m kvbench.report                                         everything below results/
@@ -115,12 +116,16 @@ def _list() -> str:
     """All that can be asked for, each with a line on what it is."""
     from kvbench.report.figures import FIGURES
     from kvbench.report.published import ids
-    from kvbench.report.tables import VALUES
+    from kvbench.runs.quantities import NUMBERS
 
     parts = {
         "published tables (--paper)": ids(),
         "figures (--figure)": {name: title for name, (_, title) in FIGURES.items()},
-        "values (--values)": {name: value.label for name, value in VALUES.items()},
+        "values (--values)": {
+            **{name: quantity.heading + _better(quantity) for name, quantity in NUMBERS.items()},
+            "breakdown_ms.PART": "a part of a decode step, such as breakdown_ms.select",
+            "audit.NAME": "a number of the method's own, such as audit.candidates of pariskv",
+        },
         "keys (--rows, --columns, --where)": {
             "model method budget task seed": "of every run",
             "protocol.KEY probe.every": "as on the command line",
@@ -133,6 +138,10 @@ def _list() -> str:
         width = max(map(len, entries))
         lines += [f"{heading}:", *(f"  {name:<{width}}  {about}" for name, about in entries.items()), ""]
     return "\n".join(lines).rstrip()
+
+
+def _better(quantity: Quantity) -> str:
+    return f"; {quantity.better} is better" if quantity.better else ""
 
 
 def _runs(given: Namespace) -> Runs | None:
@@ -150,25 +159,26 @@ def _runs(given: Namespace) -> Runs | None:
             raise
         print(f"kvbench.report: {error}; the published numbers stand alone", file=sys.stderr)
         return None
-    _tell(runs.left_out)
+    _name_left_out(runs.left_out)
     if not len(runs.arms) and not given.paper:
-        places = " and ".join(map(str, given.folders or [FOLDER]))
-        raise ResultsError(f"{places}: no run that can be shown, {len(runs.left_out)} left out")
+        folders = " and ".join(map(str, given.folders or [FOLDER]))
+        raise ResultsError(f"{folders}: no run that can be shown, {len(runs.left_out)} left out")
     return runs if len(runs.arms) else None
 
 
-def _tell(left_out: Sequence[LeftOut]) -> None:
-    for path, why in left_out[:TOLD]:
+def _name_left_out(left_out: Sequence[LeftOut]) -> None:
+    for path, why in left_out[:NAMED]:
         print(f"left out: {path}: {why}", file=sys.stderr)
-    if len(left_out) > TOLD:
-        print(f"left out: {len(left_out) - TOLD} more; --format html names them all", file=sys.stderr)
+    if len(left_out) > NAMED:
+        print(f"left out: {len(left_out) - NAMED} more; --format html names them all", file=sys.stderr)
 
 
 def _tables(given: Namespace, runs: Runs | None) -> list[Table]:
     from kvbench.report import tables
+    from kvbench.report.beside import beside
 
     if given.paper:
-        return [tables.beside(runs, paper, given.where, given.allow_mixed) for paper in given.paper]
+        return [beside(runs, paper, given.where, given.allow_mixed) for paper in given.paper]
     assert runs is not None
     if given.rows:
         values = given.values or ["score"]
@@ -210,7 +220,7 @@ def _page(given: Namespace, runs: Runs | None, made: Sequence[Table]) -> str:
     if given.paper or given.rows or runs is None:
         return html.page("kvbench report", "", made, {}, runs.left_out if runs else [])
     from kvbench.report.figures import FIGURES
-    from kvbench.report.tables import select
+    from kvbench.report.select import select
 
     chosen = runs.only(select(runs, given.where))
     figures, undrawn = {}, []
@@ -221,14 +231,14 @@ def _page(given: Namespace, runs: Runs | None, made: Sequence[Table]) -> str:
             undrawn.append(str(error))
         except (LookupError, TypeError, ValueError) as error:  # runs by an older kvbench, say; the tables stand
             undrawn.append(f"figure={name}: not from these runs ({type(error).__name__}: {error})")
-    places = " and ".join(map(str, given.folders or [FOLDER]))
-    about = f"{len(chosen.arms)} runs below {places}."
+    folders = " and ".join(map(str, given.folders or [FOLDER]))
+    about = f"{len(chosen.arms)} runs below {folders}."
     return html.page("kvbench report", about, made, figures, runs.left_out, undrawn)
 
 
 def _draw(given: Namespace, runs: Runs | None) -> None:
     from kvbench.report.figures import draw, write
-    from kvbench.report.tables import select
+    from kvbench.report.select import select
 
     assert runs is not None
     figure = draw(given.figure, runs.only(select(runs, given.where)))

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table as Drawn
 from rich.text import Text
 
-from kvbench.report.tables import Cell, Table, Value
+from kvbench.report.cells import Cell, Table
+from kvbench.runs.quantities import Quantity
 
 GAP = 3  # characters between two columns of a console
 PAGE = 72  # characters of a line in LaTeX's text width
@@ -58,7 +59,7 @@ def grid(table: Table) -> Grid:
             [Line(labels, [text(table, cells.get((row, 0)), name, 0) for name in names])]
             for row, labels in enumerate(table.rows)
         ]
-        return Grid(table.axes, [table.lines[name].label for name in names], rows)
+        return Grid(table.axes, [table.lines[name].heading for name in names], rows)
     several = len(table.lines) > 1
     rows = []
     for row, labels in enumerate(table.rows):
@@ -67,7 +68,7 @@ def grid(table: Table) -> Grid:
             texts = [text(table, cells.get((row, column)), name, column) for column in range(len(table.columns))]
             if any(one != NONE for one in texts):
                 shown = labels if not lines else ("",) * len(labels)
-                lines.append(Line((*shown, value.label) if several else shown, texts))
+                lines.append(Line((*shown, value.heading) if several else shown, texts))
         rows.append(lines)
     return Grid((*table.axes, "") if several else table.axes, table.columns, rows)
 
@@ -99,7 +100,7 @@ def text(table: Table, cell: Cell | None, name: str, column: int) -> str:
     return f"{shown} ({marks})" if marks else shown
 
 
-def _interval(numbers: Mapping[str, float], low: str, high: str, value: Value) -> str:
+def _interval(numbers: Mapping[str, float], low: str, high: str, value: Quantity) -> str:
     if low not in numbers:
         return ""
     return f"[{numbers[low]:.{value.digits}f}, {numbers[high]:.{value.digits}f}]"
@@ -110,10 +111,10 @@ def _signed(shown: str) -> str:
 
 
 def _digits(table: Table, name: str, column: int) -> int:
-    """Digits behind the point; of published numbers as many as the column's most exact one has."""
+    """Digits after the point; of published numbers as many as the column's most exact one has."""
     if name != "published":
         return table.lines[name].digits
-    numbers = [cell.numbers.get(name, 0.0) for (_, place), cell in table.cells.items() if place == column]
+    numbers = [cell.numbers.get(name, 0.0) for (_, index), cell in table.cells.items() if index == column]
     return max(len(f"{number:.4f}".rstrip("0").partition(".")[2]) for number in numbers)
 
 
@@ -196,7 +197,7 @@ def _latex(table: Table) -> str:
         for row in whole.rows
     ]
     gap = [r"\addlinespace"] if any(len(row) > 1 for row in rows) else []
-    body = [text for place, row in enumerate(rows) for text in [*(gap if place else []), *row]]
+    body = [text for index, row in enumerate(rows) for text in [*(gap if index else []), *row]]
     head = " & ".join(latex_escaped(name) for name in (*whole.head, *whole.columns)) + r" \\"
     notes = " ".join(map(latex_escaped, table.notes))
     wide = max(map(len, [head, *body])) > PAGE
@@ -245,7 +246,7 @@ def csv_text(tables: Sequence[Table]) -> str:
             labels = dict(zip((axis or "row" for axis in table.axes), table.rows[row], strict=True))
             marks = "".join(dict.fromkeys("".join(cell.marks.values())))
             numbers = [cell.numbers.get(name, "") for name in names]
-            place = [table.id, *(labels.get(axis, "") for axis in axes), table.columns[column]]
+            start = [table.id, *(labels.get(axis, "") for axis in axes), table.columns[column]]
             status = "run" if cell.run else NOT_RUN if cell.mapped else "published only"
-            writer.writerow([*place, status, *numbers, marks, cell.run])
+            writer.writerow([*start, status, *numbers, marks, cell.run])
     return out.getvalue()

@@ -20,35 +20,12 @@ import yaml
 
 from kvbench.config import FACTS, first_line, show
 from kvbench.runs.folder import FORMAT, Record, ResultsError, read_samples, runs_in
+from kvbench.runs.quantities import QUANTITIES, measured
 from kvbench.runs.summary import summarise
 
 YARDSTICK = "full"  # the method that all others are compared with
 PROTOCOL = ("accounting", "dense_layers", "chat", "prefill_chunk", "question_as_decode", "generated")
-PROBES = {"recall": "recall", "mass": "mass", "error": "output_error", "jaccard": "jaccard", "seen": "seen"}
-AMOUNTS = (  # of the audit
-    "attended_mean",
-    "attended_max",
-    "device_kv_bytes",
-    "index_bytes",
-    "host_bytes",
-    "moved_bytes_per_step",
-    "read_bytes_per_step",
-    "dense_share",
-)
-WORDS = ("over_rule", "executor", "transfer")
 CELL = {"task.lengths", "task.batch", "task.repeats"}  # settings that the length and batch of a timed cell stand for
-HARDWARE = (  # of runs that are there to be timed
-    "floor_ms",
-    "python_ms",
-    "must_read_bytes",
-    "memory",
-    "memory_bytes",
-    "prefill_memory_bytes",
-    "weight_bytes",
-    "whole_kv_bytes",
-    "copy_bandwidth",
-    "upload_bandwidth",
-)
 
 
 class LeftOut(NamedTuple):
@@ -83,12 +60,10 @@ class Runs:
         arms: one line a run, a column for each of: path, run_id, model, weights, method, budget (as asked for: tokens,
             a share of the prompt, or None: the method has none or keeps to its own), task, the fields of the protocol
             (`PROTOCOL`) and its digest as `protocol`, seed, probe_every, device, dtype, shared_prefill, device_name,
-            data (a hash), metric, finished, updated; score (0-100: of several groups the plain mean of theirs, else
-            the mean over samples), stderr, score_samples (the mean over samples, whatever the groups), n, failed,
-            score_ok; the audit as in summary.json and attended_share (attended_mean over C in tokens); the latencies as
-            in summary.json, with a column "breakdown_ms.<part>" for each part of a step; the hardware as in
-            summary.json and floor_ratio (the median step over its floor); the probes recall, mass, output_error,
-            jaccard, seen. What a run did not measure is missing (NaN or None).
+            data (a hash), metric, finished, updated; and each of `kvbench.runs.quantities`, of which score is 0-100:
+            of several groups the plain mean of theirs, else the mean over samples. What a run recorded beside
+            these has a column "<part>.<key>": a part of a decode step such as "breakdown_ms.select", a number of the
+            method's own `report()` such as "audit.candidates". What a run did not measure is missing (NaN or None).
         groups: one line a run and group: run (the index of its arm), model, method, budget, task, group, score,
             stderr, n, failed.
         settings: one line a run, all that makes its arm: every option of method and task as "method.page_size",
@@ -120,7 +95,7 @@ class Runs:
         return Runs(self.arms.loc[chosen], groups, self.settings.loc[chosen], scores, self.left_out)
 
     def timed(self, run: int) -> bool:
-        """Whether a run is there to be timed, and has no score worth showing."""
+        """Whether it is a timed run, which has no score worth showing."""
         floor = self.arm[run]["floor_ms"]
         return floor is not None and floor == floor
 
@@ -175,12 +150,12 @@ def collect(folders: Sequence[Path], unfinished: bool = False) -> Runs:
             left_out.append(LeftOut(older.arm["path"], f"an older run of the same arm as {run.arm['path']}"))
         found[key] = run
     runs = list(found.values())
-    groups = [{"run": place, **group} for place, run in enumerate(runs) for group in run.groups]
+    groups = [{"run": index, **group} for index, run in enumerate(runs) for group in run.groups]
     return Runs(
         framed([run.arm for run in runs]),
         framed(groups),
         pd.DataFrame([run.settings for run in runs], dtype=object),
-        {place: run.scores for place, run in enumerate(runs)},
+        {index: run.scores for index, run in enumerate(runs)},
         sorted(left_out),
     )
 
@@ -275,8 +250,8 @@ def _only_score(records: Iterable[Record]) -> str:
     """The main score of a run by an older kvbench, which did not say which it is."""
     names = {name for record in records for name in record.get("scores") or {}}
     if len(names) != 1:
-        told = f"holds {', '.join(sorted(names))}" if names else "holds no score"
-        raise ResultsError(f"an older run, which does not say which of its scores is the main one; it {told}")
+        holds = f"holds {', '.join(sorted(names))}" if names else "holds no score"
+        raise ResultsError(f"an older run, which does not say which of its scores is the main one; it {holds}")
     return names.pop()
 
 
@@ -298,7 +273,6 @@ def _arm(
     path: Path, written: Mapping[str, Any], settings: Mapping[str, Any], summary: Mapping[str, Any]
 ) -> dict[str, Any]:
     identity, config = written["identity"], written["config"]
-    main = summary.get("macro") or summary
     dummy = str(identity.get("model_revision")).startswith("dummy-")
     return {
         "path": path,
@@ -312,31 +286,14 @@ def _arm(
         **{key: settings[key] for key in ("device", "dtype", "shared_prefill")},
         "device_name": config.get("device_name"),
         "data": identity.get("data"),
-        "score": main["score"],
-        "stderr": main["stderr"],
-        "score_samples": summary["score"],
         **_measured(summary, settings["budget"]),
     }
 
 
 def _measured(summary: Mapping[str, Any], budget: Any) -> dict[str, Any]:
-    """What a summary tells of samples besides their scores."""
-    audit, probe, hardware = (summary.get(part, {}) for part in ("audit", "probe", "hardware"))
-    latency = dict(summary["latency"])
-    breakdown = latency.pop("breakdown_ms")
-    attended, tokens = audit.get("attended_mean"), audit.get("budget")
-    step, floor = latency.get("tpot_ms_p50"), hardware.get("floor_ms")
-    return {
-        **{key: summary[key] for key in ("n", "failed", "score_ok")},
-        **{key: audit.get(key) if isinstance(audit.get(key), int | float) else None for key in AMOUNTS},
-        **{key: audit.get(key) for key in WORDS},
-        "attended_share": attended / tokens if budget and attended and tokens else None,
-        **latency,
-        **{f"breakdown_ms.{part}": value for part, value in breakdown.items()},
-        **{key: hardware.get(key) for key in HARDWARE},
-        "floor_ratio": step / floor if step and floor else None,
-        **{column: probe.get(name) for name, column in PROBES.items()},
-    }
+    """All that a summary holds by the names of the columns; without a budget nothing is measured against one."""
+    missing = dict.fromkeys(() if budget else ("attended_share", "budget_tokens"))
+    return {**dict.fromkeys(QUANTITIES), **measured(summary), **missing}
 
 
 def _groups(summary: Mapping[str, Any], scores: Scores) -> Mapping[str, Mapping[str, Any]]:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from kvbench.report.cells import Table
 from kvbench.report.formats import NONE, NOT_RUN, grid
 from kvbench.report.frame import LeftOut
-from kvbench.report.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -100,9 +100,9 @@ def page(
 def _section(table: Table) -> str:
     whole = grid(table)
     heads = [
-        f'<th scope="col" data-column="{place}"{" class=label" if place < len(whole.head) else ""}>'
+        f'<th scope="col" data-column="{column}"{" class=label" if column < len(whole.head) else ""}>'
         + (f'<button type="button">{escape(name)}</button></th>' if name else "</th>")
-        for place, name in enumerate((*whole.head, *whole.columns))
+        for column, name in enumerate((*whole.head, *whole.columns))
     ]
     # A paper's rows have no name for their labels, and are sorted by them all the same.
     if not whole.head[0]:
@@ -115,15 +115,15 @@ def _section(table: Table) -> str:
             cells = []
             if number == 0:
                 cells += [
-                    f'<th scope="row" class=label rowspan="{len(lines)}" data-column="{place}"{_value(label)}>'
+                    f'<th scope="row" class=label rowspan="{len(lines)}" data-column="{column}"{_value(label)}>'
                     f"{escape(label)}</th>"
-                    for place, label in enumerate(line.labels[:labels])
+                    for column, label in enumerate(line.labels[:labels])
                 ]
             cells += [f"<td class=line>{escape(label)}</td>" for label in line.labels[labels:]]
             cells += [
-                f'<td data-column="{place}"{_value(text)}{" class=none" if text in (NONE, NOT_RUN) else ""}>'
+                f'<td data-column="{column}"{_value(text)}{" class=none" if text in (NONE, NOT_RUN) else ""}>'
                 f"{escape(text)}</td>"
-                for place, text in enumerate(line.texts, len(whole.head))
+                for column, text in enumerate(line.texts, len(whole.head))
             ]
             body.append(f"<tr>{''.join(cells)}</tr>")
         bodies.append(f"<tbody>{''.join(body)}</tbody>")

@@ -41,7 +41,7 @@ def estimate(strata: Sequence[np.ndarray]) -> Estimate:
     mean = sum(float(values.mean()) for values in strata) / len(strata)
     if min(map(len, strata)) < 2:
         return Estimate(mean, None, None, n)
-    means = sum(_weights(len(values), place) @ values for place, values in enumerate(strata)) / len(strata)
+    means = sum(_weights(len(values), index) @ values for index, values in enumerate(strata)) / len(strata)
     tail = (100 - COVERAGE) / 2
     low, high = np.percentile(means, [tail, 100 - tail])
     return Estimate(mean, float(low), float(high), n)

@@ -103,9 +103,9 @@ def style_of(method: str) -> Style:
     parents = [name for name in STYLES if method.startswith(f"{name}_")]
     if parents:
         return replace(STYLES[max(parents, key=len)], label=method, line="-.")
-    place = zlib.crc32(plain.encode())
+    number = zlib.crc32(plain.encode())
     colours = list(dict.fromkeys(style.colour for style in STYLES.values() if style.colour != BLACK))
-    return Style(method, colours[place % len(colours)], "<>8H"[place // len(colours) % 4])
+    return Style(method, colours[number % len(colours)], "<>8H"[number // len(colours) % 4])
 
 
 def _plain(name: str) -> str:

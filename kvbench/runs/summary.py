@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from kvbench.runs.quantities import QUANTITIES, find, is_number
 
 
 def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, Any]:
@@ -35,13 +37,12 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
         "groups": groups,
         "macro": _macro(groups),
         "latency": _latency(finished),
-        "audit": _combined([record.get("audit") or {} for record in finished]),
-        "hardware": _combined([record.get("hardware") or {} for record in finished]),
-        "probe": _combined([record.get("probe") or {} for record in finished]),
-        "fidelity": _fidelity([record.get("fidelity") or {} for record in finished]),
+        **{part: _combined(part, finished) for part in ("audit", "hardware", "probe", "fidelity")},
     }
     if any((record.get("audit") or {}).get("over_rule") for record in records):
         summary["audit"] = {**summary["audit"], "over_rule": True}
+    for name in ("nll", "nll_full") if summary["fidelity"] else ():
+        summary["fidelity"][name.replace("nll", "perplexity")] = math.exp(summary["fidelity"][name])
     optional = ("groups", "macro", "audit", "hardware", "probe", "fidelity")
     return {key: value for key, value in summary.items() if value or key not in optional}
 
@@ -49,7 +50,7 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
 def _score(record: Mapping[str, Any], name: str) -> float:
     """A record's score, 0..1; 0 where it failed or the score is missing or not a number."""
     value: Any = (record.get("scores") or {}).get(name)
-    return float(value) if not record.get("error") and _is_number(value) else 0.0
+    return float(value) if not record.get("error") and is_number(value) else 0.0
 
 
 def _scores(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
@@ -101,61 +102,50 @@ def _macro(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
 
 def _latency(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Means over samples; tpot_ms_p50 and _p95 are the mean of the samples' own percentiles over their steps."""
-    tpot = [record.get("tpot_ms") or {} for record in records]
+    times = [_times(record) for record in records]
     breakdown = [record["breakdown_ms"] for record in records if record.get("breakdown_ms")]
     parts = dict.fromkeys(part for one in breakdown for part in one)
+    names = [name for name, quantity in QUANTITIES.items() if quantity.part == "latency"]
     return {
-        "ttft_s": _mean(record.get("ttft_s") for record in records),
-        "tt2t_s": _mean(record.get("tt2t_s") for record in records),
-        "tpot_ms_mean": _mean(one.get("mean") for one in tpot),
-        "tpot_ms_p50": _mean(one.get("p50") for one in tpot),
-        "tpot_ms_p95": _mean(one.get("p95") for one in tpot),
+        **{name: _mean(one.get(name) for one in times) for name in names},
         # A part that a sample never entered took 0 ms there: so the means still add up to the step.
         "breakdown_ms": {part: _mean(one.get(part, 0.0) for one in breakdown) for part in parts},
     }
 
 
-def _fidelity(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One value per key of samples that were compared with full attention, and the perplexities that follow."""
-    found = _combined(parts)
-    perplexities = {name.replace("nll", "perplexity"): math.exp(found[name]) for name in ("nll", "nll_full") if found}
-    return {**found, **perplexities}
+def _times(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The times of a sample by name: those that its record nests, as "tpot_ms": {"mean": 4.0}, as "tpot_ms_mean"."""
+    nested = {f"tpot_ms_{name}": value for name, value in (record.get("tpot_ms") or {}).items()}
+    return {**record, **nested}
 
 
-def _combined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One value per key of several samples' flat dicts; nested values are left to the sample lines."""
-    keys = dict.fromkeys(key for part in parts for key in part)
-    values = {key: [part[key] for part in parts if _is_flat(part.get(key))] for key in keys}
-    return {key: _combine(key)(found) for key, found in values.items() if found}
+def _combined(part: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One value per key of a part of several samples; nested values are left to the sample lines."""
+    parts = [record.get(part) or {} for record in records]
+    keys = dict.fromkeys(key for one in parts for key in one)
+    values = {key: [one[key] for one in parts if _is_flat(one.get(key))] for key in keys}
+    return {key: _combine(find(part, key).combine, found) for key, found in values.items() if found}
 
 
-def _combine(key: str) -> Callable[[list[Any]], Any]:
-    """How values of one audit, hardware or probe key become one: peaks by maximum, flags by any, amounts by mean."""
-    if key.endswith(("_max", "_bytes")):
-        return max
-    return _common
+def _combine(how: str, values: list[Any]) -> Any:
+    """What values of one key come to: flags to any, words to those that differ, numbers to their mean or maximum.
 
-
-def _common(values: list[Any]) -> Any:
-    """True if any flag is; the one value if all agree; the mean of numbers; else the different words, sorted."""
-    if all(isinstance(value, bool) for value in values):
+    How is what `kvbench.runs.quantities` says; a flag or a word of a method's own shows what it is.
+    """
+    if how == "any" or all(isinstance(value, bool) for value in values):
         return any(values)
     if all(value == values[0] for value in values):
         return values[0]
-    if all(map(_is_number, values)):
-        return _mean(values)
-    return sorted(set(map(str, values)))
+    if how == "words" or not all(map(is_number, values)):
+        return sorted(set(map(str, values)))
+    return max(values) if how == "max" else _mean(values)
 
 
 def _mean(values: Iterable[Any]) -> float | None:
     """Mean of the finite numbers among `values`, exact in any order; None if there is none."""
-    numbers = [value for value in values if _is_number(value)]
+    numbers = [value for value in values if is_number(value)]
     return math.fsum(numbers) / len(numbers) if numbers else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_flat(value: Any) -> bool:
-    return isinstance(value, bool | str) or _is_number(value)
+    return isinstance(value, bool | str) or is_number(value)

@@ -1,4 +1,5 @@
-"""Tables for the terminal: what a run found, and how the arms of a sweep ended."""
+"""Tables for the terminal: what a run found, and how the arms of a sweep ended. What a number is called and how it is
+shown stands in `kvbench.runs.quantities`."""
 
 from __future__ import annotations
 
@@ -8,52 +9,85 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from kvbench.runs.quantities import QUANTITIES, measured, named
+
+SCORE = QUANTITIES["score"]
+COSTS = (  # of a run, a line each
+    "attended_mean",
+    "device_kv_bytes",
+    "host_bytes",
+    "moved_bytes_per_step",
+    "index_bytes",
+    "ttft_s",
+    "tpot_ms_mean",
+)
+COMPARED = ("attended_share", "device_kv_bytes", "tpot_ms_mean")  # of the arms of a sweep, a column each
+
 
 def table(title: str, metric: str, summary: Mapping[str, Any]) -> Table:
     """What a run found, a line each, narrow enough for any terminal and log."""
-    latency, audit = summary.get("latency", {}), summary.get("audit", {})
-    attended, budget = audit.get("attended_mean"), audit.get("budget")
-    failed = f", {summary['failed']} failed" if summary["failed"] else ""
-    share = f" = {attended / budget:.2f} C" if attended and budget else ""
-    transfer = ", simulated" if audit.get("transfer") == "simulated" else ""
-    rows = {
-        metric: with_error(summary["score"], summary.get("stderr")) + f" ({summary['n']} samples{failed})",
-        "attended entries per KV head": number(attended, "{:.1f}") + share,
-        "KV on the device": number(audit.get("device_kv_bytes"), "{:.2f} MiB", 2**-20),
-        "KV on the host": number(audit.get("host_bytes"), "{:.2f} MiB", 2**-20),
-        "moved up per step": number(audit.get("moved_bytes_per_step"), "{:.1f} KiB", 2**-10) + transfer,
-        "index": number(audit.get("index_bytes"), "{:.2f} MiB", 2**-20),
-        "time to first token": number(latency.get("ttft_s"), "{:.3f} s"),
-        "time per further token": number(latency.get("tpot_ms_mean"), "{:.2f} ms"),
-    }
-    if hardware := summary.get("hardware"):
-        rows["floor of a token"] = number(hardware.get("floor_ms"), "{:.2f} ms")
-        if "python_ms" in hardware:
-            rows["Python, device idle, of a token"] = number(hardware["python_ms"], "{:.2f} ms")
-        rows[f"device memory in decoding, {hardware['memory']}"] = number(
-            hardware.get("memory_bytes"), "{:.1f} MiB", 2**-20
-        )
-    for name, group in summary.get("groups", {}).items():
-        lost = f", {group['failed']} failed" if group["failed"] else ""
-        rows[name] = with_error(group["score"], group["stderr"]) + f" ({group['n']} samples{lost})"
-    if "macro" in summary:
-        rows[f"mean of {len(summary['groups'])} groups"] = with_error(**summary["macro"])
-    for name, value in summary.get("probe", {}).items():
-        rows[f"probe: {name}"] = number(value, "{:.3f}")
+    found = measured(summary)
+    lines = [_fidelity(found), _costs(found), _hardware(found), _groups(summary), _probes(found), _methods_own(found)]
     drawn = Table("measure", "value", title=title, title_justify="left")
-    for row in rows.items():
-        drawn.add_row(*row)
+    drawn.add_row(metric, _scored(summary))
+    for line in (line for part in lines for line in part.items()):
+        drawn.add_row(*line)
     return drawn
 
 
-def with_error(score: float | None, stderr: float | None) -> str:
-    """A score and its standard error, both 0-100."""
-    return number(score, "{:.1f}") + (f" ± {stderr:.1f}" if stderr is not None else "")
+def _scored(group: Mapping[str, Any]) -> str:
+    """A score, its standard error, and how many samples it is of: of a summary, or of one of its groups."""
+    failed = f", {group['failed']} failed" if group["failed"] else ""
+    return f"{with_error(group['score'], group.get('stderr'))} ({group['n']} samples{failed})"
 
 
-def number(value: float | None, form: str, scale: float = 1) -> str:
-    """`value * scale` in a format, or a dash."""
-    return "-" if value is None else form.format(value * scale)
+def _costs(found: Mapping[str, Any]) -> dict[str, str]:
+    rows = {name: QUANTITIES[name].amount(found.get(name)) for name in COSTS}
+    if "attended_share" in found:
+        rows["attended_mean"] += f" = {QUANTITIES['attended_share'].number(found['attended_share'])} C"
+    if found.get("transfer") == "simulated":
+        rows["moved_bytes_per_step"] += ", simulated"
+    return {QUANTITIES[name].title: text for name, text in rows.items()}
+
+
+def _hardware(found: Mapping[str, Any]) -> dict[str, str]:
+    """What a timed run has besides."""
+    there = [name for name in ("floor_ms", "python_ms", "memory_bytes") if name in found]
+    titles = {name: QUANTITIES[name].title for name in there}
+    if "memory_bytes" in titles:
+        titles["memory_bytes"] = f"device {titles['memory_bytes']}, {found.get('memory')}"
+    return {title: QUANTITIES[name].amount(found[name]) for name, title in titles.items()}
+
+
+def _fidelity(found: Mapping[str, Any]) -> dict[str, str]:
+    """How near to full attention a method stayed, where that was measured."""
+    there = {name: named(name) for name in found if named(name).part == "fidelity"}
+    return {quantity.title: quantity.amount(found[name]) for name, quantity in there.items()}
+
+
+def _groups(summary: Mapping[str, Any]) -> dict[str, str]:
+    groups = summary.get("groups", {})
+    rows = {name: _scored(group) for name, group in groups.items()}
+    if "macro" in summary:
+        rows[f"mean of {len(groups)} groups"] = with_error(**summary["macro"])
+    return rows
+
+
+def _probes(found: Mapping[str, Any]) -> dict[str, str]:
+    probes = {name: named(name)._replace(digits=3) for name in found if named(name).part == "probe"}
+    return {f"probe: {probe.key or name}": probe.amount(found[name]) for name, probe in probes.items()}
+
+
+def _methods_own(found: Mapping[str, Any]) -> dict[str, str]:
+    """What the method's `report()` says."""
+    own = {name: named(name) for name in found if name.startswith("audit.")}
+    return {f"method: {quantity.title}": quantity.amount(found[name]) for name, quantity in own.items()}
+
+
+def with_error(score: float | None, stderr: float | None, missing: str = "-", digits: int = SCORE.digits) -> str:
+    """A score and its standard error, both 0-100; `missing` without a score."""
+    shown = SCORE._replace(digits=digits)
+    return shown.number(score, missing) + (f" ± {shown.number(stderr)}" if stderr is not None else "")
 
 
 class SweepError(RuntimeError):
@@ -80,30 +114,31 @@ def tell(ends: Sequence[tuple[str, Ended]], console: Console | None = None) -> N
     """
     table = Table()
     table.add_column("arm", overflow="fold", min_width=min(40, max(len(words) for words, _ in ends)))
-    for name in ("score", "samples", "failed", "attended / C", "KV on device, MiB", "ms / token"):
-        table.add_column(name, justify="right")
+    add_numbers(table, [SCORE.heading, "samples", "failed", *(QUANTITIES[name].heading for name in COMPARED)])
     for words, (summary, error) in ends:
         if error:
             table.add_row(words, "did not finish")
             continue
-        audit, score, stderr = summary.get("audit") or {}, summary.get("score"), summary.get("stderr")
-        attended, budget, held = audit.get("attended_mean"), audit.get("budget"), audit.get("device_kv_bytes")
-        step = (summary.get("latency") or {}).get("tpot_ms_mean")
+        found = measured(summary)
         table.add_row(
             words,
-            "" if score is None else f"{score:.1f}" + ("" if stderr is None else f" ± {stderr:.1f}"),
-            str(summary.get("n", "")),
-            str(summary.get("failed", "")),
-            f"{attended / budget:.2f}" if attended and budget else "",
-            "" if held is None else f"{held / 2**20:.2f}",
-            "" if step is None else f"{step:.2f}",
+            with_error(summary.get("score"), summary.get("stderr"), missing=""),
+            *(QUANTITIES[name].number(found.get(name), missing="") for name in ("n", "failed", *COMPARED)),
         )
-    if console is None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=140)
-    console.print(table)
+    (console or wide_console()).print(table)
     unfinished = [f"{words}: {error}" for words, (_, error) in ends if error]
     if unfinished:
         last = f"{len(unfinished)} of {len(ends)} arms did not finish; the same command goes on with them"
         raise SweepError("\n".join([*unfinished, last]))
+
+
+def add_numbers(table: Table, headings: Sequence[str]) -> None:
+    """Add columns of numbers, which stand to the right."""
+    for heading in headings:
+        table.add_column(heading, justify="right")
+
+
+def wide_console() -> Console:
+    """A console as wide as the terminal; 140 characters where a file or a log takes what is printed."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)

@@ -1,0 +1,120 @@
+"""The latency figure: bars of the time to the second token, the time per token, and the parts of a step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from kvbench.report.cells import missing
+from kvbench.report.frame import CELL, Runs, framed
+from kvbench.report.panels import (
+    MOST_PANELS,
+    NOT_COMPARED,
+    arms_for,
+    finished,
+    panels_of,
+    refuse_crowd,
+    rows_of,
+    series_of,
+)
+from kvbench.runs.quantities import QUANTITIES
+
+# Parts of a decode step in the order they are stacked, each with a colour and a hatch for print without colour. Parts
+# that only a method has a name for (IceCache's query, insert) take those of SPARE_LOOKS.
+PARTS = {
+    "index_build": ("#332288", "xx"),
+    "index_update": ("#56B4E9", "//"),
+    "select": ("#0072B2", ""),
+    "transfer": ("#D55E00", ".."),
+    "attention": ("#E69F00", ""),
+    "model": ("#999999", "\\\\"),
+    "other": ("#FFFFFF", ""),
+}
+SPARE_LOOKS = (("#009E73", ""), ("#CC79A7", "--"), ("#F0E442", ""), ("#882255", "||"))
+
+
+def latency(runs: Runs) -> Figure:
+    """Time to the second token, time per token, and its parts (IceCache, Fig. 7; LycheeCluster, Fig. 5).
+
+    Runs that shared their prefill have no time to the second token; where all did, it is left out. Timed runs have a
+    panel for each length and batch, the floor of each step, and on a GPU how long it is busy.
+    """
+    panels = _latency_panels(runs, arms_for(runs, "latency", probed=False, column="tpot_ms_mean"))
+    heights = [1.0 + 0.28 * len(arms) for _, arms in panels]
+    figure = Figure(figsize=(11, 1.2 + sum(heights)), layout="constrained")
+    second = any(arms.tt2t_s.notna().any() for _, arms in panels)
+    times = [QUANTITIES[name] for name in (["tt2t_s"] if second else []) + ["tpot_ms_mean"]]
+    axes = np.array(figure.subplots(len(panels), len(times) + 1, squeeze=False, sharey="row", height_ratios=heights))
+    figure.suptitle(("time to the second token, " if second else "") + "time per token and its parts")
+    for (title, arms), row in zip(panels, axes, strict=True):
+        bars = [(one, arm) for one in series_of(runs, arms) for arm in rows_of(one.arms)]
+        row[0].set_yticks(range(len(bars)), [one.label(arm.budget) for one, arm in bars])
+        row[0].set_ylim(len(bars) - 0.4, -0.6)
+        row[0].set_title(title, loc="left")
+        for axis, quantity in zip(row, times, strict=False):
+            for index, (one, arm) in enumerate(bars):
+                value = arm[quantity.name]
+                if missing(value):
+                    axis.annotate(" not measured", (0, index), va="center", fontsize=8, color="#666666")
+                    continue
+                axis.barh(index, value, color=one.style.colour, edgecolor="black", linewidth=0.6, height=0.7)
+                axis.annotate(f" {value:.3g}", (value, index), va="center", fontsize=8)
+            axis.set_xlabel(quantity.axis)
+            axis.margins(x=0.15)
+            axis.locator_params(axis="x", nbins=5)
+            axis.grid(axis="x", alpha=0.3)
+        _stack(row[-1], pd.DataFrame([arm for _, arm in bars]))
+        _limits(row[-2:], [arm for _, arm in bars])
+    return finished(figure, axes[:, -1], [arms for _, arms in panels])
+
+
+def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """As `_panels`; what timed runs measured at each length and batch has a panel of its own."""
+    timed = arms["floor_ms"].notna()
+    panels = panels_of("latency", runs, arms[~timed]) if not timed.all() else []
+    for title, own in panels_of("latency", runs, arms[timed], NOT_COMPARED | CELL) if timed.any() else []:
+        lines: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}
+        for run in own.index:
+            for cell, line in runs.cells(run).items():
+                lines.setdefault(cell, {})[run] = line
+        keys = runs.settings.at[own.index[0], "task.keys"]
+        for (tokens, batch), of_cell in sorted(lines.items()):
+            frame = framed(list(of_cell.values())).set_axis(list(of_cell))
+            panels.append(
+                (f"{title}: {tokens} tokens, batch {batch}, keys of {keys}", frame[frame["tpot_ms_mean"].notna()])
+            )
+    refuse_crowd("latency", len(panels), "tasks, models, protocols, lengths and batches", MOST_PANELS)
+    return [(title, own) for title, own in panels if len(own)]
+
+
+def _limits(axes: Iterable[Any], arms: Sequence[Any]) -> None:
+    """Beside the bar of each arm the floor of a step, and how long of it the device is busy."""
+    times = pd.DataFrame(arms)[["floor_ms", "tpot_ms_mean", "python_ms"]].astype(float).reset_index(drop=True)
+    marks = {"floor": (times["floor_ms"], "-"), "device busy": (times["tpot_ms_mean"] - times["python_ms"], ":")}
+    for axis, (label, (values, line)) in itertools.product(axes, marks.items()):
+        values = values.dropna()
+        if len(values):
+            ends = (values.index - 0.42, values.index + 0.42)
+            axis.vlines(values, *ends, colors="#CC0000", linestyles=line, linewidth=2, label=label, zorder=3)
+
+
+def _stack(axis: Any, arms: pd.DataFrame) -> None:
+    """The parts of a decode step of each arm, one on another."""
+    times = arms.filter(like="breakdown_ms.").rename(columns=lambda key: key.removeprefix("breakdown_ms."))
+    times = times.fillna(0.0).loc[:, (times > 0).any()]
+    own = dict(zip(sorted(set(times) - PARTS.keys()), itertools.cycle(SPARE_LOOKS)))
+    left = np.zeros(len(arms))
+    for part, (colour, hatch) in {**own, **PARTS}.items():
+        if part not in times:
+            continue
+        widths = times[part].to_numpy(float)
+        look = {"color": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.6, "height": 0.7}
+        axis.barh(range(len(arms)), widths, left=left, label=part.replace("_", " "), **look)
+        left += widths
+    axis.set_xlabel("parts of a step (ms)")
+    axis.grid(axis="x", alpha=0.3)

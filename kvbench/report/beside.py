@@ -1,0 +1,132 @@
+"""A published table with ours beside it: in each cell that kvbench can run, what it found there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvbench.config import shipped
+from kvbench.report.cells import WITH_SCORE, Cell, Table, missing, notes_of, score_numbers
+from kvbench.report.evidence import Evidence
+from kvbench.report.frame import Runs
+from kvbench.report.published import PaperTable
+from kvbench.report.select import label_of, labels_of, marks_of_mixed, refuse_several, scored, select
+from kvbench.runs.quantities import QUANTITIES, Quantity
+
+# Options of a task that choose samples: a run with others still has comparable groups.
+CHOOSE_SAMPLES = {"task.lengths", "task.samples", "task.subsets", "task.keys", "task.positions"}
+BESIDE = {
+    "score": QUANTITIES["score"]._replace(label="ours"),
+    **WITH_SCORE,
+    "published": Quantity("published", "", "published"),
+    "difference": Quantity("difference", "", "difference", digits=1),
+}
+BESIDE_SECONDS = {
+    "score": Quantity("score", "", "ours", digits=3),
+    "published": Quantity("published", "", "published"),
+    "difference": Quantity("difference", "", "difference", digits=3),
+}
+
+
+def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allow_mixed: bool = False) -> Table:
+    """A published table, and in each cell that kvbench can run what it found there.
+
+    Args:
+        runs: None: there are none, and the published numbers stand alone.
+        paper: the table.
+        where, allow_mixed: as `tables.pivot`.
+
+    Raises:
+        ConfigError: several runs fit one cell, or runs of several protocols fit the table.
+    """
+    frame = paper.frame
+    rows, columns = list(dict.fromkeys(frame["row"])), list(dict.fromkeys(frame["column"]))
+    evidence = Evidence(runs) if runs else None
+    fitting = _fitting(runs, paper, select(runs, where)) if runs else {}
+    used = sorted({run for alike in fitting.values() for run in alike})
+    mixed = marks_of_mixed(runs, used, [], allow_mixed) if runs else {}
+    cells = {}
+    for line in frame.itertuples():
+        ours = _ours(evidence, paper, line, fitting[line.Index], mixed) if evidence and fitting[line.Index] else Cell()
+        numbers = dict(ours.numbers)
+        if not missing(line.value):
+            numbers["published"] = line.value
+            if "score" in numbers:
+                numbers["difference"] = numbers["score"] - line.value
+        mapped = bool(line.metric and line.method and line.model)
+        cells[rows.index(line.row), columns.index(line.column)] = Cell(numbers, ours.marks, ours.run, mapped)
+    notes = [*_notes(paper, cells.values()), *notes_of(cells.values(), {})]
+    if paper.timed and used and runs:
+        notes.append(f"Times of ours are of {'; '.join(labels_of(runs, used, 'device_name'))}.")
+    lines = BESIDE_SECONDS if paper.timed else BESIDE
+    return Table(paper.id, paper.title, ("",), [(row,) for row in rows], columns, cells, lines, notes)
+
+
+def _fitting(runs: Runs, paper: PaperTable, chosen: Sequence[int]) -> dict[int, list[int]]:
+    """The runs that could stand beside each published cell, by its line of the paper's frame."""
+    frame, found = paper.frame, {}
+    for line in frame.itertuples():
+        own = frame[frame["row"] == line.row]["group"]
+        whole = tuple(group for groups in own for group in _groups_of(groups))
+        found[line.Index] = [run for run in chosen if _fits(runs, run, line, paper.settings, whole)]
+    return found
+
+
+def _fits(runs: Runs, run: int, line: Any, words: Iterable[str], whole: tuple[str, ...]) -> bool:
+    """Whether a run is one that a published cell could stand beside."""
+    arm = runs.arm[run]
+    if not line.metric or (arm["model"], arm["method"], arm["task"]) != (line.model, line.method, line.task):
+        return False
+    budget = line.budget
+    if budget is None:
+        budget = (shipped("method", line.method) or {}).get("preset")
+    if arm["budget"] != budget:
+        return False
+    for key, _, value in (word.partition("=") for word in words):
+        if key not in CHOOSE_SAMPLES and label_of(runs, run, key) != value:
+            return False
+    needed = whole if line.metric == "macro" else _groups_of(line.group)
+    return set(needed) <= set(runs.scores[run].groups)
+
+
+def _ours(evidence: Evidence, paper: PaperTable, line: Any, alike: Sequence[int], mixed: dict[int, str]) -> Cell:
+    """What the one run that fits a published cell found there."""
+    runs = evidence.runs
+    refuse_several(runs, alike, f"{line.row}, {line.column}")
+    run = scored(runs, alike)[0]
+    groups, source = _groups_of(line.group), str(runs.arm[run]["path"])
+    if paper.timed:
+        simulated = "c" * ("simulated" in str(runs.arm[run]["transfer"]))
+        return Cell(_seconds(runs, run, line), {"score": simulated + mixed.get(run, "")}, source)
+    return Cell(
+        score_numbers(evidence, run, groups), {"score": evidence.marks(run, groups) + mixed.get(run, "")}, source
+    )
+
+
+def _seconds(runs: Runs, run: int, line: Any) -> dict[str, float]:
+    """What a timed run measured of a published time, in seconds; nothing where a part is missing."""
+    tokens, batch = map(int, line.group.split(" x "))
+    measured = runs.cells(run)[tokens, batch]
+    names = line.metric.split(" + ")
+    parts = [measured[name] for name in names if not missing(measured.get(name))]
+    return {"score": sum(parts) / 1e3} if len(parts) == len(names) else {}
+
+
+def _groups_of(word: str) -> tuple[str, ...]:
+    return tuple(word.split(" + ")) if word else ()
+
+
+def _notes(paper: PaperTable, cells: Iterable[Cell]) -> list[str]:
+    """Where the published numbers are from, and which of our runs stand beside them."""
+    frame = paper.frame
+    notes = [f"Published: {paper.source}."]
+    for note, noted in frame[frame["note"] != ""].groupby("note", sort=False):
+        notes.append(f"{'; '.join(noted['row'] + ', ' + noted['column'])}: {note}.")
+    if not any(cell.mapped for cell in cells):
+        return [*notes, "Published only: kvbench has no such method, model or task."]
+    task = next(line.task for line in frame.itertuples() if line.task)
+    return [
+        *notes,
+        f"Ours: {' '.join([f'task={task}', *paper.settings])}, with each row's model, method and budget. Rows and "
+        "cells without are published only: kvbench has no such method, model or task.",
+    ]

@@ -1,0 +1,137 @@
+"""The tables of timed runs: times, memory and bytes, and where a step goes, a line for each length, batch and arm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvbench.report.cells import Cell, Table, missing, notes_of
+from kvbench.report.frame import Runs
+from kvbench.report.select import differing_keys, label_of, labels_of, order_of
+from kvbench.runs.quantities import Quantity, named
+
+# What they show in place of a score, by table; the parts of a step stand in the last.
+TIMED = {
+    "latency": ("time", ("ttft_s", "tt2t_s", "tpot_ms_p50", "tpot_ms_p95", "floor_ms", "floor_ratio", "python_ms")),
+    "latency_bytes": (
+        "memory and bytes",
+        ("memory_bytes", "prefill_memory_bytes", "weight_bytes", "whole_kv_bytes")
+        + ("must_read_bytes", "read_bytes_per_step", "moved_bytes_per_step"),
+    ),
+    "latency_parts": ("where a step goes", ("tpot_ms_mean", "floor_ms", "python_ms", "breakdown_ms")),
+}
+# Where a step's transfers count, and a mark says that they are simulated.
+SIMULATED = {"tpot_ms_p50", "tpot_ms_mean", "breakdown_ms.transfer"}
+AXES = ("model", "task.keys", "task.prefill", "method", "budget")
+
+
+Cells = Mapping[tuple[int, int], Mapping[str, Any]]  # what a run measured, by prompt tokens and batch
+
+
+class _Line(NamedTuple):
+    """What an arm measured at a length and a batch.
+
+    Attributes:
+        tokens, batch: of its prompts.
+        labels: of the arm.
+        measured: by name, as a line of `Runs.arms`.
+    """
+
+    tokens: int
+    batch: int
+    labels: tuple[str, ...]
+    measured: Mapping[str, Any]
+
+
+def timed_tables(runs: Runs, chosen: Sequence[int], number: str, what: str) -> list[Table]:
+    """The tables of `TIMED` of these timed runs.
+
+    Args:
+        number: ends the tables' ids.
+        what: the protocol that these are of; "" where there is one.
+    """
+    measured = {run: runs.cells(run) for run in chosen}
+    axes, same = _axes(runs, measured)
+    lines = [
+        _Line(*cell, tuple(label_of(runs, run, key) for key in axes), found)
+        for run, cells in measured.items()
+        for cell, found in cells.items()
+    ]
+    lines.sort(key=lambda line: (line.tokens, line.batch, [order_of(label) for label in line.labels]))
+    rows = [(str(line.tokens), str(line.batch), *line.labels) for line in lines]
+    head = ("tokens", "batch", *map(_last_word, axes))
+    title = ", ".join(filter(None, ["latency", *(f"{_last_word(key)}={label}" for key, label in same.items()), what]))
+    tables = []
+    for id, (about, wanted) in TIMED.items():
+        names = [name for word in wanted for name in (_parts(runs, lines) if word == "breakdown_ms" else [word])]
+        shown = {name: named(name)._replace(label=named(name).narrow_heading) for name in names}
+        cells = {(index, 0): _cell(line.measured, shown) for index, line in enumerate(lines)}
+        notes = [*_notes(runs, chosen, cells.values()), *notes_of(cells.values(), {})]
+        tables.append(Table(f"{id}{number}", f"{title}: {about}", head, rows, [""], cells, shown, notes))
+    return tables
+
+
+def _axes(runs: Runs, measured: Mapping[int, Cells]) -> tuple[list[str], dict[str, str]]:
+    """The settings that label an arm; and those of `AXES` that all arms share, with the label that they share."""
+    rivals: dict[tuple[Any, ...], list[int]] = {}
+    for run, cells in measured.items():
+        for cell in cells:
+            rivals.setdefault((*cell, *(label_of(runs, run, key) for key in AXES)), []).append(run)
+    labels = {key: labels_of(runs, measured, key) for key in AXES[:3]}
+    same = {key: own[0] for key, own in labels.items() if len(own) == 1}
+    axes = [key for key in (*AXES, *differing_keys(runs, rivals.values())) if key not in same]
+    if same.get("task.prefill") == "true":
+        del same["task.prefill"]  # as everywhere
+    return axes, same
+
+
+def _last_word(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _parts(runs: Runs, lines: Sequence[_Line]) -> list[str]:
+    """The parts of a step in which any of the arms spent time."""
+    parts = [name for name in runs.arms.columns if name.startswith("breakdown_ms.")]
+    spent = [name for line in lines for name in parts if not missing(line.measured.get(name)) and line.measured[name]]
+    return [name for name in parts if name in spent]
+
+
+def _cell(measured: Mapping[str, Any], shown: Mapping[str, Quantity]) -> Cell:
+    """The numbers of one arm at one length and batch."""
+    there = {name: quantity for name, quantity in shown.items() if not missing(measured.get(name))}
+    numbers = {name: quantity.scaled(measured[name]) for name, quantity in there.items()}
+    simulated = SIMULATED if "simulated" in str(measured["transfer"]) else set()
+    counted = {"memory_bytes"} if measured["memory"] == "counted" else set()
+    marks = {name: "c" if name in simulated else "a" for name in numbers if name in simulated | counted}
+    return Cell(numbers, marks, str(measured["path"]))
+
+
+def _notes(runs: Runs, chosen: Sequence[int], cells: Iterable[Cell]) -> list[str]:
+    """How these numbers were measured."""
+    shown = {name for cell in cells for name in cell.numbers}
+    notes = []
+    if "floor_ms" in shown:
+        rates: dict[str, list[float]] = {}
+        for run in chosen:
+            rates.setdefault(label_of(runs, run, "device_name"), []).append(runs.arm[run]["copy_bandwidth"] / 1e9)
+        machines = "; ".join(f"{name}: {' to '.join(_ends(found))} GB / s" for name, found in rates.items())
+        notes.append(
+            f"Floor: bytes of weights and of keys and values attended, over the bandwidth of a copy ({machines}). "
+            "Times are of that machine."
+        )
+    if "python_ms" in shown:
+        notes.append("Python: the part of a step in which the device has nothing to do.")
+    if "synthetic_attention" in {label_of(runs, run, "task.keys") for run in chosen}:
+        notes.append(
+            "keys=synthetic_attention: synthetic keys and queries (kvbench/measure/synthetic.py), as random weights "
+            "give none that an index could find."
+        )
+    if "false" in {label_of(runs, run, "task.prefill") for run in chosen}:
+        notes.append("prefill=false: stores were filled and nothing read by the model: no first token to time.")
+    return notes
+
+
+def _ends(values: Iterable[float]) -> list[str]:
+    """The least and the largest, or the one that both are."""
+    ordered = sorted(values)
+    return list(dict.fromkeys(f"{value:.1f}" for value in (ordered[0], ordered[-1])))
