@@ -281,9 +281,10 @@ def answers(
 FACTS = Needles("essay", "words", "numbers", 1, 1, 1, prose.words)
 LAYOUTS = {"objects": ("{\n  ", ",\n  ", "\n}"), "lines": ("{", ", ", "}")}
 PILOT = {
-    f"{method} {chunking}": (method, {"chunking": chunking})
-    for method in ("lychee", "quest")
-    for chunking in ("structure", "fixed")
+    "lychee structure": ("lychee", {"chunking": "structure"}),
+    "lychee fixed": ("lychee", {"chunking": "fixed"}),
+    "quest structure": ("quest_structure", {}),
+    "quest fixed": ("quest", {}),
 }
 
 

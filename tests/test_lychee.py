@@ -501,3 +501,5 @@ def test_a_tokenizer_without_pieces_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("conftest.PIECES", None)
     with pytest.raises(ConfigError, match="gives no text of its tokens; use method.chunking=fixed"):
         drive(fixed, small(), 64)
+    with pytest.raises(ConfigError, match=r"or method=quest \(quest_structure\)"):
+        drive(fixed, method_named("quest_structure"), 64)
