@@ -53,7 +53,8 @@ from kvbench.tasks.ruler.needles import Needles, draw
 bind_methods()
 
 from methods.blocks.chunking import Chunks  # noqa: E402
-from methods.lychee.index import ClusterIndex, Layout, Search, pooled  # noqa: E402
+from methods.lychee.clustering import Layout, pooled  # noqa: E402
+from methods.lychee.index import ClusterIndex, Search  # noqa: E402
 
 RETRIEVES = 1  # the small model's layer that finds what was asked for
 

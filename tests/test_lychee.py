@@ -18,7 +18,8 @@ bind_methods()
 
 from methods.blocks.chunking import Chunks, delimiters  # noqa: E402
 from methods.lychee import LycheeCluster  # noqa: E402
-from methods.lychee.index import ClusterIndex, Layout, Search, pooled  # noqa: E402
+from methods.lychee.clustering import Layout, pooled  # noqa: E402
+from methods.lychee.index import ClusterIndex, Search  # noqa: E402
 
 HEADS, WIDTH = 2, 24
 

@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.heads import each_head
-from methods.icecache.index import DCITree, ExactScan, Floats, Keys, Layout, Search, Workspace, compile_kernels
+from methods.icecache.index import DCITree, ExactScan, compile_kernels
 from methods.icecache.kernels import interleave
+from methods.icecache.settings import Layout, Search
+from methods.icecache.tree import Floats, Keys, Workspace
 
 T = TypeVar("T")
 Tokens = NDArray[np.int64]

@@ -17,7 +17,8 @@ from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, Vie
 from methods.blocks.chunking import Chunking, Text, cutter, keys_of_row
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import interleave
-from methods.lychee.index import Build, ClusterIndex, Layout, Pooling, Radii, Search, pooled
+from methods.lychee.clustering import Build, Layout, Pooling, Radii, pooled
+from methods.lychee.index import ClusterIndex, Search
 
 
 @dataclass(frozen=True)
