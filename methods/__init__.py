@@ -1,1 +1,3 @@
-"""KV-cache methods, one file (or folder) each. A method knows only `kvbench.method` and `methods.blocks`."""
+"""KV-cache methods, one file or folder each. They know `kvbench.method`, `kvbench.budget` and `methods.blocks`, and
+one that builds on another knows that one.
+"""

@@ -9,4 +9,5 @@ class Full(Method):
     """Attend everything, in place; the budget sets nothing."""
 
     def rule(self, length: int, generated: int) -> int | None:
+        """No limit."""
         return None

@@ -28,9 +28,10 @@ class PyramidKV(SnapKV):
         super().__init__(window, kernel, pooling, join)
         self.beta = beta
 
-    def _layer_capacities(self, length: int) -> list[int]:
+    def layer_budgets(self, length: int) -> list[int]:
+        """The pyramid of a prompt of `length` tokens, from the first sparse layer to the last."""
         capacity = self.budget.tokens(length)
-        window, layers = self._window(capacity), len(self.shape.sparse_layers)
+        window, layers = self.recent(capacity), len(self.shape.sparse_layers)
         voted = capacity - window
         if length <= capacity or length < 2 * voted:
             return [capacity] * layers

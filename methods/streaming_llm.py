@@ -32,17 +32,21 @@ class StreamingLLM(Method):
         self.needs = Needs(positions=positions)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """Note the budget of each row."""
         super().begin(shape, budget, view, context)
         self.counts = torch.tensor(self.capacities, device=shape.device)[:, None]
         self.steps = 0
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Drop all of the prompt but sinks and window."""
         self._drop(layer)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
+        """The window, newest first, and the sinks."""
         return Selection(self._attended(layer))
 
     def end_step(self) -> None:
+        """Now and then drop what has left the window; between two drops it is not attended."""
         self.steps += 1
         if self.steps % DROP_EVERY == 0:
             for layer in self.shape.sparse_layers:

@@ -27,10 +27,12 @@ class TopK(Method):
         self.granularity = granularity
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """Note the budget of each row."""
         super().begin(shape, budget, view, context)
         self.counts = torch.tensor(self.capacities, device=shape.device)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
+        """Score every key seen so far, and take the C best."""
         keys = self.view.keys(layer)
         batch, kv_heads, count, _ = keys.shape
         grouped = query.view(batch, kv_heads, self.shape.group, -1)
@@ -47,6 +49,7 @@ class TopK(Method):
         return Selection(index)
 
     def rule(self, length: int, generated: int) -> int | None:
+        """C, of each query head where they choose for themselves."""
         tokens = self.budget.tokens(length)
         per_query_head = self.granularity == "query_head" and not self.budget.unified
         return tokens * self.shape.group if per_query_head else tokens

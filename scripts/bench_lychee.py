@@ -53,7 +53,8 @@ from kvbench.tasks.ruler.needles import Needles, draw
 bind_methods()
 
 from methods.blocks.chunking import Chunks  # noqa: E402
-from methods.lychee.index import ClusterIndex, Layout, Search, pooled  # noqa: E402
+from methods.lychee.clustering import Layout, pooled  # noqa: E402
+from methods.lychee.index import ClusterIndex, Search  # noqa: E402
 
 RETRIEVES = 1  # the small model's layer that finds what was asked for
 
@@ -281,9 +282,10 @@ def answers(
 FACTS = Needles("essay", "words", "numbers", 1, 1, 1, prose.words)
 LAYOUTS = {"objects": ("{\n  ", ",\n  ", "\n}"), "lines": ("{", ", ", "}")}
 PILOT = {
-    f"{method} {chunking}": (method, {"chunking": chunking})
-    for method in ("lychee", "quest")
-    for chunking in ("structure", "fixed")
+    "lychee structure": ("lychee", {"chunking": "structure"}),
+    "lychee fixed": ("lychee", {"chunking": "fixed"}),
+    "quest structure": ("quest_structure", {}),
+    "quest fixed": ("quest", {}),
 }
 
 

@@ -62,7 +62,7 @@ METHODS = [
     Case("pyramidkv_racc", "pyramidkv_racc", {"beta": 0.1}),
     Case("quest", "quest"),
     Case("quest-kv_head", "quest", {"selection": "kv_head"}),
-    Case("quest-structure", "quest", {"chunking": "structure"}),
+    Case("quest_structure", "quest_structure"),
     Case("icecache", "icecache"),
     Case("icecache-exact", "icecache", {"index": "exact"}),
     Case("icecache_reuse", "icecache_reuse"),

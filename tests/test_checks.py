@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -225,7 +224,7 @@ def test_valid_words_are_those_of_the_constructor_and_the_files_own_values_are_v
     """The file is read without torch, the constructor's annotations need it: here the two are held together."""
     node = config.shipped(group, name)
     valid, target = node.get("valid") or {}, config.locate(node["_target_"])
-    annotations = get_type_hints(target.__init__, vars(sys.modules[target.__module__]))
+    annotations = get_type_hints(target.__init__, getattr(target.__init__, "__globals__", {}))
     words = {key: get_args(hint) for key, hint in annotations.items() if get_origin(hint) is Literal}
     assert {key: set(map(str, rule)) for key, rule in valid.items() if isinstance(rule, list)} == {
         key: set(map(str, choices)) for key, choices in words.items()
@@ -476,7 +475,7 @@ def test_one_typo_in_a_name_still_finds_it():
 def test_a_method_is_read_without_hydra():
     target, options, harness = config.method_config("quest", page_size=32)
     assert target == "methods.quest.Quest"
-    assert options == {"page_size": 32, "selection": "query_head", "chunking": "fixed"}
+    assert options == {"page_size": 32, "selection": "query_head"}
     assert harness["minimum"] == {"paper": 96, "unified": 96}
 
 
@@ -486,7 +485,7 @@ def test_a_method_is_read_without_hydra():
         ("qest", {}, r"method=qest: no such method; did you mean quest\?"),
         ("../method/quest", {}, "no such method"),
         ("quest", {"page": 3}, r"page: no such option of method quest; did you mean page_size\?"),
-        ("quest", {"preset": 3}, r"preset: no such option of method quest; \(valid: chunking, page_size, selection\)"),
+        ("quest", {"preset": 3}, r"preset: no such option of method quest; \(valid: page_size, selection\)"),
         ("quest", {"page_size": 1.5}, "method.page_size=1.5: expected a whole number, such as 16"),
         ("quest", {"page_size": 0}, "method.page_size=0: expected a whole number, 1 or more"),
         ("quest", {"selection": "head"}, r"method.selection=head: expected query_head \| kv_head"),

@@ -46,7 +46,7 @@ CHANGING = [
     "lychee",
     "lychee-query_head",
 ]
-QUIET = ["full", "topk", "topk-kv_head", "quest", "quest-kv_head", "quest-structure", "pariskv", *DROPPING]
+QUIET = ["full", "topk", "topk-kv_head", "quest", "quest-kv_head", "quest_structure", "pariskv", *DROPPING]
 
 each_quiet = pytest.mark.parametrize("case", [CASES[name] for name in QUIET], ids=QUIET)
 each_batch = pytest.mark.parametrize("lengths", [(150,), (150, 90)], ids=["one", "ragged"])

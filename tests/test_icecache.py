@@ -171,9 +171,10 @@ import torch
 from conftest import drive, stream
 
 from kvbench.engine.hf import method_named
-from methods.icecache import kernels
+from methods.icecache.kernels import levels, pages, products, ranking
 
-kernel = {name: value for name, value in vars(kernels).items() if hasattr(value, "signatures")}
+everything = vars(levels) | vars(pages) | vars(products) | vars(ranking)
+kernel = {name: value for name, value in everything.items() if hasattr(value, "signatures")}
 for dtype in (torch.float32, torch.bfloat16):
     for options in ({"index": "exact"}, {}, {"split": "greedy", "rank_by": "centroid"}, {"projections": [2, 2]}):
         method = method_named("icecache", page_size=4, small_page_size=4, promotion=[0.15, 0.3], **options)

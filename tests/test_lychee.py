@@ -18,7 +18,8 @@ bind_methods()
 
 from methods.blocks.chunking import Chunks, delimiters  # noqa: E402
 from methods.lychee import LycheeCluster  # noqa: E402
-from methods.lychee.index import ClusterIndex, Layout, Search, pooled  # noqa: E402
+from methods.lychee.clustering import Layout, pooled  # noqa: E402
+from methods.lychee.index import ClusterIndex, Search  # noqa: E402
 
 HEADS, WIDTH = 2, 24
 
@@ -501,3 +502,5 @@ def test_a_tokenizer_without_pieces_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("conftest.PIECES", None)
     with pytest.raises(ConfigError, match="gives no text of its tokens; use method.chunking=fixed"):
         drive(fixed, small(), 64)
+    with pytest.raises(ConfigError, match=r"or method=quest \(quest_structure\)"):
+        drive(fixed, method_named("quest_structure"), 64)

@@ -154,7 +154,7 @@ def test_quest_under_unified_accounting_joins_pages_after_the_last_one() -> None
 def test_quest_attends_pages_that_follow_the_text(accounting: str) -> None:
     """As many of the best pages as fit into the tokens of the fixed ones; pages open, close, and leave a rest."""
     fixed, budget, by_structure = stream(143, 110, steps=50), 80, cutter("structure", 8, 16, PIECES)
-    method = method_named("quest", chunking="structure")
+    method = method_named("quest_structure")
     for at in drive(fixed, method, budget, accounting=accounting).seen:
         for row, length in enumerate(at.lengths):
             starts = [*by_structure.bounds(fixed.tokens[row, :length], 16).tolist(), length]
@@ -178,10 +178,7 @@ def test_quest_attends_pages_that_follow_the_text(accounting: str) -> None:
 
 def test_quest_reads_no_keys_back_unless_a_page_was_cut_short() -> None:
     fixed = stream(143, steps=50)
-    read = [
-        drive(fixed, method_named("quest", chunking=way), 80).audit["read_bytes_per_step"]
-        for way in ("fixed", "structure")
-    ]
+    read = [drive(fixed, method_named(name), 80).audit["read_bytes_per_step"] for name in ("quest", "quest_structure")]
     assert read[0] == 0 < read[1] < 17 * 2 * 2 * 16 * 4 / 6
 
 
@@ -386,8 +383,8 @@ RULES = {
     ("quest", "unified"): 48,
     ("quest-kv_head", "paper"): 48,
     ("quest-kv_head", "unified"): 48,
-    ("quest-structure", "paper"): 2 * 48,
-    ("quest-structure", "unified"): 48,
+    ("quest_structure", "paper"): 2 * 48,
+    ("quest_structure", "unified"): 48,
 }
 
 

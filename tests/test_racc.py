@@ -415,7 +415,7 @@ def test_an_old_answer_is_used_and_its_age_is_told(monkeypatch: pytest.MonkeyPat
         step(*arguments)
         if method.steps in (23, 34, 60):
             pool.gate.set()
-            while any(retriever.busy for retriever in method.retrievers.values()):
+            while any(retriever.busy for retriever in method.retrieval.layers.values()):
                 time.sleep(1e-3)
         elif method.steps in (24, 35):
             pool.gate.clear()
@@ -519,7 +519,7 @@ def test_a_share_of_generated_tokens_sets_alpha(ratio: float) -> None:
     """Formula (4) counts neither the window nor what was found before, so what is measured is a little more."""
     method = small(every=50, beta=0.01, lag=25)
     driven = drive(long(60, steps=1000), method, ratio)
-    assert sum(method.alpha**age for age in range(1, 21)) / 20 + 0.01 == pytest.approx(ratio)
+    assert sum(method.cycle.alpha**age for age in range(1, 21)) / 20 + 0.01 == pytest.approx(ratio)
     assert ratio < driven.audit["ratio_end"] < ratio + 0.05
     assert driven.audit["ratio_mean"] < driven.audit["ratio_peak"] < ratio + 0.1
     assert not driven.audit["over_rule"]
@@ -532,8 +532,8 @@ def test_lilo_compresses_both_and_counts_all() -> None:
     assert [cycle.step for cycle in cycles] == list(range(50, 401, 50))
     kept = cycles[-1].after[0][0]
     assert len([token for token in kept if token < 200]) >= 50
-    assert method.prompt_ids[0].shape[2] == 50
-    assert set(method.prompt_ids[0][0, 0].tolist()) <= set(kept), "L1 stays as it is"
+    assert method.residents[0].prompt.shape[2] == 50
+    assert set(method.residents[0].prompt[0, 0].tolist()) <= set(kept), "L1 stays as it is"
     assert 0.25 < driven.audit["ratio_end"] < 0.3
     assert not driven.audit["over_rule"]
     assert all(store.everything(0, 0)[0].tolist() == list(range(600)) for store in driven.engine.stores.values())

@@ -55,16 +55,6 @@ def run(folder: Path, *words: str) -> str:
 # -- examples ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_method_that_the_methods_page_adds_runs_from_a_folder_of_ones_own(tmp_path: Path) -> None:
-    page = "methods/README.md"
-    code = next(block for block in blocks(page, "python") if "class Newest" in block)
-    config = next(block for block in blocks(page, "yaml") if "newest.Newest" in block)
-    (tmp_path / "newest.py").write_text(code)
-    (tmp_path / "conf" / "method").mkdir(parents=True)
-    (tmp_path / "conf" / "method" / "newest.yaml").write_text(config.replace("methods.newest", "newest"))
-    assert "32.0 = 1.00 C" in run(tmp_path, "method=newest", "budget=32", "task.lengths=[300]", "task.limit=1")
-
-
 def test_the_task_that_the_tasks_page_adds_runs_from_a_folder_of_ones_own(tmp_path: Path) -> None:
     page = "kvbench/tasks/README.md"
     code = next(block for block in blocks(page, "python") if "class Colours" in block)

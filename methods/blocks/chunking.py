@@ -28,6 +28,7 @@ DELIMITERS = [
     re.compile(r"[,;:，；：、]"),  # clauses
     re.compile(r"\s"),  # words
 ]
+INSTEAD = "use method.chunking=fixed (lychee) or method=quest (quest_structure)"  # where tokens have no text
 PARAGRAPH, SENTENCE, CLAUSE, WORD = 4, 3, 2, 1
 TO_LAST_WORD = re.compile(r".*[^\W_]", re.DOTALL)
 LINE_BREAK = re.compile(r"[ \t]*\n")
@@ -74,8 +75,8 @@ def _delimiters(pieces: tuple[str, ...]) -> Delimiters:
     ends = [next((4 - at for at, found in enumerate(DELIMITERS) if found.search(tail)), 0) for tail in tails]
     if not any(ends):
         raise ValueError(
-            f"method.chunking=structure: none of the tokenizer's {len(pieces)} pieces ends a word, a clause or a "
-            "sentence; expected the text of tokens, or use method.chunking=fixed"
+            f"chunks at delimiters: none of the tokenizer's {len(pieces)} pieces ends a word, a clause or a sentence; "
+            f"expected the text of tokens, or {INSTEAD}"
         )
     return Delimiters(
         torch.tensor([*ends, 0], dtype=torch.int8),
@@ -134,9 +135,7 @@ def cutter(chunking: Chunking, shortest: int, longest: int, pieces: Sequence[str
     if chunking == "fixed":
         return Cutter(longest, longest)
     if pieces is None:
-        raise ValueError(
-            "method.chunking=structure: the tokenizer gives no text of its tokens; use method.chunking=fixed"
-        )
+        raise ValueError(f"chunks at delimiters: the tokenizer gives no text of its tokens; {INSTEAD}")
     return Cutter(shortest, longest, delimiters(pieces))
 
 

@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.heads import each_head
-from methods.icecache.index import DCITree, ExactScan, Floats, Keys, Layout, Search, Workspace, compile_kernels
+from methods.icecache.index import DCITree, ExactScan, compile_kernels
 from methods.icecache.kernels import interleave
+from methods.icecache.settings import Layout, Search
+from methods.icecache.tree import Floats, Keys, Workspace
 
 T = TypeVar("T")
 Tokens = NDArray[np.int64]
@@ -115,6 +117,7 @@ class IceCache(Method):
         self.search = Search(fov, rank_by, exhaustive_below, prop_to_retrieve)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """Part each row into sinks, index and window, and share the trees out between the layers."""
         super().begin(shape, budget, view, context)
         if shape.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype={shape.dtype}: IceCache's index reads float32 or bfloat16 keys")
@@ -138,6 +141,7 @@ class IceCache(Method):
     # -- prefill: the trees of a layer are built while the next layers are computed --------------------------------
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Have the trees of a layer built in the background, one for each row and KV head."""
         if layer != self.anchor[layer]:
             return
         assert prompt.on_host is not None
@@ -159,6 +163,7 @@ class IceCache(Method):
         return self.context.layer_seed(layer) + head
 
     def end_prefill(self) -> None:
+        """Wait for the trees, and arrange the host's memory by their pages."""
         for layer, rows in self.building.items():
             self.trees[layer] = [[tree.result() for tree in heads] for heads in rows]
             self.memory[layer] = self.view.host_keys(layer).data_ptr()
@@ -212,6 +217,7 @@ class IceCache(Method):
                 tree.bind(self._keys(layer)[row, head, regions.sinks :])
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
+        """Sinks, window, and the tokens of the best pages; a layer that has no trees takes those of its anchor."""
         if layer == self.anchor[layer]:
             lengths = self.view.lengths(layer)
             batch, kv_heads, group = self.shape.batch, self.shape.kv_heads, self.shape.group
@@ -257,6 +263,7 @@ class IceCache(Method):
         return each_head(self.context.pool, self.shape.batch, self.shape.kv_heads, self.workspaces, named)
 
     def rule(self, length: int, generated: int) -> int:
+        """C."""
         return self.budget.tokens(length)
 
 

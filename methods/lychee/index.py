@@ -13,49 +13,17 @@ need fewer clusters, longer chunks, or centroids that KV heads share, and the pa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, log, sqrt
-from typing import Literal, NamedTuple
+from math import sqrt
 
 import torch
-from torch.nn.functional import embedding_bag, normalize, pad
+from torch.nn.functional import normalize, pad
 
-from methods.blocks.kmeans import lists_of, nearest, spherical_kmeans
+from methods.blocks.kmeans import lists_of
 from methods.blocks.ragged import entries
-
-Build = Literal["full", "two_level"]
-Pooling = Literal["mean", "max"]
-Radii = Literal["exact", "strict", "paper"]
+from methods.lychee.clustering import Layout, clustered, rows_at
 
 LEVELS = 127  # a kept representative's elements are int8: whole numbers of 1 / LEVELS
 SPARE_CHUNKS = 64  # room for grafts that is added at once
-# build=two_level: units are found on a sample of this many chunks for each, and sets of some hundred points settle soon
-SAMPLED_PER_UNIT = 16
-FINE_ITERATIONS = 2
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How chunks are clustered.
-
-    Attributes:
-        cluster_size: chunks in a fine cluster, on average.
-        units: most coarse units; there are as many as the root of the fine clusters, at most.
-        iterations: of k-means.
-        build: "full", all chunks against all clusters (as published); "two_level", units first, then clusters inside
-            each: a small part of the work.
-        pooling: a chunk is the "mean" or the "max" of its keys.
-        radii: how they follow a graft. "exact": anew from all members, whose representatives are kept in int8.
-            "strict": as large as the move of the centroid and the new member can make them. "paper": never smaller,
-            and no smaller than the new member's distance; the centroid's move may leave older members outside. A
-            unit's ball holds its clusters' balls, in "paper" their centroids only.
-    """
-
-    cluster_size: int = 2
-    units: int = 64
-    iterations: int = 10
-    build: Build = "full"
-    pooling: Pooling = "mean"
-    radii: Radii = "exact"
 
 
 @dataclass(frozen=True)
@@ -71,22 +39,6 @@ class Search:
     units: int = 16
     ub_weight: int = 1
     shortest: int = 8
-
-
-def pooled(keys: torch.Tensor, bounds: torch.Tensor, pooling: Pooling) -> torch.Tensor:
-    """Representatives of chunks.
-
-    Args:
-        keys: [H, N, D].
-        bounds: [M + 1], where chunks of these keys begin and the last one ends.
-
-    Returns:
-        [H, M, D] fp32 of unit length.
-    """
-    keys = keys[:, : int(bounds[-1])]
-    tokens = torch.arange(int(bounds[0]), keys.shape[1], device=keys.device)
-    offsets = bounds[:-1] - bounds[0]
-    return torch.stack([normalize(embedding_bag(tokens, head.float(), offsets, mode=pooling), dim=1) for head in keys])
 
 
 class ClusterIndex:
@@ -121,7 +73,7 @@ class ClusterIndex:
         generator: torch.Generator,
     ) -> None:
         self.layout, self.count = layout, representatives.shape[1]
-        found = (_two_level if layout.build == "two_level" else _full)(representatives, layout, generator)
+        found = clustered(representatives, layout, generator)
         clusters, units = found.centroids.shape[1], found.unit_centroids.shape[1]
         self.centroids, self.unit_centroids = found.centroids.to(dtype), found.unit_centroids.to(dtype)
         members, starts = lists_of(found.assigned, clusters)
@@ -132,9 +84,9 @@ class ClusterIndex:
         self.unit_tokens.scatter_add_(1, unit_of_chunk, lengths.int().expand_as(unit_of_chunk))
 
         self.codes = _coded(representatives) if layout.radii == "exact" else None
-        distance = self._distance(representatives, _rows(self.centroids, found.assigned))
+        distance = self._distance(representatives, rows_at(self.centroids, found.assigned))
         self.radii = self._up(_largest(distance, found.assigned, clusters))
-        around = _rows(self.unit_centroids, found.units.clamp(max=units - 1))
+        around = rows_at(self.unit_centroids, found.units.clamp(max=units - 1))
         reach = self._reach(self.centroids, self.radii, around).masked_fill(self.starts.diff(dim=1) == 0, 0)
         self.unit_radii = self._up(_largest(reach, found.units, units + 1)[:, :units])
 
@@ -162,7 +114,7 @@ class ClusterIndex:
         clusters, _ = entries(_pick(self.unit_starts, order), sizes)
 
         at = clusters.clamp(min=0)
-        near = _rows(self.centroids, at.flatten(1)).float().view(*at.shape, -1) @ queries[..., None]
+        near = rows_at(self.centroids, at.flatten(1)).float().view(*at.shape, -1) @ queries[..., None]
         score = near.squeeze(3) + slack * _pick(self.radii, at)
         sizes = _pick(self.starts, at + 1) - _pick(self.starts, at)
         score = score.masked_fill((clusters < 0) | (sizes == 0), -torch.inf)
@@ -171,7 +123,7 @@ class ClusterIndex:
         places, rank = entries(_pick(self.starts, at.gather(2, order)), sizes)
         chunks = _pick(self.members, places.clamp(min=0)).long()
         if self.codes is not None:
-            near = _decoded(_rows(self.codes, chunks.flatten(1)).view(*chunks.shape, -1)) @ queries[..., None]
+            near = _decoded(rows_at(self.codes, chunks.flatten(1)).view(*chunks.shape, -1)) @ queries[..., None]
             order = near.squeeze(3).argsort(dim=2, descending=True)
             rank = rank.masked_fill(places < 0, rank.shape[2]).gather(2, order)
             order = order.gather(2, rank.argsort(dim=2, stable=True))
@@ -193,7 +145,7 @@ class ClusterIndex:
         unit = torch.searchsorted(self.unit_starts[:, 1:].contiguous(), cluster.int(), right=True)
         end = self.starts.gather(1, cluster + 1)
         size = end - self.starts.gather(1, cluster)
-        old = _rows(self.centroids, cluster)
+        old = rows_at(self.centroids, cluster)
         new = normalize(size[..., None] * old.float() + representative[:, None], dim=2).to(old.dtype)
         self.centroids.scatter_(1, cluster[..., None].expand_as(new), new)
         self.unit_tokens.scatter_add_(1, unit, torch.full_like(end, length))
@@ -220,24 +172,24 @@ class ClusterIndex:
         first = self.starts.gather(1, cluster)
         places, _ = entries(first, self.starts.gather(1, cluster + 1) - first)
         assert self.codes is not None
-        points = _decoded(_rows(self.codes, self.members.gather(1, places.clamp(min=0)).long()))
-        distance = self._distance(points, _rows(self.centroids, cluster))
+        points = _decoded(rows_at(self.codes, self.members.gather(1, places.clamp(min=0)).long()))
+        distance = self._distance(points, rows_at(self.centroids, cluster))
         self.radii.scatter_(1, cluster, self._up(distance.masked_fill(places < 0, 0).amax(dim=1, keepdim=True)))
         first = self.unit_starts.gather(1, unit)
         clusters, _ = entries(first, self.unit_starts.gather(1, unit + 1) - first)
         at = clusters.clamp(min=0)
-        reach = self._reach(_rows(self.centroids, at), self.radii.gather(1, at), _rows(self.unit_centroids, unit))
+        reach = self._reach(rows_at(self.centroids, at), self.radii.gather(1, at), rows_at(self.unit_centroids, unit))
         empty = (clusters < 0) | (self.starts.diff(dim=1).gather(1, at) == 0)
         self.unit_radii.scatter_(1, unit, self._up(reach.masked_fill(empty, 0).amax(dim=1, keepdim=True)))
 
     def _widen(self, point: torch.Tensor, cluster: torch.Tensor, unit: torch.Tensor, old: torch.Tensor) -> None:
         """Radii of `cluster` and `unit`, [H, 1], that grow after `point` has moved the centroid away from `old`."""
-        centroid, radius = _rows(self.centroids, cluster), self.radii.gather(1, cluster)
+        centroid, radius = rows_at(self.centroids, cluster), self.radii.gather(1, cluster)
         kept = radius + (centroid.float() - old.float()).norm(dim=2) if self.layout.radii == "strict" else radius
         wide = self._up(torch.maximum(kept, self._distance(point, centroid)))
         radius = torch.maximum(radius, wide)
         self.radii.scatter_(1, cluster, radius)
-        reach = self._up(self._reach(centroid, radius, _rows(self.unit_centroids, unit)))
+        reach = self._up(self._reach(centroid, radius, rows_at(self.unit_centroids, unit)))
         self.unit_radii.scatter_(1, unit, torch.maximum(self.unit_radii.gather(1, unit), reach))
 
     def _distance(self, points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
@@ -261,80 +213,6 @@ def _coded(representatives: torch.Tensor) -> torch.Tensor:
 
 def _decoded(codes: torch.Tensor) -> torch.Tensor:
     return codes.float() / LEVELS
-
-
-class Clustering(NamedTuple):
-    """What a build finds.
-
-    Attributes:
-        centroids: [H, L, D] fp32, in the order of their units.
-        assigned: [H, M], the cluster of every chunk.
-        unit_centroids: [H, P, D] fp32.
-        units: [H, L] ascending, the unit of every cluster; P for what is none.
-    """
-
-    centroids: torch.Tensor
-    assigned: torch.Tensor
-    unit_centroids: torch.Tensor
-    units: torch.Tensor
-
-
-def _full(points: torch.Tensor, layout: Layout, generator: torch.Generator) -> Clustering:
-    """k-means of chunks, and k-means of its centroids."""
-    clusters = ceil(points.shape[1] / layout.cluster_size)
-    centroids, assigned = spherical_kmeans(points, clusters, layout.iterations, generator)
-    unit_centroids, units = spherical_kmeans(centroids, _units(clusters, layout), layout.iterations, generator)
-    units, order = units.sort(dim=1, stable=True)
-    return Clustering(_rows(centroids, order), order.argsort(dim=1).gather(1, assigned), unit_centroids, units)
-
-
-def _two_level(points: torch.Tensor, layout: Layout, generator: torch.Generator) -> Clustering:
-    """k-means of a sample of chunks gives the units; k-means of each unit's chunks, the units of a size at once."""
-    heads, count, width = points.shape
-    units = _units(ceil(count / layout.cluster_size), layout)
-    sample = torch.randperm(count, generator=generator)[: SAMPLED_PER_UNIT * units].to(points.device)
-    unit_centroids, _ = spherical_kmeans(points[:, sample], units, layout.iterations, generator)
-    members, starts = lists_of(nearest(points, unit_centroids), units)
-    sizes = starts.diff(dim=1)
-
-    # units whose sizes differ by less than a quarter get as many clusters and are clustered at once
-    alike = (sizes.log() / log(1.25)).floor().masked_fill(sizes == 0, -1)
-    clusters, groups = torch.zeros_like(sizes), []
-    for size in alike.unique().tolist():
-        group = alike == size
-        wanted = round(float(sizes[group].float().mean()) / layout.cluster_size)
-        clusters[group] = min(max(1, wanted), int(sizes[group].min()))
-        groups.append(group)
-    end = clusters.cumsum(dim=1)
-    most, head = int(end[:, -1].max()), torch.arange(heads, device=points.device)[:, None]
-
-    points, members = points.reshape(-1, width), (members + head * count).view(-1)
-    centroids, assigned = points.new_zeros(heads * most, width), members.new_empty(heads * count)
-    iterations = min(FINE_ITERATIONS, layout.iterations)
-    for group in groups:
-        wanted, inside = int(clusters[group][0]), sizes[group]
-        if not wanted:
-            continue
-        places, _ = entries((starts[:, :-1] + head * count)[group][:, None], inside[:, None])
-        chunks, present = members[places.clamp(min=0)], places >= 0
-        found, local = spherical_kmeans(points[chunks], wanted, iterations, generator, inside)
-        first = (end - clusters)[group][:, None]
-        assigned[chunks[present]] = (first + local)[present]
-        centroids[(end - clusters + head * most)[group][:, None] + torch.arange(wanted, device=first.device)] = found
-    place = torch.arange(most, device=points.device).expand(heads, -1).contiguous()
-    of_unit = torch.searchsorted(end, place, right=True)
-    return Clustering(centroids.view(heads, most, width), assigned.view(heads, count), unit_centroids, of_unit)
-
-
-def _units(clusters: int, layout: Layout) -> int:
-    return min(layout.units, ceil(sqrt(clusters)))
-
-
-def _rows(vectors: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """vectors [H, n, D] at places [H, m]: [H, m, D]."""
-    heads, count, width = vectors.shape
-    first = torch.arange(heads, device=at.device)[:, None] * count
-    return vectors.reshape(-1, width).index_select(0, (at + first).view(-1)).view(heads, -1, width)
 
 
 def _pick(values: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

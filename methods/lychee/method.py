@@ -17,7 +17,8 @@ from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, Vie
 from methods.blocks.chunking import Chunking, Text, cutter, keys_of_row
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import interleave
-from methods.lychee.index import Build, ClusterIndex, Layout, Pooling, Radii, Search, pooled
+from methods.lychee.clustering import Build, Layout, Pooling, Radii, pooled
+from methods.lychee.index import ClusterIndex, Search
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class LycheeCluster(Method):
         self.needs = Needs(token_text=chunking == "structure")
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """Nothing is cut or indexed yet."""
         super().begin(shape, budget, view, context)
         self.cutter = cutter(self.chunking, self.min_chunk, self.max_chunk, context.pieces)
         self.rows: list[Regions] = []
@@ -110,6 +112,7 @@ class LycheeCluster(Method):
         return sinks, buffer, capacity - sinks - buffer
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Cut the prompt into chunks, once for all layers, and cluster those of this layer's keys."""
         if not self.rows:
             self.rows = [
                 self._regions(ids[:length].cpu(), capacity)
@@ -133,6 +136,7 @@ class LycheeCluster(Method):
         return ClusterIndex(representatives, chunks.lengths, self.layout, keys.dtype, self.context.generator(layer))
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
+        """Read the new tokens; the oldest of a full buffer become a chunk."""
         for row, token in zip(self.rows, tokens.tolist(), strict=bool(self.rows)):
             row.text.append(token)
 
@@ -148,6 +152,7 @@ class LycheeCluster(Method):
                 self.indexes[layer][number] = self._index(layer, row, keys)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
+        """The buffer, newest first, the sinks, and the chunks of the best clusters."""
         own = self.selection == "query_head" and not self.budget.counts_generated
         heads = self.shape.query_heads if own else self.shape.kv_heads
         if not own and not any(row.sparse for row in self.rows):
@@ -173,6 +178,7 @@ class LycheeCluster(Method):
         return row.text.chunks.tokens(row.text.chunks.fitting(chunks, row.room), row.room).flatten(0, 1)
 
     def rule(self, length: int, generated: int) -> int:
+        """Sinks, buffer and chunks: the chunks of each query head where they choose for themselves."""
         capacity = self.budget.tokens(length)
         if self.budget.counts_generated:
             return capacity

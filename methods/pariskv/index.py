@@ -85,6 +85,7 @@ class VectorIndex(Index):
         self.counts[row] += vectorised.count_ids(self.ids[row, :, here])
 
     def search(self, queries: torch.Tensor, quotas: Mapping[int, Quotas]) -> dict[int, torch.Tensor]:
+        """See `Index.search`."""
         found = {}
         for row, of_row in quotas.items():
             used = slice(self.lengths[row])
@@ -162,6 +163,7 @@ class KernelIndex(Index):
             raise ValueError("a key is not finite, or too large to square")
 
     def search(self, queries: torch.Tensor, quotas: Mapping[int, Quotas]) -> dict[int, torch.Tensor]:
+        """See `Index.search`."""
         asked, rows = queries.float().cpu().contiguous().numpy(), list(quotas)
 
         def search(at: int, head: int, work: Workspace) -> torch.Tensor:

@@ -82,6 +82,7 @@ class ParisKV(Method):
         self.beta, self.rho, self.tiers, self.compute = beta, rho, tiers, compute
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """Part each row into zones, and draw the signs of the rotation."""
         super().begin(shape, budget, view, context)
         self.zones = [self._zones(length) for length in shape.lengths]
         self.on_cpu = self.compute == "numba" or (self.compute == "auto" and shape.device.type == "cpu")
@@ -112,6 +113,7 @@ class ParisKV(Method):
         return VectorIndex(batch, kv_heads, self.signs)
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Encode the prompt's tokens between sinks and window."""
         self.index[layer] = self._new_index()
         for row, (zones, length) in enumerate(zip(self.zones, prompt.lengths, strict=True)):
             keys = prompt.keys[row, :, zones.sinks : max(zones.sinks, length - zones.local)]
@@ -134,6 +136,7 @@ class ParisKV(Method):
             raise FloatingPointError(f"layer {layer}: {error}") from error
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
+        """Sinks, window, buffer, and the k tokens that a search of the retrieval zone finds."""
         index, asked = self.index[layer], {}
         lengths = self.view.lengths(layer)
         for row, (zones, length, zone) in enumerate(zip(self.zones, lengths, index.lengths, strict=True)):
@@ -166,4 +169,5 @@ class ParisKV(Method):
         return {"candidates": self.candidates / self.searches, "retrieved": self.retrieved / self.searches}
 
     def rule(self, length: int, generated: int) -> int:
+        """The zones that are attended, the buffer as full as it gets."""
         return self._zones(length).most

@@ -1,8 +1,8 @@
-"""Searches of one layer in the background, in two modes.
+"""Evicted tokens are found again, in the background (RACC, section 4.2).
 
-Deterministic: the answer to a request is used a fixed number of steps later, and waited for if need be, so that scores
-never depend on timing. Free: the latest finished answer is used, however old, and decoding never waits; a step that
-finds a search still running asks for nothing.
+Searches have two modes. Deterministic: the answer to a request is used a fixed number of steps later, and waited for if
+need be, so that scores never depend on timing. Free: the latest finished answer is used, however old, and decoding
+never waits; a step that finds a search still running asks for nothing.
 """
 
 from __future__ import annotations
@@ -12,16 +12,44 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import faiss
 import numpy as np
 import torch
 
-from methods.racc.index import Floats, KeyIndex, Tokens
+from kvbench.method import Context, Shape, View
+from methods.racc.background import Batch
+from methods.racc.index import Floats, KeyIndex, Settings, Tokens
 
 Mode = Literal["deterministic", "free"]
-T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Link:
+    """When a search is asked for, and when what it found is attended.
+
+    Attributes:
+        kind: "step", every step asks, and what was found is attended until the next answer; "compress", each cycle asks
+            once, and what was found returns to the cache at the next compression (in liso, which has none: is attended
+            for the n tokens that follow).
+        lag: steps between a request and the use of its answer.
+        mode: see the module.
+        beta: share of all tokens that is retrieved.
+    """
+
+    kind: Literal["compress", "step"] = "compress"
+    lag: int = 200
+    mode: Mode = "deterministic"
+    beta: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"beta={self.beta}: expected a share in [0, 1]")
+
+    def asks(self, step: int, every: int) -> bool:
+        """A search begins in this decode step; `every`: steps of a cycle."""
+        return self.kind == "step" or (step + self.lag) % every == 0
 
 
 @dataclass
@@ -75,39 +103,6 @@ class _Found(NamedTuple):
     rebuilds: int
 
 
-class Batch:
-    """Collects jobs, and hands them to a pool together: to wake a thread for each would cost more than the job.
-
-    Args:
-        submit: of the pool, whose jobs start in the order of their submission.
-        threads: jobs of one batch are shared out over so many.
-    """
-
-    def __init__(self, submit: Callable[..., Future[Any]], threads: int) -> None:
-        self._submit, self._threads = submit, threads
-        self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
-
-    def submit(self, job: Callable[..., T], *arguments: Any) -> Future[T]:
-        """To be run after the next `flush`."""
-        future: Future[T] = Future()
-        self._waiting.append((future, partial(job, *arguments)))
-        return future
-
-    def flush(self) -> None:
-        """Start what was collected."""
-        waiting, self._waiting = self._waiting, []
-        for first in range(min(self._threads, len(waiting))):
-            self._submit(_run, waiting[first :: self._threads])
-
-
-def _run(jobs: Sequence[tuple[Future[Any], Callable[[], Any]]]) -> None:
-    for future, job in jobs:
-        try:
-            future.set_result(job())
-        except Exception as error:
-            future.set_exception(error)
-
-
 class Retriever:
     """The indexes of one layer, and its searches, one after the other in the worker pool.
 
@@ -115,7 +110,7 @@ class Retriever:
         layer: for messages.
         index: [B][Hkv].
         submit: of a `Batch`.
-        mode, lag: when an answer is used; see the module.
+        link: when an answer is used.
         count_read: told how many keys were read.
         log: counts what happens.
     """
@@ -125,17 +120,20 @@ class Retriever:
         layer: int,
         index: Sequence[Sequence[KeyIndex]],
         submit: Callable[..., Future[Any]],
-        mode: Mode,
-        lag: int,
+        link: Link,
         count_read: Callable[[int], None],
         log: Log,
     ) -> None:
-        self.layer, self.index, self.free, self.lag, self.log = layer, index, mode == "free", lag, log
+        self.layer, self.index, self.link, self.log = layer, index, link, log
         self._submit, self._count_read = submit, count_read
         self._pending: deque[tuple[int, Future[_Found]]] = deque()
         self._last: Future[_Found] | None = None
         self._answer: Answer | None = None
         self._device = torch.device("cpu")
+
+    @property
+    def _free(self) -> bool:
+        return self.link.mode == "free"
 
     @property
     def foreign_bytes(self) -> int:
@@ -155,7 +153,7 @@ class Retriever:
 
     def request(self, step: int, queries: torch.Tensor, counts: Sequence[int]) -> None:
         """Ask for the nearest `counts[b]` tokens to queries [B, Hkv, D]."""
-        if self.free and self.busy:
+        if self._free and self.busy:
             self.log.late += 1
             return
         self.log.asked += 1
@@ -173,7 +171,7 @@ class Retriever:
             try:
                 found = job.result()
             except Exception:
-                if not self.free:
+                if not self._free:
                     raise
                 self.log.failed += 1
                 continue
@@ -186,7 +184,7 @@ class Retriever:
         return self._answer
 
     def _due(self, asked: int, job: Future[_Found], step: int) -> bool:
-        return job.done() if self.free else asked <= step - self.lag
+        return job.done() if self._free else asked <= step - self.link.lag
 
     def _enqueue(
         self, step: int, tokens: Sequence[Sequence[Tokens]] | None, queries: Floats | None, counts: Sequence[int]
@@ -227,3 +225,45 @@ class Retriever:
                 nearest = index.search(queries[row, head], counts[row])
                 found[row, head, : len(nearest)] = nearest
         return torch.from_numpy(found)
+
+
+class Retrieval:
+    """The retrievers of all layers of one generation.
+
+    Attributes:
+        layers: the retriever of each layer whose tokens are indexed.
+        log: see `Log`.
+    """
+
+    def __init__(self, link: Link, settings: Settings, shape: Shape, view: View, context: Context) -> None:
+        self.link, self.settings, self.shape, self.view, self.context = link, settings, shape, view, context
+        self.layers: dict[int, Retriever] = {}
+        self.log = Log()
+        self._jobs = Batch(context.pool.submit, torch.get_num_threads())
+
+    def cover(self, layer: int, step: int, evicted: Sequence[Sequence[Tokens]], anew: bool) -> None:
+        """Index the evicted tokens [B][Hkv] that are not there yet; `anew`: in place of all that was there."""
+        if anew or layer not in self.layers:
+            self.layers[layer] = self._retriever(layer)
+        self.layers[layer].cover(step, evicted)
+
+    def ask(self, layer: int, step: int, query: torch.Tensor, counts: Sequence[int]) -> None:
+        """Ask for the nearest `counts[b]` tokens to the mean query of each group; `query`: [B, Hq, 1, D]."""
+        self.layers[layer].request(step, query.unflatten(1, (self.shape.kv_heads, -1)).mean(dim=2)[:, :, 0], counts)
+        if self.link.lag == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Start the jobs that were collected."""
+        self._jobs.flush()
+
+    def _retriever(self, layer: int) -> Retriever:
+        def read(row: int, head: int, tokens: Tokens) -> Any:
+            return self.view.host_keys(layer)[row, head, torch.from_numpy(tokens)].float().numpy()
+
+        seed = self.context.layer_seed(layer)
+        index = [
+            [KeyIndex(self.settings, partial(read, row, head), seed + head) for head in range(self.shape.kv_heads)]
+            for row in range(self.shape.batch)
+        ]
+        return Retriever(layer, index, self._jobs.submit, self.link, partial(self.view.count_read, layer), self.log)

@@ -1,0 +1,108 @@
+"""What methods that score the prompt's tokens once and keep the best have in common: all but the score.
+
+Pruning, rows of different lengths, both accountings and the rule are here; `methods/README.md` has an example.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvbench.budget import Budget
+from kvbench.method import Context, Method, Prompt, Selection, Shape, View
+from methods.blocks.ragged import stacked
+from methods.blocks.topk import top_earliest
+
+ROLLING_WINDOW = 32  # most recent tokens protected where generated tokens count, at most a quarter of the budget
+
+
+class Scorer(Method):
+    """Keep the C prompt tokens with the largest scores, once, after the prompt. Subclass, and write `score`.
+
+    As such methods are published, generated tokens are kept on top of C. Where they count (unified accounting, or
+    generated=counted), C - w scored tokens and the w most recent ones stay, w = min(32, C / 4): generated tokens push
+    older ones out. That takes a budget of 4 tokens or more.
+
+    Attributes:
+        window: last tokens of the prompt that stay whatever their scores, as an observation window does.
+    """
+
+    window: int = 0
+
+    def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
+        """How much each prompt token is worth to each KV head, [B, Hkv, N]: the larger, the sooner it is kept.
+
+        Of equal scores the earlier token is kept. What stands at and beyond a row's length is ignored, and so are the
+        scores of tokens that are protected.
+        """
+        raise NotImplementedError
+
+    def layer_budgets(self, length: int) -> list[int]:
+        """Tokens that each sparse layer keeps of a prompt of `length` tokens, C on average. Here C in each."""
+        return [self.budget.tokens(length)] * len(self.shape.sparse_layers)
+
+    def recent(self, capacity: int) -> int:
+        """Last tokens that are protected in a budget of `capacity` tokens."""
+        return min(ROLLING_WINDOW, capacity // 4) if self.budget.counts_generated else self.window
+
+    def protected(self, prompt: Prompt) -> torch.Tensor:
+        """[B, 1, N] bool, True from the first protected token of each row on."""
+        first = [length - window for length, window in zip(prompt.lengths, self.windows, strict=True)]
+        position = torch.arange(prompt.keys.shape[2], device=prompt.keys.device)
+        return position >= torch.tensor(first, device=position.device)[:, None, None]
+
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """Share the budget of each row out between the layers."""
+        super().begin(shape, budget, view, context)
+        self.windows = [self.recent(capacity) for capacity in self.capacities]
+        rows = [self.layer_budgets(length) for length in shape.lengths]
+        layers = dict(zip(shape.sparse_layers, zip(*rows, strict=True), strict=True))
+        self.budgets: dict[int, tuple[int, ...]] = layers  # of each row, the protected tokens included
+        self.scored: dict[
+            int, list[torch.Tensor]
+        ] = {}  # kept for their scores, [Hkv, n] a row; if generated ones count
+        self.steps = 0
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Keep the protected tokens and those with the best scores; a prompt within its budget stays whole."""
+        counts = [min(pair) for pair in zip(self.budgets[layer], prompt.lengths, strict=True)]
+        if not self.budget.counts_generated and counts == [*prompt.lengths]:
+            return
+        scores = self.score(layer, prompt).masked_fill(self.protected(prompt), torch.inf)
+        real = prompt.valid()
+        if real is not None:
+            scores = scores.masked_fill(~real[:, None], -torch.inf)
+        kept = top_earliest(scores, max(counts), torch.tensor(counts, device=scores.device))  # the protected ones first
+        self.view.keep(layer, kept)
+        if self.budget.counts_generated:
+            self.scored[layer] = [
+                row[:, window:count] for row, window, count in zip(kept, self.windows, counts, strict=True)
+            ]
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection | None:
+        """All that was kept, in place; where generated tokens count, what of it C still holds."""
+        if not self.budget.counts_generated:
+            return None
+        return Selection(self._rolling(layer))
+
+    def end_step(self) -> None:
+        """Now and then forget what has left the rolling window."""
+        self.steps += 1
+        if self.budget.counts_generated and self.steps % ROLLING_WINDOW == 0:
+            for layer in self.shape.sparse_layers:
+                self.view.keep(layer, self._rolling(layer))
+
+    def _rolling(self, layer: int) -> torch.Tensor:
+        """The scored tokens and as many of the most recent as the budget still holds, [B, Hkv, <= C]."""
+        rows = []
+        for row, length in enumerate(self.view.lengths(layer)):
+            scored = self.scored[layer][row]
+            oldest = max(self.shape.lengths[row] - self.windows[row], 0)  # the scored part ends before it
+            first = max(oldest, length - self.budgets[layer][row] + scored.shape[1])
+            newest = torch.arange(first, length, device=scored.device)
+            rows.append(torch.cat([scored, newest.expand(scored.shape[0], -1)], dim=1))
+        return stacked(rows)
+
+    def rule(self, length: int, generated: int) -> int:
+        """C of the layer that has most; generated tokens on top of it, unless they count."""
+        capacity = max(self.layer_budgets(length))
+        return capacity if self.budget.counts_generated else capacity + generated

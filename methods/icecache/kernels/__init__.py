@@ -1,0 +1,68 @@
+"""Numba kernels of the DCI tree. `index.py` calls them, nobody else.
+
+They hold no state of their own and release the GIL: any number of threads may build, or ask, different trees at once,
+and different workspaces may ask the same tree. Nothing here allocates what it can take from a `Workspace`.
+
+Words: a point is a row of the key memory. A node is the parent of points: node 0 is the root, every other node is
+itself a point of level 2 or more. A node's children lie in its chain of pages. The height of a key is
+sqrt(c^2 - |k|^2), the last coordinate of c T_K(k), where c is the largest norm.
+
+Numba keeps what it has compiled until the file of the kernel that Python calls changes: delete `__pycache__` after a
+change to a function that a kernel of another file calls.
+"""
+
+from methods.icecache.kernels.arrays import (
+    FREE,
+    NODE,
+    NODES,
+    NONE,
+    PAGE,
+    PAGES,
+    POINT,
+    POINTS,
+    ROOT,
+    TOP,
+    Tree,
+    Workspace,
+)
+from methods.icecache.kernels.levels import (
+    BLOCK,
+    add_nodes,
+    assign_levels,
+    leave_for,
+    nearest_nodes,
+    take_over_root,
+)
+from methods.icecache.kernels.pages import add_children, load_children
+from methods.icecache.kernels.products import project, squared_norms
+from methods.icecache.kernels.ranking import best_pages, best_rows, interleave, scan, search
+
+__all__ = [
+    "BLOCK",
+    "FREE",
+    "NODE",
+    "NODES",
+    "NONE",
+    "PAGE",
+    "PAGES",
+    "POINT",
+    "POINTS",
+    "ROOT",
+    "TOP",
+    "Tree",
+    "Workspace",
+    "add_children",
+    "add_nodes",
+    "assign_levels",
+    "best_pages",
+    "best_rows",
+    "interleave",
+    "leave_for",
+    "load_children",
+    "nearest_nodes",
+    "project",
+    "scan",
+    "search",
+    "squared_norms",
+    "take_over_root",
+]

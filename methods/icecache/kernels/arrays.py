@@ -1,0 +1,67 @@
+"""The arrays of a DCI tree, and the memory that its kernels work in."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+POINT = np.dtype([("page", "i4"), ("slot", "i4"), ("node", "i4"), ("norm2", "f4"), ("affinity", "f4")], align=True)
+PAGE = np.dtype([("node", "i4"), ("count", "i4"), ("next", "i4"), ("dirty", "i4")], align=True)
+NODE = np.dtype([("point", "i4"), ("level", "i4"), ("first", "i4"), ("children", "i4")], align=True)
+
+POINTS, NODES, PAGES, FREE, TOP = range(5)  # indexes in Tree.state
+NONE, ROOT = -1, 0
+
+
+class Tree(NamedTuple):
+    """The arrays of one tree; capacities are those of the arrays, what is used stands in `state`.
+
+    Attributes:
+        keys: [rows, D] float32, or uint16: the bits of bfloat16. The store's own memory.
+        point: [rows] `POINT`: page and slot, own node (`NONE` at level 1), |k|^2, k . parent (0 below the root).
+        page: [pages] `PAGE`: its node, members, next page of the node or of the free list, members changed.
+        slots: [pages, page size] int32 points, `NONE` behind the last member.
+        node: [nodes] `NODE`: own point, level (the root's is top + 1), first page, children.
+        node_key, node_sum: [nodes, D] float32, own key and the sum of the children's.
+        projection: [rows, J] float32, <k, u_j> without the height's share, which changes with c.
+        direction: [J, D + 1] float32 unit vectors u_j.
+        level_size: [levels] int64, points of each level.
+        state: [5] int64: points, nodes, pages ever used, first free page, top level.
+        largest: [1] float32, c^2.
+    """
+
+    keys: Array
+    point: Array
+    page: Array
+    slots: Array
+    node: Array
+    node_key: Array
+    node_sum: Array
+    projection: Array
+    direction: Array
+    level_size: Array
+    state: Array
+    largest: Array
+
+
+class Workspace(NamedTuple):
+    """Memory for one kernel at a time; G queries.
+
+    Attributes:
+        nodes: [nodes + 3] int32, nodes scored; node_score: [G, nodes + 3].
+        marked: [nodes] uint8, nodes whose children are wanted.
+        rows, pages: [points + 3] int32, points scored and their pages; score: [G, points + 3].
+        scratch, picked: [longest list] float32 and int32.
+    """
+
+    nodes: Array
+    node_score: Array
+    marked: Array
+    rows: Array
+    pages: Array
+    score: Array
+    scratch: Array
+    picked: Array

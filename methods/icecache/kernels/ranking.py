@@ -1,0 +1,261 @@
+"""A search: rank nodes from the top level down, score the children of the best, and name the best pages or rows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from methods.blocks.kernels import best, jit, kernel, write_best
+from methods.icecache.kernels.arrays import NODES, NONE, PAGES, ROOT, TOP
+from methods.icecache.kernels.products import height_of, products
+
+EVERY_LEVEL = 0
+
+
+@kernel
+def interleave(lists, wanted):  # type: ignore[no-untyped-def]
+    """Join the ranked lists [G, P] of a query group, -1 = none: rank 0 of each query, rank 1, ..., without repeats.
+
+    Returns:
+        [wanted] int32, trailing -1 (truncated union: the group's budget is that of one KV head).
+    """
+    joined = np.empty(wanted, np.int32)
+    highest = NONE
+    for query in range(lists.shape[0]):
+        for rank in range(lists.shape[1]):
+            highest = max(highest, lists[query, rank])
+    seen = np.zeros(highest + 1, np.uint8)
+    count = 0
+    for rank in range(lists.shape[1]):
+        for query in range(lists.shape[0]):
+            entry = lists[query, rank]
+            if count < wanted and entry != NONE and not seen[entry]:
+                seen[entry] = 1
+                joined[count] = entry
+                count += 1
+    joined[count:] = NONE
+    return joined
+
+
+@jit
+def _score_nodes(tree, queries, heights, by_centroid, start, stop, work):  # type: ignore[no-untyped-def]
+    """Score work.nodes[start:stop] by own key or by the mean of the children; a childless node has no mean."""
+    group = queries.shape[0]
+    products(tree.node_sum if by_centroid else tree.node_key, work.nodes, start, stop, queries, work.node_score)
+    if by_centroid:
+        for i in range(start, stop):
+            children = tree.node[work.nodes[i]].children
+            work.scratch[i] = np.float32(1) / children if children else np.float32(0)
+        for g in range(group):
+            for i in range(start, stop):
+                work.node_score[g, i] *= work.scratch[i]
+    elif heights.size:
+        for i in range(start, stop):
+            work.scratch[i] = height_of(tree, tree.node[work.nodes[i]].point)
+        for g in range(group):
+            for i in range(start, stop):
+                work.node_score[g, i] += heights[g] * work.scratch[i]
+
+
+@jit
+def mark_front(tree, count, group, level, fov, work):  # type: ignore[no-untyped-def]
+    """Mark, for each query, the best `fov` of the nodes of `level` that were scored and have children."""
+    work.marked[: tree.state[NODES]] = 0
+    barred = np.zeros(count, np.float32)
+    for i in range(count):
+        node = tree.node[work.nodes[i]]
+        if node.children == 0 or (level != EVERY_LEVEL and node.level != level):
+            barred[i] = -np.inf
+    for g in range(group):
+        for i in range(count):
+            work.scratch[i] = work.node_score[g, i] + barred[i]
+        for i in range(best(work.scratch, count, fov, work.picked)):
+            work.marked[work.nodes[work.picked[i]]] = 1
+
+
+@jit
+def children_of_marked(tree, work):  # type: ignore[no-untyped-def]
+    """work.rows and work.pages: the children of all marked nodes, page by page; how many."""
+    count = 0
+    for node in range(tree.state[NODES]):
+        if work.marked[node]:
+            count = children_of(tree, node, count, work)
+    return count
+
+
+@jit
+def children_of(tree, node, count, work):  # type: ignore[no-untyped-def]
+    """Write a node's children, page by page, to work.rows and work.pages from `count` on; the new count."""
+    page = tree.node[node].first
+    while page != NONE:
+        for slot in range(tree.page[page].count):
+            work.rows[count] = tree.slots[page, slot]
+            work.pages[count] = page
+            count += 1
+        page = tree.page[page].next
+    return count
+
+
+@jit
+def rank_nodes(tree, queries, heights, lowest, upper, fov, exhaustive_below, by_centroid, work):  # type: ignore[no-untyped-def]
+    """Score nodes of level `lowest` and more: all of them from the top down to the first level that has more than
+    `exhaustive_below`, and below that the children of the best `fov` nodes of the level above.
+
+    Args:
+        queries: [G, D]; heights: [G], their last coordinates, for a parent search (by T_K), or [0].
+        upper: levels above `lowest` are wanted for themselves, not only as a way down.
+
+    Returns:
+        first, count: work.nodes[:count] were scored, those of level `lowest` and no others from `first` on
+        (unless `upper`).
+    """
+    group, top = queries.shape[0], tree.state[TOP]
+    level = top + 1
+    while level > lowest and tree.level_size[level - 1] <= exhaustive_below:
+        level -= 1
+    count = 0
+    for node in range(1, tree.state[NODES]):
+        own = tree.node[node].level
+        if own == level or (upper and own > level):
+            work.nodes[count] = node
+            count += 1
+    first = 0
+    _score_nodes(tree, queries, heights, by_centroid, 0, count, work)
+    while level > lowest:
+        if level > top:
+            work.marked[: tree.state[NODES]] = 0
+            work.marked[ROOT] = 1
+        else:
+            mark_front(tree, count, group, level, fov, work)
+        level -= 1
+        first = count
+        for i in range(children_of_marked(tree, work)):
+            work.nodes[count] = tree.point[work.rows[i]].node
+            count += 1
+        _score_nodes(tree, queries, heights, by_centroid, first, count, work)
+    return first, count
+
+
+@jit
+def _gaps(tree, start, stop, target, composites, simple, scratch, work):  # type: ignore[no-untyped-def]
+    """scratch[i - start] = -min over composites of the largest gap |<p - q, u_j>| among its simple indices.
+
+    P-DCI visits points in just this order (Li & Malik 2017, algorithm 2, where a queue finds it), if its composites
+    advance by gap and not by turns.
+    """
+    last = tree.direction.shape[1] - 1
+    for i in range(start, stop):
+        row = work.rows[i]
+        height = height_of(tree, row)
+        smallest = np.float32(np.inf)
+        for composite in range(composites):
+            largest = np.float32(0)
+            for j in range(composite * simple, (composite + 1) * simple):
+                projected = tree.projection[row, j] + height * tree.direction[j, last]
+                largest = max(largest, abs(projected - target[j]))
+            smallest = min(smallest, largest)
+        scratch[i - start] = -smallest
+
+
+@jit
+def _retrieve(tree, start, stop, targets, composites, simple, share, work):  # type: ignore[no-untyped-def]
+    """Of one node's children work.rows[start:stop] keep the `share` nearest in projection to any query; new stop."""
+    wanted = int(np.ceil(share * (stop - start)))
+    keep = np.zeros(stop - start, np.uint8)
+    for g in range(targets.shape[0]):
+        _gaps(tree, start, stop, targets[g], composites, simple, work.scratch, work)
+        for i in range(best(work.scratch, stop - start, wanted, work.picked)):
+            keep[work.picked[i]] = 1
+    count = start
+    for i in range(start, stop):
+        if keep[i - start]:
+            work.rows[count], work.pages[count] = work.rows[i], work.pages[i]
+            count += 1
+    return count
+
+
+@jit
+def _targets(tree, queries, used):  # type: ignore[no-untyped-def]
+    """[G, used] projections of c T_Q(q) = c q / |q|."""
+    targets = np.zeros((queries.shape[0], used), np.float32)
+    for g in range(queries.shape[0]):
+        norm = np.float32(0)
+        for k in range(queries.shape[1]):
+            norm += queries[g, k] * queries[g, k]
+        if norm == 0:
+            continue
+        scale = np.sqrt(tree.largest[0] / norm)
+        for j in range(used):
+            total = np.float32(0)
+            for k in range(queries.shape[1]):
+                total += queries[g, k] * tree.direction[j, k]
+            targets[g, j] = scale * total
+    return targets
+
+
+@kernel
+def search(tree, queries, fov, exhaustive_below, by_centroid, composites, simple, share, work):  # type: ignore[no-untyped-def]
+    """Score nodes, then the children of the best of them; every child of a marked node meets all queries.
+
+    By point, the nodes' own keys are results too, and the nodes of level 2 are what is chosen from. By centroid, nodes
+    of all levels compete, and an upper key is a result only as somebody's child.
+
+    Returns:
+        ranked, count: nodes scored; keys scored, in work.rows, work.pages and work.score.
+    """
+    group, count = queries.shape[0], 0
+    _, ranked = rank_nodes(tree, queries, np.empty(0, np.float32), 2, True, fov, exhaustive_below, by_centroid, work)
+    mark_front(tree, ranked, group, EVERY_LEVEL if by_centroid else 2, fov, work)
+    if by_centroid or tree.state[TOP] < 2:
+        work.marked[ROOT] = 1
+    if not by_centroid:
+        for i in range(ranked):
+            work.rows[i] = tree.node[work.nodes[i]].point
+            work.pages[i] = tree.point[work.rows[i]].page
+        for g in range(group):
+            work.score[g, :ranked] = work.node_score[g, :ranked]
+        count = ranked
+    scored = count
+    targets = _targets(tree, queries, composites * simple)
+    for node in range(tree.state[NODES]):
+        if work.marked[node]:
+            start = count
+            count = children_of(tree, node, start, work)
+            if composites:
+                count = _retrieve(tree, start, count, targets, composites, simple, share, work)
+    products(tree.keys, work.rows, scored, count, queries, work.score)
+    return ranked, count
+
+
+@kernel
+def scan(tree, queries, work):  # type: ignore[no-untyped-def]
+    """Score every key, page by page; how many."""
+    count = 0
+    for page in range(tree.state[PAGES]):
+        for slot in range(tree.page[page].count):
+            work.rows[count] = tree.slots[page, slot]
+            work.pages[count] = page
+            count += 1
+    products(tree.keys, work.rows, 0, count, queries, work.score)
+    return count
+
+
+@kernel
+def best_pages(tree, count, pages, scores, work):  # type: ignore[no-untyped-def]
+    """Fill pages, scores [G, P] with the pages of the best members, best first, -1 and -inf behind."""
+    used = tree.state[PAGES]
+    for g in range(pages.shape[0]):
+        work.scratch[:used] = -np.inf
+        for i in range(count):
+            page = work.pages[i]
+            work.scratch[page] = max(work.scratch[page], work.score[g, i])
+        write_best(work.scratch, used, pages[g], scores[g], work.picked)
+
+
+@kernel
+def best_rows(count, rows, scores, work):  # type: ignore[no-untyped-def]
+    """Fill rows, scores [G, k] with the best keys, best first, -1 and -inf behind."""
+    for g in range(rows.shape[0]):
+        write_best(work.score[g], count, rows[g], scores[g], work.picked)
+        for i in range(rows.shape[1]):
+            if rows[g, i] != NONE:
+                rows[g, i] = work.rows[rows[g, i]]

@@ -1,0 +1,209 @@
+"""The arrays of a DCI tree in memory that grows: what is in which page, and where the keys lie.
+
+How pages and the store's arrangement meet. The method hands over one KV head's host keys without the sinks,
+`host.key[b, h, sinks:]`: row i then holds the i-th indexed token, the window's tokens follow, later tokens land in
+their own rows, and `insert` takes the next rows into the tree as they leave the window. Right after `build` the
+method asks every head for `arrange()`, which answers with the tokens in page order and renumbers the tree to match,
+and passes sinks, this order and all later tokens unchanged to `view.arrange`: from then on row i holds what was token
+order[i], and each page is one contiguous block. Nobody may ask the tree between the two. Tokens inserted later are
+rows of their own at the end, and re-parented ones stay where they are, so a page is then a block and a few single rows;
+arranging again, once the tokens inserted outnumber some share of the tree, makes it a block again. `tokens` translates
+pages to token numbers at any time. After a reallocation of the host memory the method calls `bind`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from methods.icecache import kernels
+from methods.icecache.kernels import NODES, NONE, PAGES, POINTS, ROOT, Tree
+from methods.icecache.settings import Layout
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Keys = NDArray[np.float32] | NDArray[np.uint16]
+
+MAX_LEVELS = 32
+
+
+class Workspace:
+    """Scratch memory for builds, inserts and queries, one call at a time; grows with the trees it meets."""
+
+    def __init__(self) -> None:
+        self._arrays = kernels.Workspace(*[np.zeros(0)] * len(kernels.Workspace._fields))
+        self._sizes = (0, 0, 0)
+
+    def fit(self, tree: Tree, group: int) -> kernels.Workspace:
+        """Arrays for `tree` and a group of queries."""
+        points, nodes = len(tree.point) + 3, len(tree.node) + 3
+        wanted = (group, points, nodes)
+        if any(size > held for size, held in zip(wanted, self._sizes, strict=True)):
+            group, points, nodes = map(max, wanted, self._sizes)
+            longest = max(points, nodes)  # a page has a member, so there are no more pages than points
+            self._sizes = (group, points, nodes)
+            self._arrays = kernels.Workspace(
+                nodes=np.empty(nodes, np.int32),
+                node_score=np.empty((max(group, kernels.BLOCK), nodes), np.float32),
+                marked=np.empty(nodes, np.uint8),
+                rows=np.empty(points, np.int32),
+                pages=np.empty(points, np.int32),
+                score=np.empty((group, points), np.float32),
+                scratch=np.empty(longest, np.float32),
+                picked=np.empty(longest, np.int32),
+            )
+        return self._arrays
+
+
+class PagedTree:
+    """A tree over rows of `keys`, empty at first, and its pages.
+
+    Args:
+        keys: [rows, D] float32, or uint16 (bfloat16 bits), C-contiguous.
+        count: rows to make room for.
+        seed: of directions.
+
+    Attributes:
+        arrays: the tree itself, see `kernels.Tree`; for looking only.
+
+    Raises:
+        ValueError: the memory is not as above, or has fewer rows.
+    """
+
+    def __init__(self, keys: Keys, count: int, layout: Layout, seed: int) -> None:
+        self.layout = layout
+        self._random = np.random.default_rng(seed)
+        check_memory(keys, count)
+        head_dim, directions = keys.shape[1], layout.directions
+        direction = self._random.standard_normal((directions, head_dim + 1)).astype(np.float32)
+        direction /= np.linalg.norm(direction, axis=1, keepdims=True)
+        self.arrays = Tree(
+            keys=keys,
+            point=np.zeros(count, kernels.POINT),
+            page=np.zeros(1, kernels.PAGE),
+            slots=np.full((1, layout.page_size), NONE, np.int32),
+            node=np.zeros(1, kernels.NODE),
+            node_key=np.zeros((1, head_dim), np.float32),
+            node_sum=np.zeros((1, head_dim), np.float32),
+            projection=np.zeros((count, directions), np.float32),
+            direction=direction,
+            level_size=np.zeros(MAX_LEVELS, np.int64),
+            state=np.array([0, 1, 0, NONE, 0]),
+            largest=np.zeros(1, np.float32),
+        )
+        self.arrays.point["node"] = NONE
+        self.arrays.node[ROOT] = (NONE, 1, NONE, 0)
+        self._token = np.arange(max(count, 1), dtype=np.int32)  # the token in each row
+
+    def __len__(self) -> int:
+        return int(self.arrays.state[POINTS])
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that can have children: the promoted points and the root."""
+        return int(self.arrays.state[NODES])
+
+    @property
+    def pages(self) -> int:
+        """One more than the largest page number in use; some below may be free."""
+        return int(self.arrays.state[PAGES])
+
+    @property
+    def counts(self) -> Ints:
+        """[pages] members of each page, 0: free."""
+        counts: Ints = self.arrays.page["count"][: self.pages]
+        return counts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index, the caller's keys not among them."""
+        return sum(array.nbytes for array in self.arrays[1:]) + self._token.nbytes
+
+    def tokens(self, pages: Ints) -> Ints:
+        """Tokens of pages [...]: [..., page size] int32, trailing -1; page -1 has none."""
+        rows = self.arrays.slots[pages]
+        tokens: Ints = np.where((rows == NONE) | (pages[..., None] == NONE), NONE, self._token[rows])
+        return tokens
+
+    def take_changed(self) -> Ints:
+        """Pages whose members changed since the last call, freed and new ones among them."""
+        dirty = self.arrays.page["dirty"][: self.pages]
+        changed = np.flatnonzero(dirty).astype(np.int32)
+        dirty[:] = 0
+        return changed
+
+    def arrange(self) -> Ints:
+        """Renumber rows so that every page is one block of them; the order of tokens [n] the key memory must take.
+
+        Row i must hold the key of token order[i] before the tree is asked again.
+        """
+        tree, count = self.arrays, len(self)
+        slots = tree.slots[: self.pages]
+        held = slots != NONE
+        order = slots[held]
+        rows = np.empty(count, np.int32)
+        rows[order] = np.arange(count, dtype=np.int32)
+        slots[held] = np.arange(count, dtype=np.int32)
+        tree.point[:count] = tree.point[order]
+        tree.projection[:count] = tree.projection[order]
+        promoted = tree.node["point"][1 : self.nodes]
+        promoted[:] = rows[promoted]
+        self._token[:count] = self._token[order]
+        return self._token[:count].copy()
+
+    def bind(self, keys: Keys) -> None:
+        """The keys lie in other memory now, in the same rows."""
+        check_memory(keys, len(self))
+        if keys.dtype != self.arrays.keys.dtype or keys.shape[1] != self.arrays.keys.shape[1]:
+            raise ValueError(f"the tree was built from {kind(self.arrays.keys)}, and was given {kind(keys)}")
+        self.arrays = self.arrays._replace(keys=keys)
+
+    # -- room and measures, for what builds a tree ---------------------------------------------------------------------
+
+    def _measure(self, start: int, stop: int) -> None:
+        """Norms and projections of new rows, and c."""
+        tree = self.arrays
+        wrong = kernels.squared_norms(tree.keys, start, stop, tree.point)
+        if wrong != NONE:
+            raise ValueError(f"key {wrong} is not finite, or too large to square")
+        tree.largest[0] = max(tree.largest[0], tree.point["norm2"][start:stop].max(initial=0))
+        kernels.project(tree, start, stop)
+
+    def _grow(self, points: int, nodes: int, pages: int) -> None:
+        """Make room, at least doubling what is too small."""
+        tree = self.arrays
+        if points > len(tree.point):
+            size = max(points, 2 * len(tree.point))
+            tree = tree._replace(point=_longer(tree.point, size), projection=_longer(tree.projection, size))
+            self._token = _longer(self._token, size)
+        if nodes > len(tree.node):
+            size = max(nodes, 2 * len(tree.node))
+            names = ("node", "node_key", "node_sum")
+            tree = tree._replace(**{name: _longer(getattr(tree, name), size) for name in names})
+        if pages > len(tree.page):
+            size = max(pages, 2 * len(tree.page))
+            slots = _longer(tree.slots, size)
+            slots[len(tree.page) :] = NONE
+            tree = tree._replace(page=_longer(tree.page, size), slots=slots)
+        self.arrays = tree
+
+
+def _longer(array: Any, size: int) -> Any:
+    grown = np.zeros((size, *array.shape[1:]), array.dtype)
+    grown[: len(array)] = array
+    return grown
+
+
+def kind(array: Any) -> str:
+    """The type and shape of an array, for messages."""
+    return f"{array.dtype} {list(array.shape)}"
+
+
+def check_memory(keys: Keys, count: int) -> None:
+    """Refuse keys that kernels cannot read, or that are fewer than `count`."""
+    if keys.dtype not in (np.float32, np.uint16) or keys.ndim != 2 or not keys.flags.c_contiguous:
+        raise ValueError(f"keys must be contiguous [rows, D] of float32, or bfloat16 seen as uint16, got {kind(keys)}")
+    if count > len(keys):
+        raise ValueError(f"{count} keys to index, and memory of {len(keys)}")

@@ -1,0 +1,141 @@
+"""How LycheeCluster's chunks are represented, and parted into fine clusters and coarse units (section 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log, sqrt
+from typing import Literal, NamedTuple
+
+import torch
+from torch.nn.functional import embedding_bag, normalize
+
+from methods.blocks.kmeans import lists_of, nearest, spherical_kmeans
+from methods.blocks.ragged import entries
+
+Build = Literal["full", "two_level"]
+Pooling = Literal["mean", "max"]
+Radii = Literal["exact", "strict", "paper"]
+
+# build=two_level: units are found on a sample of this many chunks for each, and sets of some hundred points settle soon
+SAMPLED_PER_UNIT = 16
+FINE_ITERATIONS = 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How chunks are clustered.
+
+    Attributes:
+        cluster_size: chunks in a fine cluster, on average.
+        units: most coarse units; there are as many as the root of the fine clusters, at most.
+        iterations: of k-means.
+        build: "full", all chunks against all clusters (as published); "two_level", units first, then clusters inside
+            each: a small part of the work.
+        pooling: a chunk is the "mean" or the "max" of its keys.
+        radii: how they follow a graft. "exact": anew from all members, whose representatives are kept in int8.
+            "strict": as large as the move of the centroid and the new member can make them. "paper": never smaller,
+            and no smaller than the new member's distance; the centroid's move may leave older members outside. A
+            unit's ball holds its clusters' balls, in "paper" their centroids only.
+    """
+
+    cluster_size: int = 2
+    units: int = 64
+    iterations: int = 10
+    build: Build = "full"
+    pooling: Pooling = "mean"
+    radii: Radii = "exact"
+
+
+def pooled(keys: torch.Tensor, bounds: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+    """Representatives of chunks.
+
+    Args:
+        keys: [H, N, D].
+        bounds: [M + 1], where chunks of these keys begin and the last one ends.
+
+    Returns:
+        [H, M, D] fp32 of unit length.
+    """
+    keys = keys[:, : int(bounds[-1])]
+    tokens = torch.arange(int(bounds[0]), keys.shape[1], device=keys.device)
+    offsets = bounds[:-1] - bounds[0]
+    return torch.stack([normalize(embedding_bag(tokens, head.float(), offsets, mode=pooling), dim=1) for head in keys])
+
+
+class Clustering(NamedTuple):
+    """What a build finds.
+
+    Attributes:
+        centroids: [H, L, D] fp32, in the order of their units.
+        assigned: [H, M], the cluster of every chunk.
+        unit_centroids: [H, P, D] fp32.
+        units: [H, L] ascending, the unit of every cluster; P for what is none.
+    """
+
+    centroids: torch.Tensor
+    assigned: torch.Tensor
+    unit_centroids: torch.Tensor
+    units: torch.Tensor
+
+
+def clustered(points: torch.Tensor, layout: Layout, generator: torch.Generator) -> Clustering:
+    """Cluster chunks by their representatives [H, M, D]; `generator` draws the first centroids."""
+    return (_two_level if layout.build == "two_level" else _full)(points, layout, generator)
+
+
+def _full(points: torch.Tensor, layout: Layout, generator: torch.Generator) -> Clustering:
+    """k-means of chunks, and k-means of its centroids."""
+    clusters = ceil(points.shape[1] / layout.cluster_size)
+    centroids, assigned = spherical_kmeans(points, clusters, layout.iterations, generator)
+    unit_centroids, units = spherical_kmeans(centroids, _units(clusters, layout), layout.iterations, generator)
+    units, order = units.sort(dim=1, stable=True)
+    return Clustering(rows_at(centroids, order), order.argsort(dim=1).gather(1, assigned), unit_centroids, units)
+
+
+def _two_level(points: torch.Tensor, layout: Layout, generator: torch.Generator) -> Clustering:
+    """k-means of a sample of chunks gives the units; k-means of each unit's chunks, the units of a size at once."""
+    heads, count, width = points.shape
+    units = _units(ceil(count / layout.cluster_size), layout)
+    sample = torch.randperm(count, generator=generator)[: SAMPLED_PER_UNIT * units].to(points.device)
+    unit_centroids, _ = spherical_kmeans(points[:, sample], units, layout.iterations, generator)
+    members, starts = lists_of(nearest(points, unit_centroids), units)
+    sizes = starts.diff(dim=1)
+
+    # units whose sizes differ by less than a quarter get as many clusters and are clustered at once
+    alike = (sizes.log() / log(1.25)).floor().masked_fill(sizes == 0, -1)
+    clusters, groups = torch.zeros_like(sizes), []
+    for size in alike.unique().tolist():
+        group = alike == size
+        wanted = round(float(sizes[group].float().mean()) / layout.cluster_size)
+        clusters[group] = min(max(1, wanted), int(sizes[group].min()))
+        groups.append(group)
+    end = clusters.cumsum(dim=1)
+    most, head = int(end[:, -1].max()), torch.arange(heads, device=points.device)[:, None]
+
+    points, members = points.reshape(-1, width), (members + head * count).view(-1)
+    centroids, assigned = points.new_zeros(heads * most, width), members.new_empty(heads * count)
+    iterations = min(FINE_ITERATIONS, layout.iterations)
+    for group in groups:
+        wanted, inside = int(clusters[group][0]), sizes[group]
+        if not wanted:
+            continue
+        places, _ = entries((starts[:, :-1] + head * count)[group][:, None], inside[:, None])
+        chunks, present = members[places.clamp(min=0)], places >= 0
+        found, local = spherical_kmeans(points[chunks], wanted, iterations, generator, inside)
+        first = (end - clusters)[group][:, None]
+        assigned[chunks[present]] = (first + local)[present]
+        centroids[(end - clusters + head * most)[group][:, None] + torch.arange(wanted, device=first.device)] = found
+    place = torch.arange(most, device=points.device).expand(heads, -1).contiguous()
+    of_unit = torch.searchsorted(end, place, right=True)
+    return Clustering(centroids.view(heads, most, width), assigned.view(heads, count), unit_centroids, of_unit)
+
+
+def _units(clusters: int, layout: Layout) -> int:
+    return min(layout.units, ceil(sqrt(clusters)))
+
+
+def rows_at(vectors: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """vectors [H, n, D] at places [H, m]: [H, m, D]."""
+    heads, count, width = vectors.shape
+    first = torch.arange(heads, device=at.device)[:, None] * count
+    return vectors.reshape(-1, width).index_select(0, (at + first).view(-1)).view(heads, -1, width)

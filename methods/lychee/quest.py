@@ -1,0 +1,63 @@
+"""Quest with pages that end where the text ends something, from the pilot study of LycheeCluster (2026)."""
+
+from __future__ import annotations
+
+import torch
+
+from kvbench.budget import Budget
+from kvbench.method import Context, Needs, Prompt, Shape, View
+from methods.blocks.chunking import Text, cutter, keys_of_row
+from methods.blocks.pages import bounds
+from methods.quest import Quest
+
+
+class StructureQuest(Quest):
+    """As Quest, but pages have page_size / 2 to `page_size` tokens and end at delimiters.
+
+    As many pages are attended as fit into the tokens of Quest's. Arguments as of `Quest`.
+    """
+
+    needs = Needs(token_text=True)
+
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """No text is cut yet."""
+        super().begin(shape, budget, view, context)
+        self.cutter = cutter("structure", -(-self.page_size // 2), self.page_size, context.pieces)
+        self.texts: list[Text] = []  # of each row; its chunks and, after them, its rest are the pages
+
+    def _starts(self, prompt: Prompt) -> list[torch.Tensor]:
+        if not self.texts:  # the same in all layers
+            self.texts = [
+                Text(ids[:length].cpu(), self.cutter, self.page_size, self.shape.device)
+                for ids, length in zip(prompt.token_ids, prompt.lengths, strict=True)
+            ]
+            self._part()
+        return [pages.bounds for pages in self.parts]
+
+    def _part(self) -> None:
+        self.parts = [text.chunks.extended(text.length) for text in self.texts]
+
+    def _counts(self, layer: int) -> list[int]:
+        return list(map(len, self.parts))
+
+    def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
+        """Read the new tokens, which may end a page."""
+        for text, token in zip(self.texts, tokens.tolist(), strict=bool(self.texts)):
+            text.append(token)
+        self._part()
+
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Widen the last page's bounds; where a page was cut short and its last tokens begin the next, sum up both."""
+        super().append(layer, key, value)
+        for row, (text, pages) in enumerate(zip(self.texts, self.parts, strict=True)):
+            if text.cut and text.length - text.end > 1:
+                first, both = text.end - text.cut, slice(len(pages) - 2, len(pages))
+                keys = keys_of_row(self.view, layer, row, first, text.length, self.shape.device)
+                low, high = bounds(keys, pages.bounds[-3:] - first, self.page_size)
+                self.low[layer][row, :, both], self.high[layer][row, :, both] = low, high
+
+    def _tokens(self, row: int, length: int, scores: torch.Tensor) -> torch.Tensor:
+        room = self._room(row, length)
+        ranked = self._ranked(scores, room // self.cutter.shortest + 2)
+        pages = self.parts[row]
+        return pages.tokens(pages.fitting(ranked, room), room)

@@ -1,0 +1,79 @@
+"""Which tokens of a layer are on the device: the prompt (L1), older generated tokens (L2), the window (L3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from methods.blocks.ragged import stacked
+from methods.racc.index import Tokens
+
+NO_TOKEN = torch.iinfo(torch.int64).max  # sorts after every token id
+
+
+class Residents:
+    """The tokens of one layer whose home is the device.
+
+    Args:
+        lengths: prompt tokens of each row; all are on the device at first.
+
+    Attributes:
+        held: tokens on the device since the last eviction, [B, Hkv, M], trailing -1.
+        since: tokens of each row that there were then; all later ones are on the device, too.
+        count: tokens of `held` per KV head, on average.
+        prompt: L1, [B, Hkv, M].
+        generated: those of `held` that are not L1, [B, Hkv, M].
+    """
+
+    def __init__(self, lengths: tuple[int, ...], kv_heads: int, device: torch.device) -> None:
+        self._kv_heads, self._device = kv_heads, device
+        self.hold(self.range([0] * len(lengths), lengths), lengths)
+        self.end_prompt()
+
+    def end_prompt(self) -> None:
+        """What is held now is L1."""
+        self.prompt, self.generated = self.held, self.held[:, :, :0]
+
+    def hold(self, ids: torch.Tensor, lengths: tuple[int, ...]) -> None:
+        """Note that of the tokens so far `ids` [B, Hkv, M] are on the device."""
+        self.held, self.since = packed(ids), lengths
+        self.count = float((ids >= 0).sum()) / (ids.shape[0] * ids.shape[1])
+
+    def all(self, lengths: Sequence[int]) -> torch.Tensor:
+        """All tokens on the device when rows have `lengths`, newer ones first: [B, Hkv, M], trailing -1."""
+        return packed(torch.cat([self.range(self.since, lengths), self.held], dim=2))
+
+    def older(self, lengths: Sequence[int]) -> torch.Tensor:
+        """L2, if the window begins after `lengths` tokens: [B, Hkv, M] ascending, `NO_TOKEN` after the last."""
+        return ascending(torch.cat([self.generated, self.range(self.since, lengths)], dim=2))
+
+    def evicted(self) -> list[list[Tokens]]:
+        """[B][Hkv] tokens that are on the host since the last eviction."""
+        held = self.held.cpu()
+        longest = max(self.since)
+        gone = torch.ones(*held.shape[:2], longest + 1, dtype=torch.bool)
+        gone.scatter_(2, torch.where(held < 0, longest, held), False)
+        return [
+            [head[:length].nonzero()[:, 0].numpy() for head in heads]
+            for heads, length in zip(gone, self.since, strict=True)
+        ]
+
+    def range(self, first: Sequence[int], last: Sequence[int]) -> torch.Tensor:
+        """Tokens first[b] .. last[b] - 1 of each row, [B, Hkv, M] with trailing -1."""
+        rows = list(zip(first, last, strict=True))
+        if len(set(rows)) == 1:
+            return torch.arange(*rows[0], device=self._device).expand(len(rows), self._kv_heads, -1)
+        return stacked([torch.arange(*row, device=self._device).expand(self._kv_heads, -1) for row in rows])
+
+
+def ascending(ids: torch.Tensor) -> torch.Tensor:
+    """Ids [B, H, M], -1 = none, in ascending order with `NO_TOKEN` after the last."""
+    return torch.where(ids < 0, NO_TOKEN, ids).sort(dim=2).values
+
+
+def packed(ids: torch.Tensor) -> torch.Tensor:
+    """Ids [B, H, M] with every -1 at the end, the others in their order."""
+    if not ids.is_cuda and bool((ids >= 0).all()):
+        return ids
+    return ids.gather(2, (ids < 0).to(torch.int8).argsort(dim=2, stable=True))

@@ -1,0 +1,134 @@
+"""The layout of the source: what may import what, how large things are, and that public names say what they do."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[1]
+
+# From the ground up: a file imports of its own room and of those before it.
+ROOMS = (
+    ("config", "hub", "spans", "budget", "method"),
+    ("memory",),
+    ("attention",),
+    ("engine",),
+    ("tasks",),
+    ("measure",),
+    ("runs",),
+    ("cli",),
+    ("report",),
+    ("fetch", "score", "demo", "__main__", "__init__"),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
+
+
+def sources(*packages: str) -> list[Path]:
+    return [path for package in packages for path in sorted((CHECKOUT / package).rglob("*.py"))]
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(CHECKOUT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sources("kvbench", "methods")}
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of kvbench and methods that a file imports, for types alone or inside a function, too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            parts = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {part if part in MODULES else node.module for part in parts}
+    return found & MODULES.keys()
+
+
+IMPORTS = {module: imports(path) - {module} for module, path in MODULES.items()}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    list(TopologicalSorter(IMPORTS).static_order())  # raises CycleError, which names them
+
+
+def test_no_import_runs_up() -> None:
+    def floor(module: str) -> int:
+        parts = module.split(".")
+        return FLOOR[parts[1] if len(parts) > 1 else "__init__"]
+
+    up = [
+        f"{module} imports {other}"
+        for module, others in IMPORTS.items()
+        if module.startswith("kvbench.")
+        for other in others
+        if other != "kvbench" and floor(other) > floor(module)
+    ]
+    assert not up
+
+
+def test_the_top_of_the_package_is_seen_at_a_glance() -> None:
+    top = [path.name for path in (CHECKOUT / "kvbench").iterdir() if path.name not in ("__pycache__", "README.md")]
+    assert len(top) <= 20
+    assert {path.removesuffix(".py") for path in top} - {"assets"} == FLOOR.keys()
+
+
+def test_a_method_knows_the_interface_alone_and_the_harness_no_method() -> None:
+    theirs = {other for module, others in IMPORTS.items() if module.startswith("methods") for other in others}
+    assert {module for module in theirs if module.startswith("kvbench")} == {"kvbench.method", "kvbench.budget"}
+    ours = {other for module, others in IMPORTS.items() if module.startswith("kvbench") for other in others}
+    assert not {module for module in ours if module.startswith("methods")}
+
+
+def definitions(path: Path) -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef]]:
+    """Public classes and functions, and the public methods of public classes."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+            yield node.name, node
+            for inner in node.body if isinstance(node, ast.ClassDef) else []:
+                if isinstance(inner, ast.FunctionDef) and not inner.name.startswith("_"):
+                    yield f"{node.name}.{inner.name}", inner
+
+
+@pytest.mark.parametrize("package", ["kvbench", "methods"])
+def test_public_names_say_what_they_do(package: str) -> None:
+    public = {
+        f"{name_of(path)}.{name}": ast.get_docstring(node)
+        for path in sources(package)
+        for name, node in definitions(path)
+    }
+    missing = sorted(name for name, docstring in public.items() if not docstring)
+    assert len(missing) <= 0.05 * len(public), missing
+
+
+def test_no_class_is_larger_than_one_can_keep_in_mind() -> None:
+    sizes = {
+        f"{name_of(path)}.{name}": (node.end_lineno or 0) - node.lineno + 1
+        for path in sources("kvbench", "methods")
+        for name, node in definitions(path)
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name: size for name, size in sizes.items() if size > 250} == {}
+
+
+def test_the_files_of_a_method_read_in_one_sitting() -> None:
+    sizes = {name_of(path): len(path.read_text().splitlines()) for path in sources("methods")}
+    assert {name: size for name, size in sizes.items() if size > 300} == {}
+
+
+def test_kvcache_brings_neither_command_line_nor_runs_nor_reports() -> None:
+    code = (
+        "import sys; from kvbench import KVCache;"
+        "print(*(name for name in sys.modules"
+        " if name.startswith(('kvbench.cli', 'kvbench.runs', 'kvbench.report', 'kvbench.measure', 'hydra'))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
