@@ -57,9 +57,8 @@ class Scorer(Method):
         rows = [self.layer_budgets(length) for length in shape.lengths]
         layers = dict(zip(shape.sparse_layers, zip(*rows, strict=True), strict=True))
         self.budgets: dict[int, tuple[int, ...]] = layers  # of each row, the protected tokens included
-        self.scored: dict[
-            int, list[torch.Tensor]
-        ] = {}  # kept for their scores, [Hkv, n] a row; if generated ones count
+        # of each layer and row, [Hkv, n] that were kept for their scores; only where generated tokens count
+        self.scored: dict[int, list[torch.Tensor]] = {}
         self.steps = 0
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
