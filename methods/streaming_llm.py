@@ -21,7 +21,7 @@ class StreamingLLM(Method):
 
     Args:
         sinks: first tokens that always stay.
-        positions: "cache", keys are rotated to their place inside the selection (the official code, which caches keys
+        positions: "cache", keys are rotated to their index in the selection (the official code, which caches keys
             before RoPE); "original", they keep the positions of the text (KVCache-Factory).
     """
 
@@ -62,6 +62,6 @@ class StreamingLLM(Method):
         newest = torch.arange(most, device=self.shape.device)  # 0 is the current token
         lengths, capacity = self.view.seen(layer)[:, None], self.counts
         recent = lengths - 1 - newest
-        # behind the window of C - sinks tokens stand the sinks, or what is left of a sequence shorter than C
+        # after the window of C - sinks tokens come the sinks, or what is left of a sequence shorter than C
         index = torch.where(newest < capacity - self.sinks, recent, torch.minimum(recent, capacity - 1 - newest))
         return torch.where(newest < torch.minimum(lengths, capacity), index, -1)[:, None]

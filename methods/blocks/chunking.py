@@ -2,7 +2,7 @@
 (LycheeCluster, section 4 and appendix A).
 
 What a token ends is read off its text once for a whole vocabulary; cutting a text is then arithmetic on token ids. A
-text is cut in the same places whether it is read at once or token by token.
+text is cut at the same tokens whether it is read at once or token by token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from methods.blocks.ragged import entries
 
 Chunking = Literal["structure", "fixed"]
 
-# What the end of a token's text may hold, strongest first; the place in the list gives the strength, 4 .. 1.
+# What the end of a token's text may hold, strongest first; the index in the list gives the strength, 4 .. 1.
 DELIMITERS = [
     re.compile(r"\n[ \t]*\n|```|~~~|---|\*\*\*|___|===|[}\]>]"),  # paragraphs, Markdown rules and fences, structures
     re.compile(r"[.?!\n。？！．]"),  # sentences and lines
@@ -39,10 +39,10 @@ class Delimiters:
     """What the tokens of a vocabulary end and begin; the last entry of each stands for ids beyond the vocabulary.
 
     Attributes:
-        ends: [V + 1] int8, the strongest delimiter behind the last letter or digit of each token, 4 (paragraph) .. 1
+        ends: [V + 1] int8, the strongest delimiter after the last letter or digit of each token, 4 (paragraph) .. 1
             (word); 0 none.
         begins_word: [V + 1] bool, the text begins with white space: what stands before it ends a word.
-        breaks_line: [V + 1] bool, the text is a line break: behind another line's end it ends a paragraph.
+        breaks_line: [V + 1] bool, the text is a line break: after another line's end it ends a paragraph.
         ends_line: [V + 1] bool, the text ends with a line break.
     """
 
@@ -52,7 +52,7 @@ class Delimiters:
     ends_line: torch.Tensor
 
     def strengths(self, ids: torch.Tensor) -> torch.Tensor:
-        """How strong a boundary stands behind each token of a text: [n] int8, 0 (none) .. 4. `ids`: [n]."""
+        """How strong a boundary there is after each token of a text: [n] int8, 0 (none) .. 4. `ids`: [n]."""
         last = len(self.ends) - 1
         ids = torch.where((ids < 0) | (ids > last), last, ids)
         strengths = torch.maximum(self.ends[ids], pad(self.begins_word[ids[1:]], (0, 1)).to(torch.int8))
@@ -182,10 +182,10 @@ class Text:
     Args:
         ids: the prompt, [N] on the CPU.
         cutter: cuts the text; chunks have at most `rest` tokens.
-        rest: most tokens behind the last chunk.
+        rest: most tokens after the last chunk.
         device: where the chunks' bounds are wanted.
         first: where the first chunk begins.
-        whole_prompt: the prompt is cut to its end, and the rest begins behind it.
+        whole_prompt: the prompt is cut to its end, and the rest begins after it.
 
     Attributes:
         chunks: all chunks so far.

@@ -20,13 +20,13 @@ def each_head(
     Returns:
         [B][Hkv] what `do` returned.
     """
-    places = [(row, head) for row in range(batch) for head in range(kv_heads)]
-    threads = max(1, min(len(workspaces), len(places)))
+    pairs = [(row, head) for row in range(batch) for head in range(kv_heads)]
+    threads = max(1, min(len(workspaces), len(pairs)))
 
     def share(number: int) -> list[T]:
-        return [do(row, head, workspaces[number]) for row, head in places[number::threads]]
+        return [do(row, head, workspaces[number]) for row, head in pairs[number::threads]]
 
     waiting = [pool.submit(share, number) for number in range(1, threads)]
     shares = [share(0), *(one.result() for one in waiting)]
-    done = [shares[at % threads][at // threads] for at in range(len(places))]
+    done = [shares[at % threads][at // threads] for at in range(len(pairs))]
     return [done[first : first + kv_heads] for first in range(0, len(done), kv_heads)]

@@ -49,13 +49,13 @@ def _from_bits(_context, bits):  # type: ignore[no-untyped-def]
 
 @jit
 def _from_order(number):  # type: ignore[no-untyped-def]
-    """The float32 at place `number` in the order of all float32, that of zero being 0."""
+    """Float32 number `number` in the order of all float32, that of zero being 0."""
     return _from_bits(number) if number >= 0 else -_from_bits(-number)
 
 
 @jit
 def best(scores, count, wanted, picked):  # type: ignore[no-untyped-def]
-    """Put the places of the `wanted` largest of scores[:count] in `picked`, ascending; returns how many.
+    """Put the indexes of the `wanted` largest of scores[:count] in `picked`, ascending; returns how many.
 
     Of equal ones the first count, NaN and -inf never.
     The smallest score that belongs to them is found by bisection over the float32 numbers in their order: some twenty
@@ -101,26 +101,26 @@ def sort(values, items, count):  # type: ignore[no-untyped-def]
         for start in range(0, count, 2 * width):
             middle, stop = min(start + width, count), min(start + 2 * width, count)
             left, right = start, middle
-            for place in range(start, stop):
+            for index in range(start, stop):
                 if left < middle and (right == stop or values[left] <= values[right]):
-                    sorted_values[place], sorted_items[place] = values[left], items[left]
+                    sorted_values[index], sorted_items[index] = values[left], items[left]
                     left += 1
                 else:
-                    sorted_values[place], sorted_items[place] = values[right], items[right]
+                    sorted_values[index], sorted_items[index] = values[right], items[right]
                     right += 1
-        for place in range(count):
-            values[place], items[place] = sorted_values[place], sorted_items[place]
+        for index in range(count):
+            values[index], items[index] = sorted_values[index], sorted_items[index]
         width *= 2
 
 
 @jit
-def write_best(values, count, places, scores, picked):  # type: ignore[no-untyped-def]
-    """Fill places [k] and scores [k] with the best of values[:count], best first, -1 and -inf behind."""
-    found = best(values, count, len(places), picked)
+def write_best(values, count, indexes, scores, picked):  # type: ignore[no-untyped-def]
+    """Fill indexes [k] and scores [k] with the best of values[:count], best first, then -1 and -inf."""
+    found = best(values, count, len(indexes), picked)
     falling = np.empty(found, np.float32)
     for i in range(found):
         falling[i] = -values[picked[i]]
     sort(falling, picked, found)
-    places[found:], scores[found:] = -1, -np.inf
+    indexes[found:], scores[found:] = -1, -np.inf
     for i in range(found):
-        places[i], scores[i] = picked[i], -falling[i]
+        indexes[i], scores[i] = picked[i], -falling[i]

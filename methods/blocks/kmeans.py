@@ -24,7 +24,7 @@ def spherical_kmeans(
         points: [S, M, D] fp32, S sets of M points, of unit length or near it.
         clusters: K of every set, at most its points.
         generator: draws the first centroids, on the CPU.
-        counts: [S], points of each set where some have fewer than M; those behind are no points.
+        counts: [S], points of each set where some have fewer than M; those after them are no points.
 
     Returns:
         centroids: [S, K, D] of unit length; of what `assigned` says, but for empty clusters.
@@ -72,10 +72,10 @@ def cluster_sums(points: torch.Tensor, assigned: torch.Tensor, clusters: int) ->
 
 
 def lists_of(assigned: torch.Tensor, clusters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The points of every cluster, as lists one behind the other (CSR).
+    """The points of every cluster, as lists one after the other (CSR).
 
     Args:
-        assigned: [S, M], the cluster of each point; `clusters` for none, whose points stand behind all lists.
+        assigned: [S, M], the cluster of each point; `clusters` for none, whose points come after all lists.
 
     Returns:
         members [S, M], points in the order of their clusters, and starts [S, clusters + 1]: cluster c has the members

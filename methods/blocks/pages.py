@@ -16,8 +16,8 @@ def bounds(keys: torch.Tensor, pages: torch.Tensor, longest: int) -> tuple[torch
     Returns:
         low, high: [H, P, D].
     """
-    place = torch.arange(longest, device=keys.device)
-    tokens = torch.minimum(pages[:-1, None] + place, pages[1:, None] - 1)  # a shorter page repeats its last token
+    offset = torch.arange(longest, device=keys.device)
+    tokens = torch.minimum(pages[:-1, None] + offset, pages[1:, None] - 1)  # a shorter page repeats its last token
     paged = [head[tokens] for head in keys]
     return torch.stack([page.amin(dim=1) for page in paged]), torch.stack([page.amax(dim=1) for page in paged])
 

@@ -21,10 +21,10 @@ def entries(starts: torch.Tensor, counts: torch.Tensor, most: int | None = None)
     """
     ends = counts.long().cumsum(dim=-1)
     longest = most if most is not None and starts.is_cuda else int(ends[..., -1].max())
-    place = torch.arange(longest, device=starts.device).expand(*starts.shape[:-1], longest).contiguous()
-    source = torch.searchsorted(ends, place, right=True).clamp(max=starts.shape[-1] - 1)
-    numbers = place + (starts - ends + counts).gather(-1, source)
-    return torch.where(place < ends[..., -1:], numbers, -1), source
+    index = torch.arange(longest, device=starts.device).expand(*starts.shape[:-1], longest).contiguous()
+    source = torch.searchsorted(ends, index, right=True).clamp(max=starts.shape[-1] - 1)
+    numbers = index + (starts - ends + counts).gather(-1, source)
+    return torch.where(index < ends[..., -1:], numbers, -1), source
 
 
 def stacked(lists: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -35,7 +35,7 @@ def _cut(values: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor | None) -
 
 
 def _limited(ids: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
-    """Ids [B, H, n] with -1 behind each row's count."""
+    """Ids [B, H, n] with -1 after each row's count."""
     if counts is None:
         return ids
     return torch.where(torch.arange(ids.shape[-1], device=ids.device) < counts[:, None, None], ids, -1)
@@ -50,7 +50,7 @@ def interleave(
 ) -> torch.Tensor:
     """Join the ranked lists of each KV head's query group by rank, without repeats, and cut.
 
-    Rank 0 of every query head comes first, then rank 1, and so on; an id keeps its first place.
+    Rank 0 of every query head comes first, then rank 1, and so on; an id keeps its first rank.
 
     Args:
         index: [B, Hq, M] ids, best first, -1 = none.

@@ -207,11 +207,11 @@ class IceCache(Method):
                 self._each_head(layer, lambda row, head, work: self.trees[layer][row][head].insert(left[row], work))
 
     def _follow(self, layer: int) -> None:
-        """Point the trees to the keys' new place if the store has grown."""
-        place = self.view.host_keys(layer).data_ptr()
-        if place == self.memory[layer]:
+        """Point the trees to the keys' new memory if the store has grown."""
+        address = self.view.host_keys(layer).data_ptr()
+        if address == self.memory[layer]:
             return
-        self.memory[layer] = place
+        self.memory[layer] = address
         for row, regions in enumerate(self.regions):
             for head, tree in enumerate(self.trees[layer][row]):
                 tree.bind(self._keys(layer)[row, head, regions.sinks :])

@@ -119,14 +119,14 @@ def _two_level(points: torch.Tensor, layout: Layout, generator: torch.Generator)
         wanted, inside = int(clusters[group][0]), sizes[group]
         if not wanted:
             continue
-        places, _ = entries((starts[:, :-1] + head * count)[group][:, None], inside[:, None])
-        chunks, present = members[places.clamp(min=0)], places >= 0
+        indexes, _ = entries((starts[:, :-1] + head * count)[group][:, None], inside[:, None])
+        chunks, present = members[indexes.clamp(min=0)], indexes >= 0
         found, local = spherical_kmeans(points[chunks], wanted, iterations, generator, inside)
         first = (end - clusters)[group][:, None]
         assigned[chunks[present]] = (first + local)[present]
         centroids[(end - clusters + head * most)[group][:, None] + torch.arange(wanted, device=first.device)] = found
-    place = torch.arange(most, device=points.device).expand(heads, -1).contiguous()
-    of_unit = torch.searchsorted(end, place, right=True)
+    index = torch.arange(most, device=points.device).expand(heads, -1).contiguous()
+    of_unit = torch.searchsorted(end, index, right=True)
     return Clustering(centroids.view(heads, most, width), assigned.view(heads, count), unit_centroids, of_unit)
 
 
@@ -135,7 +135,7 @@ def _units(clusters: int, layout: Layout) -> int:
 
 
 def rows_at(vectors: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """vectors [H, n, D] at places [H, m]: [H, m, D]."""
+    """vectors [H, n, D] at indexes [H, m]: [H, m, D]."""
     heads, count, width = vectors.shape
     first = torch.arange(heads, device=at.device)[:, None] * count
     return vectors.reshape(-1, width).index_select(0, (at + first).view(-1)).view(heads, -1, width)

@@ -120,15 +120,15 @@ class ClusterIndex:
         score = score.masked_fill((clusters < 0) | (sizes == 0), -torch.inf)
         score, order = score.topk(min(room // search.shortest + 2, score.shape[2]), dim=2)
         sizes = sizes.gather(2, order).masked_fill(score == -torch.inf, 0)
-        places, rank = entries(_pick(self.starts, at.gather(2, order)), sizes)
-        chunks = _pick(self.members, places.clamp(min=0)).long()
+        indexes, rank = entries(_pick(self.starts, at.gather(2, order)), sizes)
+        chunks = _pick(self.members, indexes.clamp(min=0)).long()
         if self.codes is not None:
             near = _decoded(rows_at(self.codes, chunks.flatten(1)).view(*chunks.shape, -1)) @ queries[..., None]
             order = near.squeeze(3).argsort(dim=2, descending=True)
-            rank = rank.masked_fill(places < 0, rank.shape[2]).gather(2, order)
+            rank = rank.masked_fill(indexes < 0, rank.shape[2]).gather(2, order)
             order = order.gather(2, rank.argsort(dim=2, stable=True))
-            chunks, places = chunks.gather(2, order), places.gather(2, order)
-        return torch.where(places < 0, -1, chunks)
+            chunks, indexes = chunks.gather(2, order), indexes.gather(2, order)
+        return torch.where(indexes < 0, -1, chunks)
 
     def graft(self, representative: torch.Tensor, length: int) -> None:
         """Add a chunk to its nearest cluster (algorithm 1, lazy update): no cluster is split, none is new.
@@ -156,10 +156,10 @@ class ClusterIndex:
             self._widen(representative[:, None], cluster, unit, old)
 
     def _insert(self, representative: torch.Tensor, cluster: torch.Tensor, end: torch.Tensor) -> None:
-        """Put a new chunk behind the members of `cluster` [H, 1], which stand up to `end` [H, 1]."""
-        place = torch.arange(self.count + 1, device=end.device)
-        members = torch.where(place < end, pad(self.members, (0, 1)), pad(self.members, (1, 0)))
-        self.members = members.masked_fill(place == end, self.count)
+        """Put a new chunk after the members of `cluster` [H, 1], which stand up to `end` [H, 1]."""
+        index = torch.arange(self.count + 1, device=end.device)
+        members = torch.where(index < end, pad(self.members, (0, 1)), pad(self.members, (1, 0)))
+        self.members = members.masked_fill(index == end, self.count)
         self.starts += (torch.arange(self.starts.shape[1], device=end.device) > cluster).int()
         if self.codes is not None:
             if self.count == self.codes.shape[1]:
@@ -170,11 +170,11 @@ class ClusterIndex:
     def _measure(self, cluster: torch.Tensor, unit: torch.Tensor) -> None:
         """Radii of `cluster` and `unit`, [H, 1], anew from what is in them."""
         first = self.starts.gather(1, cluster)
-        places, _ = entries(first, self.starts.gather(1, cluster + 1) - first)
+        indexes, _ = entries(first, self.starts.gather(1, cluster + 1) - first)
         assert self.codes is not None
-        points = _decoded(rows_at(self.codes, self.members.gather(1, places.clamp(min=0)).long()))
+        points = _decoded(rows_at(self.codes, self.members.gather(1, indexes.clamp(min=0)).long()))
         distance = self._distance(points, rows_at(self.centroids, cluster))
-        self.radii.scatter_(1, cluster, self._up(distance.masked_fill(places < 0, 0).amax(dim=1, keepdim=True)))
+        self.radii.scatter_(1, cluster, self._up(distance.masked_fill(indexes < 0, 0).amax(dim=1, keepdim=True)))
         first = self.unit_starts.gather(1, unit)
         clusters, _ = entries(first, self.unit_starts.gather(1, unit + 1) - first)
         at = clusters.clamp(min=0)
@@ -216,7 +216,7 @@ def _decoded(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _pick(values: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """values [H, n] at places [H, Q, m]: [H, Q, m]."""
+    """values [H, n] at indexes [H, Q, m]: [H, Q, m]."""
     return values.gather(1, at.flatten(1)).view(at.shape)
 
 

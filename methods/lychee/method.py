@@ -26,7 +26,7 @@ class Regions:
     """How the past of one row is parted; the same in all layers and heads, for chunks follow the text alone.
 
     Attributes:
-        text: its chunks; behind them the buffer.
+        text: its chunks; after them the buffer.
         capacity: the row's budget C in tokens.
         sinks: first tokens, always attended.
         room: most tokens of chunks that a step attends.

@@ -1,7 +1,7 @@
 """The index of one layer's retrieval zones: the codes of their tokens, kept token after token, and the search.
 
-An index knows tokens by their place in the zone of their row, 0 for its first. `VectorIndex` computes in torch on the
-device of the queries, `KernelIndex` in Numba on the CPU; the same keys give the same codes and the same answers.
+The tokens of a row's zone are numbered from 0. `VectorIndex` computes in torch on the device of the queries,
+`KernelIndex` in Numba on the CPU; the same keys give the same codes and the same answers.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Index(ABC):
 
     @abstractmethod
     def _encode(self, row: int, start: int, keys: torch.Tensor) -> None:
-        """Store the codes of keys [Hkv, n, head_dim] from place `start` on, and count their ids."""
+        """Store the codes of keys [Hkv, n, head_dim] from index `start` on, and count their ids."""
 
     @abstractmethod
     def search(self, queries: torch.Tensor, quotas: Mapping[int, Quotas]) -> dict[int, torch.Tensor]:
@@ -72,7 +72,7 @@ class Index(ABC):
             quotas: of each row that asks.
 
         Returns:
-            For each of these rows, [Hkv, k] int64 places in its zone, best first; -1 where the estimate is NaN.
+            For each of these rows, [Hkv, k] int64 indexes in its zone, best first; -1 where the estimate is NaN.
         """
 
 

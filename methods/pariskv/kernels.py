@@ -1,7 +1,7 @@
 """ParisKV's stages for one KV head, in Numba; `vectorised.py` has the same in torch, and says what they compute.
 
 No fast arithmetic here: both must give the same bits. A zone's ids are read as words of 4, its codes as words of one
-subspace; `halves` is the same memory as `codes`, for the weights behind the words. The constants of `codebook.py` are
+subspace; `halves` is the same memory as `codes`, for the weights after the words. The constants of `codebook.py` are
 compiled in, and what is compiled is kept until this file changes.
 """
 
@@ -34,7 +34,7 @@ def _prefetch(_context, array, row, column):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         from llvmlite import ir
 
-        place = cgutils.get_item_pointer(
+        address = cgutils.get_item_pointer(
             context,
             builder,
             signature.args[0],
@@ -45,7 +45,7 @@ def _prefetch(_context, array, row, column):  # type: ignore[no-untyped-def]
         of = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
         read, keep, data = flag(0), flag(3), flag(1)
         fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], of)
-        builder.call(fetch, [builder.bitcast(place, byte), read, keep, data])
+        builder.call(fetch, [builder.bitcast(address, byte), read, keep, data])
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp), generate
@@ -53,7 +53,7 @@ def _prefetch(_context, array, row, column):  # type: ignore[no-untyped-def]
 
 @inner
 def _transform(x):  # type: ignore[no-untyped-def]
-    """The Walsh-Hadamard transform, in place."""
+    """The Walsh-Hadamard transform, in address."""
     width = 1
     while width < len(x):
         for start in range(0, len(x), 2 * width):
@@ -204,7 +204,7 @@ def vote(ids, votes_of, wanted, votes, candidates):  # type: ignore[no-untyped-d
 
 @exact
 def rerank(codes, halves, products, candidates, estimates, picked, tokens, scores):  # type: ignore[no-untyped-def]
-    """Fill tokens, scores [k] with the candidates of the largest estimates of <query, key>, best first, -1 behind.
+    """Fill tokens, scores [k] with the candidates of the largest estimates of <query, key>, best first, then -1.
 
     Args:
         codes, halves: [n, ...] uint32 and uint16.

@@ -42,7 +42,7 @@ class Zones:
     dense: int
 
     def waiting(self, length: int, zone: int) -> int:
-        """Tokens behind a zone of `zone` tokens and the local window, in a sequence of `length`; negative: none."""
+        """Tokens after a zone of `zone` tokens and the local window, in a sequence of `length`; negative: none."""
         return length - self.sinks - zone - self.local
 
     @property
@@ -150,7 +150,7 @@ class ParisKV(Method):
         return Selection(stacked([self._attended(layer, row, found.get(row)) for row in range(self.shape.batch)]))
 
     def _attended(self, layer: int, row: int, retrieved: torch.Tensor | None) -> torch.Tensor:
-        """What a row's KV heads attend, [Hkv, M]: buffer, window, sinks and places of the zone; None: everything.
+        """What a row's KV heads attend, [Hkv, M]: buffer, window, sinks and tokens of the zone; None: everything.
 
         It lies where the index does: one on the CPU does not wait for a GPU to hear of it.
         """

@@ -31,7 +31,7 @@ FIRST_INDEXED = 2  # the published code, which links at compressions, indexes fr
 
 
 class Evictions:
-    """The view that the prompt's compressor gets: as the store's own, but that `keep` also tells who retrieves."""
+    """The view that the prompt's compressor gets: as the store's own, but that `keep` has the rest indexed, too."""
 
     def __init__(self, view: View, keep: Callable[[int, torch.Tensor], None]) -> None:
         self._view, self.keep = view, keep

@@ -111,7 +111,7 @@ class Retriever:
         index: [B][Hkv].
         submit: of a `Batch`.
         link: when an answer is used.
-        count_read: told how many keys were read.
+        count_read: called with how many keys were read.
         log: counts what happens.
     """
 
@@ -200,7 +200,7 @@ class Retriever:
         counts: Sequence[int],
     ) -> _Found:
         if before is not None:
-            wait([before])  # an index is no place for two threads; what the other raised is told by itself
+            wait([before])  # one thread at a time in an index; what the other raised it reports itself
         faiss.omp_set_num_threads(1)
         indexes = [index for row in self.index for index in row]
         read, rebuilds = (sum(getattr(one, name) for one in indexes) for name in ("keys_read", "rebuilds"))

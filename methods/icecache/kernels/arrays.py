@@ -23,7 +23,7 @@ class Tree(NamedTuple):
         keys: [rows, D] float32, or uint16: the bits of bfloat16. The store's own memory.
         point: [rows] `POINT`: page and slot, own node (`NONE` at level 1), |k|^2, k . parent (0 below the root).
         page: [pages] `PAGE`: its node, members, next page of the node or of the free list, members changed.
-        slots: [pages, page size] int32 points, `NONE` behind the last member.
+        slots: [pages, page size] int32 points, `NONE` after the last member.
         node: [nodes] `NODE`: own point, level (the root's is top + 1), first page, children.
         node_key, node_sum: [nodes, D] float32, own key and the sum of the children's.
         projection: [rows, J] float32, <k, u_j> without the height's share, which changes with c.

@@ -62,10 +62,10 @@ def nearest_nodes(tree, rows, level, fov, exhaustive_below, work, parents):  # t
             highest = np.float32(-np.inf)
             for i in range(first, found):
                 highest = max(highest, work.node_score[g, i])
-            place = first
-            while work.node_score[g, place] != highest:
-                place += 1
-            parent = work.nodes[place]
+            index = first
+            while work.node_score[g, index] != highest:
+                index += 1
+            parent = work.nodes[index]
             parents[start + g] = parent
             tree.point[rows[start + g]].affinity = highest - heights[g] * height_of(tree, tree.node[parent].point)
 

@@ -87,7 +87,7 @@ def _order_greedily(tree, rows, count, work):  # type: ignore[no-untyped-def]
             if tree.point[rows[i]].norm2 > LARGER * tree.point[rows[seed]].norm2:
                 seed = i
         rows[start], rows[seed] = rows[seed], rows[start]
-        rest = np.empty(count - start + 2, np.int32)  # without the seed, and the three places `products` wants
+        rest = np.empty(count - start + 2, np.int32)  # without the seed, and the three entries that `products` wants
         rest[: count - start - 1] = rows[start + 1 : count]
         affinities(tree, rows[start], rest, count - start - 1, work)
         near = best(work.score[0], count - start - 1, size - 1, work.picked)
@@ -115,7 +115,7 @@ def _order(tree, rows, count, greedy, work):  # type: ignore[no-untyped-def]
 
 @jit
 def _fill_pages(tree, node, rows, count, after):  # type: ignore[no-untyped-def]
-    """Put ordered points into ceil(count / page size) new pages of `node`, evenly, chained behind page `after`."""
+    """Put ordered points into ceil(count / page size) new pages of `node`, evenly, chained after page `after`."""
     pages = -(-count // tree.slots.shape[1])
     start = 0
     for number in range(pages):
@@ -157,7 +157,7 @@ def load_children(tree, rows, parents, greedy, work):  # type: ignore[no-untyped
 
 @jit
 def _page_for(tree, node, row, greedy, work):  # type: ignore[no-untyped-def]
-    """The page of `node` a newcomer belongs in: its nearest child's, or by its place in the order of projections."""
+    """The page of `node` a newcomer belongs in: its nearest child's, or by the order of projections."""
     page = tree.node[node].first
     if page == NONE or tree.page[page].next == NONE:
         return page

@@ -54,7 +54,7 @@ def _products_4x1(matrix, rows, i, queries, g, out):  # type: ignore[no-untyped-
 
 @jit
 def products(matrix, rows, start, stop, queries, out):  # type: ignore[no-untyped-def]
-    """out[g, i] = queries[g] . matrix[rows[i]], start <= i < stop; three entries behind `stop` are overwritten."""
+    """out[g, i] = queries[g] . matrix[rows[i]], start <= i < stop; three entries from `stop` on are overwritten."""
     if start == stop:
         return
     rows[stop : stop + 3] = rows[stop - 1]

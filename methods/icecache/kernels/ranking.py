@@ -241,7 +241,7 @@ def scan(tree, queries, work):  # type: ignore[no-untyped-def]
 
 @kernel
 def best_pages(tree, count, pages, scores, work):  # type: ignore[no-untyped-def]
-    """Fill pages, scores [G, P] with the pages of the best members, best first, -1 and -inf behind."""
+    """Fill pages, scores [G, P] with the pages of the best members, best first, then -1 and -inf."""
     used = tree.state[PAGES]
     for g in range(pages.shape[0]):
         work.scratch[:used] = -np.inf
@@ -253,7 +253,7 @@ def best_pages(tree, count, pages, scores, work):  # type: ignore[no-untyped-def
 
 @kernel
 def best_rows(count, rows, scores, work):  # type: ignore[no-untyped-def]
-    """Fill rows, scores [G, k] with the best keys, best first, -1 and -inf behind."""
+    """Fill rows, scores [G, k] with the best keys, best first, then -1 and -inf."""
     for g in range(rows.shape[0]):
         write_best(work.score[g], count, rows[g], scores[g], work.picked)
         for i in range(rows.shape[1]):
