@@ -5,12 +5,14 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 STAMP := $(VENV)/.kvbench-installed
 
-.PHONY: help setup run test coverage reference lint format clean
+.PHONY: help setup run test test-slow coverage reference lint format clean
 
 help:
 	@echo "make run     set up .venv, then the demo: eight arms on the small model, a table and a picture"
-	@echo "make test    set up .venv, then the tests"
-	@echo "make coverage   the tests with a coverage report: slower"
+	@echo "make test    set up .venv, then the quick tests: some minutes, and every claim but a few is seen once"
+	@echo "make test ONLY=quest    all tests of one method, or of one file: ONLY=test_store"
+	@echo "make test-slow  the rest: full matrices, kills, SLURM, notebooks, training, the demo"
+	@echo "make coverage   all tests with a coverage report: slower"
 	@echo "make reference  run the sweep behind results/reference anew"
 	@echo "make lint    set up .venv, then ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
@@ -39,10 +41,22 @@ reference: $(STAMP)
 	$(BIN)/python -m kvbench +experiment=reference_probe
 	$(BIN)/python scripts/compact_runs.py results/sweep_reference results/reference
 
-TESTS := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+TESTS := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# A file by its full name, or whatever has these letters in its name: a method, a part of a file, an expression of `-k`.
+CHOSEN = $(or $(wildcard tests/$(ONLY).py),-k '$(ONLY)')
+NO_TESTS := 5
 
+ifdef ONLY
 test: $(STAMP)
-	$(TESTS)
+	@$(TESTS) $(CHOSEN) || { code=$$?; \
+	    [ $$code != $(NO_TESTS) ] || echo "make test: ONLY=$(ONLY) matches no test and no test file" >&2; exit 2; }
+else
+test: $(STAMP)
+	$(TESTS) -m 'not slow'
+endif
+
+test-slow: $(STAMP)
+	$(TESTS) -m slow
 
 coverage: $(STAMP)
 	$(TESTS) --cov --cov-report=term

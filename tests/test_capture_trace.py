@@ -44,6 +44,7 @@ def test_a_trace_recomputes_what_attention_gave(tmp_path: Path, monkeypatch: pyt
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_file_holds_the_chosen_layers(tmp_path: Path) -> None:
     file = tmp_path / "trace.npz"
     options = ["--layers", "1,0", "--window", "16", "--generate", "3"]

@@ -1,5 +1,7 @@
 """What a config is refused for, and with which line; and what is let through."""
 
+import copy
+import functools
 import json
 import math
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -30,13 +32,22 @@ def network(monkeypatch):
     return be
 
 
+@functools.cache
+def composition(*overrides):
+    """Compose overrides over kvbench's conf, once."""
+    with initialize_config_dir(str(config.conf_dir()), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
 @pytest.fixture
 def composed(tmp_path):
     """Compose overrides over kvbench's conf, with results in a temporary folder."""
 
     def make(*overrides):
-        with initialize_config_dir(str(config.conf_dir()), version_base="1.3"):
-            return compose("config", [f"results_dir={tmp_path}/results", *overrides])
+        made = copy.deepcopy(composition("results_dir=FOLDER", *overrides))
+        if made.results_dir == "FOLDER":
+            made.results_dir = f"{tmp_path}/results"
+        return made
 
     return make
 
@@ -93,15 +104,17 @@ def test_a_file_read_without_hydra_is_what_hydra_composes(composed, group, name)
 
 @pytest.mark.parametrize("name", config.choices("method"))
 def test_every_method_takes_its_preset_and_its_own_minimum_in_both_accountings(composed, name):
-    minimum = config.method_config(name).harness["minimum"]
+    minimum, job = config.method_config(name).harness["minimum"], composed(f"method={name}", "budget=null")
     for accounting in ("paper", "unified"):
-        check(composed(f"method={name}", "budget=null", f"protocol.accounting={accounting}"))
-        check(composed(f"method={name}", f"budget={minimum[accounting] or 1}", f"protocol.accounting={accounting}"))
+        for budget in (None, minimum[accounting] or 1):
+            job.protocol.accounting, job.budget = accounting, budget
+            check(job)
 
 
 @pytest.mark.parametrize("budget", ["0", "-1", "1.5", "0.0", "-0.1", "256.0", "nan", "inf"])
 def test_a_budget_out_of_range_is_refused(refusal, budget):
-    assert refusal(f"budget={budget}").startswith("budget=") and "out of range" in refusal(f"budget={budget}")
+    line = refusal(f"budget={budget}")
+    assert line.startswith("budget=") and "out of range" in line
 
 
 @pytest.mark.parametrize("budget", ["lots", "true", "[256]", "12%"])

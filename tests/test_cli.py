@@ -244,6 +244,7 @@ def test_an_experiment_may_bring_its_own_sweep(command, tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_experiment_may_name_arms_each_with_keys_of_its_own(command, tmp_path):
     conf = tmp_path / "mine"
     (conf / "experiment").mkdir(parents=True)

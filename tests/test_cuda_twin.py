@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import (
+from driver import (
     CLOSE,
     METHODS,
     SMALL,
@@ -19,8 +19,10 @@ from conftest import (
     drive,
     each_accounting,
     each_method,
+    each_method_in_turn,
     numbers,
     run_loop,
+    slow,
     stream,
 )
 from twin import Twin, device
@@ -86,19 +88,20 @@ def agree(fixed: Stream, case: Case, accounting: str, **options: int) -> None:
     assert {key: there.audit[key] for key in same} == {key: here.audit[key] for key in same}
 
 
-@each_method
-@pytest.mark.parametrize(("lengths", "accounting"), [((150, 90), "paper"), ((150,), "unified")], ids=["two", "one"])
-def test_a_method_on_the_device_gives_what_it_gives_on_the_cpu(
-    cuda: Twin, case: Case, lengths: tuple[int, ...], accounting: str
-) -> None:
-    agree(stream(*lengths, steps=4), case, accounting, chunk=64)
+@each_method_in_turn
+def test_a_method_on_the_device_gives_what_it_gives_on_the_cpu(cuda: Twin, case: Case, accounting: str) -> None:
+    agree(stream(*{"paper": (150, 90), "unified": (150,)}[accounting], steps=4), case, accounting, chunk=64)
 
 
-@pytest.mark.parametrize("case", [CASES[name] for name in CHANGING], ids=CHANGING)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(CASES[name], id=name, marks=[pytest.mark.slow] * (at % 3 > 0)) for at, name in enumerate(CHANGING)],
+)
 def test_so_it_does_while_buffers_fill_and_tokens_are_evicted(cuda: Twin, case: Case) -> None:
     agree(stream(100, 60, steps=EVICTION + 4), case, "unified" if case.id in DROPPING else "paper")
 
 
+@pytest.mark.slow
 @each_method
 def test_the_measured_loop_generates_the_same(cuda: Twin, above: Loaded, tiny: Loaded, case: Case) -> None:
     prompts = [numbers(150), numbers(90, seed=1)]
@@ -129,7 +132,7 @@ def test_a_decode_step_makes_the_host_wait_for_nothing(
     with (
         mock.patch.object(Engine, "start_step", quiet(start)),
         mock.patch.object(Engine, "attend", quiet(attend)),
-        mock.patch("conftest.watch", lambda method: []),
+        mock.patch("driver.watch", lambda method: []),
     ):
         drive(up(stream(*lengths, steps=3)), case.build(), SMALL, accounting=accounting)
 
@@ -149,12 +152,13 @@ def test_an_index_on_the_cpu_waits_for_its_queries_only(cuda: Twin, name: str, w
     with (
         mock.patch.object(Engine, "start_step", counted),
         mock.patch.object(Engine, "settle", settled),
-        mock.patch("conftest.watch", lambda method: []),
+        mock.patch("driver.watch", lambda method: []),
     ):
         drive(fixed, CASES[name].build(), SMALL)
     assert counts == [waits] * 3
 
 
+@pytest.mark.slow
 @each_quiet
 def test_the_measured_loop_waits_once_a_step(cuda: Twin, above: Loaded, case: Case) -> None:
     """For the tokens that come down; what the audit counts once the clock has stopped is left out."""
@@ -204,7 +208,7 @@ def test_one_prefill_serves_many_methods(cuda: Twin, above: Loaded, tiny: Loaded
         assert there.tokens == here.tokens, case.id
 
 
-@pytest.mark.parametrize("name", ["full", "snapkv", "quest", "pariskv", "racc_code", "lychee", "icecache"])
+@pytest.mark.parametrize("name", ["snapkv", "icecache", *slow("full", "quest", "pariskv", "racc_code", "lychee")])
 def test_probes_measure_the_same(cuda: Twin, above: Loaded, tiny: Loaded, name: str) -> None:
     def probed(loaded: Loaded) -> dict[str, float]:
         prompts, method = [numbers(150), numbers(90, seed=1)], CASES[name].build()
@@ -217,7 +221,7 @@ def test_probes_measure_the_same(cuda: Twin, above: Loaded, tiny: Loaded, name: 
     assert probed(above) == pytest.approx(probed(tiny), abs=CLOSE)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "quest", "icecache", "pariskv"])
+@pytest.mark.parametrize("name", ["snapkv", "icecache", *slow("quest", "pariskv")])
 def test_generate_of_transformers_runs_on_a_padded_batch(cuda: Twin, above: Loaded, tiny: Loaded, name: str) -> None:
     def generated(loaded: Loaded) -> list[list[int]]:
         short = numbers(90, seed=1)

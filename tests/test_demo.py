@@ -31,6 +31,7 @@ def small(sizes, results):
     return ["model=dummy-tiny", f"results_dir={results}"]
 
 
+@pytest.mark.slow
 def test_the_demo_prints_one_table_and_draws_one_picture(small, results, capsys):
     assert demo.main(small) == 0
     told = capsys.readouterr().out
@@ -44,6 +45,7 @@ def test_the_demo_prints_one_table_and_draws_one_picture(small, results, capsys)
     assert [line.split()[1] for line in lines] == ["full", "quest"]
 
 
+@pytest.mark.slow
 def test_a_row_holds_what_the_runs_found(small):
     full, quest = demo.demo(small, Console(quiet=True))
     assert (full.method, full.budget, quest.method, quest.budget) == ("full", None, "quest", 64)
@@ -52,6 +54,7 @@ def test_a_row_holds_what_the_runs_found(small):
     assert full.attended > quest.attended > 0 and full.step_ms > 0 and quest.kv_bytes > 0
 
 
+@pytest.mark.slow
 def test_a_second_start_runs_nothing_again(small, monkeypatch):
     rows = demo.demo(small, Console(quiet=True))
     monkeypatch.setattr("kvbench.runs.shared.measure", lambda *a: pytest.fail("generated again"))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import yaml
+from driver import slow
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench import __main__ as cli
@@ -25,7 +26,16 @@ PUBLISHED = [id for id in published.ids() if id in NAMES]
 # What must be given by hand, and is nowhere to be fetched from.
 GIVEN = {"icecache_table3": "task.exemplars"}
 
-each_experiment = pytest.mark.parametrize("name", NAMES)
+# To compose the jobs of one takes seconds: the quick tests meet every fourth.
+QUICK = NAMES[1::4]
+
+
+def each(names: Sequence[str]) -> list[Any]:
+    """The names of experiments as parameters; what is not in `QUICK` is slow."""
+    return [param for name in names for param in ([name] if name in QUICK else slow(name))]
+
+
+each_experiment = pytest.mark.parametrize("name", each(NAMES))
 plain_and_smoke = pytest.mark.parametrize("smoke", ["false", "true"])
 
 
@@ -118,13 +128,13 @@ def test_every_published_table_that_kvbench_can_fill_has_an_experiment() -> None
     assert len(fillable) >= 8 and fillable <= set(NAMES)
 
 
-@pytest.mark.parametrize("id", PUBLISHED)
+@pytest.mark.parametrize("id", each(PUBLISHED))
 def test_an_experiment_runs_the_methods_of_its_table(id: str) -> None:
     frame = published.table(id).frame
     assert set(frame["method"].dropna()) <= {job.method.name for job in jobs(id)}
 
 
-@pytest.mark.parametrize("id", [id for id in PUBLISHED if published.table(id).frame["metric"].any()])
+@pytest.mark.parametrize("id", each([id for id in PUBLISHED if published.table(id).frame["metric"].any()]))
 def test_an_experiment_makes_the_runs_that_stand_beside_published_cells_and_no_others(id: str) -> None:
     table, made = published.table(id), jobs(id)
     cells = table.frame[(table.frame["metric"] != "") & table.frame["method"].notna()]
@@ -154,7 +164,7 @@ BESIDE = {
 }
 
 
-@each_experiment
+@pytest.mark.parametrize("name", NAMES)
 def test_an_experiment_is_a_few_lines_that_say_what_it_is(name: str) -> None:
     text = (conf_dir() / "experiment" / f"{name}.yaml").read_text()
     assert text.startswith("# @package _global_\n# about: ") and len(text.splitlines()) <= 40

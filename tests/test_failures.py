@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from driver import slow
 
 import kvbench.measure.arm
 from kvbench import __main__ as cli
@@ -124,7 +125,13 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("word", "line"), BAD, ids=[word for word, _ in BAD])
+# Each starts a process; the quick tests see one of a kind.
+QUICK = ("method=qest", "budgt=64", "budget=39", "model.path=/not/here", "model=qwen3-8b", "results_dir=file")
+
+
+@pytest.mark.parametrize(
+    ("word", "line"), [pytest.param(*one, id=one[0], marks=[pytest.mark.slow] * (one[0] not in QUICK)) for one in BAD]
+)
 def test_bad_input_is_one_line_and_loads_no_torch(refused: Callable[..., str], word: str, line: str) -> None:
     assert refused(word).startswith(line)
 
@@ -196,11 +203,13 @@ def without_cuda_memory(*_: Any, **__: Any) -> Any:
     ("broken", "error"),
     [
         (with_weights(float("nan")), "FloatingPointError: the model's logits are NaN or infinite"),
-        (with_weights(float("inf")), "FloatingPointError: the model's logits are NaN or infinite"),
-        (without_memory, "RuntimeError: "),
         (without_cuda_memory, "OutOfMemoryError: CUDA out of memory."),
+        *slow(
+            (with_weights(float("inf")), "FloatingPointError: the model's logits are NaN or infinite"),
+            (without_memory, "RuntimeError: "),
+        ),
     ],
-    ids=["nan", "inf", "memory", "cuda-memory"],
+    ids=["nan", "cuda-memory", "inf", "memory"],
 )
 def test_a_sample_that_fails_is_recorded_and_leaves_the_others_as_they_were(
     main: Callable[..., tuple[int, str, str]],

@@ -69,6 +69,7 @@ def test_the_reference_is_the_model_read_in_one_piece(tmp_path: Path) -> None:
     assert record["fidelity"]["steps"]["nll_full"] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_shared_prefill_gives_what_an_own_one_gives(tmp_path: Path) -> None:
     arms = [["method=full"], ["method=icecache", "budget=64"], ["method=snapkv", "budget=64"]]
     run_shared([configured(tmp_path / "shared", *arm) for arm in arms], Console(quiet=True))

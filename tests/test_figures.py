@@ -87,7 +87,9 @@ def curve(figure: Figure, label: str, place: int = 0) -> tuple[list[float], list
     return [float(x) for x in line.get_xdata()], [float(y) for y in line.get_ydata()]
 
 
-@pytest.mark.parametrize("name", figures.FIGURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (at % 4 > 0)) for at, name in enumerate(figures.FIGURES)]
+)
 def test_every_figure_becomes_a_picture_and_a_page(runs, tmp_path, name):
     figure = figures.draw(name, runs)
     figures.write(figure, tmp_path / "figure.png")

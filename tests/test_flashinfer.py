@@ -11,7 +11,7 @@ import flashinfer_twin
 import pytest
 import torch
 import twin
-from conftest import CLOSE, SMALL, Case, drive, each_accounting, each_method, same_attended, stream
+from driver import CLOSE, SMALL, Case, drive, each_method_in_turn, same_attended, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -155,8 +155,7 @@ def test_what_heads_keep_for_themselves_is_attended(on_drop: Any) -> None:
 
 
 @pytest.mark.usefixtures("exact")
-@each_method
-@each_accounting
+@each_method_in_turn
 def test_every_method_runs_through_it_as_through_the_reference(
     case: Case, accounting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def test_far_contexts_need_less_than_their_kv() -> None:
     assert verdicts({**far, "whole_kv_bytes": 59 * 10**9})[whole] == "FAILS"
 
 
+@pytest.mark.slow
 def test_a_report_is_made_of_whatever_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tests.xml").write_text(SUITE)
     (tmp_path / "kernels.log").write_text("Traceback: no kernels\n")
@@ -88,6 +89,7 @@ def test_a_report_is_made_of_whatever_there_is(tmp_path: Path, monkeypatch: pyte
     assert "3 ran, 1 failed, 1 skipped" in text and "| quest" in text and "not measured" in text
 
 
+@pytest.mark.slow
 def test_kernels_are_measured_and_shown(tmp_path: Path) -> None:
     sizes = ["--context", "256", "--budget", "32", "--chunk", "16", "--heads", "4", "2", "--head-dim", "16"]
     command = [sys.executable, "scripts/bench_attention.py", "--device", "cpu", "--dtype", "float32", *sizes]
@@ -99,6 +101,7 @@ def test_kernels_are_measured_and_shown(tmp_path: Path) -> None:
     assert f"| what is selected | {found['selected']['ms']['torch']} | - |" in table and "20% new" in "\n".join(table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CLOSE, METHODS, SMALL, Case, each_accounting, each_method, numbers
+from driver import CLOSE, METHODS, SMALL, Case, each_method_in_turn, numbers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvbench import KVCache
@@ -113,9 +113,8 @@ def test_large_budget_generates_what_sdpa_generates(pairs: Any, family: str, met
     assert generated(pair.ours, inputs(batch), KVCache(pair.ours, method, 500)) == pair.expected[batch]
 
 
-@each_accounting
 @pytest.mark.parametrize("batch", [1, 2])
-@each_method
+@each_method_in_turn
 def test_every_method_with_a_large_budget_generates_what_sdpa_generates(
     pairs: Any, tokenizer: Any, case: Case, batch: int, accounting: str
 ) -> None:
@@ -250,8 +249,7 @@ def test_unknown_method_is_refused_with_the_nearest(pairs: Any, name: str) -> No
 # -- the audit ---------------------------------------------------------------------------------------------------------
 
 
-@each_accounting
-@each_method
+@each_method_in_turn
 def test_audit_of_a_cache_shows_what_was_attended(pairs: Any, tokenizer: Any, case: Case, accounting: str) -> None:
     model = pairs("llama").ours
     cache = KVCache(model, case.build(), SMALL, accounting=accounting, tokenizer=tokenizer)

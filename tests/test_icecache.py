@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Stream, drive, numbers, stream
+from driver import Stream, drive, numbers, stream
 
 import kvbench.engine.engine
 from kvbench.config import ConfigError, bind_methods, build, method_config
@@ -156,6 +156,7 @@ def in_dtype(fixed: Stream, dtype: torch.dtype) -> Stream:
     return replace(fixed, queries=fixed.queries.to(dtype), keys=fixed.keys.to(dtype), values=fixed.values.to(dtype))
 
 
+@pytest.mark.slow
 def test_bfloat16_keys_are_read_as_they_are() -> None:
     fixed = stream(150, 60, steps=10, head_dim=12)
     halves = replace(
@@ -168,7 +169,7 @@ BEGUN = """
 from dataclasses import replace
 
 import torch
-from conftest import drive, stream
+from driver import drive, stream
 
 from kvbench.engine.hf import method_named
 from methods.icecache.kernels import levels, pages, products, ranking
@@ -191,6 +192,7 @@ for dtype in (torch.float32, torch.bfloat16):
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_to_compile_once_a_generation_has_begun() -> None:
     """Compiling takes seconds, and the time to the first token is measured from there. In a process of its own."""
     subprocess.run([sys.executable, "-c", BEGUN], check=True, cwd=Path(__file__).parent)
@@ -238,6 +240,7 @@ def test_long_generation_through_growing_memory_changes_nothing() -> None:
     assert {"insert", "query"} <= known.engine.spans.seconds.keys()
 
 
+@pytest.mark.slow
 def test_four_thousand_generated_tokens_are_found_as_well_as_a_prompt_of_them() -> None:
     """Keys drift away from those of the first prompt; a query asks for one token of the past, near or far."""
     total, last = 4400, 800

@@ -578,6 +578,7 @@ def test_eight_threads_build_insert_and_ask_as_one_does() -> None:
             assert (ids == alone[0][1]).all()
 
 
+@pytest.mark.slow
 def test_bfloat16_keys_are_read_in_place() -> None:
     bits = (some_keys(300, 0).view(np.uint32) >> 16).astype(np.uint16)
     keys = (bits.astype(np.uint32) << 16).view(np.float32)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PIECES, Attended, Stream, drive, numbers, run_loop, stream, watch
+from driver import PIECES, Attended, Stream, drive, numbers, run_loop, slow, stream, watch
 
 from kvbench.config import ConfigError, bind_methods, build, method_config
 from kvbench.engine.hf import KVCache, method_named
@@ -94,10 +94,12 @@ def worst_after_grafts(dtype: torch.dtype, layout: dict[str, Any], every: int) -
 @pytest.mark.parametrize(
     ("dtype", "radii", "build", "every"),
     [
-        (torch.bfloat16, "exact", "full", 1),
-        (torch.bfloat16, "strict", "two_level", 1),
         (torch.float32, "exact", "two_level", 10),
-        (torch.float32, "strict", "full", 10),
+        *slow(
+            (torch.bfloat16, "exact", "full", 1),
+            (torch.bfloat16, "strict", "two_level", 1),
+            (torch.float32, "strict", "full", 10),
+        ),
     ],
 )
 def test_every_bound_holds_for_every_descendant_through_two_thousand_grafts(
@@ -499,7 +501,7 @@ def test_bad_options_are_refused_in_one_line(options: dict[str, Any], words: str
 
 def test_a_tokenizer_without_pieces_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = stream(100)
-    monkeypatch.setattr("conftest.PIECES", None)
+    monkeypatch.setattr("driver.PIECES", None)
     with pytest.raises(ConfigError, match="gives no text of its tokens; use method.chunking=fixed"):
         drive(fixed, small(), 64)
     with pytest.raises(ConfigError, match=r"or method=quest \(quest_structure\)"):

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from conftest import CLOSE, METHODS, PIECES, Driven, Stream, drive, each_accounting, rotate, stream
+from driver import CLOSE, METHODS, PIECES, Driven, Stream, drive, each_accounting, rotate, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import twin
-from conftest import SMALL, drive, stream
+from driver import SMALL, drive, stream
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CLOSE, Stream, drive, numbers, rotate, stream
+from driver import CLOSE, Stream, drive, numbers, rotate, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

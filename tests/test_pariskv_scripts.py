@@ -22,6 +22,7 @@ def drift_script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return runpy.run_path(str(SCRIPTS / "drift_pariskv.py"))
 
 
+@pytest.mark.slow
 def test_benchmark_prints_one_json_object_with_ratios_and_bytes() -> None:
     words = ["--kinds", "clustered", "--lengths", "3000", "--sweep-length", "600", "--queries", "4", "--dim", "128"]
     command = [sys.executable, SCRIPTS / "bench_pariskv.py", *words]
@@ -40,6 +41,7 @@ def test_benchmark_prints_one_json_object_with_ratios_and_bytes() -> None:
     assert points[6, 0.2, 1.0]["final"] == points[1, 0.05, 1.0]["final"], "with beta = 1 only the codes decide"
 
 
+@pytest.mark.slow
 def test_learned_centroids_lose_where_codes_do_not(drift_script: dict[str, Any]) -> None:
     """In the end no topic of the prompt is left among the new keys."""
     stream = drift_script["_drifting"](np.random.default_rng(0), 3000, 5000, 64)

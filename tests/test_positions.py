@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CLOSE, SMALL, numbers, run_loop
+from driver import CLOSE, SMALL, numbers, run_loop
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench.budget import Budget

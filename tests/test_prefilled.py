@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import METHODS, SMALL, Attended, numbers, run_loop, same_attended, watch
+from driver import METHODS, SMALL, Attended, numbers, run_loop, same_attended, slow, watch
 
 from kvbench.budget import Budget
 from kvbench.engine.generate import decode_step
@@ -95,7 +95,10 @@ def snapshot(loaded: Loaded, chunk: int | None) -> Prefilled:
 
 @pytest.mark.parametrize(
     ("name", "chunk", "accounting"),
-    [("dummy-tiny", 64, "unified"), ("dummy-mistral", 64, "paper"), ("dummy-qwen3", None, "paper")],
+    [
+        ("dummy-tiny", 64, "unified"),
+        *slow(("dummy-mistral", 64, "paper"), ("dummy-qwen3", None, "paper")),
+    ],
 )
 def test_every_method_gets_the_bits_of_its_own_run_in_any_order(
     dummies: Callable[[str], Loaded], name: str, chunk: int | None, accounting: str

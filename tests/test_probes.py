@@ -7,10 +7,10 @@ from collections import defaultdict
 from functools import partial
 from typing import Any
 
-import conftest
+import driver
 import pytest
 import torch
-from conftest import SMALL, Driven, Stream, drive, numbers, run_loop, stream
+from driver import SMALL, Driven, Stream, drive, numbers, run_loop, stream
 
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
@@ -55,7 +55,7 @@ class Wanderer(Method):
 def probed(monkeypatch: pytest.MonkeyPatch, every: int, fixed: Stream, method: Method, *arguments: Any) -> Driven:
     """A driven engine that probes every n-th step."""
     with monkeypatch.context() as patch:
-        patch.setattr(conftest, "Engine", partial(Engine, probe_every=every))
+        patch.setattr(driver, "Engine", partial(Engine, probe_every=every))
         return drive(fixed, method, *arguments)
 
 
@@ -173,7 +173,7 @@ def test_each_measured_step_has_its_own_values(monkeypatch: pytest.MonkeyPatch) 
 
 def test_dense_layers_are_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(conftest, "Engine", partial(Engine, probe_every=1))
+        patch.setattr(driver, "Engine", partial(Engine, probe_every=1))
         driven = drive(stream(60), Wanderer(1), None, dense_layers=(0,))
     assert driven.engine.probe is not None
     assert set(driven.engine.probe.report()["layers"]) == {"1"}

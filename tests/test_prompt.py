@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CLOSE, SMALL, Stream, drive, numbers, run_loop, stream
+from driver import CLOSE, SMALL, Stream, drive, numbers, run_loop, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

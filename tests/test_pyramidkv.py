@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Driven, drive, stream
+from driver import Driven, drive, stream
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import CLOSE, Driven, Stream, drive, each_accounting, same_attended, stream
+from driver import CLOSE, Driven, Stream, drive, each_accounting, same_attended, stream
 from omegaconf import OmegaConf
 
 import kvbench.engine.engine

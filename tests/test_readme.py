@@ -55,6 +55,7 @@ def run(folder: Path, *words: str) -> str:
 # -- examples ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_task_that_the_tasks_page_adds_runs_from_a_folder_of_ones_own(tmp_path: Path) -> None:
     page = "kvbench/tasks/README.md"
     code = next(block for block in blocks(page, "python") if "class Colours" in block)

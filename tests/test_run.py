@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from driver import slow
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
@@ -84,6 +85,7 @@ def state(folder: Path) -> str:
     return json.loads((folder / "status.json").read_text())["state"]
 
 
+@pytest.mark.usefixtures("ticking")
 def test_run_writes_a_record_for_every_sample(tmp_path: Path, configured: Any, capsys: Any) -> None:
     summary = run(configured())
     folder = only_folder(tmp_path)
@@ -98,7 +100,7 @@ def test_run_writes_a_record_for_every_sample(tmp_path: Path, configured: Any, c
         assert 1 <= len(record["output_ids"]) <= TOKENS
         assert 0 < record["ttft_s"] < record["tt2t_s"]
         assert 0 < record["tpot_ms"]["p50"] <= record["tpot_ms"]["p95"]
-        assert record["tpot_ms"]["mean"] == pytest.approx(sum(record["breakdown_ms"].values()), rel=0.05)
+        assert record["tpot_ms"]["mean"] == pytest.approx(sum(record["breakdown_ms"].values()) + 2)
         assert set(PARTS) <= set(record["breakdown_ms"])
         audit = record["audit"]
         assert audit["budget"] == 64
@@ -250,12 +252,9 @@ def test_higher_limit_extends_the_same_run(tmp_path: Path, configured: Any, gene
     [
         "method.page_size=8",
         "budget=128",
-        "seed=1",
-        "protocol.accounting=unified",
-        "protocol.dense_layers=[0]",
         "task.lengths=[513]",
-        "method=topk",
         "model=dummy-qwen3",
+        *slow("seed=1", "protocol.accounting=unified", "protocol.dense_layers=[0]", "method=topk"),
     ],
 )
 def test_change_that_may_change_a_number_is_another_run(

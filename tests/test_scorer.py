@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CLOSE, drive, each_accounting, numbers, run_loop, same_attended, stream
+from driver import CLOSE, drive, each_accounting, numbers, run_loop, same_attended, stream
 from omegaconf import OmegaConf
 
 from kvbench.budget import Budget

@@ -36,6 +36,7 @@ PLAIN = config("task=niah")
     limit=st.none() | st.integers(1, 10_000),
     smoke=st.booleans(),
 )
+@pytest.mark.slow
 def test_a_small_config_is_no_larger_and_no_config_grows(lengths: list[int], limit: int | None, smoke: bool) -> None:
     given = copy.deepcopy(PLAIN)
     given.task.lengths, given.task.limit, given.smoke = lengths, limit, smoke

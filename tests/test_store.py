@@ -508,6 +508,8 @@ often = settings(
 TestDiscarding, TestOffloading, TestHosted = Discarding.TestCase, Offloading.TestCase, Hosted.TestCase
 TestDiscardingOnTwin, TestOffloadingOnTwin = DiscardingOnTwin.TestCase, OffloadingOnTwin.TestCase
 TestHostedOnTwin = HostedOnTwin.TestCase
+for case in (TestDiscardingOnTwin, TestOffloadingOnTwin, TestHostedOnTwin):
+    pytest.mark.slow(case)
 TestDiscarding.settings = TestOffloading.settings = TestHosted.settings = often
 TestDiscardingOnTwin.settings = TestOffloadingOnTwin.settings = TestHostedOnTwin.settings = settings(
     often, max_examples=25

@@ -63,6 +63,7 @@ def records(root: Path) -> dict[tuple[int, str, str], dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_sweep_prefills_each_sample_once_and_gives_what_runs_of_their_own_give(
     sweep: Any, prefills: list[int], tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CLOSE, SMALL, Attended, drive, numbers, run_loop, stream, watch
+from driver import CLOSE, SMALL, Attended, drive, numbers, run_loop, stream, watch
 
 from kvbench.attention import executor as attention
 from kvbench.engine.hf import method_named

@@ -31,6 +31,7 @@ def test_it_is_small_and_in_half_precision():
     assert all(file.stat().st_mode & 0o444 == 0o444 for file in TINY.iterdir()), "readable for all"
 
 
+@pytest.mark.slow
 def test_it_loads_with_transformers_alone_and_without_a_network(tmp_path):
     code = (
         "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; import sys\n"

@@ -14,7 +14,7 @@ import flashinfer_twin
 import pytest
 import torch
 import twin
-from conftest import SMALL, Case, Stream, drive, each_method, same_attended, stream
+from driver import SMALL, Case, Stream, drive, each_method, same_attended, stream
 
 from kvbench.attention import executor as attention
 from kvbench.attention.flashinfer import FlashInfer
@@ -57,6 +57,7 @@ def there(fixed: Stream) -> Stream:
     return replace(fixed, **parts)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_sync")
 @each_method
 def test_executors_agree_for_every_method(case: Case) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import test_store
 import torch
-from conftest import METHODS, SMALL, Case, drive, stream
+from driver import METHODS, SMALL, Case, drive, stream
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 

@@ -1,0 +1,341 @@
+"""What tests drive methods with: the list of methods, the measured loop in a line, and an engine fed without a model.
+
+A new method is one line in `METHODS`; every generic test then runs over it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+from omegaconf import OmegaConf
+
+from kvbench.budget import Budget
+from kvbench.config import build, method_config
+from kvbench.engine.engine import Engine
+from kvbench.engine.generate import Generation, generate
+from kvbench.engine.hf import engine_for
+from kvbench.engine.models import Loaded
+from kvbench.method import Method, Shape
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method with its options, under the id that test names carry; `file`: the YAML of one that is not kvbench's."""
+
+    id: str
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    file: Path | None = None
+
+    @functools.cached_property
+    def config(self) -> Any:
+        return method_config(self.name, **self.options) if self.file is None else OmegaConf.load(self.file)
+
+    def build(self) -> Method:
+        method: Method = build(self.config)
+        return method
+
+
+METHODS = [
+    Case("full", "full"),
+    Case("topk", "topk"),
+    Case("topk-kv_head", "topk", {"granularity": "kv_head"}),
+    Case("streaming_llm", "streaming_llm"),
+    Case("snapkv", "snapkv"),
+    Case("snapkv-kvpress", "snapkv", {"window": 16, "kernel": 5, "pooling": "mean", "join": "after"}),
+    Case("pyramidkv", "pyramidkv"),
+    # windows and cycles far below the prompts and answers that the tests use
+    Case("racc_code", "racc_code", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),
+    Case("racc_paper", "racc_paper", {"prompt_window": 16, "beta": 0.1}),
+    Case("snapkv_racc", "snapkv_racc", {"beta": 0.1}),
+    Case("snapkv_racc-hnsw", "snapkv_racc", {"beta": 0.1, "lag": 0, "index": "hnsw"}),
+    Case("pyramidkv_racc", "pyramidkv_racc", {"beta": 0.1}),
+    Case("quest", "quest"),
+    Case("quest-kv_head", "quest", {"selection": "kv_head"}),
+    Case("quest_structure", "quest_structure"),
+    Case("icecache", "icecache"),
+    Case("icecache-exact", "icecache", {"index": "exact"}),
+    Case("icecache_reuse", "icecache_reuse"),
+    Case("icecache_plus", "icecache_plus"),
+    Case("pariskv", "pariskv"),
+    Case("pariskv-torch", "pariskv", {"compute": "torch"}),
+    Case("pariskv_aligned", "pariskv_aligned"),
+    # buffers far below the prompts that the tests use
+    Case("lychee", "lychee", {"buffer": 32}),
+    Case(
+        "lychee-query_head",
+        "lychee",
+        {"buffer": 16, "selection": "query_head", "build": "two_level", "radii": "strict"},
+    ),
+    Case(
+        "lychee-fixed",
+        "lychee",
+        {"buffer": 16, "chunking": "fixed", "seed_buffer": False, "pooling": "max", "ub_weight": 0},
+    ),
+]
+# Methods of your own: KVBENCH_CONF=FOLDER, with FOLDER/method/mine.yaml as for --config-dir.
+METHODS += [
+    Case(file.stem, file.stem, file=file)
+    for file in sorted(Path(os.environ.get("KVBENCH_CONF", os.devnull), "method").glob("*.yaml"))
+]
+MODELS = ["dummy-tiny", "dummy-mistral", "dummy-qwen3"]  # Llama, Mistral, Qwen3
+ACCOUNTINGS = ["paper", "unified"]
+
+# A budget every method accepts under both accountings, far below the prompts that the tests use.
+SMALL = 48
+
+# Model outputs and attention outputs in fp32 that are equal on paper differ by the order of summation. Logits here are
+# of the order of 1 to 10, so this is some tens of units in the last place, and far below what one wrong token changes.
+CLOSE = 1e-5
+
+each_method = pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
+each_accounting = pytest.mark.parametrize("accounting", ACCOUNTINGS)
+# Every method under both accountings; the quick tests meet every method under one of them, in turn.
+each_method_in_turn = pytest.mark.parametrize(
+    ("accounting", "case"),
+    [
+        pytest.param(accounting, case, id=f"{accounting}-{case.id}", marks=[pytest.mark.slow] * ((turn + at) % 2))
+        for at, accounting in enumerate(ACCOUNTINGS)
+        for turn, case in enumerate(METHODS)
+    ],
+)
+
+
+def slow(*values: Any) -> list[ParameterSet]:
+    """Parameters, single ones or tuples, that the quick tests leave to the slow ones."""
+    tuples = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*each, marks=pytest.mark.slow) for each in tuples]
+
+
+def numbers(count: int, seed: int = 0) -> list[int]:
+    """A prompt of random bytes."""
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(count)]
+
+
+def run_loop(
+    loaded: Loaded,
+    prompts: Sequence[Sequence[int]],
+    method: Method,
+    budget: int | float | None,
+    *,
+    accounting: str = "paper",
+    steps: int = 6,
+    dense_layers: Sequence[int] = (),
+    executor: str = "auto",
+    audit_every: int = 1,
+    **options: Any,
+) -> tuple[Generation, Engine]:
+    """The measured loop over a batch; `steps` decode steps come after the first token."""
+    engine = engine_for(
+        loaded.model,
+        list(map(len, prompts)),
+        method,
+        Budget(budget, accounting),
+        dense_layers,
+        loaded.tokenizer,
+        attention=executor,
+        new_tokens=steps + 1 + len(options.get("question", ())),
+        audit_every=audit_every,
+    )
+    return generate(loaded.model, prompts, engine, max_new_tokens=steps + 1, **options), engine
+
+
+# -- an engine without a model ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What one layer attends at one step.
+
+    Attributes:
+        step: 1 for the first decode step.
+        lengths: tokens of each row, the current one included.
+        index: [B, Hs, M] token ids with trailing -1; for a method that selects None, the ids resident.
+        in_place: the method selected None.
+    """
+
+    step: int
+    layer: int
+    lengths: tuple[int, ...]
+    index: torch.Tensor
+    in_place: bool
+
+    def sets(self, row: int) -> list[set[int]]:
+        """The ids of each head of a row."""
+        return [{token for token in head if token >= 0} for head in self.index[row].tolist()]
+
+
+def watch(method: Method) -> list[Attended]:
+    """Have every `select` of this method object noted in the list returned."""
+    seen: list[Attended] = []
+    select, step = method.select, method.step
+    now = 0
+
+    def watched_step(*arguments: torch.Tensor) -> None:
+        nonlocal now
+        now += 1
+        step(*arguments)
+
+    def watched_select(layer: int, query: torch.Tensor) -> Any:
+        selection = select(layer, query)
+        index = method.view.resident(layer) if selection is None else selection.index
+        seen.append(Attended(now, layer, tuple(method.view.lengths(layer)), index.clone(), selection is None))
+        return selection
+
+    method.step, method.select = watched_step, watched_select  # type: ignore[method-assign]
+    return seen
+
+
+# The vocabulary of a stream: most tokens end nothing, as in text.
+PIECES = ["The", " key", "s", " of", "12", "ing", " a", ",", ".", " }", "\n", "\n\n"]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Fixed queries, keys and values of a whole generation, as a model would hand them over.
+
+    Attributes:
+        lengths: prompt tokens of each row.
+        queries: [layers, B, Hq, T, D]; token i of each row stands at position i, T covers prompt and all steps.
+        keys, values: [layers, B, Hkv, T, D].
+        tokens: [B, T] token ids, indices into `PIECES`.
+    """
+
+    lengths: tuple[int, ...]
+    steps: int
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    tokens: torch.Tensor
+
+    def row(self, row: int) -> Stream:
+        """One row alone."""
+        one = slice(row, row + 1)
+        return replace(
+            self,
+            lengths=self.lengths[one],
+            queries=self.queries[:, one],
+            keys=self.keys[:, one],
+            values=self.values[:, one],
+            tokens=self.tokens[one],
+        )
+
+    @property
+    def scaling(self) -> float:
+        return self.queries.shape[-1] ** -0.5
+
+
+def stream(
+    *lengths: int,
+    steps: int = 4,
+    layers: int = 2,
+    query_heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    seed: int = 0,
+) -> Stream:
+    """Random normal queries, keys and values; queries are stretched, so that attention is far from uniform."""
+    rng = torch.Generator().manual_seed(seed)
+    size = (layers, len(lengths), kv_heads, max(lengths) + steps, head_dim)
+    wide = (layers, len(lengths), query_heads, max(lengths) + steps, head_dim)
+    keys, values = torch.randn(size, generator=rng), torch.randn(size, generator=rng)
+    queries = 2 * torch.randn(wide, generator=rng)
+    tokens = torch.randint(len(PIECES), (len(lengths), size[3]), generator=rng)
+    return Stream(lengths, steps, queries, keys, values, tokens)
+
+
+def rotate(vectors: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """Rotary positions as Llama's: vectors [..., n, D] turned by a number of positions [..., n]."""
+    half = vectors.shape[-1] // 2
+    angle = by[..., None].double() * 10000.0 ** -(torch.arange(half, dtype=torch.float64, device=by.device) / half)
+    one, two = vectors[..., :half].double(), vectors[..., half:].double()
+    turned = torch.cat([one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()], dim=-1)
+    return turned.to(vectors.dtype)
+
+
+@dataclass
+class Driven:
+    """What came out of a driven engine: outputs [steps, layers, B, Hq, D] and what was attended."""
+
+    engine: Engine
+    outputs: torch.Tensor
+    seen: list[Attended]
+
+    @property
+    def audit(self) -> dict[str, Any]:
+        return self.engine.report()
+
+
+def drive(
+    fixed: Stream,
+    method: Method,
+    budget: int | float | None,
+    *,
+    accounting: str = "paper",
+    chunk: int | None = None,
+    left: bool = False,
+    executor: str = "auto",
+    dense_layers: Sequence[int] = (),
+    after_prefill: Callable[[Engine], None] = lambda engine: None,
+) -> Driven:
+    """Feed a stream to an engine as `hf.py` does: rows right-padded, or left-padded as under `model.generate`."""
+    layers, batch, query_heads, _, head_dim = fixed.queries.shape
+    columns = max(fixed.lengths)
+    offsets = [columns - length if left else 0 for length in fixed.lengths]
+    shape = Shape(
+        layers=layers,
+        query_heads=query_heads,
+        kv_heads=fixed.keys.shape[2],
+        head_dim=head_dim,
+        lengths=fixed.lengths,
+        dtype=fixed.keys.dtype,
+        device=fixed.keys.device,
+        scaling=fixed.scaling,
+        sparse_layers=tuple(layer for layer in range(layers) if layer not in dense_layers),
+    )
+    engine = Engine(
+        shape,
+        method,
+        Budget(budget, accounting),
+        offsets=offsets,
+        attention=executor,
+        new_tokens=None if left else fixed.steps,
+        rotate=rotate,
+        pieces=PIECES if method.needs.token_text else None,
+    )
+    seen = watch(method)
+    parts = (fixed.queries, fixed.keys, fixed.values)
+    ids = torch.stack([row.roll(offset) for row, offset in zip(fixed.tokens, offsets, strict=True)])
+    prompts = [torch.stack([rows[:, b].roll(offset, 2) for b, offset in enumerate(offsets)], 1) for rows in parts]
+    for start in range(0, columns, chunk or columns):
+        here = slice(start, min(start + (chunk or columns), columns))
+        engine.start_chunk(ids[:, here])
+        for layer in range(layers):
+            engine.attend(layer, *(prompt[layer, :, :, here] for prompt in prompts))
+    after_prefill(engine)
+    outputs = []
+    for step in range(fixed.steps):
+        newest = [length + step for length in fixed.lengths]
+        engine.start_step(torch.stack([row[at] for row, at in zip(fixed.tokens, newest, strict=True)]).cpu())
+        now = [torch.stack([rows[:, b, :, at] for b, at in enumerate(newest)], 1)[..., None, :] for rows in parts]
+        outputs.append(torch.stack([engine.attend(layer, *(part[layer] for part in now)) for layer in range(layers)]))
+        engine.settle()
+    return Driven(engine, torch.stack(outputs)[..., 0, :], seen)
+
+
+def same_attended(ours: Sequence[Attended], theirs: Sequence[Attended]) -> bool:
+    """Whether two generations attended the same ids in the same order, at every step and layer."""
+    return len(ours) == len(theirs) and all(
+        (a.step, a.layer, a.lengths) == (b.step, b.layer, b.lengths) and torch.equal(a.index, b.index)
+        for a, b in zip(ours, theirs, strict=True)
+    )
