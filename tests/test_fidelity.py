@@ -126,3 +126,22 @@ def test_a_text_shorter_than_asked_for_says_how_long_it_is(tmp_path: Path) -> No
         ConfigError, match=r"prompt of 200 tokens and 12 steps take \d+ tokens of a text, and the longest"
     ):
         run(configured(tmp_path / "results", f"task.texts={tmp_path / 'short.txt'}"))
+
+
+def test_the_figures_draw_what_the_runs_hold(tmp_path: Path) -> None:
+    from kvbench.report import figures
+    from kvbench.report.frame import collect
+
+    run(configured(tmp_path, "method=full"))
+    with pytest.raises(ConfigError, match="figure=drift: of the runs of task=fidelity none is sparse"):
+        figures.draw("drift", collect([tmp_path]))
+    arms = [configured(tmp_path, "method=snapkv", f"budget={size}") for size in (48, 96)]
+    found = {arm.budget: run(arm)["fidelity"]["kl_mean"] for arm in arms}
+    runs = collect([tmp_path])
+    (against_budget, *_) = figures.draw("fidelity", runs).axes
+    (line,) = against_budget.lines
+    assert dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) == pytest.approx(found)
+    (over_steps,) = figures.draw("drift", runs).axes
+    steps = [record["fidelity"]["steps"]["kl"] for record in records(tmp_path, "snapkv-48")]
+    first = sum(sum(own[:8]) for own in steps) / (8 * len(steps))
+    assert over_steps.lines[0].get_ydata()[0] == pytest.approx(first)

@@ -20,6 +20,7 @@ from matplotlib.ticker import FormatStrFormatter, MaxNLocator
 from kvbench.config import ConfigError, nearest
 from kvbench.report.bars import latency
 from kvbench.report.frame import YARDSTICK, Runs
+from kvbench.report.nearness import drift, fidelity
 from kvbench.report.panels import (
     MOST_MAPS,
     arms_for,
@@ -316,5 +317,7 @@ FIGURES: dict[str, tuple[Callable[[Runs], Figure], str]] = {
         stability,
         "stability of selections over decode steps, from runs with probe.every (LycheeCluster, Fig. 9)",
     ),
+    "fidelity": (fidelity, "KL from full attention against budget, attended entries and memory, from task=fidelity"),
+    "drift": (drift, "KL from full attention over decode steps, from task=fidelity"),
     "clusters": (clusters, "recall against cluster or page size, from runs with probe.every (LycheeCluster, Fig. 10)"),
 }

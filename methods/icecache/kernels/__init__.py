@@ -6,9 +6,6 @@ and different workspaces may ask the same tree. Nothing here allocates what it c
 Words: a point is a row of the key memory. A node is the parent of points: node 0 is the root, every other node is
 itself a point of level 2 or more. A node's children lie in its chain of pages. The height of a key is
 sqrt(c^2 - |k|^2), the last coordinate of c T_K(k), where c is the largest norm.
-
-Numba keeps what it has compiled until the file of the kernel that Python calls changes: delete `__pycache__` after a
-change to a function that a kernel of another file calls.
 """
 
 from methods.icecache.kernels.arrays import (

@@ -1,0 +1,71 @@
+"""Pictures of `task=fidelity`: KL divergence from full attention against what it costs, and over decode steps."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from kvbench.config import ConfigError
+from kvbench.report.frame import YARDSTICK, Runs
+from kvbench.report.panels import arms_for, curves_of, finished, grid, line_look, mark_powers, panels_of, series_of
+from kvbench.runs.quantities import QUANTITIES
+
+KL = QUANTITIES["kl_mean"]
+KV = QUANTITIES["device_kv_bytes"]
+COSTS = ("attended_mean", KV.name)
+SMOOTHED = 8  # neighbouring steps whose mean a curve shows: single tokens differ by orders of magnitude
+
+
+def fidelity(runs: Runs) -> Figure:
+    """Mean KL from full attention against the budget, what was attended, and what the device held."""
+    panels = [(title, arms) for title, arms in _panels(runs, "fidelity") if arms["budget"].notna().any()]
+    if not panels:
+        raise ConfigError("figure=fidelity: no run with a budget among those of task=fidelity")
+    figure, axes = grid(len(panels), 1 + len(COSTS), f"{KL.title}: lower is nearer", (4.6, 3.6))
+    for (title, arms), row in zip(panels, axes, strict=True):
+        for axis, x in zip(row, ("budget", *COSTS), strict=True):
+            for one in series_of(runs, arms):
+                drawn = one.arms.assign(x=one.arms[x].astype(float)).dropna(subset=["x"]).sort_values("x")
+                scale = QUANTITIES[x].unit.scale if x in QUANTITIES else 1.0
+                axis.plot(drawn["x"] * scale, drawn["kl_mean"].astype(float), label=one.label(), **line_look(one.style))
+            axis.set(yscale="log", title=title)
+            axis.set_xlabel(QUANTITIES[x].axis if x in QUANTITIES else "budget C: tokens, or below 1 a share")
+            axis.grid(alpha=0.3)
+        mark_powers(row[0], arms["budget"].dropna().astype(float))
+        held = KV.unit.scale * arms[KV.name].astype(float)
+        low, high = math.floor(math.log2(held.min())), math.ceil(math.log2(held.max()))
+        mark_powers(row[-1], [2.0**octave for octave in range(low, high + 1)])
+        row[0].set_ylabel(KL.axis)
+    return finished(figure, axes, [arms for _, arms in panels])
+
+
+def drift(runs: Runs) -> Figure:
+    """KL from full attention over decode steps: whether a method stays as near as it begins."""
+    panels = _panels(runs, "drift")
+    figure, axes = grid(len(panels), 1, f"{KL.title}, over decode steps", (8.0, 4.2))
+    for (title, arms), (axis,) in zip(panels, axes, strict=True):
+        for label, style, arm in curves_of(runs, arms):
+            steps = [sample["fidelity"]["steps"]["kl"] for sample in runs.samples(arm) if sample.get("fidelity")]
+            curve = pd.DataFrame(steps).mean()
+            curve = curve.groupby(curve.index // SMOOTHED).mean()
+            axis.plot(curve.index * SMOOTHED + (SMOOTHED + 1) / 2, curve, label=label, **line_look(style))
+        axis.set(title=title, yscale="log", xlabel=f"decode step (means of {SMOOTHED})", ylabel=KL.axis)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+    return finished(figure, axes, [arms for _, arms in panels])
+
+
+def _panels(runs: Runs, name: str) -> list[tuple[str, pd.DataFrame]]:
+    """The sparse arms of `task=fidelity`, those that can be compared together.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    arms = arms_for(runs, name, probed=False, task="fidelity")
+    sparse = arms[arms["method"] != YARDSTICK]
+    if not len(sparse):
+        raise ConfigError(f"figure={name}: of the runs of task=fidelity none is sparse")
+    return panels_of(name, runs, sparse)

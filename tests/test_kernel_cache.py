@@ -1,0 +1,31 @@
+"""What Numba has compiled is made anew when any file of kernels has changed, not only the one that it stands in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvbench.config import bind_methods
+
+bind_methods()
+
+from methods import forget_old_kernels  # noqa: E402
+
+
+def test_a_changed_file_of_kernels_makes_the_kernels_that_call_it_compile_again(tmp_path: Path) -> None:
+    def file(name: str, at: int) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+        os.utime(path, (at, at))
+        return path
+
+    file("one/kernels/caller.py", 10)
+    called = file("blocks/kernels.py", 20)
+    file("one/method.py", 99)  # no kernels: its changes cost no compilation
+    old, new = file("one/kernels/__pycache__/caller.nbi", 19), file("one/kernels/__pycache__/called.nbi", 21)
+    forget_old_kernels(tmp_path)
+    assert not old.exists() and new.exists()
+    os.utime(called, (30, 30))
+    forget_old_kernels(tmp_path)
+    assert not new.exists()
