@@ -84,7 +84,8 @@ ALL = [(group, name) for group in config.groups() for name in config.choices(gro
 
 @pytest.mark.parametrize(("group", "name"), ALL, ids=lambda value: value)
 def test_everything_in_conf_passes_with_the_default_rest(composed, group, name):
-    check(composed(f"{group}={name}", "budget=1024"))
+    fetched = ["model.weights=dummy"] if "fetch" in (config.shipped(group, name) or {}) else []
+    check(composed(f"{group}={name}", "budget=1024", *fetched))
 
 
 @pytest.mark.parametrize(("group", "name"), ALL, ids=lambda value: value)

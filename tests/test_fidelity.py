@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib import image
 from rich.console import Console
 
 from kvbench.cli.compose import composed
@@ -142,6 +143,10 @@ def test_the_figures_draw_what_the_runs_hold(tmp_path: Path) -> None:
     (line,) = against_budget.lines
     assert dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) == pytest.approx(found)
     (over_steps,) = figures.draw("drift", runs).axes
+    for name in ("fidelity", "drift"):
+        figures.write(figures.draw(name, runs), tmp_path / f"{name}.png")
+        pixels = image.imread(tmp_path / f"{name}.png")
+        assert pixels.shape[1] >= 1400 and pixels.std() > 0.05, "blank"
     steps = [record["fidelity"]["steps"]["kl"] for record in records(tmp_path, "snapkv-48")]
     first = sum(sum(own[:8]) for own in steps) / (8 * len(steps))
     assert over_steps.lines[0].get_ydata()[0] == pytest.approx(first)
