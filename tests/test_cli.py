@@ -230,6 +230,7 @@ def test_cfg_job_prints_the_config_and_runs_nothing(python, tmp_path):
     assert list((tmp_path / "here").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_experiment_may_bring_its_own_sweep(command, tmp_path, monkeypatch):
     conf = tmp_path / "mine"
     (conf / "experiment").mkdir(parents=True)
@@ -276,6 +277,7 @@ hydra:
     assert (code, configs) == (2, []) and "budget=32: below the minimum of quest" in err
 
 
+@pytest.mark.slow
 def test_cfg_job_of_an_experiment_tells_its_sweep_above_the_config(python):
     done = python("--cfg", "job", "+experiment=icecache_table2", "budget=64")
     lines = done.stdout.splitlines()

@@ -378,6 +378,7 @@ def test_chunked_prefill_selects_what_whole_prefill_selects(case: Case, accounti
     torch.testing.assert_close(chunked.outputs, whole.outputs, rtol=0, atol=CLOSE)
 
 
+@pytest.mark.slow
 @each_method
 def test_chunked_prefill_generates_what_whole_prefill_generates(any_model: Loaded, case: Case) -> None:
     def tokens(chunk: int | None) -> list[list[int]]:
@@ -398,6 +399,7 @@ def test_ragged_batch_selects_what_its_rows_select_alone(case: Case, accounting:
         torch.testing.assert_close(batch.outputs[:, :, row], alone.outputs[:, :, 0], rtol=0, atol=CLOSE)
 
 
+@pytest.mark.slow
 @each_method
 def test_ragged_batch_generates_what_its_rows_generate_alone(any_model: Loaded, case: Case) -> None:
     options: dict[str, Any] = {"accounting": "unified", "steps": STEPS}

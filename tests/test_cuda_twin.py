@@ -93,6 +93,7 @@ def test_a_method_on_the_device_gives_what_it_gives_on_the_cpu(cuda: Twin, case:
     agree(stream(*{"paper": (150, 90), "unified": (150,)}[accounting], steps=4), case, accounting, chunk=64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [pytest.param(CASES[name], id=name, marks=[pytest.mark.slow] * (at % 3 > 0)) for at, name in enumerate(CHANGING)],

@@ -199,6 +199,7 @@ def without_cuda_memory(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "error"),
     [

@@ -154,6 +154,7 @@ def test_what_heads_keep_for_themselves_is_attended(on_drop: Any) -> None:
         same(run(query, store, selection, SCALE)[0], reference.attend(query, store, selection, SCALE)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("exact")
 @each_method_in_turn
 def test_every_method_runs_through_it_as_through_the_reference(

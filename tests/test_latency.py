@@ -121,12 +121,17 @@ METHODS = sorted(set(choices("method")))
 
 
 FILLED = ["full", "snapkv", "quest", "pariskv"]
+OTHERS = sorted({*METHODS} - {*FILLED, "icecache"})
 
 
 @pytest.mark.usefixtures("ticking")
 @pytest.mark.parametrize(
     ("name", "prefill"),
-    [*((name, "true") for name in METHODS), ("icecache", "false"), *slow(*((name, "false") for name in FILLED))],
+    [
+        *((name, "true") for name in [*FILLED, "icecache"]),
+        ("icecache", "false"),
+        *slow(*((name, "true") for name in OTHERS), *((name, "false") for name in FILLED)),
+    ],
 )
 def test_every_method_runs_all_steps_of_a_batch(name: str, prefill: str, tmp_path: Path) -> None:
     words = (*SMALL, f"results_dir={tmp_path}", "task.keys=synthetic_attention", f"task.prefill={prefill}")
@@ -286,6 +291,7 @@ def table(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list
     return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
 
 
+@pytest.mark.slow
 def test_a_report_has_a_line_for_each_cell_and_arm(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = table(results, capsys, "--where", "task=latency")
     assert {line["table"] for line in lines} == {"latency", "latency_bytes", "latency_parts"}, "and no score"

@@ -169,6 +169,7 @@ def runs() -> list[tuple[str, ...]]:
     return sorted(words)
 
 
+@pytest.mark.slow
 def test_kvbench_accepts_every_run_that_a_published_cell_stands_beside():
     from hydra import compose, initialize_config_dir
 

@@ -256,6 +256,7 @@ def places(node: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(value, (*here, key))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), value=odd)
 def test_whatever_stands_in_another_s_place_the_rest_is_read(tmp_path_factory, data, value):

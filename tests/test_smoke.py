@@ -104,6 +104,7 @@ def test_a_single_run_is_made_small_and_says_so(tmp_path: Path, monkeypatch: Any
     assert json.loads((path / "samples.jsonl").read_text())["prompt_tokens"] <= 2048
 
 
+@pytest.mark.slow
 def test_models_of_a_sweep_are_one_run(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     words = ["model=qwen3-8b,llama3.1-8b-instruct", "task.lengths=[4096],[8192]", "task.limit=1"]
     (told,) = run(tmp_path, "-m", *LARGE[1:2], *words, monkeypatch=monkeypatch)

@@ -80,6 +80,7 @@ def test_a_sweep_prefills_each_sample_once_and_gives_what_runs_of_their_own_give
         assert record["shared_prefill"] and "ttft_s" not in record and "ttft_s" in own[key]
 
 
+@pytest.mark.slow
 def test_a_finished_sweep_computes_nothing_again_and_a_longer_one_only_what_is_new(
     sweep: Any, prefills: list[int]
 ) -> None:

@@ -97,6 +97,7 @@ def shape_of(store: LayerStore, query_heads: int) -> Shape:
     return Shape(1, query_heads, kv_heads, head_dim, lengths, key.dtype, key.device, SCALE, (0,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 4, 7])
 @pytest.mark.parametrize("lengths", [(3000, 1500), (40,)])
 def test_long_and_growing_lists_agree_and_wait_for_nothing(
