@@ -61,6 +61,7 @@ def keynorm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Metho
 # -- the example of the README -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_example_runs_from_a_folder_of_ones_own(folder: Path) -> None:
     command = "-m kvbench --config-dir conf method=keynorm budget=32 protocol.accounting=unified"
     words = [*command.split(), "task.lengths=[300]", "task.limit=1"]
