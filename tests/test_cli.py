@@ -348,6 +348,7 @@ def test_a_folder_with_methods_py_and_conf_of_its_own_changes_nothing(python, tm
     assert done.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_method_of_ones_own_runs_from_the_current_folder(python, tmp_path):
     here = tmp_path / "here"
     (here / "conf" / "method").mkdir(parents=True)

@@ -309,6 +309,7 @@ def test_a_stopped_run_says_so_and_the_same_command_goes_on(
 # -- what a run's identity is made of ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_new_words_about_a_method_orphan_no_result_and_new_options_do(
     main: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -129,6 +129,7 @@ def test_a_text_shorter_than_asked_for_says_how_long_it_is(tmp_path: Path) -> No
         run(configured(tmp_path / "results", f"task.texts={tmp_path / 'short.txt'}"))
 
 
+@pytest.mark.slow
 def test_the_figures_draw_what_the_runs_hold(tmp_path: Path) -> None:
     from kvbench.report import figures
     from kvbench.report.frame import collect

@@ -93,7 +93,7 @@ OF_OTHER_RUNS = {"fidelity", "drift"}  # drawn in test_fidelity
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (at % 4 > 0))
+        pytest.param(name, marks=[pytest.mark.slow] * (at % 8 > 0))
         for at, name in enumerate(name for name in figures.FIGURES if name not in OF_OTHER_RUNS)
     ],
 )
@@ -293,6 +293,7 @@ def test_another_ending_is_refused(runs, tmp_path):
         figures.write(figures.draw("budget", runs), tmp_path / "figure.jpg")
 
 
+@pytest.mark.slow
 def test_figures_leave_no_state_in_matplotlib():
     code = "import sys, kvbench.report.figures; print({'matplotlib.pyplot', 'torch'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

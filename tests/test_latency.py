@@ -191,6 +191,7 @@ def test_a_stop_token_ends_nothing(dummies: Callable[[str], Loaded]) -> None:
     assert len(record["output_ids"]) == 8
 
 
+@pytest.mark.slow
 def test_the_rehearsal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = [*SMALL, "method=icecache", "budget=64", "task.keys=synthetic_attention"]
     run(composed(*words, f"results_dir={tmp_path / 'short'}"))
@@ -206,6 +207,7 @@ def test_probes_tell_recall_in_place_of_times(tmp_path: Path) -> None:
     assert 0 < found["probe"]["recall"] <= 1 and "hardware" not in found and found["latency"]["tpot_ms_mean"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["quest", "icecache"])
 def test_an_index_finds_more_in_synthetic_keys_than_in_those_of_random_weights(name: str, tmp_path: Path) -> None:
     words = ("model=tiny", "model.weights=dummy", "device=cpu", "task=latency", "task.lengths=[2048]", "task.steps=4")
@@ -429,6 +431,7 @@ def test_times_of_ours_stand_beside_published_ones(tmp_path: Path, capsys: pytes
     assert float(lines["total s"]["difference"]) == pytest.approx(0.057 - 0.11)
 
 
+@pytest.mark.slow
 def test_the_command_line_sweeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr("sys.argv", ["kvbench"])

@@ -432,6 +432,7 @@ def test_rule_is_the_methods_line_of_the_budget_table(options: dict[str, Any], a
 # -- in a model --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accounting", ["paper", "unified"])
 def test_long_answers_graft_and_keep_the_rule(tiny: Loaded, accounting: str) -> None:
     method = small()

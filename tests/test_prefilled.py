@@ -93,6 +93,7 @@ def snapshot(loaded: Loaded, chunk: int | None) -> Prefilled:
     return prefill_once(loaded.model, RAGGED, needs, max_new_tokens=STEPS + 1, chunk=chunk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "chunk", "accounting"),
     [

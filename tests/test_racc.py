@@ -354,6 +354,7 @@ class Inline(Executor):
         return future
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"name": "racc_code"}, {"name": "racc_paper"}, {"name": "racc_paper", "lag": 4}], ids=str
 )
@@ -477,6 +478,7 @@ def test_the_audit_of_a_generation_that_an_error_ended_waits_for_nothing() -> No
     assert engines[0].report()["index_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_a_cache_that_grows_finds_the_same() -> None:
     """Under left padding the store's final length is unknown, and host memory moves while it is searched."""
     fixed = long(60, 40, steps=420)

@@ -184,6 +184,7 @@ def test_a_key_that_is_no_number_is_named(value: float) -> None:
         over(keys).cover(np.arange(5, 20))
 
 
+@pytest.mark.slow
 def test_without_faiss_the_message_names_the_package() -> None:
     code = "import sys; sys.modules['faiss'] = None\nfrom kvbench.config import build, method_config\n"
     code += "from kvbench.config import ConfigError\ntry:\n    build(method_config('racc_code'))\n"

@@ -13,6 +13,7 @@ from kvbench.runs.run import run
 DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (DATA / "longbench_mini").is_dir(), reason="needs the sample data folder")
 def test_every_longbench_subset_runs_and_is_scored(tmp_path):
     data = [f"task.data_dir={DATA / 'longbench_mini'}", "task.limit=16", "task.max_length=500"]

@@ -389,6 +389,7 @@ def test_one_process_cannot_open_a_folder_twice(tmp_path):
         opened(tmp_path)
 
 
+@pytest.mark.slow
 def test_after_random_kills_every_sample_is_there_exactly_once(tmp_path):
     total, moments = 600, random.Random(3)
     path = tmp_path / "runs" / "passkey" / "tiny" / "quest-64" / run_id(IDENTITY)

@@ -266,6 +266,7 @@ def test_change_that_may_change_a_number_is_another_run(
     assert len(generated.since()) == 2
 
 
+@pytest.mark.slow
 def test_edited_haystack_file_is_another_run(tmp_path: Path, configured: Any) -> None:
     haystack = tmp_path / "essays.txt"
     niah = ["task=niah", "task.subsets=[niah_single_2]", "task.lengths=[900]", f"task.haystack={haystack}"]

@@ -92,6 +92,7 @@ def test_a_finished_sweep_computes_nothing_again_and_a_longer_one_only_what_is_n
     assert prefills == [1, 1, 3]
 
 
+@pytest.mark.slow
 def test_an_arm_alone_has_a_prefill_of_its_own(sweep: Any, prefills: list[int], tmp_path: Path) -> None:
     assert sweep("method=quest", "task.lengths=[300],[310]").code == 0
     assert prefills == []
@@ -149,6 +150,7 @@ def test_two_sweeps_at_once_neither_corrupt_nor_repeat(sweep: Any, tmp_path: Pat
         assert len(ids) == len(set(ids)) == 2
 
 
+@pytest.mark.slow
 def test_bad_data_of_a_task_ends_all_its_arms_and_no_other(sweep: Any, tmp_path: Path) -> None:
     """How long a prompt must be is known only once the tokenizer is there."""
     done = sweep("method=full,quest", "task.lengths=[300],[200]")

@@ -90,6 +90,7 @@ def _plain(config):
     return OmegaConf.to_container(config, resolve=True)
 
 
+@pytest.mark.slow
 def test_it_finds_passkeys_and_a_method_that_forgets_them_does_not(arms):
     scores = {"full": 0.0, "streaming_llm": 0.0}
     for sample in islice(arms[0].task.samples(arms[0].loaded.tokenizer, 3), 8):

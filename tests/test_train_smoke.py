@@ -53,6 +53,7 @@ def test_heads_of_layer_0_start_out_looking_one_to_four_tokens_back(script):
         assert back[:, 8:].mean() > 0.5
 
 
+@pytest.mark.slow
 def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(script, text, tmp_path):
     curriculum = (
         script.Stage(2, 64, 2, (1e-3, 1e-3), {"repeats": 1}),
