@@ -165,9 +165,9 @@ def sweep_words(params: Mapping[str, Any] | None, arms: Iterable[Mapping[str, An
 def nearest(name: str, valid: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest valid ones, and all of them."""
     names = sorted(valid)
-    close = (
-        difflib.get_close_matches(name, names, n=2, cutoff=0.6) or [one for one in names if one.startswith(name)][:2]
-    )
+    begins = {one[: len(name)]: one for one in names}  # of a long name, what was typed may be the beginning
+    close = difflib.get_close_matches(name, names, n=2, cutoff=0.6)
+    close = close or [begins[one] for one in difflib.get_close_matches(name, begins, n=2, cutoff=0.75)]
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return f"{hint}(valid: {', '.join(names) or 'none'})"
 
