@@ -45,6 +45,7 @@ NOT_NUMBERS = {
     "cli",
     "config.py",
     "demo.py",
+    "fetch.py",
     "hub.py",
     "report",
     "runs",
