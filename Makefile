@@ -28,9 +28,10 @@ $(STAMP): pyproject.toml constraints.txt
 	         "install one and name it, as in 'make PYTHON=python3.12 ...'" >&2; exit 2; }
 	@echo "setting up $(VENV): some minutes the first time"
 	"$(PYTHON)" -m venv $(VENV)
-	@# torch by itself and pinned first: left free, pip may fetch gigabytes of another build.
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,notebooks,models]'
+	@# torch by itself and pinned first: left free, pip may fetch gigabytes of another build. Nothing is compiled that
+	@# nobody imports: pip would spend half of its time on that.
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[test,notebooks,models]'
 	@touch $@
 
 run: $(STAMP)

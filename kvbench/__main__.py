@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import kvbench
 from kvbench.cli import smoke
 from kvbench.cli.compose import compose_one, composed_jobs, loader_of, sweep_arms
+from kvbench.cli.threads import wait_briefly
 from kvbench.config import (
     ConfigError,
     bind_methods,
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         with _sigterm_as_ctrl_c():
+            wait_briefly()
             bind_methods()
             check_command(words)
             return _hand_to_hydra(words)

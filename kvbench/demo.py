@@ -1,15 +1,16 @@
-"""The demo: methods win and lose on the embedded model, in minutes and without a GPU or a network.
+"""The demo: how near to full attention methods stay on a real model, and what they find, in minutes and without a GPU.
 
     python -m kvbench.demo                             results in results/, table.json and tradeoff.png in results/demo/
-    python -m kvbench.demo threads=1 results_dir=out   settings for every arm, as `python -m kvbench` takes them
+    python -m kvbench.demo model=tiny results_dir=out  settings for every arm, as `python -m kvbench` takes them
 
-Its runs are runs as any other: a second start goes on where the first was stopped, and reports read them.
+Its model is SmolLM2-135M, which is fetched at the first start; where that cannot be had, the small model of the package
+takes its place, and a line says so. Its runs are runs as any other: a second start goes on where the first was stopped,
+and reports read them.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,79 +21,79 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.cli.compose import composed
+from kvbench.cli.threads import wait_briefly
 from kvbench.config import ConfigError
+from kvbench.fetch import DEFAULT as MODEL
+from kvbench.fetch import fetch
 from kvbench.runs.folder import ResultsError
 from kvbench.runs.quantities import QUANTITIES, measured
 from kvbench.runs.table import add_numbers, wide_console, with_error
 
-ARMS = (
-    ("full", None),
-    ("topk", 64),
-    ("icecache", 64),
-    ("icecache", 128),
-    ("quest", 64),
-    ("quest", 128),
-    ("snapkv", 64),
-    ("streaming_llm", 128),
-)
+METHODS = ("full", "topk", "pariskv", "icecache", "lychee", "snapkv", "streaming_llm", "quest")
+BUDGET = 256
+LENGTH = 2048
+SMALL_MODEL = "tiny"
 SET_BY_DEMO = ("method", "budget", "task", "task.lengths", "probe.every")
-LENGTHS = (2048, 4096)
-# Two of RULER's eight needle tasks: an arm that does not find its needle writes on to the last of 128 tokens.
-NEEDLES = "task.subsets=[niah_single_2,niah_multikey_1]"
-TASKS = {"passkey": ["task.positions=20"], "niah": [NEEDLES, "task.samples=20"]}
-# Recall is measured apart, on fewer samples: probes cost time.
-PROBED = {"passkey": ["task.positions=2"], "niah": [NEEDLES, "task.samples=1"]}
-# What an arm costs and finds, under headings that leave room for four scores.
-COSTS = {
-    "share": QUANTITIES["attended_share"]._replace(label="attended/C"),
-    "kv_bytes": QUANTITIES["device_kv_bytes"]._replace(label="KV MiB"),
-    "moved_bytes": QUANTITIES["moved_bytes_per_step"]._replace(label="moved KiB/step"),
-    "step_ms": QUANTITIES["tpot_ms_mean"]._replace(label="ms/token", digits=1),
-    "recall": QUANTITIES["recall"],
+# A stretch of each of four addresses; two of RULER's eight needle tasks.
+FIDELITY, NEEDLES = "fidelity", "niah"
+TASKS = {
+    FIDELITY: ["task.samples=4", "task.steps=24"],
+    NEEDLES: ["task.subsets=[niah_single_2,niah_multikey_1]", "task.samples=2"],
 }
+# What an arm costs on running text, under headings that leave room for the rest.
+COSTS = {
+    "attended_share": QUANTITIES["attended_share"]._replace(label="attended/C"),
+    "device_kv_bytes": QUANTITIES["device_kv_bytes"]._replace(label="KV MiB"),
+    "moved_bytes_per_step": QUANTITIES["moved_bytes_per_step"]._replace(label="moved KiB/step"),
+    "tpot_ms_mean": QUANTITIES["tpot_ms_mean"]._replace(label="ms/token", digits=1),
+}
+KL = QUANTITIES["kl_mean"]
 
 
 class Row(NamedTuple):
-    """What the demo found for a method and a budget.
+    """What the demo found for a method.
 
     Attributes:
-        cells: score and standard error, 0-100, by "task length".
-        score: the mean of the cells.
-        attended: mean attended entries of a KV head in a layer.
-        kv_bytes: on the device.
-        moved_bytes: from host to device in a step.
-        step_ms: a decode step.
-        recall: of the exact top tokens, 0..1; None for full attention.
+        method: its name.
+        budget: tokens; None for full attention.
+        kl_mean, kl_stderr: KL divergence of next-token distributions from full attention's in nats, and its standard
+            error over the stretches of text.
+        agreement, needles: 0-100: steps with full attention's top token, needles found; each with its standard error.
+        attended_share: attended entries of a KV head over the budget; None for full attention.
+        device_kv_bytes: on the device.
+        moved_bytes_per_step: from host to device.
+        tpot_ms_mean: a decode step.
     """
 
     method: str
     budget: int | None
-    cells: dict[str, tuple[float, float | None]]
-    score: float
-    attended: float
-    kv_bytes: float
-    moved_bytes: float
-    step_ms: float
-    recall: float | None
-
-    @property
-    def share(self) -> float | None:
-        """Of its budget that the method attended; None for full attention."""
-        return None if self.budget is None else self.attended / self.budget
+    kl_mean: float
+    kl_stderr: float | None
+    agreement: tuple[float, float | None]
+    needles: tuple[float, float | None]
+    attended_share: float | None
+    device_kv_bytes: float
+    moved_bytes_per_step: float
+    tpot_ms_mean: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit code, as `python -m kvbench` does."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     console = wide_console()
+    wait_briefly()
     try:
         refuse_set(words)
-        rows = demo(words, console)
-        folder = Path(config(words, "passkey", *ARMS[0])["results_dir"], "demo")
+        for task in TASKS:
+            config(words, task, METHODS[0])  # what is wrong with the words shows before anything is fetched
+        words = [*model_words(words), *words]
+        configs = {task: [config(words, task, method) for method in METHODS] for task in TASKS}
+        rows = demo(configs, console)
+        folder = Path(configs[FIDELITY][0]["results_dir"], "demo")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "table.json").write_text(json.dumps([one._asdict() for one in rows], indent=1) + "\n")
         picture = folder / "tradeoff.png"
-        draw(rows, picture)
+        draw(rows, model_name(configs), picture)
     except (ConfigError, ResultsError) as error:
         print(f"kvbench: {error}", file=sys.stderr)
         return 2
@@ -115,94 +116,89 @@ def refuse_set(words: Sequence[str]) -> None:
             raise ConfigError(f"{word}: the demo sets {', '.join(SET_BY_DEMO)} itself; python -m kvbench takes them")
 
 
-def config(words: Sequence[str], task: str, method: str, budget: int | None, *more: str) -> DictConfig:
+def model_words(words: Sequence[str]) -> list[str]:
+    """The words that choose the model where no word of the user's does: the real one, fetched, or the small one."""
+    if any(word.partition("=")[0] in ("model", "model.path") for word in words):
+        return []
+    try:
+        fetch(MODEL)
+    except ConfigError as error:
+        print(f"kvbench: {error}; the small model takes its place", file=sys.stderr)
+        return [f"model={SMALL_MODEL}"]
+    return [f"model={MODEL}"]
+
+
+def config(words: Sequence[str], task: str, method: str) -> DictConfig:
     """The config of an arm; `words` have the last word."""
-    size = "null" if budget is None else str(budget)
-    return composed(
-        f"task={task}", f"method={method}", f"budget={size}", f"task.lengths={list(LENGTHS)}", *more, *words
-    )
+    size = "null" if method == "full" else str(BUDGET)
+    sizes = [f"task.lengths=[{LENGTH}]", *TASKS[task]]
+    return composed(f"task={task}", f"method={method}", f"budget={size}", *sizes, *words)
 
 
-def demo(words: Sequence[str], console: Console) -> list[Row]:
-    """Run all arms on both tasks, and again with probes on a few samples."""
-    jobs = {
-        (task, probed): [config(words, task, *arm, *sizes, f"probe.every={every}") for arm in ARMS]
-        for tasks, probed, every in ((TASKS, False, 0), (PROBED, True, 2))
-        for task, sizes in tasks.items()
-    }
+def demo(configs: dict[str, list[DictConfig]], console: Console) -> list[Row]:
+    """Run all arms on both tasks."""
     from kvbench.runs.shared import run_shared
 
-    found: dict[tuple[str, bool], list[dict[str, Any]]] = {}
-    for (task, probed), configs in jobs.items():
-        what = "recall of the exact top tokens" if probed else f"{len(ARMS)} arms"
-        console.print(f"{task} at {' and '.join(map(str, LENGTHS))} tokens: {what}")
-        found[task, probed] = run_shared(configs, console)
-    return [row(index, found) for index in range(len(ARMS))]
+    found = {}
+    for task, arms in configs.items():
+        console.print(f"{task} at {LENGTH} tokens, {len(arms)} arms, {model_name(configs)}")
+        found[task] = run_shared(arms, console)
+    return [row(*arm) for arm in zip(METHODS, found[FIDELITY], found[NEEDLES], strict=True)]
 
 
-def row(index: int, found: dict[tuple[str, bool], list[dict[str, Any]]]) -> Row:
-    """The arm of that index in `ARMS`, from the summaries of its runs."""
-    method, budget = ARMS[index]
-    timed = [found[task, False][index] for task in TASKS]
-    cells: dict[str, tuple[float, float | None]] = {}
-    for task in TASKS:
-        for length in LENGTHS:
-            groups = found[task, False][index]["groups"].items()
-            own = [group for name, group in groups if name.rpartition("/")[2] == str(length)]
-            errors = [group["stderr"] or 0.0 for group in own]
-            score = sum(group["score"] for group in own) / len(own)
-            cells[f"{task} {length}"] = (score, math.hypot(*errors) / len(own))
+def model_name(configs: dict[str, list[DictConfig]]) -> str:
+    """What the model of all arms is called."""
+    return str(configs[FIDELITY][0]["model"]["name"])
 
-    def mean(name: str) -> float:
-        values = [(measured(summary).get(name) or 0.0, summary["n"]) for summary in timed]
-        return sum(value * count for value, count in values) / sum(count for _, count in values)
 
-    recalls = [found[task, True][index].get("probe", {}).get("recall") for task in PROBED]
-    known = [value for value in recalls if value is not None]
+def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> Row:
+    """The line of a method, from the summaries of its two runs."""
+    found = measured(fidelity)
+    budget = None if method == "full" else BUDGET
     return Row(
         method,
         budget,
-        cells,
-        score=sum(score for score, _ in cells.values()) / len(cells),
-        attended=mean("attended_mean"),
-        kv_bytes=mean("device_kv_bytes"),
-        moved_bytes=mean("moved_bytes_per_step"),
-        step_ms=mean("tpot_ms_mean"),
-        recall=sum(known) / len(known) if known and budget is not None else None,
+        kl_mean=found[KL.name],
+        kl_stderr=found.get("kl_stderr"),
+        agreement=(fidelity["score"], fidelity["stderr"]),
+        needles=(needles["macro"]["score"], needles["macro"]["stderr"]),
+        attended_share=found["attended_share"] if budget else None,
+        device_kv_bytes=found["device_kv_bytes"],
+        moved_bytes_per_step=found["moved_bytes_per_step"],
+        tpot_ms_mean=found["tpot_ms_mean"],
     )
 
 
 def table(rows: Sequence[Row]) -> Table:
     """All arms, a line each."""
-    drawn = Table(title="score ± standard error on each task and length, and what it cost", title_justify="left")
-    drawn.caption = "moved: from host to device, on a CPU from memory to memory"
+    drawn = Table(title="how near to full attention's next-token distribution, and what it cost", title_justify="left")
+    drawn.caption = "KL: mean ± standard error over texts; moved: from host to device, on a CPU from memory to memory"
     drawn.add_column("method")
-    add_numbers(drawn, ["C", *rows[0].cells, *(cost.heading for cost in COSTS.values())])
+    add_numbers(drawn, ["C", "KL, nats", "same token %", "needles %", *(cost.heading for cost in COSTS.values())])
     for one in rows:
-        scores = [with_error(score, error or 0, digits=0) for score, error in one.cells.values()]
+        near = KL.number(one.kl_mean) + ("" if one.kl_stderr is None else f" ± {KL.number(one.kl_stderr)}")
+        scores = [with_error(*pair, digits=0) for pair in (one.agreement, one.needles)]
         costs = [cost.number(getattr(one, name)) for name, cost in COSTS.items()]
-        drawn.add_row(one.method, "-" if one.budget is None else str(one.budget), *scores, *costs)
+        drawn.add_row(one.method, "-" if one.budget is None else str(one.budget), near, *scores, *costs)
     return drawn
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """The trade-off as a picture: mean score against device memory, and against the time per token."""
+def draw(rows: Sequence[Row], model: str, path: Path) -> None:
+    """The trade-off as a picture: KL against device memory, and against the time per token."""
     import pandas
     from matplotlib.figure import Figure
 
     from kvbench.report.figures import draw_tradeoff
 
-    renamed = {"kv_bytes": "device_kv_bytes", "step_ms": "tpot_ms_mean"}
-    points = pandas.DataFrame(rows, dtype=object).rename(columns=renamed).assign(label=[one.method for one in rows])
+    # All have the budget that the title says: no mark needs its own.
+    points = pandas.DataFrame(rows, dtype=object).assign(label=[one.method for one in rows], budget=None)
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    draw_tradeoff(axes, points)
-    axes[0].set_ylabel("score, mean over tasks and lengths")
+    draw_tradeoff(axes, points, KL.name)
+    axes[0].set_ylabel(KL.axis)
     handles, names = axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
-    lengths = " and ".join(map(str, LENGTHS))
-    tasks = " and ".join(TASKS)
-    figure.suptitle(f"{tasks} at {lengths} tokens on the embedded model; numbers are budgets; up and left is better")
+    figure.suptitle(f"{model}, text of {LENGTH} tokens, C = {BUDGET}: down and left is better")
     figure.savefig(path, dpi=150)
 
 

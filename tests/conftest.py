@@ -90,7 +90,7 @@ def dummies() -> Callable[[str], Loaded]:
         if name not in loaded:
             config = shipped("model", name)
             assert config is not None
-            loaded[name] = load(config, device="cpu")
+            loaded[name] = load(config, device="cpu", dtype="float32")
         return loaded[name]
 
     return get

@@ -243,6 +243,7 @@ def stream(
     kv_heads: int = 2,
     head_dim: int = 16,
     seed: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Stream:
     """Random normal queries, keys and values; queries are stretched, so that attention is far from uniform."""
     rng = torch.Generator().manual_seed(seed)
@@ -250,6 +251,7 @@ def stream(
     wide = (layers, len(lengths), query_heads, max(lengths) + steps, head_dim)
     keys, values = torch.randn(size, generator=rng), torch.randn(size, generator=rng)
     queries = 2 * torch.randn(wide, generator=rng)
+    queries, keys, values = (part.to(dtype) for part in (queries, keys, values))
     tokens = torch.randint(len(PIECES), (len(lengths), size[3]), generator=rng)
     return Stream(lengths, steps, queries, keys, values, tokens)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -282,6 +283,58 @@ def test_method_that_uses_every_field_sees_its_probabilities() -> None:
         torch.testing.assert_close(weights.sum(dim=2), torch.ones(2, 4))
     assert ours.audit["attended_mean"] == ours.audit["attended_max"] == 7
     assert not ours.audit["over_rule"]
+
+
+# -- bfloat16 ----------------------------------------------------------------------------------------------------------
+
+HALF = torch.bfloat16
+# Outputs are means of values of the order of 1 to 4, each rounded to eight bits on the way in and out.
+CLOSE_IN_HALF = 4 * torch.finfo(HALF).eps
+
+
+@each_method_in_turn
+def test_budget_beyond_the_sequence_equals_full_attention_in_bfloat16(case: Case, accounting: str) -> None:
+    fixed = stream(70, 40, dtype=HALF)
+    found = drive(fixed, case.build(), 500, accounting=accounting)
+    expected = drive(fixed, Method(), None, executor="reference")
+    assert found.outputs.dtype == HALF
+    torch.testing.assert_close(found.outputs, expected.outputs, rtol=0, atol=CLOSE_IN_HALF)
+    for at in found.seen:
+        for row, length in enumerate(at.lengths):
+            assert all(ids == set(range(length)) for ids in at.sets(row))
+
+
+@each_method_in_turn
+def test_executors_agree_in_bfloat16(case: Case, accounting: str) -> None:
+    fixed = stream(150, 97, steps=STEPS, dtype=HALF)
+    fast, slow = (drive(fixed, case.build(), SMALL, accounting=accounting, executor=name) for name in ATTEND)
+    assert same_attended(fast.seen, slow.seen)
+    torch.testing.assert_close(fast.outputs, slow.outputs, rtol=0, atol=CLOSE_IN_HALF)
+
+
+@each_method_in_turn
+def test_ragged_batch_in_bfloat16_selects_what_its_rows_select_alone(case: Case, accounting: str) -> None:
+    fixed = stream(130, 77, 20, dtype=HALF)
+    batch = drive(fixed, case.build(), SMALL, accounting=accounting, chunk=50)
+    for row in range(3):
+        alone = drive(fixed.row(row), case.build(), SMALL, accounting=accounting)
+        assert [at.sets(row) for at in batch.seen] == [at.sets(0) for at in alone.seen]
+        torch.testing.assert_close(batch.outputs[:, :, row], alone.outputs[:, :, 0], rtol=0, atol=CLOSE_IN_HALF)
+
+
+@each_method_in_turn
+def test_choices_in_bfloat16_are_those_of_its_rounded_keys_in_float32(case: Case, accounting: str) -> None:
+    """What is computed for a choice is computed exactly: all that bfloat16 rounds is what the model hands over."""
+    rounded = stream(150, 97, dtype=HALF)
+    exact = replace(rounded, **{part: getattr(rounded, part).float() for part in ("queries", "keys", "values")})
+    half = drive(rounded, case.build(), SMALL, accounting=accounting)
+    single = drive(exact, case.build(), SMALL, accounting=accounting)
+    same = total = 0
+    for ours, theirs in zip(half.seen, single.seen, strict=True):
+        for row in range(2):
+            for one, other in zip(ours.sets(row), theirs.sets(row), strict=True):
+                same, total = same + len(one & other), total + len(other)
+    assert same >= 0.97 * total
 
 
 # -- what is selected --------------------------------------------------------------------------------------------------

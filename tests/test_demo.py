@@ -1,4 +1,4 @@
-"""The demo on a random model and small tasks: its table, its picture, its resume, and what it refuses."""
+"""The demo on a random model and small tasks: its table, its picture, its resume, its model, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from matplotlib import image
 from rich.console import Console
 
 from kvbench import demo
+from kvbench.config import ConfigError
 
 
 @pytest.fixture
 def sizes(monkeypatch):
-    """Two arms, two lengths, two samples a cell."""
-    monkeypatch.setattr(demo, "ARMS", (("full", None), ("quest", 64)))
-    monkeypatch.setattr(demo, "LENGTHS", (1000, 1200))
-    monkeypatch.setattr(demo, "TASKS", {"passkey": ["task.positions=2"], "niah": [demo.NEEDLES, "task.samples=2"]})
+    """Two arms, two samples of each task, short ones."""
+    monkeypatch.setattr(demo, "METHODS", ("full", "quest"))
+    monkeypatch.setattr(demo, "LENGTH", 1000)
+    samples = {demo.FIDELITY: "task.steps=4", demo.NEEDLES: demo.TASKS[demo.NEEDLES][0]}
+    monkeypatch.setattr(demo, "TASKS", {task: [word, "task.samples=2"] for task, word in samples.items()})
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,11 @@ def small(sizes, results):
     return ["model=dummy-tiny", f"results_dir={results}"]
 
 
-@pytest.mark.slow
+def rows_of(words):
+    configs = {task: [demo.config(words, task, method) for method in demo.METHODS] for task in demo.TASKS}
+    return demo.demo(configs, Console(quiet=True))
+
+
 def test_the_demo_prints_one_table_and_draws_one_picture(small, results, capsys):
     assert demo.main(small) == 0
     told = capsys.readouterr().out
@@ -45,20 +51,34 @@ def test_the_demo_prints_one_table_and_draws_one_picture(small, results, capsys)
     assert [line.split()[1] for line in lines] == ["full", "quest"]
 
 
-@pytest.mark.slow
 def test_a_row_holds_what_the_runs_found(small):
-    full, quest = demo.demo(small, Console(quiet=True))
-    assert (full.method, full.budget, quest.method, quest.budget) == ("full", None, "quest", 64)
-    assert full.recall is None and 0 < quest.recall < 1
-    assert set(quest.cells) == {f"{task} {length}" for task in ("passkey", "niah") for length in (1000, 1200)}
-    assert full.attended > quest.attended > 0 and full.step_ms > 0 and quest.kv_bytes > 0
+    full, quest = rows_of(small)
+    assert (full.method, full.budget, quest.method, quest.budget) == ("full", None, "quest", demo.BUDGET)
+    assert full.kl_mean == 0 < quest.kl_mean and full.agreement == (100.0, 0.0)
+    assert full.attended_share is None and quest.attended_share > 0
+    assert full.tpot_ms_mean > 0 and full.device_kv_bytes > 0 and quest.kl_stderr > 0
 
 
-@pytest.mark.slow
 def test_a_second_start_runs_nothing_again(small, monkeypatch):
-    rows = demo.demo(small, Console(quiet=True))
+    rows = rows_of(small)
     monkeypatch.setattr("kvbench.runs.shared.measure", lambda *a: pytest.fail("generated again"))
-    assert demo.demo(small, Console(quiet=True)) == rows
+    assert rows_of(small) == rows
+
+
+def test_the_model_is_the_real_one_where_it_can_be_had(monkeypatch):
+    monkeypatch.setattr(demo, "fetch", lambda name: None)
+    assert demo.model_words([]) == ["model=smollm2-135m-instruct"]
+    assert demo.model_words(["seed=1", "model=tiny"]) == demo.model_words(["model.path=there"]) == []
+
+
+def test_without_a_registry_the_small_model_takes_its_place_and_a_line_says_so(monkeypatch, capsys):
+    def refuse(name):
+        raise ConfigError(f"{name}: cannot be had: no network")
+
+    monkeypatch.setattr(demo, "fetch", refuse)
+    assert demo.model_words([]) == ["model=tiny"]
+    told = capsys.readouterr().err.splitlines()
+    assert told == ["kvbench: smollm2-135m-instruct: cannot be had: no network; the small model takes its place"]
 
 
 @pytest.mark.parametrize(
@@ -71,20 +91,22 @@ def test_bad_input_is_one_line(small, capsys, word, said):
     assert len(told) == 1 and told[0].startswith("kvbench: ") and said in told[0]
 
 
-def test_the_demo_has_at_most_eight_arms_and_twenty_samples_a_cell():
-    assert len(demo.ARMS) <= 8 and demo.LENGTHS == (2048, 4096)
+def test_bad_input_is_told_before_a_model_is_fetched(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "fetch", lambda name: pytest.fail("fetched"))
+    assert demo.main(["no_such=1"]) == 2
+    assert "no_such" in capsys.readouterr().err
 
 
-def test_the_table_shows_scores_and_costs(capsys):
-    cells = {"passkey 2048": (100.0, 0.0), "niah 2048": (97.5, 2.5)}
-    costs = {"kv_bytes": 3 * 2**19, "moved_bytes": 2048.0, "step_ms": 4.26}
-    full = demo.Row("full", None, cells, 98.75, 2900.0, **costs, recall=None)
-    quest = demo.Row("quest", 64, cells, 98.75, 96.0, **costs, recall=0.5)
+def test_the_table_shows_nearness_scores_and_costs(capsys):
+    costs = {"device_kv_bytes": 3 * 2**19, "moved_bytes_per_step": 2048.0, "tpot_ms_mean": 4.26}
+    full = demo.Row("full", None, 0.0, 0.0, (100.0, 0.0), (97.5, 2.5), None, **costs)
+    quest = demo.Row("quest", 256, 0.5, None, (78.0, 3.0), (97.5, 2.5), 1.5, **costs)
     Console(width=140).print(demo.table([full, quest]))
     told = [line.strip("│┃") for line in capsys.readouterr().out.splitlines() if line[0] in "│┃"]
     head, *lines = [[cell.strip() for cell in line.replace("┃", "│").split("│")] for line in told]
-    assert head == ["method", "C", *cells, "attended/C", "KV MiB", "moved KiB/step", "ms/token", "recall"]
+    costs = ["attended/C", "KV MiB", "moved KiB/step", "ms/token"]
+    assert head == ["method", "C", "KL, nats", "same token %", "needles %", *costs]
     assert lines == [
-        ["full", "-", "100 ± 0", "98 ± 2", "-", "1.50", "2.0", "4.3", "-"],
-        ["quest", "64", "100 ± 0", "98 ± 2", "1.50", "1.50", "2.0", "4.3", "0.50"],
+        ["full", "-", "0.0000 ± 0.0000", "100 ± 0", "98 ± 2", "-", "1.50", "2.0", "4.3"],
+        ["quest", "256", "0.5000", "78 ± 3", "98 ± 2", "1.50", "1.50", "2.0", "4.3"],
     ]

@@ -31,9 +31,9 @@ def attend(
         key, value, bias = _selected(store, selection, query_heads)
     # [B, Hs, rows, D]: the query heads that share a list of keys are rows of one attention
     rows = query.reshape(batch, key.shape[1], -1, head_dim)
-    if bias is not None and bias.dtype != torch.bool:
-        bias = bias.to(query.dtype)
     weights = _probabilities(rows, key, bias, scaling).view(batch, query_heads, -1) if probabilities else None
+    if query.is_cuda and bias is not None and bias.dtype != torch.bool:  # a CPU's kernels take it in float32
+        bias = bias.to(query.dtype)
     out = scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scaling)
     return out.reshape(batch, query_heads, 1, head_dim), weights
 

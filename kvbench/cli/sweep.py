@@ -211,7 +211,6 @@ class Local(Submitted):
         self.jobs = self.jobs or self.gpus or max(1, cores // 2)
         # torch would start a thread for each core in every job, and they would wait for each other
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.jobs)))
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         executor = submitit.LocalExecutor(folder)
         executor.update_parameters(timeout_min=365 * 24 * 60)
         return executor

@@ -264,7 +264,7 @@ class Engine:
         self.audit.end_step(self.method, self.shape.lengths, self._active, device, host)
 
     def report(self) -> dict[str, Any]:
-        """The audit so far, with the executor that ran and the method's own numbers."""
+        """The audit so far, with the executor that ran, the dtype it ran in, and the method's own numbers."""
         size = self.budget.size
         budget = None if size is None else self.budget.tokens(max(self.shape.lengths))
         stored = [tensor for store in self.stores.values() for tensor in store.tensors()]
@@ -272,6 +272,7 @@ class Engine:
             **self.method.report(),
             **self.audit.report(self.method, budget, stored),
             "executor": self.executor.used(),
+            "dtype": str(self.shape.dtype).removeprefix("torch."),
         }
         if self.executor.note:
             report["executor_note"] = self.executor.note

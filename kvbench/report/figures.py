@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FormatStrFormatter, MaxNLocator
+from matplotlib.ticker import FormatStrFormatter, LogFormatter, MaxNLocator, NullFormatter
 
 from kvbench.config import ConfigError, nearest
 from kvbench.report.bars import latency
@@ -111,30 +111,37 @@ def tradeoff(runs: Runs) -> Figure:
     return finished(figure, axes, [arms for _, arms in panels])
 
 
-def draw_tradeoff(axes: Sequence[Any], points: pd.DataFrame) -> None:
-    """Mark arms on two axes: score against KV bytes on the device, and against the time per token.
+def draw_tradeoff(axes: Sequence[Any], points: pd.DataFrame, y: str = "score") -> None:
+    """Mark arms on two axes: a quantity against KV bytes on the device, and against the time per token.
 
     Args:
         axes: two of matplotlib's.
-        points: a line an arm with method, label, budget (None: no budget), score (0-100), device_kv_bytes,
-            tpot_ms_mean.
+        points: a line an arm with method, label, budget (None: no budget), device_kv_bytes, tpot_ms_mean, and what is
+            marked.
+        y: "score" (0-100), or a quantity that is best at 0 and drawn on a log axis: an arm that has 0 of it, as full
+            attention has, is a line at its cost.
     """
     scales = {"device_kv_bytes": "log", "tpot_ms_mean": "linear"}
     for axis, (name, scale) in zip(axes, scales.items(), strict=True):
         cost = QUANTITIES[name]
         for one in points.itertuples():
-            # Arms that score alike at like cost lie on one another: outlines leave both to be seen.
-            x = cost.scaled(getattr(one, name))
+            x, height = cost.scaled(getattr(one, name)), getattr(one, y)
             bare, style = no_budget(one.budget), style_of(one.method)
-            shape = {"marker": style.marker, "s": 190 if bare else 80, "facecolor": "none", "linewidth": 2}
             named = one.label if one.label not in axis.get_legend_handles_labels()[1] else None
-            axis.scatter(x, one.score, edgecolor=style.colour, label=named, zorder=3, **shape)
+            if y != "score" and not height:
+                axis.axvline(x, color=style.colour, linestyle="--", linewidth=1.2, label=named)
+                continue
+            # Arms that score alike at like cost lie on one another: outlines leave both to be seen.
+            shape = {"marker": style.marker, "s": 190 if bare else 80, "facecolor": "none", "linewidth": 2}
+            axis.scatter(x, height, edgecolor=style.colour, label=named, zorder=3, **shape)
             if not bare:
                 below = {"va": "top", "ha": "center", "textcoords": "offset points", "fontsize": 8}
-                axis.annotate(size_text(one.budget), (x, one.score), (0, -8), **below)
-        axis.set(xlabel=cost.axis, xscale=scale, ylim=(-9, 108))
+                axis.annotate(size_text(one.budget), (x, height), (0, -8), **below)
+        axis.set(xlabel=cost.axis, xscale=scale)
+        axis.set(**({"ylim": (-9, 108)} if y == "score" else {"yscale": "log"}))
         axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
-        axis.margins(x=0.1)
+        axis.xaxis.set_minor_formatter(LogFormatter() if scale == "log" else NullFormatter())
+        axis.margins(x=0.1, y=0.12)
         axis.grid(alpha=0.3)
 
 

@@ -62,7 +62,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
                     )
         summary = summarise(folder.records.values(), arm.task.metric)
         folder.finish(summary)
-    console.print(table(f"{arm.task.name}, {arm_name(config)} on {arm.loaded.name}", arm.task.metric, summary))
+    title = f"{arm.task.name}, {arm_name(config)} on {arm.loaded.name} in {dtype_of(arm)}"
+    console.print(table(title, arm.task.metric, summary))
     console.print(f"results: {folder.path}", soft_wrap=True)
     if summary["failed"]:
         console.print(
@@ -185,8 +186,13 @@ def identity(arm: Arm) -> dict[str, Any]:
         "notes": dict(arm.task.notes),
         "source": source_hash(sources),
         "device": arm.loaded.model.device.type,
-        "dtype": str(arm.loaded.model.dtype).removeprefix("torch."),
+        "dtype": dtype_of(arm),
     }
+
+
+def dtype_of(arm: Arm) -> str:
+    """What `dtype=auto` came to, or what was asked for."""
+    return str(arm.loaded.model.dtype).removeprefix("torch.")
 
 
 def versions() -> dict[str, str]:

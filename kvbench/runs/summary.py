@@ -33,7 +33,7 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
         "scores": {name: _percent(_scores(records, name)) for name in names},
         "n": len(records),
         "failed": len(records) - len(finished),
-        "stderr": _standard_error(main),
+        "stderr": _percent_error(main),
         "groups": groups,
         "macro": _macro(groups),
         "latency": _latency(finished),
@@ -41,8 +41,8 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
     }
     if any((record.get("audit") or {}).get("over_rule") for record in records):
         summary["audit"] = {**summary["audit"], "over_rule": True}
-    for name in ("nll", "nll_full") if summary["fidelity"] else ():
-        summary["fidelity"][name.replace("nll", "perplexity")] = math.exp(summary["fidelity"][name])
+    if summary["fidelity"]:
+        summary["fidelity"] |= _of_stretches(summary["fidelity"], [record["fidelity"] for record in finished])
     optional = ("groups", "macro", "audit", "hardware", "probe", "fidelity")
     return {key: value for key, value in summary.items() if value or key not in optional}
 
@@ -64,13 +64,18 @@ def _percent(scores: Sequence[float]) -> float | None:
     return None if mean is None else 100 * mean
 
 
-def _standard_error(scores: Sequence[float]) -> float | None:
-    """100 * s / sqrt(n), s the sample standard deviation (n - 1); None for fewer than two samples."""
-    if len(scores) < 2:
+def _percent_error(scores: Sequence[float]) -> float | None:
+    error = _standard_error(scores)
+    return None if error is None else 100 * error
+
+
+def _standard_error(values: Sequence[float]) -> float | None:
+    """s / sqrt(n), s the sample standard deviation (n - 1); None for fewer than two values."""
+    if len(values) < 2:
         return None
-    mean = math.fsum(scores) / len(scores)
-    variance = math.fsum((score - mean) ** 2 for score in scores) / (len(scores) - 1)
-    return 100 * math.sqrt(variance / len(scores))
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return math.sqrt(variance / len(values))
 
 
 def _groups(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, dict[str, Any]]:
@@ -84,7 +89,7 @@ def _groups(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, dict
     for group, own in members.items():
         scores = [_score(record, metric) for record in own]
         failed = sum(bool(record.get("error")) for record in own)
-        found[group] = {"score": _percent(scores), "stderr": _standard_error(scores), "n": len(own), "failed": failed}
+        found[group] = {"score": _percent(scores), "stderr": _percent_error(scores), "n": len(own), "failed": failed}
     return found
 
 
@@ -139,6 +144,13 @@ def _combine(how: str, values: list[Any]) -> Any:
     if how == "words" or not all(map(is_number, values)):
         return sorted(set(map(str, values)))
     return max(values) if how == "max" else _mean(values)
+
+
+def _of_stretches(fidelity: Mapping[str, Any], stretches: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What follows from the means over stretches of text: perplexities, and how sure the mean KL divergence is."""
+    found = {name.replace("nll", "perplexity"): math.exp(fidelity[name]) for name in ("nll", "nll_full")}
+    error = _standard_error([stretch["kl_mean"] for stretch in stretches])
+    return found if error is None else {**found, "kl_stderr": error}
 
 
 def _mean(values: Iterable[Any]) -> float | None:
