@@ -44,6 +44,8 @@ def test_every_step_has_its_divergence_and_the_likelihood_of_the_text(tmp_path: 
     summary = run(configured(tmp_path, "method=streaming_llm", "budget=16"))
     found = summary["fidelity"]
     assert 0 < found["kl_mean"] <= found["kl_p95"] <= found["kl_max"]
+    one, other = (record["fidelity"]["kl_mean"] for record in records(tmp_path, "streaming_llm-16"))
+    assert found["kl_stderr"] == pytest.approx(abs(one - other) / 2)
     assert found["perplexity"] == pytest.approx(math.exp(found["nll"]))
     assert found["perplexity_full"] == pytest.approx(math.exp(found["nll_full"]))
     for record in records(tmp_path, "streaming_llm-16"):
@@ -68,6 +70,19 @@ def test_the_reference_is_the_model_read_in_one_piece(tmp_path: Path) -> None:
     expected = -logits.log_softmax(dim=-1)[len(prompt) : -1].gather(1, torch.tensor(given[1:])[:, None])[:, 0]
     (record,) = records(tmp_path, "snapkv-64")
     assert record["fidelity"]["steps"]["nll_full"] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_one_thread_and_two_find_the_same(tmp_path: Path) -> None:
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            words = ["method=icecache", "budget=64", f"threads={count}", f"results_dir={tmp_path / str(count)}"]
+            found.append(run(configured(tmp_path, *words))["fidelity"])
+    finally:
+        torch.set_num_threads(threads)
+    one, two = found
+    assert one.keys() == two.keys()
+    assert all(one[name] == pytest.approx(two[name], abs=1e-4) for name in one)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ SMOOTHED = 8  # neighbouring steps whose mean a curve shows: single tokens diffe
 
 
 def fidelity(runs: Runs) -> Figure:
-    """Mean KL from full attention against the budget, what was attended, and what the device held."""
+    """Mean KL from full attention, with its standard error, against the budget, what was attended and device memory."""
     panels = [(title, arms) for title, arms in _panels(runs, "fidelity") if arms["budget"].notna().any()]
     if not panels:
         raise ConfigError("figure=fidelity: no run with a budget among those of task=fidelity")
@@ -30,7 +30,8 @@ def fidelity(runs: Runs) -> Figure:
             for one in series_of(runs, arms):
                 drawn = one.arms.assign(x=one.arms[x].astype(float)).dropna(subset=["x"]).sort_values("x")
                 scale = QUANTITIES[x].unit.scale if x in QUANTITIES else 1.0
-                axis.plot(drawn["x"] * scale, drawn["kl_mean"].astype(float), label=one.label(), **line_look(one.style))
+                near, error = (drawn[name].astype(float) for name in (KL.name, "kl_stderr"))
+                axis.errorbar(drawn["x"] * scale, near, error, label=one.label(), **line_look(one.style))
             axis.set(yscale="log", title=title)
             axis.set_xlabel(QUANTITIES[x].axis if x in QUANTITIES else "budget C: tokens, or below 1 a share")
             axis.grid(alpha=0.3)
