@@ -54,7 +54,8 @@ def models():
 @pytest.mark.parametrize("chat", CHATS)
 def test_full_attention_generates_what_sdpa_generates(models, tokenizer, chat):
     sdpa, ours = models
-    text = tokenizer.apply_chat_template([{"role": "user", "content": chat}], tokenize=False, add_generation_prompt=True)
+    turns = [{"role": "user", "content": chat}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
     options = {"max_new_tokens": 40, "do_sample": False}
     expected = sdpa.generate(**inputs, **options)
