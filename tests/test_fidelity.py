@@ -20,7 +20,7 @@ from kvbench.runs.shared import run_shared
 from kvbench.score import rescore
 from kvbench.tasks.fidelity import Fidelity
 
-WORDS = ["task=fidelity", "task.lengths=[200]", "task.steps=12", "task.samples=2"]
+WORDS = ["task=fidelity", "dtype=float32", "task.lengths=[200]", "task.steps=12", "task.samples=2"]
 
 
 def configured(tmp_path: Path, *words: str) -> Any:
