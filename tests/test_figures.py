@@ -87,7 +87,7 @@ def curve(figure: Figure, label: str, place: int = 0) -> tuple[list[float], list
     return [float(x) for x in line.get_xdata()], [float(y) for y in line.get_ydata()]
 
 
-OF_OTHER_RUNS = {"fidelity", "drift"}  # drawn in test_fidelity
+OF_OTHER_RUNS = {"fidelity", "drift", "breakeven"}  # drawn in test_fidelity and test_breakeven
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from kvbench.runs.run import prepare, run
 from kvbench.score import main as score
 from kvbench.tasks.latency import Latency
 
+TABLES = ["latency", "latency_bytes", "latency_parts", "latency_breakeven"]
 SMALL = ("model=dummy-tiny", "device=cpu", "task=latency", "task.lengths=[300]", "task.steps=5", "task.warmup=2")
 
 
@@ -296,7 +297,7 @@ def table(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list
 @pytest.mark.slow
 def test_a_report_has_a_line_for_each_cell_and_arm(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = table(results, capsys, "--where", "task=latency")
-    assert {line["table"] for line in lines} == {"latency", "latency_bytes", "latency_parts"}, "and no score"
+    assert {line["table"] for line in lines} == {*TABLES}, "and no score"
     times = [line for line in lines if line["table"] == "latency"]
     assert [(line["tokens"], line["batch"], line["method"], line["prefill"]) for line in times] == [
         ("300", "1", "full", "true"),
@@ -350,7 +351,7 @@ def test_what_is_made_is_said(results: Path, capsys: pytest.CaptureFixture[str])
 def test_scored_runs_keep_their_table(results: Path) -> None:
     scored, *timed = summary(collect([results]))
     assert scored.id == "summary" and scored.rows == [("dummy-tiny", "passkey", "full", "-")]
-    assert [one.id for one in timed] == ["latency", "latency_bytes", "latency_parts"]
+    assert [one.id for one in timed] == TABLES
     assert "summary" not in {one.id for one in summary(collect([results]), ["task=latency"])}
 
 

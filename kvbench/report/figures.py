@@ -19,6 +19,7 @@ from matplotlib.ticker import FormatStrFormatter, LogFormatter, MaxNLocator, Nul
 
 from kvbench.config import ConfigError, nearest
 from kvbench.report.bars import latency
+from kvbench.report.breakeven import breakeven
 from kvbench.report.frame import YARDSTICK, Runs
 from kvbench.report.nearness import drift, fidelity
 from kvbench.report.panels import (
@@ -318,6 +319,7 @@ FIGURES: dict[str, tuple[Callable[[Runs], Figure], str]] = {
     "tradeoff": (tradeoff, "score against device memory and time per token (IceCache, Fig. 1)"),
     "passkey": (passkey, "passkeys found by depth and length (IceCache, Fig. 6)"),
     "latency": (latency, "second token, time per token and its parts (IceCache, Fig. 7; LycheeCluster, Fig. 5)"),
+    "breakeven": (breakeven, "from which length a method is faster than full attention, from task=latency"),
     "length": (length, "time per token against context length (IceCache, Fig. 8; LycheeCluster, Fig. 4)"),
     "recall": (recall, "recall over decode steps, from runs with probe.every (ParisKV, Fig. 1)"),
     "stability": (

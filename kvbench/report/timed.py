@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvbench.report.breakeven import TIME, crossing
 from kvbench.report.cells import Cell, Table, missing, notes_of
-from kvbench.report.frame import Runs
+from kvbench.report.frame import YARDSTICK, Runs
 from kvbench.report.select import differing_keys, label_of, labels_of, order_of
-from kvbench.runs.quantities import Quantity, named
+from kvbench.runs.quantities import LESS, Quantity, Unit, named
 
 # What they show in place of a score, by table; the parts of a step stand in the last.
 TIMED = {
@@ -20,11 +21,20 @@ TIMED = {
     ),
     "latency_parts": ("where a step goes", ("tpot_ms_mean", "floor_ms", "python_ms", "breakdown_ms")),
 }
+# Of a method against full attention at several lengths.
+AGAINST_FULL = {
+    "faster_from": Quantity("faster_from", "", "faster than full from", Unit("tokens"), 0, LESS),
+    "time_over_full": Quantity("time_over_full", "", "time / full's at the longest", better=LESS),
+}
 # Where a step's transfers count, and a mark says that they are simulated.
 SIMULATED = {"tpot_ms_p50", "tpot_ms_mean", "breakdown_ms.transfer"}
 AXES = ("model", "task.keys", "task.prefill", "method", "budget")
 
 
+FASTER_NOTE = (
+    "Faster than full from: between two lengths interpolated, both axes logarithmic; the shortest length where a "
+    "method was faster at all of them; - where it was slower at the longest."
+)
 Cells = Mapping[tuple[int, int], Mapping[str, Any]]  # what a run measured, by prompt tokens and batch
 
 
@@ -68,7 +78,38 @@ def timed_tables(runs: Runs, chosen: Sequence[int], number: str, what: str) -> l
         cells = {(index, 0): _cell(line.measured, shown) for index, line in enumerate(lines)}
         notes = [*_notes(runs, chosen, cells.values()), *notes_of(cells.values(), {})]
         tables.append(Table(f"{id}{number}", f"{title}: {about}", head, rows, [""], cells, shown, notes))
+    against = _against_full(lines, axes)
+    if against:
+        rows, cells = list(against), {(index, 0): cell for index, cell in enumerate(against.values())}
+        about = "from which length a method is faster than full attention"
+        notes = [*notes_of(cells.values(), {}), FASTER_NOTE]
+        breakeven = Table(
+            f"latency_breakeven{number}", f"{title}: {about}", head[1:], rows, [""], cells, AGAINST_FULL, notes
+        )
+        tables.append(breakeven)
     return tables
+
+
+def _against_full(lines: Sequence[_Line], axes: Sequence[str]) -> dict[tuple[str, ...], Cell]:
+    """What `AGAINST_FULL` says of each arm that was measured at several lengths, as full attention was beside it."""
+    arms: dict[tuple[str, ...], dict[int, float]] = {}
+    full: dict[tuple[str, ...], dict[int, float]] = {}
+    rivals, cells = {}, {}
+    for line in lines:
+        rest = [label for key, label in zip(axes, line.labels, strict=True) if key not in ("method", "budget")]
+        row, place = (str(line.batch), *line.labels), (str(line.batch), *rest)
+        times = full.setdefault(place, {}) if line.measured["method"] == YARDSTICK else arms.setdefault(row, {})
+        times[line.tokens] = line.measured[TIME.name]
+        rivals[row] = place, line.measured
+    for row, times in arms.items():
+        place, measured = rivals[row]
+        common = sorted(times.keys() & full.get(place, {}).keys())
+        if len(common) > 1:
+            start, last = crossing(times, full[place]), common[-1]
+            numbers = {"time_over_full": times[last] / full[place][last]} | ({"faster_from": start} if start else {})
+            marks = {name: "c" for name in numbers if "simulated" in str(measured["transfer"])}
+            cells[row] = Cell(numbers, marks, str(measured["path"]))
+    return cells
 
 
 def _axes(runs: Runs, measured: Mapping[int, Cells]) -> tuple[list[str], dict[str, str]]:

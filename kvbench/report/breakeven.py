@@ -1,0 +1,104 @@
+"""From which context length a method is faster than full attention: a picture of timed runs, and where lines cross."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from kvbench.config import ConfigError
+from kvbench.report.frame import CELL, YARDSTICK, Runs
+from kvbench.report.panels import (
+    MOST_PANELS,
+    NOT_COMPARED,
+    arms_for,
+    curves_of,
+    finished,
+    grid,
+    line_look,
+    mark_powers,
+    panels_of,
+    refuse_crowd,
+    thousands,
+)
+from kvbench.report.style import Style
+from kvbench.runs.quantities import QUANTITIES
+
+TIME = QUANTITIES["tpot_ms_mean"]
+Times = Mapping[int, float]  # milliseconds a token by prompt tokens
+
+
+def crossing(method: Times, full: Times) -> float | None:
+    """Prompt tokens from which on a method is faster than full attention, among the lengths that both have.
+
+    Between two lengths it is interpolated, both axes logarithmic. The shortest length where the method is faster at
+    all; None where it is not at the longest.
+    """
+    lengths = sorted(method.keys() & full.keys())
+    ratios = [math.log(method[tokens] / full[tokens]) for tokens in lengths]
+    if not ratios or ratios[-1] >= 0:
+        return None
+    slower = [index for index, ratio in enumerate(ratios) if ratio >= 0]
+    if not slower:
+        return float(lengths[0])
+    last = slower[-1]
+    share = ratios[last] / (ratios[last] - ratios[last + 1])
+    return float(lengths[last] * (lengths[last + 1] / lengths[last]) ** share)
+
+
+def breakeven(runs: Runs) -> Figure:
+    """Time per token against context length, and a mark where a method begins to be faster than full attention."""
+    arms = arms_for(runs, "breakeven", probed=False, column="floor_ms", task="latency")
+    panels = [
+        (f"{title}, batch {batch}", own, drawn)
+        for title, own in panels_of("breakeven", runs, arms, NOT_COMPARED | CELL)
+        for batch, drawn in _curves(runs, own).items()
+        if YARDSTICK in {arm.method for _, _, arm, _ in drawn} and len(drawn) > 1
+    ]
+    if not panels:
+        raise ConfigError(
+            "figure=breakeven: no method and method=full at several lengths among these runs; task.lengths sets them"
+        )
+    refuse_crowd("breakeven", len(panels), "models, protocols and batches", MOST_PANELS)
+    columns = min(2, len(panels))
+    figure, axes = grid(math.ceil(len(panels) / columns), columns, "time per token against context length")
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (title, _, drawn) in zip(axes.flat, panels, strict=False):
+        full = next(times for _, _, arm, times in drawn if arm.method == YARDSTICK)
+        for label, style, arm, times in drawn:
+            start = None if arm.method == YARDSTICK else crossing(times, full)
+            faster = f": faster from {thousands(round(start))}" if start else ""
+            axis.plot(list(times), list(times.values()), label=f"{label}{faster}", **line_look(style))
+            if start:
+                axis.plot(start, _at(full, start), "*", color=style.colour, markersize=13, zorder=4)
+        axis.set(title=title, xlabel="prompt tokens", ylabel=TIME.axis, yscale="log")
+        mark_powers(axis, [tokens for *_, times in drawn for tokens in times])
+    return finished(figure, axes, [own for _, own, _ in panels])
+
+
+def _curves(runs: Runs, arms: pd.DataFrame) -> dict[int, list[tuple[str, Style, Any, dict[int, float]]]]:
+    """By batch, the label and style of each arm measured at several lengths, the arm itself, and its times."""
+    found: dict[int, list[tuple[str, Style, Any, dict[int, float]]]] = {}
+    for label, style, arm in curves_of(runs, arms):
+        by_batch: dict[int, dict[int, float]] = {}
+        for (tokens, batch), line in sorted(runs.cells(arm.name).items()):
+            by_batch.setdefault(batch, {})[tokens] = float(line[TIME.name])
+        for batch, times in by_batch.items():
+            if len(times) > 1:
+                found.setdefault(batch, []).append((label, style, arm, times))
+    return found
+
+
+def _at(times: Times, tokens: float) -> float:
+    """The time at a length, interpolated as `crossing` does."""
+    lengths = sorted(times)
+    above = next(index for index, length in enumerate(lengths) if length >= tokens)
+    if lengths[above] == tokens:
+        return times[lengths[above]]
+    low, high = lengths[above - 1], lengths[above]
+    share = math.log(tokens / low) / math.log(high / low)
+    return times[low] * (times[high] / times[low]) ** share

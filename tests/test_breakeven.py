@@ -1,0 +1,101 @@
+"""From which context length a method is faster than full attention."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+import report_runs
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib import image
+
+from kvbench.config import ConfigError
+from kvbench.report import figures
+from kvbench.report.__main__ import main as report
+from kvbench.report.breakeven import crossing
+from kvbench.report.frame import collect
+
+FULL = {1000: 10.0, 2000: 20.0, 4000: 40.0, 8000: 80.0}
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ({1000: 20.0, 2000: 20.0, 4000: 20.0, 8000: 20.0}, 2000),
+        ({1000: 20.0, 4000: 20.0}, 2000),  # as far above as below, in logarithms
+        ({1000: 9.0, 2000: 15.0, 8000: 30.0}, 1000),
+        ({1000: 5.0, 2000: 30.0, 4000: 40.0, 8000: 40.0}, 4000),  # faster, slower, level, faster
+        ({1000: 5.0, 8000: 80.0}, None),
+        ({500: 1.0}, None),
+        ({}, None),
+    ],
+)
+def test_a_method_is_faster_from_where_it_stays_below(method: dict[int, float], expected: float | None) -> None:
+    assert crossing(method, FULL) == (expected and pytest.approx(expected))
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=2, max_size=8))
+def test_beyond_the_crossing_no_measured_length_is_slower(ratios: list[float]) -> None:
+    full = {1000 * 2**index: 10.0 for index in range(len(ratios))}
+    method = {tokens: 10.0 * ratio for tokens, ratio in zip(full, ratios, strict=True)}
+    start = crossing(method, full)
+    if start is None:
+        assert ratios[-1] >= 1
+    else:
+        assert all(method[tokens] < 10.0 for tokens in full if tokens > start * (1 + 1e-9))
+        assert min(full) <= start <= max(full)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Full attention, a method that is faster from 2,000 tokens on, and one that never is."""
+    folder = tmp_path_factory.mktemp("breakeven")
+    times = {"full": FULL, "quest": dict.fromkeys(FULL, 20.0), "icecache": dict.fromkeys(FULL, 90.0)}
+    for method, by_length in times.items():
+        samples = [
+            report_runs.record(
+                f"latency-{length}-1-0",
+                f"{length} x 1",
+                1.0,
+                meta={"length": length, "batch": 1},
+                prompt_tokens=length,
+                tpot_ms={"mean": spent, "p50": spent, "p95": spent},
+                hardware={"floor_ms": 1.0, "copy_bandwidth": 1e10, "memory": "counted"},
+            )
+            for length, spent in by_length.items()
+        ]
+        budget = None if method == "full" else 64
+        options = {"lengths": list(FULL), "keys": "model", "prefill": True}
+        report_runs.stored(folder, method, budget, samples, task="latency", options=options)
+    return folder
+
+
+def test_the_table_says_from_where_and_by_how_much(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report([str(results), "--format", "csv"]) == 0
+    lines = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    found = {line["method"]: line for line in lines if line["table"] == "latency_breakeven"}
+    assert set(found) == {"quest", "icecache"}
+    assert float(found["quest"]["faster_from"]) == pytest.approx(2000)
+    assert found["icecache"]["faster_from"] == ""
+    assert float(found["quest"]["time_over_full"]) == 0.25
+    assert float(found["icecache"]["time_over_full"]) == 1.125
+
+
+def test_the_picture_marks_where_lines_cross(results: Path, tmp_path: Path) -> None:
+    figure = figures.draw("breakeven", collect([results]))
+    (axis,) = figure.axes
+    named = [line for line in axis.get_lines() if not line.get_label().startswith("_")]
+    assert [line.get_label() for line in named] == ["Full", "IceCache 64", "Quest 64: faster from 2000"]
+    (mark,) = (line for line in axis.get_lines() if line.get_marker() == "*")
+    assert (mark.get_xdata()[0], mark.get_ydata()[0]) == pytest.approx((2000, 20))
+    figures.write(figure, tmp_path / "breakeven.png")
+    assert image.imread(tmp_path / "breakeven.png").std() > 0.05, "blank"
+
+
+def test_without_full_attention_there_is_nothing_to_draw(results: Path) -> None:
+    runs = collect([results])
+    with pytest.raises(ConfigError, match=r"^figure=breakeven: no method and method=full at several lengths"):
+        figures.draw("breakeven", runs.only([run for run in runs.arm if runs.arm[run]["method"] != "full"]))
