@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, LogFormatter
 
 from kvbench.config import ConfigError
 from kvbench.report.frame import CELL, YARDSTICK, Runs
@@ -73,9 +74,11 @@ def breakeven(runs: Runs) -> Figure:
             start = None if arm.method == YARDSTICK else crossing(times, full)
             faster = f": faster from {thousands(round(start))}" if start else ""
             axis.plot(list(times), list(times.values()), label=f"{label}{faster}", **line_look(style))
-            if start:
-                axis.plot(start, _at(full, start), "*", color=style.colour, markersize=13, zorder=4)
+            if start and start > min(times):  # else the lines cross before the shortest length
+                axis.plot(start, _at(full, start), "o", color=style.colour, markersize=11, zorder=4)
         axis.set(title=title, xlabel="prompt tokens", ylabel=TIME.axis, yscale="log")
+        axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axis.yaxis.set_minor_formatter(LogFormatter())
         mark_powers(axis, [tokens for *_, times in drawn for tokens in times])
     return finished(figure, axes, [own for _, own, _ in panels])
 
