@@ -14,7 +14,7 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "capture_trace.py"
-WORDS = ["model=dummy-tiny", "task=passkey", "task.lengths=[300]"]
+WORDS = ["model=dummy-tiny", "task=passkey", "task.lengths=[300]", "dtype=float32"]
 
 
 def test_a_trace_recomputes_what_attention_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_the_reference_is_the_model_read_in_one_piece(tmp_path: Path) -> None:
 
     config = configured(tmp_path, "method=snapkv", "budget=64", "task.samples=1")
     run(config)
-    loaded = load(dict(config.model) | {"config": dict(config.model.config)})
+    loaded = load(dict(config.model) | {"config": dict(config.model.config)}, "cpu", "float32")
     (sample,) = Fidelity([200], steps=12, samples=1).samples(loaded.tokenizer, 0)
     assert sample.given is not None
     prompt, given = list(sample.given.prompt), list(sample.given.tokens)

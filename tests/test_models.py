@@ -337,6 +337,22 @@ def test_the_yaml_as_hydra_composes_it_is_accepted() -> None:
     assert load(composed, "cpu").name == "dummy-tiny"  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ({"amx_tile": True, "amx_bf16": True}, torch.bfloat16),
+        ({"avx512_bf16": True, "amx_bf16": False}, torch.float32),  # not measured
+        ({}, torch.float32),
+    ],
+)
+def test_auto_means_bfloat16_where_a_cpu_multiplies_it_in_tiles(
+    capabilities: dict[str, bool], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert load(model_config(), "cpu").model.dtype == expected
+    assert load(model_config(), "cpu", "float32").model.dtype == torch.float32
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_auto_means_bfloat16_on_cuda() -> None:

@@ -25,7 +25,7 @@ def with_rope(**parameters: Any) -> Loaded:
     config = shipped("model", "dummy-tiny")
     assert config is not None
     shape = {**config["config"], "rope_parameters": {"rope_theta": 10000.0, **parameters}}
-    return load({**config, "config": shape}, device="cpu")
+    return load({**config, "config": shape}, device="cpu", dtype="float32")
 
 
 LLAMA3 = {
