@@ -8,11 +8,9 @@ compiled in, and what is compiled is kept until this file changes.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import njit
 
-from methods.blocks.kernels import widen, write_best
+from methods.blocks.kernels import prefetch, widen, write_best
 from methods.pariskv import codebook
 
 exact = njit(nogil=True, cache=True, error_model="numpy")
@@ -25,30 +23,6 @@ NO_RADIUS, NO_ALIGNMENT = np.float32(codebook.NO_RADIUS), np.float32(codebook.NO
 
 BYTE, HALF, ROUND = np.uint32(255), np.uint32(16), np.uint32(0x7FFF)
 AHEAD = 8  # candidates whose codes are fetched early: they lie far apart, and waiting for each would take half the time
-
-
-@intrinsic
-def _prefetch(_context, array, row, column):  # type: ignore[no-untyped-def]
-    """Have array[row, column] on its way to the cache."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        from llvmlite import ir
-
-        address = cgutils.get_item_pointer(
-            context,
-            builder,
-            signature.args[0],
-            context.make_array(signature.args[0])(context, builder, arguments[0]),
-            list(arguments[1:]),
-        )
-        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-        of = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
-        read, keep, data = flag(0), flag(3), flag(1)
-        fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], of)
-        builder.call(fetch, [builder.bitcast(address, byte), read, keep, data])
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, types.intp), generate
 
 
 @inner
@@ -214,8 +188,8 @@ def rerank(codes, halves, products, candidates, estimates, picked, tokens, score
     count, subspaces = len(candidates), len(products)
     for i in range(count):
         later = candidates[min(i + AHEAD, count - 1)]
-        _prefetch(codes, later, 0)
-        _prefetch(codes, later, codes.shape[1] - 1)
+        prefetch(codes, later, 0)
+        prefetch(codes, later, codes.shape[1] - 1)
         token = candidates[i]
         total = np.float32(0)
         for subspace in range(subspaces):
