@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from methods.blocks.heads import in_parts
 from methods.icecache import kernels
 from methods.icecache.index import DCITree, ExactScan
 from methods.icecache.kernels import NONE, SIZES, Tree
@@ -130,12 +131,8 @@ class Forest:
         Returns:
             the first tree that it returned, or `NONE`.
         """
-        trees = len(self._trees)
-        threads = max(1, min(len(self._workspaces), trees, work // WORTH_A_THREAD))
-        ends = [trees * part // threads for part in range(threads + 1)]
-        parts = list(zip(ends, ends[1:], self._workspaces, strict=False))
-        waiting = [self._pool.submit(do, *part) for part in parts[1:]]
-        refused = [do(*parts[0]), *(one.result() for one in waiting)]
+        threads = self._workspaces[: max(1, work // WORTH_A_THREAD)]
+        refused = in_parts(self._pool, len(self._trees), threads, do)
         return min((head for head in refused if head != NONE), default=NONE)
 
 

@@ -206,3 +206,28 @@ def rerank(codes, halves, products, candidates, estimates, picked, tokens, score
     for i in range(len(tokens)):
         if tokens[i] >= 0:
             tokens[i] = candidates[tokens[i]]
+
+
+@exact
+def search(zone, queries, signs, first, stop, rows, spans, work, found):  # type: ignore[no-untyped-def]
+    """Search the zones of the KV heads first .. stop - 1, counted over the rows that ask.
+
+    Args:
+        zone: words [B, Hkv, n, S / 4] uint32 of ids, codes, halves and counts of all rows.
+        queries: [B, Hkv, G, head_dim].
+        rows: [R, 4], of each row that asks: which, tokens of its zone, candidates, and tokens to retrieve.
+        spans: [R, tiers] int64, `Quotas.tiers`.
+        work: the arrays of a `Workspace`, in their order.
+        found: [R * Hkv, k] int64, filled with -1; written: tokens of the zone, best first.
+    """
+    ids, codes, halves, counts = zone
+    votes, votes_of, candidates, picked, estimates, products = work
+    for at in range(first, stop):
+        row, length, wanted, k = rows[at // ids.shape[1]]
+        head = at % ids.shape[1]
+        tokens, scores = np.empty(k, np.int32), np.empty(k, np.float32)
+        tables(queries[row, head], signs, counts[row, head], spans[at // ids.shape[1]], votes_of, products)
+        vote(ids[row, head, :length], votes_of, wanted, votes, candidates[:wanted])
+        of_zone = codes[row, head, :length], halves[row, head, :length]
+        rerank(of_zone[0], of_zone[1], products, candidates[:wanted], estimates, picked, tokens, scores)
+        found[at, :k] = tokens
