@@ -166,14 +166,13 @@ def vote(ids, votes_of, wanted, votes, candidates):  # type: ignore[no-untyped-d
         least -= 1
     found = 0
     for token in range(len(ids)):
-        if votes[token] < least:
-            continue
-        if votes[token] == least:
-            if left == 0:
-                continue
-            left -= 1
+        if found == wanted:
+            break
+        # no branch: half of the tokens are taken, and nobody can guess which
+        equal = votes[token] == least and left > 0
         candidates[found] = token
-        found += 1
+        found += votes[token] > least or equal
+        left -= equal
 
 
 @exact

@@ -242,13 +242,12 @@ def scan(tree, queries, work):  # type: ignore[no-untyped-def]
 @jit
 def _runs(count, work):  # type: ignore[no-untyped-def]
     """Where the rows of each page begin among work.rows[:count], and where the last ones end."""
-    starts = np.empty(count + 1, np.int32)
+    bounds = np.zeros(count + 1, np.int32)
     runs = 0
     for i in range(count):
-        starts[runs] = i
+        bounds[runs + 1] = i + 1
         runs += i + 1 == count or work.pages[i + 1] != work.pages[i]
-    starts[runs] = count
-    return starts[: runs + 1]
+    return bounds[: runs + 1]
 
 
 @jit
@@ -265,12 +264,12 @@ def _best_member(scores, first, last, size):  # type: ignore[no-untyped-def]
 @kernel
 def best_pages(tree, count, pages, scores, work):  # type: ignore[no-untyped-def]
     """Fill pages, scores [G, P] with the pages of the best members, best first, then -1 and -inf."""
-    used, size, starts = tree.state[PAGES], tree.slots.shape[1], _runs(count, work)
+    used, size, bounds = tree.state[PAGES], tree.slots.shape[1], _runs(count, work)
     for g in range(pages.shape[0]):
         work.scratch[:used] = -np.inf
-        for run in range(len(starts) - 1):
-            first, page = starts[run], work.pages[starts[run]]
-            top = _best_member(work.score[g], first, starts[run + 1] - 1, size)
+        for run in range(len(bounds) - 1):
+            first, page = bounds[run], work.pages[bounds[run]]
+            top = _best_member(work.score[g], first, bounds[run + 1] - 1, size)
             work.scratch[page] = max(work.scratch[page], top)
         write_best(work.scratch, used, pages[g], scores[g], work.picked)
 
