@@ -73,12 +73,14 @@ class Forest:
         composites, simple = layout.projections if search.prop_to_retrieve < 1 else (0, 0)
         exact = isinstance(self._trees[0], ExactScan)
         how = (search.fov, search.exhaustive_below, search.rank_by == "centroid", composites, simple, exact)
-        directory, stored, share = self._find(), self._stored, search.prop_to_retrieve
+        directory, stored, share = self._find(), self._stored, float(search.prop_to_retrieve)
 
         def ask(first: int, stop: int, workspace: Workspace) -> int:
             work = workspace.fit(self._trees[0].arrays, group)
             return int(
-                kernels.attend(directory, stored, first, stop, flat, regions, how, share, fov_share, work, index, read)
+                kernels.attend(
+                    directory, stored, first, stop, flat, regions, how, share, float(fov_share), work, index, read
+                )
             )
 
         refused = self._shared(ask, self._scored * group * head_dim)
@@ -98,7 +100,7 @@ class Forest:
         layout, heads = self._trees[0].layout, len(self._trees) // len(counts)
         if layout.levels == "counter":
             directory, stored, greedy = self._find(), self._stored, layout.split == "greedy"
-            how = (*layout.promotion, layout.fov, layout.exhaustive_below)
+            how = (*map(float, layout.promotion), layout.fov, layout.exhaustive_below)
 
             def add(first: int, stop: int, workspace: Workspace) -> int:
                 work = workspace.fit(self._trees[0].arrays, 1)
