@@ -247,6 +247,20 @@ def test_search_takes_the_best_clusters_of_the_best_units(room: int, units: int,
     assert len({tuple(row) for row in found.flatten(0, 1).tolist()}) > 1 or room == 9000
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("radii", ["exact", "paper"])
+def test_compiled_search_and_torch_find_the_same_tokens_in_the_same_order(dtype: torch.dtype, radii: Any) -> None:
+    index, chunks = index_of(representatives(120), dtype, radii=radii), Chunks(16 + torch.arange(121) * 9)
+    for graft in range(5):
+        index.graft(representatives(5, seed=1)[:, graft], 9)
+        chunks = chunks.extended(int(chunks.bounds[-1]) + 9)
+    queries = 3 * torch.randn(HEADS, 2, representatives(1).shape[2], generator=seeded())
+    norms = queries.norm(dim=2)
+    for room, search in [(100, Search()), (30, Search(units=1)), (700, Search(ub_weight=0)), (5, Search())]:
+        best = chunks.fitting(index.best_chunks(queries, norms, room, search), room)
+        assert torch.equal(index.best_tokens(queries, norms, chunks, room, search), chunks.tokens(best, room))
+
+
 def test_bounds_rank_otherwise_than_centroids() -> None:
     index, query = index_of(representatives(400)), torch.randn(HEADS, 1, WIDTH, generator=seeded(4))
     one, zero = (index.best_chunks(query, query.norm(dim=2), 100, Search(4, weight)) for weight in (1, 0))

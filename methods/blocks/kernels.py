@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 # All of fastmath but "no NaN, no infinity": -inf marks what is absent, and a NaN key must stay one to be found.
@@ -33,6 +34,30 @@ def widen(_context, number):  # type: ignore[no-untyped-def]
         return builder.bitcast(builder.shl(word, ir.Constant(word.type, 16)), ir.FloatType())
 
     return types.float32(number), same if number == types.float32 else shifted
+
+
+@intrinsic
+def prefetch(_context, array, row, column):  # type: ignore[no-untyped-def]
+    """Have array[row, column] on its way to the cache."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        from llvmlite import ir
+
+        address = cgutils.get_item_pointer(
+            context,
+            builder,
+            signature.args[0],
+            context.make_array(signature.args[0])(context, builder, arguments[0]),
+            list(arguments[1:]),
+        )
+        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        of = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+        read, keep, data = flag(0), flag(3), flag(1)
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], of)
+        builder.call(fetch, [builder.bitcast(address, byte), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp), generate
 
 
 @intrinsic

@@ -7,8 +7,6 @@ are read where they lie; only promoted keys (a share r of them) are copied, so t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +71,7 @@ class DCITree(PagedTree):
         ranked, evaluated, work = self._score(queries, search, workspace)
         rows, scores = _answer_arrays(len(queries), wanted)
         kernels.best_rows(evaluated, rows, scores, work)
-        return Answer(np.where(rows == NONE, NONE, self._token[rows]), scores, ranked, evaluated)
+        return Answer(np.where(rows == NONE, NONE, self.arrays.token[rows]), scores, ranked, evaluated)
 
     def _score(self, queries: Floats, search: Search, workspace: Workspace) -> tuple[int, int, kernels.Workspace]:
         """Nodes ranked, keys evaluated; the scores are in the workspace."""
@@ -127,7 +125,7 @@ class DCITree(PagedTree):
         check_memory(self.arrays.keys, first + count)
         self._grow(first + count, 0, 0)
         self._measure(first, first + count)
-        self._token[first : first + count] = np.arange(first, first + count)
+        self.arrays.token[first : first + count] = np.arange(first, first + count)
         levels, _ = self._levels(count)
         self.arrays.point["node"][first : first + count] = NONE
         self._grow(0, self.nodes + int((levels > 1).sum()), 0)
@@ -198,18 +196,6 @@ class ExactScan(DCITree):
         self._check_queries(queries)
         work = workspace.fit(self.arrays, len(queries))
         return 0, kernels.scan(self.arrays, queries, work), work
-
-
-@cache
-def compile_kernels(dtype: np.dtype[Any]) -> None:
-    """Run every kernel once on a few keys of this dtype: compiled, or read from disk, before anything is timed."""
-    keys, queries, work = np.zeros((100, 8), dtype), np.zeros((1, 8), np.float32), Workspace()
-    for split in ("projection", "greedy"):
-        tree = DCITree(keys, 10, Layout(2, (0.2, 0.3), split=split), 0, work)  # type: ignore[arg-type]
-        tree.insert(90, work)
-        tree.best_tokens(queries, 1, Search(), work)
-    kernels.interleave(tree.best_pages(queries, 1, Search(), work).ids, 1)
-    ExactScan(keys, 10, Layout(), 0, work).best_pages(queries, 1, Search(), work)
 
 
 def _answer_arrays(group: int, wanted: int) -> tuple[Ints, Floats]:

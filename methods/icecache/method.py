@@ -7,27 +7,21 @@ whose best member has the largest q.k. A page that rolls out of the window is in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import ceil
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
-from methods.blocks.heads import each_head
-from methods.icecache.index import DCITree, ExactScan, compile_kernels
-from methods.icecache.kernels import interleave
+from methods.icecache.forest import Forest, RefusedError, compile_kernels
+from methods.icecache.index import DCITree, ExactScan
 from methods.icecache.settings import Layout, Search
-from methods.icecache.tree import Floats, Keys, Workspace
-
-T = TypeVar("T")
-Tokens = NDArray[np.int64]
+from methods.icecache.tree import Keys, Workspace
 
 
 @dataclass(frozen=True)
@@ -121,13 +115,14 @@ class IceCache(Method):
         super().begin(shape, budget, view, context)
         if shape.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype={shape.dtype}: IceCache's index reads float32 or bfloat16 keys")
-        compile_kernels(np.dtype(np.float32 if shape.dtype == torch.float32 else np.uint16))
+        compile_kernels(np.dtype(np.float32 if shape.dtype == torch.float32 else np.uint16), context.pool)
         self.regions = [self._regions(capacity) for capacity in self.capacities]
         layers = shape.sparse_layers
         self.anchor = {layer: layers[at - at % self.reuse] for at, layer in enumerate(layers)}
         self.followers = {at: [it for it in layers if it != at and self.anchor[it] == at] for at in layers}
         self.building: dict[int, list[list[Future[DCITree]]]] = {}
         self.trees: dict[int, list[list[DCITree]]] = {}  # of each anchor, by row and KV head
+        self.forests: dict[int, Forest] = {}  # of each anchor, the same trees
         self.memory: dict[int, int] = {}  # where the keys lie that the trees of each anchor read
         self.workspaces = [Workspace() for _ in range(torch.get_num_threads())]
 
@@ -156,8 +151,10 @@ class IceCache(Method):
         layout = replace(self.layout, page_size=regions.page_size)
         # the first generated token may open a page, and the window leaves one behind
         count = regions.indexed(self.shape.lengths[row] + 1)
-        with _named(layer, head):
+        try:
             return self.tree(self._keys(layer)[row, head, regions.sinks :], count, layout, self._seed(layer, head))
+        except ValueError as error:
+            raise _not_finite(layer, head, error) from error
 
     def _seed(self, layer: int, head: int) -> int:
         return self.context.layer_seed(layer) + head
@@ -166,6 +163,7 @@ class IceCache(Method):
         """Wait for the trees, and arrange the host's memory by their pages."""
         for layer, rows in self.building.items():
             self.trees[layer] = [[tree.result() for tree in heads] for heads in rows]
+            self.forests[layer] = Forest(self.trees[layer], self.context.pool, self.workspaces)
             self.memory[layer] = self.view.host_keys(layer).data_ptr()
         self.building.clear()
         for layer, anchor in self.anchor.items():
@@ -203,8 +201,8 @@ class IceCache(Method):
             for regions, length, heads in zip(self.regions, lengths, self.trees[layer], strict=True)
         ]
         if any(left):
-            with self.context.spans("insert"):
-                self._each_head(layer, lambda row, head, work: self.trees[layer][row][head].insert(left[row], work))
+            with self.context.spans("insert"), self._named(layer):
+                self.forests[layer].insert(left)
 
     def _follow(self, layer: int) -> None:
         """Point the trees to the keys' new memory if the store has grown."""
@@ -220,67 +218,38 @@ class IceCache(Method):
         """Sinks, window, and the tokens of the best pages; a layer that has no trees takes those of its anchor."""
         if layer == self.anchor[layer]:
             lengths = self.view.lengths(layer)
-            batch, kv_heads, group = self.shape.batch, self.shape.kv_heads, self.shape.group
-            queries = query.float().cpu().reshape(batch, kv_heads, group, -1).numpy()
-            with self.context.spans("query"):
-                found = self._each_head(
-                    layer,
-                    lambda row, head, work: self._attended(layer, row, head, lengths[row], queries[row, head], work),
-                )
-            self.view.count_read(layer, sum(read for heads in found for _, read in heads))
-            # it stays on the CPU, from where its tokens are sent up
-            self.selection = Selection(_packed([[ids for ids, _ in heads] for heads in found]))
+            shape = self.shape.batch, self.shape.kv_heads, self.shape.group, self.shape.head_dim
+            # where entries count instead of slots, pages that are not full leave room for more
+            slots = 2 if self.budget.unified else 1
+            regions = np.array(
+                [
+                    (row.capacity, row.sinks, row.window(length), length, slots * row.recalled)
+                    for row, length in zip(self.regions, lengths, strict=True)
+                ]
+            )
+            longest = max(map(min, zip(self.capacities, lengths, strict=True)))
+            with self.context.spans("query"), self._named(layer):
+                queries = query.float().cpu().reshape(shape).numpy()
+                index, read = self.forests[layer].attended(queries, regions, self.search, self.fov_share, longest)
+            self.view.count_read(layer, read)
+            self.selection = Selection(torch.from_numpy(index))  # on the CPU, from where its tokens are sent up
             for follower in self.followers[layer]:
                 self.view.prefetch(follower, self.selection.index)
         return self.selection
 
-    def _attended(
-        self, layer: int, row: int, head: int, length: int, queries: Floats, workspace: Workspace
-    ) -> tuple[Tokens, int]:
-        """What one KV head attends for the queries [G, D] of its group, and how many keys were read to find it."""
-        regions, tree = self.regions[row], self.trees[layer][row][head]
-        if regions.capacity >= length:
-            return np.arange(length)[::-1], 0
-        window = np.arange(length - 1, regions.window(length) - 1, -1)
-        fixed = np.concatenate([window, np.arange(min(regions.sinks, length))])
-        # where entries count instead of slots, pages that are not full leave room for more
-        wanted = min(regions.recalled * (2 if self.budget.unified else 1), tree.pages)
-        if not wanted:
-            return fixed[: regions.capacity], 0
-        fov = max(self.search.fov, ceil(self.fov_share * len(tree)), wanted)
-        answer = tree.best_pages(queries, wanted, replace(self.search, fov=fov), workspace)
-        recalled = tree.tokens(interleave(answer.ids, wanted)).ravel()
-        recalled = recalled[recalled >= 0] + regions.sinks
-        return np.concatenate([fixed, recalled])[: regions.capacity], answer.evaluated
-
-    def _each_head(self, layer: int, do: Callable[[int, int, Workspace], T]) -> list[list[T]]:
-        """do(row, head, workspace) for each KV head; what it refuses names layer and head."""
-
-        def named(row: int, head: int, workspace: Workspace) -> T:
-            with _named(layer, head):
-                return do(row, head, workspace)
-
-        return each_head(self.context.pool, self.shape.batch, self.shape.kv_heads, self.workspaces, named)
+    @contextmanager
+    def _named(self, layer: int) -> Iterator[None]:
+        """Numbers the index refuses are an error of this layer and head."""
+        try:
+            yield
+        except RefusedError as error:
+            raise _not_finite(layer, error.head % self.shape.kv_heads, error) from error
 
     def rule(self, length: int, generated: int) -> int:
         """C."""
         return self.budget.tokens(length)
 
 
-def _packed(lists: Sequence[Sequence[Tokens]]) -> torch.Tensor:
-    """Lists of tokens by row and KV head as [B, Hkv, longest] int64, trailing -1."""
-    longest = max(len(ids) for heads in lists for ids in heads)
-    packed = np.full((len(lists), len(lists[0]), longest), -1)
-    for row, heads in enumerate(lists):
-        for head, ids in enumerate(heads):
-            packed[row, head, : len(ids)] = ids
-    return torch.from_numpy(packed)
-
-
-@contextmanager
-def _named(layer: int, head: int) -> Iterator[None]:
-    """Numbers the index refuses are an error of this layer and head."""
-    try:
-        yield
-    except ValueError as error:
-        raise FloatingPointError(f"layer {layer}, KV head {head}: {error}") from error
+def _not_finite(layer: int, head: int, error: ValueError) -> FloatingPointError:
+    """What an index refuses names layer and head."""
+    return FloatingPointError(f"layer {layer}, KV head {head}: {error}")

@@ -92,10 +92,10 @@ class PagedTree:
             level_size=np.zeros(MAX_LEVELS, np.int64),
             state=np.array([0, 1, 0, NONE, 0]),
             largest=np.zeros(1, np.float32),
+            token=np.arange(max(count, 1), dtype=np.int32),
         )
         self.arrays.point["node"] = NONE
         self.arrays.node[ROOT] = (NONE, 1, NONE, 0)
-        self._token = np.arange(max(count, 1), dtype=np.int32)  # the token in each row
 
     def __len__(self) -> int:
         return int(self.arrays.state[POINTS])
@@ -119,12 +119,12 @@ class PagedTree:
     @property
     def nbytes(self) -> int:
         """Bytes of the index, the caller's keys not among them."""
-        return sum(array.nbytes for array in self.arrays[1:]) + self._token.nbytes
+        return sum(array.nbytes for array in self.arrays[1:])
 
     def tokens(self, pages: Ints) -> Ints:
         """Tokens of pages [...]: [..., page size] int32, trailing -1; page -1 has none."""
         rows = self.arrays.slots[pages]
-        tokens: Ints = np.where((rows == NONE) | (pages[..., None] == NONE), NONE, self._token[rows])
+        tokens: Ints = np.where((rows == NONE) | (pages[..., None] == NONE), NONE, self.arrays.token[rows])
         return tokens
 
     def take_changed(self) -> Ints:
@@ -150,8 +150,8 @@ class PagedTree:
         tree.projection[:count] = tree.projection[order]
         promoted = tree.node["point"][1 : self.nodes]
         promoted[:] = rows[promoted]
-        self._token[:count] = self._token[order]
-        return self._token[:count].copy()
+        tree.token[:count] = tree.token[order]
+        return tree.token[:count].copy()
 
     def bind(self, keys: Keys) -> None:
         """The keys lie in other memory now, in the same rows."""
@@ -176,8 +176,8 @@ class PagedTree:
         tree = self.arrays
         if points > len(tree.point):
             size = max(points, 2 * len(tree.point))
-            tree = tree._replace(point=_longer(tree.point, size), projection=_longer(tree.projection, size))
-            self._token = _longer(self._token, size)
+            names = ("point", "projection", "token")
+            tree = tree._replace(**{name: _longer(getattr(tree, name), size) for name in names})
         if nodes > len(tree.node):
             size = max(nodes, 2 * len(tree.node))
             names = ("node", "node_key", "node_sum")

@@ -13,13 +13,18 @@ need fewer clusters, longer chunks, or centroids that KV heads share, and the pa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import sqrt
+from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import normalize, pad
 
+from methods.blocks.chunking import Chunks
 from methods.blocks.kmeans import lists_of
 from methods.blocks.ragged import entries
+from methods.lychee import kernels
 from methods.lychee.clustering import Layout, clustered, rows_at
 
 LEVELS = 127  # a kept representative's elements are int8: whole numbers of 1 / LEVELS
@@ -130,6 +135,26 @@ class ClusterIndex:
             chunks, indexes = chunks.gather(2, order), indexes.gather(2, order)
         return torch.where(indexes < 0, -1, chunks)
 
+    def best_tokens(
+        self, queries: torch.Tensor, norms: torch.Tensor, chunks: Chunks, room: int, search: Search
+    ) -> torch.Tensor:
+        """The tokens of the best chunks, in their order, as many whole chunks as fit: [H, Q, n <= room], trailing -1.
+
+        Arguments as of `best_chunks`; `chunks`: those of the sequence. On a CPU one call into compiled code.
+        """
+        if queries.is_cuda or self.centroids.dtype not in (torch.float32, torch.bfloat16):
+            best = self.best_chunks(queries, norms, room, search)
+            return chunks.tokens(chunks.fitting(best, room), room)
+        heads, asked, head_dim = queries.shape
+        found = np.full((heads * asked, room), -1)
+        codes = np.empty((heads, 0, head_dim), np.int8) if self.codes is None else self.codes.numpy()
+        units = _stored(self.unit_centroids), *_arrays(self.unit_radii, self.unit_tokens, self.unit_starts)
+        clusters = _stored(self.centroids), *_arrays(self.radii, self.starts, self.members)
+        how = search.units, search.ub_weight, search.shortest
+        kernels.best_tokens(*_arrays(queries, norms), units, clusters, codes, chunks.bounds.numpy(), how, room, found)
+        used = int((found >= 0).sum(axis=1).max(initial=0))
+        return torch.from_numpy(found[:, :used]).view(heads, asked, used)
+
     def graft(self, representative: torch.Tensor, length: int) -> None:
         """Add a chunk to its nearest cluster (algorithm 1, lazy update): no cluster is split, none is new.
 
@@ -205,6 +230,24 @@ class ClusterIndex:
     def _up(self, radii: torch.Tensor) -> torch.Tensor:
         """Larger by more than fp32 may have lost in a norm over D differences."""
         return radii * (1 + self.centroids.shape[2] * torch.finfo(torch.float32).eps)
+
+
+def _arrays(*tensors: torch.Tensor) -> list[Any]:
+    return [tensor.contiguous().numpy() for tensor in tensors]
+
+
+def _stored(tensor: torch.Tensor) -> Any:
+    """Numbers as kernels read them: float32, or bfloat16 seen as uint16."""
+    tensor = tensor.contiguous()
+    return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+@cache
+def compile_kernels(dtype: torch.dtype) -> None:
+    """Run every kernel once, for keys of this dtype: compiled, or read from disk, before anything is timed."""
+    representatives, lengths = torch.ones(1, 2, 8), torch.tensor([1, 1])
+    index = ClusterIndex(representatives, lengths, Layout(), dtype, torch.Generator())
+    index.best_tokens(representatives[:, :1], torch.ones(1, 1), Chunks(torch.arange(3)), 1, Search())
 
 
 def _coded(representatives: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from methods.blocks.chunking import Chunking, Text, cutter, keys_of_row
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import interleave
 from methods.lychee.clustering import Build, Layout, Pooling, Radii, pooled
-from methods.lychee.index import ClusterIndex, Search
+from methods.lychee.index import ClusterIndex, Search, compile_kernels
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,11 @@ class LycheeCluster(Method):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Nothing is cut or indexed yet."""
         super().begin(shape, budget, view, context)
+        if shape.device.type == "cpu":
+            compile_kernels(shape.dtype)
         self.cutter = cutter(self.chunking, self.min_chunk, self.max_chunk, context.pieces)
         self.rows: list[Regions] = []
+        self.fixed: list[torch.Tensor] = []  # of each row, the same in all layers of a step
         self.indexes: dict[int, list[ClusterIndex | None]] = {}
 
     def _split(self, capacity: int) -> tuple[int, int, int]:
@@ -139,6 +142,7 @@ class LycheeCluster(Method):
         """Read the new tokens; the oldest of a full buffer become a chunk."""
         for row, token in zip(self.rows, tokens.tolist(), strict=bool(self.rows)):
             row.text.append(token)
+        self.fixed = [row.fixed() for row in self.rows]
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Index a row that has become sparse; graft the chunk that has left the buffer."""
@@ -159,8 +163,8 @@ class LycheeCluster(Method):
             return None
         grouped = query[:, :, 0].float().unflatten(1, (self.shape.kv_heads, -1))
         lists = []
-        for row, index, queries in zip(self.rows, self.indexes[layer], grouped, strict=True):
-            tokens = row.fixed().expand(heads, -1)
+        for row, fixed, index, queries in zip(self.rows, self.fixed, self.indexes[layer], grouped, strict=True):
+            tokens = fixed.expand(heads, -1)
             if index is not None:
                 tokens = torch.cat([tokens, self._best(row, index, queries)], dim=1)
             lists.append(tokens)
@@ -171,11 +175,13 @@ class LycheeCluster(Method):
         norms = queries.norm(dim=2)
         if self.selection == "kv_head":
             queries, norms = queries.mean(dim=1, keepdim=True), norms.mean(dim=1, keepdim=True)
-        chunks = index.best_chunks(queries, norms, row.room, self.search)
+        chunks = row.text.chunks
         if self.selection == "query_head" and self.budget.counts_generated:
-            heads, group, count = chunks.shape
-            chunks = interleave(chunks.view(1, -1, count), heads, group * count).view(heads, 1, -1)
-        return row.text.chunks.tokens(row.text.chunks.fitting(chunks, row.room), row.room).flatten(0, 1)
+            best = index.best_chunks(queries, norms, row.room, self.search)
+            heads, group, count = best.shape
+            best = interleave(best.view(1, -1, count), heads, group * count).view(heads, 1, -1)
+            return chunks.tokens(chunks.fitting(best, row.room), row.room).flatten(0, 1)
+        return index.best_tokens(queries, norms, chunks, row.room, self.search).flatten(0, 1)
 
     def rule(self, length: int, generated: int) -> int:
         """Sinks, buffer and chunks: the chunks of each query head where they choose for themselves."""

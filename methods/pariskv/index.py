@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from methods.blocks.heads import each_head
+from methods.blocks.heads import each_head, in_parts
 from methods.pariskv import kernels, vectorised
 from methods.pariskv.codebook import CENTROIDS, SUBSPACE, Quotas, quotas, random_signs
 
@@ -108,6 +108,11 @@ class Workspace:
         self.candidates = self.picked = np.empty(0, np.int32)
         self.estimates, self.products = np.empty(0, np.float32), np.empty((0, 4, CENTROIDS), np.float32)
 
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """Votes, votes of centroids, candidates, picked ones, estimates and products, as kernels take them."""
+        return self.votes, self.votes_of, self.candidates, self.picked, self.estimates, self.products
+
     def fit(self, count: int, candidates: int, subspaces: int) -> None:
         """Make room for a zone of `count` tokens."""
         if count > len(self.votes):
@@ -164,23 +169,26 @@ class KernelIndex(Index):
 
     def search(self, queries: torch.Tensor, quotas: Mapping[int, Quotas]) -> dict[int, torch.Tensor]:
         """See `Index.search`."""
-        asked, rows = queries.float().cpu().contiguous().numpy(), list(quotas)
+        if not quotas:
+            return {}
+        heads, of_rows = self.counts.shape[1], quotas.values()
+        rows = np.array([(row, self.lengths[row], one.candidates, one.retrieved) for row, one in quotas.items()])
+        spans = np.array([one.tiers for one in of_rows])
+        found = np.full((len(rows) * heads, int(rows[:, 3].max())), -1)
+        asked, signs, zone = queries.float().cpu().contiguous().numpy(), self.signs.numpy(), self._zone()
 
-        def search(at: int, head: int, work: Workspace) -> torch.Tensor:
-            return self._search(rows[at], head, asked[rows[at], head], quotas[rows[at]], work)
+        def search(first: int, stop: int, work: Workspace) -> None:
+            work.fit(int(rows[:, 1].max()), int(rows[:, 2].max()), self.ids.shape[3])
+            kernels.search(zone, asked, signs, first, stop, rows, spans, work.arrays, found)
 
-        found = each_head(self._pool, len(rows), queries.shape[1], self._workspaces, search)
-        return {row: torch.stack(heads) for row, heads in zip(rows, found, strict=True)}
+        in_parts(self._pool, len(found), self._workspaces, search)
+        tokens = torch.from_numpy(found).unflatten(0, (len(rows), heads))
+        return {row: one[:, : of.retrieved] for (row, of), one in zip(quotas.items(), tokens, strict=True)}
 
-    def _search(self, row: int, head: int, queries: Any, quotas: Quotas, work: Workspace) -> torch.Tensor:
-        ids, codes, halves, counts = self.head(row, head)
-        work.fit(len(ids), quotas.candidates, ids.shape[1])
-        candidates = work.candidates[: quotas.candidates]
-        kernels.tables(queries, self.signs.numpy(), counts, np.array(quotas.tiers), work.votes_of, work.products)
-        kernels.vote(ids.view(np.uint32), work.votes_of, quotas.candidates, work.votes, candidates)
-        tokens, scores = np.empty(quotas.retrieved, np.int32), np.empty(quotas.retrieved, np.float32)
-        kernels.rerank(codes, halves, work.products, candidates, work.estimates, work.picked, tokens, scores)
-        return torch.from_numpy(tokens.astype(np.int64))
+    def _zone(self) -> tuple[Any, ...]:
+        """What `kernels.search` reads of all KV heads, in place."""
+        codes = self.codes.numpy()
+        return self.ids.numpy().view(np.uint32), codes.view(np.uint32), codes.view(np.uint16), self.counts.numpy()
 
 
 @cache

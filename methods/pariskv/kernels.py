@@ -8,11 +8,9 @@ compiled in, and what is compiled is kept until this file changes.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import njit
 
-from methods.blocks.kernels import widen, write_best
+from methods.blocks.kernels import prefetch, widen, write_best
 from methods.pariskv import codebook
 
 exact = njit(nogil=True, cache=True, error_model="numpy")
@@ -25,30 +23,6 @@ NO_RADIUS, NO_ALIGNMENT = np.float32(codebook.NO_RADIUS), np.float32(codebook.NO
 
 BYTE, HALF, ROUND = np.uint32(255), np.uint32(16), np.uint32(0x7FFF)
 AHEAD = 8  # candidates whose codes are fetched early: they lie far apart, and waiting for each would take half the time
-
-
-@intrinsic
-def _prefetch(_context, array, row, column):  # type: ignore[no-untyped-def]
-    """Have array[row, column] on its way to the cache."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        from llvmlite import ir
-
-        address = cgutils.get_item_pointer(
-            context,
-            builder,
-            signature.args[0],
-            context.make_array(signature.args[0])(context, builder, arguments[0]),
-            list(arguments[1:]),
-        )
-        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-        of = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
-        read, keep, data = flag(0), flag(3), flag(1)
-        fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], of)
-        builder.call(fetch, [builder.bitcast(address, byte), read, keep, data])
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, types.intp), generate
 
 
 @inner
@@ -192,14 +166,13 @@ def vote(ids, votes_of, wanted, votes, candidates):  # type: ignore[no-untyped-d
         least -= 1
     found = 0
     for token in range(len(ids)):
-        if votes[token] < least:
-            continue
-        if votes[token] == least:
-            if left == 0:
-                continue
-            left -= 1
+        if found == wanted:
+            break
+        # no branch: half of the tokens are taken, and nobody can guess which
+        equal = votes[token] == least and left > 0
         candidates[found] = token
-        found += 1
+        found += votes[token] > least or equal
+        left -= equal
 
 
 @exact
@@ -214,8 +187,8 @@ def rerank(codes, halves, products, candidates, estimates, picked, tokens, score
     count, subspaces = len(candidates), len(products)
     for i in range(count):
         later = candidates[min(i + AHEAD, count - 1)]
-        _prefetch(codes, later, 0)
-        _prefetch(codes, later, codes.shape[1] - 1)
+        prefetch(codes, later, 0)
+        prefetch(codes, later, codes.shape[1] - 1)
         token = candidates[i]
         total = np.float32(0)
         for subspace in range(subspaces):
@@ -232,3 +205,28 @@ def rerank(codes, halves, products, candidates, estimates, picked, tokens, score
     for i in range(len(tokens)):
         if tokens[i] >= 0:
             tokens[i] = candidates[tokens[i]]
+
+
+@exact
+def search(zone, queries, signs, first, stop, rows, spans, work, found):  # type: ignore[no-untyped-def]
+    """Search the zones of the KV heads first .. stop - 1, counted over the rows that ask.
+
+    Args:
+        zone: words [B, Hkv, n, S / 4] uint32 of ids, codes, halves and counts of all rows.
+        queries: [B, Hkv, G, head_dim].
+        rows: [R, 4], of each row that asks: which, tokens of its zone, candidates, and tokens to retrieve.
+        spans: [R, tiers] int64, `Quotas.tiers`.
+        work: the arrays of a `Workspace`, in their order.
+        found: [R * Hkv, k] int64, filled with -1; written: tokens of the zone, best first.
+    """
+    ids, codes, halves, counts = zone
+    votes, votes_of, candidates, picked, estimates, products = work
+    for at in range(first, stop):
+        row, length, wanted, k = rows[at // ids.shape[1]]
+        head = at % ids.shape[1]
+        tokens, scores = np.empty(k, np.int32), np.empty(k, np.float32)
+        tables(queries[row, head], signs, counts[row, head], spans[at // ids.shape[1]], votes_of, products)
+        vote(ids[row, head, :length], votes_of, wanted, votes, candidates[:wanted])
+        of_zone = codes[row, head, :length], halves[row, head, :length]
+        rerank(of_zone[0], of_zone[1], products, candidates[:wanted], estimates, picked, tokens, scores)
+        found[at, :k] = tokens

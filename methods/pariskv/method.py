@@ -92,6 +92,7 @@ class ParisKV(Method):
         self.signs = signs if self.on_cpu else signs.to(shape.device)
         self.workspaces = [Workspace() for _ in range(torch.get_num_threads() if self.on_cpu else 0)]
         self.index: dict[int, Index] = {}
+        self.whole = [((0, 0), torch.empty(0))] * shape.batch  # of each row, for which length and end
         self.searches = self.candidates = self.retrieved = 0  # of one row in one layer at one step; in all
 
     def _zones(self, length: int) -> Zones:
@@ -154,13 +155,20 @@ class ParisKV(Method):
 
         It lies where the index does: one on the CPU does not wait for a GPU to hear of it.
         """
-        length, zones, device = self.view.lengths(layer)[row], self.zones[row], self.signs.device
+        length, zones = self.view.lengths(layer)[row], self.zones[row]
         if retrieved is None:
-            return torch.arange(length - 1, -1, -1, device=device).expand(self.shape.kv_heads, -1)
-        end = zones.sinks + self.index[layer].lengths[row]
-        recent = torch.arange(length - 1, end - 1, -1, device=device)
-        whole = torch.cat([recent, torch.arange(zones.sinks, device=device)]).expand(self.shape.kv_heads, -1)
-        return torch.cat([whole, torch.where(retrieved < 0, -1, zones.sinks + retrieved)], dim=1)
+            return self._whole(row, length, 0, 0).expand(self.shape.kv_heads, -1)
+        whole = self._whole(row, length, zones.sinks + self.index[layer].lengths[row], zones.sinks)
+        found = torch.where(retrieved < 0, -1, zones.sinks + retrieved)
+        return torch.cat([whole.expand(self.shape.kv_heads, -1), found], dim=1)
+
+    def _whole(self, row: int, length: int, end: int, sinks: int) -> torch.Tensor:
+        """[1, n] the tokens from `end` on, newest first, and the sinks; the same in all layers of a step."""
+        if self.whole[row][0] != (length, end):
+            device = self.signs.device
+            recent = torch.arange(length - 1, end - 1, -1, device=device)
+            self.whole[row] = (length, end), torch.cat([recent, torch.arange(sinks, device=device)])[None]
+        return self.whole[row][1]
 
     def report(self) -> dict[str, float]:
         """Mean tokens reranked and retrieved by a search of a row's zone; {} where all was attended whole."""

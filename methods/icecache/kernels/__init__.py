@@ -22,6 +22,7 @@ from methods.icecache.kernels.arrays import (
     Tree,
     Workspace,
 )
+from methods.icecache.kernels.layer import SIZES, attend, insert_leaves
 from methods.icecache.kernels.levels import (
     BLOCK,
     add_nodes,
@@ -45,14 +46,17 @@ __all__ = [
     "POINT",
     "POINTS",
     "ROOT",
+    "SIZES",
     "TOP",
     "Tree",
     "Workspace",
     "add_children",
     "add_nodes",
     "assign_levels",
+    "attend",
     "best_pages",
     "best_rows",
+    "insert_leaves",
     "interleave",
     "leave_for",
     "load_children",

@@ -31,6 +31,7 @@ class Tree(NamedTuple):
         level_size: [levels] int64, points of each level.
         state: [5] int64: points, nodes, pages ever used, first free page, top level.
         largest: [1] float32, c^2.
+        token: [rows] int32, the token whose key lies in each row.
     """
 
     keys: Array
@@ -45,6 +46,7 @@ class Tree(NamedTuple):
     level_size: Array
     state: Array
     largest: Array
+    token: Array
 
 
 class Workspace(NamedTuple):

@@ -239,15 +239,38 @@ def scan(tree, queries, work):  # type: ignore[no-untyped-def]
     return count
 
 
+@jit
+def _runs(count, work):  # type: ignore[no-untyped-def]
+    """Where the rows of each page begin among work.rows[:count], and where the last ones end."""
+    bounds = np.zeros(count + 1, np.int32)
+    runs = 0
+    for i in range(count):
+        bounds[runs + 1] = i + 1
+        runs += i + 1 == count or work.pages[i + 1] != work.pages[i]
+    return bounds[: runs + 1]
+
+
+@jit
+def _best_member(scores, first, last, size):  # type: ignore[no-untyped-def]
+    """The largest of scores[first : last + 1], `size` at most: four at a time, and no guess when they end."""
+    a = b = c = d = scores[first]
+    if first < last:
+        for i in range(first, first + size, 4):
+            a, b = max(a, scores[min(i, last)]), max(b, scores[min(i + 1, last)])
+            c, d = max(c, scores[min(i + 2, last)]), max(d, scores[min(i + 3, last)])
+    return max(max(a, b), max(c, d))
+
+
 @kernel
 def best_pages(tree, count, pages, scores, work):  # type: ignore[no-untyped-def]
     """Fill pages, scores [G, P] with the pages of the best members, best first, then -1 and -inf."""
-    used = tree.state[PAGES]
+    used, size, bounds = tree.state[PAGES], tree.slots.shape[1], _runs(count, work)
     for g in range(pages.shape[0]):
         work.scratch[:used] = -np.inf
-        for i in range(count):
-            page = work.pages[i]
-            work.scratch[page] = max(work.scratch[page], work.score[g, i])
+        for run in range(len(bounds) - 1):
+            first, page = bounds[run], work.pages[bounds[run]]
+            top = _best_member(work.score[g], first, bounds[run + 1] - 1, size)
+            work.scratch[page] = max(work.scratch[page], top)
         write_best(work.scratch, used, pages[g], scores[g], work.picked)
 
 

@@ -1,0 +1,150 @@
+"""The trees of a layer, which all KV heads ask, and add to, in one call into compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from methods.blocks.heads import in_parts
+from methods.icecache import kernels
+from methods.icecache.index import DCITree, ExactScan
+from methods.icecache.kernels import NONE, SIZES, Tree
+from methods.icecache.settings import Layout, Search
+from methods.icecache.tree import Floats, Workspace
+
+Tokens = NDArray[np.int64]
+
+WORTH_A_THREAD = 1 << 20  # multiplications that take longer than it takes to wake a thread
+
+
+class RefusedError(ValueError):
+    """Numbers that an index cannot rank. `head`: which tree refused them, counted over rows and KV heads."""
+
+    def __init__(self, head: int, words: str) -> None:
+        super().__init__(words)
+        self.head = head
+
+
+class Forest:
+    """The trees of all rows and KV heads of one layer, [B][Hkv], with one layout but for the page size.
+
+    Trees keep their own arrays, which move as they grow. What compiled code knows is a directory of where they are.
+
+    Args:
+        trees: of each row and KV head; they are used in place.
+        pool: where threads beside the caller's come from.
+        workspaces: one for each thread; several forests may share them.
+    """
+
+    def __init__(self, trees: Sequence[Sequence[DCITree]], pool: Executor, workspaces: Sequence[Workspace]) -> None:
+        self._trees = [tree for heads in trees for tree in heads]
+        self._pool, self._workspaces = pool, workspaces
+        self._known: list[Tree | None] = [None] * len(self._trees)
+        self._directory = np.zeros((len(self._trees), SIZES * len(Tree._fields)), np.int64)
+        self._stored = np.empty(0, self._trees[0].arrays.keys.dtype)
+        self._scored = 0  # keys in the last search
+
+    def attended(
+        self, queries: Floats, regions: Tokens, search: Search, fov_share: float, longest: int
+    ) -> tuple[Tokens, int]:
+        """What each KV head attends, see `kernels.attend`.
+
+        Args:
+            queries: [B, Hkv, G, D].
+            regions: [B, 5] as there.
+            fov_share: nodes a query looks into, as a share of the tokens; the larger of this and `search.fov` holds.
+            longest: most tokens that one attends.
+
+        Returns:
+            [B, Hkv, n <= longest] tokens, trailing -1, and how many keys were scored.
+
+        Raises:
+            RefusedError: a query is not finite.
+        """
+        batch, kv_heads, group, head_dim = queries.shape
+        flat = queries.reshape(batch * kv_heads, group, head_dim)
+        index, read = np.full((len(flat), longest), NONE, np.int64), np.zeros(len(flat), np.int64)
+        layout = self._trees[0].layout
+        composites, simple = layout.projections if search.prop_to_retrieve < 1 else (0, 0)
+        exact = isinstance(self._trees[0], ExactScan)
+        how = (search.fov, search.exhaustive_below, search.rank_by == "centroid", composites, simple, exact)
+        directory, stored, share = self._find(), self._stored, float(search.prop_to_retrieve)
+
+        def ask(first: int, stop: int, workspace: Workspace) -> int:
+            work = workspace.fit(self._trees[0].arrays, group)
+            return int(
+                kernels.attend(
+                    directory, stored, first, stop, flat, regions, how, share, float(fov_share), work, index, read
+                )
+            )
+
+        refused = self._shared(ask, self._scored * group * head_dim)
+        if refused != NONE:
+            raise RefusedError(refused, "a query is not finite")
+        self._scored = int(read.sum())
+        used = longest - int((index == NONE).sum(axis=1).min())
+        return index[:, :used].reshape(batch, kv_heads, used), self._scored
+
+    def insert(self, counts: Sequence[int]) -> None:
+        """Take the next `counts[row]` rows of key memory into the trees of each row.
+
+        Raises:
+            RefusedError: a key is not finite.
+        """
+        wanted, taken = np.array(counts, np.int64), np.zeros(len(self._trees), np.int64)
+        layout, heads = self._trees[0].layout, len(self._trees) // len(counts)
+        if layout.levels == "counter":
+            directory, stored, greedy = self._find(), self._stored, layout.split == "greedy"
+            how = (*map(float, layout.promotion), layout.fov, layout.exhaustive_below)
+
+            def add(first: int, stop: int, workspace: Workspace) -> int:
+                work = workspace.fit(self._trees[0].arrays, 1)
+                kernels.insert_leaves(directory, stored, first, stop, wanted, how, greedy, work, taken)
+                return NONE
+
+            self._shared(add, max(counts) * sum(tree.nodes * tree.arrays.keys.shape[1] for tree in self._trees))
+        for at, (tree, done) in enumerate(zip(self._trees, taken.tolist(), strict=True)):
+            if done < counts[at // heads]:  # a newcomer is promoted, finds no room, or is no number
+                try:
+                    tree.insert(counts[at // heads] - done, self._workspaces[0])
+                except ValueError as error:
+                    raise RefusedError(at, str(error)) from error
+
+    def _find(self) -> Tokens:
+        """The directory, with the arrays that have moved since."""
+        for at, (tree, known) in enumerate(zip(self._trees, self._known, strict=True)):
+            if tree.arrays is not known:
+                self._known[at] = tree.arrays
+                self._directory[at] = [
+                    number for array in tree.arrays for number in (array.ctypes.data, *array.shape, 1)[:SIZES]
+                ]
+                for workspace in self._workspaces:
+                    workspace.fit(tree.arrays, 1)
+        return self._directory
+
+    def _shared(self, do: Callable[[int, int, Workspace], int], work: int) -> int:
+        """do(first, stop, workspace) over all trees, in several threads where `work` multiplications are worth it.
+
+        Returns:
+            the first tree that it returned, or `NONE`.
+        """
+        threads = self._workspaces[: max(1, work // WORTH_A_THREAD)]
+        refused = in_parts(self._pool, len(self._trees), threads, do)
+        return min((head for head in refused if head != NONE), default=NONE)
+
+
+@cache
+def compile_kernels(dtype: np.dtype[Any], pool: Executor) -> None:
+    """Run every kernel once on a few keys of this dtype: compiled, or read from disk, before anything is timed."""
+    keys, queries, work = np.zeros((100, 8), dtype), np.zeros((1, 1, 1, 8), np.float32), Workspace()
+    for split in ("projection", "greedy"):
+        tree = DCITree(keys, 10, Layout(2, (0.2, 0.3), split=split), 0, work)  # type: ignore[arg-type]
+        tree.insert(85, work)
+        forest = Forest([[tree]], pool, [work])
+        forest.insert([5])
+        forest.attended(queries, np.array([[10, 1, 98, 100, 1]]), Search(), 0.1, 10)

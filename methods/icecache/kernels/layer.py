@@ -1,0 +1,176 @@
+"""The trees of a layer in one call: what each KV head attends, and the tokens that leave the window.
+
+A tree is a dozen arrays, which another one shares none of. A directory names those of all trees, a line of addresses
+and sizes for each, so that a kernel can go from tree to tree without Python.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, types
+from numba.extending import intrinsic
+
+from methods.blocks.kernels import jit, kernel
+from methods.icecache.kernels.arrays import NODE, NONE, PAGE, PAGES, POINT, POINTS, TOP, Tree
+from methods.icecache.kernels.levels import assign_levels, nearest_nodes
+from methods.icecache.kernels.pages import add_children
+from methods.icecache.kernels.products import project, squared_norms
+from methods.icecache.kernels.ranking import best_pages, interleave, scan, search
+
+SIZES = 3  # numbers that name an array: its address, rows and columns
+CAPACITY, SINKS, WINDOW, LENGTH, SLOTS = range(5)  # of a row of `regions`
+
+
+@intrinsic
+def _pointer(_context, address):  # type: ignore[no-untyped-def]
+    """What lies at an address."""
+
+    def generate(context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), generate
+
+
+@jit
+def _list(line, field, dtype):  # type: ignore[no-untyped-def]
+    return carray(_pointer(line[SIZES * field]), (line[SIZES * field + 1],), dtype)
+
+
+@jit
+def _matrix(line, field, dtype):  # type: ignore[no-untyped-def]
+    return carray(_pointer(line[SIZES * field]), (line[SIZES * field + 1], line[SIZES * field + 2]), dtype)
+
+
+@jit
+def _tree(line, stored):  # type: ignore[no-untyped-def]
+    """The tree of a line of a directory; `stored`: any array of the keys' dtype."""
+    return Tree(
+        _matrix(line, 0, stored.dtype),
+        _list(line, 1, POINT),
+        _list(line, 2, PAGE),
+        _matrix(line, 3, np.int32),
+        _list(line, 4, NODE),
+        _matrix(line, 5, np.float32),
+        _matrix(line, 6, np.float32),
+        _matrix(line, 7, np.float32),
+        _matrix(line, 8, np.float32),
+        _list(line, 9, np.int64),
+        _list(line, 10, np.int64),
+        _list(line, 11, np.float32),
+        _list(line, 12, np.int32),
+    )
+
+
+@jit
+def _finite(queries):  # type: ignore[no-untyped-def]
+    for g in range(queries.shape[0]):
+        for k in range(queries.shape[1]):
+            if not np.isfinite(queries[g, k]):
+                return False
+    return True
+
+
+@jit
+def _fixed(region, attended):  # type: ignore[no-untyped-def]
+    """The tokens always attended: the window, newest first, and the sinks; of a row within its budget all. How many."""
+    whole = region[CAPACITY] >= region[LENGTH]
+    room = min(region[CAPACITY], region[LENGTH])
+    count = 0
+    for token in range(region[LENGTH] - 1, NONE if whole else region[WINDOW] - 1, -1):
+        if count < room:
+            attended[count] = token
+            count += 1
+    for token in range(0 if whole else min(region[SINKS], region[LENGTH])):
+        if count < room:
+            attended[count] = token
+            count += 1
+    return count
+
+
+@kernel
+def attend(directory, stored, first, stop, queries, regions, how, prop_to_retrieve, fov_share, work, index, read):  # type: ignore[no-untyped-def]
+    """What the KV heads first .. stop - 1 attend: window, sinks, and the members of the best pages.
+
+    Args:
+        queries: [T, G, D].
+        regions: [B, 5], of each row its budget, sinks, first token of the window, length and most pages recalled.
+        how: fov, exhaustive_below, by_centroid, composites, simple, exact scan, as of `search`.
+        index: [T, M] int64, filled with -1: tokens, those always attended first, then page by page, best first.
+        read: [T], keys scored.
+
+    Returns:
+        the first KV head that was asked what is not finite, or `NONE`.
+    """
+    fov, exhaustive_below, by_centroid, composites, simple, exact = how
+    heads = len(directory) // len(regions)
+    for head in range(first, stop):
+        region, own = regions[head // heads], queries[head]
+        count = _fixed(region, index[head])
+        tree = _tree(directory[head], stored)
+        pages = min(region[SLOTS], tree.state[PAGES])
+        read[head] = 0
+        if region[CAPACITY] >= region[LENGTH] or pages <= 0:
+            continue
+        if not _finite(own):
+            return head
+        if exact:
+            scored = scan(tree, own, work)
+        else:
+            wide = max(fov, pages, int(np.ceil(fov_share * tree.state[POINTS])))
+            _, scored = search(
+                tree, own, wide, exhaustive_below, by_centroid, composites, simple, prop_to_retrieve, work
+            )
+        read[head] = scored
+        found, scores = np.empty((len(own), pages), np.int32), np.empty((len(own), pages), np.float32)
+        best_pages(tree, scored, found, scores, work)
+        for page in interleave(found, pages):
+            if page == NONE:
+                break
+            for slot in range(tree.page[page].count):
+                if count < region[CAPACITY]:
+                    index[head, count] = tree.token[tree.slots[page, slot]] + region[SINKS]
+                    count += 1
+    return NONE
+
+
+@kernel
+def insert_leaves(directory, stored, first, stop, counts, layout, greedy, work, taken):  # type: ignore[no-untyped-def]
+    """Insert the next rows into the trees first .. stop - 1, up to the first that only `DCITree.insert` can take:
+    one that is to be promoted, for which there is no room, or that is not finite.
+
+    Args:
+        counts: [B], how many rows of key memory, of each row of the batch.
+        layout: first, above, fov, exhaustive_below: shares promoted by the counter, and how parents are searched.
+        taken: [T], how many were inserted.
+    """
+    share, above, fov, exhaustive_below = layout
+    heads = len(directory) // len(counts)
+    for at in range(first, stop):
+        tree, count = _tree(directory[at], stored), counts[at // heads]
+        start, top = tree.state[POINTS], tree.state[TOP]
+        taken[at] = 0
+        if top == 0 or start + count > len(tree.point) or tree.state[PAGES] + count > len(tree.page):
+            continue
+        if squared_norms(tree.keys, start, start + count, tree.point) != NONE:
+            continue
+        levels = np.empty(count, np.int32)
+        assign_levels(tree.level_size.copy(), top, np.empty(0), share, above, levels)
+        leaves = 0
+        while leaves < count and levels[leaves] == 1:
+            leaves += 1
+        if leaves == 0:
+            continue
+        for row in range(start, start + count):
+            tree.largest[0] = max(tree.largest[0], tree.point[row].norm2)
+        project(tree, start, start + count)
+        rows, parents = np.arange(start, start + leaves).astype(np.int32), np.zeros(leaves, np.int32)
+        for row in rows:
+            tree.token[row] = row
+            tree.point[row].node = NONE
+            tree.point[row].affinity = 0
+        tree.state[POINTS] += leaves
+        tree.level_size[1] += leaves
+        if top > 1:
+            nearest_nodes(tree, rows, 2, fov, exhaustive_below, work, parents)
+        add_children(tree, rows, parents, greedy, work)
+        taken[at] = leaves
