@@ -95,8 +95,8 @@ class Tiers:
 
     def allocated_bytes(self) -> int:
         """Bytes that the layer takes on its device, reserved slots and staged copies included."""
-        staged = [] if self._staged is None else [self._staged.key, self._staged.value]
-        return sum(block.untyped_storage().nbytes() for block in (self.device.key, self.device.value, *staged))
+        staged = 0 if self._staged is None else self._staged.ids.numel() * self.device.entry_bytes
+        return staged + sum(block.untyped_storage().nbytes() for block in (self.device.key, self.device.value))
 
     def tensors(self) -> list[torch.Tensor]:
         """The keys and values of both tiers."""
