@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvbench.report.cells import Cell, Table, missing, notes_of
+from kvbench.report.evidence import transfer_marks
 from kvbench.report.frame import Runs
 from kvbench.report.select import differing_keys, label_of, labels_of, order_of
 from kvbench.runs.quantities import Quantity, named
@@ -20,8 +21,8 @@ TIMED = {
     ),
     "latency_parts": ("where a step goes", ("tpot_ms_mean", "floor_ms", "python_ms", "breakdown_ms")),
 }
-# Where a step's transfers count, and a mark says that they are simulated.
-SIMULATED = {"tpot_ms_p50", "tpot_ms_mean", "breakdown_ms.transfer"}
+# Where a step's transfers count, and a mark says if they were none to a device.
+TRANSFERRED = {"tpot_ms_p50", "tpot_ms_mean", "breakdown_ms.transfer"}
 AXES = ("model", "task.keys", "task.prefill", "method", "budget")
 
 
@@ -100,10 +101,10 @@ def _cell(measured: Mapping[str, Any], shown: Mapping[str, Quantity]) -> Cell:
     """The numbers of one arm at one length and batch."""
     there = {name: quantity for name, quantity in shown.items() if not missing(measured.get(name))}
     numbers = {name: quantity.scaled(measured[name]) for name, quantity in there.items()}
-    simulated = SIMULATED if "simulated" in str(measured["transfer"]) else set()
-    counted = {"memory_bytes"} if measured["memory"] == "counted" else set()
-    marks = {name: "c" if name in simulated else "a" for name in numbers if name in simulated | counted}
-    return Cell(numbers, marks, str(measured["path"]))
+    marks = dict.fromkeys(TRANSFERRED & numbers.keys(), transfer_marks(measured["transfer"]))
+    if measured["memory"] == "counted" and "memory_bytes" in numbers:
+        marks["memory_bytes"] = "a"
+    return Cell(numbers, {name: letters for name, letters in marks.items() if letters}, str(measured["path"]))
 
 
 def _notes(runs: Runs, chosen: Sequence[int], cells: Iterable[Cell]) -> list[str]:
