@@ -188,15 +188,10 @@ class LayerStore(Tiers):
     def attended(self, index: torch.Tensor) -> None:
         """Note that token ids [B, Hkv, M] (-1 = none) were attended where they lie, all of them in a tier.
 
-        What of them lives on the host is staged, without its rows, and counted among the moved bytes as if `locate`
-        had brought it up; not now, but in `count_fetched` or before the next change.
+        Those of the host are staged without rows and counted as by `locate`, in `count_fetched` or at the next change.
         """
         if self.stage is not None:
-            self.stage.attended(partial(self._on_host, index), self.lengths)
-
-    def _on_host(self, index: torch.Tensor) -> torch.Tensor:
-        """Token ids, -1 for those on the device."""
-        return index if self._home == "host" else index.masked_fill(self.device.find(index)[1], -1)
+            self.stage.attended(partial(self.off_device, index), self.lengths)
 
     def count_fetched(self) -> None:
         """Count among the moved bytes what the device itself has read from the host, or would have been sent."""

@@ -83,6 +83,10 @@ class Tiers:
         ids, order = ids.sort()
         return ids, key[order], value[order]
 
+    def off_device(self, index: torch.Tensor) -> torch.Tensor:
+        """Token ids [B, Hkv, M], -1 for those that live on the device."""
+        return index.masked_fill(self.device.find(index)[1], -1)
+
     # -- bytes -----------------------------------------------------------------------------------------------------
 
     def resident_bytes(self) -> int:
