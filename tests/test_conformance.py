@@ -547,7 +547,7 @@ def test_audit_equals_a_recount(tiny: Loaded, case: Case, accounting: str) -> No
 
 @each_method_in_turn
 def test_audit_is_the_same_whether_tokens_are_copied_or_attended_in_place(case: Case, accounting: str) -> None:
-    fixed = stream(150, 97, 40, steps=12)
+    fixed = stream(150, 97, 40, steps=12, layers=4)
     copied, in_place = (
         drive(fixed, case.build(), SMALL, accounting=accounting, executor=name, dense_layers=(1,))
         for name in ("torch", "cpu")

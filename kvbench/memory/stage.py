@@ -102,7 +102,7 @@ class Stage:
             self._staged, rows = self._read_by_device(index, lengths)
             slots, _ = find(self._staged.ids, index.clamp(min=0))
             return Located(*rows, slots, index >= 0)
-        plan = self._plan(index.cpu(), lengths)
+        plan = self._plan(index.cpu(), self._newest(lengths))
         self._staged = self._received(self._sent(plan))
         rows = self._staged.rows or self._host.gather(index_of(self._staged.ids))
         slots = uploaded(plan.slots, self._device)
@@ -115,11 +115,11 @@ class Stage:
         index = index.expand(-1, self._host.key.shape[1], -1)
         token = index.clamp(0, self._host.capacity - 1)
         there = self._host.present.gather(2, token) & (index == token)
-        index = torch.where(there, index, -1)
+        index, newest = torch.where(there, index, -1), self._newest(lengths)
 
         def begin() -> None:
             self._receive()
-            self._coming = self._sent(self._plan(index, lengths), beside=True)
+            self._coming = self._sent(self._plan(index, newest), beside=True)
 
         self._noted.append(begin)
         if not self._in_place:
@@ -132,10 +132,11 @@ class Stage:
             index: gives the [B, Hkv, M] ids of those that were, -1 for others; called before the next change.
             lengths: as for `locate`.
         """
+        newest = self._newest(lengths)
 
         def bring() -> None:
             self._receive()
-            self._staged = self._received(self._sent(self._plan(index(), lengths)))
+            self._staged = self._received(self._sent(self._plan(index(), newest)))
 
         self._noted.append(bring)
 
@@ -163,9 +164,13 @@ class Stage:
 
     # -- planned on the CPU ----------------------------------------------------------------------------------------
 
-    def _plan(self, index: torch.Tensor, lengths: Sequence[int]) -> StagePlan:
+    def _newest(self, lengths: Sequence[int]) -> list[int] | None:
+        """Of each row, the id of the token in `newest`."""
+        return None if self.newest is None else [length - 1 for length in lengths]
+
+    def _plan(self, index: torch.Tensor, newest: list[int] | None) -> StagePlan:
         held = None if self._staged is None else self._staged.ids.cpu()
-        return plan_stage(index, held, None if self.newest is None else [length - 1 for length in lengths])
+        return plan_stage(index, held, newest)
 
     def _sent(self, plan: StagePlan, beside: bool = False) -> Coming:
         """Send up what is missing on the device; `beside`: on the side stream."""
