@@ -115,21 +115,28 @@ def test_small_budget_differs_from_full_attention(tiny: Loaded, full_attention: 
 
 # -- executors ---------------------------------------------------------------------------------------------------------
 
-ATTEND = {"torch": attention.torch_executor.attend, "reference": attention.reference.attend}
+ATTEND = {
+    "torch": attention.torch_executor.attend,
+    "cpu": attention.cpu.attend,
+    "reference": attention.reference.attend,
+}
+FAST = {name: attend for name, attend in ATTEND.items() if name != "reference"}
 
 
 @each_method_in_turn
 def test_executors_agree(any_model: Loaded, case: Case, accounting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = 0
 
-    def both(_: attention.Plain, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def all_of_them(_: attention.Plain, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         nonlocal compared
-        (out, weights), (expected, _) = (attend(*arguments, **options) for attend in ATTEND.values())
-        torch.testing.assert_close(out, expected, rtol=0, atol=CLOSE)
+        expected, _ = attention.reference.attend(*arguments, **options)
+        for attend in FAST.values():
+            out, weights = attend(*arguments, **options)
+            torch.testing.assert_close(out, expected, rtol=0, atol=CLOSE)
         compared += 1
         return out, weights
 
-    monkeypatch.setattr(attention.Plain, "__call__", both)
+    monkeypatch.setattr(attention.Plain, "__call__", all_of_them)
     run_loop(any_model, RAGGED[:2], case.build(), SMALL, accounting=accounting, steps=2)
     assert compared == 2 * any_model.model.config.num_hidden_layers
 
@@ -231,7 +238,8 @@ def test_executors_follow_every_field_of_a_selection(
                 expected = by_the_formula(query, store, selection, row, head)
                 torch.testing.assert_close(out[row, head, 0], expected, rtol=0, atol=CLOSE)
         results[name] = weights
-    torch.testing.assert_close(results["torch"], results["reference"], rtol=0, atol=CLOSE)
+    for name in FAST:
+        torch.testing.assert_close(results[name], results["reference"], rtol=0, atol=CLOSE)
 
 
 @pytest.mark.parametrize("name", attention.EXECUTORS)
@@ -307,9 +315,12 @@ def test_budget_beyond_the_sequence_equals_full_attention_in_bfloat16(case: Case
 @each_method_in_turn
 def test_executors_agree_in_bfloat16(case: Case, accounting: str) -> None:
     fixed = stream(150, 97, steps=STEPS, dtype=HALF)
-    fast, slow = (drive(fixed, case.build(), SMALL, accounting=accounting, executor=name) for name in ATTEND)
-    assert same_attended(fast.seen, slow.seen)
-    torch.testing.assert_close(fast.outputs, slow.outputs, rtol=0, atol=CLOSE_IN_HALF)
+    options: dict[str, Any] = {"accounting": accounting}
+    slow = drive(fixed, case.build(), SMALL, executor="reference", **options)
+    for name in FAST:
+        fast = drive(fixed, case.build(), SMALL, executor=name, **options)
+        assert same_attended(fast.seen, slow.seen)
+        torch.testing.assert_close(fast.outputs, slow.outputs, rtol=0, atol=CLOSE_IN_HALF)
 
 
 @each_method_in_turn
@@ -532,6 +543,18 @@ def test_audit_equals_a_recount(tiny: Loaded, case: Case, accounting: str) -> No
     assert audit["dense_share"] == 1 / 4
     assert audit["budget"] == SMALL
     assert not audit["over_rule"]
+
+
+@each_method_in_turn
+def test_audit_is_the_same_whether_tokens_are_copied_or_attended_in_place(case: Case, accounting: str) -> None:
+    fixed = stream(150, 97, 40, steps=12, layers=4)
+    copied, in_place = (
+        drive(fixed, case.build(), SMALL, accounting=accounting, executor=name, dense_layers=(1,))
+        for name in ("torch", "cpu")
+    )
+    assert same_attended(copied.seen, in_place.seen)
+    words = {"executor": "cpu"} | ({"transfer": "in place"} if "transfer" in copied.audit else {})
+    assert in_place.audit == copied.audit | words
 
 
 def test_audit_may_count_unions_on_some_steps_only(tiny: Loaded) -> None:

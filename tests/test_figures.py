@@ -239,7 +239,8 @@ def test_options_that_differ_are_named_in_the_legend(runs):
 
 def test_what_a_reader_must_know_stands_below(runs):
     told = figures.draw("budget", runs).legends[0].get_title().get_text()
-    assert "random weights" in told and "simulated" in told and "failed" not in told
+    assert "random weights" in told and "device counted, in no time" in told
+    assert "simulated" not in told and "failed" not in told
     failed = replace(runs, arms=runs.arms.assign(failed=1, weights="pretrained"))
     told = figures.draw("budget", failed).legends[0].get_title().get_text()
     assert "random" not in told and "9 failed samples" in told

@@ -312,7 +312,7 @@ def test_a_report_has_a_line_for_each_cell_and_arm(results: Path, capsys: pytest
     for line in times:
         ratio = float(line["tpot_ms_p50"]) / float(line["floor_ms"])
         assert float(line["floor_ratio"]) == pytest.approx(ratio)
-        assert ("c" in line["marks"]) == (line["method"] == "icecache")
+        assert ("e" in line["marks"]) == (line["method"] == "icecache")
 
 
 def test_the_line_of_a_cell_is_what_its_samples_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,7 +149,7 @@ def test_a_real_run_is_shown_as_it_found_itself(tmp_path, capsys):
     capsys.readouterr()
     told, _ = made(capsys, tmp_path, "--format", "csv")
     (line,) = csv.DictReader(io.StringIO(told))
-    assert float(line["score"]) == found["score"] and "d" in line["marks"] and "c" in line["marks"]
+    assert float(line["score"]) == found["score"] and "d" in line["marks"] and "e" in line["marks"]
     assert float(line["attended_share"]) == pytest.approx(found["audit"]["attended_mean"] / 64)
     assert float(line["device_kv_bytes"]) == pytest.approx(found["audit"]["device_kv_bytes"] / 2**20)
 

@@ -45,7 +45,7 @@ def test_a_real_run_s_line_holds_what_its_summary_says(real):
         assert arm.attended_mean == summary["audit"]["attended_mean"]
         assert arm.device_kv_bytes == summary["audit"]["device_kv_bytes"]
         if arm.probe_every:
-            assert arm.recall == summary["probe"]["recall"] and arm.transfer == "simulated"
+            assert arm.recall == summary["probe"]["recall"] and arm.transfer == "in place"
         else:
             assert arm.tpot_ms_mean == summary["latency"]["tpot_ms_mean"]
             breakdown = {f"breakdown_ms.{part}": value for part, value in summary["latency"]["breakdown_ms"].items()}

@@ -126,12 +126,13 @@ def test_what_weakens_a_score_is_marked(tmp_path):
     assert {note[:3] for note in table.notes if note[1] == ":"} == {"u: ", "f: ", "o: ", "d: "}
 
 
-def test_simulated_transfers_are_marked_at_times_and_nowhere_else(tmp_path):
-    audit = {"attended_mean": 64.0, "budget": 64, "moved_bytes_per_step": 2048.0, "transfer": "simulated"}
+@pytest.mark.parametrize(("transfer", "mark"), [("simulated", "c"), ("in place", "e")])
+def test_transfers_to_no_device_are_marked_at_times_and_nowhere_else(tmp_path, transfer, mark):
+    audit = {"attended_mean": 64.0, "budget": 64, "moved_bytes_per_step": 2048.0, "transfer": transfer}
     stored(tmp_path, "icecache", samples=[record(name, "", 1.0, audit=audit) for name in "ab"])
     (table,) = summary(collect([tmp_path]))
     found = cell(table, ("tiny", "passkey", "icecache", "64"))
-    assert found.marks == {"tpot_ms_mean": "c", "ttft_s": "c"}
+    assert found.marks == {"tpot_ms_mean": mark, "ttft_s": mark}
     assert found.numbers["moved_bytes_per_step"] == 2
 
 

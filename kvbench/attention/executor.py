@@ -1,7 +1,7 @@
 """Executors of a Selection: from (query, store, selection) to the attention output.
 
-`reference` is the oracle, fp32 and slow; `torch` gathers and calls scaled_dot_product_attention; `flashinfer` runs
-paged kernels on a GPU and gathers nothing. All agree.
+`reference` is the oracle, fp32 and slow; `torch` gathers and calls scaled_dot_product_attention; `cpu` reads tokens
+where they lie in kernels of its own, and `flashinfer` does on a GPU. All agree.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvbench.attention import flashinfer, reference
+from kvbench.attention import cpu, flashinfer, reference
 from kvbench.attention import torch as torch_executor
 from kvbench.config import ConfigError
 from kvbench.memory.store import LayerStore
@@ -18,19 +18,21 @@ from kvbench.method import Selection, Shape
 if TYPE_CHECKING:  # at run time the name `torch` is this package's executor
     from torch import Tensor
 
-EXECUTORS = ("reference", "torch")  # that run anywhere; "flashinfer" needs a GPU
+EXECUTORS = ("reference", "torch", "cpu")  # that run without a GPU; "flashinfer" needs one
 
 
 class Executor(Protocol):
     """Attention of one generation.
 
     Attributes:
-        name: "reference", "torch" or "flashinfer".
+        name: "reference", "torch", "cpu" or "flashinfer".
         note: why "auto" did not take a quicker one, or None.
+        in_place: tokens of the host tier are attended where they lie.
     """
 
     name: str
     note: str | None
+    in_place: bool
 
     def __call__(
         self,
@@ -63,8 +65,14 @@ class Executor(Protocol):
 class Plain:
     """An executor without state: see `Executor`."""
 
-    def __init__(self, name: str, attend: Callable[..., tuple[Tensor, Tensor | None]], note: str | None = None) -> None:
-        self.name, self.note = name, note
+    def __init__(
+        self,
+        name: str,
+        attend: Callable[..., tuple[Tensor, Tensor | None]],
+        note: str | None = None,
+        in_place: bool = False,
+    ) -> None:
+        self.name, self.note, self.in_place = name, note, in_place
         self._attend = attend
 
     def __call__(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -84,12 +92,20 @@ def executor(name: str, shape: Shape) -> Executor:
     """The executor called `name` for a generation of this shape, or for "auto" the best one that can run it.
 
     Raises:
-        ConfigError: there is no such executor, or FlashInfer was asked for and cannot run here.
+        ConfigError: there is no such executor, or the one asked for cannot run here.
     """
     if name == "reference":
         return Plain(name, reference.attend)
-    if name == "torch" or (name == "auto" and shape.device.type != "cuda"):
-        return Plain("torch", torch_executor.attend)
+    if name == "torch":
+        return Plain(name, torch_executor.attend)
+    if name == "cpu" or (name == "auto" and shape.device.type == "cpu"):
+        reason = cpu.unfit(shape)
+        if reason is None:
+            cpu.compile_kernels(shape.dtype)
+            return Plain("cpu", cpu.attend, in_place=True)
+        if name == "cpu":
+            raise ConfigError(f"attention=cpu: {reason}; attention=auto takes what runs")
+        return Plain("torch", torch_executor.attend, note=f"cpu: {reason}")
     if name not in ("auto", "flashinfer"):
         raise ConfigError(f"attention={name}: no such executor; one of auto, {', '.join(EXECUTORS)}, flashinfer")
     reason = flashinfer.unfit(shape)

@@ -40,6 +40,7 @@ class FlashInfer:
 
     name = "flashinfer"
     note: str | None = None
+    in_place = False
 
     def __init__(self, shape: Shape, dense: str = "sdpa") -> None:
         self._shape, self._dense = shape, dense

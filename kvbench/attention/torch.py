@@ -54,7 +54,7 @@ def _selected(
     key, value = key.view(batch, heads, count, -1), value.view(batch, heads, count, -1)
     if selection.keys is not None:
         key = selection.keys
-    bias = None if located.present is None else located.present.view(batch, heads, 1, count)
+    bias = None if located.present is None else located.present.reshape(batch, heads, 1, count)
     if selection.log_weight is not None:
         log_weight = selection.log_weight.view(batch, heads, -1, count).float()
         bias = log_weight if bias is None else log_weight.masked_fill(~bias, -torch.inf)

@@ -45,7 +45,7 @@ REQUIRED = ("model.name", "method.name", "method._target_", "task.name", "task._
 
 ONE_OF = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "attention": ("auto", "reference", "torch", "flashinfer"),
+    "attention": ("auto", "reference", "torch", "cpu", "flashinfer"),
     "model.weights": ("pretrained", "dummy"),
 }
 

@@ -45,7 +45,7 @@ class Engine:
         shape, method, budget: see `kvbench.method`.
         offsets: column of each row's first token in the prefill's forward passes (left padding); None: all 0.
         columns: width of the whole prompt there, padding included; None: the longest row.
-        attention: which executor: "auto", "torch", "reference" or "flashinfer".
+        attention: which executor: "auto", "cpu", "torch", "reference" or "flashinfer".
         seed, sample: what the method's randomness derives from.
         new_tokens: decode steps to reserve memory for; None: unknown, the stores grow.
         audit_every: steps between two counts of per-query-head selections.
@@ -191,6 +191,7 @@ class Engine:
                 home=needs.home,
                 on_drop=needs.on_drop,
                 grows=self._new_tokens is None,
+                in_place=self.executor.in_place,
                 moved=self.audit.moved,
                 spans=self.spans,
                 shared=shared,
@@ -277,5 +278,6 @@ class Engine:
         if self.executor.note:
             report["executor_note"] = self.executor.note
         if any(store.host is not None for store in self.stores.values()):
-            report["transfer"] = "measured" if self.shape.device.type == "cuda" else "simulated"
+            copied = "measured" if self.shape.device.type == "cuda" else "simulated"
+            report["transfer"] = "in place" if self.executor.in_place else copied
         return report

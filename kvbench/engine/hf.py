@@ -122,7 +122,7 @@ class KVCache(_CountingCache):
         accounting: "paper" or "unified" (what counts inside the budget).
         dense_layers: true indices of layers that always attend everything.
         prompt_length: columns of the prompt, padding included, where it is prefilled in several forward passes.
-        attention: the executor, "auto", "torch", "reference" or "flashinfer".
+        attention: the executor, "auto", "cpu", "torch", "reference" or "flashinfer".
         tokenizer: for methods that read the text of tokens.
         seed: what the method's randomness derives from.
 

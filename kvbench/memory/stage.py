@@ -1,7 +1,8 @@
 """The stage of a layer: copies of host tokens on the device, and the ways on which they come up.
 
 A selection made on the CPU is planned there, and what is missing goes up in one transfer; one made on the device stays
-there, and the device reads the host's memory itself. What is staged already is not moved again.
+there, and the device reads the host's memory itself. What is staged already is not moved again. Where attention reads
+the host's memory in place, no copy is made: the stage says what a device would hold, and counts what it would be sent.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvbench.memory.device import Located
 from kvbench.memory.fetch import fetch
 from kvbench.memory.host import HostTier
 from kvbench.memory.plan import StagePlan, compile_kernels, plan_stage
-from kvbench.memory.slots import NO_TOKEN, PAGE, ascending, find, lists_of, whole_pages
+from kvbench.memory.slots import NO_TOKEN, PAGE, ascending, find, index_of, lists_of, whole_pages
 from kvbench.memory.transfer import side_stream, uploaded
 
 Blocks = tuple[tuple[torch.Tensor, torch.Tensor], ...]  # keys and values that lie together
@@ -28,12 +29,11 @@ class Staged:
 
     Attributes:
         ids: [B, Hkv, U] ascending, `NO_TOKEN` after the last; on the side where the selection was made.
-        key, value: [B, Hkv, U, D] on the device.
+        rows: keys and values [B, Hkv, U, D] on the device; None where attention is in place.
     """
 
     ids: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    rows: tuple[torch.Tensor, torch.Tensor] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,23 +59,33 @@ class Stage:
         host: the tier.
         device: where the stage is.
         moved: called with the number of tokens that were moved up, by the host or by the device.
+        in_place: attention reads the host's memory, so nothing is copied; the device is the CPU.
 
     Attributes:
-        staged: what the last selection brought up.
         newest: keys and values [B, Hkv, 1, D] of the current token, which come from the device anyway.
     """
 
-    def __init__(self, host: HostTier, device: torch.device, moved: Callable[[int], None]) -> None:
+    def __init__(
+        self, host: HostTier, device: torch.device, moved: Callable[[int], None], in_place: bool = False
+    ) -> None:
         compile_kernels()
-        self.staged: Staged | None = None
         self.newest: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._host, self._device, self._moved = host, device, moved
+        self._host, self._device, self._moved, self._in_place = host, device, moved, in_place
+        self._staged: Staged | None = None
+        self._noted: list[Callable[[], None]] = []  # what is still to be planned, in order
         self._coming: Coming | None = None
         self._fetched: torch.Tensor | int = 0  # tokens that the device itself has read, not yet counted as moved
 
+    @property
+    def staged(self) -> Staged | None:
+        """What the last selection brought up."""
+        self._settle()
+        return self._staged
+
     def forget(self) -> None:
         """Nothing is staged any more."""
-        self.staged = self._coming = None
+        self._settle()
+        self._staged = self._coming = None
 
     def locate(self, index: torch.Tensor, lengths: Sequence[int]) -> Located:
         """Stage the tokens of index [B, Hkv, M] (-1 = none, repeats allowed), and no others.
@@ -89,43 +99,84 @@ class Stage:
         """
         self.receive()
         if index.is_cuda and not self._host.arranged:
-            self.staged = self._read_by_device(index, lengths)
-            slots, _ = find(self.staged.ids, index.clamp(min=0))
-            return Located(self.staged.key, self.staged.value, slots, index >= 0)
-        plan = self._plan(index.cpu(), lengths)
-        self.staged = self._received(self._sent(plan))
+            self._staged, rows = self._read_by_device(index, lengths)
+            slots, _ = find(self._staged.ids, index.clamp(min=0))
+            return Located(*rows, slots, index >= 0)
+        plan = self._plan(index.cpu(), self._newest(lengths))
+        self._staged = self._received(self._sent(plan))
+        rows = self._staged.rows or self._host.gather(index_of(self._staged.ids))
         slots = uploaded(plan.slots, self._device)
         if plan.complete:
-            return Located(self.staged.key, self.staged.value, slots, None)
-        return Located(self.staged.key, self.staged.value, slots.clamp(min=0), slots >= 0)
+            return Located(*rows, slots, None)
+        return Located(*rows, slots.clamp(min=0), slots >= 0)
 
     def prefetch(self, index: torch.Tensor, lengths: Sequence[int]) -> None:
         """Begin to bring up what of index [B, Hkv or 1, M], on the CPU, is in the tier."""
-        self.receive()
         index = index.expand(-1, self._host.key.shape[1], -1)
         token = index.clamp(0, self._host.capacity - 1)
         there = self._host.present.gather(2, token) & (index == token)
-        self._coming = self._sent(self._plan(torch.where(there, index, -1), lengths), beside=True)
+        index, newest = torch.where(there, index, -1), self._newest(lengths)
+
+        def begin() -> None:
+            self._receive()
+            self._coming = self._sent(self._plan(index, newest), beside=True)
+
+        self._noted.append(begin)
+        if not self._in_place:
+            self._settle()
+
+    def attended(self, index: Callable[[], torch.Tensor], lengths: Sequence[int]) -> None:
+        """Note that tokens of the tier were attended where they lie; they are staged and counted later.
+
+        Args:
+            index: gives the [B, Hkv, M] ids of those that were, -1 for others; called before the next change.
+            lengths: as for `locate`.
+        """
+        newest = self._newest(lengths)
+
+        def bring() -> None:
+            self._receive()
+            self._staged = self._received(self._sent(self._plan(index(), newest)))
+
+        self._noted.append(bring)
 
     def receive(self) -> None:
         """What was prefetched is staged from now on."""
-        if self._coming is not None:
-            self.staged, self._coming = self._received(self._coming), None
+        self._settle()
+        self._receive()
 
     def count_fetched(self) -> None:
-        """Count as moved what the device itself has read; waits for it."""
+        """Count as moved what the device itself has read, for which this waits, or would have been sent."""
+        self._settle()
         tokens, self._fetched = int(self._fetched), 0
         if tokens:
             self._moved(tokens)
 
+    def _settle(self) -> None:
+        """Plan what was noted."""
+        noted, self._noted = self._noted, []
+        for plan in noted:
+            plan()
+
+    def _receive(self) -> None:
+        if self._coming is not None:
+            self._staged, self._coming = self._received(self._coming), None
+
     # -- planned on the CPU ----------------------------------------------------------------------------------------
 
-    def _plan(self, index: torch.Tensor, lengths: Sequence[int]) -> StagePlan:
-        held = None if self.staged is None else self.staged.ids.cpu()
-        return plan_stage(index, held, None if self.newest is None else [length - 1 for length in lengths])
+    def _newest(self, lengths: Sequence[int]) -> list[int] | None:
+        """Of each row, the id of the token in `newest`."""
+        return None if self.newest is None else [length - 1 for length in lengths]
+
+    def _plan(self, index: torch.Tensor, newest: list[int] | None) -> StagePlan:
+        held = None if self._staged is None else self._staged.ids.cpu()
+        return plan_stage(index, held, newest)
 
     def _sent(self, plan: StagePlan, beside: bool = False) -> Coming:
         """Send up what is missing on the device; `beside`: on the side stream."""
+        if self._in_place:
+            self._moved(len(plan.token))
+            return Coming(plan.ids, plan.source, ())
         blocks = self._blocks()
         if not len(plan.token):
             return Coming(plan.ids, plan.source, blocks)
@@ -140,6 +191,8 @@ class Stage:
 
     def _received(self, coming: Coming) -> Staged:
         """What was sent up, in one block with what was there."""
+        if self._in_place:
+            return Staged(coming.ids, None)
         if coming.event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(coming.event)
@@ -147,11 +200,13 @@ class Stage:
         source = uploaded(coming.source.reshape(-1), self._device)
         size = (*coming.ids.shape, self._host.key.shape[3])
         key, value = (side.index_select(0, source).view(size) for side in self._joined(coming.blocks))
-        return Staged(coming.ids, key, value)
+        return Staged(coming.ids, (key, value))
 
     # -- on the device alone ---------------------------------------------------------------------------------------
 
-    def _read_by_device(self, index: torch.Tensor, lengths: Sequence[int]) -> Staged:
+    def _read_by_device(
+        self, index: torch.Tensor, lengths: Sequence[int]
+    ) -> tuple[Staged, tuple[torch.Tensor, torch.Tensor]]:
         """The same on the device alone: it reads the host's memory, and nobody waits."""
         seen = uploaded(torch.tensor(lengths), self._device)[:, None, None]
         torch._assert_async((index < seen).all())
@@ -163,15 +218,15 @@ class Stage:
         size = (*ids.shape, self._host.key.shape[3])
         sides = zip(self._joined(self._blocks()), (self._host.key, self._host.value), strict=True)
         key, value = (fetch(near, far, here, host.view(-1, size[3])).view(size) for here, host in sides)
-        return Staged(ids, key, value)
+        return Staged(ids, (key, value)), (key, value)
 
     def _origins(self, ids: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where ids [B, Hkv, U] come from: [B * Hkv * U] rows of the joined blocks, or -1, and else of the host's."""
         batch, heads, _ = ids.shape
         head = torch.arange(batch * heads, device=ids.device).view(batch, heads, 1)
         near, first = torch.full_like(ids, -1), 0
-        if self.staged is not None:
-            held = self.staged.ids.to(ids.device)
+        if self._staged is not None:
+            held = self._staged.ids.to(ids.device)
             slot, there = find(held, ids)
             near, first = torch.where(there, head * held.shape[2] + slot, near), held.numel()
         if self.newest is not None:
@@ -183,7 +238,7 @@ class Stage:
 
     def _blocks(self) -> Blocks:
         """The staged tokens, then the newest of each row."""
-        staged = () if self.staged is None else ((self.staged.key, self.staged.value),)
+        staged = () if self._staged is None or self._staged.rows is None else (self._staged.rows,)
         return staged if self.newest is None else (*staged, self.newest)
 
     def _joined(self, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,7 +258,7 @@ class Stage:
         if self.staged is not None:
             self._check_ids(self.staged.ids)
             size = (*self.staged.ids.shape, self._host.key.shape[3])
-            assert self.staged.key.shape == self.staged.value.shape == size, "what is staged has a key and a value"
+            assert all(row.shape == size for row in self.staged.rows or ()), "what is staged has a key and a value"
         if self._coming is not None:
             self._check_ids(self._coming.ids)
             rows = sum(key.numel() for key, _ in self._coming.blocks) // self._host.key.shape[3]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Literal
 
 import torch
@@ -30,6 +31,7 @@ class LayerStore(Tiers):
         home: where tokens live once the prompt is read.
         on_drop: what `keep` does with tokens that are not named.
         grows: the final length is unknown, so memory may be reallocated; else the reserved blocks never move.
+        in_place: attention reads host tokens where they lie, on a CPU; what a device would be sent is counted alone.
         moved: called with the bytes that went from the host to the device.
         spans: where the time of transfers is counted.
         shared: a sealed store with a prompt to begin from; its memory is used in place, after the prompt too.
@@ -47,6 +49,7 @@ class LayerStore(Tiers):
         home: Literal["device", "host"] = "device",
         on_drop: Literal["discard", "offload"] = "discard",
         grows: bool = False,
+        in_place: bool = False,
         moved: Callable[[int], None] = lambda size: None,
         spans: Spans | None = None,
         shared: LayerStore | None = None,
@@ -55,7 +58,7 @@ class LayerStore(Tiers):
             super().__init__(DeviceTier.zeros((batch, kv_heads, capacity, head_dim), dtype, device, grows))
         else:
             super().__init__(DeviceTier(shared.device.key, shared.device.value, capacity, grows))
-        self._home, self._on_drop, self._grows = home, on_drop, grows
+        self._home, self._on_drop, self._grows, self._in_place = home, on_drop, grows, in_place
         self._moved, self._spans = moved, spans or Spans()
         self._closed = False
         if shared is not None:
@@ -116,7 +119,7 @@ class LayerStore(Tiers):
         if self.host is None or self.stage is None:
             block, moved, size = self.device.key, self._moved, self.device.entry_bytes
             self.host = HostTier(block, max(self.device.reserved, *self.lengths), self._grows)
-            self.stage = Stage(self.host, block.device, lambda tokens: moved(tokens * size))
+            self.stage = Stage(self.host, block.device, lambda tokens: moved(tokens * size), self._in_place)
         return self.host, self.stage
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -182,8 +185,16 @@ class LayerStore(Tiers):
         with self._spans("transfer"):
             self.stage.prefetch(index, self.lengths)
 
+    def attended(self, index: torch.Tensor) -> None:
+        """Note that token ids [B, Hkv, M] (-1 = none) were attended where they lie, all of them in a tier.
+
+        Those of the host are staged without rows and counted as by `locate`, in `count_fetched` or at the next change.
+        """
+        if self.stage is not None:
+            self.stage.attended(partial(self.off_device, index), self.lengths)
+
     def count_fetched(self) -> None:
-        """Count among the moved bytes what the device itself has read from the host; waits for it."""
+        """Count among the moved bytes what the device itself has read from the host, or would have been sent."""
         if self.stage is not None:
             self.stage.count_fetched()
 

@@ -83,6 +83,10 @@ class Tiers:
         ids, order = ids.sort()
         return ids, key[order], value[order]
 
+    def off_device(self, index: torch.Tensor) -> torch.Tensor:
+        """Token ids [B, Hkv, M], -1 for those that live on the device."""
+        return index.masked_fill(self.device.find(index)[1], -1)
+
     # -- bytes -----------------------------------------------------------------------------------------------------
 
     def resident_bytes(self) -> int:
@@ -95,8 +99,8 @@ class Tiers:
 
     def allocated_bytes(self) -> int:
         """Bytes that the layer takes on its device, reserved slots and staged copies included."""
-        staged = [] if self._staged is None else [self._staged.key, self._staged.value]
-        return sum(block.untyped_storage().nbytes() for block in (self.device.key, self.device.value, *staged))
+        staged = 0 if self._staged is None else self._staged.ids.numel() * self.device.entry_bytes
+        return staged + sum(block.untyped_storage().nbytes() for block in (self.device.key, self.device.value))
 
     def tensors(self) -> list[torch.Tensor]:
         """The keys and values of both tiers."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvbench.config import shipped
 from kvbench.report.cells import WITH_SCORE, Cell, Table, missing, notes_of, score_numbers
-from kvbench.report.evidence import Evidence
+from kvbench.report.evidence import Evidence, transfer_marks
 from kvbench.report.frame import Runs
 from kvbench.report.published import PaperTable
 from kvbench.report.select import label_of, labels_of, marks_of_mixed, refuse_several, scored, select
@@ -96,8 +96,8 @@ def _ours(evidence: Evidence, paper: PaperTable, line: Any, alike: Sequence[int]
     run = scored(runs, alike)[0]
     groups, source = _groups_of(line.group), str(runs.arm[run]["path"])
     if paper.timed:
-        simulated = "c" * ("simulated" in str(runs.arm[run]["transfer"]))
-        return Cell(_seconds(runs, run, line), {"score": simulated + mixed.get(run, "")}, source)
+        marks = transfer_marks(runs.arm[run]["transfer"]) + mixed.get(run, "")
+        return Cell(_seconds(runs, run, line), {"score": marks}, source)
     return Cell(
         score_numbers(evidence, run, groups), {"score": evidence.marks(run, groups) + mixed.get(run, "")}, source
     )

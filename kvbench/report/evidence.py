@@ -18,11 +18,18 @@ MARKS = {
     "for the reason before believing it",
     "c": "simulated transfers: copies from memory to memory, as there is no GPU",
     "d": "random (dummy) weights: bytes and times have a meaning, scores have none",
+    "e": "attended in place: bytes to a device were counted, not copied, and are in no time",
     "f": "with failed samples, which count 0",
     "m": "under another protocol than most of the table",
     "o": "a sample broke its method's own budget rule",
     "u": "unfinished: not all samples yet",
 }
+
+
+def transfer_marks(transfer: object) -> str:
+    """The letters for times of runs whose `transfer` is this: how tokens came to the device, where there was none."""
+    return "c" * ("simulated" in str(transfer)) + "e" * ("in place" in str(transfer))
+
 
 # What full attention does not depend on.
 NOT_OF_FULL = {"budget", "attention", "shared_prefill", "dense_layers", "probe.every"} | {

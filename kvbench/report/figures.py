@@ -1,7 +1,7 @@
 """Pictures of run folders, as the papers draw them: scores against budgets, costs, and what a selection finds.
 
 Each figure of `FIGURES` is a function of `Runs` and says what it has nothing to draw from. A method looks the same in
-all of them (`kvbench.report.style`), and what a reader must know of the runs (random weights, simulated transfers,
+all of them (`kvbench.report.style`), and what a reader must know of the runs (random weights, transfers to no device,
 failed samples) stands below the picture.
 """
 

@@ -201,6 +201,8 @@ def _caveats(arms: pd.DataFrame) -> str:
         found.append("random weights: scores mean nothing")
     if arms["transfer"].map(lambda transfer: "simulated" in str(transfer)).any():
         found.append("transfers between host and device simulated in memory")
+    if arms["transfer"].map(lambda transfer: "in place" in str(transfer)).any():
+        found.append("transfers between host and device counted, in no time")
     if arms["failed"].sum():
         found.append(f"{int(arms['failed'].sum())} failed samples, which score 0")
     if not arms["finished"].all():

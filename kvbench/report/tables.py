@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvbench.report.cells import WITH_SCORE, Cell, Table, missing, notes_of, score_numbers
-from kvbench.report.evidence import Evidence
+from kvbench.report.evidence import Evidence, transfer_marks
 from kvbench.report.frame import Runs
 from kvbench.report.select import (
     by_labels,
@@ -179,6 +179,6 @@ def _cell(
             marks["score"] = evidence.marks(run, groups) + mixed.get(run, "")
         elif not missing(arm[name]):
             numbers[name] = quantity.scaled(arm[name])
-            marks[name] = "c" if quantity.is_time and "simulated" in str(arm["transfer"]) else ""
+            marks[name] = transfer_marks(arm["transfer"]) if quantity.is_time else ""
         source = source or str(arm["path"])
     return Cell(numbers, {name: letters for name, letters in marks.items() if letters}, source)

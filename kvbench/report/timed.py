@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from kvbench.report.breakeven import TIME, crossing
 from kvbench.report.cells import Cell, Table, missing, notes_of
+from kvbench.report.evidence import transfer_marks
 from kvbench.report.frame import YARDSTICK, Runs
 from kvbench.report.select import differing_keys, label_of, labels_of, order_of
 from kvbench.runs.quantities import LESS, Quantity, Unit, named
@@ -26,8 +27,8 @@ AGAINST_FULL = {
     "faster_from": Quantity("faster_from", "", "faster than full from", Unit("tokens"), 0, LESS),
     "time_over_full": Quantity("time_over_full", "", "time / full's at the longest", better=LESS),
 }
-# Where a step's transfers count, and a mark says that they are simulated.
-SIMULATED = {"tpot_ms_p50", "tpot_ms_mean", "breakdown_ms.transfer"}
+# Where a step's transfers count, and a mark says if they were none to a device.
+TRANSFERRED = {"tpot_ms_p50", "tpot_ms_mean", "breakdown_ms.transfer"}
 AXES = ("model", "task.keys", "task.prefill", "method", "budget")
 
 
@@ -107,7 +108,8 @@ def _against_full(lines: Sequence[_Line], axes: Sequence[str]) -> dict[tuple[str
         if len(common) > 1:
             start, last = crossing(times, full[place]), common[-1]
             numbers = {"time_over_full": times[last] / full[place][last]} | ({"faster_from": start} if start else {})
-            marks = {name: "c" for name in numbers if "simulated" in str(measured["transfer"])}
+            letters = transfer_marks(measured["transfer"])
+            marks = dict.fromkeys(numbers, letters) if letters else {}
             cells[row] = Cell(numbers, marks, str(measured["path"]))
     return cells
 
@@ -141,10 +143,10 @@ def _cell(measured: Mapping[str, Any], shown: Mapping[str, Quantity]) -> Cell:
     """The numbers of one arm at one length and batch."""
     there = {name: quantity for name, quantity in shown.items() if not missing(measured.get(name))}
     numbers = {name: quantity.scaled(measured[name]) for name, quantity in there.items()}
-    simulated = SIMULATED if "simulated" in str(measured["transfer"]) else set()
-    counted = {"memory_bytes"} if measured["memory"] == "counted" else set()
-    marks = {name: "c" if name in simulated else "a" for name in numbers if name in simulated | counted}
-    return Cell(numbers, marks, str(measured["path"]))
+    marks = dict.fromkeys(TRANSFERRED & numbers.keys(), transfer_marks(measured["transfer"]))
+    if measured["memory"] == "counted" and "memory_bytes" in numbers:
+        marks["memory_bytes"] = "a"
+    return Cell(numbers, {name: letters for name, letters in marks.items() if letters}, str(measured["path"]))
 
 
 def _notes(runs: Runs, chosen: Sequence[int], cells: Iterable[Cell]) -> list[str]:

@@ -80,7 +80,7 @@ class Quantity(NamedTuple):
 
     @property
     def is_time(self) -> bool:
-        """Whether it is of one machine, and where transfers are simulated of no GPU."""
+        """Whether it is of one machine, and where transfers are simulated or counted of no GPU."""
         return self.unit in (SECONDS, MS)
 
     def scaled(self, value: float) -> float:

@@ -21,6 +21,8 @@ COSTS = (  # of a run, a line each
     "ttft_s",
     "tpot_ms_mean",
 )
+# How tokens came to the device where there was none.
+NOT_SENT = {"simulated": "simulated", "in place": "counted, not copied"}
 COMPARED = ("attended_share", "device_kv_bytes", "tpot_ms_mean")  # of the arms of a sweep, a column each
 
 
@@ -45,8 +47,8 @@ def _costs(found: Mapping[str, Any]) -> dict[str, str]:
     rows = {name: QUANTITIES[name].amount(found.get(name)) for name in COSTS}
     if "attended_share" in found:
         rows["attended_mean"] += f" = {QUANTITIES['attended_share'].number(found['attended_share'])} C"
-    if found.get("transfer") == "simulated":
-        rows["moved_bytes_per_step"] += ", simulated"
+    if found.get("transfer") in NOT_SENT:
+        rows["moved_bytes_per_step"] += f", {NOT_SENT[found['transfer']]}"
     return {QUANTITIES[name].title: text for name, text in rows.items()}
 
 

@@ -1,0 +1,578 @@
+"""Attention over rows where they lie, in Numba: the compiled half of `kvbench.attention.cpu`.
+
+Work is cut into pieces of a list or of a sequence; each leaves the largest logit, the sum of the weights and the
+weighted sum of the values, and `merge` joins those of a list (flash-decoding). Pieces do not depend on the number of
+threads, so neither does what comes out. Kernels hold no state and release the GIL.
+
+A stored row is an address: of a device block, a host block, replaced keys or extra entries. Arithmetic is float32 in
+vectors of 16 that are spelt out (`Vector`), as no loop over a row would be compiled as well. All kernels are in this
+file, since Numba does not see that a kernel of another file has changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.core.datamodel import models
+from numba.extending import intrinsic, register_model
+
+LANES = 16
+LINE = 64  # bytes of a cache's line
+BLOCK = 64  # rows whose logits are made before their values are read
+LIST_PIECE = 256  # entries of a selected list
+DENSE_PIECE = 2048  # tokens of a sequence attended as a whole
+
+LOWEST = np.finfo(np.float32).min  # finite, so that its difference from a logit of -inf is one
+NOTHING, ONE = np.float32(0), np.float32(1)
+
+kernel = njit(nogil=True, cache=True, error_model="numpy")
+inner = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+# -- vectors -----------------------------------------------------------------------------------------------------------
+
+
+class Vector(types.Type):
+    """Sixteen float32 in a register."""
+
+    def __init__(self) -> None:
+        super().__init__("Vector")
+
+
+vector = Vector()
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, type_: Any) -> None:
+        from llvmlite import ir
+
+        super().__init__(manager, type_, ir.VectorType(ir.FloatType(), LANES))
+
+
+def _pointer(builder: Any, address: Any, of: Any) -> Any:
+    return builder.inttoptr(address, of.as_pointer())
+
+
+def _called(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """A call of one of LLVM's own functions."""
+    from llvmlite import ir
+
+    of = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, of, name), arguments)
+
+
+def _splat(builder: Any, number: Any) -> Any:
+    from llvmlite import ir
+
+    lanes = ir.VectorType(number.type, LANES)
+    one = builder.insert_element(ir.Constant(lanes, ir.Undefined), number, ir.IntType(32)(0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+
+
+def _widened(builder: Any, word: Any, to: Any) -> Any:
+    """bfloat16, given as uint16, is the upper half of a float32."""
+    from llvmlite import ir
+
+    whole = ir.VectorType(ir.IntType(32), LANES) if isinstance(to, ir.VectorType) else ir.IntType(32)
+    shift = ir.Constant(whole, [16] * LANES if isinstance(to, ir.VectorType) else 16)
+    return builder.bitcast(builder.shl(builder.zext(word, whole), shift), to)
+
+
+@intrinsic
+def size_of(_context, stored):  # type: ignore[no-untyped-def]
+    """Bytes of a stored number."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return context.get_constant(types.intp, signature.args[0].bitwidth // 8)
+
+    return types.intp(stored), generate
+
+
+@intrinsic
+def load(_context, address, stored):  # type: ignore[no-untyped-def]
+    """The vector of 16 numbers at an address, of the type of `stored`: float32, or bfloat16 as uint16."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        from llvmlite import ir
+
+        lanes = ir.VectorType(ir.FloatType(), LANES)
+        if signature.args[1] == types.float32:
+            return builder.load(_pointer(builder, arguments[0], lanes), align=4)
+        words = ir.VectorType(ir.IntType(16), LANES)
+        return _widened(builder, builder.load(_pointer(builder, arguments[0], words), align=2), lanes)
+
+    return vector(types.intp, stored), generate
+
+
+@intrinsic
+def load_one(_context, address, stored):  # type: ignore[no-untyped-def]
+    """The number at an address, as `load`."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        from llvmlite import ir
+
+        if signature.args[1] == types.float32:
+            return builder.load(_pointer(builder, arguments[0], ir.FloatType()), align=4)
+        word = builder.load(_pointer(builder, arguments[0], ir.IntType(16)), align=2)
+        return _widened(builder, word, ir.FloatType())
+
+    return types.float32(types.intp, stored), generate
+
+
+@intrinsic
+def store(_context, address, numbers):  # type: ignore[no-untyped-def]
+    """Write a vector to an address."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        builder.store(arguments[1], _pointer(builder, arguments[0], arguments[1].type), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, vector), generate
+
+
+@intrinsic
+def splat(_context, number):  # type: ignore[no-untyped-def]
+    """A vector of one number."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return _splat(builder, arguments[0])
+
+    return vector(types.float32), generate
+
+
+@intrinsic
+def fused(_context, a, b, c):  # type: ignore[no-untyped-def]
+    """a * b + c, rounded once."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return _called(builder, "llvm.fma.v16f32", arguments[0].type, *arguments)
+
+    return vector(vector, vector, vector), generate
+
+
+@intrinsic
+def plus(_context, a, b):  # type: ignore[no-untyped-def]
+    """a + b."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.fadd(*arguments)
+
+    return vector(vector, vector), generate
+
+
+@intrinsic
+def times(_context, a, b):  # type: ignore[no-untyped-def]
+    """a * b."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.fmul(*arguments)
+
+    return vector(vector, vector), generate
+
+
+@intrinsic
+def larger(_context, a, b):  # type: ignore[no-untyped-def]
+    """The larger of each two numbers; a where b is NaN."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        a, b = arguments
+        return builder.select(builder.fcmp_ordered(">", b, a), b, a)
+
+    return vector(vector, vector), generate
+
+
+def _halves(builder: Any, numbers: Any, join: Any) -> Any:
+    """Numbers of all lanes joined into one, lanes by halves."""
+    from llvmlite import ir
+
+    count = numbers.type.count
+    while count > 1:
+        count //= 2
+        low, high = (
+            builder.shuffle_vector(numbers, numbers, ir.Constant(ir.VectorType(ir.IntType(32), count), lanes))
+            for lanes in (list(range(count)), list(range(count, 2 * count)))
+        )
+        numbers = join(low, high)
+    return builder.extract_element(numbers, ir.IntType(32)(0))
+
+
+@intrinsic
+def first_of(_context, numbers):  # type: ignore[no-untyped-def]
+    """The first number of a vector."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        from llvmlite import ir
+
+        return builder.extract_element(arguments[0], ir.IntType(32)(0))
+
+    return types.float32(vector), generate
+
+
+@intrinsic
+def sum_of(_context, numbers):  # type: ignore[no-untyped-def]
+    """The sum of a vector."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return _halves(builder, arguments[0], builder.fadd)
+
+    return types.float32(vector), generate
+
+
+@intrinsic
+def largest_of(_context, numbers):  # type: ignore[no-untyped-def]
+    """The largest number of a vector."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        def join(a: Any, b: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", b, a), b, a)
+
+        return _halves(builder, arguments[0], join)
+
+    return types.float32(vector), generate
+
+
+@intrinsic
+def store_sums(_context, address, a, b, c, d):  # type: ignore[no-untyped-def]
+    """Write the sums of four vectors to an address, one after the other."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        from llvmlite import ir
+
+        def shuffled(x: Any, y: Any, lanes: list[int]) -> Any:
+            return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
+
+        def added(x: Any, y: Any, lanes: list[int], beside: int) -> Any:
+            """Lanes of x and y (from `LANES` on), and those `beside` them."""
+            return builder.fadd(shuffled(x, y, lanes), shuffled(x, y, [lane + beside for lane in lanes]))
+
+        _, a, b, c, d = arguments
+        quarters = range(0, LANES, 4)
+        halves = [lane for q in quarters for lane in (q, q + 1, LANES + q, LANES + q + 1)]
+        singles = [lane for q in quarters for lane in (q, q + 2, LANES + q, LANES + q + 2)]
+        sums = added(added(a, b, halves, 2), added(c, d, halves, 2), singles, 1)  # a, b, c, d in each quarter
+        sums = added(sums, sums, [*range(8)], 8)
+        sums = added(sums, sums, [*range(4)], 4)
+        builder.store(sums, _pointer(builder, arguments[0], sums.type), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, vector, vector, vector, vector), generate
+
+
+# exp(x) = 2^n exp(r), n = x / ln 2 to the nearest, r = x - n ln 2: Cephes' expf, whose relative error is below 2e-7
+_LOG2E, _ROUND, _LOW = 1.44269504088896341, 12582912.0, -87.0
+_LN2 = (0.693359375, -2.12194440e-4)  # the first is exact in a few bits, so that n times it is, too
+_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+@intrinsic
+def exponential(_context, x):  # type: ignore[no-untyped-def]
+    """exp of numbers that are at most 0 or NaN; 0 below -87."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        from llvmlite import ir
+
+        (x,) = arguments
+        words = ir.VectorType(ir.IntType(32), LANES)
+
+        def number(value: float) -> Any:
+            return ir.Constant(x.type, [float(np.float32(value))] * LANES)
+
+        def fma(a: Any, b: Any, c: Any) -> Any:
+            return _called(builder, "llvm.fma.v16f32", x.type, a, b, c)
+
+        low = builder.fcmp_ordered("<", x, number(_LOW))
+        within = builder.select(low, number(_LOW), x)
+        rounded = fma(within, number(_LOG2E), number(_ROUND))  # its lowest bits are n
+        n = builder.fsub(rounded, number(_ROUND))
+        r = fma(n, number(-_LN2[1]), fma(n, number(-_LN2[0]), within))
+        sum = number(_POLYNOMIAL[0])
+        for factor in _POLYNOMIAL[1:]:
+            sum = fma(sum, r, number(factor))
+        sum = fma(sum, builder.fmul(r, r), builder.fadd(r, number(1)))
+        power = builder.shl(builder.bitcast(rounded, words), ir.Constant(words, [23] * LANES))
+        power = builder.add(power, ir.Constant(words, [127 << 23] * LANES))
+        found = builder.fmul(sum, builder.bitcast(power, x.type))
+        return builder.select(low, number(0), found)
+
+    return vector(vector), generate
+
+
+@intrinsic
+def fetch(_context, address):  # type: ignore[no-untyped-def]
+    """Have what is at an address on its way to the cache."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        from llvmlite import ir
+
+        flag = ir.IntType(32)
+        byte = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+        _called(builder, "llvm.prefetch.p0", ir.VoidType(), byte, flag(0), flag(3), flag(1))
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
+# -- one block of rows -------------------------------------------------------------------------------------------------
+
+
+@inner
+def _score(query, keys, count, ahead, logits, stored):  # type: ignore[no-untyped-def]
+    """logits [R, BLOCK]: query [R, D] . each of the rows at the addresses keys[:count]; -inf up to a whole vector."""
+    head_dim, size = query.shape[1], size_of(stored)
+    whole = head_dim // LANES * LANES
+    last = count - 1
+    for i in range(0, count, 4):
+        _fetch_four(ahead, i, size * head_dim)
+        a, b, c, d = keys[i], keys[min(i + 1, last)], keys[min(i + 2, last)], keys[min(i + 3, last)]
+        for r in range(len(query)):
+            asked = query.ctypes.data + 4 * r * head_dim
+            sum_a = sum_b = sum_c = sum_d = splat(NOTHING)
+            for j in range(0, whole, LANES):
+                x, at = load(asked + 4 * j, NOTHING), size * j
+                sum_a = fused(x, load(a + at, stored), sum_a)
+                sum_b = fused(x, load(b + at, stored), sum_b)
+                sum_c = fused(x, load(c + at, stored), sum_c)
+                sum_d = fused(x, load(d + at, stored), sum_d)
+            store_sums(logits.ctypes.data + 4 * (r * BLOCK + i), sum_a, sum_b, sum_c, sum_d)
+    for r in range(len(query)):
+        if whole < head_dim:
+            for i in range(count):
+                for j in range(whole, head_dim):
+                    logits[r, i] += query[r, j] * load_one(keys[i] + size * j, stored)
+        for i in range(count, _vectors(count)):
+            logits[r, i] = -np.inf
+
+
+@inner
+def _weigh(logits, count, most, total, sums):  # type: ignore[no-untyped-def]
+    """Turn logits [R, BLOCK] into weights, exp of what they are below the largest so far; scale the sums to it."""
+    head_dim = sums.shape[1]
+    for r in range(len(most)):
+        at, end = logits.ctypes.data + 4 * r * BLOCK, logits.ctypes.data + 4 * (r * BLOCK + count)
+        found = load(at, NOTHING)
+        for here in range(at, end, 4 * LANES):
+            found = larger(found, load(here, NOTHING))
+        largest = largest_of(found)
+        if largest > most[r]:
+            shrink = first_of(exponential(splat(most[r] - largest)))
+            most[r] = largest
+            total[r] *= shrink
+            for j in range(head_dim):
+                sums[r, j] *= shrink
+        below = splat(-most[r])
+        added = splat(NOTHING)
+        for here in range(at, end, 4 * LANES):
+            weight = exponential(plus(load(here, NOTHING), below))
+            store(here, weight)
+            added = plus(added, weight)
+        total[r] += sum_of(added)
+
+
+@inner
+def _add_values(weights, values, count, ahead, sums, stored):  # type: ignore[no-untyped-def]
+    """Add to sums [R, D] the rows at the addresses values[:count], by weights [R, BLOCK] that are 0 after them."""
+    head_dim, size = sums.shape[1], size_of(stored)
+    whole = head_dim // LANES * LANES
+    last = count - 1
+    for i in range(0, count, 4):
+        _fetch_four(ahead, i, size * head_dim)
+        a, b, c, d = values[i], values[min(i + 1, last)], values[min(i + 2, last)], values[min(i + 3, last)]
+        for r in range(len(sums)):
+            to = sums.ctypes.data + 4 * r * head_dim
+            of_a, of_b = splat(weights[r, i]), splat(weights[r, i + 1])
+            of_c, of_d = splat(weights[r, i + 2]), splat(weights[r, i + 3])
+            for j in range(0, whole, LANES):
+                at = size * j
+                sum = fused(of_a, load(a + at, stored), load(to + 4 * j, NOTHING))
+                sum = fused(of_b, load(b + at, stored), sum)
+                other = fused(of_d, load(d + at, stored), times(of_c, load(c + at, stored)))
+                store(to + 4 * j, plus(sum, other))
+    if whole < head_dim:
+        for r in range(len(sums)):
+            for i in range(count):
+                for j in range(whole, head_dim):
+                    sums[r, j] += weights[r, i] * load_one(values[i] + size * j, stored)
+
+
+@inner
+def _fetch_four(rows, first, size):  # type: ignore[no-untyped-def]
+    """Have four rows of `size` bytes on their way to the cache; rows that lie apart wait for memory, one by one."""
+    for i in range(first, min(first + 4, len(rows))):
+        for line in range(0, size, LINE):
+            fetch(rows[i] + line)
+
+
+@inner
+def _vectors(count):  # type: ignore[no-untyped-def]
+    """As many numbers as whole vectors hold."""
+    return -(-count // LANES) * LANES
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def pieces_of(count: int, size: int) -> int:
+    """Pieces of `size` that a list of `count` is cut into."""
+    return -(-count // size)
+
+
+@kernel
+def attend_resident(first, last, pieces, query, used, capacity, key, value, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
+    """Pieces first .. last - 1 of the attention over all used slots of each KV head.
+
+    Args:
+        pieces: of each list, `DENSE_PIECE` slots each.
+        query: [L, R, D], times the scaling; list l is a KV head of a row.
+        used: [L] int64, slots of each list that are attended.
+        capacity: slots of each list in the blocks.
+        key, value: addresses of the blocks [L, capacity, D].
+        stored: a number of the blocks' type.
+        logits: [L, R, n], where they are wanted, else [L, R, 0].
+        most, total, sums: [L * pieces, R], the same, and [L * pieces, R, D], written for each piece.
+    """
+    block = np.empty((query.shape[1], BLOCK), np.float32)
+    keys, values = np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp)
+    row = query.shape[2] * size_of(stored)
+    for item in range(first, last):
+        head, piece = item // pieces, item % pieces
+        most[item], total[item], sums[item] = LOWEST, 0, 0
+        end = min((piece + 1) * DENSE_PIECE, used[head])
+        for start in range(piece * DENSE_PIECE, end, BLOCK):
+            count = min(BLOCK, end - start)
+            for i in range(count):
+                at = (head * capacity + start + i) * row
+                keys[i], values[i] = key + at, value + at
+            _score(query[head], keys, count, values[:count], block, stored)
+            if logits.shape[2]:
+                logits[head, :, start : start + count] = block[:, :count]
+            _weigh(block, count, most[item], total[item], sums[item])
+            keys += BLOCK * row
+            _add_values(block, values, count, keys[:count], sums[item], stored)
+
+
+@kernel
+def attend_lists(first, last, pieces, query, index, bias, device, host, own, extra, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
+    """Pieces first .. last - 1 of the attention over lists of tokens.
+
+    Args:
+        pieces: of each list: `LIST_PIECE` entries each, and one of extra entries, where there are any.
+        query: [L, R, D], times the scaling; a row of the batch has L / B lists, one for each KV head or more.
+        index: [B, 1 or L / B, M] int64 token ids, -1 = none.
+        bias: [L, R, M + E], added to the logits, or [L, R, 0].
+        device: addresses of the keys and values [H, S, D] of all H KV heads of all rows, S, the ids in the slots
+            [H, S], or [H, 0] where slot = id, and [H] slots used.
+        host: addresses of the keys and values [H, S', D], S', the slots of the ids [H, S'], and whether a token is
+            there [H, S'].
+        own: address of keys [H, M, D] in place of the stored ones, or 0.
+        extra: addresses of the keys and values [H, E, D] of extra entries, and E.
+        stored: a number of the type of all these rows.
+        logits: [L, R, M + E], where they are wanted, else [L, R, 0]; an entry that is absent is not written.
+        most, total, sums: [L * pieces, R], the same, and [L * pieces, R, D], written for each piece.
+
+    Returns:
+        Whether every token was there.
+    """
+    extra_key, extra_value, extras = extra
+    count = index.shape[2]
+    room = max(LIST_PIECE, extras)
+    keys, values, rank = np.empty(room, np.intp), np.empty(room, np.intp), np.empty(room, np.intp)
+    block = np.empty((query.shape[1], BLOCK), np.float32)
+    size = query.shape[2] * size_of(stored)
+    lists, heads = len(query) // len(index), len(device[4]) // len(index)
+    for item in range(first, last):
+        at, piece = item // pieces, item % pieces
+        row = at // lists
+        head = row * heads + at % lists * heads // lists
+        most[item], total[item], sums[item] = LOWEST, 0, 0
+        if extras and piece == pieces - 1:
+            found = extras
+            for i in range(extras):
+                step = (head * extras + i) * size
+                keys[i], values[i], rank[i] = extra_key + step, extra_value + step, count + i
+        else:
+            start = piece * LIST_PIECE
+            tokens = index[row, min(at % lists, index.shape[1] - 1), start : start + LIST_PIECE]
+            found = _find(tokens, head, device, host, size, keys, values, rank)
+            if found < 0:
+                return False
+            for i in range(found):
+                rank[i] += start
+                if own:
+                    keys[i] = own + (head * count + rank[i]) * size
+        for start in range(0, found, BLOCK):
+            rows = min(BLOCK, found - start)
+            _score(query[at], keys[start:], rows, values[start : start + rows], block, stored)
+            for r in range(query.shape[1]):
+                if bias.shape[2]:
+                    for i in range(rows):
+                        block[r, i] += bias[at, r, rank[start + i]]
+                if logits.shape[2]:
+                    for i in range(rows):
+                        logits[at, r, rank[start + i]] = block[r, i]
+            _weigh(block, rows, most[item], total[item], sums[item])
+            _add_values(block, values[start:], rows, keys[start + rows : found], sums[item], stored)
+    return True
+
+
+@inner
+def _find(tokens, head, device, host, size, keys, values, rank):  # type: ignore[no-untyped-def]
+    """Where tokens lie: addresses of their keys and values, and the place of each in the list.
+
+    Returns:
+        How many there are, -1 where one is in neither tier.
+    """
+    near_key, near_value, near_slots, ids, used = device
+    far_key, far_value, far_slots, slot_of, present = host
+    here = ids[head, : used[head]]
+    found, guess = 0, 0
+    for i in range(len(tokens)):
+        token = tokens[i]
+        if token < 0:
+            continue
+        slot = -1
+        if ids.shape[1]:
+            if guess >= len(here) or here[guess] != token:  # lists often name neighbours, one after the other
+                guess = np.searchsorted(here, token)
+            if guess < len(here) and here[guess] == token:
+                slot = guess
+                guess += 1
+        elif token < used[head]:
+            slot = token
+        if slot >= 0:
+            at = (head * near_slots + slot) * size
+            keys[found], values[found] = near_key + at, near_value + at
+        elif token < far_slots and present[head, token]:
+            at = (head * far_slots + slot_of[head, token]) * size
+            keys[found], values[found] = far_key + at, far_value + at
+        else:
+            return -1
+        if found < BLOCK:
+            for line in range(0, size, LINE):
+                fetch(keys[found] + line)
+        rank[found] = i
+        found += 1
+    return found
+
+
+@kernel
+def merge(pieces, most, total, sums, out, logits):  # type: ignore[no-untyped-def]
+    """Join the pieces of each list: out [L, R, D], and logits [L, R, n] become probabilities."""
+    lists, rows, head_dim = out.shape
+    for head in range(lists):
+        for r in range(rows):
+            largest, whole = LOWEST, NOTHING
+            for item in range(head * pieces, (head + 1) * pieces):
+                largest = max(largest, most[item, r])
+            out[head, r] = 0
+            for item in range(head * pieces, (head + 1) * pieces):
+                weight = first_of(exponential(splat(most[item, r] - largest)))
+                whole += weight * total[item, r]
+                for j in range(head_dim):
+                    out[head, r, j] += weight * sums[item, r, j]
+            for j in range(head_dim):
+                out[head, r, j] /= whole
+            for i in range(logits.shape[2]):
+                logits[head, r, i] = first_of(exponential(splat(logits[head, r, i] - largest))) / whole
