@@ -176,7 +176,7 @@ def test_a_budget_passes_exactly_where_the_rules_allow_it(budget, least):
         ("threads=0", "threads=0: expected a whole number, 1 or more, or null"),
         ("task.limit=0", "task.limit=0: expected a whole number, 1 or more, or null"),
         ("dtype=fp16", "dtype=fp16: expected auto | float32 | bfloat16 | float16"),
-        ("attention=fast", "attention=fast: expected auto | reference | torch | flashinfer"),
+        ("attention=fast", "attention=fast: expected auto | reference | torch | cpu | flashinfer"),
         ("device=gpu", "device=gpu: expected auto | cpu | cuda | cuda:N"),
         ("model.weights=none", "model.weights=none: expected pretrained | dummy"),
         ("protocol.accounting=fair", "protocol.accounting="),
