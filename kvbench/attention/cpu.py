@@ -16,12 +16,15 @@ import numpy as np
 import torch
 
 from kvbench.attention import kernels
+from kvbench.attention import torch as torch_executor
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
 
 # A number of each dtype that the kernels read, of the type in which they read it: NumPy has no bfloat16.
 STORED = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 WORTH_A_THREAD = 2**22  # bytes of keys and values: 0.4 ms to read, where a sleeping thread takes 0.2 to wake
+# Bytes of keys and values attended as a whole from which on the kernel is quicker than sdpa, which at 2 MiB takes half.
+WORTH_STREAMING = 2**24
 
 
 def unfit(shape: Shape) -> str | None:
@@ -41,6 +44,8 @@ def attend(
     probabilities: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `kvbench.attention.executor.Executor`."""
+    if selection is None and int(store.device.used.sum()) * store.device.entry_bytes < WORTH_STREAMING:
+        return torch_executor.attend(query, store, None, scaling, probabilities)
     asked = query.float() * scaling
     if selection is None:
         out, weights = _attend_resident(asked, store, probabilities)
@@ -200,5 +205,5 @@ def compile_kernels(dtype: torch.dtype) -> None:
     store.write_prompt(token, token, 0, [0])
     store.seal_prompt([1])
     extra = Extra(token, token, torch.zeros(1, 1, 1))
-    for selection in (None, Selection(torch.zeros(1, 1, 1, dtype=torch.int64), extra=extra)):
-        attend(token, store, selection, 1.0, probabilities=True)
+    _attend_resident(token.float(), store, probabilities=True)
+    _attend_lists(token.float(), store, Selection(torch.zeros(1, 1, 1, dtype=torch.int64), extra=extra), True)
