@@ -2,14 +2,14 @@
 
 GNU's OpenMP lets a thread spin for some milliseconds before it sleeps. On an idle machine that starts the next parallel
 region at once; beside other work it burns the very cores that are waited for, and a token of a small model takes twenty
-times as long. A few microseconds keep most of the first and lose most of the second (`scripts/bench_threads.py`).
+times as long. A tenth of that time keeps most of the first and loses most of the second (`scripts/bench_threads.py`).
 """
 
 from __future__ import annotations
 
 import os
 
-SPINS = 10_000  # GNU's own: 300,000
+SPINS = 30_000  # GNU's own: 300,000
 SET_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
