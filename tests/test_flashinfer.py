@@ -321,14 +321,14 @@ def a_shape(device: str = "cuda:0", head_dim: int = 64, dtype: torch.dtype = tor
     return Shape(1, 4, 2, head_dim, (9,), dtype, torch.device(device), 1.0, (0,))
 
 
-def test_auto_takes_flashinfer_on_a_gpu_and_torch_on_a_cpu() -> None:
+def test_auto_takes_flashinfer_on_a_gpu_and_what_reads_in_place_on_a_cpu() -> None:
     with twin.device():
         assert attention.executor("auto", a_shape()).name == "flashinfer"
         chosen = attention.executor("flashinfer", a_shape(dtype=torch.float16))
         assert (chosen.name, chosen.note) == ("flashinfer", None)
-    for name in ("auto", "torch"):
+    for name, expected in (("auto", "cpu"), ("torch", "torch")):
         chosen = attention.executor(name, a_shape("cpu"))
-        assert (chosen.name, chosen.note, chosen.used()) == ("torch", None, "torch")
+        assert (chosen.name, chosen.note, chosen.used()) == (expected, None, expected)
     assert attention.executor("reference", a_shape("cpu")).name == "reference"
 
 
@@ -367,7 +367,7 @@ def test_kernel_that_does_not_compile_or_run_is_found_early(monkeypatch: pytest.
 
 def test_unknown_executor_is_an_error() -> None:
     with pytest.raises(
-        ConfigError, match="attention=fast: no such executor; one of auto, reference, torch, flashinfer"
+        ConfigError, match="attention=fast: no such executor; one of auto, reference, torch, cpu, flashinfer"
     ):
         attention.executor("fast", a_shape())
 

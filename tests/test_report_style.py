@@ -36,9 +36,11 @@ def test_an_unknown_method_always_looks_the_same_and_never_like_full_attention()
 
 
 def test_the_demo_s_methods_keep_their_looks():
-    assert {name: (style_of(name).colour, style_of(name).marker) for name, _ in demo.ARMS} == {
+    assert {name: (style_of(name).colour, style_of(name).marker) for name in demo.METHODS} == {
         "full": ("#000000", "*"),
         "topk": ("#999999", "P"),
+        "pariskv": ("#E69F00", "v"),
+        "lychee": ("#56B4E9", "p"),
         "icecache": ("#009E73", "D"),
         "quest": ("#0072B2", "o"),
         "snapkv": ("#D55E00", "s"),
