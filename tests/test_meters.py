@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -158,6 +159,9 @@ def cycle() -> list[Any]:
 def test_views_of_one_storage_count_once() -> None:
     whole = torch.zeros(100, dtype=torch.float32)
     assert held_bytes(Holding(a=whole)) == 400
+    threads = ThreadPoolExecutor()
+    threads.found = whole
+    assert held_bytes(Holding(a=threads)) == 0, "threads are everybody's"
     assert held_bytes(Holding(a=whole[:10])) == 400, "a view keeps all of its storage alive"
     assert held_bytes(Holding(a=whole, b=whole[50:], c=[whole.view(10, 10)])) == 400
     assert held_bytes(Holding(a=whole, b=whole.clone())) == 800

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,6 +151,8 @@ def held_bytes(method: Method, stored: Iterable[torch.Tensor] = ()) -> int:
     outside = {"shape", "budget", "view", "context", "needs"}
 
     def size(thing: Any) -> int:
+        if isinstance(thing, Executor):
+            return 0  # threads, which are everybody's
         if isinstance(thing, torch.Tensor):
             storage = thing.untyped_storage()
             key, nbytes = storage.data_ptr(), storage.nbytes()
