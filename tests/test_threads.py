@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,13 +13,13 @@ from kvbench.cli.threads import SET_BY_USER, SPINS
 
 # What the environment holds when torch is loaded, by the first command that needs it.
 ASKED = """
-import os, sys
+import json, os, sys
 from importlib.abc import MetaPathFinder
 
 class Watch(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
-            print({key: os.environ.get(key) for key in %r}, flush=True)
+            print(json.dumps({key: os.environ.get(key) for key in %r}), flush=True)
             os._exit(0)
 
 sys.meta_path.insert(0, Watch())
@@ -34,7 +35,7 @@ def when_torch_loads(module: str, *words: str, **environment: str) -> dict[str, 
     command = [sys.executable, "-c", ASKED % (SET_BY_USER, list(words), module)]
     done = subprocess.run(command, env=rest | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found: dict[str, str | None] = eval(done.stdout)
+    found: dict[str, str | None] = json.loads(done.stdout)
     return found
 
 

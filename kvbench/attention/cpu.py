@@ -22,7 +22,7 @@ from kvbench.method import Extra, Selection, Shape
 
 # A number of each dtype that the kernels read, of the type in which they read it: NumPy has no bfloat16.
 STORED = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
-WORTH_A_THREAD = 2**22  # bytes of keys and values: 0.4 ms to read, where a sleeping thread takes 0.2 to wake
+WORTH_A_THREAD = 2**22  # bytes of keys and values; for fewer a thread takes too long to wake
 # Bytes of keys and values attended as a whole from which on the kernel is quicker than sdpa, which at 2 MiB takes half.
 WORTH_STREAMING = 2**24
 
