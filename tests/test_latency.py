@@ -152,7 +152,7 @@ def test_every_method_runs_all_steps_of_a_batch(name: str, prefill: str, tmp_pat
 
 def test_what_full_attention_must_read_by_hand(tmp_path: Path) -> None:
     """7 steps, the first of which attends 301 tokens: 304 in the mean, whatever is dense."""
-    words = [*SMALL, f"results_dir={tmp_path}", "method=full", "budget=null", "task.batch=[1,3]"]
+    words = [*SMALL, f"results_dir={tmp_path}", "method=full", "budget=null", "task.batch=[1,3]", "dtype=float32"]
     found = run(composed(*words, "protocol.dense_layers=[0]"))
     model = composed(*words).model.config
     head_dim = model.get("head_dim") or model.hidden_size // model.num_attention_heads

@@ -109,7 +109,7 @@ def test_loading_leaves_the_callers_random_state_and_config_alone() -> None:
 
 @pytest.mark.parametrize("name", [name for name in DUMMIES if name != "dummy-100m"])
 def test_dummies_are_ready_to_run(name: str) -> None:
-    loaded = load(model_config(name), "cpu")
+    loaded = load(model_config(name), "cpu", dtype="float32")
     assert loaded.name == name
     assert loaded.window == 32768
     assert loaded.dense_layers == ()
