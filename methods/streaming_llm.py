@@ -36,14 +36,21 @@ class StreamingLLM(Method):
         super().begin(shape, budget, view, context)
         self.counts = torch.tensor(self.capacities, device=shape.device)[:, None]
         self.steps = 0
+        self.window: Selection | None = None  # of this step, the same in every layer
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Drop all of the prompt but sinks and window."""
         self._drop(layer)
 
+    def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
+        """The window moves on."""
+        self.window = None
+
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """The window, newest first, and the sinks."""
-        return Selection(self._attended(layer))
+        if self.window is None:
+            self.window = Selection(self._attended(layer))
+        return self.window
 
     def end_step(self) -> None:
         """Now and then drop what has left the window; between two drops it is not attended."""

@@ -256,13 +256,27 @@ def stream(
     return Stream(lengths, steps, queries, keys, values, tokens)
 
 
+class LlamaRotary:
+    """Rotary positions as Llama's, in float64; see `kvbench.engine.positions.Rotary`."""
+
+    def __init__(self, head_dim: int) -> None:
+        self.speed = 10000.0 ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+
+    def angles(self, by: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [..., n, D] of a turn by a number of positions [..., n]."""
+        angle = by[..., None].double() * self.speed.to(by.device).repeat(2)
+        return angle.cos(), angle.sin()
+
+    def turn(self, vectors: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Vectors [..., n, D], turned."""
+        one, two = vectors.double().chunk(2, dim=-1)
+        return (vectors.double() * angles[0] + torch.cat([-two, one], dim=-1) * angles[1]).to(vectors.dtype)
+
+
 def rotate(vectors: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """Rotary positions as Llama's: vectors [..., n, D] turned by a number of positions [..., n]."""
-    half = vectors.shape[-1] // 2
-    angle = by[..., None].double() * 10000.0 ** -(torch.arange(half, dtype=torch.float64, device=by.device) / half)
-    one, two = vectors[..., :half].double(), vectors[..., half:].double()
-    turned = torch.cat([one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()], dim=-1)
-    return turned.to(vectors.dtype)
+    """Vectors [..., n, D] turned by a number of positions [..., n]."""
+    rotary = LlamaRotary(vectors.shape[-1])
+    return rotary.turn(vectors, rotary.angles(by))
 
 
 @dataclass
@@ -312,7 +326,7 @@ def drive(
         offsets=offsets,
         attention=executor,
         new_tokens=None if left else fixed.steps,
-        rotate=rotate,
+        rotary=LlamaRotary(head_dim),
         pieces=PIECES if method.needs.token_text else None,
     )
     seen = watch(method)

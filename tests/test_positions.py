@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, shipped
-from kvbench.engine.hf import engine_for, method_named, rotation_of
+from kvbench.engine.hf import RotaryOf, engine_for, method_named
 from kvbench.engine.models import Loaded, load
 
 PROMPT = numbers(150)
@@ -193,12 +193,26 @@ def test_rotation_moves_a_key_to_any_position(rope: dict[str, Any]) -> None:
         cos, sin = rotary(flat, places.view(6, 20))
         return apply_rotary_pos_emb(flat, flat, cos, sin)[0].view_as(x)
 
-    turned = rotation_of(loaded.model)(rope_at(position), target - position)
+    own = RotaryOf(loaded.model)
+    turned = own.turn(rope_at(position), own.angles(target - position))
     torch.testing.assert_close(turned, rope_at(target), rtol=0, atol=ANGLES)
     assert (rope_at(position) - rope_at(target)).abs().max() > 1
 
 
 def test_rotation_keeps_the_type_of_what_it_turns(tiny: Loaded) -> None:
     vectors = torch.randn(1, 2, 3, 32).bfloat16()
-    turned = rotation_of(tiny.model)(vectors, torch.zeros(1, 2, 3, dtype=torch.int64))
-    assert torch.equal(turned, vectors), "a turn by 0 is none"
+    own = RotaryOf(tiny.model)
+    assert torch.equal(own.turn(vectors, own.angles(torch.zeros(1, 1, 3, dtype=torch.int64))), vectors), "a turn by 0"
+
+
+def test_layers_that_attend_one_list_share_its_angles(tiny: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    real = RotaryOf.angles
+
+    def angles(self: RotaryOf, by: torch.Tensor) -> Any:
+        asked.append(by.shape[2])
+        return real(self, by)
+
+    monkeypatch.setattr(RotaryOf, "angles", angles)
+    streamed(tiny, [PROMPT], SMALL)
+    assert len(asked) == 4 * STEPS, "of the query and of the keys, from their old places and to their new ones"

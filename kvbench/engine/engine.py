@@ -7,7 +7,7 @@ The engine knows no method by name and no transformers class.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -19,17 +19,13 @@ from kvbench.attention.executor import executor
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, first_line
 from kvbench.engine.audit import Audit
+from kvbench.engine.positions import CachePositions, Rotary
 from kvbench.engine.probes import Probe
 from kvbench.engine.prompt import PromptReader
-from kvbench.memory.slots import NO_TOKEN
 from kvbench.memory.store import LayerStore
-from kvbench.memory.transfer import uploaded
 from kvbench.memory.view import StoreView
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape
 from kvbench.spans import Spans
-
-# x [B, H, n, D] and by how many positions to turn each of its vectors, [B, H, n]
-Rotate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @cache
@@ -50,7 +46,7 @@ class Engine:
         new_tokens: decode steps to reserve memory for; None: unknown, the stores grow.
         audit_every: steps between two counts of per-query-head selections.
         probe_every: steps between two comparisons with full attention; 0: none.
-        rotate: the model's rotary function, for methods with positions="cache".
+        rotary: the model's, for methods with positions="cache".
         pieces: text of every vocabulary entry, for methods that need it.
 
     Raises:
@@ -71,7 +67,7 @@ class Engine:
         new_tokens: int | None = None,
         audit_every: int = 1,
         probe_every: int = 0,
-        rotate: Rotate | None = None,
+        rotary: Rotary | None = None,
         pieces: Sequence[str] | None = None,
     ) -> None:
         self.shape, self.method, self.budget = shape, method, budget
@@ -80,7 +76,10 @@ class Engine:
         self.stores: dict[int, LayerStore] = {}
         self.probe = Probe(shape, probe_every) if probe_every else None
         self.prefilled = False
-        self._rotate = rotate
+        self._positions = None
+        if method.needs.positions == "cache":
+            assert rotary is not None, "this engine was made without the model's rotary positions"
+            self._positions = CachePositions(shape, rotary)
         self._new_tokens = new_tokens
         self._sparse = frozenset(shape.sparse_layers)
         self._reader = PromptReader(shape.lengths, offsets, columns, method.needs, shape.scaling)
@@ -108,6 +107,8 @@ class Engine:
         assert self.prefilled, "the prompt is not complete"
         if active is not None:
             self._active = list(active)
+        if self._positions is not None:
+            self._positions.start_step()
         with self.spans("index_update"):
             self.method.step(tokens, torch.tensor(self.stores[0].lengths), torch.tensor(self._active))
 
@@ -213,8 +214,8 @@ class Engine:
             selection = self.method.select(layer, query)
         with self.spans("attention"):
             asked, attended = query, selection
-            if self.method.needs.positions == "cache":
-                asked, attended = self._in_cache_positions(query, selection or Selection(store.resident_ids()), store)
+            if self._positions is not None:
+                asked, attended = self._positions(query, selection or Selection(store.resident_ids()), store)
             observes = self.method.needs.probabilities
             out, weights = self.executor(asked, store, attended, self.shape.scaling, observes)
         self.audit.attended(layer, selection, store.device.used)
@@ -230,30 +231,6 @@ class Engine:
             with self.spans("index_update"):
                 self.method.end_step()
         return out
-
-    def _in_cache_positions(
-        self, query: torch.Tensor, selection: Selection, store: LayerStore
-    ) -> tuple[torch.Tensor, Selection]:
-        """Turn query and keys to their positions inside the selection (StreamingLLM, section 3.2).
-
-        The m-th oldest of the selected tokens goes to position m, the query to that of the newest. What is stored at
-        its original position is first turned back to position 0: the angle of a difference of large positions, rounded
-        once, is not the difference of their rounded angles.
-        """
-        if selection.index.shape[1] not in (1, self.shape.kv_heads):
-            raise ValueError('positions="cache" needs one selection per KV head: its keys are rotated once')
-        index = uploaded(selection.index, query.device).expand(-1, self.shape.kv_heads, -1)
-        present = index >= 0
-        position = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)
-        keys = self._moved(store.gather(index)[0], index.clamp(min=0), position)
-        now = store.seen[:, None, None].expand(-1, self.shape.query_heads, 1) - 1
-        newest = present.sum(dim=2, keepdim=True).repeat_interleave(self.shape.group, dim=1) - 1
-        return self._moved(query, now, newest), replace(selection, keys=keys)
-
-    def _moved(self, vectors: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Vectors [B, H, n, D] at positions `old` [B, H, n], turned to positions `new`, in fp32 until the end."""
-        assert self._rotate is not None, "this engine was made without the model's rotary function"
-        return self._rotate(self._rotate(vectors.float(), -old), new).to(vectors.dtype)
 
     def settle(self) -> None:
         """Count the step that just ended; called outside the timed part, or before the next step begins."""

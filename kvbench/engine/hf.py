@@ -21,7 +21,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from kvbench.budget import Accounting, Budget
 from kvbench.config import ConfigError, build, method_config
-from kvbench.engine.engine import Engine, Rotate
+from kvbench.engine.engine import Engine
+from kvbench.engine.positions import Angles
 from kvbench.engine.support import refuse_unsupported
 from kvbench.method import Method, Shape
 
@@ -281,7 +282,7 @@ def engine_for(
     """
     shape = shape_of(model, lengths, dense_layers, model.dtype, model.device)
     if method.needs.positions == "cache":
-        settings["rotate"] = rotation_of(model)
+        settings["rotary"] = RotaryOf(model)
     if method.needs.token_text:
         if tokenizer is None:
             raise ConfigError(f"tokenizer=None: {type(method).__name__} reads the text of tokens; pass the tokenizer")
@@ -296,30 +297,37 @@ def vocabulary_text(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [p.replace("\u2581", " ") if "\u2581" in p else tokenizer.convert_tokens_to_string([p]) for p in pieces]
 
 
-def rotation_of(model: PreTrainedModel) -> Rotate:
-    """The model's own rotary function, by a number of positions: rotate(x [B, H, n, D], by [B, H, n]) in fp32.
+class RotaryOf:
+    """The model's own rotary positions, see `kvbench.engine.positions.Rotary`.
 
     Raises:
         ConfigError: the model's angles depend on the length, so a stored key cannot be turned to another position.
     """
-    config = model.config.get_text_config()
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        raise ConfigError(
-            f"model={type(model).__name__}: its {kind} RoPE changes with the length, so positions inside the cache "
-            "cannot be given; use positions=original"
-        )
-    rotary = next(module for name, module in model.named_modules() if name.endswith("rotary_emb"))
-    apply = sys.modules[type(_attention_module(model)).__module__].apply_rotary_pos_emb
 
-    def rotate(vectors: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        batch, heads, count, head_dim = vectors.shape
-        flat = vectors.reshape(batch * heads, 1, count, head_dim).float()
-        cos, sin = rotary(flat, by.expand(batch, heads, count).reshape(batch * heads, count))
-        turned: torch.Tensor = apply(flat, flat, cos / rotary.attention_scaling, sin / rotary.attention_scaling)[0]
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config.get_text_config()
+        kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if kind in ("dynamic", "longrope"):
+            raise ConfigError(
+                f"model={type(model).__name__}: its {kind} RoPE changes with the length, so positions inside the cache "
+                "cannot be given; use positions=original"
+            )
+        self._rotary = next(module for name, module in model.named_modules() if name.endswith("rotary_emb"))
+        self._apply = sys.modules[type(_attention_module(model)).__module__].apply_rotary_pos_emb
+
+    def angles(self, by: torch.Tensor) -> Angles:
+        """cos and sin [B, L, n, D] of a turn by [B, L, n] positions."""
+        flat = by.flatten(0, 1)
+        parts = self._rotary(torch.empty(0, device=by.device), flat)  # read for its dtype and device
+        cos, sin = (part.unflatten(0, by.shape[:2]) / self._rotary.attention_scaling for part in parts)
+        return cos, sin
+
+    def turn(self, vectors: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """Vectors [B, H, n, D] of any dtype, turned in float32."""
+        lists = vectors.float().reshape(-1, vectors.shape[1] // angles[0].shape[1], *vectors.shape[2:])
+        cos, sin = (part.flatten(0, 1) for part in angles)
+        turned: torch.Tensor = self._apply(lists, lists[:, :0], cos, sin)[0]
         return turned.view_as(vectors).to(vectors.dtype)
-
-    return rotate
 
 
 def _left_padded(padding: torch.Tensor | None, batch: int, columns: int) -> tuple[list[int], list[int]]:

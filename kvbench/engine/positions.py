@@ -1,0 +1,70 @@
+"""Keys and queries at their places inside a selection (StreamingLLM, section 3.2)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from kvbench.memory.slots import NO_TOKEN
+from kvbench.memory.store import LayerStore
+from kvbench.memory.transfer import uploaded
+from kvbench.method import Selection, Shape
+
+# cos and sin [B, L, n, D] float32, as the model arranges them
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+class Rotary(Protocol):
+    """A model's rotary positions."""
+
+    def angles(self, by: torch.Tensor) -> Angles:
+        """Those of a turn by a number of positions, [B, L, n]."""
+        ...
+
+    def turn(self, vectors: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """Vectors [B, H, n, D], turned in float32; L is 1 or H."""
+        ...
+
+
+class CachePositions:
+    """The m-th oldest of the selected tokens goes to position m, the query to that of the newest.
+
+    What is stored at its original position is first turned back to position 0: the angle of a difference of large
+    positions, rounded once, is not the difference of their rounded angles. Both turns are made as one. A selection that
+    one layer attends after the other has its angles computed once.
+    """
+
+    def __init__(self, shape: Shape, rotary: Rotary) -> None:
+        self._shape, self._rotary = shape, rotary
+        self._index: torch.Tensor | None = None  # the selection that the angles are of
+
+    def start_step(self) -> None:
+        """The current token changes, and with it every angle."""
+        self._index = None
+
+    def __call__(self, query: torch.Tensor, selection: Selection, store: LayerStore) -> tuple[torch.Tensor, Selection]:
+        """The query [B, Hq, 1, D] and the selection with its keys, at those positions."""
+        if selection.index is not self._index:
+            self._of_query, self._of_keys = self._angles(selection.index, store)
+            self._index = selection.index
+        index = uploaded(selection.index, query.device).expand(-1, self._shape.kv_heads, -1)
+        keys = self._rotary.turn(store.gather(index)[0], self._of_keys)
+        return self._rotary.turn(query, self._of_query), replace(selection, keys=keys)
+
+    def _angles(self, index: torch.Tensor, store: LayerStore) -> tuple[Angles, Angles]:
+        lists = index.shape[1]
+        if lists not in (1, self._shape.kv_heads):
+            raise ValueError('positions="cache" needs one selection per KV head: its keys are rotated once')
+        index = uploaded(index, self._shape.device)
+        present = index >= 0
+        place = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)
+        newest = (present.sum(dim=2, keepdim=True) - 1).repeat_interleave(self._shape.query_heads // lists, dim=1)
+        now = store.seen[:, None, None] - 1
+        return self._from_to(now, newest if lists > 1 else newest[:, :1]), self._from_to(index.clamp(min=0), place)
+
+    def _from_to(self, old: torch.Tensor, new: torch.Tensor) -> Angles:
+        """A turn by -old and one by new [B, L, n], as one."""
+        (back, down), (forth, up) = self._rotary.angles(old), self._rotary.angles(new)
+        return forth * back + up * down, up * back - forth * down
