@@ -42,9 +42,9 @@ def query_of(store: LayerStore, group: int = 3) -> torch.Tensor:
     return torch.randn(1, heads * group, 1, head_dim, generator=rng).to(store.device.key.dtype)
 
 
-def agrees(store: LayerStore, selection: Selection | None, **near: float) -> None:
+def agrees(store: LayerStore, selection: Selection | None, group: int = 3, **near: float) -> None:
     """Output and probabilities are the oracle's."""
-    query = query_of(store)
+    query = query_of(store, group)
     found = cpu.attend(query, store, selection, 0.3, probabilities=True)
     expected = reference.attend(query, store, selection, 0.3, probabilities=True)
     for ours, theirs in zip(found, expected, strict=True):
@@ -167,6 +167,16 @@ def test_any_size_of_head_and_list(head_dim: int, tokens: int) -> None:
     store = store_of(tokens, head_dim=head_dim)
     agrees(store, None)
     agrees(store, Selection(torch.arange(tokens).flip(0)[None, None]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", range(1, 10))
+def test_any_number_of_queries_a_kv_head(group: int, dtype: torch.dtype) -> None:
+    """A row is read once for up to four of them."""
+    store = store_of(70, head_dim=36, dtype=dtype)
+    near = {"rtol": 0, "atol": CLOSE if dtype == torch.float32 else 4 * torch.finfo(dtype).eps}
+    agrees(store, None, group, **near)
+    agrees(store, Selection(torch.arange(0, 70, 3)[None, None]), group, **near)
 
 
 def test_probabilities_are_right_over_the_whole_range() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from numba import njit, types
+from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
@@ -64,6 +65,11 @@ def _called(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
     return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, of, name), arguments)
 
 
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+    return _called(builder, "llvm.fma.v16f32", a.type, a, b, c)
+
+
 def _splat(builder: Any, number: Any) -> Any:
     from llvmlite import ir
 
@@ -96,13 +102,7 @@ def load(_context, address, stored):  # type: ignore[no-untyped-def]
     """The vector of 16 numbers at an address, of the type of `stored`: float32, or bfloat16 as uint16."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        from llvmlite import ir
-
-        lanes = ir.VectorType(ir.FloatType(), LANES)
-        if signature.args[1] == types.float32:
-            return builder.load(_pointer(builder, arguments[0], lanes), align=4)
-        words = ir.VectorType(ir.IntType(16), LANES)
-        return _widened(builder, builder.load(_pointer(builder, arguments[0], words), align=2), lanes)
+        return _numbers(builder, arguments[0], signature.args[1])
 
     return vector(types.intp, stored), generate
 
@@ -144,31 +144,11 @@ def splat(_context, number):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def fused(_context, a, b, c):  # type: ignore[no-untyped-def]
-    """a * b + c, rounded once."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return _called(builder, "llvm.fma.v16f32", arguments[0].type, *arguments)
-
-    return vector(vector, vector, vector), generate
-
-
-@intrinsic
 def plus(_context, a, b):  # type: ignore[no-untyped-def]
     """a + b."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.fadd(*arguments)
-
-    return vector(vector, vector), generate
-
-
-@intrinsic
-def times(_context, a, b):  # type: ignore[no-untyped-def]
-    """a * b."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.fmul(*arguments)
 
     return vector(vector, vector), generate
 
@@ -234,31 +214,108 @@ def largest_of(_context, numbers):  # type: ignore[no-untyped-def]
     return types.float32(vector), generate
 
 
-@intrinsic
-def store_sums(_context, address, a, b, c, d):  # type: ignore[no-untyped-def]
-    """Write the sums of four vectors to an address, one after the other."""
+def _sums(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """The sums of four vectors, in four lanes."""
+    from llvmlite import ir
+
+    def shuffled(x: Any, y: Any, lanes: list[int]) -> Any:
+        return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
+
+    def added(x: Any, y: Any, lanes: list[int], beside: int) -> Any:
+        """Lanes of x and y (from `LANES` on), and those `beside` them."""
+        return builder.fadd(shuffled(x, y, lanes), shuffled(x, y, [lane + beside for lane in lanes]))
+
+    quarters = range(0, LANES, 4)
+    halves = [lane for q in quarters for lane in (q, q + 1, LANES + q, LANES + q + 1)]
+    singles = [lane for q in quarters for lane in (q, q + 2, LANES + q, LANES + q + 2)]
+    sums = added(added(a, b, halves, 2), added(c, d, halves, 2), singles, 1)  # a, b, c, d in each quarter
+    sums = added(sums, sums, [*range(8)], 8)
+    return added(sums, sums, [*range(4)], 4)
+
+
+def _numbers(builder: Any, address: Any, stored: Any) -> Any:
+    """The vector of 16 numbers at an address, stored as float32 or as bfloat16."""
+    from llvmlite import ir
+
+    lanes = ir.VectorType(ir.FloatType(), LANES)
+    if stored == types.float32:
+        return builder.load(_pointer(builder, address, lanes), align=4)
+    words = ir.VectorType(ir.IntType(16), LANES)
+    return _widened(builder, builder.load(_pointer(builder, address, words), align=2), lanes)
+
+
+@intrinsic(prefer_literal=True)
+def score_four(_context, queries, apart, rows, whole, stored, logits, count):  # type: ignore[no-untyped-def]
+    """Write the products of `count` queries with four rows, a vector of 4 to each row of logits [count, BLOCK].
+
+    A row is read once for all queries: their sums stay in registers, which is why `count` is a literal.
+
+    Args:
+        queries, logits: addresses of the first; a query is `apart` bytes from the next.
+        rows: addresses of the four rows.
+        whole: numbers of a row that are read, a multiple of `LANES`.
+    """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         from llvmlite import ir
 
-        def shuffled(x: Any, y: Any, lanes: list[int]) -> Any:
-            return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
-
-        def added(x: Any, y: Any, lanes: list[int], beside: int) -> Any:
-            """Lanes of x and y (from `LANES` on), and those `beside` them."""
-            return builder.fadd(shuffled(x, y, lanes), shuffled(x, y, [lane + beside for lane in lanes]))
-
-        _, a, b, c, d = arguments
-        quarters = range(0, LANES, 4)
-        halves = [lane for q in quarters for lane in (q, q + 1, LANES + q, LANES + q + 1)]
-        singles = [lane for q in quarters for lane in (q, q + 2, LANES + q, LANES + q + 2)]
-        sums = added(added(a, b, halves, 2), added(c, d, halves, 2), singles, 1)  # a, b, c, d in each quarter
-        sums = added(sums, sums, [*range(8)], 8)
-        sums = added(sums, sums, [*range(4)], 4)
-        builder.store(sums, _pointer(builder, arguments[0], sums.type), align=4)
+        queries, apart, rows, whole, _, logits, _ = arguments
+        of, lanes, word = signature.args[4], ir.VectorType(ir.FloatType(), LANES), queries.type
+        width = 4 if of == types.float32 else 2
+        nothing = ir.Constant(lanes, [0.0] * LANES)
+        asked = [builder.add(queries, builder.mul(apart, word(q))) for q in range(signature.args[6].literal_value)]
+        sums = [[cgutils.alloca_once_value(builder, nothing) for _ in range(4)] for _ in asked]
+        with cgutils.for_range(builder, builder.udiv(whole, word(LANES))) as loop:
+            at = builder.mul(loop.index, word(width * LANES))
+            read = [_numbers(builder, builder.add(builder.extract_value(rows, n), at), of) for n in range(4)]
+            for query, own in zip(asked, sums, strict=True):
+                place = builder.add(query, builder.mul(loop.index, word(4 * LANES)))
+                x = _numbers(builder, place, types.float32)
+                for sum, y in zip(own, read, strict=True):
+                    builder.store(_fma(builder, x, y, builder.load(sum)), sum)
+        for q, own in enumerate(sums):
+            found = _sums(builder, *(builder.load(sum) for sum in own))
+            builder.store(found, _pointer(builder, builder.add(logits, word(4 * BLOCK * q)), found.type), align=4)
         return context.get_dummy_value()
 
-    return types.void(types.intp, vector, vector, vector, vector), generate
+    four = types.UniTuple(types.intp, 4)
+    return types.void(types.intp, types.intp, four, types.intp, stored, types.intp, count), generate
+
+
+@intrinsic(prefer_literal=True)
+def add_four(_context, weights, rows, whole, stored, sums, apart, count):  # type: ignore[no-untyped-def]
+    """Add four rows to each of `count` sums, by weights [count, BLOCK] of which 4 a row are read; see `score_four`.
+
+    Args:
+        weights, sums: addresses of the first; a sum is `apart` bytes from the next.
+    """
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        from llvmlite import ir
+
+        weights, rows, whole, _, sums, apart, _ = arguments
+        of, lanes, word = signature.args[3], ir.VectorType(ir.FloatType(), LANES), weights.type
+        width, many = 4 if of == types.float32 else 2, signature.args[6].literal_value
+
+        def weight(q: int, row: int) -> Any:
+            at = builder.add(weights, word(4 * (BLOCK * q + row)))
+            return _splat(builder, builder.load(_pointer(builder, at, ir.FloatType()), align=4))
+
+        by = [[weight(q, row) for row in range(4)] for q in range(many)]
+        with cgutils.for_range(builder, builder.udiv(whole, word(LANES))) as loop:
+            at = builder.mul(loop.index, word(width * LANES))
+            read = [_numbers(builder, builder.add(builder.extract_value(rows, n), at), of) for n in range(4)]
+            place = builder.add(sums, builder.mul(loop.index, word(4 * LANES)))
+            for q, own in enumerate(by):
+                pointer = _pointer(builder, builder.add(place, builder.mul(apart, word(q))), lanes)
+                sum = builder.load(pointer, align=4)
+                for one, y in zip(own, read, strict=True):
+                    sum = _fma(builder, one, y, sum)
+                builder.store(sum, pointer, align=4)
+        return context.get_dummy_value()
+
+    four = types.UniTuple(types.intp, 4)
+    return types.void(types.intp, four, types.intp, stored, types.intp, types.intp, count), generate
 
 
 # exp(x) = 2^n exp(r), n = x / ln 2 to the nearest, r = x - n ln 2: Cephes' expf, whose relative error is below 2e-7
@@ -280,18 +337,15 @@ def exponential(_context, x):  # type: ignore[no-untyped-def]
         def number(value: float) -> Any:
             return ir.Constant(x.type, [float(np.float32(value))] * LANES)
 
-        def fma(a: Any, b: Any, c: Any) -> Any:
-            return _called(builder, "llvm.fma.v16f32", x.type, a, b, c)
-
         low = builder.fcmp_ordered("<", x, number(_LOW))
         within = builder.select(low, number(_LOW), x)
-        rounded = fma(within, number(_LOG2E), number(_ROUND))  # its lowest bits are n
+        rounded = _fma(builder, within, number(_LOG2E), number(_ROUND))  # its lowest bits are n
         n = builder.fsub(rounded, number(_ROUND))
-        r = fma(n, number(-_LN2[1]), fma(n, number(-_LN2[0]), within))
+        r = _fma(builder, n, number(-_LN2[1]), _fma(builder, n, number(-_LN2[0]), within))
         sum = number(_POLYNOMIAL[0])
         for factor in _POLYNOMIAL[1:]:
-            sum = fma(sum, r, number(factor))
-        sum = fma(sum, builder.fmul(r, r), builder.fadd(r, number(1)))
+            sum = _fma(builder, sum, r, number(factor))
+        sum = _fma(builder, sum, builder.fmul(r, r), builder.fadd(r, number(1)))
         power = builder.shl(builder.bitcast(rounded, words), ir.Constant(words, [23] * LANES))
         power = builder.add(power, ir.Constant(words, [127 << 23] * LANES))
         found = builder.fmul(sum, builder.bitcast(power, x.type))
@@ -321,22 +375,22 @@ def fetch(_context, address):  # type: ignore[no-untyped-def]
 @inner
 def _score(query, keys, count, ahead, logits, stored):  # type: ignore[no-untyped-def]
     """logits [R, BLOCK]: query [R, D] . each of the rows at the addresses keys[:count]; -inf up to a whole vector."""
-    head_dim, size = query.shape[1], size_of(stored)
-    whole = head_dim // LANES * LANES
+    many, head_dim = query.shape
+    size, whole = size_of(stored), head_dim // LANES * LANES
     last = count - 1
     for i in range(0, count, 4):
         _fetch_four(ahead, i, size * head_dim)
-        a, b, c, d = keys[i], keys[min(i + 1, last)], keys[min(i + 2, last)], keys[min(i + 3, last)]
-        for r in range(len(query)):
-            asked = query.ctypes.data + 4 * r * head_dim
-            sum_a = sum_b = sum_c = sum_d = splat(NOTHING)
-            for j in range(0, whole, LANES):
-                x, at = load(asked + 4 * j, NOTHING), size * j
-                sum_a = fused(x, load(a + at, stored), sum_a)
-                sum_b = fused(x, load(b + at, stored), sum_b)
-                sum_c = fused(x, load(c + at, stored), sum_c)
-                sum_d = fused(x, load(d + at, stored), sum_d)
-            store_sums(logits.ctypes.data + 4 * (r * BLOCK + i), sum_a, sum_b, sum_c, sum_d)
+        rows = keys[i], keys[min(i + 1, last)], keys[min(i + 2, last)], keys[min(i + 3, last)]
+        for r in range(0, many, 4):
+            asked, to, left = query.ctypes.data + 4 * r * head_dim, logits.ctypes.data + 4 * (r * BLOCK + i), many - r
+            if left >= 4:
+                score_four(asked, 4 * head_dim, rows, whole, stored, to, 4)
+            elif left == 3:
+                score_four(asked, 4 * head_dim, rows, whole, stored, to, 3)
+            elif left == 2:
+                score_four(asked, 4 * head_dim, rows, whole, stored, to, 2)
+            else:
+                score_four(asked, 4 * head_dim, rows, whole, stored, to, 1)
     for r in range(len(query)):
         if whole < head_dim:
             for i in range(count):
@@ -374,22 +428,22 @@ def _weigh(logits, count, most, total, sums):  # type: ignore[no-untyped-def]
 @inner
 def _add_values(weights, values, count, ahead, sums, stored):  # type: ignore[no-untyped-def]
     """Add to sums [R, D] the rows at the addresses values[:count], by weights [R, BLOCK] that are 0 after them."""
-    head_dim, size = sums.shape[1], size_of(stored)
-    whole = head_dim // LANES * LANES
+    many, head_dim = sums.shape
+    size, whole = size_of(stored), head_dim // LANES * LANES
     last = count - 1
     for i in range(0, count, 4):
         _fetch_four(ahead, i, size * head_dim)
-        a, b, c, d = values[i], values[min(i + 1, last)], values[min(i + 2, last)], values[min(i + 3, last)]
-        for r in range(len(sums)):
-            to = sums.ctypes.data + 4 * r * head_dim
-            of_a, of_b = splat(weights[r, i]), splat(weights[r, i + 1])
-            of_c, of_d = splat(weights[r, i + 2]), splat(weights[r, i + 3])
-            for j in range(0, whole, LANES):
-                at = size * j
-                sum = fused(of_a, load(a + at, stored), load(to + 4 * j, NOTHING))
-                sum = fused(of_b, load(b + at, stored), sum)
-                other = fused(of_d, load(d + at, stored), times(of_c, load(c + at, stored)))
-                store(to + 4 * j, plus(sum, other))
+        rows = values[i], values[min(i + 1, last)], values[min(i + 2, last)], values[min(i + 3, last)]
+        for r in range(0, many, 4):
+            by, to, left = weights.ctypes.data + 4 * (r * BLOCK + i), sums.ctypes.data + 4 * r * head_dim, many - r
+            if left >= 4:
+                add_four(by, rows, whole, stored, to, 4 * head_dim, 4)
+            elif left == 3:
+                add_four(by, rows, whole, stored, to, 4 * head_dim, 3)
+            elif left == 2:
+                add_four(by, rows, whole, stored, to, 4 * head_dim, 2)
+            else:
+                add_four(by, rows, whole, stored, to, 4 * head_dim, 1)
     if whole < head_dim:
         for r in range(len(sums)):
             for i in range(count):
