@@ -18,6 +18,7 @@ from kvbench.report.__main__ import main as report
 from kvbench.report.breakeven import crossing
 from kvbench.report.frame import collect
 
+TREES = ("latency", "icecache")
 FULL = {1000: 10.0, 2000: 20.0, 4000: 40.0, 8000: 80.0}
 
 
@@ -54,6 +55,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Full attention, a method that is faster from 2,000 tokens on, and one that never is."""
     folder = tmp_path_factory.mktemp("breakeven")
     times = {"full": FULL, "quest": dict.fromkeys(FULL, 20.0), "icecache": dict.fromkeys(FULL, 90.0)}
+    building = {"full": 0.0, "quest": 0.0, "icecache": 1000.0}
     for method, by_length in times.items():
         samples = [
             report_runs.record(
@@ -62,6 +64,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 1.0,
                 meta={"length": length, "batch": 1},
                 prompt_tokens=length,
+                ttft_s=length / 2000 + building[method] / 1000,
+                prefill_ms={"index_build": building[method], "model": 1.0},
                 tpot_ms={"mean": spent, "p50": spent, "p95": spent},
                 hardware={"floor_ms": 1.0, "copy_bandwidth": 1e10, "memory": "counted"},
             )
@@ -82,6 +86,21 @@ def test_the_table_says_from_where_and_by_how_much(results: Path, capsys: pytest
     assert found["icecache"]["faster_from"] == ""
     assert float(found["quest"]["time_over_full"]) == 0.25
     assert float(found["icecache"]["time_over_full"]) == 1.125
+
+
+def test_tables_say_what_an_index_costs_before_the_first_token(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second of building on top of half a second for each 1,000 tokens."""
+    assert report([str(results), "--format", "csv"]) == 0
+    lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    found = {line["method"]: line for line in lines if line["table"] == "latency_breakeven"}
+    assert float(found["quest"]["ttft_over_full"]) == 1
+    assert float(found["icecache"]["ttft_over_full"]) == 5 / 4
+    shares = {line["tokens"]: line["index_share"] for line in lines if (line["table"], line["method"]) == TREES}
+    assert {tokens: float(share) for tokens, share in shares.items()} == pytest.approx(
+        {"1000": 2 / 3, "2000": 1 / 2, "4000": 1 / 3, "8000": 1 / 5}, abs=0.005
+    )
 
 
 def test_the_picture_marks_where_lines_cross(results: Path, tmp_path: Path) -> None:

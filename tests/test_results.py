@@ -477,7 +477,15 @@ def test_one_sample_has_no_standard_error():
 def test_latencies_are_means_over_samples_that_have_them():
     tpot = {"mean": 10.0, "p50": 9.0, "p95": 20.0}
     records = [
-        sample(0, 1.0, ttft_s=1.0, tt2t_s=1.5, tpot_ms=tpot, breakdown_ms={"attention": 6.0, "select": 4.0}),
+        sample(
+            0,
+            1.0,
+            ttft_s=1.0,
+            tt2t_s=1.5,
+            prefill_ms={"index_build": 250.0},
+            tpot_ms=tpot,
+            breakdown_ms={"attention": 6.0, "select": 4.0},
+        ),
         sample(1, 1.0, ttft_s=3.0, tpot_ms={"mean": 20.0}, breakdown_ms={"attention": 20.0}),
         sample(2, 1.0, ttft_s=math.nan),
         failure(3, ttft_s=100.0),
@@ -485,6 +493,7 @@ def test_latencies_are_means_over_samples_that_have_them():
     latency = summarise(records, "accuracy")["latency"]
     assert latency == {
         "ttft_s": 2.0,
+        "index_s": 0.25,
         "tt2t_s": 1.5,
         "tpot_ms_mean": 15.0,
         "tpot_ms_p50": 9.0,

@@ -14,7 +14,10 @@ from kvbench.runs.quantities import LESS, Quantity, Unit, named
 
 # What they show in place of a score, by table; the parts of a step stand in the last.
 TIMED = {
-    "latency": ("time", ("ttft_s", "tt2t_s", "tpot_ms_p50", "tpot_ms_p95", "floor_ms", "floor_ratio", "python_ms")),
+    "latency": (
+        "time",
+        ("ttft_s", "index_share", "tt2t_s", "tpot_ms_p50", "tpot_ms_p95", "floor_ms", "floor_ratio", "python_ms"),
+    ),
     "latency_bytes": (
         "memory and bytes",
         ("memory_bytes", "prefill_memory_bytes", "weight_bytes", "whole_kv_bytes")
@@ -26,6 +29,7 @@ TIMED = {
 AGAINST_FULL = {
     "faster_from": Quantity("faster_from", "", "faster than full from", Unit("tokens"), 0, LESS),
     "time_over_full": Quantity("time_over_full", "", "time / full's at the longest", better=LESS),
+    "ttft_over_full": Quantity("ttft_over_full", "", "TTFT / full's at the longest", better=LESS),
 }
 # Where a step's transfers count, and a mark says if they were none to a device.
 TRANSFERRED = {"tpot_ms_p50", "tpot_ms_mean", "breakdown_ms.transfer"}
@@ -93,24 +97,29 @@ def timed_tables(runs: Runs, chosen: Sequence[int], number: str, what: str) -> l
 
 def _against_full(lines: Sequence[_Line], axes: Sequence[str]) -> dict[tuple[str, ...], Cell]:
     """What `AGAINST_FULL` says of each arm that was measured at several lengths, as full attention was beside it."""
-    arms: dict[tuple[str, ...], dict[int, float]] = {}
-    full: dict[tuple[str, ...], dict[int, float]] = {}
+    arms: dict[tuple[str, ...], dict[int, Mapping[str, Any]]] = {}
+    full: dict[tuple[str, ...], dict[int, Mapping[str, Any]]] = {}
     rivals, cells = {}, {}
     for line in lines:
         rest = [label for key, label in zip(axes, line.labels, strict=True) if key not in ("method", "budget")]
         row, place = (str(line.batch), *line.labels), (str(line.batch), *rest)
         times = full.setdefault(place, {}) if line.measured["method"] == YARDSTICK else arms.setdefault(row, {})
-        times[line.tokens] = line.measured[TIME.name]
-        rivals[row] = place, line.measured
-    for row, times in arms.items():
-        place, measured = rivals[row]
-        common = sorted(times.keys() & full.get(place, {}).keys())
+        times[line.tokens] = line.measured
+        rivals[row] = place
+    for row, own in arms.items():
+        beside = full.get(rivals[row], {})
+        common = sorted(own.keys() & beside.keys())
         if len(common) > 1:
-            start, last = crossing(times, full[place]), common[-1]
-            numbers = {"time_over_full": times[last] / full[place][last]} | ({"faster_from": start} if start else {})
-            letters = transfer_marks(measured["transfer"])
+            start = crossing(*({tokens: found[TIME.name] for tokens, found in side.items()} for side in (own, beside)))
+            mine, theirs = own[common[-1]], beside[common[-1]]
+            numbers = {"time_over_full": mine[TIME.name] / theirs[TIME.name]} | (
+                {"faster_from": start} if start else {}
+            )
+            letters = transfer_marks(mine["transfer"])
             marks = dict.fromkeys(numbers, letters) if letters else {}
-            cells[row] = Cell(numbers, marks, str(measured["path"]))
+            if not (missing(mine["ttft_s"]) or missing(theirs["ttft_s"])):
+                numbers["ttft_over_full"] = mine["ttft_s"] / theirs["ttft_s"]
+            cells[row] = Cell(numbers, marks, str(mine["path"]))
     return cells
 
 

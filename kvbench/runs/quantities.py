@@ -114,6 +114,12 @@ _LISTED = (
     Quantity("executor_note", "audit", "why not another executor", combine="words"),
     Quantity("transfer", "audit", "transfers", combine="words"),
     Quantity("ttft_s", "latency", "time to first token", SECONDS, 3, LESS, "to first token, s", "TTFT, s"),
+    Quantity(
+        "index_s", "latency", "index building before the first token", SECONDS, 3, LESS, "index building, s", "index, s"
+    ),
+    Quantity(
+        "index_share", "", "index building / TTFT", PLAIN, 2, LESS, "", "index / TTFT", ratio=("index_s", "ttft_s")
+    ),
     Quantity("tt2t_s", "latency", "time to second token", SECONDS, 3, LESS, "to second token, s", "TT2T, s"),
     Quantity("tpot_ms_mean", "latency", "time per further token", MS, 2, LESS, "ms / token", "TPOT, ms"),
     Quantity("tpot_ms_p50", "latency", "median per token", MS, 2, LESS, "ms / token, median", "TPOT p50, ms"),
