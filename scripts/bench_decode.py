@@ -1,19 +1,22 @@
-"""Decode steps of every method on a CPU, attended in place (attention=cpu) and copied first (attention=torch).
+"""Decode steps of full attention and of methods on a CPU: how near each comes to what it must read.
 
 Stores are filled with synthetic keys (`task.prefill=false task.keys=synthetic_attention`), so that an index has
-something to find and no model reads the prompt. A method's engines, one for each executor, decode beside those of full
-attention, a step each in turn, so that a noisy machine disturbs all alike; times are medians over steps, in ms.
+something to find and no model reads the prompt. A method's engine decodes beside one of full attention, a step each in
+turn, so that a noisy machine disturbs both alike. Steps in which an index grows or tokens are evicted count, too.
 
-    python scripts/bench_decode.py --lengths 4096 32768 --methods quest icecache
+    python scripts/bench_decode.py                                        # all that results/bench_decode_cpu.json holds
+    python scripts/bench_decode.py --cells 32768:1024 --methods quest icecache --dtypes bfloat16 --executors cpu torch
 
-Prints one JSON object as its last line; for each length, method and executor:
-  tpot                 of a step
-  model, attention, transfer, select, ...   parts of it
-  rest                 tpot without the model's part
-  rest_over_full       over the rest of full attention by `cpu`, measured in the same turns
-  floor, rest_over_floor   keys and values attended, in bytes, over the bandwidth of a copy; rest over that
+Prints one JSON object as its last line; by dtype, cell (tokens:budget) and method, and with several executors by those:
+  tpot, tpot_p50, tpot_p95   of a step, ms: the mean, the median and the 95th percentile
+  p95_over_mean              of tpot
+  model, attention, transfer, select, ...   parts of it, means
+  rest                       tpot without the model's part
+  rest_over_full             over that of full attention, measured in the same turns
+  must_read_ms, rest_over_must_read   keys and values attended, in bytes, over the bandwidth of a copy; rest over that
+  floor_ms                   the same with the weights that the model reads
   attended_mean, moved_bytes_per_step   by the audit
-and copy_bandwidth (bytes a second), threads, settings.
+and copy_bandwidth (bytes a second), threads, cpu, settings.
 """
 
 from __future__ import annotations
@@ -26,18 +29,23 @@ import time
 from collections import defaultdict
 from typing import Any
 
-import torch
+from kvbench.cli.threads import wait_briefly
 
-from kvbench.budget import Budget
-from kvbench.config import choices, shipped
-from kvbench.engine import models
-from kvbench.engine.generate import decode_step
-from kvbench.engine.hf import EngineCache, engine_for, method_named
-from kvbench.measure import hardware
-from kvbench.measure.synthetic import SyntheticEngine
+wait_briefly()  # as a run does, before torch is loaded
 
-EXECUTORS = ("cpu", "torch")
-WARM = 2  # steps that are not counted
+import torch  # noqa: E402
+
+from kvbench.budget import Budget  # noqa: E402
+from kvbench.config import choices, shipped  # noqa: E402
+from kvbench.engine import models  # noqa: E402
+from kvbench.engine.generate import decode_step  # noqa: E402
+from kvbench.engine.hf import EngineCache, engine_for, method_named  # noqa: E402
+from kvbench.measure import hardware  # noqa: E402
+from kvbench.measure.synthetic import SyntheticEngine  # noqa: E402
+
+METHODS = ("snapkv", "quest", "lychee", "pariskv", "icecache")
+CELLS = ((4096, 256), (16384, 1024), (32768, 1024), (131072, 1024))
+WARM = 4  # steps that are not counted
 
 
 class Side:
@@ -47,16 +55,15 @@ class Side:
         ms: of each part, the times of all steps.
     """
 
-    def __init__(self, loaded: models.Loaded, method: str, executor: str, length: int, given: Any) -> None:
+    def __init__(self, loaded: models.Loaded, method: str, executor: str, tokens: int, budget: int, steps: int) -> None:
         self.model = loaded.model
-        budget = Budget(None if method == "full" else given.budget)
-        room = WARM + given.steps
-        common: dict[str, Any] = {"new_tokens": room, "attention": executor, "kind": SyntheticEngine}
-        self.engine = engine_for(self.model, [length], method_named(method), budget, (), loaded.tokenizer, **common)
+        own = Budget(None if method == "full" else budget)
+        common: dict[str, Any] = {"new_tokens": WARM + steps, "attention": executor, "kind": SyntheticEngine}
+        self.engine = engine_for(self.model, [tokens], method_named(method), own, (), loaded.tokenizer, **common)
         assert isinstance(self.engine, SyntheticEngine)
-        tokens = torch.randint(256, (1, length), generator=torch.Generator().manual_seed(0))
-        self.engine.fill_prompt(tokens.tolist())
-        self.cache, self.tokens = EngineCache(self.engine), tokens[:, -1]
+        prompt = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(0))
+        self.engine.fill_prompt(prompt.tolist())
+        self.cache, self.tokens = EngineCache(self.engine), prompt[:, -1]
         self.engine.spans.reset()
         self.ms: dict[str, list[float]] = defaultdict(list)
 
@@ -72,50 +79,76 @@ class Side:
             for name, seconds in {**parts, "tpot": spent, "rest": spent - parts["model"]}.items():
                 self.ms[name].append(1e3 * seconds)
 
-    def report(self, bandwidth: float) -> dict[str, float]:
-        """Medians, and what the audit says."""
-        found = {name: statistics.median(times) for name, times in self.ms.items()}
+    def report(self, full: Side, bandwidth: float) -> dict[str, float]:
+        """What the module's docstring names."""
+        steps = len(self.ms["tpot"])
+        found = {name: sum(times) / steps for name, times in self.ms.items()}  # a part that a step had not took 0
+        found["tpot_p50"] = statistics.median(self.ms["tpot"])
+        found["tpot_p95"] = statistics.quantiles(self.ms["tpot"], n=20)[-1]
+        found["p95_over_mean"] = found["tpot_p95"] / found["tpot"]
+        found["rest_over_full"] = found["rest"] * steps / sum(full.ms["rest"])
         audit = self.engine.report()
         attended = hardware.attended_bytes(self.engine.shape, audit["attended_mean"], self.engine.audit.steps)
-        found["floor"] = 1e3 * attended / bandwidth
-        found["rest_over_floor"] = found["rest"] / found["floor"]
-        return found | {name: audit[name] for name in ("attended_mean", "moved_bytes_per_step")}
+        found["must_read_ms"] = 1e3 * attended / bandwidth
+        found["rest_over_must_read"] = found["rest"] / found["must_read_ms"]
+        weights = hardware.read_weight_bytes(self.model, rows=1)
+        found["floor_ms"] = 1e3 * hardware.floor_seconds(weights, attended, bandwidth)
+        found |= {name: audit[name] for name in ("attended_mean", "moved_bytes_per_step")}
+        return {name: round(value, 3) for name, value in found.items()}
+
+
+def beside_full(loaded: models.Loaded, method: str, executors: list[str], *sizes: int) -> dict[str, Any]:
+    """A method and full attention, each with every executor: their reports by executor, full's as "full".
+
+    Args:
+        sizes: tokens of the prompt, budget, steps.
+    """
+    gc.collect()
+    bandwidth = hardware.bandwidth(torch.device("cpu")).copy
+    sides = {(name, one): Side(loaded, name, one, *sizes) for one in executors for name in ("full", method)}
+    for turn in range(WARM + sizes[-1]):
+        for side in sides.values():
+            side.step(counts=turn >= WARM)
+    full = sides["full", executors[0]]
+    reports = {key: side.report(full, bandwidth) for key, side in sides.items()}
+    return {one: {**reports[method, one], "full": reports["full", one]} for one in executors}
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="dummy-100m", choices=choices("model"))
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 32768])
-    parser.add_argument("--methods", nargs="+", default=["snapkv", "quest", "lychee", "pariskv", "icecache"])
-    parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=20, help="that are counted, of each engine")
+    parser.add_argument("--dtypes", default=["float32", "bfloat16"], choices=("float32", "bfloat16"), nargs="+")
+    parser.add_argument("--cells", type=_cell, nargs="+", default=list(CELLS), help="prompt tokens:budget")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=choices("method"))
+    parser.add_argument("--executors", nargs="+", default=["cpu"], choices=("cpu", "torch"))
+    parser.add_argument("--steps", type=int, default=64, help="that are counted, of each engine")
     given = parser.parse_args()
-    config = {**(shipped("model", given.model) or {}), "weights": "dummy"}
-    loaded = models.load(config, device="cpu", dtype=given.dtype)
-    bandwidth = hardware.bandwidth(torch.device("cpu")).copy
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    with torch.inference_mode():
-        for length in given.lengths:
+    found: dict[str, Any] = {}
+    for dtype in given.dtypes:
+        config = {**(shipped("model", given.model) or {}), "weights": "dummy"}
+        loaded = models.load(config, device="cpu", dtype=dtype)
+        for tokens, budget in given.cells:
             for method in given.methods:
-                gc.collect()
-                names = [(name, executor) for name in ("full", method) for executor in EXECUTORS]
-                sides = {name: Side(loaded, *name, length, given) for name in names}
-                for turn in range(WARM + given.steps):
-                    for side in sides.values():
-                        side.step(counts=turn >= WARM)
-                full = statistics.median(sides["full", "cpu"].ms["rest"])
-                for (name, executor), side in sides.items():
-                    report = side.report(bandwidth)
-                    report["rest_over_full"] = report["rest"] / full
-                    rounded = {key: round(value, 3) for key, value in report.items()}
-                    of = name if name == method else f"full beside {method}"
-                    found.setdefault(str(length), {}).setdefault(of, {})[executor] = rounded
-                    print(length, of, executor, rounded, flush=True)
-                del sides, side
-    about = {"copy_bandwidth": bandwidth, "threads": torch.get_num_threads(), "settings": vars(given)}
+                with torch.inference_mode():
+                    reports = beside_full(loaded, method, given.executors, tokens, budget, given.steps)
+                found.setdefault(dtype, {}).setdefault(f"{tokens}:{budget}", {})[method] = (
+                    reports if len(reports) > 1 else reports[given.executors[0]]
+                )
+                for one, report in reports.items():
+                    print(dtype, f"{tokens}:{budget}", method, one, json.dumps(report), flush=True)
+    about = {
+        "copy_bandwidth": hardware.bandwidth(torch.device("cpu")).copy,
+        "threads": torch.get_num_threads(),
+        "cpu": torch.cpu.get_capabilities().get("architecture", ""),
+        "settings": vars(given),
+    }
     print(json.dumps({**found, **about}))
+
+
+def _cell(word: str) -> tuple[int, int]:
+    tokens, _, budget = word.partition(":")
+    return int(tokens), int(budget)
 
 
 if __name__ == "__main__":
