@@ -14,11 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvbench.attention import kernels
 from kvbench.attention import torch as torch_executor
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
+
+Claims = NDArray[np.int64]  # [1], the next piece
 
 # A number of each dtype that the kernels read, of the type in which they read it: NumPy has no bfloat16.
 STORED = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
@@ -71,8 +74,8 @@ def _attend_resident(
     blocks = device.capacity, device.key.data_ptr(), device.value.data_ptr(), STORED[device.key.dtype]
     used = device.used.view(-1).numpy()
 
-    def part(first: int, last: int) -> bool:
-        kernels.attend_resident(first, last, work.pieces, work.query, used, *blocks, *work.results)
+    def part(claims: Claims) -> bool:
+        kernels.attend_resident(claims, work.pieces, work.query, used, *blocks, *work.results)
         return True
 
     work.run(part, int(used.sum()) * device.entry_bytes)
@@ -107,8 +110,8 @@ def _attend_lists(
         STORED[dtype],
     )
 
-    def part(first: int, last: int) -> bool:
-        found: bool = kernels.attend_lists(first, last, work.pieces, work.query, *arguments, *work.results)
+    def part(claims: Claims) -> bool:
+        found: bool = kernels.attend_lists(claims, work.pieces, work.query, *arguments, *work.results)
         return found
 
     shared = (index if lists == heads else index.view(batch, heads, -1)).expand(batch, heads, -1)
@@ -170,18 +173,19 @@ class _Work:
         self._logits = np.full((lists, rows, columns), -np.inf, np.float32)
         self.results = self._logits, most, total, np.empty((lists * pieces, rows, head_dim), np.float32)
 
-    def run(self, part: Callable[[int, int], bool], size: int) -> bool:
-        """Do all pieces, `part(first, last)` some of them; whether every part says that it could.
+    def run(self, part: Callable[[Claims], bool], size: int) -> bool:
+        """Do all pieces; whether every `part`, which takes pieces until none is left, says that it could.
+
+        A thread that has not come by then, as those of a busy machine may not, is not waited for.
 
         Args:
             size: bytes to read.
         """
-        items = len(self.results[1])
-        parts = max(1, min(torch.get_num_threads(), items, size // WORTH_A_THREAD))
-        bounds = [items * number // parts for number in range(parts + 1)]
-        others = [_helpers().submit(part, *bounds[number : number + 2]) for number in range(1, parts)]
-        done = part(0, bounds[1])
-        return all([done, *(other.result() for other in others)])
+        claims = np.zeros(1, np.int64)
+        threads = min(torch.get_num_threads(), len(self.results[1]), size // WORTH_A_THREAD)
+        others = [_helpers().submit(part, claims) for _ in range(threads - 1)]
+        done = part(claims)
+        return all([done, *(other.result() for other in others if not other.cancel())])
 
     def merged(self, batch: int, query_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Output [L, R, D] and, where the logits were kept, probabilities [B, Hq, columns]."""

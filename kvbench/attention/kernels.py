@@ -369,6 +369,19 @@ def fetch(_context, address):  # type: ignore[no-untyped-def]
     return types.void(types.intp), generate
 
 
+@intrinsic
+def claim(_context, address):  # type: ignore[no-untyped-def]
+    """The int64 at an address, which grows by one: no two threads get the same."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        from llvmlite import ir
+
+        number = ir.IntType(64)
+        return builder.atomic_rmw("add", _pointer(builder, arguments[0], number), number(1), "monotonic")
+
+    return types.intp(types.intp), generate
+
+
 # -- one block of rows -------------------------------------------------------------------------------------------------
 
 
@@ -474,10 +487,11 @@ def pieces_of(count: int, size: int) -> int:
 
 
 @kernel
-def attend_resident(first, last, pieces, query, used, capacity, key, value, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
-    """Pieces first .. last - 1 of the attention over all used slots of each KV head.
+def attend_resident(claims, pieces, query, used, capacity, key, value, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
+    """Attention over all used slots of each KV head: as many pieces of it as other threads leave.
 
     Args:
+        claims: [1] int64, the next piece, 0 before the first thread.
         pieces: of each list, `DENSE_PIECE` slots each.
         query: [L, R, D], times the scaling; list l is a KV head of a row.
         used: [L] int64, slots of each list that are attended.
@@ -490,7 +504,8 @@ def attend_resident(first, last, pieces, query, used, capacity, key, value, stor
     block = np.empty((query.shape[1], BLOCK), np.float32)
     keys, values = np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp)
     row = query.shape[2] * size_of(stored)
-    for item in range(first, last):
+    item = claim(claims.ctypes.data)
+    while item < len(most):
         head, piece = item // pieces, item % pieces
         most[item], total[item], sums[item] = LOWEST, 0, 0
         end = min((piece + 1) * DENSE_PIECE, used[head])
@@ -505,13 +520,15 @@ def attend_resident(first, last, pieces, query, used, capacity, key, value, stor
             _weigh(block, count, most[item], total[item], sums[item])
             keys += BLOCK * row
             _add_values(block, values, count, keys[:count], sums[item], stored)
+        item = claim(claims.ctypes.data)
 
 
 @kernel
-def attend_lists(first, last, pieces, query, index, bias, device, host, own, extra, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
-    """Pieces first .. last - 1 of the attention over lists of tokens.
+def attend_lists(claims, pieces, query, index, bias, device, host, own, extra, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
+    """Attention over lists of tokens: as many pieces of it as other threads leave.
 
     Args:
+        claims: [1] int64, the next piece, 0 before the first thread.
         pieces: of each list: `LIST_PIECE` entries each, and one of extra entries, where there are any.
         query: [L, R, D], times the scaling; a row of the batch has L / B lists, one for each KV head or more.
         index: [B, 1 or L / B, M] int64 token ids, -1 = none.
@@ -536,7 +553,8 @@ def attend_lists(first, last, pieces, query, index, bias, device, host, own, ext
     block = np.empty((query.shape[1], BLOCK), np.float32)
     size = query.shape[2] * size_of(stored)
     lists, heads = len(query) // len(index), len(device[4]) // len(index)
-    for item in range(first, last):
+    item = claim(claims.ctypes.data)
+    while item < len(most):
         at, piece = item // pieces, item % pieces
         row = at // lists
         head = row * heads + at % lists * heads // lists
@@ -568,6 +586,7 @@ def attend_lists(first, last, pieces, query, index, bias, device, host, own, ext
                         logits[at, r, rank[start + i]] = block[r, i]
             _weigh(block, rows, most[item], total[item], sums[item])
             _add_values(block, values[start:], rows, keys[start + rows : found], sums[item], stored)
+        item = claim(claims.ctypes.data)
     return True
 
 
