@@ -6,7 +6,10 @@ is parallel inside. Numba recompiles a cached kernel when its own file changes, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import torch
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -18,6 +21,17 @@ kernel = njit(nogil=True, cache=True, error_model="numpy", fastmath=FAST)
 jit = njit(nogil=True, error_model="numpy", fastmath=FAST, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 MOST_FLOATS = 0x7F800000  # float32 numbers above zero, infinity included
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Kernels can read it where it lies: on a CPU, float32 or bfloat16."""
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.bfloat16)
+
+
+def stored(tensor: torch.Tensor) -> Any:
+    """Numbers as kernels read them: float32, or bfloat16 seen as uint16; contiguous, in place if the tensor is."""
+    tensor = tensor.contiguous()
+    return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 @intrinsic

@@ -22,6 +22,7 @@ import torch
 from torch.nn.functional import normalize, pad
 
 from methods.blocks.chunking import Chunks
+from methods.blocks.kernels import is_readable, stored
 from methods.blocks.kmeans import lists_of
 from methods.blocks.ragged import entries
 from methods.lychee import kernels
@@ -142,14 +143,14 @@ class ClusterIndex:
 
         Arguments as of `best_chunks`; `chunks`: those of the sequence. On a CPU one call into compiled code.
         """
-        if queries.is_cuda or self.centroids.dtype not in (torch.float32, torch.bfloat16):
+        if not is_readable(self.centroids):
             best = self.best_chunks(queries, norms, room, search)
             return chunks.tokens(chunks.fitting(best, room), room)
         heads, asked, head_dim = queries.shape
         found = np.full((heads * asked, room), -1)
         codes = np.empty((heads, 0, head_dim), np.int8) if self.codes is None else self.codes.numpy()
-        units = _stored(self.unit_centroids), *_arrays(self.unit_radii, self.unit_tokens, self.unit_starts)
-        clusters = _stored(self.centroids), *_arrays(self.radii, self.starts, self.members)
+        units = stored(self.unit_centroids), *_arrays(self.unit_radii, self.unit_tokens, self.unit_starts)
+        clusters = stored(self.centroids), *_arrays(self.radii, self.starts, self.members)
         how = search.units, search.ub_weight, search.shortest
         kernels.best_tokens(*_arrays(queries, norms), units, clusters, codes, chunks.bounds.numpy(), how, room, found)
         used = int((found >= 0).sum(axis=1).max(initial=0))
@@ -234,12 +235,6 @@ class ClusterIndex:
 
 def _arrays(*tensors: torch.Tensor) -> list[Any]:
     return [tensor.contiguous().numpy() for tensor in tensors]
-
-
-def _stored(tensor: torch.Tensor) -> Any:
-    """Numbers as kernels read them: float32, or bfloat16 seen as uint16."""
-    tensor = tensor.contiguous()
-    return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 @cache
