@@ -89,13 +89,12 @@ class Quest(Method):
         """The tokens of the pages with the largest bounds, page after page."""
         lengths, counts = self.view.lengths(layer), self._counts(layer)
         rooms = [self._room(row, length) for row, length in enumerate(lengths)]
-        mean = self.selection == "kv_head"
+        low, high, mean = self.low[layer], self.high[layer], self.selection == "kv_head"
         if is_readable(query):
             rows = np.array([(count, self._most(room), room) for count, room in zip(counts, rooms, strict=True)])
-            bounds, edges, unified = (self.low[layer], self.high[layer]), self._edges(lengths), self.budget.unified
-            return Selection(best_tokens(query, *bounds, edges, rows, mean, unified, self.context.pool))
-        low, high = self.low[layer][:, :, : max(counts)], self.high[layer][:, :, : max(counts)]
-        score = upper_bound(query, low, high)
+            how = mean, self.budget.unified, self.context.pool
+            return Selection(best_tokens(query, low, high, self._edges(lengths), rows, *how))
+        score = upper_bound(query, low[:, :, : max(counts)], high[:, :, : max(counts)])
         score = score.mean(dim=2) if mean else score.flatten(1, 2)
         per_row = enumerate(zip(rooms, lengths, counts, score, strict=True))
         return Selection(
@@ -103,7 +102,7 @@ class Quest(Method):
         )
 
     def _edges(self, lengths: Sequence[int]) -> NDArray[np.int64]:
-        """Where each page of rows of so many tokens begins and the last one ends, [B, P + 1]; repeated behind it."""
+        """Where each page of rows of so many tokens begins and the last one ends, [B, P + 1]; nothing reads beyond."""
         edges = np.arange(self._pages(max(lengths)) + 1) * self.page_size
         return np.minimum(edges, np.array(lengths)[:, None])
 

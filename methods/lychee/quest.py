@@ -41,7 +41,6 @@ class StructureQuest(Quest):
 
     def _part(self) -> None:
         self.parts = [text.chunks.extended(text.length) for text in self.texts]
-        self.edges = pad_sequence([pages.bounds for pages in self.parts], batch_first=True).numpy(force=True)
 
     def _counts(self, layer: int) -> list[int]:
         return list(map(len, self.parts))
@@ -63,7 +62,7 @@ class StructureQuest(Quest):
                 self.low[layer][row, :, both], self.high[layer][row, :, both] = low, high
 
     def _edges(self, lengths: Sequence[int]) -> NDArray[np.int64]:
-        return self.edges
+        return pad_sequence([pages.bounds for pages in self.parts], batch_first=True).numpy()
 
     def _most(self, room: int) -> int:
         return room // self.cutter.shortest + 2  # the last two may be shorter
