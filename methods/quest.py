@@ -7,14 +7,18 @@ largest possible logit are attended; nothing is ever evicted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Prompt, Selection, Shape, View
-from methods.blocks.pages import bounds, upper_bound
+from methods.blocks.kernels import is_readable
+from methods.blocks.pages import best_tokens, bounds, compile_kernels, take_in, upper_bound
 from methods.blocks.ragged import entries, stacked
 from methods.blocks.topk import interleave
 
@@ -39,6 +43,8 @@ class Quest(Method):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """No page is summed up yet."""
         super().begin(shape, budget, view, context)
+        if shape.device.type == "cpu":
+            compile_kernels(shape.dtype, context.pool)
         self.low: dict[int, torch.Tensor] = {}  # of each layer, [B, Hkv, pages, D]; +inf in a page without a key
         self.high: dict[int, torch.Tensor] = {}  # -inf in a page without a key
 
@@ -60,10 +66,7 @@ class Quest(Method):
         if max(counts) > self.low[layer].shape[2]:
             self.low[layer] = pad(self.low[layer], (0, 0, 0, SPARE_PAGES), value=torch.inf)
             self.high[layer] = pad(self.high[layer], (0, 0, 0, SPARE_PAGES), value=-torch.inf)
-        for row, count in enumerate(counts):
-            low, high = self.low[layer][row, :, count - 1], self.high[layer][row, :, count - 1]
-            torch.minimum(low, key[row, :, 0], out=low)
-            torch.maximum(high, key[row, :, 0], out=high)
+        take_in(key, self.low[layer], self.high[layer], [count - 1 for count in counts])
 
     def _starts(self, prompt: Prompt) -> list[torch.Tensor]:
         """Where each page of each row begins and the last one ends, [P + 1]."""
@@ -85,18 +88,31 @@ class Quest(Method):
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """The tokens of the pages with the largest bounds, page after page."""
         lengths, counts = self.view.lengths(layer), self._counts(layer)
-        low, high = self.low[layer][:, :, : max(counts)], self.high[layer][:, :, : max(counts)]
-        score = upper_bound(query, low, high)
-        score = score.mean(dim=2) if self.selection == "kv_head" else score.flatten(1, 2)
-        rows = zip(lengths, counts, score, strict=True)
+        rooms = [self._room(row, length) for row, length in enumerate(lengths)]
+        low, high, mean = self.low[layer], self.high[layer], self.selection == "kv_head"
+        if is_readable(query):
+            rows = np.array([(count, self._most(room), room) for count, room in zip(counts, rooms, strict=True)])
+            how = mean, self.budget.unified, self.context.pool
+            return Selection(best_tokens(query, low, high, self._edges(lengths), rows, *how))
+        score = upper_bound(query, low[:, :, : max(counts)], high[:, :, : max(counts)])
+        score = score.mean(dim=2) if mean else score.flatten(1, 2)
+        per_row = enumerate(zip(rooms, lengths, counts, score, strict=True))
         return Selection(
-            stacked([self._tokens(row, length, own[:, :count]) for row, (length, count, own) in enumerate(rows)])
+            stacked([self._tokens(row, room, length, own[:, :count]) for row, (room, length, count, own) in per_row])
         )
 
-    def _tokens(self, row: int, length: int, scores: torch.Tensor) -> torch.Tensor:
-        """Tokens [H, n] that a row of `length` tokens attends, by the scores [H, P] of its pages; trailing -1."""
-        room = self._room(row, length)
-        count = self._pages(room)
+    def _edges(self, lengths: Sequence[int]) -> NDArray[np.int64]:
+        """Where each page of rows of so many tokens begins and the last one ends, [B, P + 1]; nothing reads beyond."""
+        edges = np.arange(self._pages(max(lengths)) + 1) * self.page_size
+        return np.minimum(edges, np.array(lengths)[:, None])
+
+    def _most(self, room: int) -> int:
+        """Pages that `room` tokens take at most."""
+        return self._pages(room)
+
+    def _tokens(self, row: int, room: int, length: int, scores: torch.Tensor) -> torch.Tensor:
+        """Tokens [H, n <= room] that a row of `length` tokens attends, by the scores [H, P] of its pages."""
+        count = self._most(room)
         first = self._ranked(scores, count)[:, :count] * self.page_size
         return entries(first, (length - first).clamp(max=self.page_size), room)[0]
 

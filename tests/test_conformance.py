@@ -337,8 +337,8 @@ def test_ragged_batch_in_bfloat16_selects_what_its_rows_select_alone(case: Case,
 def test_choices_in_bfloat16_are_those_of_its_rounded_keys_in_float32(case: Case, accounting: str) -> None:
     """Beyond the keys that a model hands over, bfloat16 costs a choice next to nothing.
 
-    For most methods not one token differs. Quest's bounds and RACC's sums are numbers of the model's dtype, as in their
-    official code, and pages that come out equal there are taken in another order.
+    Not one token differs, but where sums or means are held in the model's dtype: RACC's sums, as in its official code,
+    and LycheeCluster's centroids.
     """
     rounded = stream(150, 97, dtype=HALF)
     exact = replace(rounded, **{part: getattr(rounded, part).float() for part in ("queries", "keys", "values")})
@@ -349,7 +349,7 @@ def test_choices_in_bfloat16_are_those_of_its_rounded_keys_in_float32(case: Case
         for row in range(2):
             for one, other in zip(ours.sets(row), theirs.sets(row), strict=True):
                 same, total = same + len(one & other), total + len(other)
-    assert same >= 0.97 * total
+    assert same >= (0.97 if "racc" in case.id or "lychee" in case.id else 1) * total
 
 
 # -- what is selected --------------------------------------------------------------------------------------------------

@@ -6,9 +6,11 @@ from dataclasses import replace
 from math import ceil, sqrt
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from driver import PIECES, Attended, Stream, drive, numbers, run_loop, slow, stream, watch
+from torch.nn.functional import pad
 
 from kvbench.config import ConfigError, bind_methods, build, method_config
 from kvbench.engine.hf import KVCache, method_named
@@ -255,10 +257,17 @@ def test_compiled_search_and_torch_find_the_same_tokens_in_the_same_order(dtype:
         index.graft(representatives(5, seed=1)[:, graft], 9)
         chunks = chunks.extended(int(chunks.bounds[-1]) + 9)
     queries = 3 * torch.randn(HEADS, 2, representatives(1).shape[2], generator=seeded())
-    norms = queries.norm(dim=2)
+    norms, fixed = queries.norm(dim=2), np.array([3, 1])
+    together = queries.mean(dim=1, keepdim=True), norms.mean(dim=1, keepdim=True)
     for room, search in [(100, Search()), (30, Search(units=1)), (700, Search(ub_weight=0)), (5, Search())]:
-        best = chunks.fitting(index.best_chunks(queries, norms, room, search), room)
-        assert torch.equal(index.best_tokens(queries, norms, chunks, room, search), chunks.tokens(best, room))
+        for mean, asked in ((False, (queries, norms)), (True, together)):
+            best = chunks.fitting(index.best_chunks(*asked, room, search), room)
+            expected = pad(chunks.tokens(best, room).flatten(0, 1), (2, 0))
+            expected[:, :2] = torch.tensor([3, 1])
+            found = np.empty((len(expected), room + 4), np.int64)
+            longest = index.write_best_tokens(queries.numpy(), mean, chunks, room, search, fixed, found)
+            assert longest == expected.shape[1] and (found[:, longest:] == -1).all()
+            assert np.array_equal(found[:, :longest], expected)
 
 
 def test_bounds_rank_otherwise_than_centroids() -> None:

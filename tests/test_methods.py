@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from driver import CLOSE, METHODS, PIECES, Driven, Stream, drive, each_accounting, rotate, stream
@@ -19,8 +22,9 @@ from kvbench.engine.hf import method_named
 
 bind_methods()
 
+from methods.blocks import pages as page_blocks  # noqa: E402
 from methods.blocks.chunking import cutter  # noqa: E402
-from methods.blocks.pages import bounds, upper_bound  # noqa: E402
+from methods.blocks.pages import best_tokens, bounds, take_in, upper_bound  # noqa: E402
 from methods.blocks.topk import interleave, top, top_earliest  # noqa: E402
 
 quick = settings(max_examples=60)
@@ -106,12 +110,15 @@ def tokens_of(pages: Sequence[int], length: int, page_size: int) -> set[int]:
 
 
 QUEST_BUDGETS = [(48, 16), (80, 16), (95, 16), (24, 4), (12, 4)]
+# what compiled code reads on a CPU, and what is left to torch, as all is on a GPU
+both_ways = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["compiled", "torch"])
 
 
+@both_ways
 @pytest.mark.parametrize(("budget", "page_size"), QUEST_BUDGETS)
-def test_quest_attends_the_pages_with_the_largest_bound(budget: int, page_size: int) -> None:
+def test_quest_attends_the_pages_with_the_largest_bound(budget: int, page_size: int, dtype: torch.dtype) -> None:
     """Steps fill the last page, open a new one, and pass beyond the pages that the prompt made."""
-    fixed = stream(143, 110, steps=20)
+    fixed = stream(143, 110, steps=20, dtype=dtype)
     wanted = max(3, budget // page_size)
     for at in drive(fixed, method_named("quest", page_size=page_size), budget).seen:
         for row, length in enumerate(at.lengths):
@@ -129,8 +136,9 @@ def test_quest_keeps_its_bounds_beyond_the_spare_pages() -> None:
                 assert at.sets(row)[head] == tokens_of(pages, length, 2)
 
 
-def test_quest_shared_by_the_group_takes_the_largest_mean_bound() -> None:
-    fixed = stream(143, 110, steps=6)
+@both_ways
+def test_quest_shared_by_the_group_takes_the_largest_mean_bound(dtype: torch.dtype) -> None:
+    fixed = stream(143, 110, steps=6, dtype=dtype)
     for at in drive(fixed, method_named("quest", selection="kv_head"), 80).seen:
         for row, length in enumerate(at.lengths):
             for kv_head in range(2):
@@ -139,8 +147,9 @@ def test_quest_shared_by_the_group_takes_the_largest_mean_bound() -> None:
                 assert at.sets(row)[kv_head] == tokens_of(pages, length, 16)
 
 
-def test_quest_under_unified_accounting_joins_pages_after_the_last_one() -> None:
-    fixed = stream(143, 110, steps=6)
+@both_ways
+def test_quest_under_unified_accounting_joins_pages_after_the_last_one(dtype: torch.dtype) -> None:
+    fixed = stream(143, 110, steps=6, dtype=dtype)
     for at in drive(fixed, method_named("quest"), 80, accounting="unified").seen:
         for row, length in enumerate(at.lengths):
             last = (length - 1) // 16
@@ -150,10 +159,11 @@ def test_quest_under_unified_accounting_joins_pages_after_the_last_one() -> None
                 assert length - 1 in at.sets(row)[kv_head]
 
 
+@both_ways
 @pytest.mark.parametrize("accounting", ["paper", "unified"])
-def test_quest_attends_pages_that_follow_the_text(accounting: str) -> None:
+def test_quest_attends_pages_that_follow_the_text(accounting: str, dtype: torch.dtype) -> None:
     """As many of the best pages as fit into the tokens of the fixed ones; pages open, close, and leave a rest."""
-    fixed, budget, by_structure = stream(143, 110, steps=50), 80, cutter("structure", 8, 16, PIECES)
+    fixed, budget, by_structure = stream(143, 110, steps=50, dtype=dtype), 80, cutter("structure", 8, 16, PIECES)
     method = method_named("quest_structure")
     for at in drive(fixed, method, budget, accounting=accounting).seen:
         for row, length in enumerate(at.lengths):
@@ -196,6 +206,69 @@ def test_page_bounds_are_the_extremes_of_their_keys(lengths: list[int], first: i
         assert torch.equal(low[:, page], inside.amin(dim=1)) and torch.equal(high[:, page], inside.amax(dim=1))
         logits = query[0, :, 0].view(2, 2, 5) @ inside.transpose(1, 2)
         assert bool((limit[0, :, :, page, None] >= logits - 1e-12).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_new_keys_widen_the_bounds_of_their_page_alone_and_a_missing_number_stays_missing(dtype: torch.dtype) -> None:
+    keys = torch.randn(2, 3, 9, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    keys[1, 2, 3, 0] = torch.nan
+    low, high = torch.full((2, 3, 5, 4), torch.inf, dtype=dtype), torch.full((2, 3, 5, 4), -torch.inf, dtype=dtype)
+    for token in range(9):
+        take_in(keys[:, :, token : token + 1], low, high, [1, 3 + token // 8])
+    for side, extreme in ((low, torch.Tensor.amin), (high, torch.Tensor.amax)):
+        assert torch.equal(side[0, :, 1], extreme(keys[0], dim=1))
+        torch.testing.assert_close(side[1, :, 3], extreme(keys[1, :, :8], dim=1), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(side[1, :, 4], keys[1, :, 8])
+        assert bool(side[0, :, [0, 2, 3, 4]].isinf().all()) and bool(side[1, :, :3].isinf().all())
+
+
+@quick
+@given(st.data())
+def test_best_tokens_are_those_of_a_plain_reading_in_any_number_of_threads(data: st.DataObject) -> None:
+    """Elements are small whole numbers: bounds are exact, and of the many equal ones the earlier page is better."""
+    lengths = data.draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=40), min_size=1, max_size=3))
+    group, mean, join = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.booleans()), data.draw(st.booleans())
+    dtype, threads = data.draw(st.sampled_from([torch.float32, torch.bfloat16])), data.draw(st.integers(1, 3))
+    rows = [(len(row), data.draw(st.integers(1, 50)), data.draw(st.integers(1, 200))) for row in lengths]
+    rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    longest = max(map(len, lengths))
+    low, high = torch.randint(-3, 4, (2, len(lengths), 2, longest + 1, 6), generator=rng).sort(dim=0).values
+    query = torch.randint(-3, 4, (len(lengths), 2 * group, 1, 6), generator=rng)
+    starts = np.zeros((len(lengths), longest + 1), np.int64)
+    for row, own in enumerate(lengths):
+        starts[row, : len(own) + 1] = np.cumsum([0, *own])
+    with (
+        ThreadPoolExecutor(2) as pool,
+        patch.object(page_blocks, "WORTH_A_THREAD", 1),
+        patch.object(torch, "get_num_threads", lambda: threads),
+    ):
+        numbers = [one.to(dtype) for one in (query, low, high)]
+        found = best_tokens(*numbers, starts, np.array(rows), mean, join, pool)
+    for row, (pages, most, room) in enumerate(rows):
+        asked = query[row].view(2, group, 1, 6)
+        limits = torch.maximum(asked * low[row, :, None], asked * high[row, :, None]).sum(dim=3)[..., :pages]
+        if mean:
+            limits = limits.sum(dim=1, keepdim=True)
+        lists = [[best(one, most) for one in head] for head in limits.tolist()]
+        if join:
+            lists = [[joined(head, pages, [pages - 1])] for head in lists]
+        for at, order in enumerate(order for head in lists for order in head):
+            expected: list[int] = []
+            for page in order:
+                if len(expected) + lengths[row][page] > room:
+                    break
+                expected += range(starts[row, page], starts[row, page + 1])
+            assert ids(found[row, at]) == expected
+            assert found[row, at].tolist() == expected + [-1] * (found.shape[2] - len(expected))
+
+
+@both_ways
+def test_quest_attends_a_key_that_is_no_number(dtype: torch.dtype) -> None:
+    """A fault in the keys must not disappear among the pages that are not attended."""
+    fixed = stream(143, steps=1, dtype=dtype)
+    fixed.keys[:, :, 1, 40, 3] = torch.nan
+    for at in drive(fixed, method_named("quest"), 48).seen:
+        assert all(40 in chosen for chosen in at.sets(0)[2:])
 
 
 # -- StreamingLLM ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,10 @@ is parallel inside. Numba recompiles a cached kernel when its own file changes, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import torch
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -18,6 +21,18 @@ kernel = njit(nogil=True, cache=True, error_model="numpy", fastmath=FAST)
 jit = njit(nogil=True, error_model="numpy", fastmath=FAST, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 MOST_FLOATS = 0x7F800000  # float32 numbers above zero, infinity included
+RUN = 8  # numbers that are sorted by insertion
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Kernels can read it where it lies: on a CPU, float32 or bfloat16."""
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.bfloat16)
+
+
+def stored(tensor: torch.Tensor) -> Any:
+    """Numbers as kernels read them: float32, or bfloat16 seen as uint16; contiguous, in place if the tensor is."""
+    tensor = tensor.contiguous()
+    return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 @intrinsic
@@ -119,9 +134,21 @@ def best(scores, count, wanted, picked):  # type: ignore[no-untyped-def]
 
 @jit
 def sort(values, items, count):  # type: ignore[no-untyped-def]
-    """Sort both by rising values, equal ones as they stood. (np.argsort takes longer to compile than all the rest.)"""
+    """Sort both by rising values, equal ones as they stood. (np.argsort takes longer to compile than all the rest.)
+
+    Short runs by insertion, which needs no memory, and longer ones by merging.
+    """
+    for start in range(0, count, RUN):
+        for index in range(start + 1, min(start + RUN, count)):
+            value, item, at = values[index], items[index], index
+            while at > start and values[at - 1] > value:
+                values[at], items[at] = values[at - 1], items[at - 1]
+                at -= 1
+            values[at], items[at] = value, item
+    if count <= RUN:
+        return
     sorted_values, sorted_items = np.empty(count, np.float32), np.empty(count, np.int32)
-    width = 1
+    width = RUN
     while width < count:
         for start in range(0, count, 2 * width):
             middle, stop = min(start + width, count), min(start + 2 * width, count)

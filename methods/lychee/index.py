@@ -19,9 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import normalize, pad
 
 from methods.blocks.chunking import Chunks
+from methods.blocks.kernels import stored
 from methods.blocks.kmeans import lists_of
 from methods.blocks.ragged import entries
 from methods.lychee import kernels
@@ -78,6 +80,7 @@ class ClusterIndex:
         generator: torch.Generator,
     ) -> None:
         self.layout, self.count = layout, representatives.shape[1]
+        self._read: tuple[Any, ...] | None = None  # all of it as compiled code reads it, until the next graft
         found = clustered(representatives, layout, generator)
         clusters, units = found.centroids.shape[1], found.unit_centroids.shape[1]
         self.centroids, self.unit_centroids = found.centroids.to(dtype), found.unit_centroids.to(dtype)
@@ -135,25 +138,37 @@ class ClusterIndex:
             chunks, indexes = chunks.gather(2, order), indexes.gather(2, order)
         return torch.where(indexes < 0, -1, chunks)
 
-    def best_tokens(
-        self, queries: torch.Tensor, norms: torch.Tensor, chunks: Chunks, room: int, search: Search
-    ) -> torch.Tensor:
-        """The tokens of the best chunks, in their order, as many whole chunks as fit: [H, Q, n <= room], trailing -1.
+    def write_best_tokens(
+        self,
+        queries: NDArray[np.float32],
+        mean: bool,
+        chunks: Chunks,
+        room: int,
+        search: Search,
+        fixed: NDArray[np.int64],
+        found: NDArray[np.int64],
+    ) -> int:
+        """As `best_chunks`, in one call into compiled code, for an index that `is_readable`.
 
-        Arguments as of `best_chunks`; `chunks`: those of the sequence. On a CPU one call into compiled code.
+        Args:
+            queries: [H, G, D].
+            mean: ask once for each head, with the mean query and the mean norm of its group.
+            chunks: those of the sequence.
+            room: most tokens of chunks.
+            fixed: tokens that come before those of chunks, [n].
+            found: [H * G or, with `mean`, H, n + room or more]; written: `fixed`, then the tokens of the best chunks
+                in their order, as many whole chunks as fit, and trailing -1.
+
+        Returns:
+            tokens of the longest list.
         """
-        if queries.is_cuda or self.centroids.dtype not in (torch.float32, torch.bfloat16):
-            best = self.best_chunks(queries, norms, room, search)
-            return chunks.tokens(chunks.fitting(best, room), room)
-        heads, asked, head_dim = queries.shape
-        found = np.full((heads * asked, room), -1)
-        codes = np.empty((heads, 0, head_dim), np.int8) if self.codes is None else self.codes.numpy()
-        units = _stored(self.unit_centroids), *_arrays(self.unit_radii, self.unit_tokens, self.unit_starts)
-        clusters = _stored(self.centroids), *_arrays(self.radii, self.starts, self.members)
+        if self._read is None:
+            units = stored(self.unit_centroids), *_arrays(self.unit_radii, self.unit_tokens, self.unit_starts)
+            clusters = stored(self.centroids), *_arrays(self.radii, self.starts, self.members)
+            none = np.empty((len(self.centroids), 0, self.centroids.shape[2]), np.int8)
+            self._read = units, clusters, none if self.codes is None else self.codes.numpy()
         how = search.units, search.ub_weight, search.shortest
-        kernels.best_tokens(*_arrays(queries, norms), units, clusters, codes, chunks.bounds.numpy(), how, room, found)
-        used = int((found >= 0).sum(axis=1).max(initial=0))
-        return torch.from_numpy(found[:, :used]).view(heads, asked, used)
+        return int(kernels.best_tokens(queries, mean, *self._read, chunks.bounds.numpy(), how, room, fixed, found))
 
     def graft(self, representative: torch.Tensor, length: int) -> None:
         """Add a chunk to its nearest cluster (algorithm 1, lazy update): no cluster is split, none is new.
@@ -164,6 +179,7 @@ class ClusterIndex:
             representative: [H, D] fp32.
             length: the chunk's tokens.
         """
+        self._read = None
         near = (self.centroids.float() @ representative[..., None]).squeeze(2)
         surplus = torch.arange(near.shape[1], device=near.device) >= self.unit_starts[:, -1:]
         cluster = near.masked_fill(surplus, -torch.inf).argmax(dim=1, keepdim=True)
@@ -236,18 +252,14 @@ def _arrays(*tensors: torch.Tensor) -> list[Any]:
     return [tensor.contiguous().numpy() for tensor in tensors]
 
 
-def _stored(tensor: torch.Tensor) -> Any:
-    """Numbers as kernels read them: float32, or bfloat16 seen as uint16."""
-    tensor = tensor.contiguous()
-    return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
-
-
 @cache
 def compile_kernels(dtype: torch.dtype) -> None:
     """Run every kernel once, for keys of this dtype: compiled, or read from disk, before anything is timed."""
     representatives, lengths = torch.ones(1, 2, 8), torch.tensor([1, 1])
     index = ClusterIndex(representatives, lengths, Layout(), dtype, torch.Generator())
-    index.best_tokens(representatives[:, :1], torch.ones(1, 1), Chunks(torch.arange(3)), 1, Search())
+    found = np.empty((1, 2), np.int64)
+    queries, fixed = representatives[:, :1].numpy(), np.zeros(1, np.int64)
+    index.write_best_tokens(queries, True, Chunks(torch.arange(3)), 1, Search(), fixed, found)
 
 
 def _coded(representatives: torch.Tensor) -> torch.Tensor:

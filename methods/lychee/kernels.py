@@ -43,13 +43,12 @@ def _clusters(units, query, slack, searched, room, chosen):  # type: ignore[no-u
 
 
 @jit
-def _members(clusters, cluster, codes, query, chunks):  # type: ignore[no-untyped-def]
+def _members(clusters, cluster, codes, query, chunks, falling):  # type: ignore[no-untyped-def]
     """Put the chunks of a cluster in `chunks`, those nearest to the query first if representatives are kept."""
     _, _, starts, members = clusters
     size = starts[cluster + 1] - starts[cluster]
-    falling = np.zeros(size, np.float32)
     for i in range(size):
-        chunks[i] = members[starts[cluster] + i]
+        chunks[i], falling[i] = members[starts[cluster] + i], 0
         if len(codes):
             for k in range(len(query)):
                 falling[i] -= np.float32(codes[chunks[i], k]) * query[k]
@@ -57,28 +56,52 @@ def _members(clusters, cluster, codes, query, chunks):  # type: ignore[no-untype
     return size
 
 
+@jit
+def _asked(queries, asks, mean, query):  # type: ignore[no-untyped-def]
+    """Put query `asks` of a group [G, D] in `query`, or the mean query; its norm, or the mean norm."""
+    first, stop = (0, len(queries)) if mean else (asks, asks + 1)
+    query[:], norms = 0, np.float32(0)
+    for g in range(first, stop):
+        squares = np.float32(0)
+        for k in range(len(query)):
+            query[k] += queries[g, k] / np.float32(stop - first)
+            squares += queries[g, k] * queries[g, k]
+        norms += np.sqrt(squares)
+    return norms / np.float32(stop - first)
+
+
 @kernel
-def best_tokens(queries, norms, units, clusters, codes, bounds, search, room, found):  # type: ignore[no-untyped-def]
-    """The tokens of the best clusters' chunks, as many whole chunks as fit into `room`.
+def best_tokens(queries, mean, units, clusters, codes, bounds, search, room, fixed, found):  # type: ignore[no-untyped-def]
+    """`fixed` tokens and, of the best clusters' chunks, as many whole chunks as fit into `room` tokens.
 
     Args:
-        queries, norms: [H, Q, D] and [H, Q] float32, see `ClusterIndex.best_chunks`.
+        queries: [H, G, D] float32.
+        mean: the group asks as one, see `ClusterIndex.best_tokens`.
         units: centroids [H, P, D], radii [H, P], tokens [H, P] and starts [H, P + 1].
         clusters: centroids [H, L, D], radii [H, L], starts [H, L + 1] and members [H, M].
         codes: [H, M or more, D] int8, or [H, 0, D]: none are kept.
         bounds: [M + 1], where chunks begin and the last one ends.
         search: units searched, weight of the radii, tokens that every chunk has.
-        found: [H * Q, room] int64, filled with -1; written.
+        fixed: [n].
+        found: [lists, n + room or more] int64; written, trailing -1.
+
+    Returns:
+        tokens of the longest list.
     """
     searched, weight, shortest = search
-    many = clusters[1].shape[1]
+    many, asked, longest = clusters[1].shape[1], 1 if mean else queries.shape[1], 0
     chosen, picked, scores = np.empty(many, np.int32), np.empty(many, np.int32), np.empty(many, np.float32)
-    chunks = np.empty(clusters[3].shape[1], np.int32)
+    most = clusters[3].shape[1]
+    chunks, falling, query = (
+        np.empty(most, np.int32),
+        np.empty(most, np.float32),
+        np.empty(queries.shape[2], np.float32),
+    )
     for head in range(queries.shape[0]):
         own = clusters[0][head], clusters[1][head], clusters[2][head], clusters[3][head]
         above = units[0][head], units[1][head], units[2][head], units[3][head]
-        for asks in range(queries.shape[1]):
-            query, slack = queries[head, asks], np.float32(weight) * norms[head, asks]
+        for asks in range(asked):
+            slack = np.float32(weight) * _asked(queries[head], asks, mean, query)
             count = _clusters(above, query, slack, searched, room, chosen)
             for i in range(count):
                 scores[i] = -np.inf
@@ -87,15 +110,20 @@ def best_tokens(queries, norms, units, clusters, codes, bounds, search, room, fo
             wanted = min(room // shortest + 2, count)
             ranked, ranked_scores = np.empty(wanted, np.int32), np.empty(wanted, np.float32)
             write_best(scores, count, ranked, ranked_scores, picked)
-            left, out = room, found[head * queries.shape[1] + asks]
+            out, end = found[head * asked + asks], len(fixed)
+            out[:end] = fixed
+            full = end + room
             for i in ranked:
-                if i < 0 or left < 0:
+                if i < 0 or end > full:
                     break
-                for j in range(_members(own, chosen[i], codes[head], query, chunks)):
+                for j in range(_members(own, chosen[i], codes[head], query, chunks, falling)):
                     first, stop = bounds[chunks[j]], bounds[chunks[j] + 1]
-                    if stop - first > left:
-                        left = -1  # the lists end at the first chunk that is too long
+                    if end + stop - first > full:
+                        full = -1  # the lists end at the first chunk that is too long
                         break
                     for token in range(first, stop):
-                        out[room - left] = token
-                        left -= 1
+                        out[end] = token
+                        end += 1
+            out[end:] = -1
+            longest = max(longest, end)
+    return longest

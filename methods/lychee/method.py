@@ -10,11 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.chunking import Chunking, Text, cutter, keys_of_row
+from methods.blocks.kernels import is_readable
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import interleave
 from methods.lychee.clustering import Build, Layout, Pooling, Radii, pooled
@@ -100,7 +103,7 @@ class LycheeCluster(Method):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Nothing is cut or indexed yet."""
         super().begin(shape, budget, view, context)
-        if shape.device.type == "cpu":
+        if shape.device.type == "cpu" and shape.dtype in (torch.float32, torch.bfloat16):
             compile_kernels(shape.dtype)
         self.cutter = cutter(self.chunking, self.min_chunk, self.max_chunk, context.pieces)
         self.rows: list[Regions] = []
@@ -162,6 +165,8 @@ class LycheeCluster(Method):
         if not own and not any(row.sparse for row in self.rows):
             return None
         grouped = query[:, :, 0].float().unflatten(1, (self.shape.kv_heads, -1))
+        if is_readable(query) and not (self.selection == "query_head" and self.budget.counts_generated):
+            return Selection(self._compiled(layer, grouped.numpy(), heads))
         lists = []
         for row, fixed, index, queries in zip(self.rows, self.fixed, self.indexes[layer], grouped, strict=True):
             tokens = fixed.expand(heads, -1)
@@ -170,18 +175,31 @@ class LycheeCluster(Method):
             lists.append(tokens)
         return Selection(stacked(lists))
 
+    def _compiled(self, layer: int, grouped: NDArray[np.float32], heads: int) -> torch.Tensor:
+        """The same on a CPU, where no lists are joined: [B, heads, n], for queries [B, Hkv, G, D]."""
+        rows = [*zip(self.rows, self.fixed, self.indexes[layer], grouped, strict=True)]
+        room = max(len(fixed) + (0 if index is None else row.room) for row, fixed, index, _ in rows)
+        found, longest = np.empty((len(rows), heads, room), np.int64), 0
+        for (row, fixed, index, queries), own in zip(rows, found, strict=True):
+            if index is None:
+                own[:, : len(fixed)], own[:, len(fixed) :], most = fixed.numpy(), -1, len(fixed)
+            else:
+                mean, chunks = self.selection == "kv_head", row.text.chunks
+                most = index.write_best_tokens(queries, mean, chunks, row.room, self.search, fixed.numpy(), own)
+            longest = max(longest, most)
+        return torch.from_numpy(found)[:, :, :longest]
+
     def _best(self, row: Regions, index: ClusterIndex, queries: torch.Tensor) -> torch.Tensor:
         """Tokens of the best chunks for queries [Hkv, G, D]: [Hkv or Hq, n], trailing -1."""
         norms = queries.norm(dim=2)
         if self.selection == "kv_head":
             queries, norms = queries.mean(dim=1, keepdim=True), norms.mean(dim=1, keepdim=True)
         chunks = row.text.chunks
+        best = index.best_chunks(queries, norms, row.room, self.search)
         if self.selection == "query_head" and self.budget.counts_generated:
-            best = index.best_chunks(queries, norms, row.room, self.search)
             heads, group, count = best.shape
             best = interleave(best.view(1, -1, count), heads, group * count).view(heads, 1, -1)
-            return chunks.tokens(chunks.fitting(best, row.room), row.room).flatten(0, 1)
-        return index.best_tokens(queries, norms, chunks, row.room, self.search).flatten(0, 1)
+        return chunks.tokens(chunks.fitting(best, row.room), row.room).flatten(0, 1)
 
     def rule(self, length: int, generated: int) -> int:
         """Sinks, buffer and chunks: the chunks of each query head where they choose for themselves."""

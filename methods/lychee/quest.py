@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Needs, Prompt, Shape, View
@@ -56,8 +61,12 @@ class StructureQuest(Quest):
                 low, high = bounds(keys, pages.bounds[-3:] - first, self.page_size)
                 self.low[layer][row, :, both], self.high[layer][row, :, both] = low, high
 
-    def _tokens(self, row: int, length: int, scores: torch.Tensor) -> torch.Tensor:
-        room = self._room(row, length)
-        ranked = self._ranked(scores, room // self.cutter.shortest + 2)
+    def _edges(self, lengths: Sequence[int]) -> NDArray[np.int64]:
+        return pad_sequence([pages.bounds for pages in self.parts], batch_first=True).numpy()
+
+    def _most(self, room: int) -> int:
+        return room // self.cutter.shortest + 2  # the last two may be shorter
+
+    def _tokens(self, row: int, room: int, length: int, scores: torch.Tensor) -> torch.Tensor:
         pages = self.parts[row]
-        return pages.tokens(pages.fitting(ranked, room), room)
+        return pages.tokens(pages.fitting(self._ranked(scores, self._most(room)), room), room)

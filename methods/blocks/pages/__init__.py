@@ -1,0 +1,115 @@
+"""Pages of consecutive tokens: their element-wise bounds, the largest logit inside them, and the best pages' tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from methods.blocks.heads import in_parts
+from methods.blocks.kernels import is_readable, stored
+from methods.blocks.pages import kernels
+
+WORTH_A_THREAD = 1 << 20  # multiplications that take longer than it takes to wake a thread
+
+
+def bounds(keys: torch.Tensor, pages: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Element-wise minimum and maximum of the keys of every page.
+
+    Args:
+        keys: [H, N, D].
+        pages: [P + 1], where each page begins and the last one ends.
+        longest: most tokens of a page.
+
+    Returns:
+        low, high: [H, P, D].
+    """
+    offset = torch.arange(longest, device=keys.device)
+    tokens = torch.minimum(pages[:-1, None] + offset, pages[1:, None] - 1)  # a shorter page repeats its last token
+    paged = [head[tokens] for head in keys]
+    return torch.stack([page.amin(dim=1) for page in paged]), torch.stack([page.amax(dim=1) for page in paged])
+
+
+def upper_bound(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Largest logit any key inside the bounds could have: sum over d of max(q_d low_d, q_d high_d).
+
+    Args:
+        query: [B, Hq, 1, D].
+        low, high: [B, Hkv, P, D].
+
+    Returns:
+        [B, Hkv, G, P], unscaled.
+    """
+    batch, kv_heads, _, head_dim = low.shape
+    rows = query.view(batch, kv_heads, -1, head_dim)
+    # max(q l, q h) is q h where q > 0 and q l elsewhere: two products instead of a [G, P, D] tensor
+    return rows.clamp(min=0) @ high.transpose(2, 3) + rows.clamp(max=0) @ low.transpose(2, 3)
+
+
+def take_in(key: torch.Tensor, low: torch.Tensor, high: torch.Tensor, last: Sequence[int]) -> None:
+    """Widen, in place, the bounds of page last[row] of every row by its new key. On a CPU one call into compiled code.
+
+    Args:
+        key: [B, Hkv, 1, D].
+        low, high: [B, Hkv, P, D].
+    """
+    if is_readable(key):
+        kernels.take_in(stored(low), stored(high), np.array(last), stored(key[:, :, 0]))
+        return
+    for row, page in enumerate(last):
+        for side, wider in ((low, torch.minimum), (high, torch.maximum)):
+            wider(side[row, :, page], key[row, :, 0], out=side[row, :, page])
+
+
+def best_tokens(
+    query: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    starts: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    mean: bool,
+    join: bool,
+    pool: Executor,
+) -> torch.Tensor:
+    """The tokens of the pages with the largest upper bounds, as many whole pages as fit. For tensors `is_readable`.
+
+    Scores are float32, whatever the dtype of query and bounds; of equal ones the earlier page is better.
+
+    Args:
+        query: [B, Hq, 1, D].
+        low, high: [B, Hkv, P or more, D].
+        starts: [B, P + 1], where each page of a row begins and the last one ends.
+        rows: [B, 3], of each row: its pages, the most that a list ranks, and the tokens that fit.
+        mean: rank pages by the mean bound over the query group, one list for each KV head.
+        join: join the lists of the group by rank, without repeats, the last page first.
+        pool: where threads beside the caller's come from.
+
+    Returns:
+        [B, Hq or, with `mean` or `join`, Hkv, n] int64, best page first, trailing -1.
+    """
+    batch, kv_heads, _, head_dim = low.shape
+    group = query.shape[1] // kv_heads
+    found = np.empty((batch * kv_heads, 1 if mean or join else group, int(rows[:, 2].max())), np.int64)
+    arrays = stored(query.view(batch, kv_heads, group, head_dim)), stored(low), stored(high), starts, rows
+    work = 2 * batch * group * kv_heads * starts.shape[1] * head_dim
+
+    def share(first: int, stop: int, _: int) -> int:
+        return int(kernels.best_tokens(*arrays, mean, join, first, stop, found))
+
+    threads = range(min(torch.get_num_threads(), max(1, work // WORTH_A_THREAD)))
+    longest = max(in_parts(pool, batch * kv_heads, threads, share))
+    return torch.from_numpy(found).view(batch, -1, found.shape[2])[:, :, :longest]
+
+
+@cache
+def compile_kernels(dtype: torch.dtype, pool: Executor) -> None:
+    """Run every kernel once, for keys of this dtype: compiled, or read from disk, before anything is timed."""
+    key = torch.ones(1, 1, 1, 8, dtype=dtype)
+    if is_readable(key):
+        take_in(key, key.clone(), key.clone(), [0])
+        rows = np.array([[1, 1, 1]])
+        best_tokens(key, key, key, np.array([[0, 1]]), rows, False, False, pool)

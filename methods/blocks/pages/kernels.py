@@ -1,0 +1,124 @@
+"""Quest's choice on a CPU, in Numba: bounds, ranks and tokens of some KV heads in one call.
+
+In torch a step is thirty small operations for every row, and takes two products, a sum and a sort where one pass over
+the bounds will do.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from methods.blocks.kernels import jit, kernel, prefetch, widen, write_best
+
+AHEAD = 16  # pages whose bounds are on their way while one is scored
+
+
+@kernel
+def take_in(low, high, last, keys):  # type: ignore[no-untyped-def]
+    """Widen the bounds of page last[row] of every row and head by a key.
+
+    Args:
+        low, high: [B, Hkv, P, D] as stored; written.
+        last: [B].
+        keys: [B, Hkv, D] as stored.
+    """
+    for row in range(keys.shape[0]):
+        for head in range(keys.shape[1]):
+            least, most = low[row, head, last[row]], high[row, head, last[row]]
+            for k in range(keys.shape[2]):
+                stored = keys[row, head, k]
+                number = widen(stored)
+                missing = number != number  # a key that is no number makes bounds that are none
+                if number < widen(least[k]) or missing:
+                    least[k] = stored
+                if number > widen(most[k]) or missing:
+                    most[k] = stored
+
+
+@jit
+def _upper_bounds(low, high, falling, rising, scores):  # type: ignore[no-untyped-def]
+    """Largest product of each query with any key inside the bounds of each page: scores [Q, P], of low, high [P, D].
+
+    falling, rising: [Q, D], the queries' negative and positive elements, as max(q l, q h) is q h where q > 0.
+    """
+    line = 64 // low.itemsize
+    for page in range(scores.shape[1]):
+        for k in range(0, low.shape[1], line):
+            prefetch(low, page + AHEAD, k)
+            prefetch(high, page + AHEAD, k)
+        for asks in range(scores.shape[0]):
+            total = np.float32(0)
+            for k in range(low.shape[1]):
+                total += rising[asks, k] * widen(high[page, k]) + falling[asks, k] * widen(low[page, k])
+            scores[asks, page] = total if total == total else np.inf  # what is no number shall be attended, and seen
+
+
+@jit
+def _joined(ranked, pages, joined):  # type: ignore[no-untyped-def]
+    """Join ranked lists [Q, n] by rank, without repeats, after the last of `pages` pages; -1 behind them."""
+    taken = np.zeros(pages, np.bool_)
+    joined[0], taken[pages - 1], count = pages - 1, True, 1
+    for rank in range(ranked.shape[1]):
+        for asks in range(ranked.shape[0]):
+            page = ranked[asks, rank]
+            if page >= 0 and not taken[page]:
+                joined[count], taken[page] = page, True
+                count += 1
+    joined[count:] = -1
+
+
+@jit
+def _tokens(ranked, starts, room, tokens):  # type: ignore[no-untyped-def]
+    """Write the tokens of ranked pages, as far as whole pages fit into `room`, and -1 behind them; how many."""
+    count = 0
+    for page in ranked:
+        if page < 0 or count + starts[page + 1] - starts[page] > room:
+            break
+        for token in range(starts[page], starts[page + 1]):
+            tokens[count] = token
+            count += 1
+    tokens[count:] = -1
+    return count
+
+
+@kernel
+def best_tokens(queries, low, high, starts, rows, mean, join, first, stop, found):  # type: ignore[no-untyped-def]
+    """The tokens of the best pages of the KV heads first .. stop - 1, counted over rows and heads.
+
+    Args:
+        queries: [B, Hkv, G, D] as stored.
+        low, high: [B, Hkv, P or more, D] as stored.
+        starts: [B, P + 1], where each page begins and the last one ends.
+        rows: [B, 3], of each row: pages, those that are ranked, tokens that fit.
+        mean: pages are ranked by the mean bound of the group.
+        join: the lists of the group are joined by rank, after the last page.
+        found: [B * Hkv, lists, longest] int64; written, trailing -1.
+
+    Returns:
+        tokens of the longest list.
+    """
+    kv_heads, group, head_dim = queries.shape[1:]
+    asked = 1 if mean else group
+    longest = 0
+    for at in range(first, stop):
+        row, head = at // kv_heads, at % kv_heads
+        pages, most, room = rows[row]
+        falling, rising = np.zeros((asked, head_dim), np.float32), np.zeros((asked, head_dim), np.float32)
+        for g in range(group):
+            for k in range(head_dim):
+                element = widen(queries[row, head, g, k]) / np.float32(group // asked)
+                falling[g % asked, k] += min(element, np.float32(0))
+                rising[g % asked, k] += max(element, np.float32(0))
+        scores = np.empty((asked, pages), np.float32)
+        _upper_bounds(low[row, head], high[row, head], falling, rising, scores)
+        most = min(most, pages)
+        ranked, values, picked = np.empty((asked, most), np.int32), np.empty(most, np.float32), np.empty(most, np.int32)
+        for asks in range(asked):
+            write_best(scores[asks], pages, ranked[asks], values, picked)
+        if join:
+            together = np.empty((1, asked * most + 1), np.int32)
+            _joined(ranked, pages, together[0])
+            ranked = together
+        for one in range(len(ranked)):
+            longest = max(longest, _tokens(ranked[one], starts[row], room, found[at, one]))
+    return longest
