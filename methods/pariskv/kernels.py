@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from methods.blocks.kernels import prefetch, widen, write_best
+from methods.blocks.kernels import prefetch, sort, widen, write_best
 from methods.blocks.lanes import ALL, LANES, at_least, look_up, lowest, lowest_ones, ones
 from methods.pariskv import codebook
 
@@ -82,28 +82,33 @@ def encode(keys, signs, start, ids, codes, halves, counts):  # type: ignore[no-u
 
 
 @inner
-def _by_score(z, score, number, next_score, next_number):  # type: ignore[no-untyped-def]
-    """Fill score, number [256] with <z, c> of every sign pattern c, falling, and its number; equal ones by number.
+def _nearest(z, counts, reach, falling, number):  # type: ignore[no-untyped-def]
+    """Fill number with the centroids c of largest <z, c> that hold `reach` keys or more, nearest first; how many.
 
-    The sums over j + 1 coordinates are those over j, less and plus z[j]: two lists already in order, which are merged.
+    Centroids without keys are left out; equal ones come by number.
+
+    Args:
+        z: [8].
+        counts: [256] keys of each centroid.
+        falling, number: [256] float32 and int32, written.
     """
-    score[0], number[0] = 0, 0
-    count = 1
+    score = np.zeros(CENTROIDS, np.float32)
     for j in range(SUBSPACE):
-        less = more = 0
-        for i in range(2 * count):
-            if more == count or (less < count and score[less] - z[j] >= score[more] + z[j]):
-                next_score[i], next_number[i] = score[less] - z[j], number[less]
-                less += 1
-            else:
-                next_score[i], next_number[i] = score[more] + z[j], number[more] + count
-                more += 1
-        count *= 2
-        score[:count], number[:count] = next_score[:count], next_number[:count]
-    for i in range(1, count):  # sums that rounding made equal
-        while i > 0 and score[i - 1] == score[i] and number[i - 1] > number[i]:
-            number[i - 1], number[i] = number[i], number[i - 1]
-            i -= 1
+        for i in range(1 << j):
+            score[i], score[1 << j | i] = score[i] - z[j], score[i] + z[j]
+    largest, least = score.max(), np.float32(0)
+    for half in range(1, -3, -1):  # to be sorted, those beyond half of the largest; if they hold too few, beyond 0, ...
+        least, held = np.float32(half) * largest / np.float32(2), 0
+        for i in range(CENTROIDS):
+            held += counts[i] if score[i] >= least else 0
+        if held >= reach:
+            break
+    found = 0
+    for i in range(CENTROIDS):
+        falling[found], number[found] = -score[i], i
+        found += score[i] >= least and counts[i] > 0
+    sort(falling, number, found)
+    return found
 
 
 @exact
@@ -123,19 +128,16 @@ def tables(queries, signs, counts, spans, votes_of, products):  # type: ignore[n
             total += queries[g, i]
         z[i] = np.float32(total / np.float32(queries.shape[0])) * signs[i]
     _transform(z)
-    score, number = np.empty(CENTROIDS, np.float32), np.empty(CENTROIDS, np.int64)
-    next_score, next_number = np.empty_like(score), np.empty_like(number)
+    falling, number = np.empty(CENTROIDS, np.float32), np.empty(CENTROIDS, np.int32)
     votes_of[:] = 0
     for subspace in range(counts.shape[0]):
         own = z[subspace * SUBSPACE : (subspace + 1) * SUBSPACE]
-        _by_score(own, score, number, next_score, next_number)
-        nearer = 0
-        for centroid in number:
-            if nearer >= spans[-1]:
-                break
-            for span in spans:
-                votes_of[subspace, centroid] += np.uint8(nearer < span)
-            nearer += counts[subspace, centroid]
+        nearer = tier = 0
+        for rank in range(_nearest(own, counts[subspace], spans[-1], falling, number)):
+            while tier < len(spans) and nearer >= spans[tier]:
+                tier += 1
+            votes_of[subspace, number[rank]] = len(spans) - tier
+            nearer += counts[subspace, number[rank]]
         for byte in range(4):
             for high in range(16):
                 for low in range(16):
