@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def forget_old_kernels(folder: Path) -> None:
-    """Delete what Numba has compiled in `methods` before any of its files of kernels changed.
+    """Delete what Numba has compiled in `methods` before any of its files of kernels, or of blocks, changed.
 
     Numba itself compiles a kernel anew when its own file has changed, and keeps it where it calls one of another file
     that has. So a kernel could go on with an older version of what it calls.
     """
-    sources = [*folder.glob("**/kernels.py"), *folder.glob("**/kernels/*.py")]
+    sources = [found for of in ("**/kernels.py", "**/kernels/*.py", "blocks/*.py") for found in folder.glob(of)]
     newest = max(source.stat().st_mtime for source in sources)
     for compiled in folder.glob("**/__pycache__/*.nbi"):
         if compiled.stat().st_mtime < newest:

@@ -83,7 +83,7 @@ class Head:
         self.encode_us = 1e6 * (time.process_time() - start) / len(keys)
         self.ids, self.codes, self.halves, self.counts = self.index.head(0, 0)
         self.work = Workspace()
-        self.work.fit(len(keys), len(keys), self.ids.shape[1])
+        self.work.fit(self.ids.shape[1], len(keys), len(self.ids))
 
     def tables(self, group: Floats, asked: Quotas) -> None:
         """What vote and rerank look up."""
@@ -93,7 +93,8 @@ class Head:
     def vote(self, asked: Quotas) -> Any:
         """The candidates, ascending."""
         candidates = self.work.candidates[: asked.candidates]
-        kernels.vote(self.ids.view(np.uint32), self.work.votes_of, asked.candidates, self.work.votes, candidates)
+        most = len(asked.tiers) * len(self.ids)
+        kernels.vote(self.ids, self.index.lengths[0], self.work.votes_of, most, self.work.votes, candidates)
         return candidates
 
     def rerank(self, asked: Quotas) -> Any:
@@ -197,7 +198,7 @@ def _captured(path: str, queries: int) -> list[Data]:
 def _bytes(dim: int) -> dict[str, float]:
     index = KernelIndex(1, 1, random_signs(dim, 0), ThreadPoolExecutor(1), [Workspace()])
     index.extend(0, torch.zeros(1, 1, dim))
-    ids, codes = index.ids[0, 0, 0].nbytes, index.codes[0, 0, 0].nbytes
+    ids, codes = index.ids[0, 0, :, 0].nbytes, index.codes[0, 0, 0].nbytes
     weights = 2 * ids  # a subspace's id takes one byte, its weight two
     return {
         "ids": ids,

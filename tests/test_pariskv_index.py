@@ -51,9 +51,8 @@ def filled(compute: str, keys: torch.Tensor, seed: int = 0) -> Index:
 
 def arrays(of: Index) -> list[torch.Tensor]:
     """All that an index holds of its tokens."""
-    return [part[row, :, :length].clone() for row, length in enumerate(of.lengths) for part in (of.ids, of.codes)] + [
-        of.counts.clone()
-    ]
+    of_rows = [(of.ids[row, ..., :length], of.codes[row, :, :length]) for row, length in enumerate(of.lengths)]
+    return [part.clone() for part in (*itertools.chain(*of_rows), of.counts)]
 
 
 def found(of: Index, queries: torch.Tensor, asked: Quotas) -> torch.Tensor:
@@ -137,7 +136,7 @@ def test_ids_repeat_the_signs_in_the_codes(head_dim: int, seed: int) -> None:
 @pytest.mark.parametrize(("head_dim", "most"), [(128, 112), (64, 56), (96, 112)])
 def test_bytes_of_a_token(head_dim: int, most: int) -> None:
     of = filled("numba", normal(2, 4096, head_dim))
-    per_token = (of.ids[0, 0, 0].nbytes, of.codes[0, 0, 0].nbytes)
+    per_token = (of.ids[0, 0, :, 0].nbytes, of.codes[0, 0, 0].nbytes)
     assert sum(per_token) == most and per_token[1] == most * 6 // 7
     assert of.ids.nbytes + of.codes.nbytes <= most * 2 * 4096 * (1 + 1 / 16), "what is reserved"
 
@@ -296,7 +295,7 @@ def test_votes_of_all_subspaces_are_never_held_side_by_side() -> None:
     of, query, count = filled("torch", normal(1, 5000, 128)), normal(1, 1, 128, seed=1), 5000
     _, votes_of = vectorised.tables(query, of.signs, of.counts[0], quotas(count, 10))
     with Largest() as largest:
-        vectorised.vote(of.ids[0, :, :count], votes_of, 100)
+        vectorised.vote(of.ids[0, ..., :count], votes_of, 100)
     assert 0 < largest.nbytes <= 8 * count < 4 * count * 16
 
 
@@ -360,7 +359,7 @@ def test_search_is_a_plain_reading_of_the_paper(compute: str, head_dim: int, tie
 
 def candidates(of: Index, queries: torch.Tensor, asked: Quotas) -> torch.Tensor:
     _, votes_of = vectorised.tables(queries, of.signs, of.counts[0], asked)
-    return vectorised.vote(of.ids[0, :, : of.lengths[0]], votes_of, asked.candidates)
+    return vectorised.vote(of.ids[0, ..., : of.lengths[0]], votes_of, asked.candidates)
 
 
 @quick

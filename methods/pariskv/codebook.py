@@ -36,7 +36,7 @@ SHARES_BEYOND = (0.1, 0.2)
 
 
 def padded(head_dim: int) -> int:
-    """Coordinates of a rotated vector: a power of two, and 4 subspaces at least, whose ids are read as one word.
+    """Coordinates of a rotated vector: a power of two, and 4 subspaces at least.
 
     Raises:
         ValueError: so many subspaces that their votes for one token do not fit in a byte.

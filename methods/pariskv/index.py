@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from methods.blocks.heads import each_head, in_parts
+from methods.blocks.lanes import LANES
 from methods.pariskv import kernels, vectorised
 from methods.pariskv.codebook import CENTROIDS, SUBSPACE, Quotas, quotas, random_signs
 
@@ -32,7 +33,7 @@ class Index(ABC):
 
     Attributes:
         lengths: tokens in the zone of each row.
-        ids: [B, Hkv, capacity, S] uint8, S = D / 8: the signs of each subspace.
+        ids: [B, Hkv, S, capacity] uint8, S = D / 8: the signs of each subspace; capacity is a multiple of 64.
         codes: [B, Hkv, capacity, S + S / 2] int32: 4-bit codes and bfloat16 weights, see `vectorised.encode`.
         counts: [B, Hkv, S, 256] int32, tokens with each id.
     """
@@ -40,7 +41,7 @@ class Index(ABC):
     def __init__(self, batch: int, kv_heads: int, signs: torch.Tensor) -> None:
         subspaces, device = len(signs) // SUBSPACE, signs.device
         self.signs, self.lengths = signs, [0] * batch
-        self.ids = torch.zeros(batch, kv_heads, 0, subspaces, dtype=torch.uint8, device=device)
+        self.ids = torch.zeros(batch, kv_heads, subspaces, 0, dtype=torch.uint8, device=device)
         self.codes = torch.zeros(batch, kv_heads, 0, subspaces * 3 // 2, dtype=torch.int32, device=device)
         self.counts = torch.zeros(batch, kv_heads, subspaces, CENTROIDS, dtype=torch.int32, device=device)
 
@@ -51,9 +52,9 @@ class Index(ABC):
             ValueError: a key is not finite, or too large to square.
         """
         first, last = self.lengths[row], self.lengths[row] + keys.shape[1]
-        if last > self.ids.shape[2]:
-            capacity = last + last // SPARE
-            self.ids, self.codes = _longer(self.ids, capacity), _longer(self.codes, capacity)
+        if last > self.ids.shape[3]:
+            capacity = -(-(last + last // SPARE) // LANES) * LANES
+            self.ids, self.codes = _longer(self.ids, 3, capacity), _longer(self.codes, 2, capacity)
         for start in range(first, last, BLOCK):
             stop = min(start + BLOCK, last)
             self._encode(row, start, keys[:, start - first : stop - first].to(self.signs.device))
@@ -81,15 +82,16 @@ class VectorIndex(Index):
 
     def _encode(self, row: int, start: int, keys: torch.Tensor) -> None:
         here = slice(start, start + keys.shape[1])
-        self.ids[row, :, here], self.codes[row, :, here] = vectorised.encode(keys, self.signs)
-        self.counts[row] += vectorised.count_ids(self.ids[row, :, here])
+        ids, self.codes[row, :, here] = vectorised.encode(keys, self.signs)
+        self.ids[row, :, :, here] = ids.transpose(1, 2)
+        self.counts[row] += vectorised.count_ids(self.ids[row, :, :, here])
 
     def search(self, queries: torch.Tensor, quotas: Mapping[int, Quotas]) -> dict[int, torch.Tensor]:
         """See `Index.search`."""
         found = {}
         for row, of_row in quotas.items():
             used = slice(self.lengths[row])
-            zone = self.ids[row, :, used], self.codes[row, :, used], self.counts[row]
+            zone = self.ids[row, :, :, used], self.codes[row, :, used], self.counts[row]
             found[row] = vectorised.search(*zone, queries[row], self.signs, of_row)
         return found
 
@@ -100,11 +102,11 @@ class Workspace:
     Attributes:
         votes: [n] uint8.
         candidates, picked, estimates: [C] int32, int32 and float32.
-        votes_of, products: [S / 4, 4, 256] uint8 and [S, 4, 256] float32, see `kernels.tables`.
+        votes_of, products: [S, 256] uint8 and [S, 4, 256] float32, see `kernels.tables`.
     """
 
     def __init__(self) -> None:
-        self.votes, self.votes_of = np.empty(0, np.uint8), np.empty((0, 4, CENTROIDS), np.uint8)
+        self.votes, self.votes_of = np.empty(0, np.uint8), np.empty((0, CENTROIDS), np.uint8)
         self.candidates = self.picked = np.empty(0, np.int32)
         self.estimates, self.products = np.empty(0, np.float32), np.empty((0, 4, CENTROIDS), np.float32)
 
@@ -114,15 +116,15 @@ class Workspace:
         return self.votes, self.votes_of, self.candidates, self.picked, self.estimates, self.products
 
     def fit(self, count: int, candidates: int, subspaces: int) -> None:
-        """Make room for a zone of `count` tokens."""
+        """Make room for a zone with a capacity of `count` tokens."""
         if count > len(self.votes):
-            self.votes = np.empty(count + count // SPARE, np.uint8)
+            self.votes = np.empty(count, np.uint8)
         if candidates > len(self.candidates):
             room = candidates + candidates // SPARE
             self.candidates, self.picked = np.empty(room, np.int32), np.empty(room, np.int32)
             self.estimates = np.empty(room, np.float32)
         if subspaces != len(self.products):
-            self.votes_of = np.empty((subspaces // 4, 4, CENTROIDS), np.uint8)
+            self.votes_of = np.empty((subspaces, CENTROIDS), np.uint8)
             self.products = np.empty((subspaces, 4, CENTROIDS), np.float32)
 
 
@@ -141,27 +143,13 @@ class KernelIndex(Index):
         self._pool, self._workspaces = pool, workspaces
 
     def head(self, row: int, head: int) -> tuple[Any, ...]:
-        """What the kernels read of one KV head, in place: ids [n, S], codes, halves, counts (as arrays)."""
-        used = slice(self.lengths[row])
-        codes = self.codes[row, head, used].numpy()
-        return self.ids[row, head, used].numpy(), codes.view(np.uint32), codes.view(np.uint16), self._counts(row, head)
-
-    def _counts(self, row: int, head: int) -> Any:
-        return self.counts[row, head].numpy()
+        """What the kernels read of one KV head, in place: ids, codes, halves, counts (as arrays)."""
+        codes = self.codes[row, head].numpy()
+        return self.ids[row, head].numpy(), codes.view(np.uint32), codes.view(np.uint16), self.counts[row, head].numpy()
 
     def _encode(self, row: int, start: int, keys: torch.Tensor) -> None:
-        here, signs = slice(start, start + keys.shape[1]), self.signs.numpy()
-
         def encode(_: int, head: int, __: Workspace) -> int:
-            codes = self.codes[row, head, here].numpy()
-            return kernels.encode(
-                keys[head].float().numpy(),
-                signs,
-                self.ids[row, head, here].numpy(),
-                codes.view(np.uint32),
-                codes.view(np.uint16),
-                self._counts(row, head),
-            )
+            return kernels.encode(keys[head].float().numpy(), self.signs.numpy(), start, *self.head(row, head))
 
         (wrong,) = each_head(self._pool, 1, keys.shape[0], self._workspaces, encode)
         if max(wrong) >= 0:
@@ -178,7 +166,7 @@ class KernelIndex(Index):
         asked, signs, zone = queries.float().cpu().contiguous().numpy(), self.signs.numpy(), self._zone()
 
         def search(first: int, stop: int, work: Workspace) -> None:
-            work.fit(int(rows[:, 1].max()), int(rows[:, 2].max()), self.ids.shape[3])
+            work.fit(self.ids.shape[3], int(rows[:, 2].max()), self.ids.shape[2])
             kernels.search(zone, asked, signs, first, stop, rows, spans, work.arrays, found)
 
         in_parts(self._pool, len(found), self._workspaces, search)
@@ -188,7 +176,7 @@ class KernelIndex(Index):
     def _zone(self) -> tuple[Any, ...]:
         """What `kernels.search` reads of all KV heads, in place."""
         codes = self.codes.numpy()
-        return self.ids.numpy().view(np.uint32), codes.view(np.uint32), codes.view(np.uint16), self.counts.numpy()
+        return self.ids.numpy(), codes.view(np.uint32), codes.view(np.uint16), self.counts.numpy()
 
 
 @cache
@@ -200,7 +188,9 @@ def compile_kernels(pool: Executor) -> None:
     index.search(keys[None, :, :1], {0: quotas(8, 1)})
 
 
-def _longer(tensor: torch.Tensor, capacity: int) -> torch.Tensor:
-    longer = tensor.new_zeros(*tensor.shape[:2], capacity, tensor.shape[3])
-    longer[:, :, : tensor.shape[2]] = tensor
+def _longer(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    size = list(tensor.shape)
+    size[dim] = length
+    longer = tensor.new_zeros(size)
+    longer.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
     return longer

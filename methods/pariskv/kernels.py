@@ -1,7 +1,7 @@
 """ParisKV's stages for one KV head, in Numba; `vectorised.py` has the same in torch, and says what they compute.
 
-No fast arithmetic here: both must give the same bits. A zone's ids are read as words of 4, its codes as words of one
-subspace; `halves` is the same memory as `codes`, for the weights after the words. The constants of `codebook.py` are
+No fast arithmetic here: both must give the same bits. A zone's codes are read as words of one subspace; `halves` is the
+same memory, for the weights after the words. The constants of `codebook.py` are
 compiled in, and what is compiled is kept until this file changes.
 """
 
@@ -10,13 +10,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from methods.blocks.kernels import prefetch, widen, write_best
+from methods.blocks.kernels import prefetch, sort, widen, write_best
+from methods.blocks.lanes import ALL, LANES, at_least, look_up, lowest, lowest_ones, ones
 from methods.pariskv import codebook
 
 exact = njit(nogil=True, cache=True, error_model="numpy")
 inner = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
-SUBSPACE, CENTROIDS, MOST_VOTES = codebook.SUBSPACE, codebook.CENTROIDS, codebook.MOST_VOTES
+SUBSPACE, CENTROIDS = codebook.SUBSPACE, codebook.CENTROIDS
 THRESHOLDS, LEVELS = codebook.THRESHOLDS.numpy(), codebook.LEVELS.numpy()
 DECODED = codebook.DECODED.numpy()
 NO_RADIUS, NO_ALIGNMENT = np.float32(codebook.NO_RADIUS), np.float32(codebook.NO_ALIGNMENT)
@@ -38,8 +39,11 @@ def _transform(x):  # type: ignore[no-untyped-def]
 
 
 @exact
-def encode(keys, signs, ids, codes, halves, counts):  # type: ignore[no-untyped-def]
-    """Write ids [n, S] uint8 and codes [n, S + S / 2] uint32 of keys [n, head_dim], and add to counts [S, 256].
+def encode(keys, signs, start, ids, codes, halves, counts):  # type: ignore[no-untyped-def]
+    """Write ids [S, n] uint8 and codes [n, S + S / 2] uint32 of keys [m, head_dim], and add to counts [S, 256].
+
+    Args:
+        start: where the first key's go in n.
 
     Returns:
         The first key that is not finite, or too large to square; -1: there is none.
@@ -51,7 +55,7 @@ def encode(keys, signs, ids, codes, halves, counts):  # type: ignore[no-untyped-
             x[i] = keys[key, i] * signs[i]
         x[keys.shape[1] :] = 0
         _transform(x)
-        for subspace in range(ids.shape[1]):
+        for subspace in range(len(ids)):
             y = x[subspace * SUBSPACE : (subspace + 1) * SUBSPACE]
             square = y[0] * y[0]
             for j in range(1, SUBSPACE):
@@ -70,36 +74,41 @@ def encode(keys, signs, ids, codes, halves, counts):  # type: ignore[no-untyped-
                 signed |= positive << np.uint32(j)
                 word |= (positive << np.uint32(3) | level) << np.uint32(4 * j)
                 alignment += LEVELS[level] * size[j]
-            ids[key, subspace], codes[key, subspace] = signed, word
+            ids[subspace, start + key], codes[start + key, subspace] = signed, word
             weight = np.float32(radius / max(alignment, NO_ALIGNMENT)).view(np.uint32)
-            halves[key, 2 * ids.shape[1] + subspace] = (weight + ROUND + (weight >> HALF & np.uint32(1))) >> HALF
+            halves[start + key, 2 * len(ids) + subspace] = (weight + ROUND + (weight >> HALF & np.uint32(1))) >> HALF
             counts[subspace, signed] += 1
     return -1
 
 
 @inner
-def _by_score(z, score, number, next_score, next_number):  # type: ignore[no-untyped-def]
-    """Fill score, number [256] with <z, c> of every sign pattern c, falling, and its number; equal ones by number.
+def _nearest(z, counts, reach, falling, number):  # type: ignore[no-untyped-def]
+    """Fill number with the centroids c of largest <z, c> that hold `reach` keys or more, nearest first; how many.
 
-    The sums over j + 1 coordinates are those over j, less and plus z[j]: two lists already in order, which are merged.
+    Centroids without keys are left out; equal ones come by number.
+
+    Args:
+        z: [8].
+        counts: [256] keys of each centroid.
+        falling, number: [256] float32 and int32, written.
     """
-    score[0], number[0] = 0, 0
-    count = 1
+    score = np.zeros(CENTROIDS, np.float32)
     for j in range(SUBSPACE):
-        less = more = 0
-        for i in range(2 * count):
-            if more == count or (less < count and score[less] - z[j] >= score[more] + z[j]):
-                next_score[i], next_number[i] = score[less] - z[j], number[less]
-                less += 1
-            else:
-                next_score[i], next_number[i] = score[more] + z[j], number[more] + count
-                more += 1
-        count *= 2
-        score[:count], number[:count] = next_score[:count], next_number[:count]
-    for i in range(1, count):  # sums that rounding made equal
-        while i > 0 and score[i - 1] == score[i] and number[i - 1] > number[i]:
-            number[i - 1], number[i] = number[i], number[i - 1]
-            i -= 1
+        for i in range(1 << j):
+            score[i], score[1 << j | i] = score[i] - z[j], score[i] + z[j]
+    largest, least = score.max(), np.float32(0)
+    for half in range(1, -3, -1):  # to be sorted, those beyond half of the largest; if they hold too few, beyond 0, ...
+        least, held = np.float32(half) * largest / np.float32(2), 0
+        for i in range(CENTROIDS):
+            held += counts[i] if score[i] >= least else 0
+        if held >= reach:
+            break
+    found = 0
+    for i in range(CENTROIDS):
+        falling[found], number[found] = -score[i], i
+        found += score[i] >= least and counts[i] > 0
+    sort(falling, number, found)
+    return found
 
 
 @exact
@@ -109,7 +118,7 @@ def tables(queries, signs, counts, spans, votes_of, products):  # type: ignore[n
     Args:
         counts: [S, 256] keys of each id.
         spans: [tiers] int64, `Quotas.tiers`.
-        votes_of: [S / 4, 4, 256] uint8, written: the votes of each centroid.
+        votes_of: [S, 256] uint8, written: the votes of each centroid.
         products: [S, 4, 256] float32, written: <v, z> of each byte of codes, two coordinates.
     """
     z = np.zeros(len(signs), np.float32)
@@ -119,19 +128,16 @@ def tables(queries, signs, counts, spans, votes_of, products):  # type: ignore[n
             total += queries[g, i]
         z[i] = np.float32(total / np.float32(queries.shape[0])) * signs[i]
     _transform(z)
-    score, number = np.empty(CENTROIDS, np.float32), np.empty(CENTROIDS, np.int64)
-    next_score, next_number = np.empty_like(score), np.empty_like(number)
+    falling, number = np.empty(CENTROIDS, np.float32), np.empty(CENTROIDS, np.int32)
     votes_of[:] = 0
     for subspace in range(counts.shape[0]):
         own = z[subspace * SUBSPACE : (subspace + 1) * SUBSPACE]
-        _by_score(own, score, number, next_score, next_number)
-        nearer = 0
-        for centroid in number:
-            if nearer >= spans[-1]:
-                break
-            for span in spans:
-                votes_of[subspace // 4, subspace % 4, centroid] += np.uint8(nearer < span)
-            nearer += counts[subspace, centroid]
+        nearer = tier = 0
+        for rank in range(_nearest(own, counts[subspace], spans[-1], falling, number)):
+            while tier < len(spans) and nearer >= spans[tier]:
+                tier += 1
+            votes_of[subspace, number[rank]] = len(spans) - tier
+            nearer += counts[subspace, number[rank]]
         for byte in range(4):
             for high in range(16):
                 for low in range(16):
@@ -139,40 +145,51 @@ def tables(queries, signs, counts, spans, votes_of, products):  # type: ignore[n
                     products[subspace, byte, 16 * high + low] = value
 
 
+@inner
+def _having(votes, length, first, least):  # type: ignore[no-untyped-def]
+    """Which of the tokens first .. first + 63 of `length` have so many votes: a bit each."""
+    word = at_least(votes, first, least)
+    return word & ALL >> np.uint64(first + LANES - length) if first + LANES > length else word
+
+
 @exact
-def vote(ids, votes_of, wanted, votes, candidates):  # type: ignore[no-untyped-def]
-    """Fill candidates [wanted] int32 with the tokens that have most votes, ascending; of equal ones the earlier.
+def vote(ids, length, votes_of, most, votes, candidates):  # type: ignore[no-untyped-def]
+    """Fill candidates [C] int32 with the tokens that have most votes, ascending; of equal ones the earlier.
 
     Args:
-        ids: [n, S / 4] uint32, four ids in a word.
+        ids: [S, n] uint8; n is a multiple of 64.
+        length: tokens in the zone, the first of these.
+        votes_of: [S, 256] uint8, of each centroid.
+        most: votes that a token can have.
         votes: [n] uint8, written.
     """
-    having = np.zeros(MOST_VOTES + 1, np.int64)
-    for token in range(len(ids)):
-        total = np.uint32(0)
-        for word in range(ids.shape[1]):
-            four, of = ids[token, word], votes_of[word]
-            total += (
-                of[0, four & BYTE]
-                + of[1, four >> np.uint32(8) & BYTE]
-                + of[2, four >> np.uint32(16) & BYTE]
-                + of[3, four >> np.uint32(24)]
-            )
-        votes[token] = total
-        having[total] += 1
-    least, left = MOST_VOTES, wanted  # votes that a candidate has at least, and how many with just these are taken
-    while having[least] < left:
-        left -= having[least]
-        least -= 1
+    for first in range(0, length, LANES):
+        look_up(votes_of, ids, first, votes)
+    least, more = 0, most  # votes that a candidate has at least, by bisection; with one more they are too few
+    while least < more:
+        middle = (least + more + 1) >> 1
+        count = 0
+        for first in range(0, length, LANES):
+            count += ones(_having(votes, length, first, middle))
+        if count >= len(candidates):
+            least = middle
+        else:
+            more = middle - 1
+    left = len(candidates)  # for those that have just these votes
+    for first in range(0, length, LANES):
+        left -= ones(_having(votes, length, first, least + 1))
     found = 0
-    for token in range(len(ids)):
-        if found == wanted:
-            break
-        # no branch: half of the tokens are taken, and nobody can guess which
-        equal = votes[token] == least and left > 0
-        candidates[found] = token
-        found += votes[token] > least or equal
-        left -= equal
+    for first in range(0, length, LANES):
+        above = _having(votes, length, first, least + 1)
+        equal = _having(votes, length, first, least) & ~above
+        if ones(equal) > left:
+            equal = lowest_ones(equal, left)
+        left -= ones(equal)
+        taken = above | equal
+        while taken:
+            candidates[found] = first + lowest(taken)
+            taken &= taken - np.uint64(1)
+            found += 1
 
 
 @exact
@@ -212,7 +229,7 @@ def search(zone, queries, signs, first, stop, rows, spans, work, found):  # type
     """Search the zones of the KV heads first .. stop - 1, counted over the rows that ask.
 
     Args:
-        zone: words [B, Hkv, n, S / 4] uint32 of ids, codes, halves and counts of all rows.
+        zone: ids [B, Hkv, S, n], codes, halves and counts of all rows.
         queries: [B, Hkv, G, head_dim].
         rows: [R, 4], of each row that asks: which, tokens of its zone, candidates, and tokens to retrieve.
         spans: [R, tiers] int64, `Quotas.tiers`.
@@ -226,7 +243,8 @@ def search(zone, queries, signs, first, stop, rows, spans, work, found):  # type
         head = at % ids.shape[1]
         tokens, scores = np.empty(k, np.int32), np.empty(k, np.float32)
         tables(queries[row, head], signs, counts[row, head], spans[at // ids.shape[1]], votes_of, products)
-        vote(ids[row, head, :length], votes_of, wanted, votes, candidates[:wanted])
+        most = spans.shape[1] * len(votes_of)
+        vote(ids[row, head], length, votes_of, most, votes, candidates[:wanted])
         of_zone = codes[row, head, :length], halves[row, head, :length]
         rerank(of_zone[0], of_zone[1], products, candidates[:wanted], estimates, picked, tokens, scores)
         found[at, :k] = tokens

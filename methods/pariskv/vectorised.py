@@ -78,8 +78,8 @@ def encode(keys: torch.Tensor, signs: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def count_ids(ids: torch.Tensor) -> torch.Tensor:
-    """How many of the keys with ids [Hkv, n, S] have each id: [Hkv, S, 256] int32."""
-    ids = ids.transpose(1, 2).long()
+    """How many of the keys with ids [Hkv, S, n] have each id: [Hkv, S, 256] int32."""
+    ids = ids.long()
     counts = torch.zeros(*ids.shape[:2], CENTROIDS, dtype=torch.int32, device=ids.device)
     return counts.scatter_add_(2, ids, torch.ones((), dtype=torch.int32, device=ids.device).expand_as(ids))
 
@@ -109,12 +109,12 @@ def vote(ids: torch.Tensor, votes_of: torch.Tensor, candidates: int) -> torch.Te
     """The tokens with most votes, [Hkv, candidates] int64 ascending; of equal ones the earlier.
 
     Args:
-        ids: [Hkv, n, S].
+        ids: [Hkv, S, n].
         votes_of: [Hkv, S, 256] uint8, of each centroid.
     """
-    votes = torch.zeros(ids.shape[:2], dtype=torch.uint8, device=ids.device)
-    for subspace in range(ids.shape[2]):
-        votes += votes_of[:, subspace].gather(1, ids[..., subspace].long())
+    votes = torch.zeros_like(ids[:, 0])
+    for subspace in range(ids.shape[1]):
+        votes += votes_of[:, subspace].gather(1, ids[:, subspace].long())
     return top_earliest(votes[None], candidates)[0].sort(dim=-1).values
 
 
@@ -140,7 +140,7 @@ def search(
     """The candidates of a zone with the largest estimates, [Hkv, k] int64, best first; -1 in place of NaN.
 
     Args:
-        ids, codes, counts: of one row's zone, [Hkv, n, ...] as `encode` and `count_ids` make them.
+        ids, codes, counts: of one row's zone, [Hkv, S, n], and as `encode` and `count_ids` make them.
         queries: [Hkv, G, head_dim].
     """
     rotated, votes_of = tables(queries, signs, counts, quotas)
