@@ -609,7 +609,7 @@ def test_one_workspace_serves_trees_of_any_size() -> None:
 
 def test_the_index_is_small_beside_its_keys() -> None:
     keys = np.random.default_rng(0).standard_normal((4000, 128)).astype(np.float32)
-    assert DCITree(keys, 4000, Layout(), 0).nbytes < 0.15 * keys.nbytes
+    assert DCITree(keys, 4000, Layout(), 0).nbytes < 0.4 * keys.nbytes  # of it .26 the sketches
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

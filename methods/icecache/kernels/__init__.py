@@ -32,7 +32,7 @@ from methods.icecache.kernels.levels import (
     take_over_root,
 )
 from methods.icecache.kernels.pages import add_children, load_children
-from methods.icecache.kernels.products import project, squared_norms
+from methods.icecache.kernels.products import measure
 from methods.icecache.kernels.ranking import best_pages, best_rows, interleave, scan, search
 
 __all__ = [
@@ -60,10 +60,9 @@ __all__ = [
     "interleave",
     "leave_for",
     "load_children",
+    "measure",
     "nearest_nodes",
-    "project",
     "scan",
     "search",
-    "squared_norms",
     "take_over_root",
 ]

@@ -14,6 +14,9 @@ LANES = 8  # numbers of a vector
 TILE = 4  # keys, and queries at most, whose products are summed side by side: no sum waits for another
 AHEAD = 16  # keys that are fetched early; the hardware itself looks no farther than a page of memory
 
+STEPS = np.float32(127)  # largest number of a sketch
+NOTHING = np.float32(1e-30)  # below, a sketch has no steps
+
 LINE = 64  # bytes of a cache line
 
 
@@ -39,7 +42,7 @@ def _tile(group):  # type: ignore[no-untyped-def]
                 return cgutils.get_item_pointer(context, builder, kind, view, list(index), wraparound=False)
 
             def loaded(kind, pointer, at, wide):  # type: ignore[no-untyped-def]
-                """`LANES` numbers from pointer[at], or one, as float32."""
+                """`LANES` numbers from pointer[at], or one, as float32; int8 are numbers, uint16 bits of bfloat16."""
                 stored = context.get_value_type(kind.dtype)
                 pointer = builder.gep(pointer, [at])
                 if wide:
@@ -48,6 +51,8 @@ def _tile(group):  # type: ignore[no-untyped-def]
                 value = builder.load(pointer, align=kind.dtype.bitwidth // 8)
                 if kind.dtype == types.float32:
                     return value
+                if kind.dtype == types.int8:
+                    return builder.sitofp(value, vector if wide else ir.FloatType())
                 word = ir.VectorType(ir.IntType(32), LANES) if wide else ir.IntType(32)
                 shift = ir.Constant(word, [16] * LANES if wide else 16)
                 bits = builder.shl(builder.zext(value, word), shift)
@@ -131,27 +136,41 @@ def products(matrix, rows, start, stop, queries, out):  # type: ignore[no-untype
 
 
 @kernel
-def squared_norms(keys, start, stop, point):  # type: ignore[no-untyped-def]
-    """|k|^2 of rows start .. stop - 1; the first row that is not finite, or `NONE`."""
+def measure(tree, start, stop):  # type: ignore[no-untyped-def]
+    """Norms, projections without the height's share, and sketches of rows start .. stop - 1, and c.
+
+    Returns:
+        the first row that is not finite, then nothing changed but norms, or `NONE`.
+    """
     for row in range(start, stop):
         total = np.float32(0)
-        for k in range(keys.shape[1]):
-            total += widen(keys[row, k]) * widen(keys[row, k])
+        for k in range(tree.keys.shape[1]):
+            total += widen(tree.keys[row, k]) * widen(tree.keys[row, k])
         if not total < np.inf:
             return row
-        point[row].norm2 = total
-    return NONE
-
-
-@kernel
-def project(tree, start, stop):  # type: ignore[no-untyped-def]
-    """Projections of rows start .. stop - 1 on all directions, without the height's share."""
+        tree.point[row].norm2 = total
     for row in range(start, stop):
+        tree.largest[0] = max(tree.largest[0], tree.point[row].norm2)
         for j in range(len(tree.direction)):
             total = np.float32(0)
             for k in range(tree.keys.shape[1]):
                 total += widen(tree.keys[row, k]) * tree.direction[j, k]
             tree.projection[row, j] = total
+        _sketch(tree, row)
+    return NONE
+
+
+@jit
+def _sketch(tree, row):  # type: ignore[no-untyped-def]
+    """A key in whole steps of 1/127 of its largest number; what is next to nothing is 0, and half a step large."""
+    largest = np.float32(0)
+    for k in range(tree.keys.shape[1]):
+        largest = max(largest, abs(widen(tree.keys[row, k])))
+    nothing = largest < NOTHING
+    tree.step[row] = 2 * largest if nothing else largest / STEPS
+    steps = np.float32(0) if nothing else STEPS / largest
+    for k in range(tree.keys.shape[1]):
+        tree.sketch[row, k] = np.int8(np.floor(widen(tree.keys[row, k]) * steps + np.float32(0.5)))
 
 
 @jit

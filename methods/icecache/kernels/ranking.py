@@ -1,4 +1,8 @@
-"""A search: rank nodes from the top level down, score the children of the best, and name the best pages or rows."""
+"""A search: rank nodes from the top level down, list the children of the best, and name the best pages or rows.
+
+Pages are found in two passes. The first reads every listed key's sketch, a quarter of its size, which says what q.k can
+be at most. The second reads the few keys that this leaves, and ranks by them alone, as if all had been read.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from methods.icecache.kernels.arrays import NODES, NONE, PAGES, ROOT, TOP
 from methods.icecache.kernels.products import height_of, products
 
 EVERY_LEVEL = 0
+HALF = np.float32(0.52)  # of a step: how far a number is from its sketch, and what products lose in rounding
 
 
 @kernel
@@ -74,7 +79,7 @@ def mark_front(tree, count, group, level, fov, work):  # type: ignore[no-untyped
 
 @jit
 def children_of_marked(tree, work):  # type: ignore[no-untyped-def]
-    """work.rows and work.pages: the children of all marked nodes, page by page; how many."""
+    """work.rows: the children of all marked nodes, page by page; how many."""
     count = 0
     for node in range(tree.state[NODES]):
         if work.marked[node]:
@@ -84,15 +89,20 @@ def children_of_marked(tree, work):  # type: ignore[no-untyped-def]
 
 @jit
 def children_of(tree, node, count, work):  # type: ignore[no-untyped-def]
-    """Write a node's children, page by page, to work.rows and work.pages from `count` on; the new count."""
+    """Write a node's children, page by page, to work.rows from `count` on; the new count."""
     page = tree.node[node].first
     while page != NONE:
-        for slot in range(tree.page[page].count):
-            work.rows[count] = tree.slots[page, slot]
-            work.pages[count] = page
-            count += 1
+        count = _members(tree, page, count, work)
         page = tree.page[page].next
     return count
+
+
+@jit
+def _members(tree, page, count, work):  # type: ignore[no-untyped-def]
+    """Write a page's members to work.rows from `count` on, all slots at once; the new count."""
+    for slot in range(tree.slots.shape[1]):
+        work.rows[count + slot] = tree.slots[page, slot]
+    return count + tree.page[page].count
 
 
 @jit
@@ -106,16 +116,17 @@ def rank_nodes(tree, queries, heights, lowest, upper, fov, exhaustive_below, by_
 
     Returns:
         first, count: work.nodes[:count] were scored, those of level `lowest` and no others from `first` on
-        (unless `upper`).
+        (unless `upper`). With `upper`, work.opened marks the nodes whose children they are.
     """
     group, top = queries.shape[0], tree.state[TOP]
     level = top + 1
     while level > lowest and tree.level_size[level - 1] <= exhaustive_below:
         level -= 1
     count = 0
-    for node in range(1, tree.state[NODES]):
+    for node in range(tree.state[NODES]):
         own = tree.node[node].level
-        if own == level or (upper and own > level):
+        work.opened[node] = own > level
+        if node != ROOT and (own == level or (upper and own > level)):
             work.nodes[count] = node
             count += 1
     first = 0
@@ -126,6 +137,8 @@ def rank_nodes(tree, queries, heights, lowest, upper, fov, exhaustive_below, by_
             work.marked[ROOT] = 1
         else:
             mark_front(tree, count, group, level, fov, work)
+        for node in range(tree.state[NODES]):
+            work.opened[node] |= work.marked[node]
         level -= 1
         first = count
         for i in range(children_of_marked(tree, work)):
@@ -157,20 +170,30 @@ def _gaps(tree, start, stop, target, composites, simple, scratch, work):  # type
 
 
 @jit
-def _retrieve(tree, start, stop, targets, composites, simple, share, work):  # type: ignore[no-untyped-def]
-    """Of one node's children work.rows[start:stop] keep the `share` nearest in projection to any query; new stop."""
+def _retrieve(tree, listed, runs, targets, composites, simple, share, work):  # type: ignore[no-untyped-def]
+    """Of one node's children, the pages listed .. runs - 1, keep the `share` nearest in projection to any query.
+
+    Returns:
+        pages: as many as still have a member.
+    """
+    start, stop = work.starts[listed], work.starts[runs]
     wanted = int(np.ceil(share * (stop - start)))
     keep = np.zeros(stop - start, np.uint8)
     for g in range(targets.shape[0]):
         _gaps(tree, start, stop, targets[g], composites, simple, work.scratch, work)
         for i in range(best(work.scratch, stop - start, wanted, work.picked)):
             keep[work.picked[i]] = 1
-    count = start
-    for i in range(start, stop):
-        if keep[i - start]:
-            work.rows[count], work.pages[count] = work.rows[i], work.pages[i]
-            count += 1
-    return count
+    count, kept, first = start, listed, start
+    for run in range(listed, runs):
+        last, page = work.starts[run + 1], work.pages[run]
+        for i in range(first, last):
+            work.rows[count] = work.rows[i]
+            count += keep[i - start]
+        if count > work.starts[kept]:
+            work.pages[kept], work.starts[kept + 1] = page, count
+            kept += 1
+        first = last
+    return kept
 
 
 @jit
@@ -192,62 +215,51 @@ def _targets(tree, queries, used):  # type: ignore[no-untyped-def]
     return targets
 
 
+@jit
+def _list(tree, node, runs, work):  # type: ignore[no-untyped-def]
+    """List a node's pages, and their members, behind the first `runs`; the new count of pages."""
+    page = tree.node[node].first
+    while page != NONE:
+        work.pages[runs] = page
+        work.starts[runs + 1] = _members(tree, page, work.starts[runs], work)
+        page, runs = tree.page[page].next, runs + 1
+    return runs
+
+
 @kernel
 def search(tree, queries, fov, exhaustive_below, by_centroid, composites, simple, share, work):  # type: ignore[no-untyped-def]
-    """Score nodes, then the children of the best of them; every child of a marked node meets all queries.
+    """Score nodes, then list the children of the best of them; every child of a marked node meets all queries.
 
     By point, the nodes' own keys are results too, and the nodes of level 2 are what is chosen from. By centroid, nodes
     of all levels compete, and an upper key is a result only as somebody's child.
 
     Returns:
-        ranked, count: nodes scored; keys scored, in work.rows, work.pages and work.score.
+        ranked, runs: nodes scored; pages listed, in work.pages, work.starts and work.rows.
     """
-    group, count = queries.shape[0], 0
     _, ranked = rank_nodes(tree, queries, np.empty(0, np.float32), 2, True, fov, exhaustive_below, by_centroid, work)
-    mark_front(tree, ranked, group, EVERY_LEVEL if by_centroid else 2, fov, work)
+    mark_front(tree, ranked, queries.shape[0], EVERY_LEVEL if by_centroid else 2, fov, work)
     if by_centroid or tree.state[TOP] < 2:
         work.marked[ROOT] = 1
-    if not by_centroid:
-        for i in range(ranked):
-            work.rows[i] = tree.node[work.nodes[i]].point
-            work.pages[i] = tree.point[work.rows[i]].page
-        for g in range(group):
-            work.score[g, :ranked] = work.node_score[g, :ranked]
-        count = ranked
-    scored = count
     targets = _targets(tree, queries, composites * simple)
+    runs = work.starts[0] = 0
     for node in range(tree.state[NODES]):
-        if work.marked[node]:
-            start = count
-            count = children_of(tree, node, start, work)
-            if composites:
-                count = _retrieve(tree, start, count, targets, composites, simple, share, work)
-    products(tree.keys, work.rows, scored, count, queries, work.score)
-    return ranked, count
+        if work.marked[node] or (work.opened[node] and not by_centroid):
+            listed, runs = runs, _list(tree, node, runs, work)
+            if composites and work.marked[node]:
+                runs = _retrieve(tree, listed, runs, targets, composites, simple, share, work)
+    return ranked, runs
 
 
 @kernel
-def scan(tree, queries, work):  # type: ignore[no-untyped-def]
-    """Score every key, page by page; how many."""
-    count = 0
+def scan(tree, work):  # type: ignore[no-untyped-def]
+    """List every page that has a member; how many."""
+    runs = work.starts[0] = 0
     for page in range(tree.state[PAGES]):
-        for slot in range(tree.page[page].count):
-            work.rows[count] = tree.slots[page, slot]
-            work.pages[count] = page
-            count += 1
-    products(tree.keys, work.rows, 0, count, queries, work.score)
-    return count
-
-
-@jit
-def _runs(count, work):  # type: ignore[no-untyped-def]
-    """Where the rows of each page begin among work.rows[:count], and where the last ones end."""
-    bounds = np.zeros(count + 1, np.int32)
-    runs = 0
-    for i in range(count):
-        bounds[runs + 1] = i + 1
-        runs += i + 1 == count or work.pages[i + 1] != work.pages[i]
-    return bounds[: runs + 1]
+        if tree.page[page].count:
+            work.pages[runs] = page
+            work.starts[runs + 1] = _members(tree, page, work.starts[runs], work)
+            runs += 1
+    return runs
 
 
 @jit
@@ -261,22 +273,77 @@ def _best_member(scores, first, last, size):  # type: ignore[no-untyped-def]
     return max(max(a, b), max(c, d))
 
 
-@kernel
-def best_pages(tree, count, pages, scores, work):  # type: ignore[no-untyped-def]
-    """Fill pages, scores [G, P] with the pages of the best members, best first, then -1 and -inf."""
-    used, size, bounds = tree.state[PAGES], tree.slots.shape[1], _runs(count, work)
-    for g in range(pages.shape[0]):
-        work.scratch[:used] = -np.inf
-        for run in range(len(bounds) - 1):
-            first, page = bounds[run], work.pages[bounds[run]]
-            top = _best_member(work.score[g], first, bounds[run + 1] - 1, size)
-            work.scratch[page] = max(work.scratch[page], top)
-        write_best(work.scratch, used, pages[g], scores[g], work.picked)
+@jit
+def _score_exactly(tree, query, bounds, doubt, runs, start, stop, scores, work):  # type: ignore[no-untyped-def]
+    """scores[i] = the best member's query . key, of page runs[i], start <= i < stop.
+
+    Only those members' keys are read that can be the best: whose bound reaches what another has at least.
+
+    Args:
+        query: [1, D].
+        bounds: [points], what each listed member's score is at most, and at least so many steps less: `doubt`.
+    """
+    ends, count = np.empty(stop - start, np.int32), 0
+    for i in range(start, stop):
+        first, last = work.starts[runs[i]], work.starts[runs[i] + 1]
+        least = np.float32(-np.inf)
+        for at in range(first, last):
+            least = max(least, bounds[at] - doubt * work.step[at])
+        for at in range(first, last):
+            work.members[count] = work.rows[at]
+            count += bounds[at] >= least
+        ends[i - start] = count
+    products(tree.keys, work.members, 0, count, query, work.exact)
+    at = 0
+    for i in range(start, stop):
+        scores[i] = -np.inf
+        while at < ends[i - start]:
+            scores[i] = max(scores[i], work.exact[0, at])
+            at += 1
 
 
 @kernel
-def best_rows(count, rows, scores, work):  # type: ignore[no-untyped-def]
-    """Fill rows, scores [G, k] with the best keys, best first, then -1 and -inf."""
+def best_pages(tree, runs, queries, pages, scores, work):  # type: ignore[no-untyped-def]
+    """Fill pages, scores [G, P] with the pages of the best members among those listed, best first, then -1 and -inf.
+
+    The P pages of the largest bounds are scored by their keys; the worst of them is what any other has to reach.
+    """
+    wanted, size, count = pages.shape[1], tree.slots.shape[1], work.starts[runs]
+    products(tree.sketch, work.rows, 0, count, queries, work.score)
+    for i in range(count):
+        work.step[i] = tree.step[work.rows[i]]
+    exact, chosen, order = np.empty(runs, np.float32), np.empty(runs, np.int32), np.empty(runs, np.int32)
+    for g in range(len(queries)):
+        half, bounds = np.float32(0), work.score[g]
+        for k in range(queries.shape[1]):
+            half += HALF * abs(queries[g, k])
+        for i in range(count):
+            bounds[i] = work.step[i] * (bounds[i] + half)
+        for run in range(runs):
+            work.scratch[run] = _best_member(bounds, work.starts[run], work.starts[run + 1] - 1, size)
+        first = best(work.scratch, runs, wanted, chosen)
+        _score_exactly(tree, queries[g : g + 1], bounds, 2 * half, chosen, 0, first, exact, work)
+        least = np.float32(np.inf)
+        for i in range(first):
+            least = min(least, exact[i])
+            work.scratch[chosen[i]] = -np.inf
+        found = first
+        for run in range(runs):
+            if work.scratch[run] >= least:
+                chosen[found] = run
+                found += 1
+        _score_exactly(tree, queries[g : g + 1], bounds, 2 * half, chosen, first, found, exact, work)
+        write_best(exact, found, pages[g], scores[g], order)
+        for i in range(wanted):
+            if pages[g, i] != NONE:
+                pages[g, i] = work.pages[chosen[pages[g, i]]]
+
+
+@kernel
+def best_rows(tree, runs, queries, rows, scores, work):  # type: ignore[no-untyped-def]
+    """Fill rows, scores [G, k] with the best keys among those listed, best first, then -1 and -inf."""
+    count = work.starts[runs]
+    products(tree.keys, work.rows, 0, count, queries, work.score)
     for g in range(rows.shape[0]):
         write_best(work.score[g], count, rows[g], scores[g], work.picked)
         for i in range(rows.shape[1]):
