@@ -25,7 +25,8 @@ class Answer:
         ids: [G, P] page numbers or token numbers, best first, trailing -1.
         scores: [G, P] query . key, of a page its best member's, -inf after the last.
         ranked: nodes scored to find the way, a key or a centroid each.
-        evaluated: keys scored as results, for pages by their sketches; with rank_by="point" the ranked ones are among them.
+        evaluated: keys scored as results, for pages by their sketches first; with rank_by="point" the ranked ones are
+            among them.
     """
 
     ids: Ints

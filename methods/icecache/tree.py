@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from methods.icecache import kernels
-from methods.icecache.kernels import NODES, NONE, PAGES, POINTS, ROOT, Tree
+from methods.icecache.kernels import NODES, NONE, PAGES, POINTS, ROOT, SKETCH_LANES, Tree
 from methods.icecache.settings import Layout
 
 Ints = NDArray[np.int32]
@@ -99,8 +99,8 @@ class PagedTree:
             state=np.array([0, 1, 0, NONE, 0]),
             largest=np.zeros(1, np.float32),
             token=np.zeros(room, np.int32),
-            sketch=np.zeros((room, head_dim), np.int8),
-            step=np.zeros(room, np.float32),
+            sketch=np.zeros((room, -(-head_dim // SKETCH_LANES) * SKETCH_LANES), np.int8),
+            step=np.zeros((room, 1), np.float32),
         )
         self.arrays.point["node"][:count] = NONE
         self.arrays.token[:count] = np.arange(count)

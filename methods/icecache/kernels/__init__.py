@@ -32,7 +32,7 @@ from methods.icecache.kernels.levels import (
     take_over_root,
 )
 from methods.icecache.kernels.pages import add_children, load_children
-from methods.icecache.kernels.products import measure
+from methods.icecache.kernels.products import SKETCH_LANES, measure
 from methods.icecache.kernels.ranking import best_pages, best_rows, interleave, scan, search
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "POINTS",
     "ROOT",
     "SIZES",
+    "SKETCH_LANES",
     "TOP",
     "Tree",
     "Workspace",

@@ -32,8 +32,8 @@ class Tree(NamedTuple):
         state: [5] int64: points, nodes, pages ever used, first free page, top level.
         largest: [1] float32, c^2.
         token: [rows] int32, the token whose key lies in each row.
-        sketch: [rows, D] int8, a quarter of a float32 key; step: [rows] float32. A key's numbers are `step` times its
-            sketch's, and off by half a step at most.
+        sketch: [rows, D, up to a whole number of vectors] int8; step: [rows, 1] float32. A key's numbers are `step`
+            times its sketch's, and off by half a step at most.
     """
 
     keys: Array

@@ -59,7 +59,7 @@ def _tree(line, stored):  # type: ignore[no-untyped-def]
         _list(line, 11, np.float32),
         _list(line, 12, np.int32),
         _matrix(line, 13, np.int8),
-        _list(line, 14, np.float32),
+        _matrix(line, 14, np.float32),
     )
 
 
@@ -119,9 +119,7 @@ def attend(directory, stored, first, stop, queries, regions, how, prop_to_retrie
             runs = scan(tree, work)
         else:
             wide = max(fov, pages, int(np.ceil(fov_share * tree.state[POINTS])))
-            _, runs = search(
-                tree, own, wide, exhaustive_below, by_centroid, composites, simple, prop_to_retrieve, work
-            )
+            _, runs = search(tree, own, wide, exhaustive_below, by_centroid, composites, simple, prop_to_retrieve, work)
         read[head] = work.starts[runs]
         found, scores = np.empty((len(own), pages), np.int32), np.empty((len(own), pages), np.float32)
         best_pages(tree, runs, own, found, scores, work)

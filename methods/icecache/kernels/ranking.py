@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from methods.blocks.kernels import best, jit, kernel, write_best
+from methods.blocks.kernels import best, jit, kernel, prefetch, write_best
 from methods.icecache.kernels.arrays import NODES, NONE, PAGES, ROOT, TOP
-from methods.icecache.kernels.products import height_of, products
+from methods.icecache.kernels.products import asked_in_steps, height_of, products, sketched_products
 
 EVERY_LEVEL = 0
-HALF = np.float32(0.52)  # of a step: how far a number is from its sketch, and what products lose in rounding
+PAGES_AHEAD = 8  # a node's pages mostly follow one another
 
 
 @kernel
@@ -100,6 +100,7 @@ def children_of(tree, node, count, work):  # type: ignore[no-untyped-def]
 @jit
 def _members(tree, page, count, work):  # type: ignore[no-untyped-def]
     """Write a page's members to work.rows from `count` on, all slots at once; the new count."""
+    prefetch(tree.slots, page + PAGES_AHEAD, 0)
     for slot in range(tree.slots.shape[1]):
         work.rows[count + slot] = tree.slots[page, slot]
     return count + tree.page[page].count
@@ -309,20 +310,17 @@ def best_pages(tree, runs, queries, pages, scores, work):  # type: ignore[no-unt
     The P pages of the largest bounds are scored by their keys; the worst of them is what any other has to reach.
     """
     wanted, size, count = pages.shape[1], tree.slots.shape[1], work.starts[runs]
-    products(tree.sketch, work.rows, 0, count, queries, work.score)
-    for i in range(count):
-        work.step[i] = tree.step[work.rows[i]]
+    asks, unit, half = asked_in_steps(queries, tree.sketch.shape[1])
+    sketched_products(tree, work.rows, count, asks, work.score, work.step)
     exact, chosen, order = np.empty(runs, np.float32), np.empty(runs, np.int32), np.empty(runs, np.int32)
     for g in range(len(queries)):
-        half, bounds = np.float32(0), work.score[g]
-        for k in range(queries.shape[1]):
-            half += HALF * abs(queries[g, k])
+        bounds, doubt = work.score[g], 2 * half[g]
         for i in range(count):
-            bounds[i] = work.step[i] * (bounds[i] + half)
+            bounds[i] = work.step[i] * (unit[g] * bounds[i] + half[g])
         for run in range(runs):
             work.scratch[run] = _best_member(bounds, work.starts[run], work.starts[run + 1] - 1, size)
         first = best(work.scratch, runs, wanted, chosen)
-        _score_exactly(tree, queries[g : g + 1], bounds, 2 * half, chosen, 0, first, exact, work)
+        _score_exactly(tree, queries[g : g + 1], bounds, doubt, chosen, 0, first, exact, work)
         least = np.float32(np.inf)
         for i in range(first):
             least = min(least, exact[i])
@@ -332,7 +330,7 @@ def best_pages(tree, runs, queries, pages, scores, work):  # type: ignore[no-unt
             if work.scratch[run] >= least:
                 chosen[found] = run
                 found += 1
-        _score_exactly(tree, queries[g : g + 1], bounds, 2 * half, chosen, first, found, exact, work)
+        _score_exactly(tree, queries[g : g + 1], bounds, doubt, chosen, first, found, exact, work)
         write_best(exact, found, pages[g], scores[g], order)
         for i in range(wanted):
             if pages[g, i] != NONE:
