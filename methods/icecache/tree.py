@@ -183,15 +183,15 @@ class PagedTree:
         tree = self.arrays
         if points > len(tree.point):
             size = max(points, 2 * len(tree.point))
-            names = ("point", "projection", "token", "sketch", "step")
-            tree = tree._replace(**{name: _longer(getattr(tree, name), size) for name in names})
+            rows = ("point", "projection", "token", "sketch", "step")
+            tree = tree._replace(**{name: _longer(getattr(tree, name), size) for name in rows})
         if nodes > len(tree.node):
             size = max(nodes, 2 * len(tree.node))
             names = ("node", "node_key", "node_sum")
             tree = tree._replace(**{name: _longer(getattr(tree, name), size) for name in names})
         if pages > len(tree.page):
             size = max(pages, 2 * len(tree.page))
-            tree = tree._replace(**{name: _longer(getattr(tree, name), size) for name in ("page", "slots")})
+            tree = tree._replace(page=_longer(tree.page, size), slots=_longer(tree.slots, size))
         self.arrays = tree
 
 

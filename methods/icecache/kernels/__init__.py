@@ -22,6 +22,7 @@ from methods.icecache.kernels.arrays import (
     Tree,
     Workspace,
 )
+from methods.icecache.kernels.choosing import best_pages, best_rows, interleave
 from methods.icecache.kernels.layer import SIZES, attend, insert_leaves
 from methods.icecache.kernels.levels import (
     BLOCK,
@@ -33,7 +34,7 @@ from methods.icecache.kernels.levels import (
 )
 from methods.icecache.kernels.pages import add_children, load_children
 from methods.icecache.kernels.products import SKETCH_LANES, measure
-from methods.icecache.kernels.ranking import best_pages, best_rows, interleave, scan, search
+from methods.icecache.kernels.ranking import scan, search
 
 __all__ = [
     "BLOCK",

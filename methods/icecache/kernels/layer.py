@@ -12,10 +12,11 @@ from numba.extending import intrinsic
 
 from methods.blocks.kernels import jit, kernel
 from methods.icecache.kernels.arrays import NODE, NONE, PAGE, PAGES, POINT, POINTS, TOP, Tree
+from methods.icecache.kernels.choosing import best_pages, interleave
 from methods.icecache.kernels.levels import assign_levels, nearest_nodes
 from methods.icecache.kernels.pages import add_children
 from methods.icecache.kernels.products import measure
-from methods.icecache.kernels.ranking import best_pages, interleave, scan, search
+from methods.icecache.kernels.ranking import scan, search
 
 SIZES = 3  # numbers that name an array: its address, rows and columns
 CAPACITY, SINKS, WINDOW, LENGTH, SLOTS = range(5)  # of a row of `regions`
