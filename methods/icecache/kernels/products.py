@@ -124,27 +124,8 @@ def _tile(group, sketched=False):  # type: ignore[no-untyped-def]
     return tile
 
 
-def _of_group(sketched=False):  # type: ignore[no-untyped-def]
-    """The products of `TILE` rows with all queries, `TILE` of these at once."""
-    of_1, of_2, of_3, of_4 = (_tile(group, sketched) for group in range(1, TILE + 1))
-
-    @jit
-    def tiles(matrix, rows, i, queries, out):  # type: ignore[no-untyped-def]
-        for g in range(0, queries.shape[0], TILE):
-            left = queries.shape[0] - g
-            if left >= 4:
-                of_4(matrix, rows, i, queries, g, out)
-            elif left == 3:
-                of_3(matrix, rows, i, queries, g, out)
-            elif left == 2:
-                of_2(matrix, rows, i, queries, g, out)
-            else:
-                of_1(matrix, rows, i, queries, g, out)
-
-    return tiles
-
-
-_keys_of_group, _sketches_of_group, _keys_of_1 = _of_group(), _of_group(sketched=True), _tile(1)
+_keys_of_1, _keys_of_2, _keys_of_3, _keys_of_4 = (_tile(group) for group in range(1, TILE + 1))
+_sketches_of_1, _sketches_of_2, _sketches_of_3, _sketches_of_4 = (_tile(group, True) for group in range(1, TILE + 1))
 
 
 @jit
@@ -164,7 +145,16 @@ def products(matrix, rows, start, stop, queries, out):  # type: ignore[no-untype
     for i in range(start, stop, TILE):
         if i + AHEAD + TILE < stop:
             _fetch(matrix, rows, i + AHEAD)
-        _keys_of_group(matrix, rows, i, queries, out)
+        for g in range(0, queries.shape[0], TILE):
+            left = queries.shape[0] - g
+            if left >= 4:
+                _keys_of_4(matrix, rows, i, queries, g, out)
+            elif left == 3:
+                _keys_of_3(matrix, rows, i, queries, g, out)
+            elif left == 2:
+                _keys_of_2(matrix, rows, i, queries, g, out)
+            else:
+                _keys_of_1(matrix, rows, i, queries, g, out)
 
 
 @jit
@@ -191,7 +181,16 @@ def sketched_products(tree, rows, stop, asks, out, step):  # type: ignore[no-unt
             _fetch(tree.sketch, rows, i + SKETCHES_AHEAD)
         for t in range(TILE):
             step[i + t] = tree.step[rows[i + t], 0]
-        _sketches_of_group(tree.sketch, rows, i, asks, out)
+        for g in range(0, asks.shape[0], TILE):
+            left = asks.shape[0] - g
+            if left >= 4:
+                _sketches_of_4(tree.sketch, rows, i, asks, g, out)
+            elif left == 3:
+                _sketches_of_3(tree.sketch, rows, i, asks, g, out)
+            elif left == 2:
+                _sketches_of_2(tree.sketch, rows, i, asks, g, out)
+            else:
+                _sketches_of_1(tree.sketch, rows, i, asks, g, out)
 
 
 @jit
