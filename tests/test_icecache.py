@@ -172,9 +172,10 @@ import torch
 from driver import drive, stream
 
 from kvbench.engine.hf import method_named
-from methods.icecache.kernels import levels, pages, products, ranking
+from methods.icecache.kernels import choosing, layer, levels, pages, products, ranking
 
-everything = vars(levels) | vars(pages) | vars(products) | vars(ranking)
+files = (choosing, layer, levels, pages, products, ranking)
+everything = {name: value for file in files for name, value in vars(file).items()}
 kernel = {name: value for name, value in everything.items() if hasattr(value, "signatures")}
 for dtype in (torch.float32, torch.bfloat16):
     for options in ({"index": "exact"}, {}, {"split": "greedy", "rank_by": "centroid"}, {"projections": [2, 2]}):

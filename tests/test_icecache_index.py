@@ -607,9 +607,47 @@ def test_one_workspace_serves_trees_of_any_size() -> None:
             assert (ours.ids == fresh.ids).all()
 
 
+@pytest.mark.parametrize("stored", [np.float32, np.uint16])
+@pytest.mark.parametrize("head_dim", [5, 16, 40])
+def test_sketches_change_nothing_about_the_best_pages(stored: Any, head_dim: int) -> None:
+    """Keys of all lengths, so near one another that no sketch tells them apart, and some that have no sketch."""
+    rng = np.random.default_rng(head_dim)
+    keys = rng.standard_normal(head_dim) + 0.02 * rng.standard_normal((700, head_dim))
+    keys[::7] *= 10.0 ** rng.integers(-3, 3, (100, 1))
+    keys[5::50], keys[6::50] = 0, 1e-36
+    bits = (keys.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    keys = (bits.astype(np.uint32) << 16).view(np.float32)
+    tree = DCITree(bits if stored is np.uint16 else keys, 650, SMALL, 0)
+    tree.insert(50, Workspace())
+    tokens = tree.tokens(np.arange(tree.pages))
+    for scale in (1e-31, 1, 1e6):
+        queries = (scale * rng.standard_normal((5, head_dim))).astype(np.float32)
+        queries[0] = 0
+        member = np.where(tokens == NONE, -np.inf, (queries.astype(np.float64) @ keys.T)[:, tokens]).max(axis=2)
+        answer = tree.best_pages(queries, 9, EVERYTHING, Workspace())
+        best = -np.sort(-member, axis=1)[:, :9]
+        size = np.linalg.norm(queries.astype(np.float64), axis=1)[:, None] * np.linalg.norm(keys, axis=1).max()
+        assert (abs(answer.scores - best) <= 1e-6 * size).all()
+        assert (abs(np.take_along_axis(member, answer.ids.astype(int), axis=1) - best) <= 1e-6 * size).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_among_clusters_a_promoted_newcomer_takes_all_that_are_nearer_to_it(seed: int) -> None:
+    """Of whose points most are too near to their parents to be asked."""
+    rng = np.random.default_rng(seed)
+    centres = 5 * rng.standard_normal((6, D))
+    keys = (centres[rng.integers(0, 6, 700)] + 0.5 * rng.standard_normal((700, D))).astype(np.float32)
+    keys[0] *= 2 * np.linalg.norm(keys, axis=1).max() / np.linalg.norm(keys[0])  # so that c stays
+    tree = DCITree(keys, 400, SMALL, seed)
+    for _ in range(15):
+        tree.insert(20, Workspace())
+    check_structure(tree)
+    check_parents(tree)
+
+
 def test_the_index_is_small_beside_its_keys() -> None:
     keys = np.random.default_rng(0).standard_normal((4000, 128)).astype(np.float32)
-    assert DCITree(keys, 4000, Layout(), 0).nbytes < 0.15 * keys.nbytes
+    assert DCITree(keys, 4000, Layout(), 0).nbytes < 0.4 * keys.nbytes  # of it .26 the sketches
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

@@ -108,12 +108,23 @@ class Forest:
                 return NONE
 
             self._shared(add, max(counts) * sum(tree.nodes * tree.arrays.keys.shape[1] for tree in self._trees))
-        for at, (tree, done) in enumerate(zip(self._trees, taken.tolist(), strict=True)):
-            if done < counts[at // heads]:  # a newcomer is promoted, finds no room, or is no number
+        words: dict[int, ValueError] = {}
+
+        def finish(first: int, stop: int, workspace: Workspace) -> int:
+            for at in range(first, stop):
+                left = counts[at // heads] - int(taken[at])
                 try:
-                    tree.insert(counts[at // heads] - done, self._workspaces[0])
+                    if left:  # a newcomer is promoted, finds no room, or is no number
+                        self._trees[at].insert(left, workspace)
                 except ValueError as error:
-                    raise RefusedError(at, str(error)) from error
+                    words[at] = error
+                    return at
+            return NONE
+
+        unfinished = taken.sum() < heads * wanted.sum()
+        refused = self._shared(finish, WORTH_A_THREAD * len(self._workspaces)) if unfinished else NONE
+        if refused != NONE:
+            raise RefusedError(refused, str(words[refused])) from words[refused]
 
     def _find(self) -> Tokens:
         """The directory, with the arrays that have moved since."""

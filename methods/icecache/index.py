@@ -25,7 +25,8 @@ class Answer:
         ids: [G, P] page numbers or token numbers, best first, trailing -1.
         scores: [G, P] query . key, of a page its best member's, -inf after the last.
         ranked: nodes scored to find the way, a key or a centroid each.
-        evaluated: keys scored as results; with rank_by="point" the ranked ones are among them.
+        evaluated: keys scored as results, for pages by their sketches first; with rank_by="point" the ranked ones are
+            among them.
     """
 
     ids: Ints
@@ -61,25 +62,26 @@ class DCITree(PagedTree):
 
     def best_pages(self, queries: Floats, wanted: int, search: Search, workspace: Workspace) -> Answer:
         """The `wanted` distinct pages of the best members, for each query [G, D] of a group."""
-        ranked, evaluated, work = self._score(queries, search, workspace)
+        ranked, runs, work = self._listed(queries, search, workspace)
         ids, scores = _answer_arrays(len(queries), wanted)
-        kernels.best_pages(self.arrays, evaluated, ids, scores, work)
-        return Answer(ids, scores, ranked, evaluated)
+        kernels.best_pages(self.arrays, runs, queries, ids, scores, work)
+        return Answer(ids, scores, ranked, int(work.starts[runs]))
 
     def best_tokens(self, queries: Floats, wanted: int, search: Search, workspace: Workspace) -> Answer:
         """The tokens of the `wanted` best keys, for each query [G, D] of a group."""
-        ranked, evaluated, work = self._score(queries, search, workspace)
+        ranked, runs, work = self._listed(queries, search, workspace)
         rows, scores = _answer_arrays(len(queries), wanted)
-        kernels.best_rows(evaluated, rows, scores, work)
-        return Answer(np.where(rows == NONE, NONE, self.arrays.token[rows]), scores, ranked, evaluated)
+        kernels.best_rows(self.arrays, runs, queries, rows, scores, work)
+        tokens = np.where(rows == NONE, NONE, self.arrays.token[rows])
+        return Answer(tokens, scores, ranked, int(work.starts[runs]))
 
-    def _score(self, queries: Floats, search: Search, workspace: Workspace) -> tuple[int, int, kernels.Workspace]:
-        """Nodes ranked, keys evaluated; the scores are in the workspace."""
+    def _listed(self, queries: Floats, search: Search, workspace: Workspace) -> tuple[int, int, kernels.Workspace]:
+        """Nodes ranked, pages to be scored; which ones is in the workspace."""
         self._check_queries(queries)
         work = workspace.fit(self.arrays, len(queries))
         composites, simple = self.layout.projections if search.prop_to_retrieve < 1 else (0, 0)
         by_centroid = search.rank_by == "centroid"
-        ranked, evaluated = kernels.search(
+        ranked, runs = kernels.search(
             self.arrays,
             queries,
             search.fov,
@@ -90,7 +92,7 @@ class DCITree(PagedTree):
             search.prop_to_retrieve,
             work,
         )
-        return ranked, evaluated, work
+        return ranked, runs, work
 
     def _check_queries(self, queries: Floats) -> None:
         if queries.dtype != np.float32 or queries.ndim != 2 or queries.shape[1] != self.arrays.keys.shape[1]:
@@ -104,7 +106,9 @@ class DCITree(PagedTree):
         self._measure(0, count)
         levels, sizes = self._levels(count)
         promoted = count - int(sizes[1])
-        self._grow(count, promoted + 1, count // self.layout.page_size + promoted + 1)
+        later = len(self.arrays.point) - count
+        nodes = promoted + 1 + int(np.ceil(self.layout.promotion[0] * later))
+        self._grow(count, nodes, (count + 2 * later) // self.layout.page_size + nodes)
         self.arrays.level_size[:] = sizes
         self.arrays.state[[POINTS, TOP]] = count, levels.max()
         self.arrays.node[ROOT]["level"] = levels.max() + 1
@@ -192,10 +196,10 @@ class DCITree(PagedTree):
 class ExactScan(DCITree):
     """The same pages, found by scoring every key: what a search can at best find, and the price of not searching."""
 
-    def _score(self, queries: Floats, search: Search, workspace: Workspace) -> tuple[int, int, kernels.Workspace]:
+    def _listed(self, queries: Floats, search: Search, workspace: Workspace) -> tuple[int, int, kernels.Workspace]:
         self._check_queries(queries)
         work = workspace.fit(self.arrays, len(queries))
-        return 0, kernels.scan(self.arrays, queries, work), work
+        return 0, kernels.scan(self.arrays, work), work
 
 
 def _answer_arrays(group: int, wanted: int) -> tuple[Ints, Floats]:

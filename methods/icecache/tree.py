@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from methods.icecache import kernels
-from methods.icecache.kernels import NODES, NONE, PAGES, POINTS, ROOT, Tree
+from methods.icecache.kernels import NODES, NONE, PAGES, POINTS, ROOT, SKETCH_LANES, Tree
 from methods.icecache.settings import Layout
 
 Ints = NDArray[np.int32]
@@ -38,7 +38,7 @@ class Workspace:
 
     def fit(self, tree: Tree, group: int) -> kernels.Workspace:
         """Arrays for `tree` and a group of queries."""
-        points, nodes = len(tree.point) + 3, len(tree.node) + 3
+        points, nodes = len(tree.point) + max(3, tree.slots.shape[1]), len(tree.node) + 3
         wanted = (group, points, nodes)
         if any(size > held for size, held in zip(wanted, self._sizes, strict=True)):
             group, points, nodes = map(max, wanted, self._sizes)
@@ -48,11 +48,16 @@ class Workspace:
                 nodes=np.empty(nodes, np.int32),
                 node_score=np.empty((max(group, kernels.BLOCK), nodes), np.float32),
                 marked=np.empty(nodes, np.uint8),
+                opened=np.empty(nodes, np.uint8),
                 rows=np.empty(points, np.int32),
-                pages=np.empty(points, np.int32),
+                step=np.empty(points, np.float32),
                 score=np.empty((group, points), np.float32),
+                pages=np.empty(points, np.int32),
+                starts=np.empty(points, np.int32),
                 scratch=np.empty(longest, np.float32),
                 picked=np.empty(longest, np.int32),
+                members=np.empty(points, np.int32),
+                exact=np.empty((1, points), np.float32),
             )
         return self._arrays
 
@@ -62,7 +67,7 @@ class PagedTree:
 
     Args:
         keys: [rows, D] float32, or uint16 (bfloat16 bits), C-contiguous.
-        count: rows to make room for.
+        count: rows to begin with; there is room for as many again, if `keys` has so many.
         seed: of directions.
 
     Attributes:
@@ -77,24 +82,28 @@ class PagedTree:
         self._random = np.random.default_rng(seed)
         check_memory(keys, count)
         head_dim, directions = keys.shape[1], layout.directions
+        room = max(1, min(len(keys), 2 * count))  # zeros take no memory before they are written
         direction = self._random.standard_normal((directions, head_dim + 1)).astype(np.float32)
         direction /= np.linalg.norm(direction, axis=1, keepdims=True)
         self.arrays = Tree(
             keys=keys,
-            point=np.zeros(count, kernels.POINT),
+            point=np.zeros(room, kernels.POINT),
             page=np.zeros(1, kernels.PAGE),
-            slots=np.full((1, layout.page_size), NONE, np.int32),
+            slots=np.zeros((1, layout.page_size), np.int32),
             node=np.zeros(1, kernels.NODE),
             node_key=np.zeros((1, head_dim), np.float32),
             node_sum=np.zeros((1, head_dim), np.float32),
-            projection=np.zeros((count, directions), np.float32),
+            projection=np.zeros((room, directions), np.float32),
             direction=direction,
             level_size=np.zeros(MAX_LEVELS, np.int64),
             state=np.array([0, 1, 0, NONE, 0]),
             largest=np.zeros(1, np.float32),
-            token=np.arange(max(count, 1), dtype=np.int32),
+            token=np.zeros(room, np.int32),
+            sketch=np.zeros((room, -(-head_dim // SKETCH_LANES) * SKETCH_LANES), np.int8),
+            step=np.zeros((room, 1), np.float32),
         )
-        self.arrays.point["node"] = NONE
+        self.arrays.point["node"][:count] = NONE
+        self.arrays.token[:count] = np.arange(count)
         self.arrays.node[ROOT] = (NONE, 1, NONE, 0)
 
     def __len__(self) -> int:
@@ -147,7 +156,8 @@ class PagedTree:
         rows[order] = np.arange(count, dtype=np.int32)
         slots[held] = np.arange(count, dtype=np.int32)
         tree.point[:count] = tree.point[order]
-        tree.projection[:count] = tree.projection[order]
+        for array in (tree.projection, tree.sketch, tree.step):
+            array[:count] = array[order]
         promoted = tree.node["point"][1 : self.nodes]
         promoted[:] = rows[promoted]
         tree.token[:count] = tree.token[order]
@@ -163,30 +173,25 @@ class PagedTree:
     # -- room and measures, for what builds a tree ---------------------------------------------------------------------
 
     def _measure(self, start: int, stop: int) -> None:
-        """Norms and projections of new rows, and c."""
-        tree = self.arrays
-        wrong = kernels.squared_norms(tree.keys, start, stop, tree.point)
+        """Norms, projections and sketches of new rows, and c."""
+        wrong = kernels.measure(self.arrays, start, stop)
         if wrong != NONE:
             raise ValueError(f"key {wrong} is not finite, or too large to square")
-        tree.largest[0] = max(tree.largest[0], tree.point["norm2"][start:stop].max(initial=0))
-        kernels.project(tree, start, stop)
 
     def _grow(self, points: int, nodes: int, pages: int) -> None:
         """Make room, at least doubling what is too small."""
         tree = self.arrays
         if points > len(tree.point):
             size = max(points, 2 * len(tree.point))
-            names = ("point", "projection", "token")
-            tree = tree._replace(**{name: _longer(getattr(tree, name), size) for name in names})
+            rows = ("point", "projection", "token", "sketch", "step")
+            tree = tree._replace(**{name: _longer(getattr(tree, name), size) for name in rows})
         if nodes > len(tree.node):
             size = max(nodes, 2 * len(tree.node))
             names = ("node", "node_key", "node_sum")
             tree = tree._replace(**{name: _longer(getattr(tree, name), size) for name in names})
         if pages > len(tree.page):
             size = max(pages, 2 * len(tree.page))
-            slots = _longer(tree.slots, size)
-            slots[len(tree.page) :] = NONE
-            tree = tree._replace(page=_longer(tree.page, size), slots=slots)
+            tree = tree._replace(page=_longer(tree.page, size), slots=_longer(tree.slots, size))
         self.arrays = tree
 
 

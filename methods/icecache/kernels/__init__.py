@@ -22,6 +22,7 @@ from methods.icecache.kernels.arrays import (
     Tree,
     Workspace,
 )
+from methods.icecache.kernels.choosing import best_pages, best_rows, interleave
 from methods.icecache.kernels.layer import SIZES, attend, insert_leaves
 from methods.icecache.kernels.levels import (
     BLOCK,
@@ -32,8 +33,8 @@ from methods.icecache.kernels.levels import (
     take_over_root,
 )
 from methods.icecache.kernels.pages import add_children, load_children
-from methods.icecache.kernels.products import project, squared_norms
-from methods.icecache.kernels.ranking import best_pages, best_rows, interleave, scan, search
+from methods.icecache.kernels.products import SKETCH_LANES, measure
+from methods.icecache.kernels.ranking import scan, search
 
 __all__ = [
     "BLOCK",
@@ -47,6 +48,7 @@ __all__ = [
     "POINTS",
     "ROOT",
     "SIZES",
+    "SKETCH_LANES",
     "TOP",
     "Tree",
     "Workspace",
@@ -60,10 +62,9 @@ __all__ = [
     "interleave",
     "leave_for",
     "load_children",
+    "measure",
     "nearest_nodes",
-    "project",
     "scan",
     "search",
-    "squared_norms",
     "take_over_root",
 ]

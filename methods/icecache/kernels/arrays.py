@@ -32,6 +32,8 @@ class Tree(NamedTuple):
         state: [5] int64: points, nodes, pages ever used, first free page, top level.
         largest: [1] float32, c^2.
         token: [rows] int32, the token whose key lies in each row.
+        sketch: [rows, D, up to a whole number of vectors] int8; step: [rows, 1] float32. A key's numbers are `step`
+            times its sketch's, and off by half a step at most.
     """
 
     keys: Array
@@ -47,6 +49,8 @@ class Tree(NamedTuple):
     state: Array
     largest: Array
     token: Array
+    sketch: Array
+    step: Array
 
 
 class Workspace(NamedTuple):
@@ -54,16 +58,23 @@ class Workspace(NamedTuple):
 
     Attributes:
         nodes: [nodes + 3] int32, nodes scored; node_score: [G, nodes + 3].
-        marked: [nodes] uint8, nodes whose children are wanted.
-        rows, pages: [points + 3] int32, points scored and their pages; score: [G, points + 3].
+        marked: [nodes] uint8, nodes whose children are wanted; opened: those whose children were scored on the way.
+        rows: [points + 3] int32, points scored, page by page; step: of their sketches; score: [G, points + 3].
+        pages, starts: [points + 3] int32, the pages of work.rows, and where in it each begins; the end of the last.
         scratch, picked: [longest list] float32 and int32.
+        members: [points + 3] int32, points whose keys are read; exact: [1, points + 3], their scores.
     """
 
     nodes: Array
     node_score: Array
     marked: Array
+    opened: Array
     rows: Array
-    pages: Array
+    step: Array
     score: Array
+    pages: Array
+    starts: Array
     scratch: Array
     picked: Array
+    members: Array
+    exact: Array

@@ -12,10 +12,11 @@ from numba.extending import intrinsic
 
 from methods.blocks.kernels import jit, kernel
 from methods.icecache.kernels.arrays import NODE, NONE, PAGE, PAGES, POINT, POINTS, TOP, Tree
+from methods.icecache.kernels.choosing import best_pages, interleave
 from methods.icecache.kernels.levels import assign_levels, nearest_nodes
 from methods.icecache.kernels.pages import add_children
-from methods.icecache.kernels.products import project, squared_norms
-from methods.icecache.kernels.ranking import best_pages, interleave, scan, search
+from methods.icecache.kernels.products import measure
+from methods.icecache.kernels.ranking import scan, search
 
 SIZES = 3  # numbers that name an array: its address, rows and columns
 CAPACITY, SINKS, WINDOW, LENGTH, SLOTS = range(5)  # of a row of `regions`
@@ -58,6 +59,8 @@ def _tree(line, stored):  # type: ignore[no-untyped-def]
         _list(line, 10, np.int64),
         _list(line, 11, np.float32),
         _list(line, 12, np.int32),
+        _matrix(line, 13, np.int8),
+        _matrix(line, 14, np.float32),
     )
 
 
@@ -96,7 +99,7 @@ def attend(directory, stored, first, stop, queries, regions, how, prop_to_retrie
         regions: [B, 5], of each row its budget, sinks, first token of the window, length and most pages recalled.
         how: fov, exhaustive_below, by_centroid, composites, simple, exact scan, as of `search`.
         index: [T, M] int64, filled with -1: tokens, those always attended first, then page by page, best first.
-        read: [T], keys scored.
+        read: [T], keys scored, by their sketches.
 
     Returns:
         the first KV head that was asked what is not finite, or `NONE`.
@@ -114,15 +117,13 @@ def attend(directory, stored, first, stop, queries, regions, how, prop_to_retrie
         if not _finite(own):
             return head
         if exact:
-            scored = scan(tree, own, work)
+            runs = scan(tree, work)
         else:
             wide = max(fov, pages, int(np.ceil(fov_share * tree.state[POINTS])))
-            _, scored = search(
-                tree, own, wide, exhaustive_below, by_centroid, composites, simple, prop_to_retrieve, work
-            )
-        read[head] = scored
+            _, runs = search(tree, own, wide, exhaustive_below, by_centroid, composites, simple, prop_to_retrieve, work)
+        read[head] = work.starts[runs]
         found, scores = np.empty((len(own), pages), np.int32), np.empty((len(own), pages), np.float32)
-        best_pages(tree, scored, found, scores, work)
+        best_pages(tree, runs, own, found, scores, work)
         for page in interleave(found, pages):
             if page == NONE:
                 break
@@ -151,18 +152,13 @@ def insert_leaves(directory, stored, first, stop, counts, layout, greedy, work, 
         taken[at] = 0
         if top == 0 or start + count > len(tree.point) or tree.state[PAGES] + count > len(tree.page):
             continue
-        if squared_norms(tree.keys, start, start + count, tree.point) != NONE:
-            continue
         levels = np.empty(count, np.int32)
         assign_levels(tree.level_size.copy(), top, np.empty(0), share, above, levels)
         leaves = 0
         while leaves < count and levels[leaves] == 1:
             leaves += 1
-        if leaves == 0:
+        if leaves == 0 or measure(tree, start, start + count) != NONE:
             continue
-        for row in range(start, start + count):
-            tree.largest[0] = max(tree.largest[0], tree.point[row].norm2)
-        project(tree, start, start + count)
         rows, parents = np.arange(start, start + leaves).astype(np.int32), np.zeros(leaves, np.int32)
         for row in rows:
             tree.token[row] = row

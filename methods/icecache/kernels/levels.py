@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from methods.blocks.kernels import kernel, widen
+from methods.blocks.kernels import jit, kernel, widen
 from methods.icecache.kernels.arrays import NODES, NONE, ROOT
 from methods.icecache.kernels.pages import remove_child
 from methods.icecache.kernels.products import affinities, height_of
-from methods.icecache.kernels.ranking import children_of, children_of_marked, mark_front, rank_nodes
+from methods.icecache.kernels.ranking import children_of, mark_front, rank_nodes
 
+CLOSE = np.float32(1e-4)  # of c^2: more than a product loses in rounding
 BLOCK = 8  # points whose parents are searched together, so that a node's key is read once for all
 
 
@@ -101,11 +102,35 @@ def take_over_root(tree, node, work):  # type: ignore[no-untyped-def]
         tree.point[work.rows[i]].affinity = work.scratch[i]
 
 
+@jit
+def _undecided(tree, found, work):  # type: ignore[no-untyped-def]
+    """work.rows: the children of marked nodes that may be nearer to a newcomer than to their parents; how many.
+
+    A child is not, by the triangle inequality, if its distance to its parent is at most half of the newcomer's to that
+    parent; |T_K(x) - T_K(y)|^2 = 2 c^2 - 2 <T_K(x), T_K(y)>.
+
+    Args:
+        found: how many nodes are in work.nodes, and their products with the newcomer in work.node_score[0].
+    """
+    squared_c, count = tree.largest[0], 0
+    decided = np.empty(tree.state[NODES], np.float32)  # a child's product with its parent from which it stays
+    for i in range(found):
+        decided[work.nodes[i]] = squared_c - (squared_c - work.node_score[0, i]) / 4 + CLOSE * squared_c
+    for node in range(tree.state[NODES]):
+        if work.marked[node]:
+            height, stop = height_of(tree, tree.node[node].point), children_of(tree, node, count, work)
+            for at in range(count, stop):
+                row = work.rows[at]
+                work.rows[count] = row
+                count += tree.point[row].affinity + height_of(tree, row) * height < decided[node]
+    return count
+
+
 @kernel
 def leave_for(tree, node, fov, exhaustive_below, work):  # type: ignore[no-untyped-def]
     """Take the points below a new node's level that are nearer to it than to their parents from those parents.
 
-    Only the children of the nodes that a parent search would reach are asked.
+    Only the children of the nodes that a parent search would reach are asked, and of these the undecided.
 
     Returns:
         how many, in work.rows.
@@ -116,12 +141,12 @@ def leave_for(tree, node, fov, exhaustive_below, work):  # type: ignore[no-untyp
     _, found = rank_nodes(tree, query, height, level, False, fov, exhaustive_below, False, work)
     wide = tree.level_size[level] <= exhaustive_below
     mark_front(tree, found, 1, level, found if wide else fov, work)
-    count = children_of_marked(tree, work)
+    count = _undecided(tree, found, work)
     affinities(tree, own, work.rows, count, work)
     leaving = 0
     for i in range(count):
         row = work.rows[i]
-        parent = tree.node[tree.page[work.pages[i]].node].point
+        parent = tree.node[tree.page[tree.point[row].page].node].point
         if work.score[0, i] > tree.point[row].affinity + height_of(tree, row) * height_of(tree, parent):
             tree.point[row].affinity = work.scratch[i]
             work.rows[leaving] = row

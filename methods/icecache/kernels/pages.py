@@ -21,6 +21,7 @@ def _new_page(tree, node):  # type: ignore[no-untyped-def]
     else:
         tree.state[FREE] = tree.page[page].next
     tree.page[page].node, tree.page[page].count, tree.page[page].next = node, 0, NONE
+    tree.slots[page] = NONE
     return page
 
 
@@ -165,7 +166,7 @@ def _page_for(tree, node, row, greedy, work):  # type: ignore[no-untyped-def]
         count = children_of(tree, node, 0, work)
         affinities(tree, row, work.rows, count, work)
         best(work.score[0], count, 1, work.picked)
-        return work.pages[work.picked[0]]
+        return tree.point[work.rows[work.picked[0]]].page
     last = tree.direction.shape[1] - 1
     own = tree.projection[row, 0] + height_of(tree, row) * tree.direction[0, last]
     while tree.page[page].next != NONE:

@@ -1,39 +1,15 @@
-"""A search: rank nodes from the top level down, score the children of the best, and name the best pages or rows."""
+"""A search: rank nodes from the top level down, and list the children of the best, page by page."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from methods.blocks.kernels import best, jit, kernel, write_best
-from methods.icecache.kernels.arrays import NODES, NONE, PAGES, ROOT, TOP
+from methods.blocks.kernels import best, jit, kernel, prefetch
+from methods.icecache.kernels.arrays import NODES, NONE, ROOT, TOP
 from methods.icecache.kernels.products import height_of, products
 
 EVERY_LEVEL = 0
-
-
-@kernel
-def interleave(lists, wanted):  # type: ignore[no-untyped-def]
-    """Join the ranked lists [G, P] of a query group, -1 = none: rank 0 of each query, rank 1, ..., without repeats.
-
-    Returns:
-        [wanted] int32, trailing -1 (truncated union: the group's budget is that of one KV head).
-    """
-    joined = np.empty(wanted, np.int32)
-    highest = NONE
-    for query in range(lists.shape[0]):
-        for rank in range(lists.shape[1]):
-            highest = max(highest, lists[query, rank])
-    seen = np.zeros(highest + 1, np.uint8)
-    count = 0
-    for rank in range(lists.shape[1]):
-        for query in range(lists.shape[0]):
-            entry = lists[query, rank]
-            if count < wanted and entry != NONE and not seen[entry]:
-                seen[entry] = 1
-                joined[count] = entry
-                count += 1
-    joined[count:] = NONE
-    return joined
+PAGES_AHEAD = 8  # a node's pages mostly follow one another
 
 
 @jit
@@ -74,7 +50,7 @@ def mark_front(tree, count, group, level, fov, work):  # type: ignore[no-untyped
 
 @jit
 def children_of_marked(tree, work):  # type: ignore[no-untyped-def]
-    """work.rows and work.pages: the children of all marked nodes, page by page; how many."""
+    """work.rows: the children of all marked nodes, page by page; how many."""
     count = 0
     for node in range(tree.state[NODES]):
         if work.marked[node]:
@@ -84,15 +60,21 @@ def children_of_marked(tree, work):  # type: ignore[no-untyped-def]
 
 @jit
 def children_of(tree, node, count, work):  # type: ignore[no-untyped-def]
-    """Write a node's children, page by page, to work.rows and work.pages from `count` on; the new count."""
+    """Write a node's children, page by page, to work.rows from `count` on; the new count."""
     page = tree.node[node].first
     while page != NONE:
-        for slot in range(tree.page[page].count):
-            work.rows[count] = tree.slots[page, slot]
-            work.pages[count] = page
-            count += 1
+        count = _members(tree, page, count, work)
         page = tree.page[page].next
     return count
+
+
+@jit
+def _members(tree, page, count, work):  # type: ignore[no-untyped-def]
+    """Write a page's members to work.rows from `count` on, all slots at once; the new count."""
+    prefetch(tree.slots, page + PAGES_AHEAD, 0)
+    for slot in range(tree.slots.shape[1]):
+        work.rows[count + slot] = tree.slots[page, slot]
+    return count + tree.page[page].count
 
 
 @jit
@@ -106,16 +88,17 @@ def rank_nodes(tree, queries, heights, lowest, upper, fov, exhaustive_below, by_
 
     Returns:
         first, count: work.nodes[:count] were scored, those of level `lowest` and no others from `first` on
-        (unless `upper`).
+        (unless `upper`). With `upper`, work.opened marks the nodes whose children they are.
     """
     group, top = queries.shape[0], tree.state[TOP]
     level = top + 1
     while level > lowest and tree.level_size[level - 1] <= exhaustive_below:
         level -= 1
     count = 0
-    for node in range(1, tree.state[NODES]):
+    for node in range(tree.state[NODES]):
         own = tree.node[node].level
-        if own == level or (upper and own > level):
+        work.opened[node] = own > level
+        if node != ROOT and (own == level or (upper and own > level)):
             work.nodes[count] = node
             count += 1
     first = 0
@@ -126,6 +109,8 @@ def rank_nodes(tree, queries, heights, lowest, upper, fov, exhaustive_below, by_
             work.marked[ROOT] = 1
         else:
             mark_front(tree, count, group, level, fov, work)
+        for node in range(tree.state[NODES]):
+            work.opened[node] |= work.marked[node]
         level -= 1
         first = count
         for i in range(children_of_marked(tree, work)):
@@ -157,20 +142,30 @@ def _gaps(tree, start, stop, target, composites, simple, scratch, work):  # type
 
 
 @jit
-def _retrieve(tree, start, stop, targets, composites, simple, share, work):  # type: ignore[no-untyped-def]
-    """Of one node's children work.rows[start:stop] keep the `share` nearest in projection to any query; new stop."""
+def _retrieve(tree, listed, runs, targets, composites, simple, share, work):  # type: ignore[no-untyped-def]
+    """Of one node's children, the pages listed .. runs - 1, keep the `share` nearest in projection to any query.
+
+    Returns:
+        pages: as many as still have a member.
+    """
+    start, stop = work.starts[listed], work.starts[runs]
     wanted = int(np.ceil(share * (stop - start)))
     keep = np.zeros(stop - start, np.uint8)
     for g in range(targets.shape[0]):
         _gaps(tree, start, stop, targets[g], composites, simple, work.scratch, work)
         for i in range(best(work.scratch, stop - start, wanted, work.picked)):
             keep[work.picked[i]] = 1
-    count = start
-    for i in range(start, stop):
-        if keep[i - start]:
-            work.rows[count], work.pages[count] = work.rows[i], work.pages[i]
-            count += 1
-    return count
+    count, kept, first = start, listed, start
+    for run in range(listed, runs):
+        last, page = work.starts[run + 1], work.pages[run]
+        for i in range(first, last):
+            work.rows[count] = work.rows[i]
+            count += keep[i - start]
+        if count > work.starts[kept]:
+            work.pages[kept], work.starts[kept + 1] = page, count
+            kept += 1
+        first = last
+    return kept
 
 
 @jit
@@ -192,93 +187,45 @@ def _targets(tree, queries, used):  # type: ignore[no-untyped-def]
     return targets
 
 
+@jit
+def _list(tree, node, runs, work):  # type: ignore[no-untyped-def]
+    """List a node's pages, and their members, behind the first `runs`; the new count of pages."""
+    page = tree.node[node].first
+    while page != NONE:
+        work.pages[runs] = page
+        work.starts[runs + 1] = _members(tree, page, work.starts[runs], work)
+        page, runs = tree.page[page].next, runs + 1
+    return runs
+
+
 @kernel
 def search(tree, queries, fov, exhaustive_below, by_centroid, composites, simple, share, work):  # type: ignore[no-untyped-def]
-    """Score nodes, then the children of the best of them; every child of a marked node meets all queries.
+    """Score nodes, then list the children of the best of them; every child of a marked node meets all queries.
 
     By point, the nodes' own keys are results too, and the nodes of level 2 are what is chosen from. By centroid, nodes
     of all levels compete, and an upper key is a result only as somebody's child.
 
     Returns:
-        ranked, count: nodes scored; keys scored, in work.rows, work.pages and work.score.
+        ranked, runs: nodes scored; pages listed, in work.pages, work.starts and work.rows.
     """
-    group, count = queries.shape[0], 0
     _, ranked = rank_nodes(tree, queries, np.empty(0, np.float32), 2, True, fov, exhaustive_below, by_centroid, work)
-    mark_front(tree, ranked, group, EVERY_LEVEL if by_centroid else 2, fov, work)
+    mark_front(tree, ranked, queries.shape[0], EVERY_LEVEL if by_centroid else 2, fov, work)
     if by_centroid or tree.state[TOP] < 2:
         work.marked[ROOT] = 1
-    if not by_centroid:
-        for i in range(ranked):
-            work.rows[i] = tree.node[work.nodes[i]].point
-            work.pages[i] = tree.point[work.rows[i]].page
-        for g in range(group):
-            work.score[g, :ranked] = work.node_score[g, :ranked]
-        count = ranked
-    scored = count
     targets = _targets(tree, queries, composites * simple)
+    runs = work.starts[0] = 0
     for node in range(tree.state[NODES]):
-        if work.marked[node]:
-            start = count
-            count = children_of(tree, node, start, work)
-            if composites:
-                count = _retrieve(tree, start, count, targets, composites, simple, share, work)
-    products(tree.keys, work.rows, scored, count, queries, work.score)
-    return ranked, count
+        if work.marked[node] or (work.opened[node] and not by_centroid):
+            listed, runs = runs, _list(tree, node, runs, work)
+            if composites and work.marked[node]:
+                runs = _retrieve(tree, listed, runs, targets, composites, simple, share, work)
+    return ranked, runs
 
 
 @kernel
-def scan(tree, queries, work):  # type: ignore[no-untyped-def]
-    """Score every key, page by page; how many."""
-    count = 0
-    for page in range(tree.state[PAGES]):
-        for slot in range(tree.page[page].count):
-            work.rows[count] = tree.slots[page, slot]
-            work.pages[count] = page
-            count += 1
-    products(tree.keys, work.rows, 0, count, queries, work.score)
-    return count
-
-
-@jit
-def _runs(count, work):  # type: ignore[no-untyped-def]
-    """Where the rows of each page begin among work.rows[:count], and where the last ones end."""
-    bounds = np.zeros(count + 1, np.int32)
-    runs = 0
-    for i in range(count):
-        bounds[runs + 1] = i + 1
-        runs += i + 1 == count or work.pages[i + 1] != work.pages[i]
-    return bounds[: runs + 1]
-
-
-@jit
-def _best_member(scores, first, last, size):  # type: ignore[no-untyped-def]
-    """The largest of scores[first : last + 1], `size` at most: four at a time, and no guess when they end."""
-    a = b = c = d = scores[first]
-    if first < last:
-        for i in range(first, first + size, 4):
-            a, b = max(a, scores[min(i, last)]), max(b, scores[min(i + 1, last)])
-            c, d = max(c, scores[min(i + 2, last)]), max(d, scores[min(i + 3, last)])
-    return max(max(a, b), max(c, d))
-
-
-@kernel
-def best_pages(tree, count, pages, scores, work):  # type: ignore[no-untyped-def]
-    """Fill pages, scores [G, P] with the pages of the best members, best first, then -1 and -inf."""
-    used, size, bounds = tree.state[PAGES], tree.slots.shape[1], _runs(count, work)
-    for g in range(pages.shape[0]):
-        work.scratch[:used] = -np.inf
-        for run in range(len(bounds) - 1):
-            first, page = bounds[run], work.pages[bounds[run]]
-            top = _best_member(work.score[g], first, bounds[run + 1] - 1, size)
-            work.scratch[page] = max(work.scratch[page], top)
-        write_best(work.scratch, used, pages[g], scores[g], work.picked)
-
-
-@kernel
-def best_rows(count, rows, scores, work):  # type: ignore[no-untyped-def]
-    """Fill rows, scores [G, k] with the best keys, best first, then -1 and -inf."""
-    for g in range(rows.shape[0]):
-        write_best(work.score[g], count, rows[g], scores[g], work.picked)
-        for i in range(rows.shape[1]):
-            if rows[g, i] != NONE:
-                rows[g, i] = work.rows[rows[g, i]]
+def scan(tree, work):  # type: ignore[no-untyped-def]
+    """List every page; how many."""
+    runs = work.starts[0] = 0
+    for node in range(tree.state[NODES]):
+        runs = _list(tree, node, runs, work)
+    return runs
