@@ -414,11 +414,19 @@ def test_a_row_of_ours_fills_a_real_paper_s_table(tmp_path):
     own = known.frame[(known.frame["method"] == "icecache") & (known.frame["budget"] == 256)]
     own = own[own["model"] == "llama3.1-8b-instruct"]
     groups = {group: [1.0, 0.0] for group in own["group"] if group}
-    stored(tmp_path, "icecache", 256, groups, task="longbench", model="llama3.1-8b-instruct")
-    table = beside(collect([tmp_path]), known)
+    for ratio, samples in {"difflib": groups, "levenshtein": dict.fromkeys(groups, [1.0, 1.0])}.items():
+        options, model = {"code_sim": ratio}, "llama3.1-8b-instruct"
+        stored(tmp_path, "icecache", 256, samples, task="longbench", model=model, options=options)
+    table = beside(collect([tmp_path]), known)  # whose code is scored by difflib
     filled = {place for place, cell in table.cells.items() if "score" in cell.numbers}
     assert len(filled) == 17 and len({row for row, _ in filled}) == 1
     assert all(table.cells[place].numbers["score"] == 50 for place in filled)
+    assert any("task.code_sim=difflib" in note for note in table.notes)
+
+
+def test_a_run_from_before_an_option_was_there_does_not_stand_beside(tmp_path):
+    stored(tmp_path, "quest")
+    assert "score" not in beside(collect([tmp_path]), paper({}, settings=("task.variant=a",))).cells[0, 0].numbers
 
 
 def test_a_note_of_the_paper_s_cell_is_told():
