@@ -173,7 +173,7 @@ class LongBench(Task):
     def _samples(self, name: str) -> list[Sample]:
         """All samples of a subset, in the order of its file."""
         subset = SUBSETS[name]
-        rows = [row._replace(error=_unfit(f"{name}.jsonl", row, subset)) for row in self._rows(name)]
+        rows = [row._replace(error=unfit(f"{name}.jsonl", row, subset)) for row in self._rows(name)]
         meta: dict[str, Any] = {"dataset": name}
         if subset.classifies:
             # As the official script, which scores every row with the classes of the last one.
@@ -224,7 +224,7 @@ def _opened(path: Path, name: str) -> Iterator[IO[bytes]]:
             yield lines
 
 
-def _unfit(label: str, row: Row, subset: Subset) -> str:
+def unfit(label: str, row: Row, subset: Subset) -> str:
     """Why a line of the file `label` is no sample, or ""."""
     if row.error:
         return row.error
