@@ -16,7 +16,7 @@ from kvbench.engine.models import byte_tokenizer
 from kvbench.measure.protocol import render
 from kvbench.tasks import Sample
 from kvbench.tasks.ruler.task import ALL_SUBSETS, ONE_IS_ENOUGH, SUBSETS, Ruler, cleaned
-from kvbench.tasks.ruler.writers import SINGLE_WORDS, FrequentWords, Variables
+from kvbench.tasks.ruler.writers import SINGLE_WORDS, Cell, FrequentWords, Variables
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 TEMPLATE = "{% for message in messages %}<|user|>\n{{ message.content }}\n{% endfor %}<|assistant|>\n"
@@ -195,6 +195,15 @@ def test_an_assignment_stands_at_its_depth():
         assert sample.meta["depths"] == [round(100 * before / sample.meta["size"], 2) for before in noise_before]
 
 
+def test_the_solved_example_is_as_long_with_a_chat_template_as_without():
+    def framed(text, **options):
+        return {"input_ids": [*range(40), *words_as_tokens(text)["input_ids"]]}
+
+    (plain,), (other,) = (made("vt", 4096, 1, tokenizer=tokenizer) for tokenizer in (words_as_tokens, framed))
+    assert tasks_of(other, "Memorize and track")[0] == tasks_of(plain, "Memorize and track")[0]
+    assert tokens(other, framed) <= 4096
+
+
 def test_the_least_size_is_a_line_of_noise_for_each_variable():
     assert Variables().least == 5
 
@@ -255,10 +264,23 @@ def test_every_size_has_a_certain_answer():
     assert not ruler_writers._certain(writer.least - 1)
 
 
-def test_official_sizes_lie_on_rulers_grid_and_leave_room_for_the_answer():
-    for sample in made("fwe", 6400):
-        assert (sample.meta["size"] - 6400 // 6) % 200 == 0
-        assert tokens(sample) <= 6400
+@pytest.mark.parametrize("length", [3000, 4096, 6450])
+def test_official_sizes_are_those_of_rulers_loop_over_shares_of_the_prompt(length):
+    """RULER takes the 50 new tokens off, starts at a sixth of the rest, and goes up and down by its 32nd part."""
+    room = length - 50
+    cell = Cell("fwe", length, 0, lambda text: len(words_as_tokens(text)["input_ids"]))
+
+    def fits(index: int, size: int) -> bool:
+        return cell.count(FrequentWords().draft(cell, index).write(size).text) <= room
+
+    first = room // 6
+    while fits(0, first + room // 32):
+        first += room // 32
+    for index, sample in enumerate(made("fwe", length, 8)):
+        size = first
+        while not fits(index, size):
+            size -= room // 32
+        assert sample.meta["size"] == size and tokens(sample) <= length
 
 
 # -- qa ----------------------------------------------------------------------------------------------------------------
@@ -343,6 +365,15 @@ def test_documents_of_a_short_file_come_again_and_the_sample_says_so(tmp_path):
         for sample in made("qa_1", 4096, squad=squad_file(tmp_path), fit=fit):
             assert len(documents(sample)) == sample.meta["size"] > 12
             assert sample.meta["different_documents"] == len(set(documents(sample))) == 12
+
+
+def test_ten_documents_at_a_time_are_given_up_however_few_are_left(tmp_path):
+    file = squad_file(tmp_path, articles=40, paragraphs=6, longest=12)
+    found = made("qa_1", 1800, 60, squad=file)
+    first = found[0].meta["size"]
+    sizes = {sample.meta["size"] for sample in found}
+    assert 11 < first < 40, "a quarter would be less than ten"
+    assert sizes == {first, first - 10}
 
 
 def test_where_a_long_document_does_not_fit_a_shorter_one_does(tmp_path):

@@ -191,11 +191,15 @@ class Variables(Writer):
 
 @functools.lru_cache(maxsize=1)
 def _example_lines(count: Count) -> int:
-    """Lines of noise in vt's example: as many as fit its tokens, as RULER has it, at least one small unit."""
+    """Lines of noise in vt's example: as many as fit its tokens, as RULER has it, at least one small unit.
+
+    Its own tokens alone: those of a chat template and special ones, which stand around any text, are no part of it.
+    """
+    around = count("")
     lines, letters, tokens = _VT["units"][0], _VT["example"]["letters"], _VT["example"]["tokens"]
 
     def fits(lines: int) -> bool:
-        return count(Variables._task(letters, lines, random.Random(0), random.Random(0)).text) <= tokens
+        return count(Variables._task(letters, lines, random.Random(0), random.Random(0)).text) <= tokens + around
 
     while lines < tokens and fits(lines + 1):
         lines += 1
@@ -263,12 +267,12 @@ class FrequentWords(Writer):
         return self.least + self.least // 2
 
     def unit(self, length: int) -> int:
-        """Words."""
-        return max(1, length // 32)
+        """Words, a share of the prompt's tokens."""
+        return max(1, (length - self.new_tokens) // 32)
 
     def official(self, size: int, length: int) -> int:
-        """RULER starts at a sixth of the length and goes on by units."""
-        start, unit = length // _FWE["letters"], self.unit(length)
+        """RULER starts at a sixth of the prompt's tokens and goes on by units."""
+        start, unit = (length - self.new_tokens) // _FWE["letters"], self.unit(length)
         return max(self.least, start + (size - start) // unit * unit)
 
     def draft(self, cell: Cell, index: int) -> Draft:
