@@ -242,6 +242,27 @@ def test_a_list_longer_than_the_word_lists_takes_made_up_words_and_says_so():
         assert sample.meta["words"] == "kvbench-1 and made-up words"
 
 
+def test_the_words_of_a_file_are_listed_each_once_and_named(tmp_path):
+    file = tmp_path / "words.txt"
+    own = [f"word{chr(97 + n // 26)}{chr(97 + n % 26)}" for n in range(400)]
+    file.write_text("\n".join([*own, *own]))
+    for sample in made("cwe", 4096, words=str(file)):
+        example, task = tasks_of(sample, "Below is a numbered list")
+        assert set(listed(example)) | set(listed(task)) <= set(own) and set(sample.answers) <= set(own)
+        assert re.fullmatch(r"words\.txt@[0-9a-f]{8}", sample.meta["words"])
+    (longer,) = made("cwe", 20_000, 1, words=str(file), tokenizer=letters_as_tokens(9))
+    assert longer.meta["size"] > 400 and longer.meta["words"].endswith(" and made-up words")
+    assert len(set(listed(tasks_of(longer, "Below is a numbered list")[1]))) == longer.meta["size"]
+
+
+@pytest.mark.parametrize("content", [b"", b"ten words " * 40, b"\xff\xfe"])
+def test_a_file_without_enough_words_is_refused(tmp_path, content):
+    file = tmp_path / "words.txt"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"^task\.words=.*words\.txt: "):
+        made("cwe", 4096, words=str(file))
+
+
 # -- fwe ---------------------------------------------------------------------------------------------------------------
 
 
@@ -426,6 +447,7 @@ def test_more_samples_than_questions_are_refused(tmp_path):
 
 
 def test_files_are_sources_of_the_subsets_that_read_them(tmp_path):
+    assert [file.key for file in Ruler(["cwe"], [4096], words="w.txt", squad="s.json").sources] == ["task.words"]
     options = {"squad": squad_file(tmp_path), "hotpotqa": "no/such.json"}
     [source] = Ruler(["qa_1", "vt"], [4096], **options).sources
     source.check()
