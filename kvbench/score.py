@@ -1,8 +1,9 @@
 """`python -m kvbench.score RUN [RUN ...]`: scores anew from stored outputs, without a model and without torch.
 
 A RUN is a run folder or any folder above some. Each one's task is built from its own run.yaml, and every record without
-an error is scored by the code that is there now; failed ones stay at 0. Nothing is changed without `--write`. Exit
-codes: 0 done, 2 something could not be scored.
+an error is scored by the code that is there now; failed ones stay at 0. Nothing is changed without `--write`. With
+`--predictions` folders of other projects' predictions are scored instead. Exit codes: 0 done, 2 something could not be
+scored.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ from kvbench.runs.folder import (
 )
 from kvbench.runs.identity import module_sources, source_hash
 from kvbench.runs.summary import summarise
-from kvbench.tasks import Sample, Task, task_of
+from kvbench.tasks import Sample, Task, predictions, task_of
 
-USAGE = "python -m kvbench.score RUN [RUN ...] [--write | task.key=value ...] [--json]"
+USAGE = """python -m kvbench.score RUN [RUN ...] [--write | task.key=value ...] [--json]
+       python -m kvbench.score --predictions longbench|ruler DIR [DIR ...] [--json]"""
 
 # Of a summary, what follows from scores.
 SCORES = ("score", "stderr", "score_ok", "scores", "n", "failed", "groups", "macro")
@@ -77,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str] | None) -> int:
     given = _parser().parse_args(arguments)
+    if given.predictions:
+        return _predicted(given)
     changes = [word for word in given.words if word.startswith("task.") and "=" in word]
     try:
         if given.write and changes:
@@ -103,10 +107,36 @@ def _main(arguments: Sequence[str] | None) -> int:
     return code
 
 
+def _predicted(given: argparse.Namespace) -> int:
+    """Score folders of other projects' predictions; returns the exit code."""
+    if given.write:
+        return _refused(ConfigError("--write: not with --predictions, whose folders are left as they are"))
+    # Names may hold brackets; a file takes the whole width.
+    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 140)
+    entries, code = [], 0
+    for word in given.words:
+        try:
+            found = predictions.read(given.predictions, Path(word))
+        except ConfigError as error:
+            code = _refused(error)
+            continue
+        if given.json:
+            entries.append(predictions_as_json(found))
+        else:
+            console.print(predictions_table(found))
+            for line in remarks(found):
+                console.print(line, soft_wrap=True)
+    if given.json:
+        print(json.dumps(entries, indent=2, allow_nan=False))
+    return code
+
+
 def _parser() -> argparse.ArgumentParser:
     about = "Scores anew from stored outputs, without a model. Nothing is changed without --write."
     parser = argparse.ArgumentParser("kvbench.score", USAGE, about)
     parser.add_argument("words", nargs="+", metavar="RUN", help="a run folder, or a folder above some")
+    formats = list(predictions.BENCHMARKS)
+    parser.add_argument("--predictions", choices=formats, help="each RUN is a folder of its scripts' <subset>.jsonl")
     parser.add_argument("--write", action="store_true", help="keep the new scores, in samples.jsonl and summary.json")
     parser.add_argument("--json", action="store_true", help="print JSON, scores before and after, and no tables")
     return parser
@@ -270,6 +300,59 @@ def outcome(found: Rescored, written: bool) -> str:
         return f"{found.folder}: {changed}; nothing is written"
     finished = "" if (found.folder / "summary.json").exists() else "; unfinished, so without a summary"
     return f"{found.folder}: {changed} and written{finished}"
+
+
+def predictions_table(found: predictions.Predictions) -> Table:
+    """Scores of predictions, each 0-100: every subset by every metric it has, and the plain mean over subsets."""
+    bins = [name for name in predictions.BINS if any(name in subset.by_length for subset in found.subsets)]
+    drawn = Table(title=str(found.folder), title_justify="left")
+    for heading in ("subset", "metric"):
+        drawn.add_column(heading, overflow="fold")
+    for heading in ("samples", "empty", "score", *bins):
+        drawn.add_column(heading, justify="right")
+    for subset in found.subsets:
+        own = _summary(subset)
+        lengths = [_with_error({"score": subset.by_length.get(name)}) for name in bins]
+        main, *others = subset.metrics
+        drawn.add_row(subset.name, main, str(own["n"]), str(subset.empty), _with_error(own), *lengths)
+        for name in others:
+            drawn.add_row("", name, "", "", _with_error({"score": own["scores"][name]}))
+    for name in found.others:
+        drawn.add_row(f"{name}, not scored", "-", "-", "-", "-")
+    drawn.add_section()
+    for name, mean in found.means().items():
+        metric = "" if name == "score" else f"with {name}"
+        drawn.add_row(f"mean of {len(found.subsets)} subsets", metric, "", "", _with_error({"score": mean}))
+    return drawn
+
+
+def remarks(found: predictions.Predictions) -> list[str]:
+    """What a reader of the table must know: what has no subset to be scored as, and what is missing from the mean."""
+    lines = []
+    if found.others:
+        files = ", ".join(f"{name}.jsonl" for name in found.others)
+        lines.append(f"{found.folder}: not scored: {files}; none of {found.benchmark.title}")
+    if found.missing:
+        lines.append(f"{found.folder}: of {found.benchmark.title} without {', '.join(found.missing)}")
+    return lines
+
+
+def predictions_as_json(found: predictions.Predictions) -> dict[str, Any]:
+    """What `--json` prints of a folder of predictions."""
+    return {
+        "predictions": str(found.folder),
+        "subsets": {
+            subset.name: {**_only_scores(_summary(subset)), "empty": subset.empty, "by_length": subset.by_length}
+            for subset in found.subsets
+        },
+        "means": found.means(),
+        "missing": found.missing,
+        "not_scored": found.others,
+    }
+
+
+def _summary(subset: predictions.Subset) -> dict[str, Any]:
+    return summarise([{"scores": scores} for scores in subset.scores], "score")
 
 
 def _pair(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> tuple[str, str]:

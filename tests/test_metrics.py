@@ -174,8 +174,8 @@ CODE = [
 
 @pytest.mark.parametrize("prediction, answer, levenshtein, by_difflib", CODE)
 def test_code_sim_is_that_of_fuzzywuzzy_with_and_without_levenshtein(prediction, answer, levenshtein, by_difflib):
-    assert code_sim(prediction, answer) == code_sim(prediction, answer, "levenshtein") == levenshtein
-    assert code_sim(prediction, answer, "difflib") == by_difflib
+    assert code_sim(prediction, answer, "levenshtein") == levenshtein
+    assert code_sim(prediction, answer) == code_sim(prediction, answer, "difflib") == by_difflib
 
 
 def test_code_sim_of_difflib_depends_on_the_order_of_its_texts():

@@ -34,6 +34,13 @@ def tokenizer(request):
     return trained(request.param)
 
 
+VARIANTS = ("quest", "arkvale")
+
+
+def one_token_a_digit(text, **options):
+    return {"input_ids": [int(letter) for letter in text]}
+
+
 def samples(task: Passkey, tokenizer=None, seed: int = 0) -> list[Sample]:
     return list(task.samples(tokenizer, seed))
 
@@ -174,6 +181,59 @@ def test_ten_new_tokens_and_the_question_ends_the_prompt():
         assert re.search(r"\d+", sample.prompt)[0] == sample.answers[0]
 
 
+# -- as ArkVale has it -------------------------------------------------------------------------------------------------
+
+
+def test_arkvales_question_stands_right_after_the_filler():
+    quest, arkvale = (samples(Passkey([500], "characters", variant=name), one_token_a_digit) for name in VARIANTS)
+    for theirs, ours in zip(arkvale, quest, strict=True):
+        before, _, after = theirs.prompt.rpartition(QUESTION)
+        assert not before.endswith("\n") and not after and theirs.question == QUESTION
+        assert len(theirs.prompt) == len(ours.prompt) == 500
+        assert theirs.id == ours.id and theirs.answers == ours.answers
+
+
+@pytest.mark.parametrize("length", [47, 48, 49, 100, 5000])
+def test_arkvales_length_in_words_is_exact_too(length):
+    """The filler's last word and the question's first are one, with nothing between them."""
+    for sample in samples(Passkey([length], "words", variant="arkvale"), one_token_a_digit):
+        assert len(sample.prompt.split()) == length
+
+
+def test_arkvales_length_in_tokens_is_never_exceeded(tokenizer):
+    found = samples(Passkey([512], variant="arkvale"), tokenizer)
+    counts = [len(tokenizer(sample.prompt)["input_ids"]) for sample in found]
+    assert max(counts) == 512 and min(counts) >= 508
+
+
+def test_arkvale_generates_as_many_tokens_as_the_key_has_and_one(tokenizer):
+    for sample in samples(Passkey([512], variant="arkvale"), tokenizer):
+        ids = tokenizer(sample.answers[0], add_special_tokens=False)["input_ids"]
+        assert sample.meta["key_ids"] == ids and sample.max_new_tokens == len(ids) + 1
+        assert tokenizer.decode(ids) == sample.answers[0] and sample.keep_ids
+
+
+@pytest.mark.parametrize(
+    "ids, right",
+    [
+        ([9, 1, 2, 3], True),
+        ([1, 2, 3, 9], False),  # the right number, one token early: Quest counts it
+        ([9, 12, 3], False),  # the right number, in other tokens
+        ([1, 2, 3], True),
+        ([2, 3], False),
+        ([], False),
+    ],
+)
+def test_arkvale_compares_the_last_ids_with_the_keys(ids, right):
+    meta = {"key_ids": [1, 2, 3], "output_ids": ids}
+    sample = Sample(id="x", prompt="", answers=("123",), max_new_tokens=4, meta=meta)
+    assert Passkey([400], variant="arkvale").score(sample, " 123") == {"accuracy": float(right)}
+    assert Passkey([400]).score(sample, " 123") == {"accuracy": 1.0}
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("unit, minimum", [("characters", 247), ("words", 47)])
 def test_a_length_too_short_for_the_frame_names_the_key_and_the_minimum(unit, minimum):
     with pytest.raises(ValueError, match=rf"task\.lengths: {minimum - 1} {unit} are too few.* at least {minimum}$"):
@@ -198,6 +258,7 @@ def test_the_minimum_in_tokens_is_enough_for_any_key(tokenizer):
         ({"lengths": [400], "unit": "bytes"}, "task.unit"),
         ({"lengths": [400], "keys": 0}, "task.keys"),
         ({"lengths": [400], "positions": 0}, "task.positions"),
+        ({"lengths": [400], "variant": "ice"}, "task.variant"),
     ],
 )
 def test_a_bad_option_names_its_key(options, key):

@@ -123,7 +123,8 @@ def test_the_list_names_everything(capsys):
 def test_a_paper_s_table_with_a_run_of_ours(tmp_path, capsys):
     known = published.table("icecache_table1").frame
     groups = {group: [1.0, 0.0] for group in known["group"] if group}
-    path = stored(tmp_path, "full", None, groups, task="longbench", model="llama3.1-8b-instruct")
+    options = {"code_sim": "difflib"}
+    path = stored(tmp_path, "full", None, groups, task="longbench", model="llama3.1-8b-instruct", options=options)
     told, _ = made(capsys, tmp_path, "--paper", "icecache_table1", "--format", "csv")
     lines = [line for line in csv.DictReader(io.StringIO(told)) if line["run"]]
     assert {line["run"] for line in lines} == {str(path)} and len(lines) == 17

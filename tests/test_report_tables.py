@@ -414,11 +414,83 @@ def test_a_row_of_ours_fills_a_real_paper_s_table(tmp_path):
     own = known.frame[(known.frame["method"] == "icecache") & (known.frame["budget"] == 256)]
     own = own[own["model"] == "llama3.1-8b-instruct"]
     groups = {group: [1.0, 0.0] for group in own["group"] if group}
-    stored(tmp_path, "icecache", 256, groups, task="longbench", model="llama3.1-8b-instruct")
-    table = beside(collect([tmp_path]), known)
+    for ratio, samples in {"difflib": groups, "levenshtein": dict.fromkeys(groups, [1.0, 1.0])}.items():
+        options, model = {"code_sim": ratio}, "llama3.1-8b-instruct"
+        stored(tmp_path, "icecache", 256, samples, task="longbench", model=model, options=options)
+    table = beside(collect([tmp_path]), known)  # whose code is scored by difflib
     filled = {place for place, cell in table.cells.items() if "score" in cell.numbers}
     assert len(filled) == 17 and len({row for row, _ in filled}) == 1
     assert all(table.cells[place].numbers["score"] == 50 for place in filled)
+    assert any("task.code_sim=difflib" in note for note in table.notes)
+
+
+def ruler_row(tmp_path, groups: list[str], **options):
+    """LycheeCluster's row of its RULER table at 4k with a run of ours: its cells by column, and the note on marks."""
+    known = published.table("lychee_table6")
+    usual = {
+        "haystack": "generated",
+        "squad": "generated",
+        "hotpotqa": "generated",
+        "data_dir": None,
+        "lengths": [4096],
+    }
+    samples = {f"{group}/4096": [1.0, 0.0] for group in groups}
+    whole = {**usual, "samples": 49, **options}
+    stored(tmp_path, "lychee", 1024, samples, task="ruler", model="llama3.1-8b-instruct", options=whole)
+    table = beside(collect([tmp_path]), known)
+    row = table.rows.index(("LycheeCluster, 4k",))
+    cells = {column: table.cells[row, place] for place, column in enumerate(table.columns)}
+    return cells, [note for note in table.notes if note.startswith("g: ")]
+
+
+RULER_OF_LYCHEE = [
+    "niah_single_1",
+    "niah_multikey_1",
+    "niah_multivalue",
+    "niah_multiquery",
+    "vt",
+    "fwe",
+    "qa_1",
+    "qa_2",
+]
+
+
+def test_generated_text_in_place_of_rulers_files_is_marked_and_has_no_difference(tmp_path):
+    cells, notes = ruler_row(tmp_path, RULER_OF_LYCHEE)
+    essays = {"multikey", "multivalue", "multiquery"}
+    assert {name for name, cell in cells.items() if "g" in cell.marks["score"]} == essays | {"qa1", "qa2", "avg"}
+    assert {name for name, cell in cells.items() if "difference" in cell.numbers} == {"single", "vt", "fwe"}
+    assert all({"score", "published"} <= cell.numbers.keys() for cell in cells.values())
+    (note,) = notes
+    assert "task.haystack, task.squad, task.hotpotqa" in note and "no difference" in note
+
+
+def test_with_rulers_files_nothing_is_marked(tmp_path):
+    files = {"haystack": "essays.txt", "squad": "dev-v2.0.json", "hotpotqa": "hotpot_dev.json"}
+    for options in (files, {"data_dir": "ready-made"}):
+        folder = tmp_path / "-".join(options)
+        cells, notes = ruler_row(folder, RULER_OF_LYCHEE, **options)
+        assert not notes and all("difference" in cell.numbers for cell in cells.values())
+
+
+def test_a_run_from_before_an_option_had_no_file_for_it(tmp_path):
+    options = {"task": "ruler", "model": "llama3.1-8b-instruct"}
+    stored(tmp_path, "full", None, {"cwe/4096": [1.0]}, **options, options={"words": "words.txt"})
+    stored(tmp_path, "quest", 64, {"cwe/4096": [1.0]}, **options)  # of which a data frame says NaN
+    both = [{"method": method, "budget": budget, "row": method} for method, budget in (("full", None), ("quest", 64))]
+    lines = [{**line, **options, "group": "cwe/4096"} for line in both]
+    table = beside(collect([tmp_path]), paper(*lines))
+    assert ["g" in table.cells[row, 0].marks["score"] for row in range(2)] == [False, True]
+
+
+def test_only_the_file_that_is_missing_marks_its_cells(tmp_path):
+    cells, _ = ruler_row(tmp_path, RULER_OF_LYCHEE, haystack="essays.txt", hotpotqa="hotpot_dev.json")
+    assert {name for name, cell in cells.items() if "difference" not in cell.numbers} == {"qa1", "avg"}
+
+
+def test_a_run_from_before_an_option_was_there_does_not_stand_beside(tmp_path):
+    stored(tmp_path, "quest")
+    assert "score" not in beside(collect([tmp_path]), paper({}, settings=("task.variant=a",))).cells[0, 0].numbers
 
 
 def test_a_note_of_the_paper_s_cell_is_told():

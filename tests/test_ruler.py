@@ -198,10 +198,15 @@ def test_special_tokens_count(tokenizer):
 
 
 def test_a_sample_too_long_gives_up_whole_units():
-    for subset, unit in [("niah_multikey_1", 500), ("niah_multikey_2", 25)]:
-        sizes = [
-            sample.meta["size"] for sample in made(subset, counted_in_letters(200), length=16_000, samples=20, seed=1)
-        ]
+    # However few there are: 25 lines are a third of the last one's.
+    cells = [
+        ("niah_multikey_1", 16_000, 500, 200),
+        ("niah_multikey_2", 16_000, 25, 200),
+        ("niah_multikey_3", 4096, 25, 1),
+    ]
+    for subset, length, unit, letters in cells:
+        found = made(subset, counted_in_letters(letters), length=length, samples=20, seed=1)
+        sizes = [sample.meta["size"] for sample in found]
         assert {(sizes[0] - size) % unit for size in sizes} == {0}
         assert len(set(sizes)) > 1
 

@@ -16,7 +16,7 @@ from kvbench.engine.models import byte_tokenizer
 from kvbench.measure.protocol import render
 from kvbench.tasks import Sample
 from kvbench.tasks.ruler.task import ALL_SUBSETS, ONE_IS_ENOUGH, SUBSETS, Ruler, cleaned
-from kvbench.tasks.ruler.writers import SINGLE_WORDS, FrequentWords, Variables
+from kvbench.tasks.ruler.writers import SINGLE_WORDS, Cell, FrequentWords, Variables
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 TEMPLATE = "{% for message in messages %}<|user|>\n{{ message.content }}\n{% endfor %}<|assistant|>\n"
@@ -195,6 +195,15 @@ def test_an_assignment_stands_at_its_depth():
         assert sample.meta["depths"] == [round(100 * before / sample.meta["size"], 2) for before in noise_before]
 
 
+def test_the_solved_example_is_as_long_with_a_chat_template_as_without():
+    def framed(text, **options):
+        return {"input_ids": [*range(40), *words_as_tokens(text)["input_ids"]]}
+
+    (plain,), (other,) = (made("vt", 4096, 1, tokenizer=tokenizer) for tokenizer in (words_as_tokens, framed))
+    assert tasks_of(other, "Memorize and track")[0] == tasks_of(plain, "Memorize and track")[0]
+    assert tokens(other, framed) <= 4096
+
+
 def test_the_least_size_is_a_line_of_noise_for_each_variable():
     assert Variables().least == 5
 
@@ -233,6 +242,27 @@ def test_a_list_longer_than_the_word_lists_takes_made_up_words_and_says_so():
         assert sample.meta["words"] == "kvbench-1 and made-up words"
 
 
+def test_the_words_of_a_file_are_listed_each_once_and_named(tmp_path):
+    file = tmp_path / "words.txt"
+    own = [f"word{chr(97 + n // 26)}{chr(97 + n % 26)}" for n in range(400)]
+    file.write_text("\n".join([*own, *own]))
+    for sample in made("cwe", 4096, words=str(file)):
+        example, task = tasks_of(sample, "Below is a numbered list")
+        assert set(listed(example)) | set(listed(task)) <= set(own) and set(sample.answers) <= set(own)
+        assert re.fullmatch(r"words\.txt@[0-9a-f]{8}", sample.meta["words"])
+    (longer,) = made("cwe", 20_000, 1, words=str(file), tokenizer=letters_as_tokens(9))
+    assert longer.meta["size"] > 400 and longer.meta["words"].endswith(" and made-up words")
+    assert len(set(listed(tasks_of(longer, "Below is a numbered list")[1]))) == longer.meta["size"]
+
+
+@pytest.mark.parametrize("content", [b"", b"ten words " * 40, b"\xff\xfe"])
+def test_a_file_without_enough_words_is_refused(tmp_path, content):
+    file = tmp_path / "words.txt"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"^task\.words=.*words\.txt: "):
+        made("cwe", 4096, words=str(file))
+
+
 # -- fwe ---------------------------------------------------------------------------------------------------------------
 
 
@@ -255,10 +285,23 @@ def test_every_size_has_a_certain_answer():
     assert not ruler_writers._certain(writer.least - 1)
 
 
-def test_official_sizes_lie_on_rulers_grid_and_leave_room_for_the_answer():
-    for sample in made("fwe", 6400):
-        assert (sample.meta["size"] - 6400 // 6) % 200 == 0
-        assert tokens(sample) <= 6400
+@pytest.mark.parametrize("length", [3000, 4096, 6450])
+def test_official_sizes_are_those_of_rulers_loop_over_shares_of_the_prompt(length):
+    """RULER takes the 50 new tokens off, starts at a sixth of the rest, and goes up and down by its 32nd part."""
+    room = length - 50
+    cell = Cell("fwe", length, 0, lambda text: len(words_as_tokens(text)["input_ids"]))
+
+    def fits(index: int, size: int) -> bool:
+        return cell.count(FrequentWords().draft(cell, index).write(size).text) <= room
+
+    first = room // 6
+    while fits(0, first + room // 32):
+        first += room // 32
+    for index, sample in enumerate(made("fwe", length, 8)):
+        size = first
+        while not fits(index, size):
+            size -= room // 32
+        assert sample.meta["size"] == size and tokens(sample) <= length
 
 
 # -- qa ----------------------------------------------------------------------------------------------------------------
@@ -345,6 +388,15 @@ def test_documents_of_a_short_file_come_again_and_the_sample_says_so(tmp_path):
             assert sample.meta["different_documents"] == len(set(documents(sample))) == 12
 
 
+def test_ten_documents_at_a_time_are_given_up_however_few_are_left(tmp_path):
+    file = squad_file(tmp_path, articles=40, paragraphs=6, longest=12)
+    found = made("qa_1", 1800, 60, squad=file)
+    first = found[0].meta["size"]
+    sizes = {sample.meta["size"] for sample in found}
+    assert 11 < first < 40, "a quarter would be less than ten"
+    assert sizes == {first, first - 10}
+
+
 def test_where_a_long_document_does_not_fit_a_shorter_one_does(tmp_path):
     file = squad_file(tmp_path, articles=20, paragraphs=6, longest=40)
     lengths = {
@@ -395,6 +447,7 @@ def test_more_samples_than_questions_are_refused(tmp_path):
 
 
 def test_files_are_sources_of_the_subsets_that_read_them(tmp_path):
+    assert [file.key for file in Ruler(["cwe"], [4096], words="w.txt", squad="s.json").sources] == ["task.words"]
     options = {"squad": squad_file(tmp_path), "hotpotqa": "no/such.json"}
     [source] = Ruler(["qa_1", "vt"], [4096], **options).sources
     source.check()

@@ -220,6 +220,19 @@ def test_question_read_through_the_method_is_no_part_of_the_prefill(
     assert given == [(record["prompt_tokens"] - asked, asked)]
 
 
+def test_ids_that_a_score_goes_by_are_stored_and_score_the_same_again(tmp_path: Path, configured: Any) -> None:
+    from kvbench.score import rescore
+
+    run(configured("task.limit=2", "task.variant=arkvale"))
+    folder = only_folder(tmp_path)
+    for record in records(folder):
+        meta = record["meta"]  # a byte is a token
+        assert bytes(meta["key_ids"]) == record["answers"][0].encode()
+        assert len(meta["output_ids"]) == len(meta["key_ids"]) + 1
+        assert record["scores"]["accuracy"] == float(meta["output_ids"][1:] == meta["key_ids"])
+    assert rescore(folder).changed == []
+
+
 def test_failed_sample_scores_zero(configured: Any, generated: Generated, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbench.tasks.passkey.Passkey.score", lambda *_: {"accuracy": 1.0})
     generated.broken = {FIRST: FloatingPointError("NaN")}

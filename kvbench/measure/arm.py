@@ -138,7 +138,10 @@ def measure(
         return failure(arm, prompt, f"{type(error).__name__}: {error}")
     output = arm.loaded.tokenizer.decode(generation.tokens[0], skip_special_tokens=True)
     found = {"output": output, **measured(generation, sample.timed.warmup if sample.timed else 0), **more}
-    scores = arm.task.score(replace(sample, answers=tuple(found.get("answers", sample.answers))), found["output"])
+    if sample.keep_ids:
+        found["meta"] = {**sample.meta, "output_ids": generation.tokens[0]}
+    answers, meta = tuple(found.get("answers", sample.answers)), found.get("meta", sample.meta)
+    scores = arm.task.score(replace(sample, answers=answers, meta=meta), found["output"])
     if generation.audit["over_rule"]:
         attended, rule = generation.audit["attended_max"], arm.method.rule(len(prompt.ids), engine.audit.steps)
         reason = f"over_rule: a KV head attended up to {attended} entries, its rule at the end allows {rule}"

@@ -12,6 +12,8 @@ from kvbench.report.frame import Runs
 from kvbench.report.published import PaperTable
 from kvbench.report.select import label_of, labels_of, marks_of_mixed, refuse_several, scored, select
 from kvbench.runs.quantities import QUANTITIES, Quantity
+from kvbench.tasks.ruler.task import READERS
+from kvbench.tasks.ruler.texts import GENERATED
 
 # Options of a task that choose samples: a run with others still has comparable groups.
 CHOOSE_SAMPLES = {"task.lengths", "task.samples", "task.subsets", "task.keys", "task.positions"}
@@ -51,7 +53,7 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
         numbers = dict(ours.numbers)
         if not missing(line.value):
             numbers["published"] = line.value
-            if "score" in numbers:
+            if "score" in numbers and "g" not in ours.marks["score"]:
                 numbers["difference"] = numbers["score"] - line.value
         mapped = bool(line.metric and line.method and line.model)
         cells[rows.index(line.row), columns.index(line.column)] = Cell(numbers, ours.marks, ours.run, mapped)
@@ -98,9 +100,18 @@ def _ours(evidence: Evidence, paper: PaperTable, line: Any, alike: Sequence[int]
     if paper.timed:
         marks = transfer_marks(runs.arm[run]["transfer"]) + mixed.get(run, "")
         return Cell(_seconds(runs, run, line), {"score": marks}, source)
-    return Cell(
-        score_numbers(evidence, run, groups), {"score": evidence.marks(run, groups) + mixed.get(run, "")}, source
-    )
+    marks = evidence.marks(run, groups) + "g" * _on_generated_text(runs, run, groups) + mixed.get(run, "")
+    return Cell(score_numbers(evidence, run, groups), {"score": marks}, source)
+
+
+def _on_generated_text(runs: Runs, run: int, groups: Iterable[str]) -> bool:
+    """Whether samples of these groups (all: ()) are of texts that a file of RULER's has otherwise."""
+    setting = runs.setting[run]
+    if runs.arm[run]["task"] != "ruler" or not missing(setting.get("task.data_dir")):
+        return False
+    subsets = {group.partition("/")[0] for group in groups or runs.scores[run].groups}
+    files = {key: setting.get(f"task.{key}") for key in READERS}  # missing: by a kvbench that had no such option
+    return any(subsets & READERS[key] for key, file in files.items() if missing(file) or file == GENERATED)
 
 
 def _seconds(runs: Runs, run: int, line: Any) -> dict[str, float]:

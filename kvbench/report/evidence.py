@@ -20,6 +20,8 @@ MARKS = {
     "d": "random (dummy) weights: bytes and times have a meaning, scores have none",
     "e": "attended in place: bytes to a device were counted, not copied, and are in no time",
     "f": "with failed samples, which count 0",
+    "g": "on texts that kvbench generates, not on the files of RULER's own scripts (task.haystack, task.squad, "
+    "task.hotpotqa, task.words): other samples than the paper's, so no difference is shown",
     "m": "under another protocol than most of the table",
     "o": "a sample broke its method's own budget rule",
     "u": "unfinished: not all samples yet",

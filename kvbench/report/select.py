@@ -78,7 +78,7 @@ def _one_of(name: str, known: Sequence[str], words: Iterable[str], unknown: str)
 
 def label_of(runs: Runs, run: int, key: str) -> str:
     """The value of a run's setting as a table shows it."""
-    value = runs.arm[run][key] if key in OF_ARMS else runs.setting[run][key]
+    value = runs.arm[run][key] if key in OF_ARMS else runs.setting[run].get(key)
     if missing(value):
         return "-"
     return f"{100 * value:g} %" if key == "budget" and isinstance(value, float) else show(value)

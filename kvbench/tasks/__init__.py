@@ -70,6 +70,7 @@ class Sample:
             first.
         truncate: a prompt that is too long loses its middle, and is no error.
         max_length: with `truncate`, tokens of the longest raw prompt; None: what the model's window has room for.
+        keep_ids: its score goes by token ids: those of the output are kept in `meta` as "output_ids".
         timed: its generation is timed, and it has no prompt but this.
         given: its output is given, and compared with full attention's; it has no prompt but this.
         error: why it cannot run (a bad line in a data file), or ""; it then counts as failed.
@@ -88,6 +89,7 @@ class Sample:
     end_token: str = ""
     truncate: bool = False
     max_length: int | None = None
+    keep_ids: bool = False
     timed: Timed | None = None
     given: Given | None = None
     error: str = ""

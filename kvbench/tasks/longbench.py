@@ -76,8 +76,8 @@ SUBSETS: dict[str, Subset] = {
 # Where one metric has several readings, the one that is meant.
 ROUGE_NOTE = "as rouge 1.0.1; sentences too long for its recursion have their score, there they get 0"
 CODE_NOTES: dict[metrics.Ratio, str] = {
-    "levenshtein": "as fuzzywuzzy with Levenshtein",
     "difflib": "as fuzzywuzzy without Levenshtein, by Python's difflib",
+    "levenshtein": "as fuzzywuzzy with Levenshtein",
 }
 
 
@@ -89,7 +89,7 @@ class LongBench(Task):
         data_dir: a folder with `<subset>.jsonl` files or the hub's `data.zip`; None: the hub.
         max_length: tokens of the longest raw prompt, whose middle is cut out; None: what the model's window has room
             for.
-        code_sim: how `metrics.code_sim` compares.
+        code_sim: which ratio of `metrics.code_sim` is the score; the other stands beside it.
         sources: the files that hold the subsets.
         notes: what the metrics in use are equal to, where there is a choice.
     """
@@ -103,7 +103,7 @@ class LongBench(Task):
         subsets: Sequence[str] = tuple(SUBSETS),
         data_dir: str | None = None,
         max_length: int | None = None,
-        code_sim: metrics.Ratio = "levenshtein",
+        code_sim: metrics.Ratio = "difflib",
     ) -> None:
         if isinstance(subsets, str) or not subsets or len(set(map(str, subsets))) < len(subsets):
             raise ValueError(f"task.subsets={subsets}: a list of different ones of {', '.join(SUBSETS)}")
@@ -140,21 +140,16 @@ class LongBench(Task):
         return (sample for sample in chain.from_iterable(zip_longest(*shuffled)) if sample is not None)
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """The best score over the answers, as "score" and under the name of the subset's metric."""
+        """The best score over the answers, as "score" and under its metric's name; of code, by both ratios."""
         subset = SUBSETS[sample.group]
         # A matter of scoring alone: ended at a newline, a reply that begins with one would be empty.
         text = output.lstrip("\n").split("\n")[0] if subset.first_line else output
-        metric = self._metric(subset, sample.meta)
-        best = max((metric(text, answer) for answer in sample.answers), default=0.0)
-        return {self.metric: best, subset.metric: best}
-
-    def _metric(self, subset: Subset, meta: Mapping[str, Any]) -> Callable[[str, str], float]:
-        metric: Callable[..., float] = getattr(metrics, subset.metric)
-        if subset.classifies:
-            return functools.partial(metric, classes=meta["classes"])
-        if subset.metric == "code_sim":
-            return functools.partial(metric, ratio=self.code_sim)
-        return metric
+        best = {
+            name: max((metric(text, answer) for answer in sample.answers), default=0.0)
+            for name, metric in _metrics(subset, sample.meta).items()
+        }
+        main = f"code_sim_{self.code_sim}" if subset.metric == "code_sim" else subset.metric
+        return {self.metric: best[main], **best}
 
     def _source(self, name: str) -> DataFile:
         if self.data_dir is None:
@@ -178,7 +173,7 @@ class LongBench(Task):
     def _samples(self, name: str) -> list[Sample]:
         """All samples of a subset, in the order of its file."""
         subset = SUBSETS[name]
-        rows = [row._replace(error=_unfit(f"{name}.jsonl", row, subset)) for row in self._rows(name)]
+        rows = [row._replace(error=unfit(f"{name}.jsonl", row, subset)) for row in self._rows(name)]
         meta: dict[str, Any] = {"dataset": name}
         if subset.classifies:
             # As the official script, which scores every row with the classes of the last one.
@@ -206,6 +201,14 @@ class LongBench(Task):
         )
 
 
+def _metrics(subset: Subset, meta: Mapping[str, Any]) -> dict[str, Callable[[str, str], float]]:
+    """The metrics of a subset by name: one, but for code, which has one for each ratio."""
+    metric: Callable[..., float] = getattr(metrics, subset.metric)
+    if subset.metric == "code_sim":
+        return {f"code_sim_{ratio}": functools.partial(metric, ratio=ratio) for ratio in get_args(metrics.Ratio)}
+    return {subset.metric: functools.partial(metric, classes=meta["classes"]) if subset.classifies else metric}
+
+
 @contextmanager
 def _opened(path: Path, name: str) -> Iterator[IO[bytes]]:
     """The lines of a subset, in a file of its own or in the hub's archive."""
@@ -221,7 +224,7 @@ def _opened(path: Path, name: str) -> Iterator[IO[bytes]]:
             yield lines
 
 
-def _unfit(label: str, row: Row, subset: Subset) -> str:
+def unfit(label: str, row: Row, subset: Subset) -> str:
     """Why a line of the file `label` is no sample, or ""."""
     if row.error:
         return row.error

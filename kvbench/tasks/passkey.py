@@ -1,8 +1,8 @@
 """Passkey retrieval: one number hidden at a known depth of repeated filler text.
 
-Strings, cutting and scoring follow mit-han-lab/Quest, `evaluation/passkey/passkey.py`; positions follow ArkVale and
-IceCache, 0, 5, ..., 95 % of the filler. No chat template, no data to download: a sample is a function of the seed and
-of its own cell, never of the samples before it.
+Strings, cutting and scoring follow mit-han-lab/Quest, `evaluation/passkey/passkey.py`, or ArkVale, whose test IceCache
+runs; positions follow ArkVale and IceCache, 0, 5, ..., 95 % of the filler. No chat template, no data to download: a
+sample is a function of the seed and of its own cell, never of the samples before it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Unit = Literal["tokens", "characters", "words"]
+Variant = Literal["quest", "arkvale"]
+Frame = Callable[[str, int, str], str]  # the prompt of prefix, key and suffix
 
 _STRINGS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("data").joinpath("passkey.yaml").read_text())
 DESCRIPTION = _STRINGS["description"]
@@ -44,19 +47,32 @@ class Passkey(Task):
         unit: what `lengths` counts. Filler is cut mid-word, as published, unless the unit is words.
         keys: keys hidden per length and position.
         positions: depths, position i lies at i / positions of the filler.
+        variant: "quest": the question on a line of its own, ten new tokens, of which the first number shall be the key;
+            "arkvale": the question where the filler ends, as many new tokens as the key has and one before them, and
+            the last ids shall be the key's.
     """
 
     name = "passkey"
     metric = "accuracy"
 
-    def __init__(self, lengths: Sequence[int], unit: Unit = "tokens", keys: int = 1, positions: int = 20) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        unit: Unit = "tokens",
+        keys: int = 1,
+        positions: int = 20,
+        variant: Variant = "quest",
+    ) -> None:
         if unit not in get_args(Unit):
             raise ValueError(f"task.unit={unit!r}: one of {', '.join(get_args(Unit))}")
         if not lengths or any(length < 1 for length in lengths) or len(set(lengths)) < len(lengths):
             raise ValueError(f"task.lengths={list(lengths)}: different positive numbers, at least one")
         if keys < 1 or positions < 1:
             raise ValueError(f"task.keys={keys}, task.positions={positions}: both at least 1")
+        if variant not in get_args(Variant):
+            raise ValueError(f"task.variant={variant!r}: one of {', '.join(get_args(Variant))}")
         self.lengths, self.unit, self.keys, self.positions = tuple(lengths), unit, keys, positions
+        self.variant, self.frame = variant, prompt if variant == "quest" else prompt_of_arkvale
 
     def __len__(self) -> int:
         return len(self.lengths) * self.positions * self.keys
@@ -71,24 +87,29 @@ class Passkey(Task):
         for index in range(self.keys):
             for position in _spread(self.positions):
                 for length in self.lengths:
-                    yield self._sample(length, position, index, seed, fitted[length])
+                    sample = self._sample(length, position, index, seed, fitted[length])
+                    yield sample if self.variant == "quest" else _as_arkvale(sample, tokenizer)
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """1 if the first number in the output is the key, as Quest counts it."""
+        """1 if the first number in the output is the key, as Quest counts it; ArkVale's wants its ids at the end."""
+        if self.variant == "arkvale":
+            key, ids = sample.meta["key_ids"], sample.meta["output_ids"]
+            return {"accuracy": float(ids[-len(key) :] == key)}
         number = re.search(r"\d+", output)
         return {"accuracy": float(number is not None and int(number.group()) == int(sample.answers[0]))}
 
     def _fitting(self, length: int, tokenizer: PreTrainedTokenizerBase) -> Callable[[Fraction, int], str]:
         """How to write a prompt of `length` around a key at a depth; what can be worked out once per length is."""
         if self.unit == "words":
-            return functools.partial(_prompt_of_words, length)
+            return functools.partial(_prompt_of_words, self.frame, length)
         if self.unit == "characters":
-            return functools.partial(_prompt_of_characters, length)
+            return functools.partial(_prompt_of_characters, self.frame, length)
 
         def count(text: str) -> int:
             return len(tokenizer(text, verbose=False)["input_ids"])
 
-        return functools.partial(_prompt_of_tokens, length, count, _filler_within(length, count))
+        size = _filler_within(self.frame, length, count)
+        return functools.partial(_prompt_of_tokens, self.frame, length, count, size)
 
     def _sample(
         self, length: int, position: int, index: int, seed: int, write: Callable[[Fraction, int], str]
@@ -113,42 +134,55 @@ def prompt(prefix: str, key: int, suffix: str) -> str:
     return "\n".join((DESCRIPTION, prefix, INFORMATION.format(key=key), suffix, QUESTION))
 
 
-def _prompt_of_characters(length: int, depth: Fraction, key: int) -> str:
+def prompt_of_arkvale(prefix: str, key: int, suffix: str) -> str:
+    """The five parts, without a newline before the question."""
+    return prompt(prefix, key, suffix).removesuffix(f"\n{QUESTION}") + QUESTION
+
+
+def _as_arkvale(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    """A sample with ArkVale's output: a token, such as a space, and the key's, by whose ids it is scored."""
+    ids = list(tokenizer(sample.answers[0], add_special_tokens=False)["input_ids"])
+    return replace(sample, max_new_tokens=len(ids) + 1, meta={**sample.meta, "key_ids": ids}, keep_ids=True)
+
+
+def _prompt_of_characters(frame: Frame, length: int, depth: Fraction, key: int) -> str:
     # The same minimum for every key, so that a length is accepted or refused whatever the seed.
-    minimum = len(prompt("", LARGEST_KEY, ""))
+    minimum = len(frame("", LARGEST_KEY, ""))
     if length < minimum:
         raise _too_short(length, minimum, "characters")
-    return _prompt_around(length - len(prompt("", key, "")), depth, key)
+    return _prompt_around(frame, length - len(frame("", key, "")), depth, key)
 
 
-def _prompt_of_words(length: int, depth: Fraction, key: int) -> str:
-    """Whole words of filler; a newline separates words as a space does, so the parts' words add up."""
-    frame = len(prompt("", key, "").split())
-    if length < frame:
-        raise _too_short(length, frame, "words")
-    size = length - frame
+def _prompt_of_words(frame: Frame, length: int, depth: Fraction, key: int) -> str:
+    """Whole words of filler; a newline separates words as a space does, and without one two are one."""
+    minimum = len(frame("", key, "").split())
+    if length < minimum:
+        raise _too_short(length, minimum, "words")
+    size = length - (len(frame("before", key, "after").split()) - 2)
     before = int(size * depth)
     words = FILLER.split()
     text = (words * (size // len(words) + 1))[:size]
-    return prompt(" ".join(text[:before]), key, " ".join(text[: size - before]))
+    return frame(" ".join(text[:before]), key, " ".join(text[: size - before]))
 
 
-def _prompt_of_tokens(length: int, count: Callable[[str], int], size: int, depth: Fraction, key: int) -> str:
+def _prompt_of_tokens(
+    frame: Frame, length: int, count: Callable[[str], int], size: int, depth: Fraction, key: int
+) -> str:
     """`size` characters of filler fit at depth 0; another cut or key may tip over, and then gives up a few more."""
-    text = _prompt_around(size, depth, key)
+    text = _prompt_around(frame, size, depth, key)
     while (over := count(text) - length) > 0:
         if not size:
             raise _too_short(length, length + over, "tokens")
         size = max(0, size - over)
-        text = _prompt_around(size, depth, key)
+        text = _prompt_around(frame, size, depth, key)
     return text
 
 
-def _filler_within(length: int, count: Callable[[str], int]) -> int:
+def _filler_within(frame: Frame, length: int, count: Callable[[str], int]) -> int:
     """Most characters of filler for which the prompt, key at depth 0, has at most `length` tokens."""
 
     def tokens(size: int) -> int:
-        return count(_prompt_around(size, Fraction(0), LARGEST_KEY))
+        return count(_prompt_around(frame, size, Fraction(0), LARGEST_KEY))
 
     if length < (minimum := tokens(0)):
         raise _too_short(length, minimum, "tokens")
@@ -179,11 +213,11 @@ def _largest(fits: Callable[[int], bool], guess: int) -> int:
     return low
 
 
-def _prompt_around(size: int, depth: Fraction, key: int) -> str:
+def _prompt_around(frame: Frame, size: int, depth: Fraction, key: int) -> str:
     """The prompt with `size` characters of filler, `depth` of them before the key; the rest starts the filler anew."""
     before = int(size * depth)
     filler = " ".join([FILLER] * (size // (len(FILLER) + 1) + 1))
-    return prompt(filler[:before], key, filler[: size - before])
+    return frame(filler[:before], key, filler[: size - before])
 
 
 def _spread(count: int) -> list[int]:

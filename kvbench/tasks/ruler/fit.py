@@ -65,9 +65,9 @@ class Fit:
                 return written, size
             if size <= least:
                 raise self._too_short(tokens)
-            # RULER subtracts a unit however small the rest, and below one unit tries for ever. Where a word takes many
-            # tokens, 500 words may be nearly all of the prompt.
-            step = min(self.writer.unit(length), max(1, size // 4), size - least)
+            # RULER subtracts a unit however small the rest, and of a unit or less it takes the same again for ever.
+            unit = self.writer.unit(length)
+            step = min(unit if size > unit else max(1, size // 4), size - least)
             size -= step
             if step >= EVEN and tokens - length < step * rate / 2:
                 return draft.write(size), size

@@ -53,6 +53,13 @@ __all__ = [
 ]
 
 ALL_SUBSETS = (*SUBSETS, "vt", "cwe", "fwe", "qa_1", "qa_2")
+# Options that name a file of RULER's own, and the subsets that read it.
+READERS = {
+    "haystack": {name for name, settings in STRINGS["niah"]["subsets"].items() if settings["haystack"] == "essay"},
+    "squad": {"qa_1"},
+    "hotpotqa": {"qa_2"},
+    "words": {"cwe"},
+}
 ONE_IS_ENOUGH = ("qa_1", "qa_2")  # whose answers say the same; of all others each is wanted
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -71,8 +78,9 @@ class Ruler(Task):
             as large as fits.
         haystack, squad, hotpotqa: essays, and documents of qa_1 and qa_2: "generated" (others for each sample), or a
             file: text, SQuAD's JSON, HotpotQA's JSON in the distractor setting.
+        words: of cwe: "generated" (common ones, and made-up ones where a list is longer), or a text file of others.
         data_dir: None: generate samples. A folder with `<length>/<subset>.jsonl` as RULER writes them, or "hub":
-            read them; then the four options before have no effect.
+            read them; then the five options before have no effect.
     """
 
     name = "ruler"
@@ -88,6 +96,7 @@ class Ruler(Task):
         haystack: str = GENERATED,
         squad: str = GENERATED,
         hotpotqa: str = GENERATED,
+        words: str = GENERATED,
         data_dir: str | None = None,
     ) -> None:
         unknown = [name for name in subsets if name not in self.known]
@@ -105,7 +114,7 @@ class Ruler(Task):
         self.data_dir, self.stored = data_dir, data_dir is not None
         self.files = {
             key: LocalFile(Path(value).expanduser(), f"task.{key}")
-            for key, value in (("haystack", haystack), ("squad", squad), ("hotpotqa", hotpotqa))
+            for key, value in (("haystack", haystack), ("squad", squad), ("hotpotqa", hotpotqa), ("words", words))
             if value != GENERATED
         }
         self.sources = self._sources()
@@ -119,8 +128,7 @@ class Ruler(Task):
             cells = [(name, length) for length in self.lengths for name in self.subsets]
             # The hub has all subsets of a length in one file.
             return list(dict.fromkeys(ruler_files.source(self.data_dir, *cell) for cell in cells))
-        readers = {"squad": {"qa_1"}, "hotpotqa": {"qa_2"}, "haystack": _essay_subsets()}
-        return [file for key, file in self.files.items() if not readers[key].isdisjoint(self.subsets)]
+        return [file for key, file in self.files.items() if not READERS[key].isdisjoint(self.subsets)]
 
     @functools.cached_property
     def writers(self) -> dict[str, Writer]:
@@ -159,9 +167,11 @@ class Ruler(Task):
         if name == "qa_2":
             file = self.files.get("hotpotqa")
             return Documents(ruler_texts.hotpotqa(file, self.count) if file else ruler_texts.Generated(hops=2))
+        if name == "cwe" and "words" in self.files:
+            return CommonWords(*ruler_texts.vocabulary(self.files["words"], max(STRINGS["cwe"]["example"]["words"])))
         if name in _OTHERS:
             return _OTHERS[name]()
-        source, essay = self._essays if name in _essay_subsets() else ruler_texts.essays(None)
+        source, essay = self._essays if name in READERS["haystack"] else ruler_texts.essays(None)
         return Needles(**STRINGS["niah"]["subsets"][name], essay=essay, source=source)
 
     @functools.cached_property
@@ -228,10 +238,6 @@ _OTHERS: dict[str, type[Variables] | type[CommonWords] | type[FrequentWords]] = 
     "cwe": CommonWords,
     "fwe": FrequentWords,
 }
-
-
-def _essay_subsets() -> set[str]:
-    return {name for name, settings in STRINGS["niah"]["subsets"].items() if settings["haystack"] == "essay"}
 
 
 @dataclass(frozen=True, eq=False)

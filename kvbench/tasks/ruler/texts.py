@@ -41,14 +41,23 @@ def essays(file: LocalFile | None) -> tuple[str, Essay]:
     """
     if file is None:
         return GENERATED, prose.words
-    name, content = _read(file)
-    try:
-        words = content.decode().split()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file.key}={file.file}: {error}; expected a text file, or generated") from error
+    name, words = _words(file)
     if not words:
         raise ValueError(f"{file.key}={file.file}: an empty file; expected text, or generated")
     return name, functools.partial(_first_words, words)
+
+
+def vocabulary(file: LocalFile, least: int) -> tuple[str, tuple[str, ...]]:
+    """What results call the different words of a text file, and these.
+
+    Raises:
+        ValueError: there are fewer than `least`.
+    """
+    name, words = _words(file)
+    different = tuple(dict.fromkeys(words))
+    if len(different) < least:
+        raise ValueError(f"{file.key}={file.file}: {len(different)} different words; expected {least} at least")
+    return name, different
 
 
 def sentences(text: str) -> list[str]:
@@ -59,6 +68,14 @@ def sentences(text: str) -> list[str]:
 def _first_words(words: list[str], cell: str, count: int) -> list[str]:
     """The first `count` words of a corpus, the same for every cell, and over again where it is short."""
     return (words * (count // len(words) + 1))[:count]
+
+
+def _words(file: LocalFile) -> tuple[str, list[str]]:
+    name, content = _read(file)
+    try:
+        return name, content.decode().split()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file.key}={file.file}: {error}; expected a text file") from error
 
 
 def _read(file: LocalFile) -> tuple[str, bytes]:

@@ -26,7 +26,7 @@ STRINGS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("data").joinpa
 _VT, _CWE, _FWE, _QA = (STRINGS[family] for family in ("vt", "cwe", "fwe", "qa"))
 ADJECTIVES: list[str] = STRINGS["words"]["adjectives"].split()
 NOUNS: list[str] = STRINGS["words"]["nouns"].split()
-SINGLE_WORDS = sorted({*ADJECTIVES, *NOUNS})
+SINGLE_WORDS: Sequence[str] = tuple(sorted({*ADJECTIVES, *NOUNS}))
 WORDS: str = STRINGS["words"]["name"]
 
 SMALL_LENGTH = 4096
@@ -191,11 +191,15 @@ class Variables(Writer):
 
 @functools.lru_cache(maxsize=1)
 def _example_lines(count: Count) -> int:
-    """Lines of noise in vt's example: as many as fit its tokens, as RULER has it, at least one small unit."""
+    """Lines of noise in vt's example: as many as fit its tokens, as RULER has it, at least one small unit.
+
+    Its own tokens alone: those of a chat template and special ones, which stand around any text, are no part of it.
+    """
+    around = count("")
     lines, letters, tokens = _VT["units"][0], _VT["example"]["letters"], _VT["example"]["tokens"]
 
     def fits(lines: int) -> bool:
-        return count(Variables._task(letters, lines, random.Random(0), random.Random(0)).text) <= tokens
+        return count(Variables._task(letters, lines, random.Random(0), random.Random(0)).text) <= tokens + around
 
     while lines < tokens and fits(lines + 1):
         lines += 1
@@ -204,8 +208,15 @@ def _example_lines(count: Count) -> int:
 
 @dataclass(frozen=True)
 class CommonWords(Writer):
-    """cwe: the ten words that stand in a numbered list more often than the others, after a solved example."""
+    """cwe: the ten words that stand in a numbered list more often than the others, after a solved example.
 
+    Attributes:
+        source: what results call the words.
+        singles: the words; where a list is longer, made-up ones follow.
+    """
+
+    source: str = WORDS
+    singles: Sequence[str] = SINGLE_WORDS
     new_tokens: int = _CWE["new_tokens"]
 
     @property
@@ -225,10 +236,10 @@ class CommonWords(Writer):
     def draft(self, cell: Cell, index: int) -> Draft:
         """See `Writer.draft`."""
         regime, example = int(not cell.small), _CWE["example"]
-        solved = _Vocabulary(random.Random(f"ruler/{cell.stream(index)}/example"))
+        solved = _Vocabulary(self.singles, random.Random(f"ruler/{cell.stream(index)}/example"))
         shown = self._task(solved, example["words"][regime], example["repeats"][regime], cell.seed)
         before = f"{shown.text} {_numbered(shown.answers)}\n"
-        vocabulary = _Vocabulary(random.Random(f"ruler/{cell.stream(index)}"))
+        vocabulary = _Vocabulary(self.singles, random.Random(f"ruler/{cell.stream(index)}"))
 
         def write(size: int) -> Written:
             task = self._task(vocabulary, size, _CWE["repeats"][regime], cell.seed)
@@ -236,12 +247,11 @@ class CommonWords(Writer):
 
         return Draft(write)
 
-    @staticmethod
-    def _task(vocabulary: _Vocabulary, size: int, repeats: Sequence[int], seed: int) -> Written:
+    def _task(self, vocabulary: _Vocabulary, size: int, repeats: Sequence[int], seed: int) -> Written:
         common, others = vocabulary.words(size)
         listed = common * repeats[0] + others * repeats[1]
         random.Random(seed).shuffle(listed)  # RULER: the same permutation in every sample of a size
-        name = WORDS if size <= len(SINGLE_WORDS) else f"{WORDS} and made-up words"
+        name = self.source if size <= len(self.singles) else f"{self.source} and made-up words"
         prompt = _CWE["template"].format(context=_numbered(listed)) + _CWE["question"]
         return Written(prompt, _CWE["question"], _CWE["answer_prefix"], tuple(common), {"words": name})
 
@@ -263,12 +273,12 @@ class FrequentWords(Writer):
         return self.least + self.least // 2
 
     def unit(self, length: int) -> int:
-        """Words."""
-        return max(1, length // 32)
+        """Words, a share of the prompt's tokens."""
+        return max(1, (length - self.new_tokens) // 32)
 
     def official(self, size: int, length: int) -> int:
-        """RULER starts at a sixth of the length and goes on by units."""
-        start, unit = length // _FWE["letters"], self.unit(length)
+        """RULER starts at a sixth of the prompt's tokens and goes on by units."""
+        start, unit = (length - self.new_tokens) // _FWE["letters"], self.unit(length)
         return max(self.least, start + (size - start) // unit * unit)
 
     def draft(self, cell: Cell, index: int) -> Draft:
@@ -412,8 +422,8 @@ class _Vocabulary:
     "adjective-noun": with many of them a noun alone would be more frequent than any common word.
     """
 
-    def __init__(self, rng: random.Random) -> None:
-        self.singles = rng.sample(SINGLE_WORDS, len(SINGLE_WORDS))
+    def __init__(self, singles: Sequence[str], rng: random.Random) -> None:
+        self.singles = rng.sample(singles, len(singles))
         self.lots = [rng.random() for _ in range(_CWE["common"])]
         self.made_up: list[str] = []
         self.rng = rng

@@ -1,0 +1,185 @@
+"""Predictions that other projects stored, in the files of LongBench's and RULER's own scripts, scored as ours are.
+
+A folder has a file a subset, `<subset>.jsonl`, one line a sample: LongBench's `pred`, `answers`, `all_classes` and
+perhaps `length`, RULER's `pred` and `outputs`. `kvbench.score --predictions` shows what is found here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from kvbench.config import ConfigError, first_line, nearest
+from kvbench.tasks import Sample, Task, longbench
+from kvbench.tasks.ruler.task import ALL_SUBSETS, Ruler
+from kvbench.tasks.sources import Row, read_jsonl
+
+_PART = re.compile(r"-\d+$")  # RULER's scripts write the parts of a task side by side: vt-0.jsonl, vt-1.jsonl
+BINS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}  # LongBench-E's, in words; each ends before its number
+
+
+@dataclass(frozen=True)
+class Subset:
+    """The predictions of one subset, scored.
+
+    Attributes:
+        scores: of each sample, 0..1 by name: "score", and its metric's; of code there are two.
+        lengths: words of each sample's text, for LongBench-E's bins; empty unless all samples have theirs.
+        empty: predictions without a letter.
+    """
+
+    name: str
+    scores: list[dict[str, float]]
+    lengths: list[int]
+    empty: int
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of its metrics, the one that is the score first."""
+        return list(self.scores[0])[1:]
+
+    @property
+    def by_length(self) -> dict[str, float]:
+        """The mean score, 0-100, of each of LongBench-E's bins that has samples."""
+        bins: dict[str, list[float]] = {name: [] for name in BINS}
+        for length, scores in zip(self.lengths, self.scores, strict=False):
+            name = next(name for name, end in BINS.items() if end is None or length < end)
+            bins[name].append(scores["score"])
+        return {name: 100 * sum(found) / len(found) for name, found in bins.items() if found}
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """A folder of predictions, scored.
+
+    Attributes:
+        benchmark: whose they are.
+        subsets: those of the benchmark that are there, in its order.
+        missing: those that are not.
+        others: files that are none of its subsets, and are not scored.
+    """
+
+    benchmark: Benchmark
+    folder: Path
+    subsets: list[Subset]
+    missing: list[str]
+    others: list[str]
+
+    def means(self) -> dict[str, float]:
+        """Plain means over subsets, 0-100: of their scores, and with a second metric where a subset has it."""
+        second = {name for subset in self.subsets for name in subset.metrics[1:]}
+        return {"score": self._mean("score"), **{name: self._mean(name) for name in sorted(second)}}
+
+    def _mean(self, metric: str) -> float:
+        found = [
+            sum(scores.get(metric, scores["score"]) for scores in subset.scores) / len(subset.scores)
+            for subset in self.subsets
+        ]
+        return 100 * sum(found) / len(found)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Whose predictions they are.
+
+    Attributes:
+        title: what messages call its subsets.
+        names: of its subsets.
+        answers: the field with a sample's answers.
+        task: scores a subset.
+        in_parts: a subset may be several files, vt-0.jsonl and vt-1.jsonl.
+    """
+
+    title: str
+    names: Sequence[str]
+    answers: str
+    task: Callable[[str], Task]
+    in_parts: bool = False
+
+
+BENCHMARKS = {
+    "longbench": Benchmark(
+        "LongBench's 16 English subsets", tuple(longbench.SUBSETS), "answers", lambda name: longbench.LongBench([name])
+    ),
+    "ruler": Benchmark("RULER's 13 tasks", ALL_SUBSETS, "outputs", lambda name: Ruler([name], [1]), in_parts=True),
+}
+
+
+def read(kind: str, folder: Path) -> Predictions:
+    """The predictions of a folder, scored.
+
+    Args:
+        kind: of `BENCHMARKS`.
+        folder: with a `<subset>.jsonl` for each subset.
+
+    Raises:
+        ConfigError: none there, or a line that is none; names file and line.
+    """
+    benchmark = BENCHMARKS[kind]
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: {'a file; name its folder' if folder.is_file() else 'no such folder'}")
+    files = _files(folder, benchmark.in_parts)
+    there = [name for name in benchmark.names if name in files]
+    others = sorted(files.keys() - set(there))
+    if not files:
+        raise ConfigError(f"{folder}: no <subset>.jsonl in it, such as {benchmark.names[0]}.jsonl")
+    if not there:
+        close = nearest(others[0], benchmark.names)
+        raise ConfigError(f"{folder}: {others[0]}.jsonl is none of {benchmark.title}; {close}")
+    subsets = [_subset(benchmark, name, files[name]) for name in there]
+    missing = [name for name in benchmark.names if name not in files]
+    return Predictions(benchmark, folder, subsets, missing, others)
+
+
+def _files(folder: Path, in_parts: bool) -> dict[str, list[Path]]:
+    """The files of each subset, by its name."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("*.jsonl"), key=lambda path: (len(path.name), path.name)):
+        found.setdefault(_PART.sub("", path.stem) if in_parts else path.stem, []).append(path)
+    for name, (first, *parts) in found.items():
+        if parts and first.stem == name:
+            raise ConfigError(f"{folder}: holds both {first.name} and {parts[0].name}; take away what shall not count")
+    return found
+
+
+def _subset(benchmark: Benchmark, name: str, paths: Iterable[Path]) -> Subset:
+    rows = list(chain.from_iterable(_rows(benchmark, name, path) for path in paths))
+    # The last line's classes serve for all, as officially.
+    meta = {"classes": rows[-1].data.get("all_classes")}
+    task, scores = benchmark.task(name), []
+    for row in rows:
+        sample = Sample(str(row.line), "", tuple(row.data[benchmark.answers]), 0, group=name, meta=meta)
+        scores.append(task.score(sample, row.data["pred"]))
+    # RULER's length is of another kind.
+    lengths = [length for row in rows if type(length := row.data.get("length")) is int and name in longbench.SUBSETS]
+    empty = sum(not row.data["pred"].strip() for row in rows)
+    return Subset(name, scores, lengths if len(lengths) == len(rows) else [], empty)
+
+
+def _rows(benchmark: Benchmark, name: str, path: Path) -> list[Row]:
+    """The lines of a file, each as its benchmark writes it."""
+    known = longbench.SUBSETS.get(name)
+    fields: dict[str, type] = {"pred": str, benchmark.answers: list}
+    if known and known.classifies:
+        fields["all_classes"] = list
+    try:
+        with path.open("rb") as lines:
+            rows = list(read_jsonl(str(path), lines, fields))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({first_line(error)})") from error
+    if not rows:
+        raise ConfigError(f"{path}: empty")
+    for row in rows:
+        if reason := longbench.unfit(str(path), row, known) if known else _unfit(str(path), row):
+            raise ConfigError(reason)
+    return rows
+
+
+def _unfit(label: str, row: Row) -> str:
+    """Why a line is no prediction of RULER's, or ""."""
+    outputs = [] if row.error else row.data["outputs"]
+    fit = outputs and all(isinstance(output, str) for output in outputs)
+    return row.error or ("" if fit else f"{label}, line {row.line}: field outputs: expected one text or more")
