@@ -44,14 +44,15 @@ from kvbench.engine.models import Loaded, load
 from kvbench.tasks.ruler import prose
 from kvbench.tasks.ruler.needles import Needles, draw
 
+LILO = {"scenario": "lilo", "vote_kernel": 5}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {}),
     "snapkv": ("snapkv", {}),
     "snapkv_racc": ("snapkv_racc", {}),
     "snapkv_racc_free": ("snapkv_racc", {"mode": "free"}),
-    "lilo": ("racc_paper", {"scenario": "lilo", "beta": 0.0}),
-    "lilo_racc": ("racc_paper", {"scenario": "lilo"}),
-    "lilo_racc_free": ("racc_paper", {"scenario": "lilo", "mode": "free"}),
+    "lilo": ("racc_paper", LILO | {"beta": 0.0}),
+    "lilo_racc": ("racc_paper", LILO),
+    "lilo_racc_free": ("racc_paper", LILO | {"mode": "free"}),
 }
 PAIRS = {
     "snapkv_racc": "snapkv",

@@ -54,6 +54,7 @@ METHODS = [
     Case("snapkv-kvpress", "snapkv", {"window": 16, "kernel": 5, "pooling": "mean", "join": "after"}),
     Case("pyramidkv", "pyramidkv"),
     # windows and cycles far below the prompts and answers that the tests use
+    Case("racc", "racc", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),
     Case("racc_code", "racc_code", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),
     Case("racc_paper", "racc_paper", {"prompt_window": 16, "beta": 0.1}),
     Case("snapkv_racc", "snapkv_racc", {"beta": 0.1}),

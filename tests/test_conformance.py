@@ -146,15 +146,16 @@ def tensors(*sizes: Sequence[int], seed: int = 0) -> list[torch.Tensor]:
     return [torch.randn(*size, generator=rng) for size in sizes]
 
 
-def filled_store(kv_heads: int, head_dim: int = 8) -> LayerStore:
+def filled_store(kv_heads: int, head_dim: int = 8, dtype: torch.dtype = torch.float32) -> LayerStore:
     """Two rows of 21 and 13 tokens of which some are gone: slots are not ids."""
-    store = LayerStore(2, kv_heads, head_dim, 30, torch.float32, torch.device("cpu"))
+    store = LayerStore(2, kv_heads, head_dim, 30, dtype, torch.device("cpu"))
     key, value = tensors((2, kv_heads, 20, head_dim), (2, kv_heads, 20, head_dim), seed=1)
     store.write_prompt(key, value, 0, [0, 0])
     store.seal_prompt([20, 12])
     kept = [[2, 3, 5, 7, 9, 12, 15, 18, 19], [0, 1, 3, 5, 6, 8, 10, 11, -1]]
     store.keep(torch.tensor(kept)[:, None].expand(2, kv_heads, -1))
-    store.append(*tensors((2, kv_heads, 1, head_dim), (2, kv_heads, 1, head_dim), seed=2))
+    newest = tensors((2, kv_heads, 1, head_dim), (2, kv_heads, 1, head_dim), seed=2)
+    store.append(*(part.to(dtype) for part in newest))
     return store
 
 
@@ -196,16 +197,16 @@ def by_the_formula(query: torch.Tensor, store: LayerStore, selection: Selection,
             continue
         slot = ids.index(token)
         key = store.device.key[row, kv_head, slot] if selection.keys is None else selection.keys[row, kv_head, rank]
-        logits.append(0.3 * torch.dot(query[row, head, 0], key))
+        logits.append(0.3 * torch.dot(query[row, head, 0].float(), key.float()))
         if selection.log_weight is not None:
             logits[-1] = logits[-1] + selection.log_weight[row, head, rank]
         values.append(store.device.value[row, kv_head, slot])
     if selection.extra is not None:
         for entry in range(selection.extra.key.shape[2]):
-            logit = 0.3 * torch.dot(query[row, head, 0], selection.extra.key[row, kv_head, entry])
+            logit = 0.3 * torch.dot(query[row, head, 0].float(), selection.extra.key[row, kv_head, entry].float())
             logits.append(logit + selection.extra.log_weight[row, head, entry])
             values.append(selection.extra.value[row, kv_head, entry])
-    return torch.stack(logits).softmax(0) @ torch.stack(values)
+    return torch.stack(logits).softmax(0) @ torch.stack(values).float()
 
 
 PARTS = [(), ("log_weight",), ("extra",), ("log_weight", "extra")]
@@ -240,6 +241,53 @@ def test_executors_follow_every_field_of_a_selection(
         results[name] = weights
     for name in FAST:
         torch.testing.assert_close(results[name], results["reference"], rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("per", ["all", "kv_head", "query_head"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_executors_attend_synthetic_entries_alone(dtype: torch.dtype, per: str) -> None:
+    """An Extra is all that there is to attend: its two entries, and no token."""
+    store, heads = filled_store(2, dtype=dtype), {"all": 1, "kv_head": 2, "query_head": 4}[per]
+    query, key, value, log_weight = tensors((2, 4, 1, 8), (2, 2, 2, 8), (2, 2, 2, 8), (2, 4, 2), seed=5)
+    extra = Extra(key.to(dtype), value.to(dtype), log_weight)
+    selection = Selection(torch.empty(2, heads, 0, dtype=torch.int64), extra=extra)
+    near = CLOSE if dtype == torch.float32 else CLOSE_IN_HALF
+    for name, attend in ATTEND.items():
+        out, weights = attend(query.to(dtype), store, selection, 0.3, probabilities=True)
+        assert weights is not None and weights.shape == (2, 4, 2), name
+        torch.testing.assert_close(weights.sum(dim=2), torch.ones(2, 4))
+        for row in range(2):
+            for head in range(4):
+                expected = by_the_formula(query, store, selection, row, head)
+                torch.testing.assert_close(out[row, head, 0].float(), expected, rtol=0, atol=near)
+
+
+class Summary(Method):
+    """Attends one synthetic entry, and no token of the prompt or after it."""
+
+    def __init__(self, home: Any, query_heads: bool) -> None:
+        self.needs, self.query_heads = Needs(home=home), query_heads
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection:
+        batch, query_heads, _, head_dim = query.shape
+        key = query.new_zeros(batch, self.shape.kv_heads, 1, head_dim)
+        heads = query_heads if self.query_heads else self.shape.kv_heads
+        nothing = torch.empty(batch, heads, 0, dtype=torch.int64)
+        return Selection(nothing, extra=Extra(key, key + layer + 1, query.new_zeros(batch, query_heads, 1)))
+
+    def rule(self, length: int, generated: int) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("query_heads", [False, True])
+@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize("executor", attention.EXECUTORS)
+def test_a_method_may_attend_no_token_at_all(executor: str, home: str, query_heads: bool) -> None:
+    driven = drive(stream(30, 21), Summary(home, query_heads), 1, executor=executor)
+    for layer in range(2):
+        torch.testing.assert_close(driven.outputs[:, layer], torch.full_like(driven.outputs[:, layer], layer + 1))
+    assert driven.audit["attended_mean"] == driven.audit["attended_max"] == 1
+    assert driven.audit["moved_bytes_per_step"] == 0 and not driven.audit["over_rule"]
 
 
 @pytest.mark.parametrize("name", attention.EXECUTORS)
@@ -672,3 +720,23 @@ def test_snapkv_frees_device_memory(tiny: Loaded, accounting: str) -> None:
     assert audited["snapkv"] <= (SMALL + steps) * token
     assert allocated["snapkv"] <= whole_pages(SMALL + steps + 1) * token
     assert allocated["full"] >= audited["full"]
+
+
+class HeadBudgets(Method):
+    """Keeps 100 tokens of one KV head and 8 of the other."""
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        index = torch.full((len(self.shape.lengths), 2, 100), -1)
+        index[:, 0], index[:, 1, :8] = torch.arange(100), torch.arange(8)
+        self.view.keep(layer, index)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_audit_counts_what_unequal_heads_hold_and_what_they_take(dtype: torch.dtype) -> None:
+    fixed = stream(150, 150, steps=4, dtype=dtype)
+    driven = drive(fixed, HeadBudgets(), None)
+    token = 2 * fixed.keys.shape[4] * dtype.itemsize
+    assert driven.audit["device_kv_bytes"] == 2 * 2 * (100 + 8 + 2 * 4) * token
+    stored = [block for store in driven.engine.stores.values() for block in (store.device.key, store.device.value)]
+    taken = sum(block.untyped_storage().nbytes() for block in stored)
+    assert driven.audit["device_kv_allocated_bytes"] == taken == 2 * 2 * 2 * whole_pages(100 + 4) * token

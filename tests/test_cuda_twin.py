@@ -41,7 +41,7 @@ DROPPING = ["streaming_llm", "snapkv", "pyramidkv"]  # evict what was generated,
 EVICTION = 32
 CHANGING = [
     *DROPPING,
-    "racc_code",
+    "racc",
     "snapkv_racc-hnsw",
     "icecache_reuse",
     "pariskv-torch",
@@ -209,7 +209,7 @@ def test_one_prefill_serves_many_methods(cuda: Twin, above: Loaded, tiny: Loaded
         assert there.tokens == here.tokens, case.id
 
 
-@pytest.mark.parametrize("name", ["snapkv", "icecache", *slow("full", "quest", "pariskv", "racc_code", "lychee")])
+@pytest.mark.parametrize("name", ["snapkv", "icecache", *slow("full", "quest", "pariskv", "racc", "lychee")])
 def test_probes_measure_the_same(cuda: Twin, above: Loaded, tiny: Loaded, name: str) -> None:
     def probed(loaded: Loaded) -> dict[str, float]:
         prompts, method = [numbers(150), numbers(90, seed=1)], CASES[name].build()

@@ -106,7 +106,12 @@ def test_the_tables_with_averages_are_those_that_print_one():
         ("pariskv_longbench_v2", "DS-R1-8B, Full", "LE", 11.11),
         ("pariskv_ttft", "ShadowKV", "384K", 309.26),
         ("racc_table2", "Mistral, RACC", "16K range", 48.5),
-        ("racc_table4", "Mistral, SnapKV + RACC", "qmsum", 25.53),
+        ("racc_table4", "Mistral-7B-v0.2, SnapKV + RACC", "qmsum", 25.53),
+        ("racc_text", "RACC", "gain over the compressor, %, most", 9.6),
+        ("icecache_text", "LongChat-7B-v1.5, IceCache 256", "score, % of full", 99.4),
+        ("pariskv_speed", "Llama-3.1-8B, ParisKV", "1M speed-up over PQCache", 44.4),
+        ("lychee_pilot", "Quest, structure-aware chunks", "change over pages of 16, JSON", 15.0),
+        ("kvcachefactory_gqa", "PyramidKV, a set per KV head", "hotpot", 46.36),
         ("lychee_table6", "LycheeCluster, 8k", "multivalue", 96.4),
         ("lychee_table5", "Code", "max length", 4e6),
     ],
@@ -115,6 +120,62 @@ def test_numbers_are_as_printed(id, row, column, value):
     frame = published.table(id).frame
     (found,) = frame[(frame["row"] == row) & (frame["column"] == column)]["value"]
     assert found == value
+
+
+def test_printed_numbers_follow_from_other_printed_numbers():
+    """What the papers' texts say of their own tables, within a unit of the last place of either."""
+
+    def cell(id, row, column):
+        return published.table(id).frame.set_index(["row", "column"]).loc[(row, column), "value"]
+
+    for model in ("Qwen3-32B", "LongChat-7B-v1.5"):
+        full = cell("icecache_table2", f"{model}, Full", "Avg")
+        for size in (64, 256):
+            share = 100 * cell("icecache_table2", f"{model}, IceCache {size}", "Avg") / full
+            told = cell("icecache_text", f"{model}, IceCache {size}", "score, % of full")
+            assert told == pytest.approx(share, abs=0.1)
+    for rival in ("PQCache", "MagicPIG"):
+        times = [cell("pariskv_speed", f"Llama-3.1-8B, {one}", "1M batch 1 ms/token") for one in (rival, "ParisKV")]
+        told = cell("pariskv_speed", "Llama-3.1-8B, ParisKV", f"1M speed-up over {rival}")
+        assert told == pytest.approx(times[0] / times[1], rel=0.02)
+    gains = []
+    for model in ("Llama-3.1-8B", "Mistral-7B-v0.2"):
+        for method in ("SnapKV", "PyramidKV"):
+            for column in ("gov_report", "multi_news", "qmsum"):
+                before, gained = (cell("racc_table4", f"{model}, {method}{more}", column) for more in ("", " + RACC"))
+                gains.append(100 * (gained / before - 1))
+    told = [cell("racc_text", "RACC", f"gain over the compressor, %, {end}") for end in ("least", "most")]
+    assert [min(gains), max(gains)] == pytest.approx(told, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    "id, row, budget",
+    [
+        ("icecache_longgenbench", "PQCache", 256),
+        ("pariskv_ruler", "Quest", 2048),
+        ("pariskv_ruler", "ShadowKV", 32 + 304 + 2048),
+        ("pariskv_ruler", "RetroInfer", 0.013),
+        ("pariskv_ruler", "PQCache", 0.2),
+        ("pariskv_ruler", "Twilight", None),
+        ("pariskv_gpqa", "MagicPIG++", None),
+        ("pariskv_longbench_v2", "DS-R1-8B, ShadowKV", 32 + 384 + 104),
+        ("pariskv_longbench_v2", "Qwen3-8B, FreeKV", 448),
+        ("pariskv_longbench_v2", "Qwen3-8B, ParisKV", 420),
+    ],
+)
+def test_budgets_are_those_of_each_row(id, row, budget):
+    frame = published.table(id).frame
+    assert set(frame[frame["row"] == row]["budget"]) == {budget}
+
+
+def test_rows_name_what_was_measured():
+    """Quest with other chunks is no LycheeCluster, and the ablated index no ParisKV."""
+    assert set(published.table("lychee_pilot").frame["method"]) == {"quest_structure"}
+    ablation = published.table("pariskv_ablation").frame
+    assert list(ablation["method"]) == [None, None, "pariskv", "pariskv"]
+    assert set(published.table("icecache_fig8").frame["model"]) == {"qwen3-4b-instruct-2507"}
+    models = {"llama3.1-8b-instruct", "mistral-7b-instruct-v0.2"}
+    assert set(published.table("racc_table4").frame["model"]) == models
 
 
 def test_what_could_not_be_measured_has_no_value_and_a_reason():

@@ -147,11 +147,11 @@ def test_a_run_s_table_has_a_line_for_each_cost_and_group():
     more = {"hardware": {"floor_ms": 1.0, "python_ms": 0.5, "memory": "counted", "memory_bytes": 2**20}}
     probe = {"recall": 0.5, "error": 0.25, "layers": {}}
     lines = records({"a": [1.0, 0.0], "b": [1.0]}, probe=probe, **more)
-    lines[0]["audit"]["transfer"] = "simulated"
+    lines[0]["audit"] |= {"transfer": "simulated", "device_kv_allocated_bytes": 3 * 2**20}
     assert shown(summarise(lines, "accuracy")) == {
         "accuracy": "66.7 ± 33.3 (3 samples)",
         "attended entries per KV head": "80.0 = 1.25 C",
-        "KV on the device": "1.00 MiB",
+        "KV on the device": "1.00 MiB, 3.00 MiB allocated",
         "KV on the host": "-",
         "moved up per step": "0.0 KiB, simulated",
         "index": "-",

@@ -32,10 +32,10 @@ from methods.racc.index import KeyIndex  # noqa: E402
 from methods.racc.ratio import retained, share  # noqa: E402
 
 
-def small(name: str = "racc_code", **options: Any) -> Any:
+def small(name: str = "racc", **options: Any) -> Any:
     """Cycles of 20 tokens whose last 5 vote, after which 60 % of the older ones stay; a tenth of all is retrieved."""
     cycle: dict[str, Any] = {"scenario": "silo", "every": 20, "window": 5, "beta": 0.1, "prompt_window": 8}
-    if name == "racc_code":
+    if name == "racc":
         cycle["lag"] = 10
     return method_named(name, **{**cycle, **options})
 
@@ -158,7 +158,7 @@ def test_device_and_host_hold_each_token_once_after_every_step() -> None:
     assert max(seen) > 50
 
 
-@pytest.mark.parametrize("name", ["racc_code", "racc_paper"])
+@pytest.mark.parametrize("name", ["racc", "racc_paper"])
 def test_alpha_of_one_is_full_attention(name: str) -> None:
     fixed = long(60, 33, layers=2)
     driven, full = (drive(fixed, method, None) for method in (small(name, alpha=1.0), method_named("full")))
@@ -167,7 +167,7 @@ def test_alpha_of_one_is_full_attention(name: str) -> None:
     assert driven.audit["host_bytes"] == driven.audit["searches"] == 0
 
 
-@pytest.mark.parametrize("name", ["racc_code", "racc_paper"])
+@pytest.mark.parametrize("name", ["racc", "racc_paper"])
 def test_beta_of_zero_is_compression_alone(name: str) -> None:
     """Nothing is searched, nothing comes back, and the sizes are those of compression."""
     driven, cycles = watched(long(60), small(name, beta=0.0))
@@ -189,7 +189,7 @@ def test_without_retrieval_a_compressed_prompt_is_the_compressor_s(name: str, al
 
 def test_sizes_of_the_published_code_are_met() -> None:
     """n = 400, w = 40, alpha = 0.6, beta = 1 % behind a prompt of 100: the spec's simulation, in the store."""
-    method = method_named("racc_code", scenario="silo")
+    method = method_named("racc", scenario="silo")
     driven, cycles = watched(long(100, steps=2000, query_heads=1, kv_heads=1, head_dim=8), method)
     assert [len(cycle.after[0][0]) - 100 for cycle in cycles] == [256, 409, 512, 578, 621]
     evicted = [len(set(cycle.before[0][0]) - set(cycle.after[0][0])) for cycle in cycles]
@@ -356,7 +356,7 @@ class Inline(Executor):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"name": "racc_code"}, {"name": "racc_paper"}, {"name": "racc_paper", "lag": 4}], ids=str
+    "options", [{"name": "racc"}, {"name": "racc_paper"}, {"name": "racc_paper", "lag": 4}], ids=str
 )
 def test_scores_never_depend_on_timing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = long(60, 33, layers=2, steps=90)
@@ -384,7 +384,7 @@ class Gated(ThreadPoolExecutor):
         return super().submit(later)
 
 
-@pytest.mark.parametrize("name", ["racc_code", "racc_paper"])
+@pytest.mark.parametrize("name", ["racc", "racc_paper"])
 def test_a_slow_search_never_blocks_decoding_in_free_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No job ends before the last step: decoding goes on with what it has, and counts the steps that went without."""
     pool = Gated()
@@ -401,7 +401,7 @@ def test_a_slow_search_never_blocks_decoding_in_free_mode(name: str, monkeypatch
     method.end_step = noted
     driven = drive(fixed, method, None)
     assert torch.equal(driven.outputs, alone.outputs)
-    assert driven.audit["searches_late"] == (3 + 3 if name == "racc_code" else 81)
+    assert driven.audit["searches_late"] == (3 + 3 if name == "racc" else 81)
     assert driven.audit["staleness_max"] == 0, "nothing was used"
 
 
@@ -427,7 +427,7 @@ def test_an_old_answer_is_used_and_its_age_is_told(monkeypatch: pytest.MonkeyPat
     assert audit["staleness_max"] >= 10
 
 
-@pytest.mark.parametrize("name", ["racc_code", "racc_paper"])
+@pytest.mark.parametrize("name", ["racc", "racc_paper"])
 def test_a_failed_search_is_counted_in_free_mode_and_told_in_the_other(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,7 +441,7 @@ def test_a_failed_search_is_counted_in_free_mode_and_told_in_the_other(
     monkeypatch.setattr(KeyIndex, "search", broken)
     driven = drive(fixed, small(name, mode="free"), None)
     assert torch.equal(driven.outputs, alone.outputs)
-    asked = 3 if name == "racc_code" else 81  # the last step's answer nobody looks at
+    asked = 3 if name == "racc" else 81  # the last step's answer nobody looks at
     assert (driven.audit["searches"], driven.audit["searches_failed"]) == (asked, asked - (name == "racc_paper"))
     with pytest.raises(RuntimeError, match="the search broke"):
         drive(fixed, small(name), None)
@@ -491,7 +491,7 @@ def test_a_cache_that_grows_finds_the_same() -> None:
 
 
 def scenario_of(fixed: Stream, budget: int | float | None, **options: Any) -> str:
-    method = method_named("racc_code", prompt_window=8, capacity=40)
+    method = method_named("racc", prompt_window=8, capacity=40)
     drive(fixed, method, budget, **options)
     return str(method.scenario)
 
@@ -507,7 +507,7 @@ def test_auto_takes_liso_where_the_answer_is_shorter_than_the_prompt() -> None:
 
 def test_the_answer_s_length_reaches_the_method_in_a_run() -> None:
     """Samples say how many tokens they may generate."""
-    words = ["model=dummy-tiny", "method=racc_code", "method.prompt_window=16", "budget=null", "task.lengths=[300]"]
+    words = ["model=dummy-tiny", "method=racc", "method.prompt_window=16", "budget=null", "task.lengths=[300]"]
     arm = prepare(OmegaConf.to_container(composed(*words, "task.limit=1"), resolve=True))  # type: ignore[arg-type]
     prompt = prompt_of(arm, next(samples(arm, 1)))
     for tokens, scenario in ((10, "liso"), (400, "silo")):
@@ -557,7 +557,7 @@ def test_budgets_without_a_rule_are_refused(scenario: str) -> None:
 
 
 def test_the_minimum_is_of_a_prompt_that_is_compressed(tiny: Loaded) -> None:
-    for name, least in (("racc_code", 136), ("snapkv_racc", 40), ("pyramidkv_racc", 16)):
+    for name, least in (("racc", 136), ("snapkv_racc", 40), ("pyramidkv_racc", 16)):
         with pytest.raises(ConfigError, match=f"{least - 1}.*minimum of {name}, {least} tokens"):
             KVCache(tiny.model, name, least - 1)
         with pytest.raises(ConfigError, match=f"39.*minimum of {name}, 40 tokens"):
@@ -566,7 +566,7 @@ def test_the_minimum_is_of_a_prompt_that_is_compressed(tiny: Loaded) -> None:
     with pytest.raises(ConfigError, match="a prompt's 300 tokens, below the minimum of the method, 40"):
         drive_with_minimum(long(300, steps=3), method_named("snapkv_racc"), 0.1, 40)
     drive_with_minimum(long(300, steps=20), small(scenario="silo"), 0.15, 40)
-    check(composed("method=racc_code", "method.scenario=silo", "budget=0.15", "task.lengths=[300]"))
+    check(composed("method=racc", "method.scenario=silo", "budget=0.15", "task.lengths=[300]"))
 
 
 def drive_with_minimum(fixed: Stream, method: Any, budget: float, minimum: int) -> None:
@@ -593,7 +593,7 @@ def drive_with_minimum(fixed: Stream, method: Any, budget: float, minimum: int) 
 )
 def test_bad_options_are_refused_in_one_line(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as error:
-        build(method_config("racc_code", **options))
+        build(method_config("racc", **options))
     assert "\n" not in str(error.value)
 
 
@@ -606,7 +606,7 @@ def test_more_subspaces_than_the_dimension_are_refused() -> None:
 
 def test_an_uncompressed_prompt_is_attended_whole() -> None:
     fixed, full = long(150, steps=5), method_named("full")
-    method = method_named("racc_code", scenario="liso", compressor="none")
+    method = method_named("racc", scenario="liso", compressor="none")
     assert torch.equal(drive(fixed, method, 64).outputs, drive(fixed, full, None).outputs)
 
 

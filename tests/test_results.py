@@ -509,6 +509,7 @@ def test_the_audit_takes_peaks_of_bytes_means_of_amounts_and_any_of_flags():
         "attended_max": 64,
         "budget": 64,
         "device_kv_bytes": 1000,
+        "device_kv_allocated_bytes": 5000,
         "index_bytes": 10,
         "host_bytes": 0,
         "moved_bytes_per_step": 100.0,
@@ -519,6 +520,7 @@ def test_the_audit_takes_peaks_of_bytes_means_of_amounts_and_any_of_flags():
         "attended_mean": 62.0,
         "attended_max": 63,
         "device_kv_bytes": 3000,
+        "device_kv_allocated_bytes": 4000,
         "moved_bytes_per_step": 200.0,
         "over_rule": True,
     }
@@ -527,6 +529,7 @@ def test_the_audit_takes_peaks_of_bytes_means_of_amounts_and_any_of_flags():
         "attended_max": 64,
         "budget": 64,
         "device_kv_bytes": 3000,
+        "device_kv_allocated_bytes": 5000,
         "index_bytes": 10,
         "host_bytes": 0,
         "moved_bytes_per_step": 150.0,

@@ -42,6 +42,7 @@ class Audit:
     read_bytes: int = 0
     moved_bytes: int = 0
     device_kv_bytes: int = 0
+    device_kv_allocated_bytes: int = 0
     host_bytes: int = 0
     _total: float = 0.0
     _count: int = 0
@@ -67,7 +68,13 @@ class Audit:
         self._pending.append(_Attended(layer, selection, resident.clone() if selection is None else resident))
 
     def end_step(
-        self, method: Method, lengths: Iterable[int], active: Iterable[bool], device_bytes: int, host_bytes: int
+        self,
+        method: Method,
+        lengths: Iterable[int],
+        active: Iterable[bool],
+        device_bytes: int,
+        allocated_bytes: int,
+        host_bytes: int,
     ) -> None:
         """Count the step that just ended.
 
@@ -76,6 +83,8 @@ class Audit:
             lengths: prompt tokens of each row.
             active: rows that were still generating in this step.
             device_bytes, host_bytes: bytes of KV in the two tiers, all layers.
+            allocated_bytes: what the device's take there, all layers: with reserved slots, and with the ones that pad
+                every KV head to the longest.
         """
         rows = [row for row, running in enumerate(active) if running]
         rules = [method.rule(length, self.steps + 1) for length in lengths]
@@ -92,6 +101,7 @@ class Audit:
             self._max = max(self._max, int(counts.max()) if counts.numel() else 0)
         self._pending.clear()
         self.device_kv_bytes = max(self.device_kv_bytes, device_bytes)
+        self.device_kv_allocated_bytes = max(self.device_kv_allocated_bytes, allocated_bytes)
         self.host_bytes = max(self.host_bytes, host_bytes)
         self.steps += 1
 
@@ -117,6 +127,7 @@ class Audit:
             "attended_max": self._max,
             "budget": budget,
             "device_kv_bytes": self.device_kv_bytes,
+            "device_kv_allocated_bytes": self.device_kv_allocated_bytes,
             "index_bytes": held_bytes(method, stored),
             "host_bytes": self.host_bytes,
             "moved_bytes_per_step": self.moved_bytes / self.steps if self.steps else 0.0,

@@ -238,8 +238,9 @@ class Engine:
         for store in self.stores.values():
             store.count_fetched()
         device = sum(store.resident_bytes() for store in self.stores.values())
+        allocated = sum(store.allocated_bytes() for store in self.stores.values())
         host = sum(store.host_bytes() for store in self.stores.values())
-        self.audit.end_step(self.method, self.shape.lengths, self._active, device, host)
+        self.audit.end_step(self.method, self.shape.lengths, self._active, device, allocated, host)
 
     def report(self) -> dict[str, Any]:
         """The audit so far, with the executor that ran, the dtype it ran in, and the method's own numbers."""

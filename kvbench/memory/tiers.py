@@ -90,7 +90,7 @@ class Tiers:
     # -- bytes -----------------------------------------------------------------------------------------------------
 
     def resident_bytes(self) -> int:
-        """Bytes of the tokens on the device, staged ones included, reserved slots not."""
+        """Bytes of the tokens on the device, staged ones included; not those of slots without a token."""
         return int(self.resident_counts().sum()) * self.device.entry_bytes
 
     def host_bytes(self) -> int:
@@ -98,7 +98,11 @@ class Tiers:
         return 0 if self.host is None else int(self.host.present.sum()) * self.device.entry_bytes
 
     def allocated_bytes(self) -> int:
-        """Bytes that the layer takes on its device, reserved slots and staged copies included."""
+        """Bytes that the layer's keys and values take on the device, staged copies included.
+
+        That is more than `resident_bytes` by the slots reserved for tokens to come, and where KV heads or rows hold
+        unequal numbers of tokens: each takes as much as the one with the most.
+        """
         staged = 0 if self._staged is None else self._staged.ids.numel() * self.device.entry_bytes
         return staged + sum(block.untyped_storage().nbytes() for block in (self.device.key, self.device.value))
 

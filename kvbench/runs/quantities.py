@@ -103,6 +103,7 @@ _LISTED = (
     Quantity("attended_max", "audit", "attended entries, most", PLAIN, 0, combine="max"),
     Quantity("budget_tokens", "audit", "C, tokens", PLAIN, 0, key="budget"),
     Quantity("device_kv_bytes", "audit", "KV on the device", MIB, 2, LESS, combine="max"),
+    Quantity("device_kv_allocated_bytes", "audit", "KV on the device, allocated", MIB, 2, LESS, combine="max"),
     Quantity("host_bytes", "audit", "KV on the host", MIB, 2, LESS, combine="max"),
     Quantity("index_bytes", "audit", "index", MIB, 2, LESS, combine="max"),
     Quantity("moved_bytes_per_step", "audit", "moved up per step", KIB, 1, LESS),

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvbench.runs.quantities import QUANTITIES, measured, named
 
-SCORE = QUANTITIES["score"]
+SCORE, ALLOCATED = QUANTITIES["score"], QUANTITIES["device_kv_allocated_bytes"]
 COSTS = (  # of a run, a line each
     "attended_mean",
     "device_kv_bytes",
@@ -47,6 +47,8 @@ def _costs(found: Mapping[str, Any]) -> dict[str, str]:
     rows = {name: QUANTITIES[name].amount(found.get(name)) for name in COSTS}
     if "attended_share" in found:
         rows["attended_mean"] += f" = {QUANTITIES['attended_share'].number(found['attended_share'])} C"
+    if ALLOCATED.name in found:
+        rows["device_kv_bytes"] += f", {ALLOCATED.amount(found[ALLOCATED.name])} allocated"
     if found.get("transfer") in NOT_SENT:
         rows["moved_bytes_per_step"] += f", {NOT_SENT[found['transfer']]}"
     return {QUANTITIES[name].title: text for name, text in rows.items()}

@@ -14,9 +14,10 @@ from torch.nn.functional import avg_pool1d
 
 from kvbench.method import Shape, View
 from methods.racc.ratio import share
-from methods.racc.residents import NO_TOKEN, Residents, ascending
+from methods.racc.residents import NO_TOKEN, Residents, ascending, packed
 
 Vote = Literal["softmax_l2", "softmax_all", "raw"]
+Order = Literal["token", "cache"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Cycle:
         alpha: share of L2 that stays.
         vote: softmax over L2, softmax over all that is resident, or the raw logits (equations 5 and 6).
         vote_kernel: width of the votes' mean pooling, odd.
+        vote_order: whose neighbours it takes: by position, or as the published cache has them, found tokens first.
+        shifted: the token before each chosen one stays, as in the published code (see `Voting.best`).
     """
 
     every: int = 400
@@ -35,6 +38,8 @@ class Cycle:
     alpha: float = 0.6
     vote: Vote = "softmax_l2"
     vote_kernel: int = 5
+    vote_order: Order = "token"
+    shifted: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha <= 1:
@@ -69,7 +74,8 @@ class Compressor:
         lengths = self.view.lengths(layer)
         if layer not in self.voting:
             starts = [length - 1 for length in lengths]  # the window begins with this token
-            self.voting[layer] = Voting.over(residents.older(starts), ascending(residents.all(starts)))
+            older = residents.older(starts, by_position=self.cycle.vote_order == "token")
+            self.voting[layer] = Voting.over(older, ascending(residents.all(starts)))
         voting, way = self.voting[layer], self.cycle.vote
         keys = self.view.keys(layer)
         grouped = query.unflatten(1, (self.shape.kv_heads, -1))[:, :, :, 0].float()
@@ -85,9 +91,9 @@ class Compressor:
             of_older = of_older.masked_fill(absent, -torch.inf).softmax(dim=-1)
         voting.votes += of_older.masked_fill(absent, 0).sum(dim=2)
 
-    def kept(self, layer: int) -> torch.Tensor:
-        """The share alpha of L2 with most votes, [B, Hkv, M], -1 = none; the next window votes anew."""
-        return self.voting.pop(layer).best(self.cycle.alpha, self.cycle.vote_kernel)
+    def kept(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The share alpha of L2 with most votes, and what is lost: see `Voting.best`. The next window votes anew."""
+        return self.voting.pop(layer).best(self.cycle)
 
 
 @dataclass
@@ -95,7 +101,7 @@ class Voting:
     """The votes of one window for the tokens of L2.
 
     Attributes:
-        ids: [B, Hkv, M] ascending, `NO_TOKEN` after the last.
+        ids: [B, Hkv, M] in the order of `Cycle.vote_order`, `NO_TOKEN` after the last.
         slots: their index among the tokens on the device, [B, Hkv, M].
         first: the smallest of these.
         votes: [B, Hkv, M] fp32, summed over queries and group.
@@ -108,15 +114,29 @@ class Voting:
 
     @classmethod
     def over(cls, ids: torch.Tensor, resident: torch.Tensor) -> Voting:
-        """No votes yet, for `ids` among the tokens on the device, both ascending."""
+        """No votes yet, for `ids` among the tokens on the device, which ascend."""
         slots = torch.searchsorted(resident, ids).clamp(max=resident.shape[2] - 1)
         return cls(ids, slots, int(slots.min()), torch.zeros(ids.shape, device=ids.device))
 
-    def best(self, alpha: float, kernel: int) -> torch.Tensor:
-        """The share alpha of each head's tokens with most votes, smoothed by mean pooling: [B, Hkv, M], -1 = none."""
-        smoothed = avg_pool1d(self.votes, kernel, stride=1, padding=kernel // 2)
-        ranked = smoothed.masked_fill(self.ids == NO_TOKEN, -torch.inf).argsort(dim=2, descending=True, stable=True)
-        sizes = (self.ids != NO_TOKEN).sum(dim=2).tolist()
-        counts = torch.tensor([[share(alpha, size) for size in heads] for heads in sizes], device=ranked.device)
-        chosen = torch.arange(ranked.shape[2], device=ranked.device) < counts[..., None]
-        return torch.where(chosen, self.ids.gather(2, ranked), -1)[:, :, : int(counts.max())]
+    def best(self, cycle: Cycle) -> tuple[torch.Tensor, torch.Tensor]:
+        """The share alpha of each head's tokens with most votes, smoothed by mean pooling, in the order of `ids`.
+
+        The published code gathers one place early: of each token that the votes chose the one before it stays. What is
+        before the first is the prompt's last token, which is there anyhow; the last token of L2 nobody gathers.
+
+        Returns:
+            What stays [B, Hkv, M], and what is lost, neither kept nor dropped, [B, Hkv, 1 or 0]; -1 = none.
+        """
+        there = self.ids != NO_TOKEN
+        smoothed = avg_pool1d(self.votes, cycle.vote_kernel, stride=1, padding=cycle.vote_kernel // 2)
+        ranks = smoothed.masked_fill(~there, -torch.inf).argsort(dim=2, descending=True, stable=True).argsort(dim=2)
+        sizes = there.sum(dim=2)
+        counts = [[share(cycle.alpha, size) for size in heads] for heads in sizes.tolist()]
+        chosen = ranks < torch.tensor(counts, device=ranks.device)[..., None]
+        lost = self.ids[:, :, :0]
+        if cycle.shifted:
+            chosen = torch.nn.functional.pad(chosen[:, :, 1:], (0, 1))
+            last = self.ids.gather(2, (sizes - 1).clamp(min=0)[..., None])
+            lost = torch.where(sizes[..., None] > 0, last, -1)
+        kept = packed(torch.where(chosen, self.ids, -1))
+        return kept[:, :, : max(map(max, counts))], lost

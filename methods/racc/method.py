@@ -19,7 +19,7 @@ from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, Vie
 from methods.blocks.ragged import stacked
 from methods.blocks.votes import Pooling
 from methods.pyramidkv import PyramidKV
-from methods.racc.compressor import Compressor, Cycle, Vote
+from methods.racc.compressor import Compressor, Cycle, Order, Vote
 from methods.racc.index import Kind, Metric, Settings
 from methods.racc.ratio import measured_ratio, retained, share
 from methods.racc.residents import Residents, packed
@@ -48,7 +48,8 @@ class RACC(Method):
         capacity: prompt tokens it keeps without a budget.
         prompt_window, kernel, pooling: its settings, see `SnapKV`.
         scenario: see `scenario`.
-        every, window, alpha, vote, vote_kernel: see `Cycle`; a budget may set alpha.
+        search_prompt: evicted prompt tokens may be found again.
+        every, window, alpha, vote, vote_kernel, vote_order, shifted: see `Cycle`; a budget may set alpha.
         link, lag, mode, beta: see `Link`.
         metric, index, lists, probes, subspaces, neighbours, ef_construction, ef_search: see `Settings`.
 
@@ -63,6 +64,7 @@ class RACC(Method):
         prompt_window: int = 128,
         kernel: int = 5,
         pooling: Pooling = "mean",
+        search_prompt: bool = True,
         scenario: Scenario = "auto",
         every: int = 400,
         window: int = 40,
@@ -70,6 +72,8 @@ class RACC(Method):
         beta: float = 0.01,
         vote: Vote = "softmax_l2",
         vote_kernel: int = 5,
+        vote_order: Order = "token",
+        shifted: bool = False,
         link: Literal["compress", "step"] = "compress",
         lag: int = 200,
         metric: Metric = "cosine",
@@ -82,8 +86,8 @@ class RACC(Method):
         ef_search: int = 100,
         mode: Mode = "deterministic",
     ) -> None:
-        self.asked_scenario, self.capacity = scenario, capacity
-        self.asked_cycle = Cycle(every, window, alpha, vote, vote_kernel)
+        self.asked_scenario, self.capacity, self.search_prompt = scenario, capacity, search_prompt
+        self.asked_cycle = Cycle(every, window, alpha, vote, vote_kernel, vote_order, shifted)
         self.link = Link(link, lag, mode, beta)
         if link == "compress" and lag >= every:
             raise ValueError(f"lag={lag}: expected fewer steps than lie between two compressions, every={every}")
@@ -140,7 +144,8 @@ class RACC(Method):
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Have the prompt compressed, and what it drops indexed beside the prefill of later layers."""
-        residents = self.residents[layer] = Residents(prompt.lengths, self.shape.kv_heads, self.shape.device)
+        shape = self.shape
+        residents = self.residents[layer] = Residents(prompt.lengths, shape.kv_heads, shape.device, self.search_prompt)
         if self.of_prompt is not None:
             self.of_prompt.prefill(layer, prompt)
             self.retrieval.flush()
@@ -153,19 +158,24 @@ class RACC(Method):
             ids = self._of_long_rows(layer, ids)
         self.view.keep(layer, ids)
         self.residents[layer].hold(ids, self.view.lengths(layer))
-        if self.link.beta and not (self.moves and self.compressions < FIRST_INDEXED):
-            self.retrieval.cover(layer, self.steps, self.residents[layer].evicted(), anew=self.moves)
+        if not self.link.beta or (self.moves and self.compressions < FIRST_INDEXED):
+            return
+        evicted = self.residents[layer].evicted()
+        if any(len(head) for heads in evicted for head in heads):
+            self.retrieval.cover(layer, self.steps, evicted, anew=self.moves)
 
     def _compress(self, layer: int) -> None:
         """Keep L1, the share alpha of L2 with most votes, L3, and what was retrieved, if it moves."""
         assert self.of_generated is not None
         residents, lengths = self.residents[layer], self.view.lengths(layer)
         window = residents.range([length - self.cycle.window for length in lengths], lengths)
-        parts = [self.of_generated.kept(layer), window]
+        kept, lost = self.of_generated.kept(layer)
+        residents.lost = torch.cat([residents.lost, lost], dim=2)
+        parts = [kept, window]
         if self.moves and layer in self.retrieval.layers:
             found = self.retrieval.layers[layer].latest(self.steps)
             if found is not None:
-                parts.append(found.tokens)
+                parts.insert(0, found.tokens)
             else:
                 self.retrieval.log.late += 1
         residents.generated = torch.cat(parts, dim=2)

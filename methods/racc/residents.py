@@ -17,17 +17,23 @@ class Residents:
 
     Args:
         lengths: prompt tokens of each row; all are on the device at first.
+        search_prompt: prompt tokens that are evicted may be found again.
 
     Attributes:
         held: tokens on the device since the last eviction, [B, Hkv, M], trailing -1.
         since: tokens of each row that there were then; all later ones are on the device, too.
         count: tokens of `held` per KV head, on average.
         prompt: L1, [B, Hkv, M].
-        generated: those of `held` that are not L1, [B, Hkv, M].
+        generated: those of `held` that are not L1, [B, Hkv, M], in the order of the cache.
+        lost: tokens that no search shall find, [B, Hkv, M], -1 = none.
     """
 
-    def __init__(self, lengths: tuple[int, ...], kv_heads: int, device: torch.device) -> None:
+    def __init__(
+        self, lengths: tuple[int, ...], kv_heads: int, device: torch.device, search_prompt: bool = True
+    ) -> None:
         self._kv_heads, self._device = kv_heads, device
+        self._searched_from = [0 if search_prompt else length for length in lengths]
+        self.lost = torch.empty(len(lengths), kv_heads, 0, dtype=torch.int64, device=device)
         self.hold(self.range([0] * len(lengths), lengths), lengths)
         self.end_prompt()
 
@@ -44,19 +50,23 @@ class Residents:
         """All tokens on the device when rows have `lengths`, newer ones first: [B, Hkv, M], trailing -1."""
         return packed(torch.cat([self.range(self.since, lengths), self.held], dim=2))
 
-    def older(self, lengths: Sequence[int]) -> torch.Tensor:
-        """L2, if the window begins after `lengths` tokens: [B, Hkv, M] ascending, `NO_TOKEN` after the last."""
-        return ascending(torch.cat([self.generated, self.range(self.since, lengths)], dim=2))
+    def older(self, lengths: Sequence[int], by_position: bool) -> torch.Tensor:
+        """L2, if the window begins after `lengths` tokens: [B, Hkv, M], `NO_TOKEN` after the last.
+
+        By position, or in the order of the cache: found tokens, those kept before, newer ones.
+        """
+        ids = torch.cat([self.generated, self.range(self.since, lengths)], dim=2)
+        return ascending(ids) if by_position else listed(packed(ids))
 
     def evicted(self) -> list[list[Tokens]]:
-        """[B][Hkv] tokens that are on the host since the last eviction."""
-        held = self.held.cpu()
+        """[B][Hkv] tokens that are on the host since the last eviction, and may be found there."""
+        held = torch.cat([self.held, self.lost], dim=2).cpu()
         longest = max(self.since)
         gone = torch.ones(*held.shape[:2], longest + 1, dtype=torch.bool)
         gone.scatter_(2, torch.where(held < 0, longest, held), False)
         return [
-            [head[:length].nonzero()[:, 0].numpy() for head in heads]
-            for heads, length in zip(gone, self.since, strict=True)
+            [first + head[first:length].nonzero()[:, 0].numpy() for head in heads]
+            for heads, first, length in zip(gone, self._searched_from, self.since, strict=True)
         ]
 
     def range(self, first: Sequence[int], last: Sequence[int]) -> torch.Tensor:
@@ -69,7 +79,12 @@ class Residents:
 
 def ascending(ids: torch.Tensor) -> torch.Tensor:
     """Ids [B, H, M], -1 = none, in ascending order with `NO_TOKEN` after the last."""
-    return torch.where(ids < 0, NO_TOKEN, ids).sort(dim=2).values
+    return listed(ids).sort(dim=2).values
+
+
+def listed(ids: torch.Tensor) -> torch.Tensor:
+    """Ids [B, H, M] with `NO_TOKEN` for -1."""
+    return torch.where(ids < 0, NO_TOKEN, ids)
 
 
 def packed(ids: torch.Tensor) -> torch.Tensor:
