@@ -4,7 +4,7 @@ Stores are filled with synthetic keys (`task.prefill=false task.keys=synthetic_a
 something to find and no model reads the prompt. A method's engine decodes beside one of full attention, a step each in
 turn, so that a noisy machine disturbs both alike. Steps in which an index grows or tokens are evicted count, too.
 
-    python scripts/bench_decode.py                                        # all that results/bench_decode_cpu.json holds
+    python scripts/bench_decode.py                        # 4k to 128k tokens, half an hour; results/bench_decode_cpu.json names its own
     python scripts/bench_decode.py --cells 32768:1024 --methods quest icecache --dtypes bfloat16 --executors cpu torch
 
 Prints one JSON object as its last line; by dtype, cell (tokens:budget) and method, and with several executors by those:

@@ -260,12 +260,12 @@ def stream(
 class LlamaRotary:
     """Rotary positions as Llama's, in float64; see `kvbench.engine.positions.Rotary`."""
 
-    def __init__(self, head_dim: int) -> None:
-        self.speed = 10000.0 ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    def __init__(self, head_dim: int, device: torch.device) -> None:
+        self.speed = 10000.0 ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
 
     def angles(self, by: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [..., n, D] of a turn by a number of positions [..., n]."""
-        angle = by[..., None].double() * self.speed.to(by.device).repeat(2)
+        angle = by[..., None].double() * self.speed.repeat(2)
         return angle.cos(), angle.sin()
 
     def turn(self, vectors: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -276,7 +276,7 @@ class LlamaRotary:
 
 def rotate(vectors: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     """Vectors [..., n, D] turned by a number of positions [..., n]."""
-    rotary = LlamaRotary(vectors.shape[-1])
+    rotary = LlamaRotary(vectors.shape[-1], vectors.device)
     return rotary.turn(vectors, rotary.angles(by))
 
 
@@ -327,7 +327,7 @@ def drive(
         offsets=offsets,
         attention=executor,
         new_tokens=None if left else fixed.steps,
-        rotary=LlamaRotary(head_dim),
+        rotary=LlamaRotary(head_dim, shape.device),
         pieces=PIECES if method.needs.token_text else None,
     )
     seen = watch(method)
