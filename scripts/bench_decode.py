@@ -4,7 +4,7 @@ Stores are filled with synthetic keys (`task.prefill=false task.keys=synthetic_a
 something to find and no model reads the prompt. A method's engine decodes beside one of full attention, a step each in
 turn, so that a noisy machine disturbs both alike. Steps in which an index grows or tokens are evicted count, too.
 
-    python scripts/bench_decode.py                        # 4k to 128k tokens, half an hour; results/bench_decode_cpu.json names its own
+    python scripts/bench_decode.py                     # 4k to 128k tokens, half an hour
     python scripts/bench_decode.py --cells 32768:1024 --methods quest icecache --dtypes bfloat16 --executors cpu torch
 
 Prints one JSON object as its last line; by dtype, cell (tokens:budget) and method, and with several executors by those:
@@ -16,7 +16,7 @@ Prints one JSON object as its last line; by dtype, cell (tokens:budget) and meth
   must_read_ms, rest_over_must_read   keys and values attended, in bytes, over the bandwidth of a copy; rest over that
   floor_ms                   the same with the weights that the model reads
   attended_mean, moved_bytes_per_step   by the audit
-and copy_bandwidth (bytes a second), threads, cpu, settings.
+and copy_bandwidth (bytes a second), threads, cpu, settings. results/bench_decode_cpu.json says by which command it was made.
 """
 
 from __future__ import annotations
