@@ -16,7 +16,7 @@ Prints one JSON object as its last line; by dtype, cell (tokens:budget) and meth
   must_read_ms, rest_over_must_read   keys and values attended, in bytes, over the bandwidth of a copy; rest over that
   floor_ms                   the same with the weights that the model reads
   attended_mean, moved_bytes_per_step   by the audit
-and copy_bandwidth (bytes a second), threads, cpu, settings. results/bench_decode_cpu.json says by which command it was made.
+and copy_bandwidth (bytes a second), threads, cpu, settings. results/bench_decode_cpu.json names its command.
 """
 
 from __future__ import annotations
