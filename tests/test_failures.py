@@ -20,6 +20,7 @@ import kvbench.measure.arm
 from kvbench import __main__ as cli
 from kvbench.cli import checks
 from kvbench.engine.generate import generate
+from kvbench.engine.models import quick_in_bfloat16
 from kvbench.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -320,7 +321,7 @@ def test_new_words_about_a_method_orphan_no_result_and_new_options_do(
     monkeypatch.setattr(checks, "FACTS", frozenset())
     facts = ["method.about=new", "task.about=new", "model.about=new", "+method.valid.page_size.at_least=2"]
     main(*words, *facts)
-    main(*words, "device=cpu", "dtype=float32")
+    main(*words, "device=cpu", f"dtype={'bfloat16' if quick_in_bfloat16() else 'float32'}")  # what auto comes to
     assert only_folder(tmp_path / "results") == first
     main(*words, "method.page_size=8")
     assert len(list(first.parent.iterdir())) == 2

@@ -19,7 +19,7 @@ from methods.icecache.tree import Floats, Workspace
 
 Tokens = NDArray[np.int64]
 
-WORTH_A_THREAD = 1 << 20  # multiplications that take longer than it takes to wake a thread
+WORTH_A_THREAD = 1 << 22  # multiplications that take longer than it takes to wake a thread
 
 
 class RefusedError(ValueError):

@@ -23,6 +23,8 @@ from methods.pariskv.codebook import CENTROIDS, SUBSPACE, Quotas, quotas, random
 BLOCK = 4096  # keys that are encoded at once
 SPARE = 16  # one part in so many is reserved for tokens to come
 
+WORTH_A_THREAD = 1 << 16  # tokens whose votes take longer than it takes to wake a thread
+
 
 class Index(ABC):
     """Codes of the retrieval zones of one layer.
@@ -169,7 +171,8 @@ class KernelIndex(Index):
             work.fit(self.ids.shape[3], int(rows[:, 2].max()), self.ids.shape[2])
             kernels.search(zone, asked, signs, first, stop, rows, spans, work.arrays, found)
 
-        in_parts(self._pool, len(found), self._workspaces, search)
+        threads = max(1, heads * int(rows[:, 1].sum()) // WORTH_A_THREAD)
+        in_parts(self._pool, len(found), self._workspaces[:threads], search)
         tokens = torch.from_numpy(found).unflatten(0, (len(rows), heads))
         return {row: one[:, : of.retrieved] for (row, of), one in zip(quotas.items(), tokens, strict=True)}
 

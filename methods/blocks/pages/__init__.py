@@ -14,7 +14,7 @@ from methods.blocks.heads import in_parts
 from methods.blocks.kernels import is_readable, stored
 from methods.blocks.pages import kernels
 
-WORTH_A_THREAD = 1 << 20  # multiplications that take longer than it takes to wake a thread
+WORTH_A_THREAD = 1 << 22  # multiplications that take longer than it takes to wake a thread
 
 
 def bounds(keys: torch.Tensor, pages: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
