@@ -110,11 +110,10 @@ def _against_full(lines: Sequence[_Line], axes: Sequence[str]) -> dict[tuple[str
         beside = full.get(rivals[row], {})
         common = sorted(own.keys() & beside.keys())
         if len(common) > 1:
-            start = crossing(*({tokens: found[TIME.name] for tokens, found in side.items()} for side in (own, beside)))
             mine, theirs = own[common[-1]], beside[common[-1]]
-            numbers = {"time_over_full": mine[TIME.name] / theirs[TIME.name]} | (
-                {"faster_from": start} if start else {}
-            )
+            numbers = {"time_over_full": mine[TIME.name] / theirs[TIME.name]}
+            if start := crossing(*({tokens: at[TIME.name] for tokens, at in side.items()} for side in (own, beside))):
+                numbers["faster_from"] = start
             letters = transfer_marks(mine["transfer"])
             marks = dict.fromkeys(numbers, letters) if letters else {}
             if not (missing(mine["ttft_s"]) or missing(theirs["ttft_s"])):

@@ -122,7 +122,7 @@ def _times(record: Mapping[str, Any]) -> dict[str, Any]:
     """The times of a sample by name: those that its record nests, as "tpot_ms": {"mean": 4.0}, as "tpot_ms_mean"."""
     nested = {f"tpot_ms_{name}": value for name, value in (record.get("tpot_ms") or {}).items()}
     if record.get("ttft_s") is not None and record.get("prefill_ms"):
-        nested["index_s"] = record["prefill_ms"]["index_build"] / 1e3
+        nested["index_s"] = record["prefill_ms"].get("index_build", 0.0) / 1e3
     return {**record, **nested}
 
 
