@@ -148,6 +148,8 @@ def main() -> None:
 
 def _cell(word: str) -> tuple[int, int]:
     tokens, _, budget = word.partition(":")
+    if not (tokens.isdecimal() and budget.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{word}: expected prompt tokens and budget, as in 32768:1024")
     return int(tokens), int(budget)
 
 

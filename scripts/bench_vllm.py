@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -73,6 +74,8 @@ class Vllm:
         own = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
         rest = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "GOMP_SPINCOUNT")}
         command = [python, "-c", CHILD, json.dumps([folder, dtype, longest])]
+        if shutil.which(python) is None:
+            sys.exit(f"--python {python}: no such program; expected the interpreter of an environment that has vLLM")
         pipe = subprocess.PIPE
         self.child = subprocess.Popen(command, env={**rest, **own}, text=True, stdin=pipe, stdout=pipe)
         if self._answer() != "ready":

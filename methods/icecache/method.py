@@ -18,6 +18,7 @@ import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
+from methods.blocks.kernels import stored
 from methods.icecache.forest import Forest, RefusedError, compile_kernels
 from methods.icecache.index import DCITree, ExactScan
 from methods.icecache.settings import Layout, Search
@@ -185,8 +186,8 @@ class IceCache(Method):
 
     def _keys(self, layer: int) -> Keys:
         """[B, Hkv, capacity, D] as the index reads them, in place."""
-        keys = self.view.host_keys(layer)
-        return keys.view(torch.int16).numpy().view(np.uint16) if keys.dtype == torch.bfloat16 else keys.numpy()
+        keys: Keys = stored(self.view.host_keys(layer))
+        return keys
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
