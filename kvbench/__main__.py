@@ -45,6 +45,12 @@ usage: python -m kvbench [-m] [key=value ...]
   python -m kvbench --cfg job method=quest                   print the config of a run, options of the method included
   python -m kvbench +experiment=reference                    a sweep from a file of conf/experiment
   python -m kvbench --config-dir FOLDER method=mine          with your own FOLDER/method/mine.yaml
+
+flags:
+  -m, --multirun          a sweep: keys may have several values, budget=64,128
+  --config-dir FOLDER     choices of your own beside kvbench's, such as FOLDER/method/mine.yaml
+  --cfg job               print the config of a run and stop
+  -h, --help; --version   print this; the version
 """
 
 
@@ -148,7 +154,12 @@ def _tell_sweep(loader: ConfigLoaderImpl, config: DictConfig, words: Sequence[st
 def _flags(words: Sequence[str]) -> Namespace:
     from hydra._internal.utils import get_args_parser
 
-    flags, unknown = get_args_parser().parse_known_args(words)
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see --help)")
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]  # argparse would print its usage and exit
+    flags, unknown = parser.parse_known_args(words)
     if unknown:
         raise ConfigError(f"{unknown[0]}: no such flag; settings are written key=value, as in budget=64 (see --help)")
     if flags.cfg and flags.multirun:

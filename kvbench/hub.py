@@ -61,6 +61,8 @@ class ModelSource(NamedTuple):
         """
         if self.path is None:
             return None
+        if not self.path.strip():
+            raise ConfigError(f"model.path='{self.path}': empty; expected a folder, or a hub id such as org/name")
         folder = Path(self.path).expanduser()
         if folder.is_dir():
             return folder
@@ -128,9 +130,44 @@ def stated_revision(folder: Path) -> str | None:
 
 
 def refuse_no_weights(folder: Path, path: str) -> None:
-    """Refuse a model's folder that is a config alone."""
+    """Refuse a model's folder that is a config alone, or whose weights are cut short, as by a broken download.
+
+    Raises:
+        ConfigError: names the file.
+    """
     if not holds_weights(folder):
         raise ConfigError(f"model.path={path}: no weights in it; expected *.safetensors or *.bin beside config.json")
+    files = {file.name for file in folder.glob("*.safetensors")}
+    for name in sorted(files):
+        if reason := _damage(folder / name):
+            raise ConfigError(f"model.path={path}: {name} {reason}; copy or download it again")
+    if missing := sorted(_parts(folder / "model.safetensors.index.json") - files):
+        raise ConfigError(f"model.path={path}: {missing[0]} is missing, which model.safetensors.index.json names")
+
+
+def _damage(file: Path) -> str:
+    """What is wrong with a safetensors file by its header, which tells where its tensors end; "" for nothing."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or 8 + length > size:
+            return f"is cut short, {size} bytes"
+        try:
+            header = json.loads(stream.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            whole = 8 + length + max(ends, default=0)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return "is no safetensors file"
+    return "" if size == whole else f"has {size} bytes where its header tells of {whole}"
+
+
+def _parts(index: Path) -> set[str]:
+    """The files that the weights of a model are spread over; none where no index says so."""
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return set()
 
 
 def holds_weights(folder: Path) -> bool:

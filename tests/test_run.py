@@ -345,6 +345,14 @@ def test_change_that_changes_no_number_is_the_same_run(
     assert len(generated.since()) == 1
 
 
+def test_a_length_that_no_prompt_fits_is_refused_before_weights_are_made(
+    configured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", lambda *_, **__: pytest.fail("made weights"))
+    with pytest.raises(ConfigError, match="^task.lengths: 1 tokens are too few, a passkey prompt needs at least 248$"):
+        run(configured("task.lengths=[1]"))
+
+
 def test_prompt_beyond_the_window_is_refused_before_it_runs(configured: Any, generated: Generated) -> None:
     config = configured()
     OmegaConf.update(config, "model.config.max_position_embeddings", 515)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 import kvbench
 from kvbench.budget import Budget
@@ -140,16 +141,21 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
         protocol = Protocol(**config["protocol"])
         task = task_of(config["task"])
         method: Method = build(config["method"])
+        if not hasattr(method, "needs"):
+            target = config["method"]["_target_"]
+            raise ConfigError(f"_target_={target}: no method; expected a subclass of kvbench.method.Method")
         for source in task.sources:
             source.path()
-        if task.stored:
-            len(task)  # reads the files, so that what is wrong with them shows now
+
+        def try_out(tokenizer: PreTrainedTokenizerBase) -> None:
+            protocol.check_chat(tokenizer)
+            next(iter(task.samples(tokenizer, config["seed"])), None)  # reads the files, and tries the lengths
+
         if loaded is None:
-            loaded = models.load(config["model"], config["device"], config["dtype"], config["seed"])
+            loaded = models.load(config["model"], config["device"], config["dtype"], config["seed"], try_out)
         layers = loaded.model.config.get_text_config().num_hidden_layers
         published = config["method"].get("published_dense_layers") or ()
         dense_layers = protocol.dense_layers_of(loaded.dense_layers, published, layers)
-        protocol.check_chat(loaded.tokenizer)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     budget = Budget.of(budget_of(config), config["method"], protocol.accounting, protocol.generated)
