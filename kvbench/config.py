@@ -309,6 +309,14 @@ def bind_methods() -> None:
     spec.loader.exec_module(module)
 
 
+def find_modules_in(folder: Path) -> None:
+    """Let Python find modules in a user's folder of choices, here and in the processes that this one starts."""
+    place = str(folder.absolute())
+    if place not in sys.path:
+        sys.path.append(place)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), place]))
+
+
 def build(config: Mapping[str, Any] | DictConfig | MethodConfig) -> Any:
     """Import a method's or a task's target and call it with its options.
 

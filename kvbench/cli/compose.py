@@ -14,7 +14,16 @@ import yaml
 
 from kvbench.cli import smoke
 from kvbench.cli.checks import check, leaves
-from kvbench.config import ConfigError, conf_dir, first_line, nearest, nearest_key, show, sweep_words
+from kvbench.config import (
+    ConfigError,
+    conf_dir,
+    find_modules_in,
+    first_line,
+    nearest,
+    nearest_key,
+    show,
+    sweep_words,
+)
 
 if TYPE_CHECKING:
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -46,6 +55,7 @@ def loader_of(flags: Namespace) -> ConfigLoaderImpl:
         folder = Path(flags.config_dir).absolute()
         if not folder.is_dir():
             raise ConfigError(f"--config-dir={flags.config_dir}: no such folder")
+        find_modules_in(folder)
         path.prepend(provider="command-line", path=f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
     return ConfigLoaderImpl(config_search_path=path)
 
