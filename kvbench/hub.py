@@ -99,6 +99,24 @@ def source_of(model: Mapping[str, Any]) -> ModelSource:
     return ModelSource(name, str(path), dense_layers)
 
 
+def shape_of(model: Mapping[str, Any], source: ModelSource) -> Mapping[str, Any]:
+    """The transformers config of a model, as far as it can be known here: nothing of a hub id never loaded before.
+
+    Raises:
+        ConfigError: the folder has none that can be read.
+    """
+    if source.path is None:
+        return model.get("config") or {}
+    if source.gguf is not None:
+        return {}  # in the file, which transformers reads
+    if source.folder is not None:
+        return config_in(source.folder, source.path)
+    if (cached := cached_folder(source.path)) is not None:
+        return config_in(cached, source.path)
+    original = shipped("model", str(model["name"])) or model
+    return model.get("config") or {} if original["path"] == source.path else {}
+
+
 def how_to_stretch(random_weights: bool) -> str:
     """The end of a message about a window that is too short: random weights read any position as well as another."""
     return "; model.config.max_position_embeddings=N stretches that of random weights" if random_weights else ""

@@ -254,7 +254,7 @@ def test_a_shape_that_no_model_can_have_is_refused(refusal, override, line):
 
 
 def test_random_weights_without_a_shape_are_refused(refusal):
-    line = "model.config=null: random weights need a shape, a transformers config"
+    line = "model.config=null: random weights need a transformers config"
     assert refusal("model=dummy-tiny", "model.config=null") == line
 
 

@@ -52,7 +52,7 @@ ONE_OF = {
 # The lowest value of each whole number, and whether null will do.
 LOWEST = {"seed": (0, False), "probe.every": (0, False), "threads": (1, True), "task.limit": (1, True)}
 MOST = {"seed": 2**63 - 1, "threads": 1024}
-SWITCHES = ("smoke", "sweep.shared_prefill")
+SWITCHES = ("smoke", "memory_check", "sweep.shared_prefill")
 
 # What torch calls CUDA has one of these on Linux: NVIDIA's driver, its embedded boards, under Windows, or AMD's driver.
 DEVICE_NODES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
@@ -187,7 +187,7 @@ def _check_protocol(run: Any, shape: Mapping[str, Any], source: hub.ModelSource)
 
 
 def _model_shape(model: Mapping[str, Any], source: hub.ModelSource) -> Mapping[str, Any]:
-    """The transformers config of the model, as far as it can be known here: nothing of a hub id never loaded before.
+    """The transformers config of the model, as far as it can be known here.
 
     Raises:
         ConfigError: no such folder, not a model folder, or a model that kvbench would run wrong.
@@ -196,20 +196,11 @@ def _model_shape(model: Mapping[str, Any], source: hub.ModelSource) -> Mapping[s
     named = shipped("model", str(model["name"]))
     if source.path is not None and named is not None and model.get("config") != named.get("config"):
         raise ConfigError(f"model.config: sets the shape of random weights; those of {source.name} have their own")
-    if source.path is None:
-        shape = model.get("config")
-        if not isinstance(shape, Mapping) or "model_type" not in shape:
-            raise ConfigError(f"model.config={show(shape)}: random weights need a shape, a transformers config")
-    elif source.gguf is not None:
-        shape = {}  # in the file, which transformers reads
-    elif source.folder is not None:
-        shape = hub.config_in(source.folder, source.path)
+    shape = hub.shape_of(model, source)
+    if source.path is None and "model_type" not in shape:
+        raise ConfigError(f"model.config={show(model.get('config'))}: random weights need a transformers config")
+    if source.path is not None and source.gguf is None and source.folder is not None:
         hub.refuse_no_weights(source.folder, source.path)
-    elif (cached := hub.cached_folder(source.path)) is not None:
-        shape = hub.config_in(cached, source.path)
-    else:
-        original = shipped("model", str(model["name"])) or model
-        shape = model.get("config") or {} if original["path"] == source.path else {}
     refuse_unsupported(shape, label)
     refuse_impossible(shape, "model.config." if source.path is None else f"{label}: config.json: ")
     return text_config(shape)

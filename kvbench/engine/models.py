@@ -85,8 +85,8 @@ def load(
     Raises:
         ConfigError: no such folder, hub id not reachable, no such device or dtype, or an unsupported model.
     """
-    where = _device(device)
-    kind = _dtype(dtype, where)
+    where = device_of(device)
+    kind = dtype_of(dtype, where)
     if config["weights"] not in ("pretrained", "dummy"):
         raise ConfigError(f"model.weights={config['weights']}: expected pretrained or dummy")
     source = hub.source_of(config)
@@ -291,7 +291,12 @@ def _sampled(size: int) -> list[int]:
     return [0, size // 3, 2 * size // 3, size - step]
 
 
-def _device(device: str) -> torch.device:
+def device_of(device: str) -> torch.device:
+    """The device that a run's `device` means here.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -307,7 +312,12 @@ def _device(device: str) -> torch.device:
     return wanted
 
 
-def _dtype(dtype: str, device: torch.device) -> torch.dtype:
+def dtype_of(dtype: str, device: torch.device) -> torch.dtype:
+    """The type that a run's `dtype` means on a device.
+
+    Raises:
+        ConfigError: it is none of `DTYPES`.
+    """
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" or quick_in_bfloat16() else torch.float32
     if dtype not in DTYPES:

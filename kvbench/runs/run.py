@@ -13,9 +13,11 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 import kvbench
+from kvbench import hub
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, bind_methods, build
 from kvbench.engine import models
+from kvbench.engine.footprint import Prompts, footprint, free_memory, refuse_too_large
 from kvbench.measure.arm import Arm, measure, prompt_of
 from kvbench.measure.protocol import Protocol
 from kvbench.method import Method
@@ -36,7 +38,7 @@ from kvbench.tasks import Sample, take, task_of
 Config = dict[str, Any]
 
 # Keys of a config, and of its method and task, that change no number or that `identity` holds in another form.
-NOT_IDENTITY = {"results_dir", "threads", "hydra", "sweep", "smoke", "model", "device", "dtype"}
+NOT_IDENTITY = {"results_dir", "threads", "hydra", "sweep", "smoke", "memory_check", "model", "device", "dtype"}
 NOT_IDENTITY_OF_GROUP = {"about", "valid", "limit"}
 
 
@@ -152,6 +154,8 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
             next(iter(task.samples(tokenizer, config["seed"])), None)  # reads the files, and tries the lengths
 
         if loaded is None:
+            if config["memory_check"]:
+                refuse_no_room(config, method)
             loaded = models.load(config["model"], config["device"], config["dtype"], config["seed"], try_out)
         layers = loaded.model.config.get_text_config().num_hidden_layers
         published = config["method"].get("published_dense_layers") or ()
@@ -160,6 +164,27 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
         raise ConfigError(str(error)) from error
     budget = Budget.of(budget_of(config), config["method"], protocol.accounting, protocol.generated)
     return Arm(config, protocol, loaded, method, budget, task, dense_layers)
+
+
+def refuse_no_room(config: Config, method: Method) -> None:
+    """Refuse a run that takes more memory than is free, before its model is loaded.
+
+    Raises:
+        ConfigError: names the key, the estimate, what is free and what would be right.
+    """
+    source = hub.source_of(config["model"])
+    task, chunk = config["task"], config["protocol"]["prefill_chunk"]
+    lengths = task.get("lengths") if task.get("unit", "tokens") == "tokens" else None
+    tokens = max(lengths) + (task.get("new_tokens") or 0) if lengths else 0
+    prompts = Prompts(tokens, max(task.get("batch") or [1]), chunk)
+    device = models.device_of(config["device"])
+    needed = footprint(hub.shape_of(config["model"], source), models.dtype_of(config["dtype"], device), prompts)
+    if needed is None:
+        return
+    on_host = method.needs.home == "host"
+    if chunk is None and not on_host:
+        needed = needed._replace(cache=0)  # a method may drop what a layer read before the next layer reads
+    refuse_too_large(needed, device, on_host, source.name, prompts, free_memory(device))
 
 
 class Work(NamedTuple):
