@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import kvbench
 from kvbench.cli import smoke
+from kvbench.cli.commands import COMMANDS, other_command
 from kvbench.cli.compose import compose_one, composed_jobs, loader_of, sweep_arms
 from kvbench.cli.threads import wait_briefly
 from kvbench.config import (
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 USAGE = """\
 kvbench: KV-cache methods compared on the same model, prompt, attention kernel and budget.
 
-usage: python -m kvbench [-m] [key=value ...]
+usage: kvbench [run] [-m] [key=value ...]          `python -m kvbench` is the same
+       kvbench COMMAND ...
 
   python -m kvbench                                          one run with the defaults
   python -m kvbench method=snapkv budget=512 task.limit=5    another method, a bigger budget, five samples
@@ -45,13 +47,26 @@ usage: python -m kvbench [-m] [key=value ...]
   python -m kvbench --cfg job method=quest                   print the config of a run, options of the method included
   python -m kvbench +experiment=reference                    a sweep from a file of conf/experiment
   python -m kvbench --config-dir FOLDER method=mine          with your own FOLDER/method/mine.yaml
+
+flags:
+  -m, --multirun          a sweep: keys may have several values, budget=64,128
+  --config-dir FOLDER     choices of your own beside kvbench's, such as FOLDER/method/mine.yaml
+  --cfg job               print the config of a run and stop
+  -h, --help; --version   print this; the version
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Failures other than bad input and Ctrl-C are raised."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if (code := other_command(given)) is not None:
+            return code
+    except ConfigError as error:
+        print(f"kvbench: {error}", file=sys.stderr)
+        return 2
     # argparse wants the key=value words in one piece; `method=full -m budget=64` is as clear, and becomes that.
-    words = sorted(sys.argv[1:] if arguments is None else arguments, key=_is_override)
+    words = sorted(given[1:] if given[:1] == ["run"] else given, key=_is_override)
     if {"-h", "--help"} & set(words):
         print(help_text())
         return 0
@@ -94,7 +109,7 @@ def _is_override(word: str) -> bool:
 
 def help_text() -> str:
     """Usage, then every choice of every group and every common key, each with one line."""
-    parts = [USAGE]
+    parts = [USAGE, _table("commands", [(name, about) for name, (_, about) in COMMANDS.items()])]
     for group in ["method", "task", "model", *(name for name in groups() if name not in ("method", "task", "model"))]:
         rows = [(f"{group}={name}", about) for name, about in choices(group).items()]
         parts.append(_table(f"{group}s", rows))
@@ -148,7 +163,12 @@ def _tell_sweep(loader: ConfigLoaderImpl, config: DictConfig, words: Sequence[st
 def _flags(words: Sequence[str]) -> Namespace:
     from hydra._internal.utils import get_args_parser
 
-    flags, unknown = get_args_parser().parse_known_args(words)
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see --help)")
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]  # argparse would print its usage and exit
+    flags, unknown = parser.parse_known_args(words)
     if unknown:
         raise ConfigError(f"{unknown[0]}: no such flag; settings are written key=value, as in budget=64 (see --help)")
     if flags.cfg and flags.multirun:

@@ -46,6 +46,9 @@ HARNESS_KEYS = frozenset(
 FACTS = frozenset({"about", "valid", "minimum", "published_dense_layers", "new_tokens", "own_prefill"})
 
 
+LONGEST = 300  # of what another library says in a message of ours
+
+
 class ConfigError(ValueError):
     """Bad input. The message is one line: the key, its value, and what would be right."""
 
@@ -166,7 +169,11 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest valid ones, and all of them."""
     names = sorted(valid)
     begins = {one[: len(name)]: one for one in names}  # of a long name, what was typed may be the beginning
-    close = difflib.get_close_matches(name, names, n=2, cutoff=0.6)
+    if not name:
+        return f"(valid: {', '.join(names) or 'none'})"
+    holding = [one for one in names if len(name) > 2 and name in one]
+    close = sorted(holding, key=lambda one: (not one.startswith(name), len(one)))[:3]
+    close = close or difflib.get_close_matches(name, names, n=2, cutoff=0.6)
     close = close or [begins[one] for one in difflib.get_close_matches(name, begins, n=2, cutoff=0.75)]
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return f"{hint}(valid: {', '.join(names) or 'none'})"
@@ -270,6 +277,8 @@ def show(value: Any) -> str:
     """`value` as one would type it on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}: {show(item)}' for key, item in value.items())}}}"
     if isinstance(value, (list, tuple)):
         return f"[{','.join(show(item) for item in value)}]"
     return str(value)
@@ -298,6 +307,14 @@ def bind_methods() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules["methods"] = module
     spec.loader.exec_module(module)
+
+
+def find_modules_in(folder: Path) -> None:
+    """Let Python find modules in a user's folder of choices, here and in the processes that this one starts."""
+    place = str(folder.absolute())
+    if place not in sys.path:
+        sys.path.append(place)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), place]))
 
 
 def build(config: Mapping[str, Any] | DictConfig | MethodConfig) -> Any:
@@ -352,5 +369,10 @@ def locate(target: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """What `error` says, cut to one line; its class where it says nothing."""
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """What `error` says, cut to one line of at most `LONGEST` characters; its class where it says nothing.
+
+    A line that ends in a colon goes on with the next.
+    """
+    first, *more = (str(error) or type(error).__name__).splitlines()
+    line = f"{first} {more[0].strip()}" if first.rstrip().endswith(":") and more else first
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."

@@ -61,6 +61,8 @@ class ModelSource(NamedTuple):
         """
         if self.path is None:
             return None
+        if not self.path.strip():
+            raise ConfigError(f"model.path='{self.path}': empty; expected a folder, or a hub id such as org/name")
         folder = Path(self.path).expanduser()
         if folder.is_dir():
             return folder
@@ -97,6 +99,24 @@ def source_of(model: Mapping[str, Any]) -> ModelSource:
     return ModelSource(name, str(path), dense_layers)
 
 
+def shape_of(model: Mapping[str, Any], source: ModelSource) -> Mapping[str, Any]:
+    """The transformers config of a model, as far as it can be known here: nothing of a hub id never loaded before.
+
+    Raises:
+        ConfigError: the folder has none that can be read.
+    """
+    if source.path is None:
+        return model.get("config") or {}
+    if source.gguf is not None:
+        return {}  # in the file, which transformers reads
+    if source.folder is not None:
+        return config_in(source.folder, source.path)
+    if (cached := cached_folder(source.path)) is not None:
+        return config_in(cached, source.path)
+    original = shipped("model", str(model["name"])) or model
+    return model.get("config") or {} if original["path"] == source.path else {}
+
+
 def how_to_stretch(random_weights: bool) -> str:
     """The end of a message about a window that is too short: random weights read any position as well as another."""
     return "; model.config.max_position_embeddings=N stretches that of random weights" if random_weights else ""
@@ -128,9 +148,44 @@ def stated_revision(folder: Path) -> str | None:
 
 
 def refuse_no_weights(folder: Path, path: str) -> None:
-    """Refuse a model's folder that is a config alone."""
+    """Refuse a model's folder that is a config alone, or whose weights are cut short, as by a broken download.
+
+    Raises:
+        ConfigError: names the file.
+    """
     if not holds_weights(folder):
         raise ConfigError(f"model.path={path}: no weights in it; expected *.safetensors or *.bin beside config.json")
+    files = {file.name for file in folder.glob("*.safetensors")}
+    for name in sorted(files):
+        if reason := _damage(folder / name):
+            raise ConfigError(f"model.path={path}: {name} {reason}; copy or download it again")
+    if missing := sorted(_parts(folder / "model.safetensors.index.json") - files):
+        raise ConfigError(f"model.path={path}: {missing[0]} is missing, which model.safetensors.index.json names")
+
+
+def _damage(file: Path) -> str:
+    """What is wrong with a safetensors file by its header, which tells where its tensors end; "" for nothing."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or 8 + length > size:
+            return f"is cut short, {size} bytes"
+        try:
+            header = json.loads(stream.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            whole = 8 + length + max(ends, default=0)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return "is no safetensors file"
+    return "" if size == whole else f"has {size} bytes where its header tells of {whole}"
+
+
+def _parts(index: Path) -> set[str]:
+    """The files that the weights of a model are spread over; none where no index says so."""
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return set()
 
 
 def holds_weights(folder: Path) -> bool:

@@ -73,7 +73,7 @@ def model_folder(tmp_path):
         folder = tmp_path / "model"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({"model_type": "llama", **keys}))
-        (folder / "model.safetensors").touch()
+        (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
         return folder
 
     return make
@@ -194,6 +194,15 @@ def test_a_budget_passes_exactly_where_the_rules_allow_it(budget, least):
         ("method.page_size=big", "method.page_size=big: expected a whole number, such as 16"),
         ("task.new_tokens=20", "task.new_tokens=20: a fact of passkey, not a setting"),
         ("budget=${nothing}", "budget: Interpolation key 'nothing' not found"),
+        ("budget={a:1}", "budget={a: 1}: expected one value, and no mapping"),
+        ("seed=99999999999999999999", "seed=99999999999999999999: expected at most 9223372036854775807"),
+        ("threads=100000", "threads=100000: expected at most 1024"),
+        ("sweep.shared_prefill=maybe", "sweep.shared_prefill=maybe: expected true | false"),
+        ("model.name=", "model.name=: expected a name, which results are kept under"),
+        ("model.path=", "model.path='': empty; expected a folder, or a hub id such as org/name"),
+        ("model.dense_layers=all", "model.dense_layers=all: expected a list of layers, such as [0,1]"),
+        ("model.config.hidden_size=8", "model.config: sets the shape of random weights; those of tiny have their own"),
+        ("method._target_=no_such.Mine", "method._target_=no_such.Mine: no module no_such; "),
     ],
 )
 def test_a_wrong_value_is_refused_with_key_value_and_what_is_right(refusal, override, line):
@@ -223,6 +232,59 @@ def test_a_wrong_value_is_refused_with_key_value_and_what_is_right(refusal, over
 )
 def test_an_option_outside_its_valid_values_is_refused_with_them(refusal, overrides, line):
     assert refusal(*overrides) == line
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "hidden_size=250",
+            "model.config.hidden_size=250: expected a multiple of num_attention_heads=4, or a head_dim",
+        ),
+        ("num_key_value_heads=3", "model.config.num_key_value_heads=3: query heads share KV heads evenly; expected a "),
+        ("num_hidden_layers=0", "model.config.num_hidden_layers=0: expected a whole number, 1 or more"),
+        ("num_hidden_layers=null", "model.config.num_hidden_layers=null: expected a whole number, 1 or more"),
+        ("vocab_size=many", "model.config.vocab_size=many: expected a whole number, 1 or more"),
+        ("head_dim=31", "model.config.head_dim=31: rotary positions turn pairs; expected an even number"),
+    ],
+)
+def test_a_shape_that_no_model_can_have_is_refused(refusal, override, line):
+    without_head_dim = ["model.config.head_dim=null"] if "hidden_size" in override else []
+    assert refusal("model=dummy-tiny", *without_head_dim, f"model.config.{override}").startswith(line)
+
+
+def test_random_weights_without_a_shape_are_refused(refusal):
+    line = "model.config=null: random weights need a transformers config"
+    assert refusal("model=dummy-tiny", "model.config=null") == line
+
+
+def test_weights_that_are_cut_short_or_not_all_there_are_refused(refusal, composed, model_folder):
+    folder = model_folder()
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    whole = len(header).to_bytes(8, "little") + header + bytes(8)
+    reasons = {
+        whole[:-1]: f"has {len(whole) - 1} bytes where its header tells of {len(whole)}",
+        whole[:20]: "is cut short, 20 bytes",
+        b"": "is cut short, 0 bytes",
+        (2).to_bytes(8, "little") + b"no": "is no safetensors file",
+    }
+    for damaged, reason in reasons.items():
+        (folder / "model.safetensors").write_bytes(damaged)
+        line = f"model.path={folder}: model.safetensors {reason}; copy or download it again"
+        assert refusal(f"model.path={folder}") == line
+    (folder / "model.safetensors").write_bytes(whole)
+    check(composed(f"model.path={folder}"))
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
+    assert "b.safetensors is missing, which model.safetensors.index.json names" in refusal(f"model.path={folder}")
+
+
+def test_a_folder_with_some_subsets_alone_says_how_to_choose_them(refusal, composed, tmp_path):
+    (tmp_path / "hotpotqa.jsonl").write_text("{}\n")
+    words = ["task=longbench", f"task.data_dir={tmp_path}"]
+    assert refusal(*words).endswith("narrativeqa.jsonl: no such file; task.subsets=[hotpotqa] takes what is there")
+    check(composed(*words, "task.subsets=[hotpotqa]"))
+    (tmp_path / "hotpotqa.jsonl").write_text("")
+    assert refusal(*words, "task.subsets=[hotpotqa]").endswith("hotpotqa.jsonl: empty")
 
 
 def test_the_ends_of_what_is_valid_pass(composed):
@@ -259,7 +321,7 @@ def test_a_deleted_key_that_all_runs_need_is_missed(refusal):
 
 
 def test_a_method_of_ones_own_has_its_own_keys(composed):
-    check(composed("method.name=mine", "method._target_=my.Mine", "+method.depth=3"))
+    check(composed("method.name=mine", "method._target_=json.Mine", "+method.depth=3"))
 
 
 def test_prompts_longer_than_the_window_are_refused_when_counted_in_tokens(refusal, composed):
@@ -368,7 +430,7 @@ def test_flashinfer_is_refused_where_it_plainly_cannot_run(refusal, composed, mo
     assert reason("model=dummy-tiny") == "head dim 32 is not one of 64, 128, 256"
     assert reason("dtype=float32") == "dtype float32 is not one of bfloat16, float16"
     assert reason("device=cpu") == "cpu is not a CUDA device"
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "flashinfer" else object())
     assert reason() == "the package is not installed, pip install 'kvbench[flashinfer]'"
     monkeypatch.setattr(checks, "_no_cuda", lambda: "there is no CUDA device here")
     assert reason() == "there is no CUDA device here"

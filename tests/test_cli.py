@@ -136,7 +136,20 @@ def test_bad_input_is_one_line_with_exit_code_2_and_nothing_heavy(python, tmp_pa
     ("words", "line"),
     [
         (["method=qest"], "method=qest: no such method; did you mean quest? (valid: full, "),
-        (["model=llama"], "model=llama: no such model; "),
+        (
+            ["model=llama"],
+            "model=llama: no such model; did you mean llama3.1-8b-instruct or deepseek-r1-distill-llama-8b",
+        ),
+        (["method=null"], "method=null: no such method; "),
+        (["method="], "method=: no such method; (valid: "),
+        (["=5"], "=5: no key; expected key=value"),
+        (["experiment=reference"], "experiment=reference: is put on top of the others; write +experiment=reference"),
+        (["-m", "budget=range(1,0)"], "budget=range(1,0): no value in it"),
+        (
+            ["-m", "hydra/launcher=slurm", "hydra.launcher.tim=3"],
+            "hydra.launcher.tim=3: no such key; did you mean time",
+        ),
+        (["--cfg", "method=full"], "argument --cfg/-c: invalid choice: 'method=full'"),
         (["task=pass"], "task=pass: no such task; did you mean passkey? "),
         (["-m", "method=full,qest"], "method=qest: no such method; did you mean quest?"),
         (["hydra/launcher=slrm"], "hydra/launcher=slrm: no such hydra/launcher; "),
@@ -160,6 +173,22 @@ def test_bad_input_is_one_line_with_exit_code_2_and_nothing_heavy(python, tmp_pa
 )
 def test_unknown_names_keys_and_flags_are_refused_with_the_nearest(refusal, words, line):
     assert refusal(*words).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("name: [\n", "mine.yaml: no YAML: while parsing a flow node "),
+        ("name: mine\n", "method._target_: missing; every run needs it"),
+        ("name: mine\n_target_: no_such.Mine\n", "method._target_=no_such.Mine: no module no_such; expected one that "),
+        ("name: mine\n_target_: json.Mine\nminimum: 3\n", "method.minimum=3: expected tokens by accounting, such as {"),
+    ],
+)
+def test_a_file_of_ones_own_that_is_none_is_refused(command, tmp_path, text, line):
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "mine.yaml").write_text(text)
+    code, err, ran = command("--config-dir", str(tmp_path), "method=mine")
+    assert (code, ran, err.count("\n")) == (2, [], 1) and line in err
 
 
 def test_every_value_of_a_sweep_is_checked_before_the_first_job(refusal):
@@ -210,9 +239,10 @@ def test_a_bare_command_runs_the_defaults(command):
 def test_a_sweep_runs_every_combination_and_flags_may_stand_anywhere(command):
     code, _, ran = command("method=full,quest", "-m", "budget=64,0.5,null")
     assert code == 0
-    assert [(cfg.method.name, cfg.budget) for cfg in ran] == [
-        (method, budget) for method in ("full", "quest") for budget in (64, 0.5, None)
-    ]
+    each = [("quest", budget) for budget in (64, 0.5, None)]
+    assert [(cfg.method.name, cfg.budget) for cfg in ran] == [("full", 64), *each], (
+        "full attention once for all budgets"
+    )
 
 
 def test_hydra_leaves_nothing_beside_the_results_folder(command, tmp_path):

@@ -159,7 +159,7 @@ def test_models_that_would_run_wrong_are_refused_by_name(
 ) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model" / "model.safetensors").touch()
+    (tmp_path / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert refused(f"model.path={tmp_path}/model").startswith(f"model.path={tmp_path}/model: {reason}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -286,6 +287,37 @@ def test_a_folder_without_weights_is_named(folder: Path, tmp_path: Path) -> None
     assert refusal(model_config(path=str(tmp_path)), "cpu").startswith(
         f"model.path={tmp_path}: not a usable model folder"
     )
+
+
+def test_weights_that_are_not_those_of_the_config_are_refused(folder: Path, tmp_path: Path) -> None:
+    """transformers would put random ones in their place, and warn."""
+    for key, value, line in (
+        ("num_hidden_layers", 9, "its weights are without model.layers.4.input_layernorm.weight and "),
+        ("intermediate_size", 64, "model.layers.0.mlp.down_proj.weight has the shape "),
+    ):
+        copy_of = shutil.copytree(folder, tmp_path / key)
+        config = json.loads((copy_of / "config.json").read_text())
+        (copy_of / "config.json").write_text(json.dumps({**config, key: value}))
+        with pytest.raises(ConfigError) as caught:
+            load(model_config(path=str(copy_of)), device="cpu")
+        assert str(caught.value).startswith(f"model.path={copy_of}: {line}") and "\n" not in str(caught.value)
+
+
+def test_a_damaged_folder_is_one_line_whatever_the_damage(folder: Path, tmp_path: Path) -> None:
+    for file in ("tokenizer.json", "model.safetensors"):
+        copy_of = shutil.copytree(folder, tmp_path / file)
+        (copy_of / file).write_bytes((copy_of / file).read_bytes()[:999])
+        with pytest.raises(ConfigError, match=f"^model.path={copy_of}: not a usable model folder: ") as caught:
+            load(model_config(path=str(copy_of)), device="cpu")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 250}, {"rms_norm_eps": "x"}, {"model_type": "nosuch"}])
+def test_a_shape_that_transformers_refuses_is_one_line(change: dict[str, Any]) -> None:
+    config = model_config()
+    with pytest.raises(ConfigError, match="^model.config of dummy-tiny: transformers refuses it: ") as caught:
+        load({**config, "config": {**config["config"], **change}}, device="cpu")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 @pytest.mark.usefixtures("offline")

@@ -118,12 +118,13 @@ def test_what_weakens_a_score_is_marked(tmp_path):
     stored(tmp_path, "snapkv", samples=broken)
     stored(tmp_path, "topk", model_revision="dummy-0")
     stored(tmp_path, "icecache", finished=False)
+    stored(tmp_path, "lychee", samples=[record("a", "", 1.0, cut_tokens=3000), record("b", "", 1.0, cut_tokens=0)])
     stored(tmp_path, "full")
     (table,) = summary(collect([tmp_path], unfinished=True))
     marks = {row[2]: table.cells[place, 0].marks.get("score", "") for place, row in enumerate(table.rows)}
-    assert marks == {"full": "", "icecache": "u", "quest": "f", "snapkv": "o", "topk": "d"}
+    assert marks == {"full": "", "icecache": "u", "quest": "f", "snapkv": "o", "topk": "d", "lychee": "t"}
     assert cell(table, ("tiny", "passkey", "quest", "64")).numbers["failed"] == 1
-    assert {note[:3] for note in table.notes if note[1] == ":"} == {"u: ", "f: ", "o: ", "d: "}
+    assert {note[:3] for note in table.notes if note[1] == ":"} == {"u: ", "f: ", "o: ", "d: ", "t: "}
 
 
 @pytest.mark.parametrize(("transfer", "mark"), [("simulated", "c"), ("in place", "e")])

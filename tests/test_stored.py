@@ -140,12 +140,17 @@ def test_records_hold_what_scoring_needs(configured, answers, tmp_path):
         assert record["chat"] is False and record["cut_tokens"] == 0 and key in "123"
 
 
-def test_a_prompt_over_the_window_is_cut_where_the_task_says_so(configured, answers, tmp_path):
+def test_a_prompt_over_the_window_is_cut_where_the_task_says_so(configured, answers, tmp_path, capsys):
     config = configured(truncate=True)
     config.model.config.max_position_embeddings = 300
-    run(config)
+    summary = run(config)
+    cut = records(tmp_path)["2"]["cut_tokens"]
+    read = sum(record["prompt_tokens"] for record in records(tmp_path).values())
+    assert (summary["cut_samples"], summary["cut_share"]) == (1, cut / (cut + read))
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"1 of 3 samples, by {100 * cut / (cut + read):.0f} % of all tokens" in told
     assert len(answers["2"]["prompt"]) + 4 <= 300 and len(answers["3"]["prompt"]) == len(PROMPTS[2]) + 1
-    assert records(tmp_path)["2"]["cut_tokens"] > 300
+    assert cut > 300
     config = configured()
     config.model.config.max_position_embeddings = 300
     with pytest.raises(ConfigError, match="^task: 2 takes 681 tokens and 4 new ones, more than the 300 of dummy-tiny"):

@@ -35,7 +35,7 @@ from kvbench.config import (
     shipped,
     show,
 )
-from kvbench.engine.support import refuse_unsupported, text_config, window
+from kvbench.engine.support import refuse_impossible, refuse_unsupported, text_config, window
 from kvbench.measure.protocol import Protocol
 from kvbench.runs.folder import refuse_other_formats
 from kvbench.runs.identity import arm_name
@@ -51,6 +51,8 @@ ONE_OF = {
 
 # The lowest value of each whole number, and whether null will do.
 LOWEST = {"seed": (0, False), "probe.every": (0, False), "threads": (1, True), "task.limit": (1, True)}
+MOST = {"seed": 2**63 - 1, "threads": 1024}
+SWITCHES = ("smoke", "memory_check", "sweep.shared_prefill")
 
 # What torch calls CUDA has one of these on Linux: NVIDIA's driver, its embedded boards, under Windows, or AMD's driver.
 DEVICE_NODES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
@@ -73,6 +75,7 @@ def check(cfg: DictConfig, here: bool = True) -> None:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
     _check_values(run)
+    _check_method(run["method"])
     source = hub.source_of(run["model"])
     shape = _model_shape(run["model"], source)
     _check_protocol(run, shape, source)
@@ -95,6 +98,8 @@ def _check_keys(run: Any) -> None:
     given = dict(leaves(run))
     needed = {key for key, _ in leaves(root_keys())}
     for key in sorted((needed | set(REQUIRED)) - given.keys()):
+        if isinstance(run.get(key), Mapping):
+            raise ConfigError(f"{key}={show(run[key])}: expected one value, and no mapping")
         raise ConfigError(f"{key}: missing; every run needs it")
     known = needed.union(*(_known(group, run[group]) for group in groups() if group in run))
     for key in sorted(given.keys() - known):
@@ -127,6 +132,12 @@ def _known(group: str, chosen: Mapping[str, Any]) -> set[str]:
 
 def _check_values(run: Any) -> None:
     given = dict(leaves(run))
+    for key in ("model.name", "method.name", "task.name"):
+        if not isinstance(given[key], str) or not given[key].strip():
+            raise ConfigError(f"{key}={show(given[key])}: expected a name, which results are kept under")
+    layers = run["model"].get("dense_layers")
+    if not isinstance(layers, list | None) or not all(type(layer) is int for layer in layers or ()):
+        raise ConfigError(f"model.dense_layers={show(layers)}: expected a list of layers, such as [0,1]")
     for key, allowed in ONE_OF.items():
         if given.get(key, allowed[0]) not in allowed:
             raise ConfigError(f"{key}={show(given[key])}: expected {' | '.join(allowed)}")
@@ -135,12 +146,33 @@ def _check_values(run: Any) -> None:
         if not (value is None and null) and (type(value) is not int or value < lowest):
             expected = f"a whole number, {lowest} or more" + (", or null" if null else "")
             raise ConfigError(f"{key}={show(value)}: expected {expected}")
-    if type(run["smoke"]) is not bool:
-        raise ConfigError(f"smoke={show(run['smoke'])}: expected true | false")
+        if value is not None and value > MOST.get(key, value):
+            raise ConfigError(f"{key}={value}: expected at most {MOST[key]}")
+    for key in SWITCHES:
+        if type(given[key]) is not bool:
+            raise ConfigError(f"{key}={show(given[key])}: expected true | false")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(run["device"])):
         raise ConfigError(f"device={show(run['device'])}: expected auto | cpu | cuda | cuda:N")
     for group in ("method", "task"):
         check_valid(group, run[group], run[group].get("valid") or {})
+
+
+def _check_method(method: Mapping[str, Any]) -> None:
+    """What the file of a method of one's own can have wrong: its minimum, and the module that it names."""
+    minimum = method.get("minimum")
+    right = isinstance(minimum, Mapping) and all(least is None or type(least) is int for least in minimum.values())
+    if minimum is not None and not right:
+        raise ConfigError(f"method.minimum={show(minimum)}: expected tokens by accounting, such as {{paper: 1}}")
+    module = str(method["_target_"]).rpartition(".")[0]
+    try:
+        there = not module or find_spec(module.partition(".")[0]) is not None
+    except ValueError:  # a module without a spec, such as __main__
+        there = True
+    if not there:
+        raise ConfigError(
+            f"method._target_={method['_target_']}: no module {module}; expected one that Python finds, or a file in "
+            "the folder of --config-dir"
+        )
 
 
 def _check_protocol(run: Any, shape: Mapping[str, Any], source: hub.ModelSource) -> None:
@@ -155,25 +187,22 @@ def _check_protocol(run: Any, shape: Mapping[str, Any], source: hub.ModelSource)
 
 
 def _model_shape(model: Mapping[str, Any], source: hub.ModelSource) -> Mapping[str, Any]:
-    """The transformers config of the model, as far as it can be known here: nothing of a hub id never loaded before.
+    """The transformers config of the model, as far as it can be known here.
 
     Raises:
         ConfigError: no such folder, not a model folder, or a model that kvbench would run wrong.
     """
     label = f"model={source.name}" if source.path is None else f"model.path={source.path}"
-    if source.path is None:
-        shape = model.get("config") or {}
-    elif source.gguf is not None:
-        shape = {}  # in the file, which transformers reads
-    elif source.folder is not None:
-        shape = hub.config_in(source.folder, source.path)
+    named = shipped("model", str(model["name"]))
+    if source.path is not None and named is not None and model.get("config") != named.get("config"):
+        raise ConfigError(f"model.config: sets the shape of random weights; those of {source.name} have their own")
+    shape = hub.shape_of(model, source)
+    if source.path is None and "model_type" not in shape:
+        raise ConfigError(f"model.config={show(model.get('config'))}: random weights need a transformers config")
+    if source.path is not None and source.gguf is None and source.folder is not None:
         hub.refuse_no_weights(source.folder, source.path)
-    elif (cached := hub.cached_folder(source.path)) is not None:
-        shape = hub.config_in(cached, source.path)
-    else:
-        original = shipped("model", str(model["name"])) or model
-        shape = model.get("config") or {} if original["path"] == source.path else {}
     refuse_unsupported(shape, label)
+    refuse_impossible(shape, "model.config." if source.path is None else f"{label}: config.json: ")
     return text_config(shape)
 
 

@@ -10,9 +10,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import yaml
+
 from kvbench.cli import smoke
 from kvbench.cli.checks import check, leaves
-from kvbench.config import ConfigError, conf_dir, first_line, nearest, nearest_key, sweep_words
+from kvbench.config import (
+    ConfigError,
+    conf_dir,
+    find_modules_in,
+    first_line,
+    nearest,
+    nearest_key,
+    show,
+    sweep_words,
+)
 
 if TYPE_CHECKING:
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -44,6 +55,7 @@ def loader_of(flags: Namespace) -> ConfigLoaderImpl:
         folder = Path(flags.config_dir).absolute()
         if not folder.is_dir():
             raise ConfigError(f"--config-dir={flags.config_dir}: no such folder")
+        find_modules_in(folder)
         path.prepend(provider="command-line", path=f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
     return ConfigLoaderImpl(config_search_path=path)
 
@@ -126,7 +138,8 @@ def _check_choices(loader: ConfigLoaderImpl, overrides: Iterable[Override]) -> N
 
 
 def _no_such_choice(group: str, choice: str, valid: Iterable[str]) -> ConfigError:
-    return ConfigError(f"{group}={choice}: no such {group}; {nearest(choice, valid)}")
+    others = "; model.path=FOLDER or a hub id takes any other" if group == "model" else ""
+    return ConfigError(f"{group}={choice}: no such {group}; {nearest(choice, valid)}{others}")
 
 
 def _parse(loader: ConfigLoaderImpl, words: Sequence[str]) -> list[Override]:
@@ -136,6 +149,8 @@ def _parse(loader: ConfigLoaderImpl, words: Sequence[str]) -> list[Override]:
     parser = OverridesParser.create(config_loader=loader)
     overrides = []
     for word in words:
+        if word.lstrip("+~").startswith("="):
+            raise ConfigError(f"{word}: no key; expected key=value")
         try:
             overrides += parser.parse_overrides([word])
         except HydraException as error:
@@ -152,9 +167,12 @@ def _options(override: Override) -> list[str]:
     if not override.is_sweep_override():
         return [str(override.input_line)]
     try:
-        return [f"{key}={value}" for value in override.sweep_string_iterator()]
+        values = [f"{key}={value}" for value in override.sweep_string_iterator()]
     except HydraException as error:
         raise ConfigError(f"{override.input_line}: {_reason(error)}") from error
+    if not values:
+        raise ConfigError(f"{override.input_line}: no value in it")
+    return values
 
 
 def _is_plain_sweep(loader: ConfigLoaderImpl, override: Override) -> bool:
@@ -196,9 +214,23 @@ def compose_one(loader: ConfigLoaderImpl, name: str, words: Sequence[str]) -> Di
         if not group:
             raise ConfigError(f"--config-name={name}: {_reason(error)}") from error
         raise _no_such_choice(group, choice, error.options or []) from error
-    except (HydraException, OmegaConfBaseException) as error:
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(f"{mark.name if mark else name}: no YAML: {' '.join(str(error).split())}") from error
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        _refuse_no_name(loader, words)
         unknown = _unknown_key(loader, name, words)
         raise ConfigError(unknown or _reason(error)) from error
+
+
+def _refuse_no_name(loader: ConfigLoaderImpl, words: Sequence[str]) -> None:
+    """Refuse a choice that is no name, such as method=null, or an experiment that is not put on top."""
+    for override in _parse(loader, words):
+        if override.key_or_group == "experiment" and not override.is_add():
+            raise ConfigError(f"{override.input_line}: is put on top of the others; write +{override.input_line}")
+        valid = loader.get_group_options(override.key_or_group)
+        if valid and not override.is_sweep_override() and not isinstance(override.value(), str | list):
+            raise _no_such_choice(override.key_or_group, show(override.value()), valid)
 
 
 def _unknown_key(loader: ConfigLoaderImpl, name: str, words: Sequence[str]) -> str | None:
@@ -215,9 +247,11 @@ def _unknown_key(loader: ConfigLoaderImpl, name: str, words: Sequence[str]) -> s
         return None
     run = OmegaConf.to_container(without_hydra(config))
     assert isinstance(run, dict)
-    known = {key for key, _ in leaves(run)} | set(run)
+    known = {key for key, _ in leaves(run)} | set(run) | {f"hydra.launcher.{key}" for key in config.hydra.launcher}
     for override in overrides:
         missing = object()
+        if loader.get_group_options(override.key_or_group):
+            continue
         if not override.is_add() and OmegaConf.select(config, override.key_or_group, default=missing) is missing:
             return f"{override.input_line}: no such key; {nearest_key(override.key_or_group, known)}"
     return None

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from kvbench import hub
 from kvbench.config import ConfigError, first_line
@@ -65,7 +65,13 @@ class Loaded:
     dense_layers: tuple[int, ...]
 
 
-def load(config: Mapping[str, Any], device: str = "auto", dtype: str = "auto", seed: int = 0) -> Loaded:
+def load(
+    config: Mapping[str, Any],
+    device: str = "auto",
+    dtype: str = "auto",
+    seed: int = 0,
+    try_out: Callable[[PreTrainedTokenizerBase], None] = lambda tokenizer: None,
+) -> Loaded:
     """The model that the `model` group of a run asks for.
 
     Args:
@@ -74,27 +80,34 @@ def load(config: Mapping[str, Any], device: str = "auto", dtype: str = "auto", s
         device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:N".
         dtype: "auto" (bfloat16 on CUDA and where `quick_in_bfloat16`, float32 elsewhere), or a key of `DTYPES`.
         seed: of random weights.
+        try_out: called with the tokenizer before weights are read; what it raises ends the load.
 
     Raises:
         ConfigError: no such folder, hub id not reachable, no such device or dtype, or an unsupported model.
     """
-    where = _device(device)
-    kind = _dtype(dtype, where)
+    where = device_of(device)
+    kind = dtype_of(dtype, where)
     if config["weights"] not in ("pretrained", "dummy"):
         raise ConfigError(f"model.weights={config['weights']}: expected pretrained or dummy")
     source = hub.source_of(config)
     if source.path is None:
-        return _random(source, config["config"], where, kind, seed)
+        return _random(source, config["config"], where, kind, seed, try_out)
     if source.gguf is not None:
         model, tokenizer = read_gguf(source.gguf, kind)
+        try_out(tokenizer)
         refuse_unsupported(model.config.to_dict(), source.name)
         model.set_attn_implementation(hf.NAME)
         return _loaded(model.to(where), tokenizer, source, _revision([source.gguf], "gguf"))
-    return _pretrained(source, source.path, where, kind)
+    return _pretrained(source, source.path, where, kind, try_out)
 
 
 def _random(
-    source: hub.ModelSource, shape: Mapping[str, Any], device: torch.device, dtype: torch.dtype, seed: int
+    source: hub.ModelSource,
+    shape: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    try_out: Callable[[PreTrainedTokenizerBase], None],
 ) -> Loaded:
     own, name = copy.deepcopy(dict(shape)), source.name
     if own["vocab_size"] < BYTE_VOCABULARY:
@@ -104,9 +117,10 @@ def _random(
     own |= {f"{key}_token_id": getattr(tokenizer, f"{key}_token_id") for key in ("bos", "eos", "pad")}
     try:
         model_config = AutoConfig.for_model(**own)
-    except (KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # each version of transformers raises others
         raise ConfigError(f"model.config of {name}: transformers refuses it: {first_line(error)}") from error
     refuse_unsupported(model_config.to_dict(), name)
+    try_out(tokenizer)
     # from_config builds each weight in its dtype on its device: no float32 copy of a large shape on the host.
     with _seeded(seed, device), device:
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=hf.NAME)
@@ -121,7 +135,13 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _pretrained(source: hub.ModelSource, path: str, device: torch.device, dtype: torch.dtype) -> Loaded:
+def _pretrained(
+    source: hub.ModelSource,
+    path: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    try_out: Callable[[PreTrainedTokenizerBase], None],
+) -> Loaded:
     folder = source.folder
     where_from, settings = path if folder is None else str(folder), dict[str, Any]()
     if folder is None:
@@ -140,10 +160,35 @@ def _pretrained(source: hub.ModelSource, path: str, device: torch.device, dtype:
         disable_progress_bar()  # in a log file every step of the bar would be a line
     with _explained(path):
         tokenizer = AutoTokenizer.from_pretrained(where_from, **settings)
-        model = AutoModelForCausalLM.from_pretrained(
-            where_from, config=model_config, dtype=dtype, attn_implementation=hf.NAME, **settings
+    try_out(tokenizer)
+    with _explained(path):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            where_from,
+            config=model_config,
+            dtype=dtype,
+            attn_implementation=hf.NAME,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **settings,
         )
+    _refuse_random_weights(found, path)
     return _loaded(model.to(device), tokenizer, source, revision)
+
+
+def _refuse_random_weights(found: Mapping[str, Any], path: str) -> None:
+    """Refuse weights that are not those of config.json, in whose place transformers goes on with random ones.
+
+    Args:
+        found: transformers' `output_loading_info`.
+        path: what messages call the model.
+    """
+    for name, there, wanted in sorted(map(tuple, found["mismatched_keys"])):
+        raise ConfigError(
+            f"model.path={path}: {name} has the shape {list(there)} where config.json makes it {list(wanted)}"
+        )
+    if missing := sorted(found["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ConfigError(f"model.path={path}: its weights are without {missing[0]}{more}, which config.json asks for")
 
 
 def read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -170,18 +215,25 @@ def read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
 
 @contextlib.contextmanager
 def _explained(path: str) -> Iterator[None]:
-    """Turn what transformers raises while it reads `path` into one line."""
+    """Turn what transformers raises while it reads `path` into one line, whatever damaged files make of it.
+
+    Its own warnings are left out: of what they tell, what matters is refused.
+    """
+    verbosity = get_verbosity()
+    set_verbosity_error()
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except (ConfigError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
         if Path(path).expanduser().is_dir():
             raise ConfigError(f"model.path={path}: not a usable model folder: {first_line(error)}") from error
         raise ConfigError(
             f"model.path={path}: no such folder, and neither the hub nor its local cache gave it "
             f"({first_line(error).rstrip('.')}); without network, use model.path=FOLDER"
         ) from error
+    finally:
+        set_verbosity(verbosity)
 
 
 def _loaded(
@@ -239,7 +291,12 @@ def _sampled(size: int) -> list[int]:
     return [0, size // 3, 2 * size // 3, size - step]
 
 
-def _device(device: str) -> torch.device:
+def device_of(device: str) -> torch.device:
+    """The device that a run's `device` means here.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -255,7 +312,12 @@ def _device(device: str) -> torch.device:
     return wanted
 
 
-def _dtype(dtype: str, device: torch.device) -> torch.dtype:
+def dtype_of(dtype: str, device: torch.device) -> torch.dtype:
+    """The type that a run's `dtype` means on a device.
+
+    Raises:
+        ConfigError: it is none of `DTYPES`.
+    """
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" or quick_in_bfloat16() else torch.float32
     if dtype not in DTYPES:

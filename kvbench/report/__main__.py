@@ -100,6 +100,8 @@ def _check(given: Namespace) -> None:
     if (given.columns or given.values) and not given.rows:
         flag = "--columns" if given.columns else "--values"
         raise ConfigError(f"{flag}: needs --rows too, such as --rows method,budget")
+    if given.out and not given.out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {given.out}: no such folder, {given.out.parent}; make it, or name another")
     if given.out and not given.figure and not given.format:
         endings = {ending: name for name, ending in FORMATS.items()}
         if given.out.suffix not in endings:

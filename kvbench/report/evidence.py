@@ -24,6 +24,7 @@ MARKS = {
     "task.hotpotqa, task.words): other samples than the paper's, so no difference is shown",
     "m": "under another protocol than most of the table",
     "o": "a sample broke its method's own budget rule",
+    "t": "prompts were cut in their middle, to the model's window or task.max_length: part of them was never read",
     "u": "unfinished: not all samples yet",
 }
 
@@ -90,6 +91,7 @@ class Evidence:
             "d": arm["weights"] == "random",
             "f": failed,
             "o": arm["over_rule"] in (True,),  # and not NaN
+            "t": (arm["cut_samples"] or 0) > 0,
             "u": not arm["finished"],
         }
         return "".join(mark for mark, there in found.items() if there)

@@ -26,6 +26,7 @@ class Unit(NamedTuple):
 
 PLAIN, SECONDS, MS = Unit(""), Unit("s"), Unit("ms")
 KIB, MIB, GB_PER_S, NATS = Unit("KiB", 2**-10), Unit("MiB", 2**-20), Unit("GB / s", 1e-9), Unit("nats")
+PERCENT = Unit("%", 100)
 MORE: Literal["more"] = "more"
 LESS: Literal["less"] = "less"
 
@@ -154,6 +155,8 @@ _LISTED = (
     Quantity("stderr", "macro", "standard error of the score", PLAIN, 1, LESS),
     Quantity("n", "", "samples", PLAIN, 0),
     Quantity("failed", "", "failed", PLAIN, 0, LESS),
+    Quantity("cut_samples", "", "samples with cut prompts", PLAIN, 0, LESS),
+    Quantity("cut_share", "", "prompt tokens cut out", PERCENT, 0, LESS),
 )
 QUANTITIES = {quantity.name: quantity for quantity in _LISTED}
 NUMBERS = {name: quantity for name, quantity in QUANTITIES.items() if quantity.is_number}  # what `--values` takes

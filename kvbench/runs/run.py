@@ -10,17 +10,27 @@ from typing import Any, NamedTuple, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 import kvbench
+from kvbench import hub
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, bind_methods, build
 from kvbench.engine import models
+from kvbench.engine.footprint import Prompts, footprint, free_memory, refuse_too_large
 from kvbench.engine.packed import pack
 from kvbench.measure.arm import Arm, measure, prompt_of
 from kvbench.measure.protocol import Protocol
 from kvbench.method import Method
 from kvbench.runs.folder import RunFolder
-from kvbench.runs.identity import arm_name, harness_sources, module_sources, source_hash
+from kvbench.runs.identity import (
+    arm_name,
+    budget_of,
+    former_arm_name,
+    harness_sources,
+    module_sources,
+    source_hash,
+)
 from kvbench.runs.progress import progress
 from kvbench.runs.summary import summarise
 from kvbench.runs.table import table
@@ -29,7 +39,7 @@ from kvbench.tasks import Sample, take, task_of
 Config = dict[str, Any]
 
 # Keys of a config, and of its method and task, that change no number or that `identity` holds in another form.
-NOT_IDENTITY = {"results_dir", "threads", "hydra", "sweep", "smoke", "model", "device", "dtype"}
+NOT_IDENTITY = {"results_dir", "threads", "hydra", "sweep", "smoke", "memory_check", "model", "device", "dtype"}
 NOT_IDENTITY_OF_GROUP = {"about", "valid", "limit"}
 
 
@@ -47,6 +57,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     arm = prepare(config)
     console = Console()
     with open_folder(arm) as folder:
+        if folder.tear:
+            console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)
         work = work_of(arm, config["task"].get("limit"), folder.done)
         with progress(console, work.total, len(folder.done)) as report:
             for sample in work.samples:
@@ -61,11 +73,12 @@ def run(cfg: DictConfig) -> dict[str, Any]:
                     report.once(
                         "chat", "protocol.chat=auto: the tokenizer has no chat template, prompts are raw (said once)"
                     )
-        summary = summarise(folder.records.values(), arm.task.metric)
-        folder.finish(summary)
+        summary = concluded(folder, work.ids, arm.task.metric)
     title = f"{arm.task.name}, {arm_name(config)} on {arm.loaded.name} in {dtype_of(arm)}"
     console.print(table(title, arm.task.metric, summary))
     console.print(f"results: {folder.path}", soft_wrap=True)
+    if summary["n"] < len(folder.records):
+        console.print(f"task.limit={summary['n']}: of the {len(folder.records)} samples there these are the first")
     if summary["failed"]:
         console.print(
             f"{summary['failed']} of {summary['n']} samples failed and scored 0: {folder.path / 'samples.jsonl'} says "
@@ -83,8 +96,22 @@ def _attends_whole(arm: Arm, record: dict[str, Any]) -> bool:
     return arm.method.rule(tokens, 1) is not None and record["audit"]["attended_mean"] > tokens
 
 
-def open_folder(arm: Arm, **marks: Any) -> RunFolder:
-    """The run folder of an arm; `marks` are part of its identity."""
+def concluded(folder: RunFolder, ids: Collection[str], metric: str) -> dict[str, Any]:
+    """The summary of the samples that a start was for; a folder that holds more keeps one of all of them.
+
+    A longer run that was stopped stays stopped: its samples may have run longest first.
+    """
+    records = [record for key, record in folder.records.items() if key in set(ids)]
+    summary = summarise(records, metric)
+    if len(records) == len(folder.records):
+        folder.finish(summary)
+    elif folder.finished:
+        folder.finish(summarise(folder.records.values(), metric))
+    return summary
+
+
+def open_folder(arm: Arm) -> RunFolder:
+    """The run folder of an arm, alone or in a sweep."""
     config = arm.config
     facts = {
         "versions": versions(),
@@ -97,9 +124,18 @@ def open_folder(arm: Arm, **marks: Any) -> RunFolder:
         config["task"]["name"],
         arm.loaded.name,
         arm_name(config),
-        {**identity(arm), **marks},
+        identity(arm),
         {**config, **facts},
+        former(arm),
     )
+
+
+def former(arm: Arm) -> list[tuple[str, dict[str, Any]]]:
+    """Where older versions kept this run: full attention by its budget, and arms of a sweep apart from those alone."""
+    now, config = identity(arm), arm.config
+    by_budget = {**now, "config": {**now["config"], "budget": config["budget"]}}
+    name = former_arm_name(config)
+    return [(name, by_budget), (name, {**by_budget, "shared_prefill": True})]
 
 
 def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
@@ -108,21 +144,49 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
         protocol = Protocol(**config["protocol"])
         task = task_of(config["task"])
         method: Method = build(config["method"])
+        if not hasattr(method, "needs"):
+            target = config["method"]["_target_"]
+            raise ConfigError(f"_target_={target}: no method; expected a subclass of kvbench.method.Method")
         for source in task.sources:
             source.path()
-        if task.stored:
-            len(task)  # reads the files, so that what is wrong with them shows now
+
+        def try_out(tokenizer: PreTrainedTokenizerBase) -> None:
+            protocol.check_chat(tokenizer)
+            next(iter(task.samples(tokenizer, config["seed"])), None)  # reads the files, and tries the lengths
+
         if loaded is None:
-            loaded = models.load(config["model"], config["device"], config["dtype"], config["seed"])
+            if config["memory_check"]:
+                refuse_no_room(config, method)
+            loaded = models.load(config["model"], config["device"], config["dtype"], config["seed"], try_out)
             pack(loaded.model)
         layers = loaded.model.config.get_text_config().num_hidden_layers
         published = config["method"].get("published_dense_layers") or ()
         dense_layers = protocol.dense_layers_of(loaded.dense_layers, published, layers)
-        protocol.check_chat(loaded.tokenizer)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    budget = Budget.of(config["budget"], config["method"], protocol.accounting, protocol.generated)
+    budget = Budget.of(budget_of(config), config["method"], protocol.accounting, protocol.generated)
     return Arm(config, protocol, loaded, method, budget, task, dense_layers)
+
+
+def refuse_no_room(config: Config, method: Method) -> None:
+    """Refuse a run that takes more memory than is free, before its model is loaded.
+
+    Raises:
+        ConfigError: names the key, the estimate, what is free and what would be right.
+    """
+    source = hub.source_of(config["model"])
+    task, chunk = config["task"], config["protocol"]["prefill_chunk"]
+    lengths = task.get("lengths") if task.get("unit", "tokens") == "tokens" else None
+    tokens = max(lengths) + (task.get("new_tokens") or 0) if lengths else 0
+    prompts = Prompts(tokens, max(task.get("batch") or [1]), chunk)
+    device = models.device_of(config["device"])
+    needed = footprint(hub.shape_of(config["model"], source), models.dtype_of(config["dtype"], device), prompts)
+    if needed is None:
+        return
+    on_host = method.needs.home == "host"
+    if chunk is None and not on_host:
+        needed = needed._replace(cache=0)  # a method may drop what a layer read before the next layer reads
+    refuse_too_large(needed, device, on_host, source.name, prompts, free_memory(device))
 
 
 class Work(NamedTuple):
@@ -132,11 +196,13 @@ class Work(NamedTuple):
         samples: in the order to run them.
         total: samples in all, finished ones included.
         share: of a sample in the work of this start; they add up to 1.
+        ids: of all samples, finished ones included; complete once `samples` is used up.
     """
 
     samples: Iterable[Sample]
     total: int
     share: Callable[[Sample], float]
+    ids: list[str]
 
 
 def work_of(arm: Arm, limit: int | None, done: Collection[str]) -> Work:
@@ -144,14 +210,23 @@ def work_of(arm: Arm, limit: int | None, done: Collection[str]) -> Work:
 
     What is wrong with a task's settings or data shows here or at the first sample.
     """
+    ids: list[str] = []
+    pending = _pending(samples(arm, limit), ids, done)
     if not arm.task.stored:
         total = min(len(arm.task), limit or len(arm.task))
         left = max(1, total - len(done))
-        return Work((sample for sample in samples(arm, limit) if sample.id not in done), total, lambda sample: 1 / left)
-    chosen = list(samples(arm, limit))
-    pending = sorted((sample for sample in chosen if sample.id not in done), key=lambda sample: -len(sample.prompt))
-    characters = max(1, sum(len(sample.prompt) for sample in pending))
-    return Work(pending, len(chosen), lambda sample: len(sample.prompt) / characters)
+        return Work(pending, total, lambda sample: 1 / left, ids)
+    longest_first = sorted(pending, key=lambda sample: -len(sample.prompt))
+    characters = max(1, sum(len(sample.prompt) for sample in longest_first))
+    return Work(longest_first, len(ids), lambda sample: len(sample.prompt) / characters, ids)
+
+
+def _pending(samples: Iterable[Sample], ids: list[str], done: Collection[str]) -> Iterator[Sample]:
+    """The samples that are not done; the ids of all are noted as they come."""
+    for sample in samples:
+        ids.append(sample.id)
+        if sample.id not in done:
+            yield sample
 
 
 def samples(arm: Arm, limit: int | None) -> Iterator[Sample]:
@@ -169,6 +244,7 @@ def identity(arm: Arm) -> dict[str, Any]:
     as what they came to, whatever word asked for them.
     """
     config = {key: value for key, value in arm.config.items() if key not in NOT_IDENTITY}
+    config["budget"] = budget_of(config)
     for group in ("method", "task"):
         config[group] = {key: value for key, value in config[group].items() if key not in NOT_IDENTITY_OF_GROUP}
     random_weights = arm.loaded.revision.startswith("dummy-")

@@ -33,6 +33,7 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
         "scores": {name: _percent(_scores(records, name)) for name in names},
         "n": len(records),
         "failed": len(records) - len(finished),
+        **_cut(records),
         "stderr": _percent_error(main),
         "groups": groups,
         "macro": _macro(groups),
@@ -45,6 +46,15 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
         summary["fidelity"] |= _of_stretches(summary["fidelity"], [record["fidelity"] for record in finished])
     optional = ("groups", "macro", "audit", "hardware", "probe", "fidelity")
     return {key: value for key, value in summary.items() if value or key not in optional}
+
+
+def _cut(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How many samples have lost the middle of their prompts, and which share of all tokens that is; {} for none."""
+    lost = [record.get("cut_tokens") or 0 for record in records]
+    if not any(lost):
+        return {}
+    left = sum(record.get("prompt_tokens") or 0 for record in records)
+    return {"cut_samples": sum(map(bool, lost)), "cut_share": sum(lost) / (sum(lost) + left)}
 
 
 def _score(record: Mapping[str, Any], name: str) -> float:

@@ -32,6 +32,9 @@ def table(title: str, metric: str, summary: Mapping[str, Any]) -> Table:
     lines = [_fidelity(found), _costs(found), _hardware(found), _groups(summary), _probes(found), _methods_own(found)]
     drawn = Table("measure", "value", title=title, title_justify="left")
     drawn.add_row(metric, _scored(summary))
+    if "cut_samples" in summary:
+        share = QUANTITIES["cut_share"].amount(summary["cut_share"])
+        drawn.add_row("prompts cut", f"{summary['cut_samples']} of {summary['n']} samples, by {share} of all tokens")
     for line in (line for part in lines for line in part.items()):
         drawn.add_row(*line)
     return drawn

@@ -155,7 +155,8 @@ class LongBench(Task):
         if self.data_dir is None:
             return HUB
         file, archive = self.data_dir / f"{name}.jsonl", self.data_dir / ARCHIVE
-        return LocalFile(archive if archive.is_file() and not file.is_file() else file, "task.data_dir")
+        there = archive if archive.is_file() and not file.is_file() else file
+        return LocalFile(there, "task.data_dir", tuple(SUBSETS))
 
     def _rows(self, name: str) -> list[Row]:
         source = self._source(name)

@@ -45,10 +45,12 @@ class LocalFile:
     Attributes:
         file: where it is.
         key: the config key that named it or its folder.
+        subsets: where each is a file of that folder: their names.
     """
 
     file: Path
     key: str
+    subsets: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -56,14 +58,18 @@ class LocalFile:
         return self.file.name
 
     def check(self) -> None:
-        """Whether the file is there.
+        """Whether the file is there, and something in it.
 
         Raises:
             ValueError: it is not.
         """
         if not self.file.is_file():
             there = "no such file" if self.file.parent.is_dir() else "no such folder"
-            raise ValueError(f"{self.key}: {self.file}: {there}")
+            others = [name for name in self.subsets if self.file.with_name(f"{name}{self.file.suffix}").is_file()]
+            choose = f"; task.subsets=[{','.join(others)}] takes what is there" if others else ""
+            raise ValueError(f"{self.key}: {self.file}: {there}{choose}")
+        if not self.file.stat().st_size:
+            raise ValueError(f"{self.key}: {self.file}: empty")
 
     def path(self) -> Path:
         """The file itself.

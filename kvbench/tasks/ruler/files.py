@@ -6,7 +6,7 @@ needles RULER overwrites it by the place of the answer in the text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,11 +34,14 @@ class Stored(NamedTuple):
     error: str = ""
 
 
-def source(data_dir: str, subset: str, length: int) -> LocalFile | HubFile:
-    """The file of a subset and a length: `<length>/<subset>.jsonl`, or the hub's file with all subsets of a length."""
+def source(data_dir: str, subset: str, length: int, subsets: Sequence[str] = ()) -> LocalFile | HubFile:
+    """The file of a subset and a length: `<length>/<subset>.jsonl`, or the hub's file with all subsets of a length.
+
+    `subsets` are those that could be chosen in its place.
+    """
     if data_dir == HUB:
         return HubFile(REPOSITORY, f"{length}/test-00000-of-00001.parquet", MEGABYTES[length], KEY)
-    return LocalFile(Path(data_dir).expanduser() / str(length) / f"{subset}.jsonl", KEY)
+    return LocalFile(Path(data_dir).expanduser() / str(length) / f"{subset}.jsonl", KEY, tuple(subsets))
 
 
 def stored(file: LocalFile | HubFile, subset: str, samples: int) -> list[Stored]:

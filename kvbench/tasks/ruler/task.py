@@ -127,7 +127,7 @@ class Ruler(Task):
         if self.data_dir is not None:
             cells = [(name, length) for length in self.lengths for name in self.subsets]
             # The hub has all subsets of a length in one file.
-            return list(dict.fromkeys(ruler_files.source(self.data_dir, *cell) for cell in cells))
+            return list(dict.fromkeys(ruler_files.source(self.data_dir, *cell, self.known) for cell in cells))
         return [file for key, file in self.files.items() if not READERS[key].isdisjoint(self.subsets)]
 
     @functools.cached_property

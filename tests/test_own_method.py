@@ -1,0 +1,122 @@
+"""A method of one's own, from `kvbench new-method` to `kvbench check-method`, and the commands beside a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from kvbench import __main__ as cli
+from kvbench.cli import own_method
+from kvbench.cli.commands import COMMANDS
+from kvbench.cli.compose import composed
+from kvbench.config import FACTS, HARNESS_KEYS, build, locate
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def kvbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., Any]:
+    """The command line in this process and an empty folder: its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+
+    def run(*words: str) -> SimpleNamespace:
+        code = cli.main(words)
+        return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
+
+    return run
+
+
+def test_a_new_method_is_two_files_that_build_and_say_what_they_are(kvbench: Any, tmp_path: Path) -> None:
+    done = kvbench("new-method", "near_sink", "--folder", "mine")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines()[:2] == ["mine/near_sink.py", "mine/method/near_sink.yaml"]
+    node = OmegaConf.load(tmp_path / "mine" / "method" / "near_sink.yaml")
+    assert node.name == "near_sink" and node.minimum == {"paper": 9, "unified": 4}
+    assert {"about", "minimum", "valid", "published_dense_layers"} <= node.keys() & FACTS & HARNESS_KEYS
+    sys.path.append(str(tmp_path / "mine"))
+    assert build(node).window == 8 and locate("near_sink.NearSink").__doc__
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["new-method", "Near-Sink"], "new-method Near-Sink: expected small letters, digits and _, such as key_norm"),
+        (["new-method", "quest"], "new-method quest: kvbench has a method of that name; choose another"),
+        (["new-method", "json"], "new-method json: Python has a module of that name already; choose another"),
+        (["new-method", "here"], "new-method here: here.py is there already; choose another name or --folder"),
+        (["check-method", "qest"], "check-method qest: no such method; did you mean quest? "),
+        (["check-method", "quest", "--config-dir", "gone"], "--config-dir=gone: no such folder"),
+        (["reprot"], "reprot: no such command; did you mean report? (valid: check-method, "),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_writes_nothing(
+    kvbench: Any, tmp_path: Path, words: list[str], line: str
+) -> None:
+    (tmp_path / "here.py").touch()
+    done = kvbench(*words)
+    assert (done.code, done.out) == (2, "") and done.err.startswith(f"kvbench: {line}") and done.err.count("\n") == 1
+    assert [path.name for path in tmp_path.rglob("*")] == ["here.py"]
+
+
+def test_without_pytest_a_check_says_how_to_get_it(kvbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_method, "find_spec", lambda name: None)
+    assert kvbench("check-method", "quest").err == (
+        "kvbench: check-method: needs pytest and hypothesis; pip install pytest hypothesis\n"
+    )
+
+
+def test_every_command_is_there_and_in_the_help() -> None:
+    for name, (target, about) in COMMANDS.items():
+        assert callable(locate(target.replace(":", ".")))
+        assert f"  {name:<12}  {about}" in cli.help_text()
+
+
+def test_run_is_the_command_of_bare_words(kvbench: Any) -> None:
+    for words in (["budget=0"], ["run", "budget=0"]):
+        assert kvbench(*words).err.startswith("kvbench: budget=0: out of range; expected tokens (256), ")
+
+
+def test_a_method_beside_its_yaml_is_found_by_its_folder(kvbench: Any, tmp_path: Path) -> None:
+    kvbench("new-method", "beside", "--folder", "mine")
+    done = kvbench("--config-dir", "mine", "method=beside", "budget=8")
+    assert "budget=8: below the minimum of beside, 9 tokens" in done.err
+    assert str(tmp_path / "mine") in os.environ["PYTHONPATH"], "for the jobs of a launcher"
+    with pytest.raises(Exception, match="beside"):
+        composed("method=beside")  # it stays the user's own
+
+
+@pytest.mark.slow
+def test_a_wheel_checks_a_method_and_names_the_claim_that_does_not_hold(tmp_path: Path) -> None:
+    build_wheel = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build_wheel, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+        (scripts,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        assert b"kvbench = kvbench.__main__:main" in archive.read(scripts)
+
+    def kvbench(*words: str) -> subprocess.CompletedProcess[str]:
+        env = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+        command = [sys.executable, "-m", "kvbench", *words]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    assert kvbench("new-method", "mine").returncode == 0
+    done = kvbench("check-method", "mine", "--config-dir", ".")
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
+    file = tmp_path / "mine.py"
+    file.write_text(file.read_text() + "\n    def rule(self, length, generated):\n        return 10\n")
+    text = file.read_text().replace("\n\n# A method that chooses", "\n    # A method that chooses")
+    file.write_text(text)
+    done = kvbench("check-method", "mine", "--config-dir", ".", "-k", "breaks_its_own_rule")
+    assert done.returncode == 1 and "test_no_method_breaks_its_own_rule[" in done.stdout
