@@ -109,7 +109,10 @@ def size_of(asked: int | float | None, method: Mapping[str, Any]) -> int | float
     return preset if asked is None else asked
 
 
-def has_budget(method: Mapping[str, Any], accounting: str) -> bool:
-    """Whether a budget sets anything in a method, whose facts are as in its YAML; in full attention it does not."""
+def has_budget(method: Mapping[str, Any]) -> bool:
+    """Whether a budget sets anything in a method, whose facts are as in its YAML.
+
+    One whose `minimum` is null under every accounting, such as full attention, is the same whatever it is given.
+    """
     minimum = method.get("minimum") or {}
-    return accounting not in minimum or minimum[accounting] is not None
+    return not minimum or any(least is not None for least in minimum.values())

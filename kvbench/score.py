@@ -30,6 +30,7 @@ from kvbench.runs.folder import (
     append_records,
     check_format,
     held,
+    lost_samples,
     read_samples,
     runs_in,
     state_of,
@@ -176,6 +177,8 @@ def rescore(folder: Path, options: Mapping[str, Any] | None = None) -> Rescored:
     config = _task_config(folder, options or {})
     task = task_of(config)
     records, end = read_samples(folder / "samples.jsonl")
+    if lost := lost_samples(folder, len(records)):
+        raise ResultsError(f"{folder}: {lost}")
     stored = list(records.values())
     mark = {"task": _code(config["_target_"]), "notes": dict(task.notes)}
     scored = [_scored(folder, record, task, mark) for record in stored]

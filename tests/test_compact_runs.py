@@ -26,7 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_compact_runs_are_small_and_report_the_same(runs: Path, tmp_path: Path) -> None:
     folders = SCRIPT["compact"](runs, tmp_path)
-    assert {folder.parent.name for folder in folders} == {"full-256", "quest-256"}
+    assert {folder.parent.name for folder in folders} == {"full", "quest-256"}
     whole, compact = collect([runs]), collect([tmp_path])
     changing = ["path", "tpot_ms_mean"]
     pd.testing.assert_frame_equal(

@@ -373,7 +373,7 @@ def test_any_value_can_be_asked_for(results: Path, capsys: pytest.CaptureFixture
 
 def test_runs_by_an_older_kvbench_have_no_floor_and_still_load(results: Path, tmp_path: Path) -> None:
     (path,) = results.glob("runs/passkey/*/*/*")
-    copied = tmp_path / "runs" / "passkey" / "dummy-tiny" / "full-256" / path.name
+    copied = tmp_path / "runs" / "passkey" / "dummy-tiny" / "full" / path.name
     copied.mkdir(parents=True)
     for file in ("run.yaml", "samples.jsonl", "status.json", "summary.json"):
         (copied / file).write_bytes((path / file).read_bytes())

@@ -97,8 +97,7 @@ def test_an_unfinished_run_is_left_out_and_can_be_asked_for(tmp_path):
 
 def test_a_run_without_a_sample_is_left_out(tmp_path):
     stored(tmp_path, "snapkv")
-    path = stored(tmp_path, "quest")
-    (path / "samples.jsonl").write_text("")
+    stored(tmp_path, "quest", samples=())
     assert left_out(tmp_path) == {"quest-64": "no sample yet"}
 
 
@@ -196,6 +195,33 @@ def test_an_older_run_without_its_metric_is_read_where_it_has_one_score(tmp_path
     two[0]["scores"]["strict"] = 0.0
     stored(tmp_path, "quest", samples=two, config={"metric": None})
     assert "which of its scores is the main one; it holds accuracy, strict" in left_out(tmp_path)["quest-64"]
+
+
+def test_a_torn_run_is_left_out_with_the_command_that_mends_it(tmp_path):
+    """Each lost a file or a part of one after it had finished."""
+    stored(tmp_path, "snapkv")
+    for method in ("quest", "icecache", "topk", "lychee"):
+        folder = stored(tmp_path, method)
+        samples = folder / "samples.jsonl"
+        if method == "quest":
+            samples.write_text(samples.read_text().partition("\n")[0] + "\n")
+        elif method == "icecache":
+            (folder / "run.yaml").unlink()
+        elif method == "topk":
+            (folder / "summary.json").unlink()
+        else:
+            samples.write_text("{\n" + samples.read_text())
+    told = left_out(tmp_path)
+    lost = told["quest-64"]
+    assert lost.startswith("1 of its 2 samples are missing; ") and lost.endswith(" runs them again")
+    assert told["icecache-64"] == "run.yaml is missing; the command that made the run writes it anew"
+    assert told["topk-64"].startswith("summary.json is missing; python -m kvbench.score ")
+    assert "line 1 is damaged; delete that line (sed -i 1d " in told["lychee-64"]
+
+
+def test_a_method_whose_budget_counts_in_one_accounting_alone_has_one(tmp_path):
+    stored(tmp_path, "racc", 64, config={"method": {"name": "racc", "minimum": {"paper": None, "unified": 40}}})
+    assert list(collect([tmp_path]).arms["budget"]) == [64]
 
 
 def test_no_runs_says_where_it_looked(tmp_path):

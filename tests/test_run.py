@@ -261,6 +261,51 @@ def test_higher_limit_extends_the_same_run(tmp_path: Path, configured: Any, gene
     assert [record["id"] for record in records(only_folder(tmp_path))] == first + second
 
 
+def test_a_lower_limit_scores_the_first_samples_and_runs_none(
+    tmp_path: Path, configured: Any, generated: Generated, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    scores = iter([1.0, 0.0, 0.0])
+    monkeypatch.setattr("kvbench.tasks.passkey.Passkey.score", lambda *_: {"accuracy": next(scores)})
+    whole = run(configured())
+    generated.since()
+    summary = run(configured("task.limit=1"))
+    assert generated.since() == [] and (summary["n"], summary["score"]) == (1, 100)
+    assert "task.limit=1: of the 3 samples there these are the first" in capsys.readouterr().out
+    folder = only_folder(tmp_path)
+    assert json.loads((folder / "summary.json").read_text()) == whole and state(folder) == "finished"
+
+
+def test_a_lower_limit_does_not_finish_a_longer_run_that_was_stopped(
+    tmp_path: Path, configured: Any, generated: Generated
+) -> None:
+    """Those that it has may be its longest."""
+    run(configured("task.limit=2"))
+    stopped = only_folder(tmp_path)
+    (stopped / "summary.json").unlink()
+    (stopped / "status.json").write_text('{"state": "interrupted"}')
+    generated.since()
+    assert run(configured("task.limit=1"))["n"] == 1 and generated.since() == []
+    assert len(records(stopped)) == 2
+    assert state(stopped) == "interrupted" and not (stopped / "summary.json").exists()
+
+
+def test_samples_that_a_finished_run_lost_are_named_and_run_again(
+    tmp_path: Path, configured: Any, generated: Generated, capsys: Any
+) -> None:
+    whole = run(configured())
+    folder = only_folder(tmp_path)
+    ids = generated.since()
+    first, _, _ = (folder / "samples.jsonl").read_text().partition("\n")
+    (folder / "samples.jsonl").write_text(first + "\n")
+    capsys.readouterr()
+    assert run(configured())["scores"] == whole["scores"]
+    assert generated.since() == ids[1:] and state(folder) == "finished"
+    told = next(line for line in capsys.readouterr().out.splitlines() if "missing" in line)
+    assert told.startswith(f"{folder}: 2 of its 3 samples are missing; python -m kvbench model=dummy-tiny method=ice")
+    assert told.endswith(f"budget=64 results_dir={tmp_path} runs them again")
+    assert "task.lengths=[512]" in told.replace("'", "") and "task.limit=3" in told
+
+
 @pytest.mark.parametrize(
     "change",
     [

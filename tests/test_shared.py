@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import kvbench.measure.arm
 import kvbench.runs.shared
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.engine.generate import generate
+from kvbench.runs.identity import run_id
 from kvbench.runs.run import run
 from kvbench.runs.shared import run_shared
 
@@ -57,10 +59,36 @@ def test_a_shared_prefill_gives_what_runs_of_their_own_give(configs, tmp_path):
     assert all(summary["latency"]["ttft_s"] is None for summary in summaries)
 
 
-def test_a_shared_run_is_another_run_than_one_with_a_prefill_of_its_own(configs, tmp_path):
-    run_shared(configs(arms=ARMS[1:2]))
-    run(configs(arms=ARMS[1:2])[0])
-    assert len(list(tmp_path.glob("shared/runs/passkey/dummy-tiny/quest-64/*/run.yaml"))) == 2
+def test_an_arm_of_a_sweep_and_a_run_alone_are_one_run(configs, tmp_path):
+    run_shared(configs("task.limit=2"))
+    before = lines(tmp_path / "shared")
+    summary = run(configs(arms=ARMS[1:2])[0])
+    after = lines(tmp_path / "shared")
+    assert len(before) == 8 and len(after) == 9 and summary["n"] == 3, "one sample of one arm is new"
+    assert len(list(tmp_path.glob("shared/runs/passkey/dummy-tiny/quest-64/*/run.yaml"))) == 1
+    assert len(run_shared(configs())) == 4 and len(lines(tmp_path / "shared")) == 12
+
+
+def test_full_attention_is_one_run_whatever_budget_it_is_given(configs, tmp_path):
+    for budget in ("64", "0.5", "null"):
+        run(configs(arms=[("full", budget)])[0])
+    (folder,) = tmp_path.glob("shared/runs/passkey/dummy-tiny/*/*")
+    assert folder.parent.name == "full" and len(lines(tmp_path / "shared")) == 3
+
+
+def test_a_run_of_an_older_kvbench_goes_on_where_it_lies(configs, tmp_path):
+    """It kept full attention by its budget, and the arms of a sweep apart from runs alone."""
+    config = configs("task.limit=1", arms=[("full", "64")])[0]
+    run(config)
+    (now,) = tmp_path.glob("shared/runs/passkey/dummy-tiny/full/*")
+    identity = yaml.safe_load((now / "run.yaml").read_text())["identity"]
+    identity |= {"shared_prefill": True, "config": {**identity["config"], "budget": 64}}
+    older = now.parents[1] / "full-64" / run_id(identity)
+    older.parent.mkdir()
+    now.rename(older)
+    assert run(configs(arms=[("full", "64")])[0])["n"] == 3
+    assert list(tmp_path.glob("shared/runs/*/*/*/*/run.yaml")) == [older / "run.yaml"]
+    assert len(lines(tmp_path / "shared")) == 3
 
 
 def test_a_stopped_run_goes_on_with_what_each_arm_lacks(configs, tmp_path, monkeypatch):

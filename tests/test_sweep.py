@@ -111,9 +111,9 @@ def test_an_arm_that_fails_ends_alone_and_goes_on_later(
         "kvbench: 1 of 3 arms did not finish; the same command goes on with them",
     ]
     assert "Traceback" in done.err, "what is no bad input shows where it came from"
-    assert {arm for _, arm, _ in records(tmp_path / "results")} == {"full-256", "snapkv-256"}
+    assert {arm for _, arm, _ in records(tmp_path / "results")} == {"full", "snapkv-256"}
     assert sweep("method=full,quest,snapkv").code == 0
-    assert {arm for _, arm, _ in records(tmp_path / "results")} == {"full-256", "quest-256", "snapkv-256"}
+    assert {arm for _, arm, _ in records(tmp_path / "results")} == {"full", "quest-256", "snapkv-256"}
 
 
 def test_no_arm_starts_where_one_cannot_run(sweep: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +127,10 @@ def test_no_arm_starts_where_one_cannot_run(sweep: Any, tmp_path: Path, monkeypa
 def test_an_arm_in_use_elsewhere_is_left_to_whoever_holds_it(sweep: Any, tmp_path: Path) -> None:
     config = composed(*WORDS, f"results_dir={tmp_path / 'results'}", "method=quest")
     arm = prepare(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
-    with open_folder(arm, shared_prefill=True):
+    with open_folder(arm):
         done = sweep("method=full,quest,snapkv")
     assert done.code == 1 and "method=quest: " in done.err and " is in use by process " in done.err
-    assert {arm for _, arm, _ in records(tmp_path / "results")} == {"full-256", "snapkv-256"}
+    assert {arm for _, arm, _ in records(tmp_path / "results")} == {"full", "snapkv-256"}
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from kvbench.cli.checks import check
 from kvbench.cli.compose import without_hydra
 from kvbench.config import ConfigError, first_line, sweep_words
 from kvbench.runs.folder import ResultsError
-from kvbench.runs.identity import APART
+from kvbench.runs.identity import APART, budget_of
 from kvbench.runs.table import Ended, tell
 
 # Hydra imports its own plugins anew when it first looks for them, and a class must not descend from an earlier copy.
@@ -275,10 +275,13 @@ def _collected(job: Any, arms: int) -> list[Ended]:
 
 
 def distinct(jobs: Sequence[DictConfig]) -> dict[int, DictConfig]:
-    """Jobs by their index, without those that repeat an earlier one: a sweep's models are one model under `smoke`."""
+    """Jobs by their index, without those that repeat an earlier one: full attention under another budget, say, and a
+    sweep's models are one model under `smoke`.
+    """
     first: dict[str, int] = {}
     for index, job in enumerate(jobs):
-        first.setdefault(json.dumps(OmegaConf.to_container(job, resolve=True), sort_keys=True), index)
+        config = cast(dict[str, Any], OmegaConf.to_container(job, resolve=True))
+        first.setdefault(json.dumps({**config, "budget": budget_of(config)}, sort_keys=True), index)
     return {index: jobs[index] for index in first.values()}
 
 

@@ -18,8 +18,9 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from kvbench.budget import has_budget, size_of
 from kvbench.config import FACTS, first_line, show
-from kvbench.runs.folder import FORMAT, Record, ResultsError, read_samples, runs_in
+from kvbench.runs.folder import FORMAT, Record, ResultsError, read_samples, runs_in, tear_of
 from kvbench.runs.quantities import QUANTITIES, measured
 from kvbench.runs.summary import summarise
 
@@ -174,8 +175,10 @@ def _read(path: Path, unfinished: bool) -> _Run:
     Raises:
         ResultsError: why it cannot be used.
     """
-    written = _run_yaml(path / "run.yaml")
+    written = _run_yaml(path / "run.yaml") if (path / "run.yaml").exists() else {}
     records, _ = read_samples(path / "samples.jsonl")
+    if tear := tear_of(path, len(records)):
+        raise ResultsError(tear)
     finished = (path / "summary.json").exists()
     if not finished and not unfinished:
         raise ResultsError(f"unfinished, {len(records)} samples so far; --unfinished shows it")
@@ -184,6 +187,8 @@ def _read(path: Path, unfinished: bool) -> _Run:
     try:
         identity, config = written["identity"], written["config"]
         settings = _settings(identity, config)
+        # A run that began in a sweep and one alone are one run: its samples say where they began.
+        settings["shared_prefill"] |= any(record.get("shared_prefill") for record in records.values())
         metric = config.get("metric") or _only_score(records.values())
         scores = _scores(records.values(), metric)
         summary = summarise(records.values(), metric)
@@ -237,13 +242,7 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
 
 def _budget(own: Mapping[str, Any]) -> int | float | None:
     """The budget as it counts: a preset's size where none was given, and None for a method that has no budget."""
-    method = own["method"]
-    minimum = method.get("minimum") or {}
-    accounting = own["protocol"].get("accounting", "paper")
-    if accounting in minimum and minimum[accounting] is None:
-        return None
-    budget: int | float | None = method.get("preset") if own["budget"] is None else own["budget"]
-    return budget
+    return size_of(own["budget"], own["method"]) if has_budget(own["method"]) else None
 
 
 def _only_score(records: Iterable[Record]) -> str:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shlex
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from typing import Any
 import yaml
 
 import kvbench
+from kvbench.runs.command import command_of
 from kvbench.runs.identity import run_id
 
 FORMAT = 1  # of everything in a run folder; raised when an older reader would misread it
@@ -31,14 +33,6 @@ Record = dict[str, Any]
 
 class ResultsError(RuntimeError):
     """A run folder cannot be used: held by another process, of another format, damaged, or not writable."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Identity
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The folder
 
 
 class RunFolder:
@@ -59,6 +53,8 @@ class RunFolder:
         path: the folder.
         records: newest record of every sample tried, by id, in the order they were first written.
         done: those without an error.
+        finished: the run had finished when it was opened.
+        tear: what it lacked then of what it had when it finished, "" for nothing; the samples that it lacks run again.
     """
 
     def __init__(self, path: Path, records: dict[str, Record], samples: int, end: int, held: ExitStack) -> None:
@@ -66,6 +62,7 @@ class RunFolder:
         self.path = path
         self.records = records
         self.done = {key: record for key, record in records.items() if not record.get("error")}
+        self.finished, self.tear = (path / "summary.json").exists(), lost_samples(path, len(records))
         self._samples, self._end, self._held = samples, end, held
         self._started = _started(path / "status.json")
         self._state = "running"
@@ -79,6 +76,7 @@ class RunFolder:
         arm: str,
         identity: Mapping[str, Any],
         config: Mapping[str, Any],
+        former: Sequence[tuple[str, Mapping[str, Any]]] = (),
     ) -> RunFolder:
         """Take the folder of `identity`, make it if it is new, and read back what is finished.
 
@@ -87,12 +85,14 @@ class RunFolder:
             task, model, arm: folder names for people; characters unfit for a path become "-".
             identity: all that may change a number; its hash is the run id.
             config: the resolved config, written to run.yaml for the reader and for reports.
+            former: arms and identities under which an older kvbench kept the same run; one that is there goes on.
 
         Raises:
             ResultsError: another process holds the folder, another version wrote it, a line in the middle of
                 samples.jsonl is damaged, or results_dir cannot be written.
         """
-        path = _arm(results_dir, task, model, arm) / run_id(identity)
+        places = [_arm(results_dir, task, model, name) / run_id(known) for name, known in [(arm, identity), *former]]
+        path = next((place for place in places if place.exists()), places[0])
         with writing(path), ExitStack() as held:
             path.mkdir(parents=True, exist_ok=True)
             held.callback(os.close, take_lock(path))
@@ -251,7 +251,10 @@ def read_samples(path: Path) -> tuple[dict[str, Record], int]:
         if record is None and number == len(lines):
             break  # after a power cut the last line can be there in length but not in content
         if record is None:
-            raise ResultsError(f"{path}: line {number} is damaged; delete that line, and its sample runs again")
+            raise ResultsError(
+                f"{path}: line {number} is damaged; delete that line (sed -i {number}d {shlex.quote(str(path))}), "
+                "and its sample runs again"
+            )
         records[record["id"]] = record
         end += len(line) + 1
     return records, end
@@ -267,10 +270,7 @@ def _parse(line: bytes) -> Record | None:
 
 def _started(status: Path) -> str:
     """When this run was first started; a status file that cannot be read (never seen, never fatal) starts now."""
-    try:
-        return str(json.loads(status.read_text())["started"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return _now()
+    return str(_json_in(status).get("started") or _now())
 
 
 def _now() -> str:
@@ -314,11 +314,17 @@ def runs_in(paths: Sequence[Path]) -> Iterator[Path]:
         raise ResultsError(f"no run given; {right}")
     seen: set[Path] = set()
     for path in paths:
-        found = [path] if (path / "run.yaml").is_file() else sorted(file.parent for file in path.rglob("run.yaml"))
+        found = [path] if (path / "run.yaml").is_file() else sorted(set(_below(path)))
         if not found:
             raise ResultsError(f"{path}: {_no_run(path)}; {right}")
         yield from (folder for folder in found if folder not in seen)
         seen.update(found)
+
+
+def _below(path: Path) -> Iterator[Path]:
+    """The run folders at or under a path, with those that lost their run.yaml."""
+    yield from (file.parent for file in path.rglob("run.yaml"))
+    yield from (file.parent for file in path.rglob("status.json") if (file.parent / "samples.jsonl").is_file())
 
 
 def _no_run(path: Path) -> str:
@@ -362,7 +368,42 @@ def append_records(path: Path, records: Sequence[Record], end: int) -> None:
 
 def state_of(folder: Path) -> str:
     """What status.json says of a run: "running", "interrupted", "finished"; "unknown" where it cannot be read."""
+    return str(_json_in(folder / "status.json").get("state", "unknown"))
+
+
+def tear_of(folder: Path, samples: int) -> str:
+    """What is missing of a run that had finished, and the command that mends it; "" for nothing.
+
+    Args:
+        folder: the run's.
+        samples: in its samples.jsonl now.
+    """
+    if not (folder / "run.yaml").is_file():
+        return "run.yaml is missing; the command that made the run writes it anew"
+    if lost := lost_samples(folder, samples):
+        return lost
+    if state_of(folder) == "finished" and not (folder / "summary.json").exists():
+        return f"summary.json is missing; python -m kvbench.score {shlex.quote(str(folder))} --write writes it anew"
+    return ""
+
+
+def lost_samples(folder: Path, samples: int) -> str:
+    """How many samples a run lacks of those that it had finished with, and the command that runs them again; or ""."""
+    status, summary = _json_in(folder / "status.json"), _json_in(folder / "summary.json")
+    counts = [summary.get("n")]
+    if status.get("state") == "finished" and type(status.get("failed")) is type(status.get("done")) is int:
+        counts.append(status["done"] + status["failed"])
+    # One of the two files may be the damaged one.
+    had = min((count for count in counts if type(count) is int), default=0)
+    if samples >= had:
+        return ""
+    return f"{had - samples} of its {had} samples are missing; {command_of(folder)} runs them again"
+
+
+def _json_in(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; {} where it cannot be read."""
     try:
-        return str(json.loads((folder / "status.json").read_text())["state"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "unknown"
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -11,14 +11,32 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvbench.budget import has_budget
 from kvbench.config import PACKAGE
 
 
 def arm_name(config: Mapping[str, Any]) -> str:
-    """The folder of a run's method and budget, for people: "quest-256"."""
-    budget = "preset" if config["budget"] is None else config["budget"]
-    unified = "-unified" if config["protocol"]["accounting"] == "unified" else ""
-    return f"{config['method']['name']}-{budget}{unified}"
+    """The folder of a run's method and budget, for people: "quest-256", and "full" of a method without a budget."""
+    budget = f"-{_size(config)}" if has_budget(config["method"]) else ""
+    return f"{config['method']['name']}{budget}{_accounting(config)}"
+
+
+def former_arm_name(config: Mapping[str, Any]) -> str:
+    """The same before methods without a budget had one folder for all: "full-256"."""
+    return f"{config['method']['name']}-{_size(config)}{_accounting(config)}"
+
+
+def _size(config: Mapping[str, Any]) -> Any:
+    return "preset" if config["budget"] is None else config["budget"]
+
+
+def _accounting(config: Mapping[str, Any]) -> str:
+    return "-unified" if config["protocol"]["accounting"] == "unified" else ""
+
+
+def budget_of(config: Mapping[str, Any]) -> Any:
+    """The budget that a run was asked for; None where its method has none: whatever was asked for is one run."""
+    return config["budget"] if has_budget(config["method"]) else None
 
 
 # What arms that share a prefill may differ in.

@@ -19,7 +19,14 @@ from kvbench.measure.arm import Arm, measure, prompt_of
 from kvbench.measure.protocol import Protocol
 from kvbench.method import Method
 from kvbench.runs.folder import RunFolder
-from kvbench.runs.identity import arm_name, harness_sources, module_sources, source_hash
+from kvbench.runs.identity import (
+    arm_name,
+    budget_of,
+    former_arm_name,
+    harness_sources,
+    module_sources,
+    source_hash,
+)
 from kvbench.runs.progress import progress
 from kvbench.runs.summary import summarise
 from kvbench.runs.table import table
@@ -46,6 +53,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     arm = prepare(config)
     console = Console()
     with open_folder(arm) as folder:
+        if folder.tear:
+            console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)
         work = work_of(arm, config["task"].get("limit"), folder.done)
         with progress(console, work.total, len(folder.done)) as report:
             for sample in work.samples:
@@ -60,11 +69,12 @@ def run(cfg: DictConfig) -> dict[str, Any]:
                     report.once(
                         "chat", "protocol.chat=auto: the tokenizer has no chat template, prompts are raw (said once)"
                     )
-        summary = summarise(folder.records.values(), arm.task.metric)
-        folder.finish(summary)
+        summary = concluded(folder, work.ids, arm.task.metric)
     title = f"{arm.task.name}, {arm_name(config)} on {arm.loaded.name} in {dtype_of(arm)}"
     console.print(table(title, arm.task.metric, summary))
     console.print(f"results: {folder.path}", soft_wrap=True)
+    if summary["n"] < len(folder.records):
+        console.print(f"task.limit={summary['n']}: of the {len(folder.records)} samples there these are the first")
     if summary["failed"]:
         console.print(
             f"{summary['failed']} of {summary['n']} samples failed and scored 0: {folder.path / 'samples.jsonl'} says "
@@ -82,8 +92,22 @@ def _attends_whole(arm: Arm, record: dict[str, Any]) -> bool:
     return arm.method.rule(tokens, 1) is not None and record["audit"]["attended_mean"] > tokens
 
 
-def open_folder(arm: Arm, **marks: Any) -> RunFolder:
-    """The run folder of an arm; `marks` are part of its identity."""
+def concluded(folder: RunFolder, ids: Collection[str], metric: str) -> dict[str, Any]:
+    """The summary of the samples that a start was for; a folder that holds more keeps one of all of them.
+
+    A longer run that was stopped stays stopped: its samples may have run longest first.
+    """
+    records = [record for key, record in folder.records.items() if key in set(ids)]
+    summary = summarise(records, metric)
+    if len(records) == len(folder.records):
+        folder.finish(summary)
+    elif folder.finished:
+        folder.finish(summarise(folder.records.values(), metric))
+    return summary
+
+
+def open_folder(arm: Arm) -> RunFolder:
+    """The run folder of an arm, alone or in a sweep."""
     config = arm.config
     facts = {
         "versions": versions(),
@@ -96,9 +120,18 @@ def open_folder(arm: Arm, **marks: Any) -> RunFolder:
         config["task"]["name"],
         arm.loaded.name,
         arm_name(config),
-        {**identity(arm), **marks},
+        identity(arm),
         {**config, **facts},
+        former(arm),
     )
+
+
+def former(arm: Arm) -> list[tuple[str, dict[str, Any]]]:
+    """Where older versions kept this run: full attention by its budget, and arms of a sweep apart from those alone."""
+    now, config = identity(arm), arm.config
+    by_budget = {**now, "config": {**now["config"], "budget": config["budget"]}}
+    name = former_arm_name(config)
+    return [(name, by_budget), (name, {**by_budget, "shared_prefill": True})]
 
 
 def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
@@ -119,7 +152,7 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
         protocol.check_chat(loaded.tokenizer)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    budget = Budget.of(config["budget"], config["method"], protocol.accounting, protocol.generated)
+    budget = Budget.of(budget_of(config), config["method"], protocol.accounting, protocol.generated)
     return Arm(config, protocol, loaded, method, budget, task, dense_layers)
 
 
@@ -130,11 +163,13 @@ class Work(NamedTuple):
         samples: in the order to run them.
         total: samples in all, finished ones included.
         share: of a sample in the work of this start; they add up to 1.
+        ids: of all samples, finished ones included; complete once `samples` is used up.
     """
 
     samples: Iterable[Sample]
     total: int
     share: Callable[[Sample], float]
+    ids: list[str]
 
 
 def work_of(arm: Arm, limit: int | None, done: Collection[str]) -> Work:
@@ -142,14 +177,23 @@ def work_of(arm: Arm, limit: int | None, done: Collection[str]) -> Work:
 
     What is wrong with a task's settings or data shows here or at the first sample.
     """
+    ids: list[str] = []
+    pending = _pending(samples(arm, limit), ids, done)
     if not arm.task.stored:
         total = min(len(arm.task), limit or len(arm.task))
         left = max(1, total - len(done))
-        return Work((sample for sample in samples(arm, limit) if sample.id not in done), total, lambda sample: 1 / left)
-    chosen = list(samples(arm, limit))
-    pending = sorted((sample for sample in chosen if sample.id not in done), key=lambda sample: -len(sample.prompt))
-    characters = max(1, sum(len(sample.prompt) for sample in pending))
-    return Work(pending, len(chosen), lambda sample: len(sample.prompt) / characters)
+        return Work(pending, total, lambda sample: 1 / left, ids)
+    longest_first = sorted(pending, key=lambda sample: -len(sample.prompt))
+    characters = max(1, sum(len(sample.prompt) for sample in longest_first))
+    return Work(longest_first, len(ids), lambda sample: len(sample.prompt) / characters, ids)
+
+
+def _pending(samples: Iterable[Sample], ids: list[str], done: Collection[str]) -> Iterator[Sample]:
+    """The samples that are not done; the ids of all are noted as they come."""
+    for sample in samples:
+        ids.append(sample.id)
+        if sample.id not in done:
+            yield sample
 
 
 def samples(arm: Arm, limit: int | None) -> Iterator[Sample]:
@@ -167,6 +211,7 @@ def identity(arm: Arm) -> dict[str, Any]:
     as what they came to, whatever word asked for them.
     """
     config = {key: value for key, value in arm.config.items() if key not in NOT_IDENTITY}
+    config["budget"] = budget_of(config)
     for group in ("method", "task"):
         config[group] = {key: value for key, value in config[group].items() if key not in NOT_IDENTITY_OF_GROUP}
     random_weights = arm.loaded.revision.startswith("dummy-")

@@ -6,7 +6,7 @@ the time to the first token, is missing there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -20,8 +20,7 @@ from kvbench.measure.arm import Arm, failure, is_failed_sample, measure, prefill
 from kvbench.runs.folder import ResultsError, RunFolder
 from kvbench.runs.identity import APART, arm_name
 from kvbench.runs.progress import progress
-from kvbench.runs.run import open_folder, prepare, work_of
-from kvbench.runs.summary import summarise
+from kvbench.runs.run import concluded, open_folder, prepare, work_of
 
 
 class Outcome(NamedTuple):
@@ -78,18 +77,18 @@ def run_arms(configs: Sequence[DictConfig], console: Console | None = None) -> l
             try:
                 arm = prepare(config, loaded)
                 loaded = arm.loaded
-                running[index] = arm, held.enter_context(open_folder(arm, shared_prefill=True))
+                running[index] = arm, held.enter_context(open_folder(arm))
                 outcomes[index] = outcomes[index]._replace(path=running[index][1].path)
             except (ConfigError, ResultsError) as error:
                 outcomes[index] = outcomes[index]._replace(error=error)
         if running:
-            for index, ended in _run(running, console or Console()).items():
-                outcomes[index] = outcomes[index]._replace(error=ended)
-                del running[index]
-        for index, (arm, folder) in running.items():
-            summary = summarise(folder.records.values(), arm.task.metric)
-            folder.finish(summary)
-            outcomes[index] = outcomes[index]._replace(summary=summary)
+            ended, ids = _run(running, console or Console())
+            for index, (arm, folder) in running.items():
+                if index in ended:
+                    outcomes[index] = outcomes[index]._replace(error=ended[index])
+                else:
+                    summary = concluded(folder, ids, arm.task.metric)
+                    outcomes[index] = outcomes[index]._replace(summary=summary)
     return outcomes
 
 
@@ -106,11 +105,16 @@ def refuse_different(configs: Sequence[dict[str, Any]]) -> None:
                 raise ConfigError(f"{key}: arms that share a prefill differ in {', '.join(APART)} alone")
 
 
-def _run(running: Mapping[int, tuple[Arm, RunFolder]], console: Console) -> dict[int, Exception]:
-    """Every sample through every arm that lacks it; returns what ended arms."""
+def _run(
+    running: Mapping[int, tuple[Arm, RunFolder]], console: Console
+) -> tuple[dict[int, Exception], Collection[str]]:
+    """Every sample through every arm that lacks it; returns what ended arms, and the ids of the samples."""
     ended: dict[int, Exception] = {}
     first, _ = next(iter(running.values()))
     done = set.intersection(*(set(folder.done) for _, folder in running.values()))
+    for _, folder in running.values():
+        if folder.tear:
+            console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)
     work = work_of(first, first.config["task"].get("limit"), done)
     with progress(console, work.total, len(done)) as report:
         for sample in work.samples:
@@ -141,4 +145,4 @@ def _run(running: Mapping[int, tuple[Arm, RunFolder]], console: Console) -> dict
                     continue
                 report.failed(record)
             report.advance(work.share(sample))
-    return ended
+    return ended, work.ids

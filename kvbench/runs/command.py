@@ -1,0 +1,49 @@
+"""The command line that makes a run again, from its run.yaml: for messages about what is missing. No torch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvbench.config import FACTS, root_keys, shipped, show
+
+SAID_OTHERWISE = FACTS | {"name", "_target_"}
+UNKNOWN = "the command that made it"
+
+
+def command_of(folder: Path) -> str:
+    """`python -m kvbench` with what the config of a run folder sets otherwise than kvbench's own files.
+
+    A folder whose run.yaml cannot be read has none: the answer then says so in words.
+    """
+    try:
+        config = yaml.safe_load((folder / "run.yaml").read_bytes())["config"]
+        words = [*_words(config), f"results_dir={folder.parents[4]}"]
+    except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError):
+        return UNKNOWN
+    return shlex.join(["python", "-m", "kvbench", *words])
+
+
+def _words(config: Mapping[str, Any]) -> Iterator[str]:
+    for group in ("model", "method", "task"):
+        own = config[group]
+        yield f"{group}={own['name']}"
+        original = shipped(group, str(own["name"])) or {}
+        yield from _differing(f"{group}.", {key: own[key] for key in own if key not in SAID_OTHERWISE}, original)
+    for key, original in root_keys().items():
+        if isinstance(original, Mapping):
+            yield from _differing(f"{key}.", config.get(key) or {}, original)
+        elif key != "results_dir":
+            yield from _differing("", {key: config.get(key, original)}, {key: original})
+
+
+def _differing(prefix: str, given: Mapping[str, Any], original: Mapping[str, Any]) -> Iterator[str]:
+    """A word for each value that is not the file's; what a file interpolates follows from the others."""
+    for key, value in given.items():
+        default = original.get(key)
+        if value != default and not isinstance(value, Mapping) and not (isinstance(default, str) and "${" in default):
+            yield f"{prefix}{key}={show(value)}"
