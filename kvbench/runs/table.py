@@ -131,7 +131,7 @@ def tell(ends: Sequence[tuple[str, Ended]], console: Console | None = None) -> N
         )
     (console or wide_console()).print(table)
     unfinished = [f"{words}: {error}" for words, (_, error) in ends if error]
-    failed = [f"{words}: {all_failed(summary)}" for words, (summary, error) in ends if not error and all_failed(summary)]
+    failed = [f"{words}: {all_failed(summary)}" for words, (summary, _) in ends if all_failed(summary)]
     last = []
     if unfinished:
         last.append(f"{len(unfinished)} of {len(ends)} arms did not finish; the same command goes on with them")
