@@ -1,8 +1,8 @@
 """`python -m kvbench`: overrides are checked here, then Hydra composes each job and hands it to `kvbench.runs.run`.
 
 A typo shall answer at once, in one line and without torch, so every job of a sweep is composed and checked before Hydra
-starts the first. Exit codes: 0 done, 1 a failure (with its traceback), 2 bad input, 130 stopped with Ctrl-C, 143 with
-SIGTERM. A run that was stopped goes on with the same command.
+starts the first. Exit codes: 0 done, 1 a failure (with its traceback, or a line for each arm that failed), 2 bad input,
+130 stopped with Ctrl-C, 143 with SIGTERM. A run that was stopped goes on with the same command.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from kvbench.config import (
     groups,
 )
 from kvbench.runs.folder import ResultsError
+from kvbench.runs.identity import arm_name
 
 if TYPE_CHECKING:
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -200,25 +201,34 @@ def run_job(cfg: DictConfig) -> Any:
     """One job, in this process or in one that a launcher started.
 
     Raises:
-        ConfigError: in a sweep; Hydra finishes the other jobs first. A single run ends with exit code 2 at once.
+        ConfigError: in a sweep; Hydra finishes the other jobs first.
+        SystemExit: of a single run: 2 for bad input, 1 where every sample failed.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     from kvbench.cli.checks import check
 
+    sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
         cfg = smoke.applied(cfg)
         check(cfg)
+        # torch takes seconds to import, and a cold disk many.
+        print(f"{cfg.task.name}, {arm_name(cfg)} on {cfg.model.name}: loading", flush=True)
         from kvbench.runs.run import run
+        from kvbench.runs.table import all_failed
 
-        return run(cfg)
+        summary = run(cfg)
     except (ConfigError, ResultsError) as error:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
+        if sweep:
             raise
         # Past Hydra, which would announce "Error executing job" in lines of its own.
         print(f"kvbench: {error}", file=sys.stderr)
         raise SystemExit(2) from error
+    if not sweep and summary and (failed := all_failed(summary)):
+        print(f"kvbench: {failed}; the same command tries them again", file=sys.stderr)
+        raise SystemExit(1)
+    return summary
 
 
 if __name__ == "__main__":

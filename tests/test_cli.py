@@ -354,6 +354,21 @@ def test_a_refused_job_of_a_sweep_does_not_stop_the_others(command):
         ]
 
 
+def test_a_run_none_of_whose_samples_ran_exits_with_1_and_one_that_had_some_with_0(command):
+    line = "kvbench: all 3 samples failed; the same command tries them again\n"
+    assert command(does=lambda cfg: {"n": 3, "failed": 3})[:2] == (1, line)
+    assert command(does=lambda cfg: {"n": 3, "failed": 2})[:2] == (0, "")
+
+
+def test_a_sweep_with_an_arm_none_of_whose_samples_ran_exits_with_1_and_names_it(command):
+    code, err, _ = command("-m", "budget=64,128", does=lambda cfg: {"n": 3, "failed": 3 if cfg.budget == 64 else 0})
+    assert code == 1
+    assert err.splitlines() == [
+        "kvbench: budget=64: all 3 samples failed",
+        "kvbench: 1 of 2 arms have no sample that ran; the same command tries them again",
+    ]
+
+
 def test_other_failures_exit_with_1_and_their_traceback(python):
     done = python(source="def run(cfg): raise RuntimeError('broken')")
     assert done.returncode == 1
@@ -374,7 +389,7 @@ def test_a_folder_with_methods_py_and_conf_of_its_own_changes_nothing(python, tm
     (here / "conf" / "method" / "icecache.yaml").write_text("name: theirs\n")
     (here / "methods.py").write_text("raise SystemExit('the wrong methods')\n")
     done = python(source="def run(cfg):\n import methods\n print(cfg.method.name, methods.__file__)")
-    assert done.stdout.split() == ["icecache", str(ROOT / "methods" / "__init__.py")]
+    assert done.stdout.splitlines()[1].split() == ["icecache", str(ROOT / "methods" / "__init__.py")]
     assert done.returncode == 0
 
 
@@ -386,10 +401,10 @@ def test_a_method_of_ones_own_runs_from_the_current_folder(python, tmp_path):
     (here / "my_methods.py").write_text("class Mine:\n def __init__(self, depth): self.depth = depth\n")
     source = "def run(cfg):\n from kvbench.config import build\n print(build(cfg.method).depth)"
     done = python("--config-dir", "conf", "method=mine", "method.depth=5", source=source)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "5\n", "")
+    assert (done.returncode, done.stdout.splitlines()[1:], done.stderr) == (0, ["5"], "")
     own = ["method=full", "method.name=mine", "method._target_=my_methods.Mine", "+method.depth=7"]
     done = python(*own, source=source)
-    assert (done.returncode, done.stdout) == (0, "7\n")
+    assert (done.returncode, done.stdout.splitlines()[1:]) == (0, ["7"])
 
 
 def test_another_methods_module_that_is_already_there_is_named(monkeypatch):

@@ -297,7 +297,7 @@ def test_a_stopped_run_says_so_and_the_same_command_goes_on(
     assert (process.returncode, err) == (code, "kvbench: stopped; the same command goes on from here\n")
     status = json.loads((only_folder(tmp_path / "results") / "status.json").read_text())
     before = records(tmp_path / "results")
-    assert (status["state"], status["done"]) == ("interrupted", len(before))
+    assert (status["state"], status["done"]) == ("stopped", len(before))
     assert 0 < len(before) < 400
 
     assert main("task.keys=20", "results_dir=results", f"task.limit={len(before) + 2}")[0] == 0

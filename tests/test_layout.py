@@ -24,7 +24,7 @@ ROOMS = (
     ("runs",),
     ("cli",),
     ("report",),
-    ("fetch", "score", "demo", "__main__", "__init__"),
+    ("fetch", "score", "status", "demo", "__main__", "__init__"),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 

@@ -185,13 +185,16 @@ def test_a_run_is_written_and_read_back(tmp_path):
         assert folder.done == folder.records == {"a": record}
 
 
-def test_status_says_running_interrupted_or_finished_with_counts(tmp_path):
+def test_status_says_running_stopped_interrupted_or_finished_with_counts(tmp_path):
     with pytest.raises(KeyboardInterrupt), opened(tmp_path) as folder:
         folder.add({"id": "a"})
         folder.add({"id": "b", "error": "out of memory"})
         raise KeyboardInterrupt
     first = status(folder.path)
-    assert (first["state"], first["done"], first["failed"]) == ("interrupted", 1, 1)
+    assert (first["state"], first["done"], first["failed"]) == ("stopped", 1, 1)
+    with pytest.raises(RuntimeError), opened(tmp_path):
+        raise RuntimeError
+    assert status(folder.path)["state"] == "interrupted"
     with opened(tmp_path) as folder:
         assert status(folder.path)["state"] == "running"
         folder.add({"id": "b"})

@@ -17,6 +17,8 @@ import kvbench.measure.arm
 from kvbench.cli.checks import check
 from kvbench.config import ConfigError, conf_dir
 from kvbench.engine.generate import generate
+from kvbench.report.frame import collect
+from kvbench.runs.folder import ResultsError
 from kvbench.runs.run import run
 from kvbench.spans import PARTS
 
@@ -155,7 +157,7 @@ def test_interrupted_run_goes_on_with_the_sample_in_flight(
     with pytest.raises(KeyboardInterrupt):
         run(configured(elsewhere))
     folder = only_folder(tmp_path / "again")
-    assert state(folder) == "interrupted"
+    assert state(folder) == "stopped"
     assert not (folder / "summary.json").exists()
 
     generated.broken = {}
@@ -359,3 +361,17 @@ def test_prompt_beyond_the_window_is_refused_before_it_runs(configured: Any, gen
     with pytest.raises(ConfigError, match="task.lengths"):
         run(config)
     assert generated.since() == []
+
+
+def test_a_line_of_no_sample_of_the_task_is_named_by_run_and_report_and_counted_by_neither(
+    tmp_path: Path, configured: Any
+) -> None:
+    everything = configured("task.limit=null", "task.lengths=[300]", "task.positions=1")
+    run(everything)
+    folder = only_folder(tmp_path)
+    with open(folder / "samples.jsonl", "a") as file:
+        file.write('{"id": "another", "error": null, "scores": {"accuracy": 1.0}}\n')
+    with pytest.raises(ResultsError, match="1 lines are of no sample of this task, the first of another; delete them"):
+        run(everything)
+    (left_out,) = collect([tmp_path]).left_out
+    assert left_out.why.startswith("samples.jsonl has 2 samples, and 1 when the run finished")

@@ -1,6 +1,7 @@
 """Run folders: what a run writes, and how the next start picks it up again.
 
-A folder belongs to one identity (config, protocol, model revision, data, sources) and to one process at a time.
+A folder belongs to one identity (config, protocol, model revision, data, sources) and to one process at a time, or to
+several that share out its samples, each with a folder of its own in it until the last one is done (`Shard`).
 Samples are appended one line each and are safe once `add` returns, so `kill -9` costs at most the sample in flight.
 Nothing here knows a model or a method, and nothing imports torch.
 """
@@ -13,12 +14,14 @@ import math
 import os
 import re
 import shlex
+import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -27,12 +30,39 @@ from kvbench.runs.command import command_of
 from kvbench.runs.identity import run_id
 
 FORMAT = 1  # of everything in a run folder; raised when an older reader would misread it
+MERGE_SECONDS = 10.0  # the longest that a shard waits for another one that merges
+SHARDS = "shards"  # in a run folder, the folders of jobs that share out its samples
 
 Record = dict[str, Any]
 
 
 class ResultsError(RuntimeError):
     """A run folder cannot be used: held by another process, of another format, damaged, or not writable."""
+
+
+class Shard(NamedTuple):
+    """One of several jobs that share out the samples of a run: it has every `of`-th, from place `number` on."""
+
+    number: int = 0
+    of: int = 1
+
+    def has(self, place: int) -> bool:
+        """Whether the sample at this place, counted from 0, is one of its own."""
+        return place % self.of == self.number
+
+    def share(self, samples: int) -> int:
+        """How many of so many samples are its own."""
+        return len(range(self.number, samples, self.of))
+
+    def __str__(self) -> str:
+        return f"{self.number + 1} of {self.of}"
+
+
+WHOLE = Shard()  # one job has all samples
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The folder
 
 
 class RunFolder:
@@ -44,28 +74,31 @@ class RunFolder:
                     folder.add(run(sample))
             folder.finish(summarise(folder.records.values(), task.metric))
 
-    Files: `run.yaml` (what ran), `samples.jsonl` (one record a line, newest line of an id wins), `status.json`
-    ("running", "interrupted" or "finished"; "running" under a free lock means killed), and `summary.json`, which is
-    there only while it covers every line of `samples.jsonl`. A record is a dict of JSON values with an "id"; one with
-    an "error" is kept and counted, but is not done and runs again at the next start.
+    Files: `run.yaml` (what ran), `samples.jsonl` (one record a line, newest line of an id wins), `status.json`, and
+    `summary.json`, which is there only while it covers every line of `samples.jsonl`. A record is a dict of JSON values
+    with an "id"; one with an "error" is kept and counted, but is not done and runs again at the next start.
+
+    States: "running", "finished", "stopped" (Ctrl-C or SIGTERM), "interrupted" (an error ended it), and "waiting",
+    where the shards that ran so far have been merged and others are still to come. "running" under a free lock means
+    killed.
 
     Attributes:
         path: the folder.
-        records: newest record of every sample tried, by id, in the order they were first written.
+        records: newest record of every sample tried, by id, in the order they were first written; those of other shards
+            are as they were when this one was opened.
         done: those without an error.
         finished: the run had finished when it was opened.
         tear: what it lacked then of what it had when it finished, "" for nothing; the samples that it lacks run again.
     """
 
-    def __init__(self, path: Path, records: dict[str, Record], samples: int, end: int, held: ExitStack) -> None:
-        """Use `open`. `samples` is the descriptor that appends, `end` the size up to the last whole line."""
+    def __init__(self, path: Path, shard: Shard) -> None:
+        """Use `open`."""
         self.path = path
-        self.records = records
-        self.done = {key: record for key, record in records.items() if not record.get("error")}
-        self.finished, self.tear = (path / "summary.json").exists(), lost_samples(path, len(records))
-        self._samples, self._end, self._held = samples, end, held
-        self._started = _started(path / "status.json")
-        self._state = "running"
+        self._own = path if shard == WHOLE else path / SHARDS / f"{shard.number + 1}-of-{shard.of}"
+        self._mine, self._held = ExitStack(), ExitStack()
+        self._state, self._total, self._ran, self._share = "running", 0, 0, 0.0
+        self._began = self._started = _now()
+        self._others = (0, 0)
 
     @classmethod
     def open(
@@ -77,6 +110,7 @@ class RunFolder:
         identity: Mapping[str, Any],
         config: Mapping[str, Any],
         former: Sequence[tuple[str, Mapping[str, Any]]] = (),
+        shard: Shard = WHOLE,
     ) -> RunFolder:
         """Take the folder of `identity`, make it if it is new, and read back what is finished.
 
@@ -86,42 +120,83 @@ class RunFolder:
             identity: all that may change a number; its hash is the run id.
             config: the resolved config, written to run.yaml for the reader and for reports.
             former: arms and identities under which an older kvbench kept the same run; one that is there goes on.
+            shard: which samples this process has. The whole run takes in what shards left behind.
 
         Raises:
             ResultsError: another process holds the folder, another version wrote it, a line in the middle of
                 samples.jsonl is damaged, or results_dir cannot be written.
         """
         places = [_arm(results_dir, task, model, name) / run_id(known) for name, known in [(arm, identity), *former]]
-        path = next((place for place in places if place.exists()), places[0])
-        with writing(path), ExitStack() as held:
-            path.mkdir(parents=True, exist_ok=True)
-            held.callback(os.close, take_lock(path))
-            check_format(path)
-            records, end = read_samples(path / "samples.jsonl")
-            samples = os.open(path / "samples.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            held.callback(os.close, samples)
-            os.ftruncate(samples, end)
-            write_whole(path / "run.yaml", _run_yaml(identity, config))
-            folder = cls(path, records, samples, end, held)
+        folder = cls(next((place for place in places if place.exists()), places[0]), shard)
+        with writing(folder.path), ExitStack() as failed:
+            failed.push(folder._held)
+            failed.push(folder._mine)
+            folder._own.mkdir(parents=True, exist_ok=True)
+            folder._take(shard)
+            write_whole(folder.path / "run.yaml", _run_yaml(identity, config), within=folder._own)
             folder._write_status()
-            folder._held = held.pop_all()  # from here on the lock lives until the folder is closed
-            return folder
+            failed.pop_all()  # from here on the locks live until the folder is closed
+        return folder
+
+    def _take(self, shard: Shard) -> None:
+        """Lock the folder, and read what is there."""
+        alone = self._own == self.path
+        self._lock = take_lock(self.path, shared=not alone)
+        self._held.callback(os.close, self._lock)
+        check_format(self.path)
+        if alone:
+            _merge_shards(self.path)
+        else:
+            for other in (self.path / SHARDS).iterdir():
+                if not other.name.endswith(f"-of-{shard.of}"):  # its samples are not apart from ours
+                    with held(other):
+                        pass
+            self._mine.callback(os.close, take_lock(self._own))
+        mine, self._end = read_samples(self._own / "samples.jsonl")
+        self._samples = os.open(self._own / "samples.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._mine.callback(os.close, self._samples)
+        os.ftruncate(self._samples, self._end)
+        self._know(mine if alone else read_run(self.path))
+        done = sum(not record.get("error") for record in mine.values())
+        self._others = len(self.done) - done, len(self.records) - len(self.done) - (len(mine) - done)
+        self._started = _started(self._own / "status.json")
+        self.finished = (self.path / "summary.json").exists()
+        self.tear = lost_samples(self.path, len(self.records))
+
+    def _know(self, records: dict[str, Record]) -> None:
+        self.records = records
+        self.done = {key: record for key, record in records.items() if not record.get("error")}
 
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        with self._held:  # the lock goes last, whatever happens
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        with self._held, self._mine:  # the lock of the run goes last, whatever happens
             if self._state == "running":
-                self._state = "interrupted"
-                self._write_status()
+                self.leave(interrupted=kind is None or issubclass(kind, Exception))
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Append one sample's record; on the disk when this returns. NaN and infinity are stored as null."""
+    def leave(self, interrupted: bool) -> None:
+        """No further sample comes from here: an error interrupted the run, or a signal stopped it."""
+        self._state = "interrupted" if interrupted else "stopped"
+        self._write_status()
+
+    def expect(self, total: int) -> None:
+        """Say how many samples the run shall have, those of other shards included."""
+        self._total = total
+        self._write_status()
+
+    def add(self, record: Mapping[str, Any], share: float = 0.0) -> None:
+        """Append one sample's record; on the disk when this returns. NaN and infinity are stored as null.
+
+        Args:
+            record: of the sample.
+            share: of the work of this start that is done with it, 0..1; 0: not known.
+        """
         plain: Record = _strict(record)
         if not isinstance(key := plain.get("id"), str):
             raise ValueError(f"a sample record needs an 'id' that is a string, not {key!r}")
-        (self.path / "summary.json").unlink(missing_ok=True)
+        if self._own == self.path:
+            (self.path / "summary.json").unlink(missing_ok=True)
         self._append(json.dumps(plain, allow_nan=False).encode() + b"\n")
         self.records[key] = plain
         if plain.get("error"):
@@ -131,8 +206,33 @@ class RunFolder:
         # Most of the time passes here: Ctrl-C now leaves the record where it is.
         with writing(self.path):
             os.fsync(self._samples)
-        self._state = "running"
+        self._state, self._ran, self._share = "running", self._ran + 1, share
         self._write_status()
+
+    def gathered(self, ids: Collection[str]) -> bool:
+        """Whether the samples of these ids are all here, tried or done; asked when this process has no more.
+
+        The last of several shards gathers what all of them have.
+        """
+        if self._own == self.path:
+            return True
+        self._state = "finished"
+        self._write_status()
+        self._mine.close()
+        try:
+            # Gives up the shared lock first, so that of shards that end at once the last to come here is alone.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        with writing(self.path):
+            _merge_shards(self.path)
+            self._own, self._others = self.path, (0, 0)
+            self._know(read_samples(self.path / "samples.jsonl")[0])
+        self._started = _started(self.path / "status.json")
+        complete = self.records.keys() >= set(ids)
+        self._state = "running" if complete else "waiting"
+        self._write_status()
+        return complete
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json: the run is complete."""
@@ -140,6 +240,11 @@ class RunFolder:
             write_whole(self.path / "summary.json", _json(summary), durable=True)
         self._state = "finished"
         self._write_status()
+
+    def beat(self) -> None:
+        """Give a sign of life: status.json gets a new time. What cannot be written shows where a sample is."""
+        with suppress(OSError):
+            os.utime(self._own / "status.json")
 
     def _append(self, line: bytes) -> None:
         """Write one whole line or none: what a full disk or Ctrl-C cuts off is taken back."""
@@ -154,17 +259,22 @@ class RunFolder:
         self._end += len(line)
 
     def _write_status(self) -> None:
+        done, failed = self._others
         status = {
             "state": self._state,
-            "done": len(self.done),
-            "failed": len(self.records) - len(self.done),
+            "done": len(self.done) - done,
+            "failed": len(self.records) - len(self.done) - failed,
+            "total": self._total or None,
             "started": self._started,
+            "began": self._began,
+            "ran": self._ran,
+            "share": self._share,
             "updated": _now(),
             "pid": os.getpid(),
             "host": socket.gethostname(),
         }
         with writing(self.path):
-            write_whole(self.path / "status.json", _json(status))
+            write_whole(self._own / "status.json", _json(status))
 
 
 @contextmanager
@@ -181,17 +291,29 @@ def _folder_name(name: str) -> str:
     return re.sub(r"[^\w.=,+-]+", "-", name).lstrip(".") or "-"
 
 
-def take_lock(folder: Path) -> int:
-    """An exclusive lock on the folder. The kernel frees it with the process, however that ends: no stale locks."""
+def take_lock(folder: Path, shared: bool = False) -> int:
+    """A lock on the folder. The kernel frees it with the process, however that ends: no stale locks.
+
+    Args:
+        folder: to lock.
+        shared: with others who share it; whoever merges shards is waited for.
+    """
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(lock, 300).decode(errors="replace").strip() or "another process"
-        os.close(lock)
-        raise ResultsError(
-            f"{folder} is in use by {holder}: two processes never write one run; wait for that one or stop it"
-        ) from None
+    kind, patience = (fcntl.LOCK_SH, MERGE_SECONDS) if shared else (fcntl.LOCK_EX, 0.0)
+    until = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() < until:
+                time.sleep(0.1)
+                continue
+            holder = os.read(lock, 300).decode(errors="replace").strip() or "another process"
+            os.close(lock)
+            raise ResultsError(
+                f"{folder} is in use by {holder}: two processes never write one run; wait for that one or stop it"
+            ) from None
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return lock
@@ -260,6 +382,36 @@ def read_samples(path: Path) -> tuple[dict[str, Record], int]:
     return records, end
 
 
+def read_run(folder: Path) -> dict[str, Record]:
+    """The record of every sample of a run, whichever of its shards has it."""
+    records, _ = read_samples(folder / "samples.jsonl")
+    return records | _of_shards(folder, records)
+
+
+def _of_shards(folder: Path, records: Mapping[str, Record]) -> dict[str, Record]:
+    """What the shards of a run know beyond these records: a sample that ran stands above one that failed."""
+    found: dict[str, Record] = {}
+    for file in sorted(folder.glob(f"{SHARDS}/*/samples.jsonl")):
+        for key, record in read_samples(file)[0].items():
+            there = found.get(key, records.get(key))
+            if there is None or (there.get("error") and there != record):
+                found[key] = record
+    return found
+
+
+def _merge_shards(folder: Path) -> None:
+    """Take in what shards left; the caller alone holds the run. Killed in between, the next one does it again."""
+    if not (folder / SHARDS).is_dir():
+        return
+    file = folder / "samples.jsonl"
+    records, end = read_samples(file)
+    if new := _of_shards(folder, records):
+        (folder / "summary.json").unlink(missing_ok=True)
+        file.touch()
+        append_records(file, list(new.values()), end)
+    shutil.rmtree(folder / SHARDS)
+
+
 def _parse(line: bytes) -> Record | None:
     try:
         record = json.loads(line)
@@ -277,9 +429,16 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def write_whole(path: Path, text: str, durable: bool = False) -> None:
-    """Replace a file in one step: readers and `kill -9` see the old text or the new, never half of it."""
-    temporary = path.with_name(f".{path.name}.new")
+def write_whole(path: Path, text: str, durable: bool = False, within: Path | None = None) -> None:
+    """Replace a file in one step: readers and `kill -9` see the old text or the new, never half of it.
+
+    Args:
+        path: the file.
+        text: all of it.
+        durable: on the disk when this returns.
+        within: the folder where the new text is written first, for files that several processes replace.
+    """
+    temporary = (within or path.parent) / f".{path.name}.new"
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         if durable:
@@ -324,7 +483,8 @@ def runs_in(paths: Sequence[Path]) -> Iterator[Path]:
 def _below(path: Path) -> Iterator[Path]:
     """The run folders at or under a path, with those that lost their run.yaml."""
     yield from (file.parent for file in path.rglob("run.yaml"))
-    yield from (file.parent for file in path.rglob("status.json") if (file.parent / "samples.jsonl").is_file())
+    others = (file.parent for file in path.rglob("status.json") if file.parent.parent.name != SHARDS)
+    yield from (folder for folder in others if (folder / "samples.jsonl").is_file())
 
 
 def _no_run(path: Path) -> str:
@@ -382,6 +542,9 @@ def tear_of(folder: Path, samples: int) -> str:
         return "run.yaml is missing; the command that made the run writes it anew"
     if lost := lost_samples(folder, samples):
         return lost
+    finished = _json_in(folder / "summary.json").get("n")
+    if type(finished) is int and samples > finished:
+        return f"samples.jsonl has {samples} samples, and {finished} when the run finished; the same command says more"
     if state_of(folder) == "finished" and not (folder / "summary.json").exists():
         return f"summary.json is missing; python -m kvbench.score {shlex.quote(str(folder))} --write writes it anew"
     return ""

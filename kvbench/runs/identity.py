@@ -68,6 +68,7 @@ NOT_NUMBERS = {
     "report",
     "runs",
     "score.py",
+    "status.py",
     "tasks",
 }
 

@@ -1,43 +1,78 @@
-"""The progress of a run on the terminal: a bar over samples, one inside the sample that runs, and what is said once."""
+"""The progress of a run: on a terminal a bar over samples and one inside the sample that runs, elsewhere a line now and
+then; and what is said once."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from numba.core import event
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Task as Bar
 from rich.text import Text
 
+LINE_SECONDS = 30.0
+
+
+def time_left(elapsed: float, share: float) -> str:
+    """The time left by the share of the work that is done, not by counting: samples may differ a hundredfold.
+
+    Args:
+        elapsed: seconds.
+        share: of the work, 0..1; "" where nothing is done.
+    """
+    return f"{timedelta(seconds=round(elapsed * (1 - share) / share))} left" if 0 < share < 1 else ""
+
 
 class TimeLeft(ProgressColumn):
-    """The time left by the share of the work that is done, not by counting: samples may differ a hundredfold."""
+    """`time_left` as a column."""
 
     def render(self, bar: Bar) -> Text:
         """The time left, "" while nothing tells it."""
-        share = bar.fields.get("share")
-        if not share or not bar.elapsed or bar.finished:
+        if not bar.elapsed or bar.finished:
             return Text("")
-        left = timedelta(seconds=round(bar.elapsed * (1 - share) / share))
-        return Text(f"{left} left", style="progress.remaining")
+        return Text(time_left(bar.elapsed, bar.fields.get("share") or 0.0), style="progress.remaining")
 
 
 class Reporter:
-    """What a run tells while it goes on."""
+    """What a run tells while it goes on.
+
+    Attributes:
+        share: of the work of this start that is done.
+    """
 
     def __init__(self, bars: Progress, total: int, done: int) -> None:
-        self.bars = bars
-        self.samples = bars.add_task("samples", total=total, completed=min(done, total), share=0.0)
-        self.inside = bars.add_task("tokens of this sample", total=None, visible=False)
+        self.bars, self.share = bars, 0.0
+        self._samples = bars.add_task("samples", total=total, completed=min(done, total), share=0.0)
+        self._inside = bars.add_task("tokens of this sample", total=None, visible=False)
         self._said: set[str] = set()
-        self._share = 0.0
+        self._tokens = self._at = 0
+        self._began = self._told = time.monotonic()
+
+    def begin(self, at: int = 0) -> None:
+        """A generation begins, with `at` tokens of its prompt read already."""
+        self._at = at
 
     def tokens(self, done: int, total: int) -> None:
-        """`done` of `total` tokens of the current sample are read or written."""
-        self.bars.update(self.inside, completed=done, total=total, visible=True)
+        """`done` of `total` tokens of the current generation are read or written."""
+        self._tokens += done - self._at
+        self._at = done
+        self.bars.update(self._inside, completed=done, total=total, visible=True)
+        if self.bars.disable and time.monotonic() - self._told >= LINE_SECONDS:
+            self.line()
+
+    def line(self) -> None:
+        """How far it is, as a line."""
+        self._told = time.monotonic()
+        elapsed, samples = self._told - self._began, self.bars.tasks[self._samples]
+        left = time_left(elapsed, self.share) or str(timedelta(seconds=round(elapsed)))
+        rate = self._tokens / max(elapsed, 1e-3)
+        line = f"{samples.completed:.0f}/{samples.total:.0f} samples, {rate:.0f} tokens/s, {left}"
+        self.bars.console.print(line, highlight=False)
 
     def sample(self, record: dict[str, Any], share: float) -> None:
         """A sample has ended, `share` of the work of this start."""
@@ -52,9 +87,10 @@ class Reporter:
         self.advance(share)
 
     def advance(self, share: float) -> None:
-        """One more sample is done, `share` of the work."""
-        self._share += share
-        self.bars.update(self.samples, advance=1, share=self._share)
+        """One more sample is done, `share` of the work; one that ended early has no tokens to come."""
+        self.share += share
+        self.bars.update(self._samples, advance=1, share=self.share)
+        self.bars.update(self._inside, completed=self.bars.tasks[self._inside].total)
 
     def failed(self, record: dict[str, Any]) -> None:
         """Say why, where a sample failed."""
@@ -63,7 +99,7 @@ class Reporter:
 
     def name(self, arm: str) -> None:
         """Which of several arms the sample is in."""
-        self.bars.update(self.inside, description=f"tokens, {arm}")
+        self.bars.update(self._inside, description=f"tokens, {arm}")
 
     def once(self, key: str, text: str) -> None:
         """Say something the first time that it is so."""
@@ -72,15 +108,33 @@ class Reporter:
             self.bars.console.print(text)
 
 
+class _Compilations(event.Listener):
+    """Says why nothing moves while Numba compiles a kernel that is in no cache yet."""
+
+    def __init__(self, report: Reporter) -> None:
+        self._report = report
+
+    def on_start(self, event: event.Event) -> None:
+        self._report.once("kernels", "compiling kernels, up to a minute, the first time that they are used (said once)")
+
+    def on_end(self, event: event.Event) -> None:
+        pass
+
+
 @contextmanager
 def progress(console: Console, total: int, done: int) -> Iterator[Reporter]:
-    """Progress bars while the block runs; off a terminal, one line at its end.
+    """Bars while the block runs; off a terminal a line every `LINE_SECONDS`, and one at its end.
 
     Args:
         console: where they are drawn.
         total: samples in all.
         done: samples that an earlier start finished.
     """
+    drawn = console.is_terminal or console.is_jupyter
     columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), TimeLeft(), console=console) as bars:
-        yield Reporter(bars, total, done)
+    with Progress(*columns, TimeElapsedColumn(), TimeLeft(), console=console, disable=not drawn) as bars:
+        report = Reporter(bars, total, done)
+        with event.install_listener("numba:compile", _Compilations(report)):
+            yield report
+        if not drawn:
+            report.line()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +23,8 @@ from kvbench.engine.packed import pack
 from kvbench.measure.arm import Arm, measure, prompt_of
 from kvbench.measure.protocol import Protocol
 from kvbench.method import Method
-from kvbench.runs.folder import RunFolder
+from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
+from kvbench.runs.heartbeat import beating
 from kvbench.runs.identity import (
     arm_name,
     budget_of,
@@ -43,8 +45,15 @@ NOT_IDENTITY = {"results_dir", "threads", "hydra", "sweep", "smoke", "memory_che
 NOT_IDENTITY_OF_GROUP = {"about", "valid", "limit"}
 
 
-def run(cfg: DictConfig) -> dict[str, Any]:
-    """Run one composed config to its end, or from where it was interrupted; returns the summary.
+def run(cfg: DictConfig, shard: Shard = WHOLE) -> dict[str, Any]:
+    """Run one composed config to its end, or from where it was interrupted.
+
+    Args:
+        cfg: composed, and checked.
+        shard: which of its samples to run.
+
+    Returns:
+        The summary; {} where other shards still have samples to run.
 
     Raises:
         ConfigError: what only the loaded model or the task's data can tell is wrong.
@@ -56,15 +65,17 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         torch.set_num_threads(config["threads"])
     arm = prepare(config)
     console = Console()
-    with open_folder(arm) as folder:
+    with open_folder(arm, shard) as folder, beating([folder]):
         if folder.tear:
             console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)
-        work = work_of(arm, config["task"].get("limit"), folder.done)
-        with progress(console, work.total, len(folder.done)) as report:
+        work = work_of(arm, config["task"].get("limit"), folder.done, shard)
+        folder.expect(work.whole)
+        with progress(console, work.total, work.done) as report:
             for sample in work.samples:
                 prompt = prompt_of(arm, sample)
+                report.begin()
                 record = measure(arm, prompt, report.tokens)
-                folder.add(record)
+                folder.add(record, report.share + work.share(sample))
                 report.sample(record, work.share(sample))
                 if _attends_whole(arm, record):
                     tokens = f"the {record['prompt_tokens']} tokens of {record['id']}"
@@ -73,7 +84,10 @@ def run(cfg: DictConfig) -> dict[str, Any]:
                     report.once(
                         "chat", "protocol.chat=auto: the tokenizer has no chat template, prompts are raw (said once)"
                     )
-        summary = concluded(folder, work.ids, arm.task.metric)
+        summary = concluded(folder, work, arm)
+    if not summary:
+        console.print(f"shard {shard} is done; others still have samples to run: {folder.path}", soft_wrap=True)
+        return {}
     title = f"{arm.task.name}, {arm_name(config)} on {arm.loaded.name} in {dtype_of(arm)}"
     console.print(table(title, arm.task.metric, summary))
     console.print(f"results: {folder.path}", soft_wrap=True)
@@ -96,22 +110,34 @@ def _attends_whole(arm: Arm, record: dict[str, Any]) -> bool:
     return arm.method.rule(tokens, 1) is not None and record["audit"]["attended_mean"] > tokens
 
 
-def concluded(folder: RunFolder, ids: Collection[str], metric: str) -> dict[str, Any]:
+def concluded(folder: RunFolder, work: Work, arm: Arm) -> dict[str, Any]:
     """The summary of the samples that a start was for; a folder that holds more keeps one of all of them.
 
-    A longer run that was stopped stays stopped: its samples may have run longest first.
+    A longer run that was stopped stays stopped: its samples may have run longest first. {} where other shards still
+    have samples to run.
+
+    Raises:
+        ResultsError: there are lines of no sample of the task, which the summary and every report would count.
     """
-    records = [record for key, record in folder.records.items() if key in set(ids)]
-    summary = summarise(records, metric)
+    ids = set(work.ids)
+    if not folder.gathered(ids):
+        return {}
+    if work.everything and (strays := sorted(folder.records.keys() - ids)):
+        raise ResultsError(
+            f"{folder.path / 'samples.jsonl'}: {len(strays)} lines are of no sample of this task, the first of "
+            f"{strays[0]}; delete them"
+        )
+    records = [record for key, record in folder.records.items() if key in ids]
+    summary = summarise(records, arm.task.metric)
     if len(records) == len(folder.records):
         folder.finish(summary)
     elif folder.finished:
-        folder.finish(summarise(folder.records.values(), metric))
+        folder.finish(summarise(folder.records.values(), arm.task.metric))
     return summary
 
 
-def open_folder(arm: Arm) -> RunFolder:
-    """The run folder of an arm, alone or in a sweep."""
+def open_folder(arm: Arm, shard: Shard = WHOLE) -> RunFolder:
+    """The run folder of an arm, alone or in a sweep, or a shard's part of it."""
     config = arm.config
     facts = {
         "versions": versions(),
@@ -127,6 +153,7 @@ def open_folder(arm: Arm) -> RunFolder:
         identity(arm),
         {**config, **facts},
         former(arm),
+        shard,
     )
 
 
@@ -194,38 +221,56 @@ class Work(NamedTuple):
 
     Attributes:
         samples: in the order to run them.
-        total: samples in all, finished ones included.
+        ids: of all samples of the run, finished ones included; complete once `samples` is used up.
+        whole: samples of the run in all.
+        total: those of this shard, finished ones included.
+        done: of these, finished by an earlier start.
+        everything: no limit leaves samples of the task out.
         share: of a sample in the work of this start; they add up to 1.
-        ids: of all samples, finished ones included; complete once `samples` is used up.
     """
 
     samples: Iterable[Sample]
-    total: int
-    share: Callable[[Sample], float]
     ids: list[str]
+    whole: int
+    total: int
+    done: int
+    everything: bool
+    share: Callable[[Sample], float]
 
 
-def work_of(arm: Arm, limit: int | None, done: Collection[str]) -> Work:
+def work_of(arm: Arm, limit: int | None, done: Collection[str], shard: Shard = WHOLE) -> Work:
     """What is left to do: stored samples longest first, so that what does not fit fails early; generated ones as made.
 
     What is wrong with a task's settings or data shows here or at the first sample.
     """
     ids: list[str] = []
-    pending = _pending(samples(arm, limit), ids, done)
+    pending = _pending(samples(arm, limit), ids, done, shard)
     if not arm.task.stored:
-        total = min(len(arm.task), limit or len(arm.task))
-        left = max(1, total - len(done))
-        return Work(pending, total, lambda sample: 1 / left, ids)
+        whole = min(len(arm.task), limit or len(arm.task))
+        total = shard.share(whole)
+        # Whose a finished sample is shows only when it is made anew: of those there this shard has its share.
+        finished = total * min(len(done), whole) // max(1, whole)
+        left = max(1, total - finished)
+        return Work(pending, ids, whole, total, finished, whole < (limit or math.inf), lambda sample: 1 / left)
     longest_first = sorted(pending, key=lambda sample: -len(sample.prompt))
     characters = max(1, sum(len(sample.prompt) for sample in longest_first))
-    return Work(longest_first, len(ids), lambda sample: len(sample.prompt) / characters, ids)
+    total = shard.share(len(ids))
+    return Work(
+        longest_first,
+        ids,
+        len(ids),
+        total,
+        total - len(longest_first),
+        len(ids) < (limit or math.inf),
+        lambda sample: len(sample.prompt) / characters,
+    )
 
 
-def _pending(samples: Iterable[Sample], ids: list[str], done: Collection[str]) -> Iterator[Sample]:
-    """The samples that are not done; the ids of all are noted as they come."""
-    for sample in samples:
+def _pending(samples: Iterable[Sample], ids: list[str], done: Collection[str], shard: Shard) -> Iterator[Sample]:
+    """The samples of a shard that are not done; the ids of all are noted as they come."""
+    for place, sample in enumerate(samples):
         ids.append(sample.id)
-        if sample.id not in done:
+        if shard.has(place) and sample.id not in done:
             yield sample
 
 

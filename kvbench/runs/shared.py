@@ -6,8 +6,8 @@ the time to the first token, is missing there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -17,10 +17,11 @@ from rich.console import Console
 
 from kvbench.config import ConfigError, bind_methods
 from kvbench.measure.arm import Arm, failure, is_failed_sample, measure, prefill_shared, prompt_of
-from kvbench.runs.folder import ResultsError, RunFolder
+from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
+from kvbench.runs.heartbeat import beating
 from kvbench.runs.identity import APART, arm_name
 from kvbench.runs.progress import progress
-from kvbench.runs.run import concluded, open_folder, prepare, work_of
+from kvbench.runs.run import Work, concluded, open_folder, prepare, work_of
 
 
 class Outcome(NamedTuple):
@@ -29,7 +30,7 @@ class Outcome(NamedTuple):
     Attributes:
         arm: method and budget, "quest-64".
         path: its run folder, if it got one.
-        summary: of a finished arm.
+        summary: of a finished arm; {} where other shards still have samples to run.
         error: what ended the arm before its last sample; what it had done until then stays in its folder.
     """
 
@@ -52,7 +53,7 @@ def run_shared(configs: Sequence[DictConfig], console: Console | None = None) ->
     return [outcome.summary for outcome in outcomes if outcome.summary is not None]
 
 
-def run_arms(configs: Sequence[DictConfig], console: Console | None = None) -> list[Outcome]:
+def run_arms(configs: Sequence[DictConfig], console: Console | None = None, shard: Shard = WHOLE) -> list[Outcome]:
     """Run composed configs together to their end, or from where they were interrupted.
 
     An arm that fails, or whose folder another process holds, ends alone and the others go on.
@@ -60,6 +61,7 @@ def run_arms(configs: Sequence[DictConfig], console: Console | None = None) -> l
     Args:
         configs: alike but for method, budget and probe.
         console: where progress is drawn.
+        shard: which of the samples to run.
 
     Raises:
         ConfigError: they differ in more, or what only the task's data can tell is wrong.
@@ -77,18 +79,21 @@ def run_arms(configs: Sequence[DictConfig], console: Console | None = None) -> l
             try:
                 arm = prepare(config, loaded)
                 loaded = arm.loaded
-                running[index] = arm, held.enter_context(open_folder(arm))
+                running[index] = arm, held.enter_context(open_folder(arm, shard))
                 outcomes[index] = outcomes[index]._replace(path=running[index][1].path)
             except (ConfigError, ResultsError) as error:
                 outcomes[index] = outcomes[index]._replace(error=error)
         if running:
-            ended, ids = _run(running, console or Console())
+            with beating([folder for _, folder in running.values()]):
+                ended, work = _run(running, console or Console(), shard)
             for index, (arm, folder) in running.items():
                 if index in ended:
                     outcomes[index] = outcomes[index]._replace(error=ended[index])
-                else:
-                    summary = concluded(folder, ids, arm.task.metric)
-                    outcomes[index] = outcomes[index]._replace(summary=summary)
+                    continue
+                try:
+                    outcomes[index] = outcomes[index]._replace(summary=concluded(folder, work, arm))
+                except ResultsError as error:
+                    outcomes[index] = outcomes[index]._replace(error=error)
     return outcomes
 
 
@@ -106,17 +111,18 @@ def refuse_different(configs: Sequence[dict[str, Any]]) -> None:
 
 
 def _run(
-    running: Mapping[int, tuple[Arm, RunFolder]], console: Console
-) -> tuple[dict[int, Exception], Collection[str]]:
-    """Every sample through every arm that lacks it; returns what ended arms, and the ids of the samples."""
+    running: Mapping[int, tuple[Arm, RunFolder]], console: Console, shard: Shard
+) -> tuple[dict[int, Exception], Work]:
+    """Every sample through every arm that lacks it; returns what ended arms, and what was to do."""
     ended: dict[int, Exception] = {}
     first, _ = next(iter(running.values()))
     done = set.intersection(*(set(folder.done) for _, folder in running.values()))
+    work = work_of(first, first.config["task"].get("limit"), done, shard)
     for _, folder in running.values():
         if folder.tear:
             console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)
-    work = work_of(first, first.config["task"].get("limit"), done)
-    with progress(console, work.total, len(done)) as report:
+        folder.expect(work.whole)
+    with progress(console, work.total, work.done) as report:
         for sample in work.samples:
             waiting = {
                 index: (arm, folder)
@@ -127,22 +133,27 @@ def _run(
                 break
             prompt = prompt_of(first, sample)
             prefilled, failed = None, prompt.record["error"]
+            report.begin()
             if waiting and not failed:
                 try:
                     prefilled = prefill_shared([arm for arm, _ in waiting.values()], prompt)
+                    report.tokens(len(prompt.ids), len(prompt.ids) + sample.max_new_tokens)
                 except Exception as error:
                     if not is_failed_sample(error):
                         raise
                     failed = f"{type(error).__name__}: {error}"
             for index, (arm, folder) in waiting.items():
                 report.name(arm_name(arm.config))
+                report.begin(len(prompt.ids) if prefilled else 0)
                 try:
                     record = failure(arm, prompt, failed) if failed else measure(arm, prompt, report.tokens, prefilled)
-                    folder.add(record)
+                    folder.add(record, report.share + work.share(sample))
                 except Exception as error:
                     ended[index] = error
+                    with suppress(ResultsError):  # where nothing can be written, that is the error
+                        folder.leave(interrupted=True)
                     report.bars.console.print(f"{arm_name(arm.config)} ends: {type(error).__name__}: {error}")
                     continue
                 report.failed(record)
             report.advance(work.share(sample))
-    return ended, work.ids
+    return ended, work

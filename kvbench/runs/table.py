@@ -98,7 +98,7 @@ def with_error(score: float | None, stderr: float | None, missing: str = "-", di
 
 
 class SweepError(RuntimeError):
-    """Arms of a sweep did not finish; all others did. A line for each, and one for all."""
+    """Arms of a sweep did not finish, or have no sample that ran; all others did. A line for each, and one for all."""
 
 
 class Ended(NamedTuple):
@@ -117,7 +117,7 @@ def tell(ends: Sequence[tuple[str, Ended]], console: Console | None = None) -> N
     """A table of how all arms ended, each by the words that make it.
 
     Raises:
-        SweepError: some did not finish.
+        SweepError: some did not finish, or have no sample that ran.
     """
     table = Table()
     table.add_column("arm", overflow="fold", min_width=min(40, max(len(words) for words, _ in ends)))
@@ -134,9 +134,20 @@ def tell(ends: Sequence[tuple[str, Ended]], console: Console | None = None) -> N
         )
     (console or wide_console()).print(table)
     unfinished = [f"{words}: {error}" for words, (_, error) in ends if error]
+    failed = [f"{words}: {all_failed(summary)}" for words, (summary, _) in ends if all_failed(summary)]
+    last = []
     if unfinished:
-        last = f"{len(unfinished)} of {len(ends)} arms did not finish; the same command goes on with them"
-        raise SweepError("\n".join([*unfinished, last]))
+        last.append(f"{len(unfinished)} of {len(ends)} arms did not finish; the same command goes on with them")
+    if failed:
+        last.append(f"{len(failed)} of {len(ends)} arms have no sample that ran; the same command tries them again")
+    if last:
+        raise SweepError("\n".join([*unfinished, *failed, *last]))
+
+
+def all_failed(summary: Mapping[str, Any]) -> str:
+    """What to say of a run none of whose samples ran, "" of any other."""
+    tried = summary.get("n", 0)
+    return f"all {tried} samples failed" if 0 < tried == summary["failed"] else ""
 
 
 def add_numbers(table: Table, headings: Sequence[str]) -> None:

@@ -1,0 +1,32 @@
+"""Signs of life: what tells from any machine whether whoever holds a run folder is still there. No torch.
+
+A lock or a process id says that on one machine alone. A file's time says it wherever the folder is mounted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kvbench.runs.folder import RunFolder
+
+BEAT_SECONDS = 15.0
+DEAD_SECONDS = 90.0  # without a sign of life; clocks of machines differ, and a busy one is late
+
+
+@contextmanager
+def beating(folders: Sequence[RunFolder]) -> Iterator[None]:
+    """Give signs of life of these folders while the block runs."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(BEAT_SECONDS):
+            for folder in folders:
+                folder.beat()
+
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()

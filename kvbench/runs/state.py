@@ -1,0 +1,108 @@
+"""How a run is doing, from its folder alone: how far it is, and whether whoever runs it is still there. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvbench.runs.folder import SHARDS
+from kvbench.runs.heartbeat import DEAD_SECONDS
+
+
+class State(NamedTuple):
+    """A run, as its status files tell.
+
+    Attributes:
+        path: the run folder.
+        state: "finished"; "running"; "dead", which says that it runs and gives no sign of life; "stopped", with Ctrl-C
+            or SIGTERM; "interrupted", by an error; "waiting" for shards that have not begun; "unknown".
+        done, failed: samples.
+        total: samples in all; None where nobody said.
+        rate: samples a minute of those that run now; None where none does, or none has one yet.
+        left_s: seconds until the slowest of them has no more; None as above.
+        silent_s: seconds since the last sign of life; None where there is none.
+        running, shards: jobs that run now, and status files of jobs: a run that is not shared out has one.
+    """
+
+    path: Path
+    state: str
+    done: int
+    failed: int
+    total: int | None
+    rate: float | None
+    left_s: float | None
+    silent_s: float | None
+    running: int
+    shards: int
+
+
+class _Status(NamedTuple):
+    """What a status file says, and its age in seconds."""
+
+    says: Mapping[str, Any]
+    age: float
+
+    @property
+    def state(self) -> str:
+        state = str(self.says.get("state", "unknown"))
+        return "dead" if state == "running" and self.age > DEAD_SECONDS else state
+
+
+def state_of(folder: Path) -> State:
+    """The state of a run folder, its shards taken together."""
+    own = _status(folder / "status.json")
+    shards = [one for file in sorted(folder.glob(f"{SHARDS}/*/status.json")) if (one := _status(file))]
+    statuses = [*([own] if own else []), *shards]
+    running = [one for one in statuses if one.state == "running"]
+    totals = [total for one in statuses if (total := one.says.get("total"))]
+    paces = [pace for one in running if (pace := _pace(one))]
+    return State(
+        folder,
+        _together([one.state for one in shards] or [one.state for one in statuses]),
+        sum(one.says.get("done", 0) for one in statuses),
+        sum(one.says.get("failed", 0) for one in statuses),
+        max(totals, default=None),
+        sum(rate for rate, _ in paces) if paces else None,
+        max((left for _, left in paces if left is not None), default=None),
+        min((one.age for one in statuses), default=None),
+        len(running),
+        len(shards) or len(statuses),
+    )
+
+
+def _together(states: Sequence[str]) -> str:
+    """One word for a run: what needs a look comes first, but for what still runs."""
+    for state in ("running", "dead", "interrupted", "stopped"):
+        if state in states:
+            return state
+    return "waiting" if len(states) > 1 else next(iter(states), "unknown")
+
+
+def _pace(status: _Status) -> tuple[float, float | None] | None:
+    """Samples a minute since its start, and the seconds that it has left; None before its first sample."""
+    says = status.says
+    try:
+        elapsed = (datetime.fromisoformat(says["updated"]) - datetime.fromisoformat(says["began"])).total_seconds()
+        ran, share = says["ran"], says["share"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    if not ran or elapsed <= 0:
+        return None
+    left = elapsed * (1 - share) / share if share else None
+    return 60 * ran / elapsed, left
+
+
+def _status(file: Path) -> _Status | None:
+    """A status file; None where it cannot be read."""
+    try:
+        with open(file, encoding="utf-8") as opened:  # opening asks a file server for the file's present time
+            age = time.time() - os.fstat(opened.fileno()).st_mtime
+            says = json.load(opened)
+    except (OSError, ValueError):
+        return None
+    return _Status(says, max(0.0, age)) if isinstance(says, dict) else None

@@ -1,0 +1,208 @@
+"""How runs are doing: from the folder alone, whole or in shards, alive or dead; and what a log file gets to read."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvbench import status
+from kvbench.runs import heartbeat
+from kvbench.runs import progress as bars
+from kvbench.runs.folder import ResultsError, RunFolder, Shard
+from kvbench.runs.state import state_of
+
+IDS = ["a", "b", "c", "d", "e"]
+
+
+def opened(results_dir: Path, shard: Shard = Shard(), arm: str = "quest-64") -> RunFolder:  # noqa: B008
+    return RunFolder.open(results_dir, "passkey", "tiny", arm, {"arm": arm}, {"budget": 64}, shard=shard)
+
+
+def run_shard(results_dir: Path, shard: Shard, ids: list[str] = IDS) -> bool:
+    """Run what a shard has to; whether it gathered the run."""
+    with opened(results_dir, shard) as folder:
+        folder.expect(len(ids))
+        for place, key in enumerate(ids):
+            if shard.has(place) and key not in folder.done:
+                folder.add({"id": key, "by": str(shard)})
+        gathered = folder.gathered(ids)
+        if gathered:
+            folder.finish({"n": len(folder.records)})
+        return gathered
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+# -- shards -----------------------------------------------------------------------------------------------------------
+
+
+def test_shards_leave_one_folder_with_every_sample_once(tmp_path: Path) -> None:
+    ended = [run_shard(tmp_path, Shard(number, 3)) for number in (2, 0, 1)]
+    assert ended == [False, False, True]
+    with opened(tmp_path) as folder:
+        found = lines(folder.path)
+        assert sorted(record["id"] for record in found) == IDS
+        assert {record["id"]: record["by"] for record in found}["b"] == "2 of 3"
+        assert json.loads((folder.path / "summary.json").read_text()) == {"n": 5}
+        assert not (folder.path / "shards").exists()
+
+
+def test_the_last_of_shards_that_run_at_once_gathers(tmp_path: Path) -> None:
+    both = [opened(tmp_path, Shard(number, 2)) for number in (0, 1)]
+    for folder, own in zip(both, (IDS[::2], IDS[1::2]), strict=True):
+        for key in own:
+            folder.add({"id": key})
+    assert [folder.gathered(IDS) for folder in both] == [False, True]
+    assert set(both[1].records) == set(IDS)
+    for folder in both:
+        folder.__exit__(None)
+
+
+def test_what_a_killed_shard_had_is_kept_and_another_number_of_shards_goes_on(tmp_path: Path) -> None:
+    killed = opened(tmp_path, Shard(0, 2))
+    killed.add({"id": "a"})
+    killed.add({"id": "c", "error": "NaN logits"})
+    killed._mine.close()  # as the kernel does for a killed process
+    killed._held.close()
+    assert not run_shard(tmp_path, Shard(1, 3))
+    with opened(tmp_path, Shard(2, 3)) as third:
+        assert third.done.keys() == {"a", "b", "e"} and third.records["c"]["error"]
+    with opened(tmp_path) as whole:
+        assert whole.done.keys() == {"a", "b", "e"}, "a run without shards takes in what they left"
+        assert len(lines(whole.path)) == 4
+
+
+def test_a_run_and_its_shards_and_other_shards_keep_out_of_each_others_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbench.runs.folder.MERGE_SECONDS", 0.0)
+    with opened(tmp_path), pytest.raises(ResultsError, match="in use by process"):
+        opened(tmp_path, Shard(0, 2))
+    with opened(tmp_path, Shard(0, 2)):
+        for other in (Shard(), Shard(0, 2), Shard(0, 3)):
+            with pytest.raises(ResultsError, match="in use by process"):
+                opened(tmp_path, other)
+
+
+def test_a_merge_that_is_killed_half_way_doubles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr("kvbench.runs.folder.shutil.rmtree", lambda path: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run_shard(tmp_path, Shard(0, 1000), IDS[:1])
+    with opened(tmp_path) as folder:
+        assert [record["id"] for record in lines(folder.path)] == ["a"]
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_tells_how_far_a_run_is_and_how_long_it_has_left(tmp_path: Path) -> None:
+    with opened(tmp_path) as folder:
+        folder.expect(5)
+        folder.add({"id": "a"}, share=0.2)
+        folder.add({"id": "b", "error": "NaN logits"}, share=0.4)
+        file = folder.path / "status.json"
+        written = json.loads(file.read_text())
+        file.write_text(json.dumps(written | {"began": "2026-01-01T00:00:00Z", "updated": "2026-01-01T00:01:00Z"}))
+        one = state_of(folder.path)
+    assert (one.state, one.done, one.failed, one.total) == ("running", 1, 1, 5)
+    assert one.rate == pytest.approx(2) and one.left_s == pytest.approx(90)
+
+
+def test_who_gives_no_sign_of_life_is_dead_until_the_next_beat(tmp_path: Path) -> None:
+    with opened(tmp_path) as folder:
+        file = folder.path / "status.json"
+        long_ago = time.time() - 2 * heartbeat.DEAD_SECONDS
+        os.utime(file, (long_ago, long_ago))
+        assert state_of(folder.path).state == "dead"
+        folder.beat()
+        assert state_of(folder.path).state == "running"
+
+
+def test_a_heart_beats_while_a_sample_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
+    with opened(tmp_path) as folder:
+        os.utime(folder.path / "status.json", (0, 0))
+        with heartbeat.beating([folder]):
+            until = time.monotonic() + 20
+            while state_of(folder.path).state == "dead" and time.monotonic() < until:
+                time.sleep(0.01)
+        assert state_of(folder.path).state == "running"
+
+
+def test_shards_are_told_together(tmp_path: Path) -> None:
+    run_shard(tmp_path, Shard(2, 3))
+    with opened(tmp_path, Shard(0, 3)) as first, opened(tmp_path, Shard(1, 3)) as second:
+        for folder, key in ((first, "a"), (second, "b")):
+            folder.expect(5)
+            folder.add({"id": key})
+        one = state_of(first.path)
+        assert (one.state, one.done, one.total, one.running, one.shards) == ("running", 3, 5, 2, 2)
+        os.utime(second._own / "status.json", (0, 0))
+        assert state_of(first.path).running == 1
+
+
+def test_the_command_lists_runs_and_counts_states(tmp_path: Path, capsys: Any) -> None:
+    with opened(tmp_path) as folder:
+        folder.add({"id": "a"})
+        folder.finish({})
+    with pytest.raises(KeyboardInterrupt), opened(tmp_path, arm="full"):
+        raise KeyboardInterrupt
+    assert status.main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "passkey/tiny/full/" in out and "quest-64" not in out, "what is finished needs no look"
+    assert out.splitlines()[-1] == "2 runs: 1 stopped, 1 finished"
+    assert status.main([str(tmp_path), "--json"]) == 0
+    assert {one["state"] for one in json.loads(capsys.readouterr().out)} == {"stopped", "finished"}
+    assert status.main([str(tmp_path / "none")]) == 2 and "no such folder" in capsys.readouterr().err
+
+
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_off_a_terminal_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(bars.time, "monotonic", lambda: now)
+    out = io.StringIO()
+    with bars.progress(Console(file=out, width=100), total=4, done=0) as report:
+        report.begin()
+        report.tokens(500, 510)
+        now += bars.LINE_SECONDS
+        report.tokens(510, 510)
+        report.tokens(510, 510)
+        report.advance(0.25)
+        report.begin(at=300)
+        now += bars.LINE_SECONDS
+        report.tokens(390, 400)
+    assert out.getvalue().splitlines() == [
+        "0/4 samples, 17 tokens/s, 0:00:30",
+        "1/4 samples, 10 tokens/s, 0:03:00 left",
+        "1/4 samples, 10 tokens/s, 0:03:00 left",
+    ]
+
+
+def test_the_bar_of_tokens_ends_full_where_a_stop_token_came_early() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with bars.progress(console, total=1, done=0) as report:
+        report.tokens(503, 510)
+        report.advance(1.0)
+    assert "510/510" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_kernel_that_must_be_compiled_is_said_once() -> None:
+    from numba import njit
+
+    out = io.StringIO()
+    with bars.progress(Console(file=out, width=120), total=1, done=0):
+        for _ in range(2):
+            njit(lambda x: x + 1)(1)
+    assert out.getvalue().count("compiling kernels") == 1
