@@ -262,8 +262,9 @@ def test_times_name_their_machines(tmp_path):
     stored(tmp_path, "quest")
     stored(tmp_path, "snapkv", config={"device_name": "a card"})
     table = pivot(collect([tmp_path]), ["method"], [], ["tpot_ms_mean"])
-    (note,) = [note for note in table.notes if note.startswith("Times are of ")]
-    assert "cpu, 1 threads (1 runs)" in note and "a card (1 runs)" in note
+    (note,) = [note for note in table.notes if note.startswith("Times are of several machines")]
+    assert note.endswith(": 1: cpu, 1 threads; 2: a card.")
+    assert [cell(table, (method,)).marks["tpot_ms_mean"] for method in ("quest", "snapkv")] == ["1", "2"]
     assert not any("Times" in note for note in pivot(collect([tmp_path]), ["method"], ["task"], ["score"]).notes)
 
 

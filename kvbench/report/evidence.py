@@ -6,10 +6,16 @@ makes all methods' samples hard or easy drops out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
-from kvbench.report.frame import YARDSTICK, Runs, Scores
+from kvbench.report.frame import YARDSTICK, Runs, Scores, missing
 from kvbench.report.stats import COVERAGE, Estimate, estimate
+from kvbench.runs.summary import DISTURBED
+
+WIDE = 2  # times of repeats that lie further apart are marked
 
 # Marks stand beside a number, and a table says below what those in it mean.
 MARKS = {
@@ -22,15 +28,29 @@ MARKS = {
     "f": "with failed samples, which count 0",
     "g": "on texts that kvbench generates, not on the files of RULER's own scripts (task.haystack, task.squad, "
     "task.hotpotqa, task.words): other samples than the paper's, so no difference is shown",
+    "l": "without the times of some samples, taken on another machine, with other threads or beside other work",
     "m": "under another protocol than most of the table",
     "o": "a sample broke its method's own budget rule",
+    "t": f"timed beside other work, which took {100 * DISTURBED:.0f} % of the cores or more: not a time of the method",
     "u": "unfinished: not all samples yet",
+    "v": f"the largest of these times is more than {WIDE} times the least: look for what disturbed them",
 }
 
 
 def transfer_marks(transfer: object) -> str:
     """The letters for times of runs whose `transfer` is this: how tokens came to the device, where there was none."""
     return "c" * ("simulated" in str(transfer)) + "e" * ("in place" in str(transfer))
+
+
+def time_marks(measured: Mapping[str, Any], name: str) -> str:
+    """The letters for a time by its name, in a line of `Runs.arms` or `Runs.cells`: when and where it was taken."""
+    low, high = measured["spread"].get(name, (0.0, 0.0))
+    found = {
+        "l": not missing(measured["left_out"]) and measured["left_out"] > 0,
+        "t": measured["disturbed"] in (True,),  # and not NaN
+        "v": high > WIDE * low,
+    }
+    return "".join(mark for mark, there in found.items() if there)
 
 
 # What full attention does not depend on.

@@ -21,7 +21,7 @@ import yaml
 from kvbench.config import FACTS, first_line, show
 from kvbench.runs.folder import FORMAT, Record, ResultsError, read_samples, runs_in
 from kvbench.runs.quantities import QUANTITIES, measured
-from kvbench.runs.summary import summarise
+from kvbench.runs.summary import by_machine, machine_name, summarise, summarise_repeats
 
 YARDSTICK = "full"  # the method that all others are compared with
 PROTOCOL = ("accounting", "dense_layers", "chat", "prefill_chunk", "question_as_decode", "generated")
@@ -33,6 +33,19 @@ class LeftOut(NamedTuple):
 
     path: Path
     why: str
+
+
+class TimedCell(NamedTuple):
+    """What repeats of a timed sample share.
+
+    Attributes:
+        tokens, batch: of the prompts.
+        machine: that they were timed on.
+    """
+
+    tokens: int
+    batch: int
+    machine: str
 
 
 @dataclass(frozen=True)
@@ -59,8 +72,10 @@ class Runs:
     Attributes:
         arms: one line a run, a column for each of: path, run_id, model, weights, method, budget (as asked for: tokens,
             a share of the prompt, or None: the method has none or keeps to its own), task, the fields of the protocol
-            (`PROTOCOL`) and its digest as `protocol`, seed, probe_every, device, dtype, shared_prefill, device_name,
-            data (a hash), metric, finished, updated; and each of `kvbench.runs.quantities`, of which score is 0-100:
+            (`PROTOCOL`) and its digest as `protocol`, seed, probe_every, device, dtype, shared_prefill, device_name (of
+            the machine that the times are of), data (a hash), metric, finished, updated; spread: the least and the
+            largest of numbers of several repeats, by name; and each of `kvbench.runs.quantities`, of which score is
+            0-100:
             of several groups the plain mean of theirs, else the mean over samples. What a run recorded beside
             these has a column "<part>.<key>": a part of a decode step such as "breakdown_ms.select", a number of the
             method's own `report()` such as "audit.candidates". What a run did not measure is missing (NaN or None).
@@ -99,14 +114,28 @@ class Runs:
         floor = self.arm[run]["floor_ms"]
         return floor is not None and floor == floor
 
-    def cells(self, run: int) -> dict[tuple[int, int], dict[str, Any]]:
-        """Of a timed run, what it measured at each prompt length and batch size, as lines of `arms`; read anew."""
+    def cells(self, run: int) -> dict[TimedCell, dict[str, Any]]:
+        """What a timed run measured, as lines of `arms`; read anew. Of repeats each time is the median, and `spread`
+        has the least and the largest of each time by its name."""
         arm = self.arm[run]
-        records: dict[tuple[int, int], list[Record]] = {}
-        for record in read_samples(Path(arm["path"]) / "samples.jsonl")[0].values():
-            records.setdefault((record["meta"]["length"], record["meta"]["batch"]), []).append(record)
-        summaries = {cell: summarise(own, arm["metric"]) for cell, own in records.items()}
-        return {cell: {**arm, **_measured(summary, arm["budget"])} for cell, summary in summaries.items()}
+        repeats: dict[tuple[int, int], list[Record]] = {}
+        for record in self.samples(self.arms.loc[run]):
+            repeats.setdefault((record["meta"]["length"], record["meta"]["batch"]), []).append(record)
+        found = {}
+        for place, records in repeats.items():
+            for machine, own in (by_machine(records) or {"": records}).items():  # else all have failed, and are told
+                name = machine or str(arm["device_name"])
+                summary = summarise_repeats(own, arm["metric"])
+                low, high = (measured(summary[end]) for end in ("lowest", "highest"))
+                spread = {time: (low[time], high[time]) for time in low} if summary["repeats"] > 1 else {}
+                line = {**arm, **_measured(summary, arm["budget"]), "device_name": name, "n": summary["repeats"]}
+                found[TimedCell(*place, name)] = {**line, "spread": spread}
+        return found
+
+    def timed_samples(self, arm: Any) -> list[Record]:
+        """The samples of an arm that were timed on the machine that its times are of."""
+        found = by_machine(self.samples(arm))
+        return found.get(arm.device_name) or found.get("", [])
 
     def samples(self, arm: Any) -> list[Record]:
         """All that is stored of each sample of an arm (a line of `arms`, or anything with its `path`), read anew.
@@ -166,6 +195,11 @@ def framed(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     if lines:
         frame["budget"] = pd.Series([line["budget"] for line in lines], dtype=object)
     return frame
+
+
+def missing(value: Any) -> bool:
+    """Whether a frame's value is there for want of another: None or NaN."""
+    return value is None or value != value
 
 
 def _read(path: Path, unfinished: bool) -> _Run:
@@ -284,9 +318,10 @@ def _arm(
         "seed": settings["seed"],
         "probe_every": settings.get("probe.every") or 0,
         **{key: settings[key] for key in ("device", "dtype", "shared_prefill")},
-        "device_name": config.get("device_name"),
+        "device_name": machine_name(summary.get("machine") or {}) or config.get("device_name"),
         "data": identity.get("data"),
         **_measured(summary, settings["budget"]),
+        "spread": {},
     }
 
 

@@ -68,26 +68,41 @@ def arms_for(
 
 
 def panels_of(
-    name: str, runs: Runs, arms: pd.DataFrame, free: Collection[str] = frozenset(NOT_COMPARED)
+    name: str,
+    runs: Runs,
+    arms: pd.DataFrame,
+    free: Collection[str] = frozenset(NOT_COMPARED),
+    times: bool = False,
 ) -> list[tuple[str, pd.DataFrame]]:
     """The arms that can be compared, of one task, model and protocol, alike in all but what is free to differ, and a
     title that says which.
+
+    Args:
+        free: keys that do not count.
+        times: are drawn, so only arms of one machine can be compared.
 
     Raises:
         ConfigError: more than the figure of this name can show.
     """
     settings = runs.settings.loc[arms.index].map(str)
     common = settings[[key for key in settings if key not in free and not key.startswith(OF_VARIANTS)]]
+    if times:
+        common = common.assign(machine=arms["device_name"].map(str))
     panels = []
     for _, own in arms.groupby([common[key] for key in common], sort=False):
         task, model = own[["task", "model"]].iloc[0]
         others = common[(common["task"] == task) & (common["model"] == model)]
         varied = [key for key in others if others[key].nunique() > 1]
-        apart = [f"{key.rpartition('.')[2]}={_shortened(common.at[own.index[0], key])}" for key in varied]
+        first = common.loc[own.index[0]]
+        apart = [first[key] if key == "machine" else f"{_last_word(key)}={_shortened(first[key])}" for key in varied]
         panels.append((", ".join([task, model, *apart]), own))
     refuse_crowd(name, len(panels), "tasks, models and protocols", MOST_PANELS)
     refuse_crowd(name, max((len(own) for _, own in panels), default=0), "arms in a panel", MOST_ARMS)
     return panels
+
+
+def _last_word(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def _shortened(value: str) -> str:
@@ -118,9 +133,9 @@ def series_of(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[Ser
         varied = [
             key for key in settings if key.startswith(OF_VARIANTS) and key != without and settings[key].nunique() > 1
         ]
-        short = {key: key.rpartition(".")[2] for key in varied}
         variants = {
-            run: ", ".join(f"{short[key]}={_shortened(settings.at[run, key])}" for key in varied) for run in own.index
+            run: ", ".join(f"{_last_word(key)}={_shortened(settings.at[run, key])}" for key in varied)
+            for run in own.index
         }
         style = style_of(method)
         groups = dict(list(own.groupby(pd.Series(variants))))
@@ -181,9 +196,10 @@ def mark_powers(axis: Any, ticks: Iterable[float]) -> None:
     axis.grid(alpha=0.3)
 
 
-def finished(figure: Figure, axes: Any, arms: Sequence[pd.DataFrame]) -> Figure:
-    """One legend for all panels, and with it what a reader must know of the runs."""
-    caveats = _caveats(pd.concat(arms))
+def finished(figure: Figure, axes: Any, arms: Sequence[pd.DataFrame], times: bool = False) -> Figure:
+    """One legend for all panels, and what a reader must know of the runs; of their times, too, where these are drawn."""
+    whole = pd.concat(arms)
+    caveats = " | ".join(filter(None, [*(_of_times(whole) if times else []), *_caveats(whole)]))
     named = {name: handle for axis in axes.flat for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
     if not named:
         figure.supxlabel(caveats, fontsize=8)
@@ -194,7 +210,17 @@ def finished(figure: Figure, axes: Any, arms: Sequence[pd.DataFrame]) -> Figure:
     return figure
 
 
-def _caveats(arms: pd.DataFrame) -> str:
+def _of_times(arms: pd.DataFrame) -> list[str]:
+    """What a reader must know of the times in a picture."""
+    found = []
+    if arms["disturbed"].isin([True]).any():
+        found.append("with times disturbed by other work")
+    if (arms["left_out"].astype(float) > 0).any():
+        found.append("times of samples elsewhere or disturbed are left out")
+    return found
+
+
+def _caveats(arms: pd.DataFrame) -> list[str]:
     """What a reader must know of the runs in a picture."""
     found = []
     if (arms["weights"] == "random").any():
@@ -207,8 +233,7 @@ def _caveats(arms: pd.DataFrame) -> str:
         found.append(f"{int(arms['failed'].sum())} failed samples, which score 0")
     if not arms["finished"].all():
         found.append("with unfinished runs")
-    found.append("; ".join(sorted({str(name) for name in arms["device_name"].dropna()})))
-    return " | ".join(filter(None, found))
+    return [*found, "; ".join(sorted({str(name) for name in arms["device_name"].dropna()}))]
 
 
 def size_text(budget: Any) -> str:

@@ -5,13 +5,12 @@ A table is made of cells with numbers, and knows nothing of how it is printed (`
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvbench.report.cells import WITH_SCORE, Cell, Table, missing, notes_of, score_numbers
-from kvbench.report.evidence import Evidence, transfer_marks
-from kvbench.report.frame import Runs
+from kvbench.report.cells import WITH_SCORE, Cell, Table, notes_of, score_numbers, tell_machines
+from kvbench.report.evidence import Evidence, time_marks, transfer_marks
+from kvbench.report.frame import Runs, missing
 from kvbench.report.select import (
     by_labels,
     by_protocol,
@@ -136,10 +135,9 @@ def _table(
     lines: dict[str, Quantity] = {}
     for name in values:
         lines |= {name: named(name)} | (WITH_SCORE if name == "score" else {})
-    notes = notes_of(cells.values(), lines)
-    if any(line.is_time for line in lines.values()):
-        machines = Counter(label_of(runs, run, "device_name") for run in chosen)
-        notes.append(f"Times are of {'; '.join(f'{name} ({count} runs)' for name, count in machines.items())}.")
+    times = [name for name, line in lines.items() if line.is_time]
+    cells, machines = tell_machines(cells, times)
+    notes = [*notes_of(cells.values(), lines), *machines]
     if "group" in (*rows, *columns) and "attended_share" in lines:
         notes.append("attended / C, and all but the scores, are of the whole run and not of the group.")
     return Table(id, title, tuple(rows), row_labels, list(map(", ".join, column_labels)), cells, lines, notes)
@@ -164,7 +162,7 @@ def _cell(
     evidence: Evidence, alike: Sequence[int], groups: tuple[str, ...], values: Sequence[str], mixed: Mapping[int, str]
 ) -> Cell:
     """The numbers of the runs in one cell: scores and times of those that count, probes of those that probe."""
-    runs, source = evidence.runs, ""
+    runs, source, machine = evidence.runs, "", ""
     numbers: dict[str, float] = {}
     marks: dict[str, str] = {}
     for name in values:
@@ -179,6 +177,8 @@ def _cell(
             marks["score"] = evidence.marks(run, groups) + mixed.get(run, "")
         elif not missing(arm[name]):
             numbers[name] = quantity.scaled(arm[name])
-            marks[name] = transfer_marks(arm["transfer"]) if quantity.is_time else ""
+            if quantity.is_time:
+                marks[name] = transfer_marks(arm["transfer"]) + time_marks(arm, name)
+                machine = label_of(runs, run, "device_name")
         source = source or str(arm["path"])
-    return Cell(numbers, {name: letters for name, letters in marks.items() if letters}, source)
+    return Cell(numbers, {name: letters for name, letters in marks.items() if letters}, source, machine=machine)

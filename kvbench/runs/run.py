@@ -15,13 +15,14 @@ import kvbench
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, bind_methods, build
 from kvbench.engine import models
+from kvbench.measure import machine
 from kvbench.measure.arm import Arm, measure, prompt_of
 from kvbench.measure.protocol import Protocol
 from kvbench.method import Method
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.identity import arm_name, harness_sources, module_sources, source_hash
 from kvbench.runs.progress import progress
-from kvbench.runs.summary import summarise
+from kvbench.runs.summary import machine_name, summarise
 from kvbench.runs.table import table
 from kvbench.tasks import Sample, take, task_of
 
@@ -202,7 +203,5 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """What computed: the card's name, or the CPU with its threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu, {torch.get_num_threads()} threads"
+    """What computes: the card's or the CPU's name, and the threads. Of a sample, its own record says so."""
+    return machine_name({"device": machine.name_of(device), "threads": torch.get_num_threads()})
