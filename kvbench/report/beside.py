@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvbench.config import shipped
-from kvbench.report.cells import WITH_SCORE, Cell, Table, notes_of, score_numbers, tell_machines
+from kvbench.report.cells import Cell, Table, notes_of, score_numbers, tell_machines, with_score
 from kvbench.report.evidence import Evidence, time_marks, transfer_marks
 from kvbench.report.frame import Runs, missing
 from kvbench.report.published import PaperTable
+from kvbench.report.seeds import over_seeds
 from kvbench.report.select import label_of, marks_of_mixed, refuse_several, scored, select
 from kvbench.runs.quantities import QUANTITIES, Quantity
 from kvbench.tasks.ruler.task import READERS
@@ -19,7 +20,6 @@ from kvbench.tasks.ruler.texts import GENERATED
 CHOOSE_SAMPLES = {"task.lengths", "task.samples", "task.subsets", "task.keys", "task.positions"}
 BESIDE = {
     "score": QUANTITIES["score"]._replace(label="ours"),
-    **WITH_SCORE,
     "published": Quantity("published", "", "published"),
     "difference": Quantity("difference", "", "difference", digits=1),
 }
@@ -43,8 +43,9 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
     """
     frame = paper.frame
     rows, columns = list(dict.fromkeys(frame["row"])), list(dict.fromkeys(frame["column"]))
+    runs, chosen = over_seeds(runs, select(runs, where)) if runs else (None, [])
     evidence = Evidence(runs) if runs else None
-    fitting = _fitting(runs, paper, select(runs, where)) if runs else {}
+    fitting = _fitting(runs, paper, chosen) if runs else {}
     used = sorted({run for alike in fitting.values() for run in alike})
     mixed = marks_of_mixed(runs, used, [], allow_mixed) if runs else {}
     cells = {}
@@ -57,7 +58,8 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
                 numbers["difference"] = numbers["score"] - line.value
         mapped = bool(line.metric and line.method and line.model)
         cells[rows.index(line.row), columns.index(line.column)] = Cell(numbers, ours.marks, ours.run, mapped)
-    lines = BESIDE_SECONDS if paper.timed else BESIDE
+    beside = {"score": BESIDE["score"], **with_score(cells.values()), **BESIDE}
+    lines = BESIDE_SECONDS if paper.timed else beside
     cells, machines = tell_machines(cells, ["score"] if paper.timed else [])
     notes = [*_notes(paper, cells.values()), *notes_of(cells.values(), {}), *machines]
     return Table(paper.id, paper.title, ("",), [(row,) for row in rows], columns, cells, lines, notes)

@@ -21,6 +21,7 @@ WITH_SCORE = {
     "attended_share": QUANTITIES["attended_share"],
     "samples": Quantity("samples", "", "samples", digits=0),
 }
+SEEDS = {"seeds": Quantity("seeds", "", "seeds, and their scores", digits=1)}  # where any has several
 
 Place = tuple[int, int]  # row and column
 
@@ -71,9 +72,21 @@ class Table:
     notes: list[str]
 
 
+def with_score(cells: Iterable[Cell]) -> dict[str, Quantity]:
+    """What a score never stands without in these cells."""
+    return WITH_SCORE | (SEEDS if any("seeds" in cell.numbers for cell in cells) else {})
+
+
+def kl_numbers(evidence: Evidence, run: int) -> dict[str, float]:
+    """The interval of a run's KL divergence over its samples, as `Cell.numbers`."""
+    kl = evidence.kl(run)
+    return {} if kl is None or kl.low is None or kl.high is None else {"kl_mean_low": kl.low, "kl_mean_high": kl.high}
+
+
 def score_numbers(evidence: Evidence, run: int, groups: tuple[str, ...]) -> dict[str, float]:
     """A run's score of these groups (all: ()) with all that it never stands without, as `Cell.numbers`."""
     own, against = evidence.score(run, groups), evidence.against_full(run, groups)
+    seeds = evidence.seeds(run, groups).values()
     found = {
         "score": own.mean,
         "low": own.low,
@@ -86,6 +99,8 @@ def score_numbers(evidence: Evidence, run: int, groups: tuple[str, ...]) -> dict
         "samples": own.n,
         "failed": evidence.failed(run, groups),
     }
+    if len(seeds) > 1:
+        found |= {"seeds": len(seeds), "seeds_low": min(seeds), "seeds_high": max(seeds)}
     return {name: float(value) for name, value in found.items() if not missing(value)}
 
 
@@ -123,8 +138,16 @@ def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
     notes = []
     if any("low" in cell.numbers for cell in cells):
         notes.append(
-            f"Score: the plain mean over groups of samples. {COVERAGE} % interval: bootstrap over the samples of each "
-            f"group ({RESAMPLES:,} resamples); no width means that all samples scored alike."
+            f"Score: the plain mean over groups of samples. {COVERAGE} % interval: Wilson's where all scores of a task "
+            f"are 0 or 100, else a bootstrap over the samples of each group ({RESAMPLES:,} resamples), which has no "
+            "width where all samples scored alike."
+        )
+    if any("kl_mean_low" in cell.numbers for cell in cells):
+        notes.append(f"KL from full attention: with its {COVERAGE} % bootstrap interval over samples.")
+    if any("seeds" in cell.numbers for cell in cells):
+        notes.append(
+            "Seeds: how many there are, and the lowest and highest score of one; intervals are over the samples of "
+            "all. Other numbers are means, times medians, with the least and largest of the seeds."
         )
     if any("against_full" in cell.numbers for cell in cells):
         notes.append("Against full: points, paired on the same samples under full attention, where it was run on them.")

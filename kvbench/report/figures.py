@@ -20,12 +20,14 @@ from matplotlib.ticker import FormatStrFormatter, LogFormatter, MaxNLocator, Nul
 from kvbench.config import ConfigError, nearest
 from kvbench.report.bars import latency
 from kvbench.report.breakeven import breakeven
+from kvbench.report.evidence import Evidence
 from kvbench.report.frame import YARDSTICK, Runs
 from kvbench.report.nearness import drift, fidelity
 from kvbench.report.panels import (
     MOST_MAPS,
     arms_for,
     curves_of,
+    draw_intervals,
     draw_level,
     finished,
     grid,
@@ -39,6 +41,8 @@ from kvbench.report.panels import (
     size_text,
     thousands,
 )
+from kvbench.report.seeds import over_seeds
+from kvbench.report.stats import COVERAGE
 from kvbench.report.style import Style, style_of
 from kvbench.runs.quantities import QUANTITIES
 from kvbench.runs.summary import timed_alike
@@ -56,7 +60,7 @@ def draw(name: str, runs: Runs) -> Figure:
     """
     if name not in FIGURES:
         raise ConfigError(f"figure={name}: no such figure; {nearest(name, FIGURES)}")
-    return FIGURES[name][0](runs)
+    return FIGURES[name][0](over_seeds(runs, runs.arms.index)[0])
 
 
 def write(figure: Figure, path: Path) -> None:
@@ -79,17 +83,17 @@ def write(figure: Figure, path: Path) -> None:
 def budget(runs: Runs) -> Figure:
     """Score against the budget, and against what was attended; a row for each task and model."""
     panels = panels_of("budget", runs, arms_for(runs, "budget", probed=False, scored=True))
-    figure, axes = grid(len(panels), 2, "score against budget, and against what was attended")
+    evidence = Evidence(runs)
+    bars = f"{COVERAGE} % intervals"
+    figure, axes = grid(len(panels), 2, f"score against budget, and against what was attended, with {bars}")
     for (title, arms), row in zip(panels, axes, strict=True):
         for axis, x in zip(row, ("budget", "attended_mean"), strict=True):
             for one in series_of(runs, arms):
+                scores = [evidence.score(run) for run in one.arms.index]
                 if one.arms["budget"].isna().all():
-                    draw_level(axis, one)
+                    draw_level(axis, one, scores)
                     continue
-                drawn = one.arms.assign(x=one.arms[x].astype(float)).sort_values("x")
-                axis.errorbar(
-                    drawn["x"], drawn["score"], drawn["stderr"].astype(float), label=one.label(), **line_look(one.style)
-                )
+                draw_intervals(axis, one, one.arms[x].astype(float), scores)
             axis.set(ylim=(-5, 105), title=title)
         row[0].set(ylabel=QUANTITIES["score"].axis, xlabel="budget C: tokens, or below 1 a share of the prompt")
         row[1].set_xlabel(QUANTITIES["attended_mean"].axis)

@@ -92,6 +92,9 @@ def text(table: Table, cell: Cell | None, name: str, column: int) -> str:
                 *([f"({numbers['pairs']:.0f} pairs)"] if few else []),
             ]
         )
+    if name == "seeds":
+        ends = (f"{numbers[end]:.{value.digits}f}" for end in ("seeds_low", "seeds_high"))
+        return f"{numbers[name]:.0f}: {' to '.join(ends)}"
     if name == "difference":
         return _signed(shown)
     if name == "samples" and numbers.get("failed"):

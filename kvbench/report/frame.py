@@ -20,7 +20,7 @@ import yaml
 
 from kvbench.config import FACTS, first_line, show
 from kvbench.runs.folder import FORMAT, Record, ResultsError, read_samples, runs_in
-from kvbench.runs.quantities import QUANTITIES, measured
+from kvbench.runs.quantities import QUANTITIES, is_number, measured
 from kvbench.runs.summary import by_machine, machine_name, summarise, summarise_repeats
 
 YARDSTICK = "full"  # the method that all others are compared with
@@ -57,12 +57,18 @@ class Scores:
         groups: the group of each.
         values: [n] 0..100; a failed sample counts 0.
         failed: [n] bool.
+        seeds: of the run that each sample is from; several where runs stand together (`kvbench.report.seeds`).
+        contents: [n] the same number for what is the same sample under several seeds: by its id, answers and length.
+        kl: [n] mean KL divergence from full attention; NaN where there is none.
     """
 
     ids: list[str]
     groups: list[str]
     values: np.ndarray
     failed: np.ndarray
+    seeds: list[str]
+    contents: np.ndarray
+    kl: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -70,15 +76,15 @@ class Runs:
     """What a report knows of run folders; the frames share their index, a number for each run.
 
     Attributes:
-        arms: one line a run, a column for each of: path, run_id, model, weights, method, budget (as asked for: tokens,
-            a share of the prompt, or None: the method has none or keeps to its own), task, the fields of the protocol
-            (`PROTOCOL`) and its digest as `protocol`, seed, probe_every, device, dtype, shared_prefill, device_name (of
-            the machine that the times are of), data (a hash), metric, finished, updated; spread: the least and the
-            largest of numbers of several repeats, by name; and each of `kvbench.runs.quantities`, of which score is
-            0-100:
-            of several groups the plain mean of theirs, else the mean over samples. What a run recorded beside
-            these has a column "<part>.<key>": a part of a decode step such as "breakdown_ms.select", a number of the
-            method's own `report()` such as "audit.candidates". What a run did not measure is missing (NaN or None).
+        arms: one line a run, a column for each of: path, paths (of all seeds, where it stands for several), run_id,
+            model, weights, method, budget (as asked for: tokens, a share of the prompt, or None: the method has none or
+            keeps to its own), task, the fields of the protocol (`PROTOCOL`) and its digest as `protocol`, seed,
+            probe_every, device, dtype, shared_prefill, device_name (of the machine that the times are of), data (a
+            hash), metric, finished, updated; spread, the least and the largest of several repeats or seeds by name; and
+            each of `kvbench.runs.quantities`, of which score is 0-100: of several groups the plain mean of theirs, else
+            the mean over samples. What a run recorded beside these has a column "<part>.<key>": a part of a decode step
+            such as "breakdown_ms.select", a number of the method's own `report()` such as "audit.candidates". What a
+            run did not measure is missing (NaN or None).
         groups: one line a run and group: run (the index of its arm), model, method, budget, task, group, score,
             stderr, n, failed.
         settings: one line a run, all that makes its arm: every option of method and task as "method.page_size",
@@ -138,12 +144,12 @@ class Runs:
         return found.get(arm.device_name) or found.get("", [])
 
     def samples(self, arm: Any) -> list[Record]:
-        """All that is stored of each sample of an arm (a line of `arms`, or anything with its `path`), read anew.
+        """All that is stored of each sample of an arm (a line of `arms`, or anything with its `paths`), read anew.
 
         Raises:
             ResultsError: a line is damaged.
         """
-        return list(read_samples(Path(arm.path) / "samples.jsonl")[0].values())
+        return [one for path in arm.paths for one in read_samples(Path(path) / "samples.jsonl")[0].values()]
 
 
 class _Run(NamedTuple):
@@ -219,7 +225,7 @@ def _read(path: Path, unfinished: bool) -> _Run:
         identity, config = written["identity"], written["config"]
         settings = _settings(identity, config)
         metric = config.get("metric") or _only_score(records.values())
-        scores = _scores(records.values(), metric)
+        scores = _scores(records.values(), metric, str(settings["seed"]))
         summary = summarise(records.values(), metric)
         arm = _arm(path, written, settings, summary)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -289,8 +295,8 @@ def _only_score(records: Iterable[Record]) -> str:
     return names.pop()
 
 
-def _scores(records: Iterable[Record], metric: str) -> Scores:
-    ids, groups, values, failed = [], [], [], []
+def _scores(records: Iterable[Record], metric: str, seed: str) -> Scores:
+    ids, groups, values, failed, contents, kl = [], [], [], [], [], []
     for record in records:
         lost = bool(record.get("error"))
         value = 0.0 if lost else (record.get("scores") or {}).get(metric)
@@ -300,7 +306,12 @@ def _scores(records: Iterable[Record], metric: str) -> Scores:
         groups.append(str(record.get("group") or ""))
         values.append(100.0 * value)
         failed.append(lost)
-    return Scores(ids, groups, np.array(values), np.array(failed))
+        contents.append(hash(repr((record["id"], record.get("answers"), record.get("prompt_tokens")))))
+        near = (record.get("fidelity") or {}).get("kl_mean")
+        kl.append(near if is_number(near) and not lost else math.nan)
+    return Scores(
+        ids, groups, np.array(values), np.array(failed), [seed] * len(ids), np.array(contents), np.array(kl, float)
+    )
 
 
 def _arm(
@@ -310,6 +321,7 @@ def _arm(
     dummy = str(identity.get("model_revision")).startswith("dummy-")
     return {
         "path": path,
+        "paths": (path,),
         "run_id": written.get("run_id"),
         **{key: settings[key] for key in ("model", "method", "budget", "task")},
         "weights": "random" if dummy else "pretrained",

@@ -13,6 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kvbench.config import ConfigError
 from kvbench.report.frame import Runs
+from kvbench.report.stats import Estimate
 from kvbench.report.style import STYLES, Style, style_of
 
 LINES = ("-", "--", ":", "-.")
@@ -20,7 +21,7 @@ MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 60, 24  # that one picture can show
 # Settings in which the arms of a panel may differ; in all others they are alike, or they stand in panels of their own.
 # What begins like one of these makes a variant of a method, and is named in the legend.
 OF_VARIANTS = ("method.", "attention", "shared_prefill")
-NOT_COMPARED = {"method", "budget", "probe.every"}
+NOT_COMPARED = {"method", "budget", "probe.every", "seed"}
 
 
 class Series(NamedTuple):
@@ -176,12 +177,21 @@ def line_look(style: Style) -> dict[str, Any]:
     return {**look, "markersize": 6, "markerfacecolor": "none"}
 
 
-def draw_level(axis: Any, one: Series) -> None:
-    """Arms without a budget, full attention: a level with the band of its standard error."""
-    for arm in rows_of(one.arms):
-        axis.axhline(arm["score"], color=one.style.colour, linestyle="--", linewidth=1.2, label=one.label())
-        error = _number(arm["stderr"])
-        axis.axhspan(arm["score"] - error, arm["score"] + error, color=one.style.colour, alpha=0.1, linewidth=0)
+def draw_level(axis: Any, one: Series, found: Sequence[Estimate]) -> None:
+    """Arms without a budget, full attention: a level with the band of its interval."""
+    for score in found:
+        axis.axhline(score.mean, color=one.style.colour, linestyle="--", linewidth=1.2, label=one.label())
+        if score.low is not None and score.high is not None:
+            axis.axhspan(score.low, score.high, color=one.style.colour, alpha=0.1, linewidth=0)
+
+
+def draw_intervals(axis: Any, one: Series, places: Iterable[float], found: Sequence[Estimate]) -> None:
+    """A line over these places, with the interval of each estimate as a bar; what has no place is left out."""
+    drawn = sorted((place, value) for place, value in zip(places, found, strict=True) if not math.isnan(place))
+    x, y = [place for place, _ in drawn], [value.mean for _, value in drawn]
+    below = [0.0 if value.low is None else max(0.0, value.mean - value.low) for _, value in drawn]
+    above = [0.0 if value.high is None else max(0.0, value.high - value.mean) for _, value in drawn]
+    axis.errorbar(x, y, [below, above], label=one.label(), **line_look(one.style))
 
 
 def mark_powers(axis: Any, ticks: Iterable[float]) -> None:
@@ -197,7 +207,7 @@ def mark_powers(axis: Any, ticks: Iterable[float]) -> None:
 
 
 def finished(figure: Figure, axes: Any, arms: Sequence[pd.DataFrame], times: bool = False) -> Figure:
-    """One legend for all panels, and what a reader must know of the runs; of their times, too, where these are drawn."""
+    """One legend for all panels, and what a reader must know of the runs; where `times` are drawn, of them too."""
     whole = pd.concat(arms)
     caveats = " | ".join(filter(None, [*(_of_times(whole) if times else []), *_caveats(whole)]))
     named = {name: handle for axis in axes.flat for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
@@ -233,6 +243,9 @@ def _caveats(arms: pd.DataFrame) -> list[str]:
         found.append(f"{int(arms['failed'].sum())} failed samples, which score 0")
     if not arms["finished"].all():
         found.append("with unfinished runs")
+    seeds = sorted({str(seed) for seed in arms["seed"]}, key=len)
+    if any("," in seed for seed in seeds):
+        found.append(f"seeds {' or '.join(seeds)}")
     return [*found, "; ".join(sorted({str(name) for name in arms["device_name"].dropna()}))]
 
 
@@ -246,11 +259,6 @@ def size_text(budget: Any) -> str:
 def no_budget(budget: Any) -> bool:
     """Whether a budget in a frame is there for want of one: None or NaN."""
     return budget is None or (isinstance(budget, float) and math.isnan(budget))
-
-
-def _number(value: Any) -> float:
-    """A number, 0 for what was not measured."""
-    return 0.0 if value is None or pd.isna(value) else float(value)
 
 
 def thousands(value: float) -> str:

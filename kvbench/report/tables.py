@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvbench.report.cells import WITH_SCORE, Cell, Table, notes_of, score_numbers, tell_machines
+from kvbench.report.cells import Cell, Table, ends, kl_numbers, notes_of, score_numbers, tell_machines, with_score
 from kvbench.report.evidence import Evidence, time_marks, transfer_marks
 from kvbench.report.frame import Runs, missing
+from kvbench.report.seeds import over_seeds
 from kvbench.report.select import (
     by_labels,
     by_protocol,
@@ -41,8 +42,8 @@ def summary(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
     Raises:
         ConfigError: as `select`.
     """
+    runs, found = over_seeds(runs, select(runs, where))
     evidence, tables = Evidence(runs), []
-    found = select(runs, where)
     for number, (chosen, what) in enumerate(by_protocol(runs, [run for run in found if not runs.timed(run)]), 1):
         axes = _telling_axes(runs, chosen, ["model", "task", "method", "budget"])
         id, title = (f"summary{number}", f"Runs with {what}") if what else ("summary", "All runs")
@@ -58,9 +59,10 @@ def by_group(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
     Raises:
         ConfigError: as `select`.
     """
+    runs, found = over_seeds(runs, select(runs, where))
     evidence, tables = Evidence(runs), []
     for task in dict.fromkeys(runs.arms["task"]):
-        own = [run for run in select(runs, where) if runs.arm[run]["task"] == task and not runs.timed(run)]
+        own = [run for run in found if runs.arm[run]["task"] == task and not runs.timed(run)]
         for number, (chosen, what) in enumerate(by_protocol(runs, own), 1):
             if len({group for run in chosen for group in runs.scores[run].groups}) > 1:
                 axes = _telling_axes(runs, chosen, ["model", "method", "budget"])
@@ -87,7 +89,7 @@ def pivot(
 
     Args:
         rows, columns: settings such as "method", "budget", "task.lengths" or "page_size", and "group". Without columns
-            the values stand side by side.
+            the values stand side by side. Runs that differ in their seed alone are one, unless "seed" is among these.
         values: names of `kvbench.runs.quantities.NUMBERS`, parts of a step such as "breakdown_ms.select", and numbers
             of a method's own such as "audit.candidates"; of the last two what follows the dot is enough.
         where: as `select` takes them.
@@ -99,6 +101,8 @@ def pivot(
     """
     chosen = select(runs, where)
     down, across = ([key_of(runs, name) for name in names] for names in (rows, columns))
+    if "seed" not in (*down, *across):
+        runs, chosen = over_seeds(runs, chosen)
     names = [value_of(runs, name) for name in values]
     marks = marks_of_mixed(runs, chosen, [*down, *across], allow_mixed)
     for labels, alike in by_labels(runs, chosen, [*down, *across]).items():
@@ -134,7 +138,7 @@ def _table(
     }
     lines: dict[str, Quantity] = {}
     for name in values:
-        lines |= {name: named(name)} | (WITH_SCORE if name == "score" else {})
+        lines |= {name: named(name)} | (with_score(cells.values()) if name == "score" else {})
     times = [name for name, line in lines.items() if line.is_time]
     cells, machines = tell_machines(cells, times)
     notes = [*notes_of(cells.values(), lines), *machines]
@@ -176,7 +180,8 @@ def _cell(
             numbers |= score_numbers(evidence, run, groups)
             marks["score"] = evidence.marks(run, groups) + mixed.get(run, "")
         elif not missing(arm[name]):
-            numbers[name] = quantity.scaled(arm[name])
+            numbers |= {name: quantity.scaled(arm[name]), **ends(arm["spread"], {name: quantity})}
+            numbers |= kl_numbers(evidence, run) if name == "kl_mean" else {}
             if quantity.is_time:
                 marks[name] = transfer_marks(arm["transfer"]) + time_marks(arm, name)
                 machine = label_of(runs, run, "device_name")

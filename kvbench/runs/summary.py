@@ -164,19 +164,19 @@ def _macro(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
     }
 
 
-Combine = Callable[[list[Any]], Any]  # numbers, one or more, to one
+Centre = Callable[[list[Any]], Any]  # numbers, one or more, to one
 
 
-def _latency(records: Sequence[Mapping[str, Any]], combine: Combine = statistics.fmean) -> dict[str, Any]:
+def _latency(records: Sequence[Mapping[str, Any]], centre: Centre = statistics.fmean) -> dict[str, Any]:
     """Means over samples; tpot_ms_p50 and _p95 are the mean of the samples' own percentiles over their steps."""
     times = [_times(record) for record in records]
     breakdown = [record["breakdown_ms"] for record in records if record.get("breakdown_ms")]
     parts = dict.fromkeys(part for one in breakdown for part in one)
     names = [name for name, quantity in QUANTITIES.items() if quantity.part == "latency"]
     return {
-        **{name: _of_numbers(combine, (one.get(name) for one in times)) for name in names},
+        **{name: _of_numbers(centre, (one.get(name) for one in times)) for name in names},
         # A part that a sample never entered took 0 ms there: so the means still add up to the step.
-        "breakdown_ms": {part: _of_numbers(combine, (one.get(part, 0.0) for one in breakdown)) for part in parts},
+        "breakdown_ms": {part: _of_numbers(centre, (one.get(part, 0.0) for one in breakdown)) for part in parts},
     }
 
 
@@ -193,10 +193,10 @@ def _combined(part: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     parts = [record.get(part) or {} for record in records]
     keys = dict.fromkeys(key for one in parts for key in one)
     values = {key: [one[key] for one in parts if _is_flat(one.get(key))] for key in keys}
-    return {key: _combine(find(part, key).combine, found) for key, found in values.items() if found}
+    return {key: combine(find(part, key).combine, found) for key, found in values.items() if found}
 
 
-def _combine(how: str, values: list[Any]) -> Any:
+def combine(how: str, values: list[Any]) -> Any:
     """What values of one key come to: flags to any, words to those that differ, numbers to their mean or maximum.
 
     How is what `kvbench.runs.quantities` says; a flag or a word of a method's own shows what it is.
@@ -222,10 +222,10 @@ def _mean(values: Iterable[Any]) -> float | None:
     return _of_numbers(statistics.fmean, values)
 
 
-def _of_numbers(combine: Combine, values: Iterable[Any]) -> Any:
+def _of_numbers(centre: Centre, values: Iterable[Any]) -> Any:
     """What the finite numbers among `values` come to; None if there is none."""
     numbers = [value for value in values if is_number(value)]
-    return combine(numbers) if numbers else None
+    return centre(numbers) if numbers else None
 
 
 def _is_flat(value: Any) -> bool:
