@@ -10,6 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from numba.core.dispatcher import Dispatcher
 
 from kvbench.config import shipped
 from kvbench.engine.models import Loaded, load
+from kvbench.measure import machine
 
 # These models are so small that waking a second thread costs more than it brings, here and in the processes that tests
 # start; those that do wait for others do so asleep, since the tests themselves run in several processes.
@@ -127,3 +129,11 @@ def sdpa() -> Callable[[Loaded], torch.nn.Module]:
         return copies[loaded.name]
 
     return get
+
+
+@pytest.fixture(scope="session", autouse=True)
+def undisturbed() -> Iterator[None]:
+    """Tests run beside each other; nothing that they time was disturbed, unless they say so."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "STAT", Path("/proc/there is none"))
+        yield

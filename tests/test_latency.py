@@ -26,7 +26,7 @@ from kvbench.cli.sweep import grouped
 from kvbench.config import ConfigError, choices
 from kvbench.engine.hf import method_named
 from kvbench.engine.models import Loaded, byte_tokenizer
-from kvbench.measure import hardware, latency
+from kvbench.measure import hardware, latency, machine
 from kvbench.measure.arm import measure, prompt_of
 from kvbench.measure.synthetic import SyntheticEngine
 from kvbench.method import Shape
@@ -343,7 +343,10 @@ def test_what_is_made_is_said(results: Path, capsys: pytest.CaptureFixture[str])
     assert report([str(results), "--where", "task=latency"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "keys=synthetic_attention: synthetic keys and queries" in told
-    assert "prefill=false: stores were filled" in told and "over the bandwidth of a copy (cpu, 1 threads:" in told
+    assert (
+        "prefill=false: stores were filled" in told
+        and f"over the bandwidth of a copy ({machine.name_of(torch.device('cpu'))}, 1 threads:" in told
+    )
     assert report([str(results), "--where", "method=full", "--where", "task=latency"]) == 0
     assert "are made" not in capsys.readouterr().out
 
@@ -400,7 +403,8 @@ def test_the_picture_has_a_panel_for_each_cell_with_its_floor(results: Path) -> 
     cells = {
         runs.arm[run]["method"]: runs.cells(run) for run in runs.arm if runs.timed(run) and len(runs.cells(run)) > 1
     }
-    expected = [cells[method][300, 1]["floor_ms"] for method in ("full", "icecache")]
+    here = f"{machine.name_of(torch.device('cpu'))}, 1 threads"
+    expected = [cells[method][300, 1, here]["floor_ms"] for method in ("full", "icecache")]
     assert [segment[0][0] for segment in floors.get_segments()] == expected
     with pytest.raises(ConfigError, match="no run"):
         figures.draw("budget", runs.only([run for run in runs.arm if runs.timed(run)]))

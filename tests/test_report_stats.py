@@ -1,4 +1,4 @@
-"""Bootstrap intervals: what they must hold for any scores, and what they are close to."""
+"""Intervals: what they must hold for any scores, and what they are close to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.report.stats import estimate
+from kvbench.report.stats import Z, estimate, proportion
 
 scores = st.lists(st.floats(0, 100), min_size=2, max_size=40).map(np.array)
 
@@ -58,3 +58,35 @@ def test_another_process_finds_the_same_interval():
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert told.strip() == str(estimate([np.arange(30.0), np.arange(7.0) ** 2]))
+
+
+@pytest.mark.parametrize(
+    ("hits", "n", "low", "high"),
+    [(81, 263, 25.53, 36.62), (15, 148, 6.24, 16.05), (0, 20, 0, 16.11), (1, 29, 0.61, 17.18)],
+)
+def test_of_0_1_scores_it_is_wilsons_interval(hits, n, low, high):
+    """Newcombe 1998, Table I, method 3."""
+    found = proportion([np.repeat([100.0, 0.0], [hits, n - hits])])
+    assert (found.mean, found.low, found.high) == pytest.approx((100 * hits / n, low, high), abs=0.005)
+
+
+@given(st.integers(1, 300), st.integers(0, 300))
+def test_its_ends_are_as_far_from_the_share_as_their_own_spread_allows(n, hits):
+    """What defines it: |share - end| = z sqrt(end (1 - end) / n)."""
+    share = min(hits, n) / n
+    found = proportion([np.repeat([100.0, 0.0], [min(hits, n), n - min(hits, n)])])
+    for end in (found.low / 100, found.high / 100):
+        if 1e-6 < end < 1 - 1e-6:
+            assert abs(share - end) == pytest.approx(Z * np.sqrt(end * (1 - end) / n), rel=1e-6)
+    assert found.low < found.high and found.low <= found.mean <= found.high
+
+
+@pytest.mark.parametrize("sizes", [[40], [20, 20], [10, 10, 10, 10]])
+def test_that_all_samples_are_right_is_no_certainty_however_they_are_grouped(sizes):
+    found = proportion([np.full(size, 100.0) for size in sizes])
+    assert (found.low, found.high) == (pytest.approx(91.24, abs=0.005), 100)
+
+
+def test_groups_of_unequal_size_weigh_as_the_small_one():
+    found = proportion([np.full(1000, 100.0), np.full(4, 100.0)])
+    assert found.low == pytest.approx(proportion([np.full(16, 100.0)]).low, abs=0.1)

@@ -145,11 +145,21 @@ def test_a_score_never_stands_without_its_company(tmp_path):
     stored(tmp_path, "quest")
     table = pivot(collect([tmp_path]), ["method"], ["task"], ["score"])
     assert list(table.lines) == ["score", "interval", "against_full", "attended_share", "samples"]
+    low, high = (pytest.approx(end, abs=0.01) for end in (9.45, 90.55))
     assert cell(table, ("quest",), "passkey").numbers == {
-        "score": 50, "low": 0, "high": 100, "against_full": 0, "against_full_low": 0, "against_full_high": 0,
+        "score": 50, "low": low, "high": high, "against_full": 0, "against_full_low": 0, "against_full_high": 0,
         "pairs": 2, "attended_share": 80 / 64, "samples": 2, "failed": 0,
     }  # fmt: skip
     assert "attended_share" not in cell(table, ("full",), "passkey").numbers
+
+
+def test_a_share_that_is_whole_in_all_samples_of_a_run_is_no_0_1_score(tmp_path):
+    stored(tmp_path, "full", samples=[1.0] * 8)
+    stored(tmp_path, "quest", samples=[1.0] * 4 + [0.5] * 4)
+    stored(tmp_path, "full", samples=[1.0] * 8, task="niah")
+    runs = collect([tmp_path])
+    ends = {runs.arm[run]["task"]: Evidence(runs).score(run)[1:3] for run in runs.arm if run != of(runs, "quest")}
+    assert ends == {"passkey": (100, 100), "niah": (pytest.approx(67.56, abs=0.01), 100)}
 
 
 def test_rows_and_columns_stand_in_their_natural_order(tmp_path):
@@ -163,12 +173,13 @@ def test_rows_and_columns_stand_in_their_natural_order(tmp_path):
 
 
 def test_several_runs_in_one_place_are_refused_by_what_tells_them_apart(tmp_path):
-    stored(tmp_path, budget=64, config={"seed": 3})
-    stored(tmp_path, budget=128)
+    stored(tmp_path, budget=64, options={"lengths": [300]})
+    stored(tmp_path, budget=128, options={"lengths": [400]})
     runs = collect([tmp_path])
     said = refused(pivot, runs, ["method"], ["task"], ["score"])
     assert said == (
-        "quest, passkey: several runs, which differ in budget=64 | 128; seed=0 | 3; add it to --rows or --columns, or "
+        "quest, passkey: several runs, which differ in budget=64 | 128; task.lengths=[300] | [400]; add it to --rows "
+        "or --columns, or "
         "choose with --where budget=64"
     )
     chosen = pivot(runs, ["method"], ["task"], ["score"], ["budget=64"])
@@ -263,8 +274,9 @@ def test_times_name_their_machines(tmp_path):
     stored(tmp_path, "quest")
     stored(tmp_path, "snapkv", config={"device_name": "a card"})
     table = pivot(collect([tmp_path]), ["method"], [], ["tpot_ms_mean"])
-    (note,) = [note for note in table.notes if note.startswith("Times are of ")]
-    assert "cpu, 1 threads (1 runs)" in note and "a card (1 runs)" in note
+    (note,) = [note for note in table.notes if note.startswith("Times are of several machines")]
+    assert note.endswith(": 1: cpu, 1 threads; 2: a card.")
+    assert [cell(table, (method,)).marks["tpot_ms_mean"] for method in ("quest", "snapkv")] == ["1", "2"]
     assert not any("Times" in note for note in pivot(collect([tmp_path]), ["method"], ["task"], ["score"]).notes)
 
 
@@ -379,13 +391,12 @@ def test_a_run_of_another_variant_does_not_stand_beside(tmp_path, settings, fits
 
 
 def test_two_runs_for_one_published_cell_are_refused(tmp_path):
-    stored(tmp_path, "quest")
-    stored(tmp_path, "quest", config={"seed": 1})
+    for kind in ("bfloat16", "float32"):
+        stored(tmp_path, "quest", dtype=kind)
     runs = collect([tmp_path])
-    assert "Quest 64, A: several runs, which differ in seed=0 | 1; choose with --where seed=0" in refused(
-        beside, runs, paper({})
-    )
-    assert "score" in beside(runs, paper({}), ["seed=1"]).cells[0, 0].numbers
+    said = "Quest 64, A: several runs, which differ in dtype=bfloat16 | float32; choose with --where dtype=bfloat16"
+    assert said in refused(beside, runs, paper({}))
+    assert "score" in beside(runs, paper({}), ["dtype=float32"]).cells[0, 0].numbers
 
 
 def test_protocols_do_not_mix_beside_a_paper(tmp_path):

@@ -17,7 +17,7 @@ from kvbench.engine.engine import Engine
 from kvbench.engine.generate import Generation, Progress, generate
 from kvbench.engine.hf import engine_for
 from kvbench.engine.prefilled import Prefilled, prefill_once
-from kvbench.measure import fidelity, latency
+from kvbench.measure import fidelity, latency, machine
 from kvbench.measure.protocol import Protocol, Rendered, render
 from kvbench.measure.synthetic import SyntheticEngine
 from kvbench.method import Method
@@ -171,7 +171,7 @@ def _generated(
     if sample.timed:
         # a share of a shorter prompt may be less than the method can do with
         rehearsed = len(prompt.ids) if isinstance(arm.budget.size, float) else latency.REHEARSED
-        generation, engine, hardware = latency.time_sample(
+        return latency.time_sample(
             model,
             sample.timed,
             sample.max_new_tokens,
@@ -181,22 +181,22 @@ def _generated(
             rehearsed,
             probed=bool(settings["probe_every"]),
         )
-        return generation, engine, {"hardware": hardware} if hardware else {}
     if sample.given:
         return _compared(arm, prompt, sample.given, make, progress, prefilled)
     engine = make([prompt.ids], len(prompt.question) + sample.max_new_tokens)
-    generation = generate(
-        model,
-        [prompt.ids],
-        engine,
-        max_new_tokens=sample.max_new_tokens,
-        **stops(arm.loaded, sample),
-        prefill_chunk=arm.protocol.prefill_chunk,
-        question=prompt.question,
-        prefilled=prefilled,
-        progress=progress,
-    )
-    return generation, engine, {}
+    with machine.observed(model.device) as measured_on:
+        generation = generate(
+            model,
+            [prompt.ids],
+            engine,
+            max_new_tokens=sample.max_new_tokens,
+            **stops(arm.loaded, sample),
+            prefill_chunk=arm.protocol.prefill_chunk,
+            question=prompt.question,
+            prefilled=prefilled,
+            progress=progress,
+        )
+    return generation, engine, {"machine": measured_on}
 
 
 def _compared(
@@ -214,17 +214,18 @@ def _compared(
     assert prefilled.reference is not None
     comparison = fidelity.Comparison(prefilled.reference, given.tokens[1:])
     engine = make([prompt.ids], len(given.tokens))
-    generation = generate(
-        model,
-        [prompt.ids],
-        engine,
-        max_new_tokens=len(given.tokens),
-        given=[given.tokens],
-        prefilled=prefilled,
-        watch=comparison,
-        progress=progress,
-    )
-    return generation, engine, comparison.record()
+    with machine.observed(model.device) as measured_on:
+        generation = generate(
+            model,
+            [prompt.ids],
+            engine,
+            max_new_tokens=len(given.tokens),
+            given=[given.tokens],
+            prefilled=prefilled,
+            watch=comparison,
+            progress=progress,
+        )
+    return generation, engine, {**comparison.record(), "machine": measured_on}
 
 
 def failure(arm: Arm, prompt: TokenizedSample, error: str) -> dict[str, Any]:

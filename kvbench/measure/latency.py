@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from kvbench.engine.engine import Engine
 from kvbench.engine.generate import Generation, Progress, decode_step, generate
 from kvbench.engine.hf import EngineCache
-from kvbench.measure import hardware
+from kvbench.measure import hardware, machine
 from kvbench.measure.synthetic import Filled, SyntheticEngine
 from kvbench.tasks import Timed
 
@@ -51,8 +51,8 @@ def time_sample(
         probed: with probes there is nothing to time: no rehearsal, and no `hardware` part.
 
     Returns:
-        The generation, whose breakdown leaves the warm-up steps out, its engine, and the `hardware` part of the
-        sample's record: what the hardware can do, the floor, and memory.
+        The generation, whose breakdown leaves the warm-up steps out, its engine, and what the sample's record holds
+        besides: `machine`, and as `hardware` what the hardware can do, the floor, and memory.
     """
     device = model.device
     gc.collect()  # stores of the sample before: caches and engines know each other
@@ -68,7 +68,8 @@ def time_sample(
     hardware.restart_peak(device)
     engine = make(timed.rows, new_tokens + watched)
     watch = _Watch(device, len(timed.rows[0]), progress)
-    generation = _generate(model, timed.rows, timed, engine, new_tokens, prefill_chunk, watch)
+    with machine.observed(device) as measured_on:
+        generation = _generate(model, timed.rows, timed, engine, new_tokens, prefill_chunk, watch)
     peak = hardware.peak_bytes(device)
 
     steps, step_ms = len(generation.step_ms), statistics.fmean(generation.step_ms[timed.warmup :])
@@ -78,22 +79,19 @@ def time_sample(
     attended = hardware.attended_bytes(shape, audit["attended_mean"], steps)
     weights = hardware.weight_bytes(model)
     stores = sum(store.allocated_bytes() for store in engine.stores.values())
-    return (
-        generation,
-        engine,
-        {
-            "copy_bandwidth": bandwidth.copy,
-            "upload_bandwidth": bandwidth.upload,
-            "must_read_bytes": read + attended,
-            "floor_ms": 1e3 * hardware.floor_seconds(read, attended, bandwidth.copy),
-            "python_ms": None if busy is None else max(0.0, step_ms - busy),
-            "memory": "counted" if peak is None else "allocated",
-            "memory_bytes": weights + stores + audit["index_bytes"] if peak is None else peak,
-            "prefill_memory_bytes": watch.prefill_bytes,
-            "weight_bytes": weights,
-            "whole_kv_bytes": hardware.whole_kv_bytes(shape, steps),
-        },
-    )
+    told = {
+        "copy_bandwidth": bandwidth.copy,
+        "upload_bandwidth": bandwidth.upload,
+        "must_read_bytes": read + attended,
+        "floor_ms": 1e3 * hardware.floor_seconds(read, attended, bandwidth.copy),
+        "python_ms": None if busy is None else max(0.0, step_ms - busy),
+        "memory": "counted" if peak is None else "allocated",
+        "memory_bytes": weights + stores + audit["index_bytes"] if peak is None else peak,
+        "prefill_memory_bytes": watch.prefill_bytes,
+        "weight_bytes": weights,
+        "whole_kv_bytes": hardware.whole_kv_bytes(shape, steps),
+    }
+    return generation, engine, {"machine": measured_on, "hardware": told}
 
 
 def _generate(

@@ -221,14 +221,14 @@ def _page(given: Namespace, runs: Runs | None, made: Sequence[Table]) -> str:
 
     if given.paper or given.rows or runs is None:
         return html.page("kvbench report", "", made, {}, runs.left_out if runs else [])
-    from kvbench.report.figures import FIGURES
+    from kvbench.report.figures import FIGURES, draw
     from kvbench.report.select import select
 
     chosen = runs.only(select(runs, given.where))
     figures, undrawn = {}, []
-    for name, (figure, title) in FIGURES.items():
+    for name, (_, title) in FIGURES.items():
         try:
-            figures[name] = (title, figure(chosen))
+            figures[name] = (title, draw(name, chosen))
         except ConfigError as error:
             undrawn.append(str(error))
         except (LookupError, TypeError, ValueError) as error:  # runs by an older kvbench, say; the tables stand

@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvbench.report.cells import missing
-from kvbench.report.frame import CELL, Runs, framed
+from kvbench.report.frame import CELL, Runs, TimedCell, framed, missing
 from kvbench.report.panels import (
     MOST_PANELS,
     NOT_COMPARED,
@@ -42,7 +41,8 @@ def latency(runs: Runs) -> Figure:
     """Time to the second token, time per token, and its parts (IceCache, Fig. 7; LycheeCluster, Fig. 5).
 
     Runs that shared their prefill have no time to the second token; where all did, it is left out. Timed runs have a
-    panel for each length and batch, the floor of each step, and on a GPU how long it is busy.
+    panel for each length and batch, the floor of each step, and on a GPU how long it is busy; a line in a bar goes from
+    the least to the largest of its repeats.
     """
     panels = _latency_panels(runs, arms_for(runs, "latency", probed=False, column="tpot_ms_mean"))
     heights = [1.0 + 0.28 * len(arms) for _, arms in panels]
@@ -62,33 +62,37 @@ def latency(runs: Runs) -> Figure:
                 if missing(value):
                     axis.annotate(" not measured", (0, index), va="center", fontsize=8, color="#666666")
                     continue
+                low, high = arm["spread"].get(quantity.name, (value, value))
                 axis.barh(index, value, color=one.style.colour, edgecolor="black", linewidth=0.6, height=0.7)
-                axis.annotate(f" {value:.3g}", (value, index), va="center", fontsize=8)
+                if high > low:
+                    axis.hlines(index, low, high, colors="black", linewidth=1.2)
+                axis.annotate(f" {value:.3g}", (high, index), va="center", fontsize=8)
             axis.set_xlabel(quantity.axis)
             axis.margins(x=0.15)
             axis.locator_params(axis="x", nbins=5)
             axis.grid(axis="x", alpha=0.3)
         _stack(row[-1], pd.DataFrame([arm for _, arm in bars]))
         _limits(row[-2:], [arm for _, arm in bars])
-    return finished(figure, axes[:, -1], [arms for _, arms in panels])
+    return finished(figure, axes[:, -1], [arms for _, arms in panels], times=True)
 
 
 def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """As `_panels`; what timed runs measured at each length and batch has a panel of its own."""
     timed = arms["floor_ms"].notna()
-    panels = panels_of("latency", runs, arms[~timed]) if not timed.all() else []
+    panels = panels_of("latency", runs, arms[~timed], times=True) if not timed.all() else []
     for title, own in panels_of("latency", runs, arms[timed], NOT_COMPARED | CELL) if timed.any() else []:
-        lines: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}
+        lines: dict[TimedCell, dict[int, dict[str, Any]]] = {}
         for run in own.index:
             for cell, line in runs.cells(run).items():
                 lines.setdefault(cell, {})[run] = line
         keys = runs.settings.at[own.index[0], "task.keys"]
-        for (tokens, batch), of_cell in sorted(lines.items()):
+        several = len({cell.machine for cell in lines}) > 1
+        for cell, of_cell in sorted(lines.items()):
             frame = framed(list(of_cell.values())).set_axis(list(of_cell))
-            panels.append(
-                (f"{title}: {tokens} tokens, batch {batch}, keys of {keys}", frame[frame["tpot_ms_mean"].notna()])
-            )
-    refuse_crowd("latency", len(panels), "tasks, models, protocols, lengths and batches", MOST_PANELS)
+            where = f", on {cell.machine}" if several else ""
+            what = f"{title}: {cell.tokens} tokens, batch {cell.batch}, keys of {keys}{where}"
+            panels.append((what, frame[frame["tpot_ms_mean"].notna()]))
+    refuse_crowd("latency", len(panels), "tasks, models, protocols, machines, lengths and batches", MOST_PANELS)
     return [(title, own) for title, own in panels if len(own)]
 
 

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvbench.config import shipped
-from kvbench.report.cells import WITH_SCORE, Cell, Table, missing, notes_of, score_numbers
-from kvbench.report.evidence import Evidence, transfer_marks
-from kvbench.report.frame import Runs
+from kvbench.report.cells import Cell, Table, notes_of, score_numbers, tell_machines, with_score
+from kvbench.report.evidence import Evidence, time_marks, transfer_marks
+from kvbench.report.frame import Runs, missing
 from kvbench.report.published import PaperTable
-from kvbench.report.select import label_of, labels_of, marks_of_mixed, refuse_several, scored, select
+from kvbench.report.seeds import over_seeds
+from kvbench.report.select import label_of, marks_of_mixed, refuse_several, scored, select
 from kvbench.runs.quantities import QUANTITIES, Quantity
 from kvbench.tasks.ruler.task import READERS
 from kvbench.tasks.ruler.texts import GENERATED
@@ -19,7 +20,6 @@ from kvbench.tasks.ruler.texts import GENERATED
 CHOOSE_SAMPLES = {"task.lengths", "task.samples", "task.subsets", "task.keys", "task.positions"}
 BESIDE = {
     "score": QUANTITIES["score"]._replace(label="ours"),
-    **WITH_SCORE,
     "published": Quantity("published", "", "published"),
     "difference": Quantity("difference", "", "difference", digits=1),
 }
@@ -43,8 +43,9 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
     """
     frame = paper.frame
     rows, columns = list(dict.fromkeys(frame["row"])), list(dict.fromkeys(frame["column"]))
+    runs, chosen = over_seeds(runs, select(runs, where)) if runs else (None, [])
     evidence = Evidence(runs) if runs else None
-    fitting = _fitting(runs, paper, select(runs, where)) if runs else {}
+    fitting = _fitting(runs, paper, chosen) if runs else {}
     used = sorted({run for alike in fitting.values() for run in alike})
     mixed = marks_of_mixed(runs, used, [], allow_mixed) if runs else {}
     cells = {}
@@ -57,10 +58,10 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
                 numbers["difference"] = numbers["score"] - line.value
         mapped = bool(line.metric and line.method and line.model)
         cells[rows.index(line.row), columns.index(line.column)] = Cell(numbers, ours.marks, ours.run, mapped)
-    notes = [*_notes(paper, cells.values()), *notes_of(cells.values(), {})]
-    if paper.timed and used and runs:
-        notes.append(f"Times of ours are of {'; '.join(labels_of(runs, used, 'device_name'))}.")
-    lines = BESIDE_SECONDS if paper.timed else BESIDE
+    beside = {"score": BESIDE["score"], **with_score(cells.values()), **BESIDE}
+    lines = BESIDE_SECONDS if paper.timed else beside
+    cells, machines = tell_machines(cells, ["score"] if paper.timed else [])
+    notes = [*_notes(paper, cells.values()), *notes_of(cells.values(), {}), *machines]
     return Table(paper.id, paper.title, ("",), [(row,) for row in rows], columns, cells, lines, notes)
 
 
@@ -96,12 +97,11 @@ def _ours(evidence: Evidence, paper: PaperTable, line: Any, alike: Sequence[int]
     runs = evidence.runs
     refuse_several(runs, alike, f"{line.row}, {line.column}")
     run = scored(runs, alike)[0]
-    groups, source = _groups_of(line.group), str(runs.arm[run]["path"])
+    groups = _groups_of(line.group)
     if paper.timed:
-        marks = transfer_marks(runs.arm[run]["transfer"]) + mixed.get(run, "")
-        return Cell(_seconds(runs, run, line), {"score": marks}, source)
+        return _timed_cell(runs, run, line, mixed.get(run, ""))
     marks = evidence.marks(run, groups) + "g" * _on_generated_text(runs, run, groups) + mixed.get(run, "")
-    return Cell(score_numbers(evidence, run, groups), {"score": marks}, source)
+    return Cell(score_numbers(evidence, run, groups), {"score": marks}, str(runs.arm[run]["path"]))
 
 
 def _on_generated_text(runs: Runs, run: int, groups: Iterable[str]) -> bool:
@@ -114,13 +114,20 @@ def _on_generated_text(runs: Runs, run: int, groups: Iterable[str]) -> bool:
     return any(subsets & READERS[key] for key, file in files.items() if missing(file) or file == GENERATED)
 
 
-def _seconds(runs: Runs, run: int, line: Any) -> dict[str, float]:
-    """What a timed run measured of a published time, in seconds; nothing where a part is missing."""
-    tokens, batch = map(int, line.group.split(" x "))
-    measured = runs.cells(run)[tokens, batch]
+def _timed_cell(runs: Runs, run: int, line: Any, mixed: str) -> Cell:
+    """What a timed run measured of a published time, in seconds; nothing where a part is missing.
+
+    Of several machines that which nothing disturbed, and with the most repeats.
+    """
+    place = tuple(map(int, line.group.split(" x ")))
+    there = [found for cell, found in runs.cells(run).items() if (cell.tokens, cell.batch) == place]
+    measured = max(there, key=lambda found: (found["disturbed"] not in (True,), found["n"]))
     names = line.metric.split(" + ")
     parts = [measured[name] for name in names if not missing(measured.get(name))]
-    return {"score": sum(parts) / 1e3} if len(parts) == len(names) else {}
+    numbers = {"score": sum(parts) / 1e3} if len(parts) == len(names) else {}
+    letters = dict.fromkeys("".join(time_marks(measured, name) for name in names))
+    marks = transfer_marks(measured["transfer"]) + "".join(letters) + mixed
+    return Cell(numbers, {"score": marks}, str(measured["path"]), machine=str(measured["device_name"]))
 
 
 def _groups_of(word: str) -> tuple[str, ...]:

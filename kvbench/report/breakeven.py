@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogFormatter
 
 from kvbench.config import ConfigError
-from kvbench.report.frame import CELL, YARDSTICK, Runs
+from kvbench.report.frame import CELL, YARDSTICK, Runs, missing
 from kvbench.report.panels import (
     MOST_PANELS,
     NOT_COMPARED,
@@ -54,16 +54,16 @@ def breakeven(runs: Runs) -> Figure:
     """Time per token against context length, and a mark where a method begins to be faster than full attention."""
     arms = arms_for(runs, "breakeven", probed=False, column="floor_ms", task="latency")
     panels = [
-        (f"{title}, batch {batch}", own, drawn)
+        (f"{title}, {place}", own, drawn)
         for title, own in panels_of("breakeven", runs, arms, NOT_COMPARED | CELL)
-        for batch, drawn in _curves(runs, own).items()
+        for place, drawn in _curves(runs, own).items()
         if YARDSTICK in {arm.method for _, _, arm, _ in drawn} and len(drawn) > 1
     ]
     if not panels:
         raise ConfigError(
             "figure=breakeven: no method and method=full at several lengths among these runs; task.lengths sets them"
         )
-    refuse_crowd("breakeven", len(panels), "models, protocols and batches", MOST_PANELS)
+    refuse_crowd("breakeven", len(panels), "models, protocols, batches and machines", MOST_PANELS)
     columns = min(2, len(panels))
     figure, axes = grid(math.ceil(len(panels) / columns), columns, "time per token against context length")
     for axis in axes.flat[len(panels) :]:
@@ -80,19 +80,24 @@ def breakeven(runs: Runs) -> Figure:
         axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))
         axis.yaxis.set_minor_formatter(LogFormatter())
         mark_powers(axis, [tokens for *_, times in drawn for tokens in times])
-    return finished(figure, axes, [own for _, own, _ in panels])
+    return finished(figure, axes, [own for _, own, _ in panels], times=True)
 
 
-def _curves(runs: Runs, arms: pd.DataFrame) -> dict[int, list[tuple[str, Style, Any, dict[int, float]]]]:
-    """By batch, the label and style of each arm measured at several lengths, the arm itself, and its times."""
-    found: dict[int, list[tuple[str, Style, Any, dict[int, float]]]] = {}
+def _curves(runs: Runs, arms: pd.DataFrame) -> dict[str, list[tuple[str, Style, Any, dict[int, float]]]]:
+    """By batch and machine, of each arm measured at several lengths its label and style, itself, and its times."""
+    measured = {run: runs.cells(run) for run in arms.index}
+    several = len({cell.machine for cells in measured.values() for cell in cells}) > 1
+    found: dict[str, list[tuple[str, Style, Any, dict[int, float]]]] = {}
     for label, style, arm in curves_of(runs, arms):
-        by_batch: dict[int, dict[int, float]] = {}
-        for (tokens, batch), line in sorted(runs.cells(arm.name).items()):
-            by_batch.setdefault(batch, {})[tokens] = float(line[TIME.name])
-        for batch, times in by_batch.items():
+        by_place: dict[str, dict[int, float]] = {}
+        for cell, line in sorted(measured[arm.name].items()):
+            if missing(line[TIME.name]):
+                continue
+            place = f"batch {cell.batch}" + (f", on {cell.machine}" if several else "")
+            by_place.setdefault(place, {})[cell.tokens] = float(line[TIME.name])
+        for place, times in by_place.items():
             if len(times) > 1:
-                found.setdefault(batch, []).append((label, style, arm, times))
+                found.setdefault(place, []).append((label, style, arm, times))
     return found
 
 

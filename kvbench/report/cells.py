@@ -5,11 +5,12 @@ Which run stands where is of `kvbench.report.select`, how a table is printed of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from kvbench.report.evidence import MARKS, Evidence
+from kvbench.report.frame import missing
 from kvbench.report.stats import COVERAGE, RESAMPLES
 from kvbench.runs.quantities import QUANTITIES, Quantity
 
@@ -20,6 +21,9 @@ WITH_SCORE = {
     "attended_share": QUANTITIES["attended_share"],
     "samples": Quantity("samples", "", "samples", digits=0),
 }
+SEEDS = {"seeds": Quantity("seeds", "", "seeds, and their scores", digits=1)}  # where any has several
+
+Place = tuple[int, int]  # row and column
 
 
 @dataclass(frozen=True)
@@ -28,17 +32,19 @@ class Cell:
 
     Attributes:
         numbers: by the name of a quantity, in the unit of its heading; an interval has "low" and "high", a difference
-            to full attention also "against_full_low" and "_high" and its "pairs" of samples, a published number
-            "published" and "difference".
+            to full attention also "against_full_low" and "_high" and its "pairs" of samples, any other number of
+            several runs or repeats the same two ends, a published number "published" and "difference".
         marks: letters of `MARKS`, by the name of the quantity that they stand at.
         run: the folder that the score, or else the first of the numbers, is from; "" where nothing of ours stands.
         mapped: a run of ours could stand here.
+        machine: that its times are of; "" where it has none.
     """
 
     numbers: Mapping[str, float] = field(default_factory=dict)
     marks: Mapping[str, str] = field(default_factory=dict)
     run: str = ""
     mapped: bool = True
+    machine: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,14 +67,26 @@ class Table:
     axes: tuple[str, ...]
     rows: list[tuple[str, ...]]
     columns: list[str]
-    cells: dict[tuple[int, int], Cell]
+    cells: dict[Place, Cell]
     lines: dict[str, Quantity]
     notes: list[str]
+
+
+def with_score(cells: Iterable[Cell]) -> dict[str, Quantity]:
+    """What a score never stands without in these cells."""
+    return WITH_SCORE | (SEEDS if any("seeds" in cell.numbers for cell in cells) else {})
+
+
+def kl_numbers(evidence: Evidence, run: int) -> dict[str, float]:
+    """The interval of a run's KL divergence over its samples, as `Cell.numbers`."""
+    kl = evidence.kl(run)
+    return {} if kl is None or kl.low is None or kl.high is None else {"kl_mean_low": kl.low, "kl_mean_high": kl.high}
 
 
 def score_numbers(evidence: Evidence, run: int, groups: tuple[str, ...]) -> dict[str, float]:
     """A run's score of these groups (all: ()) with all that it never stands without, as `Cell.numbers`."""
     own, against = evidence.score(run, groups), evidence.against_full(run, groups)
+    seeds = evidence.seeds(run, groups).values()
     found = {
         "score": own.mean,
         "low": own.low,
@@ -81,12 +99,37 @@ def score_numbers(evidence: Evidence, run: int, groups: tuple[str, ...]) -> dict
         "samples": own.n,
         "failed": evidence.failed(run, groups),
     }
+    if len(seeds) > 1:
+        found |= {"seeds": len(seeds), "seeds_low": min(seeds), "seeds_high": max(seeds)}
     return {name: float(value) for name, value in found.items() if not missing(value)}
 
 
-def missing(value: Any) -> bool:
-    """Whether a frame's value is there for want of another: None or NaN."""
-    return value is None or value != value
+def tell_machines(cells: Mapping[Place, Cell], times: Collection[str]) -> tuple[dict[Place, Cell], list[str]]:
+    """The cells, and a note on where these quantities of theirs were measured.
+
+    Where that is on several machines, each of them has a number, which marks its times.
+    """
+    timed = {place: cell for place, cell in cells.items() if cell.machine and not cell.numbers.keys().isdisjoint(times)}
+    counts = Counter(cell.machine for cell in timed.values()).most_common()
+    if len(counts) < 2:
+        return dict(cells), [f"Times are of {name}." for name, _ in counts]
+    number = {name: str(index) for index, (name, _) in enumerate(counts, 1)}
+    marked = {}
+    for place, cell in timed.items():
+        own = {name: cell.marks.get(name, "") + number[cell.machine] for name in times if name in cell.numbers}
+        marked[place] = replace(cell, marks={**cell.marks, **own})
+    told = "; ".join(f"{number[name]}: {name}" for name, _ in counts)
+    return {**cells, **marked}, [f"Times are of several machines, and those of two are not comparable: {told}."]
+
+
+def ends(spread: Mapping[str, tuple[float, float]], lines: Mapping[str, Quantity]) -> dict[str, float]:
+    """The ends of a spread as `Cell.numbers` has them, of these quantities."""
+    return {
+        f"{name}_{end}": lines[name].scaled(value)
+        for name, both in spread.items()
+        if name in lines
+        for end, value in zip(("low", "high"), both, strict=True)
+    }
 
 
 def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
@@ -95,8 +138,16 @@ def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
     notes = []
     if any("low" in cell.numbers for cell in cells):
         notes.append(
-            f"Score: the plain mean over groups of samples. {COVERAGE} % interval: bootstrap over the samples of each "
-            f"group ({RESAMPLES:,} resamples); no width means that all samples scored alike."
+            f"Score: the plain mean over groups of samples. {COVERAGE} % interval: Wilson's where all scores of a task "
+            f"are 0 or 100, else a bootstrap over the samples of each group ({RESAMPLES:,} resamples), which has no "
+            "width where all samples scored alike."
+        )
+    if any("kl_mean_low" in cell.numbers for cell in cells):
+        notes.append(f"KL from full attention: with its {COVERAGE} % bootstrap interval over samples.")
+    if any("seeds" in cell.numbers for cell in cells):
+        notes.append(
+            "Seeds: how many there are, and the lowest and highest score of one; intervals are over the samples of "
+            "all. Other numbers are means, times medians, with the least and largest of the seeds."
         )
     if any("against_full" in cell.numbers for cell in cells):
         notes.append("Against full: points, paired on the same samples under full attention, where it was run on them.")

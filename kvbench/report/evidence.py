@@ -6,10 +6,16 @@ makes all methods' samples hard or easy drops out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
-from kvbench.report.frame import YARDSTICK, Runs, Scores
-from kvbench.report.stats import COVERAGE, Estimate, estimate
+from kvbench.report.frame import YARDSTICK, Runs, Scores, missing
+from kvbench.report.stats import COVERAGE, Estimate, estimate, is_0_1, proportion
+from kvbench.runs.summary import DISTURBED
+
+WIDE = 2  # times of repeats that lie further apart are marked
 
 # Marks stand beside a number, and a table says below what those in it mean.
 MARKS = {
@@ -22,16 +28,30 @@ MARKS = {
     "f": "with failed samples, which count 0",
     "g": "on texts that kvbench generates, not on the files of RULER's own scripts (task.haystack, task.squad, "
     "task.hotpotqa, task.words): other samples than the paper's, so no difference is shown",
+    "l": "without the times of some samples, taken on another machine, with other threads or beside other work",
     "m": "under another protocol than most of the table",
+    "n": f"timed beside other work, which took {100 * DISTURBED:.0f} % of the cores or more: not a time of the method",
     "o": "a sample broke its method's own budget rule",
     "t": "prompts were cut in their middle, to the model's window or task.max_length: part of them was never read",
     "u": "unfinished: not all samples yet",
+    "v": f"the largest of these times is more than {WIDE} times the least: look for what disturbed them",
 }
 
 
 def transfer_marks(transfer: object) -> str:
     """The letters for times of runs whose `transfer` is this: how tokens came to the device, where there was none."""
     return "c" * ("simulated" in str(transfer)) + "e" * ("in place" in str(transfer))
+
+
+def time_marks(measured: Mapping[str, Any], name: str) -> str:
+    """The letters for a time by its name, in a line of `Runs.arms` or `Runs.cells`: when and where it was taken."""
+    low, high = measured["spread"].get(name, (0.0, 0.0))
+    found = {
+        "l": not missing(measured["left_out"]) and measured["left_out"] > 0,
+        "n": measured["disturbed"] in (True,),  # and not NaN
+        "v": high > WIDE * low,
+    }
+    return "".join(mark for mark, there in found.items() if there)
 
 
 # What full attention does not depend on.
@@ -46,15 +66,38 @@ class Evidence:
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
         self._full: dict[tuple[str, ...], list[int]] = {}
+        # A share of steps or words that is 100 in all samples of a run is no 0/1 score all the same.
+        self._partial = {self._scored(run) for run in runs.arm if not is_0_1(runs.scores[run].values)}
         self._against: dict[tuple[int, tuple[str, ...]], Estimate | None] = {}
         for run, arm in runs.arm.items():
             if arm["method"] == YARDSTICK:
                 self._full.setdefault(self._kind(run), []).append(run)
 
     def score(self, run: int, groups: tuple[str, ...] = ()) -> Estimate:
-        """The score of a run, 0-100: of these groups (all: ()), each a stratum."""
+        """The score of a run, 0-100: of these groups (all: ()), each a stratum.
+
+        With Wilson's interval where no run of the task has other scores than 0 and 100, else a bootstrap's.
+        """
         scores = self.runs.scores[run]
-        return estimate([scores.values[rows] for rows in _strata(scores, groups)])
+        strata = [_samples(scores, scores.values, rows) for rows in _strata(scores, groups)]
+        whole = self._scored(run) not in self._partial and all(map(is_0_1, strata))
+        return proportion(strata) if whole else estimate(strata)
+
+    def kl(self, run: int) -> Estimate | None:
+        """The mean KL divergence from full attention over a run's samples, in nats; None where there is none."""
+        scores = self.runs.scores[run]
+        found = _samples(scores, scores.kl, np.ones(len(scores.kl), bool))
+        return estimate([found]) if len(found) else None
+
+    def seeds(self, run: int, groups: tuple[str, ...] = ()) -> dict[str, float]:
+        """The score of these groups (all: ()) under each of the seeds that a run stands for."""
+        scores = self.runs.scores[run]
+        of = {seed: np.array([one == seed for one in scores.seeds]) for seed in dict.fromkeys(scores.seeds)}
+        strata = _strata(scores, groups)
+        return {
+            seed: float(np.mean([scores.values[rows & own].mean() for rows in strata if (rows & own).any()]))
+            for seed, own in of.items()
+        }
 
     def against_full(self, run: int, groups: tuple[str, ...] = ()) -> Estimate | None:
         """The mean difference to full attention on the same samples of the same model, task and protocol, in points.
@@ -68,17 +111,9 @@ class Evidence:
         return self._against[key]
 
     def _compared(self, run: int, groups: tuple[str, ...]) -> Estimate | None:
-        full = self._full_of(run)
-        if full is None:
-            return None
-        ours, theirs = self.runs.scores[run], self.runs.scores[full]
-        known = {
-            key: value for key, value, lost in zip(theirs.ids, theirs.values, theirs.failed, strict=True) if not lost
-        }
-        other = np.array([known.get(key, np.nan) for key in ours.ids])
-        differences = ours.values - other
-        strata = [differences[rows] for rows in _strata(ours, groups)]
-        strata = [values[~np.isnan(values)] for values in strata]
+        ours, known = self.runs.scores[run], self._known(run)
+        other = np.array([known.get(key, np.nan) for key in zip(ours.seeds, ours.ids, strict=True)])
+        strata = [_samples(ours, ours.values - other, rows) for rows in _strata(ours, groups)]
         return estimate(strata) if min(map(len, strata)) > 1 else None
 
     def marks(self, run: int, groups: tuple[str, ...] = ()) -> str:
@@ -101,18 +136,45 @@ class Evidence:
         scores = self.runs.scores[run]
         return sum(int(scores.failed[rows].sum()) for rows in _strata(scores, groups))
 
-    def _full_of(self, run: int) -> int | None:
-        """The full attention run to compare with: of those alike, the one with the most samples, then the newest."""
-        alike = self._full.get(self._kind(run), [])
+    def _scored(self, run: int) -> tuple[str, str]:
+        return self.runs.arm[run]["task"], self.runs.arm[run]["metric"]
+
+    def _known(self, run: int) -> dict[tuple[str, ...], float]:
+        """The scores of full attention to compare with, by seed and id; none for full attention itself.
+
+        Of several runs the one with the most samples counts, then the newest. What failed is not known.
+        """
+        alike, arm = self._full.get(self._kind(run), []), self.runs.arm
         if run in alike:
-            return None
-        arm = self.runs.arm
-        return max(alike, key=lambda full: (arm[full]["n"], arm[full]["updated"]), default=None)
+            return {}
+        found = {}
+        for full in sorted(alike, key=lambda one: (arm[one]["n"], arm[one]["updated"])):
+            theirs = self.runs.scores[full]
+            for *key, value, lost in zip(theirs.seeds, theirs.ids, theirs.values, theirs.failed, strict=True):
+                if not lost:
+                    found[tuple(key)] = value
+        return found
 
     def _kind(self, run: int) -> tuple[str, ...]:
-        """All that two runs must share to be compared sample by sample."""
-        shared = [f"{key}={value}" for key, value in self.runs.setting[run].items() if _is_shared(key)]
+        """All that two runs must share to be compared sample by sample; beside the seed, which samples have."""
+        shared = [f"{key}={value}" for key, value in but_for_seed(self.runs, run).items() if _is_shared(key)]
         return (*shared, str(self.runs.arm[run]["data"]))
+
+
+def but_for_seed(runs: Runs, run: int) -> dict[str, Any]:
+    """The settings of a run without its seed, which is that of random weights, too."""
+    settings = {key: value for key, value in runs.setting[run].items() if key != "seed"}
+    random = runs.arm[run]["weights"] == "random"
+    return {**settings, "model.revision": "dummy"} if random else settings
+
+
+def _samples(scores: Scores, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The values in these rows that are known, one for each sample: its mean under several seeds is one value."""
+    rows = rows & ~np.isnan(values)
+    if len(set(scores.seeds)) < 2:
+        return values[rows]
+    _, places = np.unique(scores.contents[rows], return_inverse=True)
+    return np.bincount(places, values[rows]) / np.bincount(places)
 
 
 def _is_shared(key: str) -> bool:

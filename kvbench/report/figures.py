@@ -20,12 +20,14 @@ from matplotlib.ticker import FormatStrFormatter, LogFormatter, MaxNLocator, Nul
 from kvbench.config import ConfigError, nearest
 from kvbench.report.bars import latency
 from kvbench.report.breakeven import breakeven
+from kvbench.report.evidence import Evidence
 from kvbench.report.frame import YARDSTICK, Runs
 from kvbench.report.nearness import drift, fidelity
 from kvbench.report.panels import (
     MOST_MAPS,
     arms_for,
     curves_of,
+    draw_intervals,
     draw_level,
     finished,
     grid,
@@ -39,8 +41,11 @@ from kvbench.report.panels import (
     size_text,
     thousands,
 )
+from kvbench.report.seeds import over_seeds
+from kvbench.report.stats import COVERAGE
 from kvbench.report.style import Style, style_of
 from kvbench.runs.quantities import QUANTITIES
+from kvbench.runs.summary import timed_alike
 
 # Options that say how many things lie together.
 SIZES = {"method.cluster_size": "chunks per cluster", "method.page_size": "tokens per page"}
@@ -55,7 +60,7 @@ def draw(name: str, runs: Runs) -> Figure:
     """
     if name not in FIGURES:
         raise ConfigError(f"figure={name}: no such figure; {nearest(name, FIGURES)}")
-    return FIGURES[name][0](runs)
+    return FIGURES[name][0](over_seeds(runs, runs.arms.index)[0])
 
 
 def write(figure: Figure, path: Path) -> None:
@@ -78,17 +83,17 @@ def write(figure: Figure, path: Path) -> None:
 def budget(runs: Runs) -> Figure:
     """Score against the budget, and against what was attended; a row for each task and model."""
     panels = panels_of("budget", runs, arms_for(runs, "budget", probed=False, scored=True))
-    figure, axes = grid(len(panels), 2, "score against budget, and against what was attended")
+    evidence = Evidence(runs)
+    bars = f"{COVERAGE} % intervals"
+    figure, axes = grid(len(panels), 2, f"score against budget, and against what was attended, with {bars}")
     for (title, arms), row in zip(panels, axes, strict=True):
         for axis, x in zip(row, ("budget", "attended_mean"), strict=True):
             for one in series_of(runs, arms):
+                scores = [evidence.score(run) for run in one.arms.index]
                 if one.arms["budget"].isna().all():
-                    draw_level(axis, one)
+                    draw_level(axis, one, scores)
                     continue
-                drawn = one.arms.assign(x=one.arms[x].astype(float)).sort_values("x")
-                axis.errorbar(
-                    drawn["x"], drawn["score"], drawn["stderr"].astype(float), label=one.label(), **line_look(one.style)
-                )
+                draw_intervals(axis, one, one.arms[x].astype(float), scores)
             axis.set(ylim=(-5, 105), title=title)
         row[0].set(ylabel=QUANTITIES["score"].axis, xlabel="budget C: tokens, or below 1 a share of the prompt")
         row[1].set_xlabel(QUANTITIES["attended_mean"].axis)
@@ -102,14 +107,15 @@ def budget(runs: Runs) -> Figure:
 
 def tradeoff(runs: Runs) -> Figure:
     """Score against device memory and against the time per token; a row for each task and model (IceCache, Fig. 1)."""
-    panels = panels_of("tradeoff", runs, arms_for(runs, "tradeoff", probed=False, column="tpot_ms_mean", scored=True))
+    arms = arms_for(runs, "tradeoff", probed=False, column="tpot_ms_mean", scored=True)
+    panels = panels_of("tradeoff", runs, arms, times=True)
     figure, axes = grid(len(panels), 2, "score against memory and time; numbers are budgets, up and left is better")
     for (title, arms), row in zip(panels, axes, strict=True):
         points = pd.concat([one.arms.assign(label=one.label()) for one in series_of(runs, arms)])
         draw_tradeoff(row, points)
         row[0].set(ylabel=QUANTITIES["score"].axis, title=title)
         row[1].set_title(title)
-    return finished(figure, axes, [arms for _, arms in panels])
+    return finished(figure, axes, [arms for _, arms in panels], times=True)
 
 
 def draw_tradeoff(axes: Sequence[Any], points: pd.DataFrame, y: str = "score") -> None:
@@ -193,7 +199,7 @@ def _passkey_cells(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 
 def length(runs: Runs) -> Figure:
     """Time per token against the length of the context (IceCache, Fig. 8; LycheeCluster, Fig. 4)."""
-    panels = panels_of("length", runs, arms_for(runs, "length", probed=False, column="tpot_ms_mean"))
+    panels = panels_of("length", runs, arms_for(runs, "length", probed=False, column="tpot_ms_mean"), times=True)
     curves = [(title, arms, _length_curves(runs, arms)) for title, arms in panels]
     curves = [curve for curve in curves if curve[2]]
     if not curves:
@@ -208,14 +214,18 @@ def length(runs: Runs) -> Figure:
         axis.set(title=title, xlabel="prompt tokens", ylabel=QUANTITIES["tpot_ms_mean"].axis)
         axis.set_ylim(bottom=0)
         mark_powers(axis, [tokens for _, _, times in drawn for tokens in times.index])
-    return finished(figure, axes, [arms for _, arms, _ in curves])
+    return finished(figure, axes, [arms for _, arms, _ in curves], times=True)
 
 
 def _length_curves(runs: Runs, arms: pd.DataFrame) -> list[tuple[str, Style, pd.Series]]:
     """Of each arm its label, style, and the median time per token by prompt tokens; none where there is one length."""
     found = []
     for label, style, arm in curves_of(runs, arms):
-        samples = [sample for sample in runs.samples(arm) if sample.get("tpot_ms") and "length" in sample["meta"]]
+        by_length: dict[int, list[dict[str, Any]]] = {}
+        for one in runs.timed_samples(arm):
+            if one.get("tpot_ms") and "length" in one["meta"]:
+                by_length.setdefault(one["meta"]["length"], []).append(one)
+        samples = [one for alike in by_length.values() for one in timed_alike(alike)]
         times = pd.DataFrame(
             {
                 "length": [sample["meta"]["length"] for sample in samples],

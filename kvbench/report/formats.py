@@ -92,12 +92,16 @@ def text(table: Table, cell: Cell | None, name: str, column: int) -> str:
                 *([f"({numbers['pairs']:.0f} pairs)"] if few else []),
             ]
         )
+    if name == "seeds":
+        ends = (f"{numbers[end]:.{value.digits}f}" for end in ("seeds_low", "seeds_high"))
+        return f"{numbers[name]:.0f}: {' to '.join(ends)}"
     if name == "difference":
         return _signed(shown)
     if name == "samples" and numbers.get("failed"):
         return f"{shown}, {numbers['failed']:.0f} failed"
     marks = cell.marks.get(name)
-    return f"{shown} ({marks})" if marks else shown
+    spread = _interval(numbers, f"{name}_low", f"{name}_high", value)
+    return " ".join(filter(None, [shown, spread, f"({marks})" if marks else ""]))
 
 
 def _interval(numbers: Mapping[str, float], low: str, high: str, value: Quantity) -> str:
@@ -232,7 +236,8 @@ def latex_escaped(word: str) -> str:
 
 
 def csv_text(tables: Sequence[Table]) -> str:
-    """Tables as CSV, a line a cell: labels of the row, the column, every number, marks, and the run it is from.
+    """Tables as CSV, a line a cell: labels of the row, the column, every number, marks, the machine that times are of,
+    and the run that it is from.
 
     `status` is "run", "not run" or, of a paper's cell that kvbench cannot run, "published only".
     """
@@ -240,7 +245,7 @@ def csv_text(tables: Sequence[Table]) -> str:
     axes = {axis or "row": None for table in tables for axis in table.axes}
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["table", *axes, "column", "status", *names, "marks", "run"])
+    writer.writerow(["table", *axes, "column", "status", *names, "marks", "timed_on", "run"])
     for table in tables:
         for (row, column), cell in sorted(table.cells.items(), key=lambda item: item[0]):
             labels = dict(zip((axis or "row" for axis in table.axes), table.rows[row], strict=True))
@@ -248,5 +253,5 @@ def csv_text(tables: Sequence[Table]) -> str:
             numbers = [cell.numbers.get(name, "") for name in names]
             start = [table.id, *(labels.get(axis, "") for axis in axes), table.columns[column]]
             status = "run" if cell.run else NOT_RUN if cell.mapped else "published only"
-            writer.writerow([*start, status, *numbers, marks, cell.run])
+            writer.writerow([*start, status, *numbers, marks, cell.machine, cell.run])
     return out.getvalue()

@@ -21,8 +21,8 @@ import yaml
 from kvbench.budget import has_budget, size_of
 from kvbench.config import FACTS, first_line, show
 from kvbench.runs.folder import FORMAT, Record, ResultsError, read_samples, runs_in, tear_of
-from kvbench.runs.quantities import QUANTITIES, measured
-from kvbench.runs.summary import summarise
+from kvbench.runs.quantities import QUANTITIES, is_number, measured
+from kvbench.runs.summary import by_machine, machine_name, summarise, summarise_repeats
 
 YARDSTICK = "full"  # the method that all others are compared with
 PROTOCOL = ("accounting", "dense_layers", "chat", "prefill_chunk", "question_as_decode", "generated")
@@ -36,6 +36,19 @@ class LeftOut(NamedTuple):
     why: str
 
 
+class TimedCell(NamedTuple):
+    """What repeats of a timed sample share.
+
+    Attributes:
+        tokens, batch: of the prompts.
+        machine: that they were timed on.
+    """
+
+    tokens: int
+    batch: int
+    machine: str
+
+
 @dataclass(frozen=True)
 class Scores:
     """The main score of every sample of a run, in the order they were first written.
@@ -45,12 +58,18 @@ class Scores:
         groups: the group of each.
         values: [n] 0..100; a failed sample counts 0.
         failed: [n] bool.
+        seeds: of the run that each sample is from; several where runs stand together (`kvbench.report.seeds`).
+        contents: [n] the same number for what is the same sample under several seeds: by its id, answers and length.
+        kl: [n] mean KL divergence from full attention; NaN where there is none.
     """
 
     ids: list[str]
     groups: list[str]
     values: np.ndarray
     failed: np.ndarray
+    seeds: list[str]
+    contents: np.ndarray
+    kl: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -58,13 +77,15 @@ class Runs:
     """What a report knows of run folders; the frames share their index, a number for each run.
 
     Attributes:
-        arms: one line a run, a column for each of: path, run_id, model, weights, method, budget (as asked for: tokens,
-            a share of the prompt, or None: the method has none or keeps to its own), task, the fields of the protocol
-            (`PROTOCOL`) and its digest as `protocol`, seed, probe_every, device, dtype, shared_prefill, device_name,
-            data (a hash), metric, finished, updated; and each of `kvbench.runs.quantities`, of which score is 0-100:
-            of several groups the plain mean of theirs, else the mean over samples. What a run recorded beside
-            these has a column "<part>.<key>": a part of a decode step such as "breakdown_ms.select", a number of the
-            method's own `report()` such as "audit.candidates". What a run did not measure is missing (NaN or None).
+        arms: one line a run, a column for each of: path, paths (of all seeds, where it stands for several), run_id,
+            model, weights, method, budget (as asked for: tokens, a share of the prompt, or None: the method has none or
+            keeps to its own), task, the fields of the protocol (`PROTOCOL`) and its digest as `protocol`, seed,
+            probe_every, device, dtype, shared_prefill, device_name (of the machine that the times are of), data (a
+            hash), metric, finished, updated; spread, the least and the largest of several repeats or seeds by name; and
+            each of `kvbench.runs.quantities`, of which score is 0-100: of several groups the plain mean of theirs, else
+            the mean over samples. What a run recorded beside these has a column "<part>.<key>": a part of a decode step
+            such as "breakdown_ms.select", a number of the method's own `report()` such as "audit.candidates". What a
+            run did not measure is missing (NaN or None).
         groups: one line a run and group: run (the index of its arm), model, method, budget, task, group, score,
             stderr, n, failed.
         settings: one line a run, all that makes its arm: every option of method and task as "method.page_size",
@@ -100,22 +121,36 @@ class Runs:
         floor = self.arm[run]["floor_ms"]
         return floor is not None and floor == floor
 
-    def cells(self, run: int) -> dict[tuple[int, int], dict[str, Any]]:
-        """Of a timed run, what it measured at each prompt length and batch size, as lines of `arms`; read anew."""
+    def cells(self, run: int) -> dict[TimedCell, dict[str, Any]]:
+        """What a timed run measured, as lines of `arms`; read anew. Of repeats each time is the median, and `spread`
+        has the least and the largest of each time by its name."""
         arm = self.arm[run]
-        records: dict[tuple[int, int], list[Record]] = {}
-        for record in read_samples(Path(arm["path"]) / "samples.jsonl")[0].values():
-            records.setdefault((record["meta"]["length"], record["meta"]["batch"]), []).append(record)
-        summaries = {cell: summarise(own, arm["metric"]) for cell, own in records.items()}
-        return {cell: {**arm, **_measured(summary, arm["budget"])} for cell, summary in summaries.items()}
+        repeats: dict[tuple[int, int], list[Record]] = {}
+        for record in self.samples(self.arms.loc[run]):
+            repeats.setdefault((record["meta"]["length"], record["meta"]["batch"]), []).append(record)
+        found = {}
+        for place, records in repeats.items():
+            for machine, own in (by_machine(records) or {"": records}).items():  # else all have failed, and are told
+                name = machine or str(arm["device_name"])
+                summary = summarise_repeats(own, arm["metric"])
+                low, high = (measured(summary[end]) for end in ("lowest", "highest"))
+                spread = {time: (low[time], high[time]) for time in low} if summary["repeats"] > 1 else {}
+                line = {**arm, **_measured(summary, arm["budget"]), "device_name": name, "n": summary["repeats"]}
+                found[TimedCell(*place, name)] = {**line, "spread": spread}
+        return found
+
+    def timed_samples(self, arm: Any) -> list[Record]:
+        """The samples of an arm that were timed on the machine that its times are of."""
+        found = by_machine(self.samples(arm))
+        return found.get(arm.device_name) or found.get("", [])
 
     def samples(self, arm: Any) -> list[Record]:
-        """All that is stored of each sample of an arm (a line of `arms`, or anything with its `path`), read anew.
+        """All that is stored of each sample of an arm (a line of `arms`, or anything with its `paths`), read anew.
 
         Raises:
             ResultsError: a line is damaged.
         """
-        return list(read_samples(Path(arm.path) / "samples.jsonl")[0].values())
+        return [one for path in arm.paths for one in read_samples(Path(path) / "samples.jsonl")[0].values()]
 
 
 class _Run(NamedTuple):
@@ -169,6 +204,11 @@ def framed(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     return frame
 
 
+def missing(value: Any) -> bool:
+    """Whether a frame's value is there for want of another: None or NaN."""
+    return value is None or value != value
+
+
 def _read(path: Path, unfinished: bool) -> _Run:
     """One run.
 
@@ -190,7 +230,7 @@ def _read(path: Path, unfinished: bool) -> _Run:
         # A run that began in a sweep and one alone are one run: its samples say where they began.
         settings["shared_prefill"] |= any(record.get("shared_prefill") for record in records.values())
         metric = config.get("metric") or _only_score(records.values())
-        scores = _scores(records.values(), metric)
+        scores = _scores(records.values(), metric, str(settings["seed"]))
         summary = summarise(records.values(), metric)
         arm = _arm(path, written, settings, summary)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -254,8 +294,8 @@ def _only_score(records: Iterable[Record]) -> str:
     return names.pop()
 
 
-def _scores(records: Iterable[Record], metric: str) -> Scores:
-    ids, groups, values, failed = [], [], [], []
+def _scores(records: Iterable[Record], metric: str, seed: str) -> Scores:
+    ids, groups, values, failed, contents, kl = [], [], [], [], [], []
     for record in records:
         lost = bool(record.get("error"))
         value = 0.0 if lost else (record.get("scores") or {}).get(metric)
@@ -265,7 +305,12 @@ def _scores(records: Iterable[Record], metric: str) -> Scores:
         groups.append(str(record.get("group") or ""))
         values.append(100.0 * value)
         failed.append(lost)
-    return Scores(ids, groups, np.array(values), np.array(failed))
+        contents.append(hash(repr((record["id"], record.get("answers"), record.get("prompt_tokens")))))
+        near = (record.get("fidelity") or {}).get("kl_mean")
+        kl.append(near if is_number(near) and not lost else math.nan)
+    return Scores(
+        ids, groups, np.array(values), np.array(failed), [seed] * len(ids), np.array(contents), np.array(kl, float)
+    )
 
 
 def _arm(
@@ -275,6 +320,7 @@ def _arm(
     dummy = str(identity.get("model_revision")).startswith("dummy-")
     return {
         "path": path,
+        "paths": (path,),
         "run_id": written.get("run_id"),
         **{key: settings[key] for key in ("model", "method", "budget", "task")},
         "weights": "random" if dummy else "pretrained",
@@ -283,9 +329,10 @@ def _arm(
         "seed": settings["seed"],
         "probe_every": settings.get("probe.every") or 0,
         **{key: settings[key] for key in ("device", "dtype", "shared_prefill")},
-        "device_name": config.get("device_name"),
+        "device_name": machine_name(summary.get("machine") or {}) or config.get("device_name"),
         "data": identity.get("data"),
         **_measured(summary, settings["budget"]),
+        "spread": {},
     }
 
 

@@ -9,8 +9,20 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from kvbench.config import ConfigError
+from kvbench.report.evidence import Evidence
 from kvbench.report.frame import YARDSTICK, Runs
-from kvbench.report.panels import arms_for, curves_of, finished, grid, line_look, mark_powers, panels_of, series_of
+from kvbench.report.panels import (
+    arms_for,
+    curves_of,
+    draw_intervals,
+    finished,
+    grid,
+    line_look,
+    mark_powers,
+    panels_of,
+    series_of,
+)
+from kvbench.report.stats import COVERAGE
 from kvbench.runs.quantities import QUANTITIES
 
 KL = QUANTITIES["kl_mean"]
@@ -20,18 +32,19 @@ SMOOTHED = 8  # neighbouring steps whose mean a curve shows: single tokens diffe
 
 
 def fidelity(runs: Runs) -> Figure:
-    """Mean KL from full attention, with its standard error, against the budget, what was attended and device memory."""
+    """Mean KL from full attention, with its interval, against the budget, what was attended and device memory."""
     panels = [(title, arms) for title, arms in _panels(runs, "fidelity") if arms["budget"].notna().any()]
     if not panels:
         raise ConfigError("figure=fidelity: no run with a budget among those of task=fidelity")
-    figure, axes = grid(len(panels), 1 + len(COSTS), f"{KL.title}: lower is nearer", (4.6, 3.6))
+    evidence = Evidence(runs)
+    title = f"{KL.title}, with {COVERAGE} % intervals: lower is nearer"
+    figure, axes = grid(len(panels), 1 + len(COSTS), title, (4.6, 3.6))
     for (title, arms), row in zip(panels, axes, strict=True):
         for axis, x in zip(row, ("budget", *COSTS), strict=True):
             for one in series_of(runs, arms):
-                drawn = one.arms.assign(x=one.arms[x].astype(float)).dropna(subset=["x"]).sort_values("x")
                 scale = QUANTITIES[x].unit.scale if x in QUANTITIES else 1.0
-                near, error = (drawn[name].astype(float) for name in (KL.name, "kl_stderr"))
-                axis.errorbar(drawn["x"] * scale, near, error, label=one.label(), **line_look(one.style))
+                near = {run: kl for run in one.arms.index if (kl := evidence.kl(run))}
+                draw_intervals(axis, one, one.arms.loc[list(near), x].astype(float) * scale, list(near.values()))
             axis.set(yscale="log", title=title)
             axis.set_xlabel(QUANTITIES[x].axis if x in QUANTITIES else "budget C: tokens, or below 1 a share")
             axis.grid(alpha=0.3)

@@ -13,6 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kvbench.config import ConfigError
 from kvbench.report.frame import Runs
+from kvbench.report.stats import Estimate
 from kvbench.report.style import STYLES, Style, style_of
 
 LINES = ("-", "--", ":", "-.")
@@ -20,7 +21,7 @@ MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 60, 24  # that one picture can show
 # Settings in which the arms of a panel may differ; in all others they are alike, or they stand in panels of their own.
 # What begins like one of these makes a variant of a method, and is named in the legend.
 OF_VARIANTS = ("method.", "attention", "shared_prefill")
-NOT_COMPARED = {"method", "budget", "probe.every"}
+NOT_COMPARED = {"method", "budget", "probe.every", "seed"}
 
 
 class Series(NamedTuple):
@@ -68,26 +69,41 @@ def arms_for(
 
 
 def panels_of(
-    name: str, runs: Runs, arms: pd.DataFrame, free: Collection[str] = frozenset(NOT_COMPARED)
+    name: str,
+    runs: Runs,
+    arms: pd.DataFrame,
+    free: Collection[str] = frozenset(NOT_COMPARED),
+    times: bool = False,
 ) -> list[tuple[str, pd.DataFrame]]:
     """The arms that can be compared, of one task, model and protocol, alike in all but what is free to differ, and a
     title that says which.
+
+    Args:
+        free: keys that do not count.
+        times: are drawn, so only arms of one machine can be compared.
 
     Raises:
         ConfigError: more than the figure of this name can show.
     """
     settings = runs.settings.loc[arms.index].map(str)
     common = settings[[key for key in settings if key not in free and not key.startswith(OF_VARIANTS)]]
+    if times:
+        common = common.assign(machine=arms["device_name"].map(str))
     panels = []
     for _, own in arms.groupby([common[key] for key in common], sort=False):
         task, model = own[["task", "model"]].iloc[0]
         others = common[(common["task"] == task) & (common["model"] == model)]
         varied = [key for key in others if others[key].nunique() > 1]
-        apart = [f"{key.rpartition('.')[2]}={_shortened(common.at[own.index[0], key])}" for key in varied]
+        first = common.loc[own.index[0]]
+        apart = [first[key] if key == "machine" else f"{_last_word(key)}={_shortened(first[key])}" for key in varied]
         panels.append((", ".join([task, model, *apart]), own))
     refuse_crowd(name, len(panels), "tasks, models and protocols", MOST_PANELS)
     refuse_crowd(name, max((len(own) for _, own in panels), default=0), "arms in a panel", MOST_ARMS)
     return panels
+
+
+def _last_word(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def _shortened(value: str) -> str:
@@ -118,9 +134,9 @@ def series_of(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[Ser
         varied = [
             key for key in settings if key.startswith(OF_VARIANTS) and key != without and settings[key].nunique() > 1
         ]
-        short = {key: key.rpartition(".")[2] for key in varied}
         variants = {
-            run: ", ".join(f"{short[key]}={_shortened(settings.at[run, key])}" for key in varied) for run in own.index
+            run: ", ".join(f"{_last_word(key)}={_shortened(settings.at[run, key])}" for key in varied)
+            for run in own.index
         }
         style = style_of(method)
         groups = dict(list(own.groupby(pd.Series(variants))))
@@ -161,12 +177,21 @@ def line_look(style: Style) -> dict[str, Any]:
     return {**look, "markersize": 6, "markerfacecolor": "none"}
 
 
-def draw_level(axis: Any, one: Series) -> None:
-    """Arms without a budget, full attention: a level with the band of its standard error."""
-    for arm in rows_of(one.arms):
-        axis.axhline(arm["score"], color=one.style.colour, linestyle="--", linewidth=1.2, label=one.label())
-        error = _number(arm["stderr"])
-        axis.axhspan(arm["score"] - error, arm["score"] + error, color=one.style.colour, alpha=0.1, linewidth=0)
+def draw_level(axis: Any, one: Series, found: Sequence[Estimate]) -> None:
+    """Arms without a budget, full attention: a level with the band of its interval."""
+    for score in found:
+        axis.axhline(score.mean, color=one.style.colour, linestyle="--", linewidth=1.2, label=one.label())
+        if score.low is not None and score.high is not None:
+            axis.axhspan(score.low, score.high, color=one.style.colour, alpha=0.1, linewidth=0)
+
+
+def draw_intervals(axis: Any, one: Series, places: Iterable[float], found: Sequence[Estimate]) -> None:
+    """A line over these places, with the interval of each estimate as a bar; what has no place is left out."""
+    drawn = sorted((place, value) for place, value in zip(places, found, strict=True) if not math.isnan(place))
+    x, y = [place for place, _ in drawn], [value.mean for _, value in drawn]
+    below = [0.0 if value.low is None else max(0.0, value.mean - value.low) for _, value in drawn]
+    above = [0.0 if value.high is None else max(0.0, value.high - value.mean) for _, value in drawn]
+    axis.errorbar(x, y, [below, above], label=one.label(), **line_look(one.style))
 
 
 def mark_powers(axis: Any, ticks: Iterable[float]) -> None:
@@ -181,9 +206,10 @@ def mark_powers(axis: Any, ticks: Iterable[float]) -> None:
     axis.grid(alpha=0.3)
 
 
-def finished(figure: Figure, axes: Any, arms: Sequence[pd.DataFrame]) -> Figure:
-    """One legend for all panels, and with it what a reader must know of the runs."""
-    caveats = _caveats(pd.concat(arms))
+def finished(figure: Figure, axes: Any, arms: Sequence[pd.DataFrame], times: bool = False) -> Figure:
+    """One legend for all panels, and what a reader must know of the runs; where `times` are drawn, of them too."""
+    whole = pd.concat(arms)
+    caveats = " | ".join(filter(None, [*(_of_times(whole) if times else []), *_caveats(whole)]))
     named = {name: handle for axis in axes.flat for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
     if not named:
         figure.supxlabel(caveats, fontsize=8)
@@ -194,7 +220,17 @@ def finished(figure: Figure, axes: Any, arms: Sequence[pd.DataFrame]) -> Figure:
     return figure
 
 
-def _caveats(arms: pd.DataFrame) -> str:
+def _of_times(arms: pd.DataFrame) -> list[str]:
+    """What a reader must know of the times in a picture."""
+    found = []
+    if arms["disturbed"].isin([True]).any():
+        found.append("with times disturbed by other work")
+    if (arms["left_out"].astype(float) > 0).any():
+        found.append("times of samples elsewhere or disturbed are left out")
+    return found
+
+
+def _caveats(arms: pd.DataFrame) -> list[str]:
     """What a reader must know of the runs in a picture."""
     found = []
     if (arms["weights"] == "random").any():
@@ -207,8 +243,10 @@ def _caveats(arms: pd.DataFrame) -> str:
         found.append(f"{int(arms['failed'].sum())} failed samples, which score 0")
     if not arms["finished"].all():
         found.append("with unfinished runs")
-    found.append("; ".join(sorted({str(name) for name in arms["device_name"].dropna()})))
-    return " | ".join(filter(None, found))
+    seeds = sorted({str(seed) for seed in arms["seed"]}, key=len)
+    if any("," in seed for seed in seeds):
+        found.append(f"seeds {' or '.join(seeds)}")
+    return [*found, "; ".join(sorted({str(name) for name in arms["device_name"].dropna()}))]
 
 
 def size_text(budget: Any) -> str:
@@ -221,11 +259,6 @@ def size_text(budget: Any) -> str:
 def no_budget(budget: Any) -> bool:
     """Whether a budget in a frame is there for want of one: None or NaN."""
     return budget is None or (isinstance(budget, float) and math.isnan(budget))
-
-
-def _number(value: Any) -> float:
-    """A number, 0 for what was not measured."""
-    return 0.0 if value is None or pd.isna(value) else float(value)
 
 
 def thousands(value: float) -> str:

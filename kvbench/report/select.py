@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvbench.config import ConfigError, nearest, show
-from kvbench.report.cells import missing
 from kvbench.report.evidence import NOT_OF_FULL
-from kvbench.report.frame import PROTOCOL, YARDSTICK, Runs
+from kvbench.report.frame import PROTOCOL, YARDSTICK, Runs, missing
 from kvbench.runs.quantities import NUMBERS
 
 OF_ARMS = ("weights", "device_name", "metric", "run_id")  # keys that stand in `Runs.arms` and not in its settings

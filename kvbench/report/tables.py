@@ -5,13 +5,13 @@ A table is made of cells with numbers, and knows nothing of how it is printed (`
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvbench.report.cells import WITH_SCORE, Cell, Table, missing, notes_of, score_numbers
-from kvbench.report.evidence import Evidence, transfer_marks
-from kvbench.report.frame import Runs
+from kvbench.report.cells import Cell, Table, ends, kl_numbers, notes_of, score_numbers, tell_machines, with_score
+from kvbench.report.evidence import Evidence, time_marks, transfer_marks
+from kvbench.report.frame import Runs, missing
+from kvbench.report.seeds import over_seeds
 from kvbench.report.select import (
     by_labels,
     by_protocol,
@@ -42,8 +42,8 @@ def summary(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
     Raises:
         ConfigError: as `select`.
     """
+    runs, found = over_seeds(runs, select(runs, where))
     evidence, tables = Evidence(runs), []
-    found = select(runs, where)
     for number, (chosen, what) in enumerate(by_protocol(runs, [run for run in found if not runs.timed(run)]), 1):
         axes = _telling_axes(runs, chosen, ["model", "task", "method", "budget"])
         id, title = (f"summary{number}", f"Runs with {what}") if what else ("summary", "All runs")
@@ -59,9 +59,10 @@ def by_group(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
     Raises:
         ConfigError: as `select`.
     """
+    runs, found = over_seeds(runs, select(runs, where))
     evidence, tables = Evidence(runs), []
     for task in dict.fromkeys(runs.arms["task"]):
-        own = [run for run in select(runs, where) if runs.arm[run]["task"] == task and not runs.timed(run)]
+        own = [run for run in found if runs.arm[run]["task"] == task and not runs.timed(run)]
         for number, (chosen, what) in enumerate(by_protocol(runs, own), 1):
             if len({group for run in chosen for group in runs.scores[run].groups}) > 1:
                 axes = _telling_axes(runs, chosen, ["model", "method", "budget"])
@@ -88,7 +89,7 @@ def pivot(
 
     Args:
         rows, columns: settings such as "method", "budget", "task.lengths" or "page_size", and "group". Without columns
-            the values stand side by side.
+            the values stand side by side. Runs that differ in their seed alone are one, unless "seed" is among these.
         values: names of `kvbench.runs.quantities.NUMBERS`, parts of a step such as "breakdown_ms.select", and numbers
             of a method's own such as "audit.candidates"; of the last two what follows the dot is enough.
         where: as `select` takes them.
@@ -100,6 +101,8 @@ def pivot(
     """
     chosen = select(runs, where)
     down, across = ([key_of(runs, name) for name in names] for names in (rows, columns))
+    if "seed" not in (*down, *across):
+        runs, chosen = over_seeds(runs, chosen)
     names = [value_of(runs, name) for name in values]
     marks = marks_of_mixed(runs, chosen, [*down, *across], allow_mixed)
     for labels, alike in by_labels(runs, chosen, [*down, *across]).items():
@@ -135,11 +138,10 @@ def _table(
     }
     lines: dict[str, Quantity] = {}
     for name in values:
-        lines |= {name: named(name)} | (WITH_SCORE if name == "score" else {})
-    notes = notes_of(cells.values(), lines)
-    if any(line.is_time for line in lines.values()):
-        machines = Counter(label_of(runs, run, "device_name") for run in chosen)
-        notes.append(f"Times are of {'; '.join(f'{name} ({count} runs)' for name, count in machines.items())}.")
+        lines |= {name: named(name)} | (with_score(cells.values()) if name == "score" else {})
+    times = [name for name, line in lines.items() if line.is_time]
+    cells, machines = tell_machines(cells, times)
+    notes = [*notes_of(cells.values(), lines), *machines]
     if "group" in (*rows, *columns) and "attended_share" in lines:
         notes.append("attended / C, and all but the scores, are of the whole run and not of the group.")
     return Table(id, title, tuple(rows), row_labels, list(map(", ".join, column_labels)), cells, lines, notes)
@@ -164,7 +166,7 @@ def _cell(
     evidence: Evidence, alike: Sequence[int], groups: tuple[str, ...], values: Sequence[str], mixed: Mapping[int, str]
 ) -> Cell:
     """The numbers of the runs in one cell: scores and times of those that count, probes of those that probe."""
-    runs, source = evidence.runs, ""
+    runs, source, machine = evidence.runs, "", ""
     numbers: dict[str, float] = {}
     marks: dict[str, str] = {}
     for name in values:
@@ -178,7 +180,10 @@ def _cell(
             numbers |= score_numbers(evidence, run, groups)
             marks["score"] = evidence.marks(run, groups) + mixed.get(run, "")
         elif not missing(arm[name]):
-            numbers[name] = quantity.scaled(arm[name])
-            marks[name] = transfer_marks(arm["transfer"]) if quantity.is_time else ""
+            numbers |= {name: quantity.scaled(arm[name]), **ends(arm["spread"], {name: quantity})}
+            numbers |= kl_numbers(evidence, run) if name == "kl_mean" else {}
+            if quantity.is_time:
+                marks[name] = transfer_marks(arm["transfer"]) + time_marks(arm, name)
+                machine = label_of(runs, run, "device_name")
         source = source or str(arm["path"])
-    return Cell(numbers, {name: letters for name, letters in marks.items() if letters}, source)
+    return Cell(numbers, {name: letters for name, letters in marks.items() if letters}, source, machine=machine)

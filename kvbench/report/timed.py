@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvbench.report.breakeven import TIME, crossing
-from kvbench.report.cells import Cell, Table, missing, notes_of
-from kvbench.report.evidence import transfer_marks
-from kvbench.report.frame import YARDSTICK, Runs
+from kvbench.report.cells import Cell, Table, ends, notes_of
+from kvbench.report.evidence import time_marks, transfer_marks
+from kvbench.report.frame import YARDSTICK, Runs, TimedCell, missing
 from kvbench.report.select import differing_keys, label_of, labels_of, order_of
 from kvbench.runs.quantities import LESS, Quantity, Unit, named
 
@@ -16,7 +16,8 @@ from kvbench.runs.quantities import LESS, Quantity, Unit, named
 TIMED = {
     "latency": (
         "time",
-        ("ttft_s", "index_share", "tt2t_s", "tpot_ms_p50", "tpot_ms_p95", "floor_ms", "floor_ratio", "python_ms"),
+        ("ttft_s", "index_share", "tt2t_s", "tpot_ms_p50", "tpot_ms_p95", "floor_ms", "floor_ratio", "python_ms")
+        + ("n",),
     ),
     "latency_bytes": (
         "memory and bytes",
@@ -34,13 +35,16 @@ AGAINST_FULL = {
 # Where a step's transfers count, and a mark says if they were none to a device.
 TRANSFERRED = {"tpot_ms_p50", "tpot_ms_mean", "breakdown_ms.transfer"}
 AXES = ("model", "task.keys", "task.prefill", "method", "budget")
+MACHINE = "device_name"  # an axis where there are several: times of two never stand in one line
 
-
+REPEATS_NOTE = (
+    "Times are medians of repeats (task.repeats), with the least and the largest; samples says how many there are."
+)
 FASTER_NOTE = (
     "Faster than full from: between two lengths interpolated, both axes logarithmic; the shortest length where a "
     "method was faster at all of them; - where it was slower at the longest."
 )
-Cells = Mapping[tuple[int, int], Mapping[str, Any]]  # what a run measured, by prompt tokens and batch
+Cells = Mapping[TimedCell, Mapping[str, Any]]  # what a run measured
 
 
 class _Line(NamedTuple):
@@ -68,20 +72,25 @@ def timed_tables(runs: Runs, chosen: Sequence[int], number: str, what: str) -> l
     measured = {run: runs.cells(run) for run in chosen}
     axes, same = _axes(runs, measured)
     lines = [
-        _Line(*cell, tuple(label_of(runs, run, key) for key in axes), found)
+        _Line(
+            cell.tokens,
+            cell.batch,
+            tuple(cell.machine if key == MACHINE else label_of(runs, run, key) for key in axes),
+            found,
+        )
         for run, cells in measured.items()
         for cell, found in cells.items()
     ]
     lines.sort(key=lambda line: (line.tokens, line.batch, [order_of(label) for label in line.labels]))
     rows = [(str(line.tokens), str(line.batch), *line.labels) for line in lines]
-    head = ("tokens", "batch", *map(_last_word, axes))
+    head = ("tokens", "batch", *("machine" if key == MACHINE else _last_word(key) for key in axes))
     title = ", ".join(filter(None, ["latency", *(f"{_last_word(key)}={label}" for key, label in same.items()), what]))
     tables = []
     for id, (about, wanted) in TIMED.items():
         names = [name for word in wanted for name in (_parts(runs, lines) if word == "breakdown_ms" else [word])]
         shown = {name: named(name)._replace(label=named(name).narrow_heading) for name in names}
         cells = {(index, 0): _cell(line.measured, shown) for index, line in enumerate(lines)}
-        notes = [*_notes(runs, chosen, cells.values()), *notes_of(cells.values(), {})]
+        notes = [*_notes(runs, chosen, lines, cells.values()), *notes_of(cells.values(), {})]
         tables.append(Table(f"{id}{number}", f"{title}: {about}", head, rows, [""], cells, shown, notes))
     against = _against_full(lines, axes)
     if against:
@@ -103,6 +112,8 @@ def _against_full(lines: Sequence[_Line], axes: Sequence[str]) -> dict[tuple[str
     for line in lines:
         rest = [label for key, label in zip(axes, line.labels, strict=True) if key not in ("method", "budget")]
         row, place = (str(line.batch), *line.labels), (str(line.batch), *rest)
+        if missing(line.measured[TIME.name]):
+            continue
         times = full.setdefault(place, {}) if line.measured["method"] == YARDSTICK else arms.setdefault(row, {})
         times[line.tokens] = line.measured
         rivals[row] = place
@@ -114,7 +125,7 @@ def _against_full(lines: Sequence[_Line], axes: Sequence[str]) -> dict[tuple[str
             numbers = {"time_over_full": mine[TIME.name] / theirs[TIME.name]}
             if start := crossing(*({tokens: at[TIME.name] for tokens, at in side.items()} for side in (own, beside))):
                 numbers["faster_from"] = start
-            letters = transfer_marks(mine["transfer"])
+            letters = "".join(sorted({*_time_marks(mine, TIME.name), *time_marks(theirs, TIME.name)}))
             marks = dict.fromkeys(numbers, letters) if letters else {}
             if not (missing(mine["ttft_s"]) or missing(theirs["ttft_s"])):
                 numbers["ttft_over_full"] = mine["ttft_s"] / theirs["ttft_s"]
@@ -128,9 +139,11 @@ def _axes(runs: Runs, measured: Mapping[int, Cells]) -> tuple[list[str], dict[st
     for run, cells in measured.items():
         for cell in cells:
             rivals.setdefault((*cell, *(label_of(runs, run, key) for key in AXES)), []).append(run)
+    several = len({cell.machine for cells in measured.values() for cell in cells}) > 1
     labels = {key: labels_of(runs, measured, key) for key in AXES[:3]}
     same = {key: own[0] for key, own in labels.items() if len(own) == 1}
     axes = [key for key in (*AXES, *differing_keys(runs, rivals.values())) if key not in same]
+    axes += [MACHINE] if several else []
     if same.get("task.prefill") == "true":
         del same["task.prefill"]  # as everywhere
     return axes, same
@@ -151,20 +164,27 @@ def _cell(measured: Mapping[str, Any], shown: Mapping[str, Quantity]) -> Cell:
     """The numbers of one arm at one length and batch."""
     there = {name: quantity for name, quantity in shown.items() if not missing(measured.get(name))}
     numbers = {name: quantity.scaled(measured[name]) for name, quantity in there.items()}
-    marks = dict.fromkeys(TRANSFERRED & numbers.keys(), transfer_marks(measured["transfer"]))
+    numbers |= ends(measured["spread"], there)
+    marks = {name: _time_marks(measured, name) for name, quantity in there.items() if quantity.is_time}
     if measured["memory"] == "counted" and "memory_bytes" in numbers:
         marks["memory_bytes"] = "a"
-    return Cell(numbers, {name: letters for name, letters in marks.items() if letters}, str(measured["path"]))
+    marks = {name: letters for name, letters in marks.items() if letters}
+    return Cell(numbers, marks, str(measured["path"]), machine=str(measured["device_name"]))
 
 
-def _notes(runs: Runs, chosen: Sequence[int], cells: Iterable[Cell]) -> list[str]:
+def _time_marks(measured: Mapping[str, Any], name: str) -> str:
+    letters = transfer_marks(measured["transfer"]) if name in TRANSFERRED else ""
+    return letters + (time_marks(measured, name) if named(name).part != "hardware" else "")
+
+
+def _notes(runs: Runs, chosen: Sequence[int], lines: Sequence[_Line], cells: Iterable[Cell]) -> list[str]:
     """How these numbers were measured."""
     shown = {name for cell in cells for name in cell.numbers}
-    notes = []
+    notes = [REPEATS_NOTE] if any(name.endswith("_low") for name in shown) else []
     if "floor_ms" in shown:
         rates: dict[str, list[float]] = {}
-        for run in chosen:
-            rates.setdefault(label_of(runs, run, "device_name"), []).append(runs.arm[run]["copy_bandwidth"] / 1e9)
+        for measured in (line.measured for line in lines if not missing(line.measured["copy_bandwidth"])):
+            rates.setdefault(str(measured["device_name"]), []).append(measured["copy_bandwidth"] / 1e9)
         machines = "; ".join(f"{name}: {' to '.join(_ends(found))} GB / s" for name, found in rates.items())
         notes.append(
             f"Floor: bytes of weights and of keys and values attended, over the bandwidth of a copy ({machines}). "

@@ -137,6 +137,14 @@ _LISTED = (
     Quantity("whole_kv_bytes", "hardware", "all KV", MIB, 1, combine="max"),
     Quantity("copy_bandwidth", "hardware", "copy", GB_PER_S, 1),
     Quantity("upload_bandwidth", "hardware", "host to device", GB_PER_S, 1),
+    Quantity("measured_on", "machine", "measured on", combine="words", key="device"),
+    Quantity("threads", "machine", "threads", PLAIN, 0),
+    Quantity("cores", "machine", "cores", PLAIN, 0),
+    Quantity("load", "machine", "load before", PLAIN, 1, LESS),
+    Quantity("others", "machine", "cores taken by other processes", PLAIN, 2, LESS),
+    Quantity("steal", "machine", "cores taken by other guests", PLAIN, 2, LESS),
+    Quantity("disturbed", "machine", "disturbed", combine="any"),
+    Quantity("left_out", "machine", "samples whose times are left out", PLAIN, 0, LESS),
     Quantity("recall", "probe", "recall of the exact top tokens", better=MORE, label="recall"),
     Quantity("mass", "probe", "attention mass", better=MORE),
     Quantity("output_error", "probe", "output error", PLAIN, 3, LESS, key="error"),
@@ -207,7 +215,7 @@ def _parts(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """What a summary holds, by part; at its top, where much else stands, only what has a line."""
     latency = summary.get("latency") or {}
     times = {key: value for key, value in latency.items() if key != "breakdown_ms"}
-    parts = {part: summary.get(part) or {} for part in ("audit", "hardware", "probe", "fidelity")}
+    parts = {part: summary.get(part) or {} for part in ("machine", "audit", "hardware", "probe", "fidelity")}
     top = {"": summary, "macro": summary.get("macro") or summary}
     listed = {part: {key: values.get(key) for known, key in _BY_KEY if known == part} for part, values in top.items()}
     return {**listed, "latency": times, "breakdown_ms": latency.get("breakdown_ms") or {}, **parts}

@@ -20,6 +20,7 @@ from kvbench.config import ConfigError, bind_methods, build
 from kvbench.engine import models
 from kvbench.engine.footprint import Prompts, footprint, free_memory, refuse_too_large
 from kvbench.engine.packed import pack
+from kvbench.measure import machine
 from kvbench.measure.arm import Arm, measure, prompt_of
 from kvbench.measure.protocol import Protocol
 from kvbench.method import Method
@@ -34,7 +35,7 @@ from kvbench.runs.identity import (
     source_hash,
 )
 from kvbench.runs.progress import progress
-from kvbench.runs.summary import summarise
+from kvbench.runs.summary import machine_name, summarise
 from kvbench.runs.table import table
 from kvbench.tasks import Sample, take, task_of
 
@@ -325,7 +326,5 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """What computed: the card's name, or the CPU with its threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu, {torch.get_num_threads()} threads"
+    """What computes: the card's or the CPU's name, and the threads. Of a sample, its own record says so."""
+    return machine_name({"device": machine.name_of(device), "threads": torch.get_num_threads()})

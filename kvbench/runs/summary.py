@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from kvbench.runs.quantities import QUANTITIES, find, is_number
+
+Record = TypeVar("Record", bound=Mapping[str, Any])
+DISTURBED = 0.1  # of the threads' cores, taken away by others: beyond that a time is not the method's
 
 
 def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, Any]:
@@ -14,9 +18,9 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
 
     Scores are means x 100 over all samples, a failed one counting 0; `score_ok` leaves the failed out; `stderr` is the
     standard error of the mean in the same units. Timings, audit, hardware and probes are over samples that did not
-    fail; a broken budget rule, which fails its sample, still shows in the audit. Where samples belong to several groups
-    (subsets, lengths), `groups` has each one's own, and `macro` the plain mean of theirs.
-    What no sample measured is None or absent.
+    fail, and timings and hardware over those of one machine (`timed_alike`); a broken budget rule, which fails its
+    sample, still shows in the audit. Where samples belong to several groups (subsets, lengths), `groups` has each one's
+    own, and `macro` the plain mean of theirs. What no sample measured is None or absent.
 
     Args:
         records: one record a sample, as in samples.jsonl.
@@ -27,6 +31,7 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
     names = sorted({metric}.union(*(record.get("scores") or {} for record in finished)))
     main = [_score(record, metric) for record in records]
     groups = _groups(records, metric)
+    timed = timed_alike(finished)
     summary: dict[str, Any] = {
         "score": _percent(main),
         "score_ok": _percent([_score(record, metric) for record in finished]),
@@ -37,14 +42,16 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
         "stderr": _percent_error(main),
         "groups": groups,
         "macro": _macro(groups),
-        "latency": _latency(finished),
-        **{part: _combined(part, finished) for part in ("audit", "hardware", "probe", "fidelity")},
+        "latency": _latency(timed),
+        "machine": _machine(timed, sum(map(len, by_machine(finished).values()))),
+        "hardware": _combined("hardware", timed),
+        **{part: _combined(part, finished) for part in ("audit", "probe", "fidelity")},
     }
     if any((record.get("audit") or {}).get("over_rule") for record in records):
         summary["audit"] = {**summary["audit"], "over_rule": True}
     if summary["fidelity"]:
         summary["fidelity"] |= _of_stretches(summary["fidelity"], [record["fidelity"] for record in finished])
-    optional = ("groups", "macro", "audit", "hardware", "probe", "fidelity")
+    optional = ("groups", "macro", "machine", "audit", "hardware", "probe", "fidelity")
     return {key: value for key, value in summary.items() if value or key not in optional}
 
 
@@ -55,6 +62,56 @@ def _cut(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         return {}
     left = sum(record.get("prompt_tokens") or 0 for record in records)
     return {"cut_samples": sum(map(bool, lost)), "cut_share": sum(lost) / (sum(lost) + left)}
+def summarise_repeats(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, Any]:
+    """As `summarise`, of repeats of one timed sample on one machine: each time is the median of `repeats` of them.
+
+    `lowest` and `highest` are two more summaries, which hold the ends of these times alone.
+    """
+    timed = timed_alike(records)
+    ends = {name: {"latency": _latency(timed, end)} for name, end in (("lowest", min), ("highest", max))}
+    found = {"latency": _latency(timed, statistics.median), "repeats": len(timed)}
+    return {**summarise(records, metric), **found, **ends}
+
+
+# -- where times are from ----------------------------------------------------------------------------------------------
+
+
+def machine_name(machine: Mapping[str, Any]) -> str:
+    """What the `machine` of a record or summary is called; "" in results of a kvbench that did not say."""
+    return f"{machine['device']}, {machine['threads']} threads" if machine else ""
+
+
+def is_disturbed(record: Mapping[str, Any]) -> bool:
+    """Whether other processes or guests took cores that a sample's threads were to have, a tenth of them or more."""
+    machine = record.get("machine") or {}
+    taken = (machine.get("others") or 0.0) + (machine.get("steal") or 0.0)
+    threads, cores = machine.get("threads", 0), machine.get("cores", 0)
+    return bool(taken > max(0, cores - threads) + DISTURBED * threads)
+
+
+def by_machine(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The timed ones of these records by the name of their machine, as they appear; failed ones have no times."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        if not record.get("error") and (record.get("tpot_ms") or record.get("ttft_s") is not None):
+            found.setdefault(machine_name(record.get("machine") or {}), []).append(record)
+    return found
+
+
+def timed_alike(records: Iterable[Record]) -> list[Record]:
+    """Those of these records whose times may be averaged: of one machine, which did nothing else.
+
+    Of several machines that with the most such; where all were disturbed, that with the most.
+    """
+    timed = by_machine(records).values()
+    undisturbed = [[one for one in own if not is_disturbed(one)] for own in timed]
+    return max(undisturbed, key=len, default=[]) or max(timed, key=len, default=[])
+
+
+def _machine(timed: Sequence[Mapping[str, Any]], of: int) -> dict[str, Any]:
+    """What those times are of, that all were disturbed, and how many samples' times are not among them."""
+    found = _combined("machine", timed)
+    return {**found, "disturbed": is_disturbed(timed[0]), "left_out": of - len(timed)} if found else {}
 
 
 def _score(record: Mapping[str, Any], name: str) -> float:
@@ -115,16 +172,19 @@ def _macro(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
     }
 
 
-def _latency(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+Centre = Callable[[list[Any]], Any]  # numbers, one or more, to one
+
+
+def _latency(records: Sequence[Mapping[str, Any]], centre: Centre = statistics.fmean) -> dict[str, Any]:
     """Means over samples; tpot_ms_p50 and _p95 are the mean of the samples' own percentiles over their steps."""
     times = [_times(record) for record in records]
     breakdown = [record["breakdown_ms"] for record in records if record.get("breakdown_ms")]
     parts = dict.fromkeys(part for one in breakdown for part in one)
     names = [name for name, quantity in QUANTITIES.items() if quantity.part == "latency"]
     return {
-        **{name: _mean(one.get(name) for one in times) for name in names},
+        **{name: _of_numbers(centre, (one.get(name) for one in times)) for name in names},
         # A part that a sample never entered took 0 ms there: so the means still add up to the step.
-        "breakdown_ms": {part: _mean(one.get(part, 0.0) for one in breakdown) for part in parts},
+        "breakdown_ms": {part: _of_numbers(centre, (one.get(part, 0.0) for one in breakdown)) for part in parts},
     }
 
 
@@ -141,10 +201,10 @@ def _combined(part: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     parts = [record.get(part) or {} for record in records]
     keys = dict.fromkeys(key for one in parts for key in one)
     values = {key: [one[key] for one in parts if _is_flat(one.get(key))] for key in keys}
-    return {key: _combine(find(part, key).combine, found) for key, found in values.items() if found}
+    return {key: combine(find(part, key).combine, found) for key, found in values.items() if found}
 
 
-def _combine(how: str, values: list[Any]) -> Any:
+def combine(how: str, values: list[Any]) -> Any:
     """What values of one key come to: flags to any, words to those that differ, numbers to their mean or maximum.
 
     How is what `kvbench.runs.quantities` says; a flag or a word of a method's own shows what it is.
@@ -167,8 +227,13 @@ def _of_stretches(fidelity: Mapping[str, Any], stretches: Sequence[Mapping[str, 
 
 def _mean(values: Iterable[Any]) -> float | None:
     """Mean of the finite numbers among `values`, exact in any order; None if there is none."""
+    return _of_numbers(statistics.fmean, values)
+
+
+def _of_numbers(centre: Centre, values: Iterable[Any]) -> Any:
+    """What the finite numbers among `values` come to; None if there is none."""
     numbers = [value for value in values if is_number(value)]
-    return math.fsum(numbers) / len(numbers) if numbers else None
+    return centre(numbers) if numbers else None
 
 
 def _is_flat(value: Any) -> bool:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.runs.quantities import QUANTITIES, measured, named
+from kvbench.runs.summary import machine_name
 
 SCORE, ALLOCATED = QUANTITIES["score"], QUANTITIES["device_kv_allocated_bytes"]
 COSTS = (  # of a run, a line each
@@ -29,7 +30,15 @@ COMPARED = ("attended_share", "device_kv_bytes", "tpot_ms_mean")  # of the arms 
 def table(title: str, metric: str, summary: Mapping[str, Any]) -> Table:
     """What a run found, a line each, narrow enough for any terminal and log."""
     found = measured(summary)
-    lines = [_fidelity(found), _costs(found), _hardware(found), _groups(summary), _probes(found), _methods_own(found)]
+    lines = [
+        _fidelity(found),
+        _costs(found),
+        _hardware(found),
+        _machine(summary),
+        _groups(summary),
+        _probes(found),
+        _methods_own(found),
+    ]
     drawn = Table("measure", "value", title=title, title_justify="left")
     drawn.add_row(metric, _scored(summary))
     if "cut_samples" in summary:
@@ -64,6 +73,14 @@ def _hardware(found: Mapping[str, Any]) -> dict[str, str]:
     if "memory_bytes" in titles:
         titles["memory_bytes"] = f"device {titles['memory_bytes']}, {found.get('memory')}"
     return {title: QUANTITIES[name].amount(found[name]) for name, title in titles.items()}
+
+
+def _machine(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Where the times are from, if not all samples were timed on one machine that nothing else kept busy."""
+    machine = summary.get("machine") or {}
+    told = [f"{left_out} samples elsewhere or disturbed"] if (left_out := machine.get("left_out")) else []
+    told += ["disturbed by other work"] if machine.get("disturbed") else []
+    return {"times are of": "; ".join([machine_name(machine), *told])} if told else {}
 
 
 def _fidelity(found: Mapping[str, Any]) -> dict[str, str]:
