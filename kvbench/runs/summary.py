@@ -62,6 +62,8 @@ def _cut(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         return {}
     left = sum(record.get("prompt_tokens") or 0 for record in records)
     return {"cut_samples": sum(map(bool, lost)), "cut_share": sum(lost) / (sum(lost) + left)}
+
+
 def summarise_repeats(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, Any]:
     """As `summarise`, of repeats of one timed sample on one machine: each time is the median of `repeats` of them.
 
