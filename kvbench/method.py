@@ -216,8 +216,10 @@ class View(Protocol):
     def keep(self, layer: int, ids: torch.Tensor) -> None:
         """Keep `ids` on the device, the rest goes where `Needs.on_drop` says; ids on the host come back.
 
+        Lists may be of query heads, too, [B, Hq, M]: of a KV head stays what any query head of its group names.
+
         Raises:
-            ValueError: an id twice in one KV head, or a store whose home is the host.
+            ValueError: an id twice in one list, or a store whose home is the host.
         """
 
     def prefetch(self, layer: int, ids: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ mean over the layers is the budget, exactly.
 
 from __future__ import annotations
 
+from methods.blocks.topk import Granularity
 from methods.blocks.votes import Join, Pooling
 from methods.snapkv import SnapKV
 
@@ -19,13 +20,19 @@ class PyramidKV(SnapKV):
 
     Args:
         beta: the last layer keeps 1 / beta of the mean, the first what makes up for it.
-        window, kernel, pooling, join: see `SnapKV`.
+        window, kernel, pooling, join, granularity: see `SnapKV`.
     """
 
     def __init__(
-        self, beta: int = 20, window: int = 8, kernel: int = 7, pooling: Pooling = "max", join: Join = "before"
+        self,
+        beta: int = 20,
+        window: int = 8,
+        kernel: int = 7,
+        pooling: Pooling = "max",
+        join: Join = "before",
+        granularity: Granularity = "kv_head",
     ) -> None:
-        super().__init__(window, kernel, pooling, join)
+        super().__init__(window, kernel, pooling, join, granularity)
         self.beta = beta
 
     def layer_budgets(self, length: int) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 
 from kvbench.method import Needs, Prompt
 from methods.blocks.scorer import Scorer
+from methods.blocks.topk import Granularity
 from methods.blocks.votes import Join, Pooling, pooled_votes, window_votes
 
 
@@ -22,13 +23,23 @@ class SnapKV(Scorer):
         kernel: width of the smoothing, odd.
         pooling: "max" or "mean".
         join: the group's mean is taken "before" (KVCache-Factory) or "after" pooling (kvpress).
+        granularity: "kv_head", a set for the group, by its mean; "query_head", each query head its own (as published).
     """
 
-    def __init__(self, window: int = 32, kernel: int = 7, pooling: Pooling = "max", join: Join = "before") -> None:
+    def __init__(
+        self,
+        window: int = 32,
+        kernel: int = 7,
+        pooling: Pooling = "max",
+        join: Join = "before",
+        granularity: Granularity = "kv_head",
+    ) -> None:
         self.window, self.kernel, self.pooling, self.join = window, kernel, pooling, join
+        self.granularity = granularity
         self.needs = Needs(query_window=window)
 
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
         """The smoothed votes; the window does not vote for itself, nor smooth its votes over its neighbours."""
         votes = window_votes(prompt, self.window, self.shape.scaling).masked_fill(self.protected(prompt), 0)
-        return pooled_votes(votes, self.shape.kv_heads, self.kernel, self.pooling, self.join)
+        heads = self.shape.kv_heads if self.granularity == "kv_head" else self.shape.query_heads
+        return pooled_votes(votes, heads, self.kernel, self.pooling, self.join)

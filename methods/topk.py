@@ -6,13 +6,11 @@ if finding the tokens cost nothing.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Selection, Shape, View
-from methods.blocks.topk import interleave, top
+from methods.blocks.topk import Granularity, interleave, top
 
 
 class TopK(Method):
@@ -23,7 +21,7 @@ class TopK(Method):
             largest attention probability summed over the group, the fair ceiling for methods that select per KV head.
     """
 
-    def __init__(self, granularity: Literal["query_head", "kv_head"] = "query_head") -> None:
+    def __init__(self, granularity: Granularity = "query_head") -> None:
         self.granularity = granularity
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:

@@ -52,6 +52,7 @@ METHODS = [
     Case("streaming_llm", "streaming_llm"),
     Case("snapkv", "snapkv"),
     Case("snapkv-kvpress", "snapkv", {"window": 16, "kernel": 5, "pooling": "mean", "join": "after"}),
+    Case("snapkv-query_head", "snapkv", {"granularity": "query_head"}),
     Case("pyramidkv", "pyramidkv"),
     # windows and cycles far below the prompts and answers that the tests use
     Case("racc", "racc", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),

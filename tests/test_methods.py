@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -312,17 +313,26 @@ def test_streaming_llm_attends_at_positions_in_the_cache(positions: str) -> None
 # -- SnapKV ------------------------------------------------------------------------------------------------------------
 
 
+def heads_of(fixed: Stream, kv_head: int) -> range:
+    """The query heads of a KV head."""
+    group = fixed.queries.shape[2] // fixed.keys.shape[2]
+    return range(kv_head * group, (kv_head + 1) * group)
+
+
 def vote_scores(
-    fixed: Stream, layer: int, row: int, kv_head: int, kept: int, window: int, kernel: int, pooling: str, join: str
+    fixed: Stream, row: int, heads: Sequence[int], kept: int, window: int, kernel: int, pooling: str, join: str
 ) -> list[float]:
-    """Pooled votes of the prompt keys before the last `kept` tokens: SnapKV, section 4, and its published settings."""
-    length, group = fixed.lengths[row], fixed.queries.shape[2] // fixed.keys.shape[2]
+    """Pooled votes of the prompt keys before the last `kept` tokens: SnapKV, section 4, and its published settings.
+
+    In layer 0, by the mean of these query heads.
+    """
+    length = fixed.lengths[row]
     end = length - kept
     votes = []
-    for head in range(kv_head * group, (kv_head + 1) * group):
+    for head in heads:
         sums = [0.0] * length
         for place in range(max(0, length - window), length):
-            for token, probability in enumerate(softmax(logits(fixed, layer, row, head, place))):
+            for token, probability in enumerate(softmax(logits(fixed, 0, row, head, place))):
                 sums[token] += probability
         votes.append(sums[:end])
 
@@ -369,7 +379,7 @@ def test_snapkv_keeps_the_best_votes_and_its_window(options: dict) -> None:
                     assert kept == set(range(length))
                     continue
                 assert set(range(length - window, length)) <= kept
-                scores = vote_scores(fixed, 0, row, kv_head, window, **options)
+                scores = vote_scores(fixed, row, heads_of(fixed, kv_head), window, **options)
                 assert_best(kept - set(range(length - window, length)), scores, budget - window)
 
 
@@ -409,8 +419,64 @@ def test_snapkv_under_unified_accounting_lets_recent_tokens_roll(budget: int) ->
                 if prompt < budget:
                     assert old == set(range(prompt - recent))
                 elif at.step == 1:
-                    scores = vote_scores(fixed, 0, row, kv_head, recent, **options)
+                    scores = vote_scores(fixed, row, heads_of(fixed, kv_head), recent, **options)
                     assert_best(old, scores, budget - recent)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_snapkv_per_query_head_keeps_and_attends_what_each_head_votes_for(data: st.DataObject) -> None:
+    """The union over a group is held; where generated tokens count with all, the lists are joined by rank and cut."""
+    accounting = data.draw(st.sampled_from(["paper", "unified"]), "accounting")
+    group, kv_heads = data.draw(st.integers(1, 4), "group"), data.draw(st.integers(1, 2), "KV heads")
+    lengths = data.draw(st.lists(st.integers(3, 40), min_size=1, max_size=3), "lengths")
+    budget, window = data.draw(st.integers(9, 36), "budget"), data.draw(st.integers(1, 8), "window")
+    options: dict[str, Any] = {"window": window, "kernel": data.draw(st.sampled_from([1, 5])), "pooling": "mean"}
+    sizes = {"query_heads": group * kv_heads, "kv_heads": kv_heads, "head_dim": 8}
+    fixed = stream(*lengths, steps=3, layers=1, seed=data.draw(st.integers(0, 99), "seed"), **sizes)
+    method = method_named("snapkv", granularity="query_head", **options)
+    driven = drive(fixed, method, budget, accounting=accounting)
+    held = [{one for one in ids if one >= 0} for ids in method.view.resident(0).flatten(0, 1).tolist()]
+    protected = window if accounting == "paper" else min(32, budget // 4)
+    for row, length in enumerate(lengths):
+        for kv_head in range(kv_heads):
+            heads = heads_of(fixed, kv_head)
+            whole, end = length <= budget, max(length - protected, 0)
+            voted = [
+                best(vote_scores(fixed, row, [head], protected, join="before", **options), budget - protected)
+                for head in heads
+            ]
+            if accounting == "unified":
+                voted = [joined(voted, budget - protected)] * group
+            prompt = [set(range(length) if whole else [*own, *range(end, length)]) for own in voted]
+            for at in driven.seen:
+                last = length + at.step
+                recent = set(range(length, last))
+                if accounting == "unified":
+                    # what C leaves beside the voted tokens
+                    recent = set(range(max(end, last - (budget - (end if whole else budget - protected))), last))
+                    prompt = [{one for one in own if one < end} for own in prompt]
+                attended = at.sets(row)
+                attended = attended if len(attended) > kv_heads else [own for own in attended for _ in heads]
+                assert [attended[head] for head in heads] == [own | recent for own in prompt], (row, kv_head, at.step)
+            if accounting == "paper":
+                assert held[row * kv_heads + kv_head] == set().union(*prompt) | recent
+    assert not driven.audit["over_rule"]
+    entry = 2 * 8 * 4
+    assert driven.audit["device_kv_bytes"] == sum(map(len, held)) * entry
+
+
+def test_query_heads_choose_otherwise_than_their_group_and_what_is_attended_is_counted_as_their_union() -> None:
+    fixed = stream(90, steps=2, layers=1, query_heads=8)
+    alone, group = (
+        drive(fixed, method_named("snapkv", window=4, granularity=granularity), 16)
+        for granularity in ("query_head", "kv_head")
+    )
+    own = alone.seen[-1].sets(0)
+    unions = [set().union(*own[head : head + 4]) for head in (0, 4)]
+    assert all(len(ids) == 18 for ids in own) and all(len(ids) > 30 for ids in unions)
+    assert alone.audit["attended_max"] == max(map(len, unions)) and group.audit["attended_max"] == 18
+    assert not any(ids in group.seen[-1].sets(0) for ids in own)
 
 
 def test_equal_votes_keep_the_earlier_token_in_any_batch() -> None:
@@ -452,6 +518,8 @@ RULES = {
     ("snapkv", "unified"): 48,
     ("snapkv-kvpress", "paper"): 48 + 5,
     ("snapkv-kvpress", "unified"): 48,
+    ("snapkv-query_head", "paper"): 32 + 2 * 16 + 5,
+    ("snapkv-query_head", "unified"): 48,
     ("quest", "paper"): 2 * 48,
     ("quest", "unified"): 48,
     ("quest-kv_head", "paper"): 48,

@@ -60,15 +60,16 @@ def kept_by_layer(driven: Driven, prompt: int) -> list[list[set[int]]]:
     return [[{token for token in ids if token < prompt} for ids in at.sets(0)] for at in driven.seen if at.step == 1]
 
 
+@pytest.mark.parametrize("granularity", ["kv_head", "query_head"])
 @pytest.mark.parametrize("budget", [16, 40, 64])
-def test_each_layer_keeps_snapkv_s_choice_of_its_size(budget: int) -> None:
+def test_each_layer_keeps_snapkv_s_choice_of_its_size(budget: int, granularity: str) -> None:
     """The window is the same, and c_l tokens are the best votes: what SnapKV keeps with a budget of c_l + W."""
     fixed = stream(300, steps=1, layers=4)
     counts = pyramid(budget - 8, 4, 20, 300 - 8)
     assert len(set(counts)) == 4
-    kept = kept_by_layer(drive(fixed, method_named("pyramidkv"), budget), 300)
+    kept = kept_by_layer(drive(fixed, method_named("pyramidkv", granularity=granularity), budget), 300)
     for layer, count in enumerate(counts):
-        alone = drive(fixed, method_named("snapkv", window=8), count + 8)
+        alone = drive(fixed, method_named("snapkv", window=8, granularity=granularity), count + 8)
         assert kept[layer] == kept_by_layer(alone, 300)[layer]
         assert all(len(ids) == count + 8 for ids in kept[layer])
 

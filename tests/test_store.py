@@ -248,7 +248,11 @@ class StoreMachine(RuleBasedStateMachine):
             index = self.shared_by_heads(index)
         self.adopt()
         self.moved += sum(self.brought_up(row, head, self.named(index, row, head)) for row, head in self.every_head())
-        self.store.keep(index if index[:, :1].ne(index).any() else index[:, :1])
+        if data.draw(st.booleans(), "named by two query heads, some by both"):
+            column = torch.arange(index.shape[2]) % 3
+            self.store.keep(torch.stack([index.masked_fill(column == own, -1) for own in (0, 1)], dim=2).flatten(1, 2))
+        else:
+            self.store.keep(index if index[:, :1].ne(index).any() else index[:, :1])
         self.block = self.pointers()
         for row, head in self.every_head():
             kept = self.named(index, row, head)

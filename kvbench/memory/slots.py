@@ -50,6 +50,21 @@ def lists_of(index: torch.Tensor) -> torch.Tensor:
     return torch.where(index < 0, NO_TOKEN, index).sort(dim=2).values
 
 
+def repeated(lists: torch.Tensor) -> torch.Tensor:
+    """[B, H, n] bool, True on each id of ascending lists [B, H, n] that stands before it, too."""
+    again = torch.zeros_like(lists, dtype=torch.bool)
+    again[..., 1:] = (lists[..., 1:] == lists[..., :-1]) & (lists[..., 1:] != NO_TOKEN)
+    return again
+
+
+def joined(lists: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Ascending lists [B, Hs, n], Hs = 1, Hkv or Hq, as those of the KV heads: a query group's without repeats."""
+    if lists.shape[1] <= kv_heads:
+        return lists.expand(-1, kv_heads, -1)
+    both = lists.reshape(lists.shape[0], kv_heads, -1).sort(dim=2).values
+    return both.masked_fill(repeated(both), NO_TOKEN).sort(dim=2).values
+
+
 def index_of(lists: torch.Tensor) -> torch.Tensor:
     """Lists [B, H, n] as token ids with -1 for `NO_TOKEN`."""
     return torch.where(lists == NO_TOKEN, -1, lists)

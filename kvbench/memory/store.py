@@ -16,7 +16,7 @@ import torch
 
 from kvbench.memory.device import DeviceTier, Located
 from kvbench.memory.host import Arrival, HostTier
-from kvbench.memory.slots import NO_TOKEN, index_of, lists_of, rows, whole_pages, without
+from kvbench.memory.slots import NO_TOKEN, index_of, joined, lists_of, repeated, rows, whole_pages, without
 from kvbench.memory.stage import Stage
 from kvbench.memory.tiers import DEVICE, DROPPED, HOST, Tiers
 from kvbench.spans import Spans
@@ -220,21 +220,21 @@ class LayerStore(Tiers):
     # -- evicting --------------------------------------------------------------------------------------------------
 
     def keep(self, index: torch.Tensor) -> None:
-        """Keep token ids [B, Hkv or 1, M] (-1 = none, any order) on the device; drop or offload all others there.
+        """Keep token ids [B, Hs, M] (-1 = none, any order) on the device; drop or offload all others there.
 
-        Named tokens that live on the host come back to the device. As many slots as were reserved for tokens to come
-        stay reserved, in newly allocated memory.
+        Hs is 1, Hkv or Hq: what any query head of a group names stays. Named tokens that live on the host come back to
+        the device. As many slots as were reserved for tokens to come stay reserved, in newly allocated memory.
 
         Raises:
-            ValueError: a token id twice in one KV head, or the home is the host.
+            ValueError: a token id twice in one list, or the home is the host.
             LookupError: as `locate`.
         """
         if self._home == "host":
             raise ValueError("keep is for stores whose home is the device; this one's tokens live on the host")
-        index = index.expand(index.shape[0], self.kv_heads, index.shape[2]).to(self.device.key.device)
-        ids = lists_of(index)
-        if bool(((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] != NO_TOKEN)).any()):
-            raise ValueError("keep was given a token id twice in one KV head")
+        ids = lists_of(index.to(self.device.key.device))
+        if bool(repeated(ids).any()):
+            raise ValueError("keep was given a token id twice in one list")
+        ids = joined(ids, self.kv_heads)
         used = (ids != NO_TOKEN).sum(dim=2).cpu()
         ids = ids[:, :, : int(used.max())]
         kept = index_of(ids)

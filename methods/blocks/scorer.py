@@ -10,7 +10,7 @@ import torch
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Prompt, Selection, Shape, View
 from methods.blocks.ragged import stacked
-from methods.blocks.topk import top_earliest
+from methods.blocks.topk import Granularity, interleave, top_earliest
 
 ROLLING_WINDOW = 32  # most recent tokens protected where generated tokens count, at most a quarter of the budget
 
@@ -22,14 +22,21 @@ class Scorer(Method):
     generated=counted), C - w scored tokens and the w most recent ones stay, w = min(32, C / 4): generated tokens push
     older ones out. That takes a budget of 4 tokens or more.
 
+    Where each query head keeps tokens of its own, it attends these alone, and their union over the group is what is
+    held. Under unified accounting the lists of a group are joined by rank and cut to C, which all of it attends.
+
     Attributes:
         window: last tokens of the prompt that stay whatever their scores, as an observation window does.
+        granularity: whether a KV head keeps C tokens, or each query head.
     """
 
     window: int = 0
+    granularity: Granularity = "kv_head"
 
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
         """How much each prompt token is worth to each KV head, [B, Hkv, N]: the larger, the sooner it is kept.
+
+        With granularity "query_head" to each query head, [B, Hq, N].
 
         Of equal scores the earlier token is kept. What stands at and beyond a row's length is ignored, and so are the
         scores of tokens that are protected.
@@ -50,6 +57,11 @@ class Scorer(Method):
         position = torch.arange(prompt.keys.shape[2], device=prompt.keys.device)
         return position >= torch.tensor(first, device=position.device)[:, None, None]
 
+    @property
+    def _in_place(self) -> bool:
+        """All that is held is attended: generated tokens do not count, and the group chooses as one."""
+        return self.granularity == "kv_head" and not self.budget.counts_generated
+
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Share the budget of each row out between the layers."""
         super().begin(shape, budget, view, context)
@@ -57,51 +69,59 @@ class Scorer(Method):
         rows = [self.layer_budgets(length) for length in shape.lengths]
         layers = dict(zip(shape.sparse_layers, zip(*rows, strict=True), strict=True))
         self.budgets: dict[int, tuple[int, ...]] = layers  # of each row, the protected tokens included
-        # of each layer and row, [Hkv, n] that were kept for their scores; only where generated tokens count
+        # of each layer and row, [H, n] that were kept for their scores; not where all that is held is attended
         self.scored: dict[int, list[torch.Tensor]] = {}
         self.steps = 0
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Keep the protected tokens and those with the best scores; a prompt within its budget stays whole."""
         counts = [min(pair) for pair in zip(self.budgets[layer], prompt.lengths, strict=True)]
-        if not self.budget.counts_generated and counts == [*prompt.lengths]:
+        if self._in_place and counts == [*prompt.lengths]:
             return
         scores = self.score(layer, prompt).masked_fill(self.protected(prompt), torch.inf)
         real = prompt.valid()
         if real is not None:
             scores = scores.masked_fill(~real[:, None], -torch.inf)
-        kept = top_earliest(scores, max(counts), torch.tensor(counts, device=scores.device))  # the protected ones first
+        limits = torch.tensor(counts, device=scores.device)
+        kept = top_earliest(scores, max(counts), limits)  # the protected ones first
+        if self.budget.unified and self.granularity == "query_head":
+            kept = interleave(kept, self.shape.kv_heads, max(counts), limits)
         self.view.keep(layer, kept)
-        if self.budget.counts_generated:
+        if not self._in_place:
             self.scored[layer] = [
                 row[:, window:count] for row, window, count in zip(kept, self.windows, counts, strict=True)
             ]
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
-        """All that was kept, in place; where generated tokens count, what of it C still holds."""
-        if not self.budget.counts_generated:
-            return None
-        return Selection(self._rolling(layer))
+        """All that is held, in place, or of each head what is its own and what C still holds."""
+        return None if self._in_place else Selection(self._attended(layer))
 
     def end_step(self) -> None:
         """Now and then forget what has left the rolling window."""
         self.steps += 1
         if self.budget.counts_generated and self.steps % ROLLING_WINDOW == 0:
             for layer in self.shape.sparse_layers:
-                self.view.keep(layer, self._rolling(layer))
+                self.view.keep(layer, self._attended(layer))
 
-    def _rolling(self, layer: int) -> torch.Tensor:
-        """The scored tokens and as many of the most recent as the budget still holds, [B, Hkv, <= C]."""
+    def _attended(self, layer: int) -> torch.Tensor:
+        """The scored tokens, the window and the generated ones, [B, H, M]; these as far as C holds them, if they count.
+
+        H is the number of query heads where each has its own, of KV heads where not.
+        """
         rows = []
         for row, length in enumerate(self.view.lengths(layer)):
             scored = self.scored[layer][row]
             oldest = max(self.shape.lengths[row] - self.windows[row], 0)  # the scored part ends before it
-            first = max(oldest, length - self.budgets[layer][row] + scored.shape[1])
-            newest = torch.arange(first, length, device=scored.device)
+            if self.budget.counts_generated:
+                oldest = max(oldest, length - self.budgets[layer][row] + scored.shape[1])
+            newest = torch.arange(oldest, length, device=scored.device)
             rows.append(torch.cat([scored, newest.expand(scored.shape[0], -1)], dim=1))
         return stacked(rows)
 
     def rule(self, length: int, generated: int) -> int:
-        """C of the layer that has most; generated tokens on top of it, unless they count."""
+        """C of the layer that has most, the group's union of it; generated tokens on top of it, unless they count."""
         capacity = max(self.layer_budgets(length))
+        if self.granularity == "query_head" and not self.budget.unified:
+            window = self.recent(self.budget.tokens(length))
+            capacity = window + self.shape.group * (capacity - window)
         return capacity if self.budget.counts_generated else capacity + generated

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+
+Granularity = Literal["kv_head", "query_head"]  # whose choice it is: the group's, or that of each query head
 
 
 def top(scores: torch.Tensor, most: int, counts: torch.Tensor | None = None) -> torch.Tensor:

@@ -36,18 +36,19 @@ def window_votes(prompt: Prompt, window: int, scaling: float) -> torch.Tensor:
     return torch.cat(votes, dim=1).view(batch, -1, count)
 
 
-def pooled_votes(votes: torch.Tensor, kv_heads: int, kernel: int, pooling: Pooling, join: Join) -> torch.Tensor:
-    """Smooth votes along the sequence and take the mean over each query group.
+def pooled_votes(votes: torch.Tensor, heads: int, kernel: int, pooling: Pooling, join: Join) -> torch.Tensor:
+    """Smooth votes along the sequence and take the mean over the query heads that choose as one.
 
     Mean pooling counts the zeros beyond both ends, as the published codes do.
 
     Args:
         votes: [B, Hq, N].
+        heads: H, lists to come out: KV heads where a group chooses as one, query heads where each does for itself.
         kernel: odd width.
         join: take the group's mean before or after pooling (the same for mean pooling, not for max).
 
     Returns:
-        [B, Hkv, N].
+        [B, H, N].
     """
 
     def smooth(scores: torch.Tensor) -> torch.Tensor:
@@ -56,6 +57,6 @@ def pooled_votes(votes: torch.Tensor, kv_heads: int, kernel: int, pooling: Pooli
         return smoothed
 
     def join_group(scores: torch.Tensor) -> torch.Tensor:
-        return scores.view(scores.shape[0], kv_heads, -1, scores.shape[2]).mean(dim=2)
+        return scores.view(scores.shape[0], heads, -1, scores.shape[2]).mean(dim=2)
 
     return smooth(join_group(votes)) if join == "before" else join_group(smooth(votes))
