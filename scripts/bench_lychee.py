@@ -22,6 +22,8 @@ Prints one JSON object as its last line:
              --small-budget tokens, everything counted: score, and answer_recall, the share of the answer's tokens
              that the best head of the layer that retrieves attends as it writes them; gain: structure over fixed
 
+In a model, arms are method=lychee_plus with the option named, and "lychee" is the paper's preset.
+
 Synthetic keys: an autoregressive walk (0.9) of anisotropic normals, j^-0.4, over a mean of their length; queries lie
 near keys. On the small model all layers are sparse.
 """
@@ -183,7 +185,7 @@ def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> di
     held: dict[str, float] = {}
     for _ in range(arguments.repeats):
         for name, options in arms.items():
-            method: Any = method_named("lychee", **options)
+            method: Any = method_named("lychee_plus", **options)
             engine = engine_for(
                 loaded.model,
                 [len(prompt)],
@@ -214,7 +216,7 @@ def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> di
     }
 
 
-CLUSTERINGS: dict[str, dict[str, Any]] = {
+CHANGED: dict[str, dict[str, Any]] = {
     **{f"cluster_size={size}": {"cluster_size": size} for size in (1, 2, 4, 8)},
     **{f"cluster_size={size} ub_weight=0": {"cluster_size": size, "ub_weight": 0} for size in (2, 4, 8)},
     "build=two_level": {"build": "two_level"},
@@ -222,6 +224,7 @@ CLUSTERINGS: dict[str, dict[str, Any]] = {
     "chunking=fixed": {"chunking": "fixed"},
     "selection=query_head": {"selection": "query_head"},
 }
+CLUSTERINGS = {name: ("lychee_plus", options) for name, options in CHANGED.items()} | {"lychee": ("lychee", {})}
 
 
 def bench_clusters(loaded: Loaded, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -232,9 +235,7 @@ def bench_clusters(loaded: Loaded, arguments: argparse.Namespace) -> dict[str, A
     for number, sample in zip(range(arguments.samples), samples, strict=False):
         say(f"clusters: sample {number + 1} of {arguments.samples}")
         text, question = sample.prompt.removesuffix(sample.question), sample.question + sample.answer_prefix
-        for name, output, _, probe in answers(
-            loaded, text, question, {name: ("lychee", options) for name, options in CLUSTERINGS.items()}, arguments, 4
-        ):
+        for name, output, _, probe in answers(loaded, text, question, CLUSTERINGS, arguments, 4):
             score = 100 * task.score(sample, output)[task.metric]
             found[name].append((probe["recall"], probe["mass"], score))
     keys = ("recall", "mass", "score")
@@ -282,8 +283,8 @@ def answers(
 FACTS = Needles("essay", "words", "numbers", 1, 1, 1, prose.words)
 LAYOUTS = {"objects": ("{\n  ", ",\n  ", "\n}"), "lines": ("{", ", ", "}")}
 PILOT = {
-    "lychee structure": ("lychee", {"chunking": "structure"}),
-    "lychee fixed": ("lychee", {"chunking": "fixed"}),
+    "lychee structure": ("lychee_plus", {"chunking": "structure"}),
+    "lychee fixed": ("lychee_plus", {"chunking": "fixed"}),
     "quest structure": ("quest_structure", {}),
     "quest fixed": ("quest", {}),
 }

@@ -72,16 +72,17 @@ METHODS = [
     Case("pariskv-torch", "pariskv", {"compute": "torch"}),
     Case("pariskv_aligned", "pariskv_aligned"),
     # buffers far below the prompts that the tests use
-    Case("lychee", "lychee", {"buffer": 32}),
+    Case("lychee", "lychee", {"buffer": 16}),
+    Case("lychee_plus", "lychee_plus", {"buffer": 32}),
     Case(
         "lychee-query_head",
-        "lychee",
+        "lychee_plus",
         {"buffer": 16, "selection": "query_head", "build": "two_level", "radii": "strict"},
     ),
     Case(
         "lychee-fixed",
         "lychee",
-        {"buffer": 16, "chunking": "fixed", "seed_buffer": False, "pooling": "max", "ub_weight": 0},
+        {"buffer": 16, "chunking": "fixed", "pooling": "max", "ub_weight": 0},
     ),
 ]
 # Methods of your own: KVBENCH_CONF=FOLDER, with FOLDER/method/mine.yaml as for --config-dir.

@@ -27,11 +27,32 @@ def seeded(seed: int = 0) -> torch.Generator:
 # -- what a token ends -------------------------------------------------------------------------------------------------
 
 ENDS = {
-    4: ["\n\n", ".\n\n", "\n \n", "}", " }", "]", '"},', "\n]", ">", "</p>", "<eos>", "---", "***", "___", "```"],
+    4: ["\n\n", ".\n\n", "\n \n", "}", " }", "]", '"},', "\n]", ">", "</p>", "<eos>", "---", "***", "```"],
     3: [".", "?", "!", " done.", '."', ".)", "\n", ":\n", "。", "你好。", "！", "？"],
     2: [",", ";", ":", '",', '":', "),", "，", "；", "：", "、", "中，"],
     1: [" ", "\t", "word ", "  "],
-    0: ["a", " word", "3.14", ".com", "a.b", "don't", "12", '"', "(", "{", "[", "_", "-", "你", "\ufffd", "", "、a"],
+    0: [
+        "a",
+        " word",
+        "3.14",
+        ".com",
+        "a.b",
+        "don't",
+        "12",
+        '"',
+        "(",
+        "{",
+        "[",
+        "_",
+        "___",
+        "===",
+        "~~~",
+        "-",
+        "你",
+        "\ufffd",
+        "",
+        "、a",
+    ],
 }
 
 
@@ -139,7 +160,7 @@ def test_a_text_that_grows_is_cut_as_one_read_at_once(
     for token in ids[prompt:].tolist():
         end = grown.end
         grown.append(token)
-        assert grown.end == end + grown.cut
+        assert grown.end == end + sum(grown.cut) and len(grown.cut) <= 1
         assert rest - 16 < grown.length - grown.end <= rest or grown.end == first
     whole = Text(ids, by_structure, rest, CPU, first)
     assert torch.equal(grown.chunks.bounds, whole.chunks.bounds)
@@ -152,9 +173,26 @@ def test_a_prompt_cut_whole_leaves_the_rest_to_what_follows() -> None:
     assert text.end == text.length == 150
     for token in range(40):
         text.append(token % len(PIECES))
-    assert text.end == 150 and text.cut == 0
+    assert text.end == 150 and text.cut == []
     text.append(0)
-    assert text.end == 150 + text.cut and 8 <= text.cut <= 16
+    assert len(text.cut) == 1 and text.end == 150 + text.cut[0] and 8 <= text.cut[0] <= 16
+
+
+@quick
+@given(st.integers(0, 2**32), st.integers(0, 60), st.integers(1, 120), st.sampled_from([16, 17, 40]))
+def test_a_buffer_packed_whole_is_cut_to_its_end_and_begins_anew(
+    seed: int, prompt: int, generated: int, rest: int
+) -> None:
+    ids = torch.randint(len(PIECES), (prompt + generated,), generator=seeded(seed))
+    by_structure = cutter("structure", 8, 16, PIECES)
+    text = Text(ids[:prompt], by_structure, rest, CPU, whole_prompt=True, packing="buffer")
+    for at, token in enumerate(ids[prompt:].tolist()):
+        text.append(token)
+        packed = at and at % rest == 0
+        assert text.length - text.end == at % rest + 1, "the new token stays"
+        first = prompt + at - rest
+        assert text.cut == (by_structure.bounds(ids[first : first + rest]).diff().tolist() if packed else [])
+    assert text.short == sum(length < 8 for length in text.chunks.lengths.tolist())
 
 
 @quick

@@ -94,21 +94,22 @@ def worst_after_grafts(dtype: torch.dtype, layout: dict[str, Any], every: int) -
 
 
 @pytest.mark.parametrize(
-    ("dtype", "radii", "build", "every"),
+    ("dtype", "layout", "every"),
     [
-        (torch.float32, "exact", "two_level", 10),
+        (torch.float32, {"radii": "exact", "build": "two_level"}, 10),
+        (torch.float32, {"radii": "strict", "move_units": True}, 50),
         *slow(
-            (torch.bfloat16, "exact", "full", 1),
-            (torch.bfloat16, "strict", "two_level", 1),
-            (torch.float32, "strict", "full", 10),
+            (torch.bfloat16, {"radii": "exact", "move_units": True}, 1),
+            (torch.bfloat16, {"radii": "strict", "build": "two_level", "move_units": True}, 1),
+            (torch.float32, {"radii": "strict"}, 10),
         ),
     ],
 )
 def test_every_bound_holds_for_every_descendant_through_two_thousand_grafts(
-    dtype: torch.dtype, radii: str, build: str, every: int
+    dtype: torch.dtype, layout: dict[str, Any], every: int
 ) -> None:
     """For each chunk the query that asks most of the bound, against centroids as they are held."""
-    fine, coarse, outside = worst_after_grafts(dtype, {"radii": radii, "build": build}, every)
+    fine, coarse, outside = worst_after_grafts(dtype, layout, every)
     assert fine >= 0
     assert coarse >= 0
     assert outside == 0
@@ -293,7 +294,7 @@ SMALL: dict[str, Any] = {"buffer": 16}
 
 
 def small(**options: Any) -> LycheeCluster:
-    return method_named("lychee", **{**SMALL, **options})
+    return method_named("lychee_plus", **{**SMALL, **options})
 
 
 def cut_of(fixed: Stream, row: int, length: int, sinks: int, buffer: int) -> list[list[int]]:
@@ -382,6 +383,7 @@ def test_options_change_what_is_attended() -> None:
         {"cluster_size": 4, "iterations": 1},
         {"units": 2, "units_searched": 1},
         {"seed_buffer": False},
+        {"packing": "buffer"},
         {"sinks": 4},
         {"buffer": 32},
         {"min_chunk": 4},
@@ -391,10 +393,12 @@ def test_options_change_what_is_attended() -> None:
     assert all(found[a] != found[b] for a in range(len(found)) for b in range(a))
 
 
-def test_radii_of_grafts_change_what_is_attended_later() -> None:
+def test_radii_and_units_of_grafts_change_what_is_attended_later() -> None:
     fixed = stream(300, steps=150, layers=1)
     found = [selected(fixed, radii=radii) for radii in ("exact", "strict", "paper")]
-    assert found[0] != found[1] != found[2] != found[0]
+    found.append(selected(fixed, radii="paper", move_units=True, units_searched=1))
+    found.append(selected(fixed, radii="paper", units_searched=1))
+    assert all(found[a] != found[b] for a in range(len(found)) for b in range(a))
 
 
 def test_a_sequence_is_indexed_once_there_is_more_than_a_step_attends() -> None:
@@ -508,6 +512,7 @@ def test_budget_that_holds_no_chunks_says_the_minimum(
         ({"min_chunk": 17}, "min_chunk=17: at most max_chunk=16"),
         ({"max_chunk": 4}, "min_chunk=8: at most max_chunk=4"),
         ({"buffer": 15}, "buffer=15: at least max_chunk=16"),
+        ({"packing": "all"}, "method.packing=all: expected buffer | chunk"),
         ({"sinks": -1}, "method.sinks=-1: expected a whole number, 0 or more"),
         ({"ub_weight": 2}, "method.ub_weight=2: expected 0 | 1"),
         ({"cluster_size": 0}, "method.cluster_size=0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
@@ -16,7 +17,7 @@ from kvbench.engine.models import byte_tokenizer
 from kvbench.measure.protocol import render
 from kvbench.tasks import Sample
 from kvbench.tasks.ruler.task import ALL_SUBSETS, ONE_IS_ENOUGH, SUBSETS, Ruler, cleaned
-from kvbench.tasks.ruler.writers import SINGLE_WORDS, Cell, FrequentWords, Variables
+from kvbench.tasks.ruler.writers import LISTS, SINGLE_WORDS, Cell, FrequentWords, Variables
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 TEMPLATE = "{% for message in messages %}<|user|>\n{{ message.content }}\n{% endfor %}<|assistant|>\n"
@@ -77,8 +78,8 @@ def test_prompt_and_answer_fit_the_length(subset, fit, length):
 def test_a_tight_sample_fills_its_length(subset, tokenizer):
     share = 0.9 if subset in ONE_IS_ENOUGH else 0.97
     for seed in range(3):
-        for sample in made(subset, 7000, 2, seed, tokenizer, fit="tight"):
-            assert share * 7000 <= tokens(sample, tokenizer) <= 7000
+        for sample in made(subset, 9000, 2, seed, tokenizer, fit="tight"):
+            assert share * 9000 <= tokens(sample, tokenizer) <= 9000
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +214,7 @@ def test_the_least_size_is_a_line_of_noise_for_each_variable():
 
 def listed(text: str) -> list[str]:
     """The words of the numbered list in a task."""
-    numbered = re.findall(r"(\d+)\. (\S+)", text.partition("often.\n")[2].partition("\nQuestion")[0])
+    numbered = re.findall(r"(\d+)\. (.+?)(?= \d+\. |$)", text.partition("often.\n")[2].partition("\nQuestion")[0])
     assert [int(number) for number, _ in numbered] == list(range(1, len(numbered) + 1))
     return [word for _, word in numbered]
 
@@ -222,7 +223,7 @@ def listed(text: str) -> list[str]:
 def test_ten_words_are_more_frequent_than_all_others(length, repeats, solved):
     for sample in made("cwe", length):
         example, task = tasks_of(sample, "Below is a numbered list")
-        found = re.findall(r"\d+\. (\S+)", example.partition("the list are:")[2])
+        found = re.findall(r"\d+\. (.+?)(?= \d+\. |\n|$)", example.partition("the list are:")[2])
         for text, answers, times in ((task, sample.answers, repeats), (example, found, solved)):
             counts = Counter(listed(text))
             assert Counter(counts.values())[times[0]] == 10
@@ -230,16 +231,39 @@ def test_ten_words_are_more_frequent_than_all_others(length, repeats, solved):
             assert set(counts.values()) == set(times)
         assert len(Counter(listed(task))) == sample.meta["size"]
         assert len(Counter(listed(example))) == (20 if length < 4096 else 40)
-        assert sample.meta["words"] == "kvbench-1"
+        assert sample.meta["words"] == "wonderwords-3.0.1"
+
+
+def test_words_are_those_of_wonderwords():
+    """As the package's files have them, line by line, without white space at the end; cwe takes all of them."""
+    files = {
+        "adjectives": "32cc5080161592d2be74388a33ec1d9a1772115618de7f32ad44a1eea5329819",
+        "nouns": "8d88b3ebc2e2969ed92ebe49cdb0c8a87c2ad3b27493d7afdff608f2e51c5bc9",
+        "verbs": "9fbf5e4e69b8869aebd88e6d545312ff9f878a747327ede5f6dbbba5c27b08ad",
+    }
+    for kind, digest in files.items():
+        lines = "".join(f"{word}\n" for word in LISTS[kind])
+        assert hashlib.sha256(lines.encode()).hexdigest() == digest
+    assert len(SINGLE_WORDS) == 8166 and {*LISTS["adjectives"], *LISTS["nouns"], *LISTS["verbs"]} == set(SINGLE_WORDS)
+    assert "Copyright (c) 2020 Maxim Rebguns" in LISTS["license"]
+
+
+@pytest.mark.parametrize("length", [4096, 32_768])
+def test_lists_of_32k_tokens_have_no_made_up_word(length):
+    """Not even of a tokenizer that takes less than five tokens for a numbered word."""
+    (sample,) = made("cwe", length, 1, tokenizer=letters_as_tokens(3))
+    words = set(listed(tasks_of(sample, "Below is a numbered list")[1]))
+    assert words <= set(SINGLE_WORDS) and sample.meta["words"] == "wonderwords-3.0.1"
 
 
 def test_a_list_longer_than_the_word_lists_takes_made_up_words_and_says_so():
     for sample in made("cwe", 20_000, samples=2, tokenizer=letters_as_tokens(25)):
         words = set(listed(tasks_of(sample, "Below is a numbered list")[1]))
         assert len(words) == sample.meta["size"] > 9000
-        assert set(SINGLE_WORDS) < words and all(re.fullmatch("[a-z]+", word) for word in words)
+        assert set(SINGLE_WORDS) < words
+        assert all(re.fullmatch("[a-z]+", word) for word in words.difference(SINGLE_WORDS))
         assert not set(sample.answers) <= set(SINGLE_WORDS)
-        assert sample.meta["words"] == "kvbench-1 and made-up words"
+        assert sample.meta["words"] == "wonderwords-3.0.1 and made-up words"
 
 
 def test_the_words_of_a_file_are_listed_each_once_and_named(tmp_path):

@@ -45,6 +45,7 @@ STYLES = {
     "pariskv": Style("ParisKV", ORANGE, "v"),
     "pariskv_aligned": Style("ParisKV-aligned", ORANGE, "<", "--"),
     "lychee": Style("LycheeCluster", SKY, "p"),
+    "lychee_plus": Style("LycheeCluster+", SKY, "P", ":"),
     "racc": Style("RACC", WINE, "h"),
     "racc_code": Style("RACC-code", WINE, "H", "--"),
     "racc_paper": Style("RACC-paper", WINE, "8", ":"),

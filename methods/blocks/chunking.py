@@ -20,10 +20,11 @@ from kvbench.method import View
 from methods.blocks.ragged import entries
 
 Chunking = Literal["structure", "fixed"]
+Packing = Literal["buffer", "chunk"]
 
 # What the end of a token's text may hold, strongest first; the index in the list gives the strength, 4 .. 1.
 DELIMITERS = [
-    re.compile(r"\n[ \t]*\n|```|~~~|---|\*\*\*|___|===|[}\]>]"),  # paragraphs, Markdown rules and fences, structures
+    re.compile(r"\n[ \t]*\n|```|---|\*\*\*|[}\]>]"),  # paragraphs, Markdown rules and fences, structures
     re.compile(r"[.?!\n。？！．]"),  # sentences and lines
     re.compile(r"[,;:，；：、]"),  # clauses
     re.compile(r"\s"),  # words
@@ -177,7 +178,7 @@ class Chunks:
 
 
 class Text:
-    """A text that grows token by token, and its chunks: the oldest tokens of the uncut rest when it is too long.
+    """A text that grows token by token, and its chunks: when the uncut rest is full, its oldest tokens or all of it.
 
     Args:
         ids: the prompt, [N] on the CPU.
@@ -186,11 +187,13 @@ class Text:
         device: where the chunks' bounds are wanted.
         first: where the first chunk begins.
         whole_prompt: the prompt is cut to its end, and the rest begins after it.
+        packing: what leaves a full rest: its oldest "chunk", or all of the "buffer", in chunks.
 
     Attributes:
         chunks: all chunks so far.
         end: where the last one ends and the rest begins.
-        cut: tokens of the chunk that the newest token has pushed out of the rest, or 0.
+        cut: tokens of each chunk that the newest token has pushed out of the rest.
+        short: chunks with fewer tokens than the cutter's shortest: they end a prompt or a packed buffer.
     """
 
     def __init__(
@@ -201,10 +204,13 @@ class Text:
         device: torch.device,
         first: int = 0,
         whole_prompt: bool = False,
+        packing: Packing = "chunk",
     ) -> None:
-        self._cutter, self._most = cutter, rest
+        self._cutter, self._most, self._packing = cutter, rest, packing
         bounds = first + cutter.bounds(ids[first:], 0 if whole_prompt else rest)
-        self.chunks, self.end, self.cut = Chunks(bounds.to(device)), int(bounds[-1]), 0
+        self.chunks, self.end = Chunks(bounds.to(device)), int(bounds[-1])
+        self.cut: list[int] = []
+        self.short = int((bounds.diff() < cutter.shortest).sum())
         self._rest = ids[self.end :].tolist()
 
     @property
@@ -215,13 +221,22 @@ class Text:
     def append(self, token: int) -> None:
         """Read the next token."""
         self._rest.append(token)
-        self.cut = 0
-        if len(self._rest) > self._most:
-            ahead = torch.tensor(self._rest[: self._cutter.longest + 1])  # the space before a token ends a word, too
-            self.cut = int(self._cutter.bounds(ahead)[1])
-            self.end += self.cut
+        self.cut = self._pushed_out() if len(self._rest) > self._most else []
+        for length in self.cut:
+            self.end += length
             self.chunks = self.chunks.extended(self.end)
-            del self._rest[: self.cut]
+            self.short += length < self._cutter.shortest
+        del self._rest[: sum(self.cut)]
+
+    def _pushed_out(self) -> list[int]:
+        """Tokens of each chunk that leaves a full rest, whose last token is the newest."""
+        if self._packing == "buffer":
+            return self._lengths(self._rest[:-1])
+        return self._lengths(self._rest[: self._cutter.longest + 1])[:1]  # a space before a token ends a word, too
+
+    def _lengths(self, tokens: list[int]) -> list[int]:
+        lengths: list[int] = self._cutter.bounds(torch.tensor(tokens)).diff().tolist()
+        return lengths
 
 
 def keys_of_row(view: View, layer: int, row: int, first: int, end: int, device: torch.device) -> torch.Tensor:

@@ -36,6 +36,7 @@ class Layout:
             "strict": as large as the move of the centroid and the new member can make them. "paper": never smaller,
             and no smaller than the new member's distance; the centroid's move may leave older members outside. A
             unit's ball holds its clusters' balls, in "paper" their centroids only.
+        move_units: a graft moves the centroid of its unit, too, to the mean over one chunk more.
     """
 
     cluster_size: int = 2
@@ -44,6 +45,7 @@ class Layout:
     build: Build = "full"
     pooling: Pooling = "mean"
     radii: Radii = "exact"
+    move_units: bool = False
 
 
 def pooled(keys: torch.Tensor, bounds: torch.Tensor, pooling: Pooling) -> torch.Tensor:

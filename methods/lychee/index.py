@@ -40,12 +40,17 @@ class Search:
     Attributes:
         units: best units whose clusters are ranked; more until they hold twice the tokens wanted.
         ub_weight: of the radii in the bounds: 1, or 0 to rank by centroids alone.
-        shortest: tokens that every chunk has, but for one.
+        shortest: tokens that every chunk has, but for `short` ones.
     """
 
     units: int = 16
     ub_weight: int = 1
     shortest: int = 8
+    short: int = 1
+
+    def most(self, room: int) -> int:
+        """Chunks that need be ranked for `room` tokens: as many as fit, and the one after them."""
+        return room // self.shortest + self.short + 1
 
 
 class ClusterIndex:
@@ -126,7 +131,7 @@ class ClusterIndex:
         score = near.squeeze(3) + slack * _pick(self.radii, at)
         sizes = _pick(self.starts, at + 1) - _pick(self.starts, at)
         score = score.masked_fill((clusters < 0) | (sizes == 0), -torch.inf)
-        score, order = score.topk(min(room // search.shortest + 2, score.shape[2]), dim=2)
+        score, order = score.topk(min(search.most(room), score.shape[2]), dim=2)
         sizes = sizes.gather(2, order).masked_fill(score == -torch.inf, 0)
         indexes, rank = entries(_pick(self.starts, at.gather(2, order)), sizes)
         chunks = _pick(self.members, indexes.clamp(min=0)).long()
@@ -167,13 +172,13 @@ class ClusterIndex:
             clusters = stored(self.centroids), *_arrays(self.radii, self.starts, self.members)
             none = np.empty((len(self.centroids), 0, self.centroids.shape[2]), np.int8)
             self._read = units, clusters, none if self.codes is None else self.codes.numpy()
-        how = search.units, search.ub_weight, search.shortest
+        how = search.units, search.ub_weight, search.most(room)
         return int(kernels.best_tokens(queries, mean, *self._read, chunks.bounds.numpy(), how, room, fixed, found))
 
     def graft(self, representative: torch.Tensor, length: int) -> None:
         """Add a chunk to its nearest cluster (algorithm 1, lazy update): no cluster is split, none is new.
 
-        The cluster's centroid becomes the mean over one chunk more; that of its unit stays.
+        The cluster's centroid becomes the mean over one chunk more, and with `move_units` that of its unit.
 
         Args:
             representative: [H, D] fp32.
@@ -186,15 +191,17 @@ class ClusterIndex:
         unit = torch.searchsorted(self.unit_starts[:, 1:].contiguous(), cluster.int(), right=True)
         end = self.starts.gather(1, cluster + 1)
         size = end - self.starts.gather(1, cluster)
-        old = rows_at(self.centroids, cluster)
-        new = normalize(size[..., None] * old.float() + representative[:, None], dim=2).to(old.dtype)
-        self.centroids.scatter_(1, cluster[..., None].expand_as(new), new)
+        old, old_unit = rows_at(self.centroids, cluster), rows_at(self.unit_centroids, unit)
+        _average(self.centroids, cluster, size, representative)
+        if self.layout.move_units:
+            edges = self.starts.gather(1, self.unit_starts.gather(1, torch.cat([unit, unit + 1], dim=1)).long())
+            _average(self.unit_centroids, unit, edges.diff(dim=1), representative)
         self.unit_tokens.scatter_add_(1, unit, torch.full_like(end, length))
         self._insert(representative, cluster, end)
         if self.codes is not None:
             self._measure(cluster, unit)
         else:
-            self._widen(representative[:, None], cluster, unit, old)
+            self._widen(representative[:, None], cluster, unit, old, old_unit)
 
     def _insert(self, representative: torch.Tensor, cluster: torch.Tensor, end: torch.Tensor) -> None:
         """Put a new chunk after the members of `cluster` [H, 1], which stand up to `end` [H, 1]."""
@@ -223,15 +230,21 @@ class ClusterIndex:
         empty = (clusters < 0) | (self.starts.diff(dim=1).gather(1, at) == 0)
         self.unit_radii.scatter_(1, unit, self._up(reach.masked_fill(empty, 0).amax(dim=1, keepdim=True)))
 
-    def _widen(self, point: torch.Tensor, cluster: torch.Tensor, unit: torch.Tensor, old: torch.Tensor) -> None:
-        """Radii of `cluster` and `unit`, [H, 1], that grow after `point` has moved the centroid away from `old`."""
-        centroid, radius = rows_at(self.centroids, cluster), self.radii.gather(1, cluster)
-        kept = radius + (centroid.float() - old.float()).norm(dim=2) if self.layout.radii == "strict" else radius
-        wide = self._up(torch.maximum(kept, self._distance(point, centroid)))
-        radius = torch.maximum(radius, wide)
+    def _widen(
+        self, point: torch.Tensor, cluster: torch.Tensor, unit: torch.Tensor, old: torch.Tensor, old_unit: torch.Tensor
+    ) -> None:
+        """Radii of `cluster` and `unit`, [H, 1], that grow after `point` has moved centroids away from the old ones."""
+        centroid, around = rows_at(self.centroids, cluster), rows_at(self.unit_centroids, unit)
+        radius = self._grown(self.radii.gather(1, cluster), old, centroid, self._distance(point, centroid))
         self.radii.scatter_(1, cluster, radius)
-        reach = self._up(self._reach(centroid, radius, rows_at(self.unit_centroids, unit)))
-        self.unit_radii.scatter_(1, unit, torch.maximum(self.unit_radii.gather(1, unit), reach))
+        reach = self._reach(centroid, radius, around)
+        self.unit_radii.scatter_(1, unit, self._grown(self.unit_radii.gather(1, unit), old_unit, around, reach))
+
+    def _grown(self, radius: torch.Tensor, old: torch.Tensor, new: torch.Tensor, reach: torch.Tensor) -> torch.Tensor:
+        """A radius that holds what lies at `reach`; in "strict" all that it held around the old centroid, too."""
+        if self.layout.radii == "strict":
+            radius = self._up(radius + (new.float() - old.float()).norm(dim=2))
+        return torch.maximum(radius, self._up(reach))
 
     def _distance(self, points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
         """How far representatives [H, m, D] may be from centroids [H, m or 1, D], even if they were decoded."""
@@ -260,6 +273,12 @@ def compile_kernels(dtype: torch.dtype) -> None:
     found = np.empty((1, 2), np.int64)
     queries, fixed = representatives[:, :1].numpy(), np.zeros(1, np.int64)
     index.write_best_tokens(queries, True, Chunks(torch.arange(3)), 1, Search(), fixed, found)
+
+
+def _average(centroids: torch.Tensor, at: torch.Tensor, sizes: torch.Tensor, point: torch.Tensor) -> None:
+    """Move the centroids at [H, 1], each a mean over `sizes` [H, 1] members, to the mean over `point` [H, D], too."""
+    mean = normalize(sizes[..., None] * rows_at(centroids, at).float() + point[:, None], dim=2).to(centroids.dtype)
+    centroids.scatter_(1, at[..., None].expand_as(mean), mean)
 
 
 def _coded(representatives: torch.Tensor) -> torch.Tensor:

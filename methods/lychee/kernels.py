@@ -81,14 +81,14 @@ def best_tokens(queries, mean, units, clusters, codes, bounds, search, room, fix
         clusters: centroids [H, L, D], radii [H, L], starts [H, L + 1] and members [H, M].
         codes: [H, M or more, D] int8, or [H, 0, D]: none are kept.
         bounds: [M + 1], where chunks begin and the last one ends.
-        search: units searched, weight of the radii, tokens that every chunk has.
+        search: units searched, weight of the radii, most clusters ranked.
         fixed: [n].
         found: [lists, n + room or more] int64; written, trailing -1.
 
     Returns:
         tokens of the longest list.
     """
-    searched, weight, shortest = search
+    searched, weight, most_ranked = search
     many, asked, longest = clusters[1].shape[1], 1 if mean else queries.shape[1], 0
     chosen, picked, scores = np.empty(many, np.int32), np.empty(many, np.int32), np.empty(many, np.float32)
     most = clusters[3].shape[1]
@@ -107,7 +107,7 @@ def best_tokens(queries, mean, units, clusters, codes, bounds, search, room, fix
                 scores[i] = -np.inf
                 if own[2][chosen[i] + 1] > own[2][chosen[i]]:
                     scores[i] = _bound(own[0][chosen[i]], query, slack, own[1][chosen[i]])
-            wanted = min(room // shortest + 2, count)
+            wanted = min(most_ranked, count)
             ranked, ranked_scores = np.empty(wanted, np.int32), np.empty(wanted, np.float32)
             write_best(scores, count, ranked, ranked_scores, picked)
             out, end = found[head * asked + asks], len(fixed)

@@ -1,13 +1,15 @@
 """LycheeCluster (2026): chunks that follow the structure of the text, found by a hierarchical index with upper bounds.
 
 The past of a sequence is sinks, chunks of 8 to 16 tokens, and a buffer of recent tokens. A step attends the sinks, the
-buffer, and the chunks of the clusters whose members can have the largest inner product with the query. When the buffer
-is full its oldest tokens become a chunk, which is grafted onto the nearest cluster (section 4 and algorithm 1).
+buffer, and the chunks of the clusters whose members can have the largest inner product with the query. The buffer holds
+what was generated since it was full; then it becomes chunks, which are grafted onto the nearest clusters, and is empty
+again (section 4 and algorithm 1).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
-from methods.blocks.chunking import Chunking, Text, cutter, keys_of_row
+from methods.blocks.chunking import Chunking, Packing, Text, cutter, keys_of_row
 from methods.blocks.kernels import is_readable
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import interleave
@@ -62,20 +64,22 @@ class LycheeCluster(Method):
 
     Args:
         sinks: first tokens, always attended.
-        buffer: most recent tokens that are not in a chunk yet.
-        seed_buffer: the prompt's last tokens begin in the buffer (the paper keeps no window of the prompt: false).
+        buffer: most recent tokens that are not in a chunk yet, at most.
+        seed_buffer: the prompt's last tokens begin in the buffer; else it begins empty, as in algorithm 1.
+        packing: what leaves a full buffer: all of the "buffer", as in algorithm 1, or its oldest "chunk".
         chunking: "structure", chunks end at delimiters; "fixed", all have `max_chunk` tokens.
         min_chunk, max_chunk: tokens of a chunk.
         selection: "kv_head", by the mean bound over the query group, one choice for all; "query_head", each its own.
         ub_weight, units_searched: see `Search`.
-        cluster_size, units, iterations, build, pooling, radii: see `Layout`.
+        cluster_size, units, iterations, build, pooling, radii, move_units: see `Layout`.
     """
 
     def __init__(
         self,
         sinks: int = 16,
         buffer: int = 128,
-        seed_buffer: bool = True,
+        seed_buffer: bool = False,
+        packing: Packing = "buffer",
         chunking: Chunking = "structure",
         min_chunk: int = 8,
         max_chunk: int = 16,
@@ -87,17 +91,18 @@ class LycheeCluster(Method):
         iterations: int = 10,
         build: Build = "full",
         pooling: Pooling = "mean",
-        radii: Radii = "exact",
+        radii: Radii = "paper",
+        move_units: bool = True,
     ) -> None:
         if min_chunk > max_chunk:
             raise ValueError(f"min_chunk={min_chunk}: at most max_chunk={max_chunk}")
         if buffer < max_chunk:
             raise ValueError(f"buffer={buffer}: at least max_chunk={max_chunk}, for a chunk is cut when it is full")
-        self.sinks, self.buffer, self.seed_buffer = sinks, buffer, seed_buffer
+        self.sinks, self.buffer, self.seed_buffer, self.packing = sinks, buffer, seed_buffer, packing
         self.chunking, self.min_chunk, self.max_chunk = chunking, min_chunk, max_chunk
         self.selection = selection
         self.search = Search(units_searched, ub_weight, min_chunk)
-        self.layout = Layout(cluster_size, units, iterations, build, pooling, radii)
+        self.layout = Layout(cluster_size, units, iterations, build, pooling, radii, move_units)
         self.needs = Needs(token_text=chunking == "structure")
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
@@ -132,7 +137,7 @@ class LycheeCluster(Method):
     def _regions(self, ids: torch.Tensor, capacity: int) -> Regions:
         sinks, buffer, room = self._split(capacity)
         sinks = min(sinks, len(ids))
-        text = Text(ids, self.cutter, buffer, self.shape.device, sinks, whole_prompt=not self.seed_buffer)
+        text = Text(ids, self.cutter, buffer, self.shape.device, sinks, not self.seed_buffer, self.packing)
         return Regions(text, capacity, sinks, room)
 
     def _index(self, layer: int, row: Regions, keys: torch.Tensor) -> ClusterIndex:
@@ -142,18 +147,21 @@ class LycheeCluster(Method):
         return ClusterIndex(representatives, chunks.lengths, self.layout, keys.dtype, self.context.generator(layer))
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
-        """Read the new tokens; the oldest of a full buffer become a chunk."""
+        """Read the new tokens; a full buffer, or its oldest tokens, become chunks."""
         for row, token in zip(self.rows, tokens.tolist(), strict=bool(self.rows)):
             row.text.append(token)
         self.fixed = [row.fixed() for row in self.rows]
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Index a row that has become sparse; graft the chunk that has left the buffer."""
+        """Index a row that has become sparse; graft the chunks that have left the buffer, oldest first."""
         for number, (row, index) in enumerate(zip(self.rows, self.indexes[layer], strict=True)):
             end, cut = row.text.end, row.text.cut
             if index is not None and cut:
-                keys = keys_of_row(self.view, layer, number, end - cut, end, self.shape.device)
-                index.graft(pooled(keys, torch.tensor([0, cut], device=keys.device), self.layout.pooling)[:, 0], cut)
+                keys = keys_of_row(self.view, layer, number, end - sum(cut), end, self.shape.device)
+                bounds = torch.tensor([0, *accumulate(cut)], device=keys.device)
+                representatives = pooled(keys, bounds, self.layout.pooling)
+                for chunk, length in enumerate(cut):
+                    index.graft(representatives[:, chunk], length)
             elif index is None and row.sparse:
                 keys = keys_of_row(self.view, layer, number, 0, end, self.shape.device)
                 self.indexes[layer][number] = self._index(layer, row, keys)
@@ -185,9 +193,12 @@ class LycheeCluster(Method):
                 own[:, : len(fixed)], own[:, len(fixed) :], most = fixed.numpy(), -1, len(fixed)
             else:
                 mean, chunks = self.selection == "kv_head", row.text.chunks
-                most = index.write_best_tokens(queries, mean, chunks, row.room, self.search, fixed.numpy(), own)
+                most = index.write_best_tokens(queries, mean, chunks, row.room, self._search(row), fixed.numpy(), own)
             longest = max(longest, most)
         return torch.from_numpy(found)[:, :, :longest]
+
+    def _search(self, row: Regions) -> Search:
+        return replace(self.search, short=row.text.short)
 
     def _best(self, row: Regions, index: ClusterIndex, queries: torch.Tensor) -> torch.Tensor:
         """Tokens of the best chunks for queries [Hkv, G, D]: [Hkv or Hq, n], trailing -1."""
@@ -195,7 +206,7 @@ class LycheeCluster(Method):
         if self.selection == "kv_head":
             queries, norms = queries.mean(dim=1, keepdim=True), norms.mean(dim=1, keepdim=True)
         chunks = row.text.chunks
-        best = index.best_chunks(queries, norms, row.room, self.search)
+        best = index.best_chunks(queries, norms, row.room, self._search(row))
         if self.selection == "query_head" and self.budget.counts_generated:
             heads, group, count = best.shape
             best = interleave(best.view(1, -1, count), heads, group * count).view(heads, 1, -1)

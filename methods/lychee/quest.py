@@ -56,7 +56,7 @@ class StructureQuest(Quest):
         super().append(layer, key, value)
         for row, (text, pages) in enumerate(zip(self.texts, self.parts, strict=True)):
             if text.cut and text.length - text.end > 1:
-                first, both = text.end - text.cut, slice(len(pages) - 2, len(pages))
+                first, both = text.end - sum(text.cut), slice(len(pages) - 2, len(pages))
                 keys = keys_of_row(self.view, layer, row, first, text.length, self.shape.device)
                 low, high = bounds(keys, pages.bounds[-3:] - first, self.page_size)
                 self.low[layer][row, :, both], self.high[layer][row, :, both] = low, high

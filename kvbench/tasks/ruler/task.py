@@ -26,6 +26,7 @@ from kvbench.tasks.ruler.writers import (
     ADJECTIVES,
     NOUNS,
     STRINGS,
+    WONDERWORDS,
     Cell,
     CommonWords,
     Count,
@@ -78,7 +79,7 @@ class Ruler(Task):
             as large as fits.
         haystack, squad, hotpotqa: essays, and documents of qa_1 and qa_2: "generated" (others for each sample), or a
             file: text, SQuAD's JSON, HotpotQA's JSON in the distractor setting.
-        words: of cwe: "generated" (common ones, and made-up ones where a list is longer), or a text file of others.
+        words: of cwe: "wonderwords" (those of RULER), or a text file of others; made-up ones where a list is longer.
         data_dir: None: generate samples. A folder with `<length>/<subset>.jsonl` as RULER writes them, or "hub":
             read them; then the five options before have no effect.
     """
@@ -96,7 +97,7 @@ class Ruler(Task):
         haystack: str = GENERATED,
         squad: str = GENERATED,
         hotpotqa: str = GENERATED,
-        words: str = GENERATED,
+        words: str = WONDERWORDS,
         data_dir: str | None = None,
     ) -> None:
         unknown = [name for name in subsets if name not in self.known]
@@ -115,7 +116,7 @@ class Ruler(Task):
         self.files = {
             key: LocalFile(Path(value).expanduser(), f"task.{key}")
             for key, value in (("haystack", haystack), ("squad", squad), ("hotpotqa", hotpotqa), ("words", words))
-            if value != GENERATED
+            if value not in (GENERATED, WONDERWORDS)
         }
         self.sources = self._sources()
 
