@@ -60,6 +60,7 @@ METHODS = [
     Case("racc_paper", "racc_paper", {"prompt_window": 16, "beta": 0.1}),
     Case("snapkv_racc", "snapkv_racc", {"beta": 0.1}),
     Case("snapkv_racc-hnsw", "snapkv_racc", {"beta": 0.1, "lag": 0, "index": "hnsw"}),
+    Case("snapkv_racc-query_head", "snapkv_racc", {"beta": 0.1, "granularity": "query_head"}),
     Case("pyramidkv_racc", "pyramidkv_racc", {"beta": 0.1}),
     Case("quest", "quest"),
     Case("quest-kv_head", "quest", {"selection": "kv_head"}),

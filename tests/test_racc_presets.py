@@ -26,32 +26,38 @@ class Cache:
     """One KV head's cache: the prompt, then generated tokens in the order of memory; and what is on the host.
 
     Every EVERY steps the last WINDOW queries have voted for the tokens between prompt and window, a softmax over those
-    alone. The votes are smoothed, and the ALPHA share with most stays.
+    alone (or over all of the cache, or the logits). The votes are smoothed, and the ALPHA share with most stays.
+
+    Args:
+        own: the query head of the group whose cache it is; None: the group's.
     """
 
     def __init__(
-        self, fixed: Stream, row: int, head: int, kernel: int, order: str, shifted: bool, beta: float, raw: bool = False
+        self,
+        fixed: Stream,
+        row: int,
+        head: int,
+        kernel: int,
+        order: str,
+        shifted: bool,
+        beta: float,
+        vote: str = "softmax_l2",
+        own: int | None = None,
     ) -> None:
         self.prompt = fixed.lengths[row]
         group = fixed.queries.shape[2] // fixed.keys.shape[2]
         self.keys = fixed.keys[0, row, head].double().numpy()
         self.queries = fixed.queries[0, row, head * group : (head + 1) * group].double().numpy()
+        self.voters = self.queries if own is None else self.queries[own : own + 1]
         self.scaling, self.kernel, self.order, self.shifted = fixed.scaling, kernel, order, shifted
-        self.beta, self.raw = beta, raw
+        self.beta, self.vote = beta, vote
         self.generated: list[int] = []  # in the order of the cache
         self.host: list[int] = []
         self.lost: list[int] = []
         self.after: list[set[int]] = []  # generated tokens on the device after each compression
 
     def run(self, steps: int) -> Cache:
-        found: list[int] = []
-        for step in range(1, steps + 1):
-            newest = self.prompt + step - 1
-            self.generated.append(newest)
-            if (step + LAG) % EVERY == 0 and len(self.after) >= 2:
-                found = self.nearest(newest)
-            if step % EVERY == 0:
-                self.compress(found if len(self.after) >= 2 else [])
+        run([self], steps)
         return self
 
     def nearest(self, newest: int) -> list[int]:
@@ -78,16 +84,36 @@ class Cache:
     def votes(self, older: list[int], window: list[int]) -> list[float]:
         sums = [0.0] * len(older)
         for place in window:
-            for query in self.queries[:, place]:
+            resident = [*range(self.prompt), *(token for token in self.generated if token <= place)]
+            over = older if self.vote == "softmax_l2" else resident
+            for query in self.voters[:, place]:
                 logits = [float(query @ self.keys[token]) * self.scaling for token in older]
-                total = sum(map(math.exp, logits))
+                total = sum(math.exp(float(query @ self.keys[token]) * self.scaling) for token in over)
                 for at, logit in enumerate(logits):
-                    sums[at] += logit if self.raw else math.exp(logit) / total
+                    sums[at] += logit if self.vote == "raw" else math.exp(logit) / total
         return sums
 
     def smoothed(self, votes: list[float]) -> list[float]:
         half = self.kernel // 2
         return [sum(votes[max(0, at - half) : at + half + 1]) / self.kernel for at in range(len(votes))]
+
+
+def run(group: list[Cache], steps: int) -> None:
+    """Caches of the query heads of a KV head, or its one; a search is the group's, of what none of them holds."""
+    found: list[int] = []
+    for step in range(1, steps + 1):
+        newest = group[0].prompt + step - 1
+        searches = len(group[0].after) >= 2
+        if (step + LAG) % EVERY == 0 and searches:
+            found = group[0].nearest(newest)
+        for cache in group:
+            cache.generated.append(newest)
+            if step % EVERY == 0:
+                cache.compress(found if searches else [])
+        held = {token for cache in group for token in cache.generated}
+        host = sorted({token for cache in group for token in cache.host} - held)
+        for cache in group:
+            cache.host = host
 
 
 def lists(fixed: Stream, *arguments: Any, **options: Any) -> list[list[list[set[int]]]]:
@@ -138,6 +164,29 @@ def test_each_way_to_compress_keeps_what_the_list_keeps(options: dict[str, Any])
     assert lost == (4 * 6 if options["shifted"] else 0)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("vote", ["softmax_l2", "softmax_all", "raw"])
+def test_each_query_head_has_a_cache_of_its_own(vote: str, beta: float) -> None:
+    """It attends that cache alone; the union over its group is on the device, and a search is the group's."""
+    fixed = stream(60, 33, steps=STEPS, layers=1)
+    options: dict[str, Any] = {**CYCLE, "lag": LAG, "beta": beta, "vote": vote, "granularity": "query_head"}
+    method = method_named("racc", **options)
+    driven = drive(fixed, method, None)
+    held = [[{one for one in ids if one >= 0} for ids in row] for row in method.view.resident(0).tolist()]
+    apart = 0
+    for row, length in enumerate(fixed.lengths):
+        for head in (0, 1):
+            group = [Cache(fixed, row, head, 5, "token", False, beta, vote, own) for own in (0, 1)]
+            run(group, STEPS)
+            caches = [set(range(length)) | set(cache.generated) for cache in group]
+            assert driven.seen[-1].sets(row)[2 * head : 2 * head + 2] == caches
+            assert held[row][head] == caches[0] | caches[1]
+            assert beta == 0 or set(method.residents[0].evicted()[row][head]) == set(group[0].host)
+            apart += len(caches[0] ^ caches[1])
+    assert apart > 100, "two heads of a group choose alike"
+    assert not driven.audit["over_rule"]
+
+
 def test_the_ways_to_compress_differ() -> None:
     """The lists above could not tell them apart if they chose alike."""
     fixed = stream(60, 33, steps=STEPS, layers=1)
@@ -169,7 +218,7 @@ def test_the_preset_of_the_paper_keeps_the_largest_logits_without_their_neighbou
     """Equations 5 and 6; what is found stays on the host, so that the cache is that of compression alone."""
     fixed = stream(60, 33, steps=STEPS, layers=1)
     after = compressed(fixed, method_named("racc_paper", **CYCLE))
-    assert after == lists(fixed, 1, "token", False, 0.0, raw=True)
+    assert after == lists(fixed, 1, "token", False, 0.0, vote="raw")
 
 
 def attended_of_prompt(fixed: Stream, method: Any, resident_after_prefill: int, budget: int | None) -> int:

@@ -76,7 +76,8 @@ class Scorer(Method):
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Keep the protected tokens and those with the best scores; a prompt within its budget stays whole."""
         counts = [min(pair) for pair in zip(self.budgets[layer], prompt.lengths, strict=True)]
-        if self._in_place and counts == [*prompt.lengths]:
+        whole = counts == [*prompt.lengths]
+        if whole and self._in_place:
             return
         scores = self.score(layer, prompt).masked_fill(self.protected(prompt), torch.inf)
         real = prompt.valid()
@@ -86,7 +87,8 @@ class Scorer(Method):
         kept = top_earliest(scores, max(counts), limits)  # the protected ones first
         if self.budget.unified and self.granularity == "query_head":
             kept = interleave(kept, self.shape.kv_heads, max(counts), limits)
-        self.view.keep(layer, kept)
+        if not whole:
+            self.view.keep(layer, kept)
         if not self._in_place:
             self.scored[layer] = [
                 row[:, window:count] for row, window, count in zip(kept, self.windows, counts, strict=True)

@@ -6,6 +6,7 @@ share alpha of these stays.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,26 +71,36 @@ class Compressor:
         self.voting: dict[int, Voting] = {}
 
     def vote(self, layer: int, query: torch.Tensor, residents: Residents) -> None:
-        """Add what the query [B, Hq, 1, D] of a step in the window says of L2: in fp32, summed over the group."""
+        """Add what the query [B, Hq, 1, D] of a step in the window says of L2: in fp32, summed over a list's heads."""
         lengths = self.view.lengths(layer)
         if layer not in self.voting:
             starts = [length - 1 for length in lengths]  # the window begins with this token
             older = residents.older(starts, by_position=self.cycle.vote_order == "token")
-            self.voting[layer] = Voting.over(older, ascending(residents.all(starts)))
+            self.voting[layer] = Voting.over(older, residents.of_kv_heads(starts))
         voting, way = self.voting[layer], self.cycle.vote
         keys = self.view.keys(layer)
         grouped = query.unflatten(1, (self.shape.kv_heads, -1))[:, :, :, 0].float()
         first = 0 if way == "softmax_all" else voting.first
         logits = grouped @ keys[:, :, first:].float().transpose(2, 3) * self.shape.scaling
         if way == "softmax_all":
-            resident = ascending(residents.all(lengths))
-            absent = (resident == NO_TOKEN)[:, :, None, : logits.shape[3]]
-            logits = logits.masked_fill(absent, -torch.inf).softmax(dim=-1)
-        slots = (voting.slots - first).clamp(min=0)[:, :, None].expand(-1, -1, self.shape.group, -1)
-        of_older, absent = logits.gather(3, slots), (voting.ids == NO_TOKEN)[:, :, None]
+            present = self._by_group(self._present(residents, lengths))[..., : logits.shape[3]]
+            logits = logits.masked_fill(~present, -torch.inf).softmax(dim=-1)
+        slots = self._by_group((voting.slots - first).clamp(min=0)).expand(-1, -1, self.shape.group, -1)
+        of_older, absent = logits.gather(3, slots), self._by_group(voting.ids == NO_TOKEN)
         if way == "softmax_l2":
             of_older = of_older.masked_fill(absent, -torch.inf).softmax(dim=-1)
-        voting.votes += of_older.masked_fill(absent, 0).sum(dim=2)
+        voting.votes += of_older.masked_fill(absent, 0).view(*voting.ids.shape[:2], -1, voting.ids.shape[2]).sum(dim=2)
+
+    def _by_group(self, lists: torch.Tensor) -> torch.Tensor:
+        """[B, H, M] as [B, Hkv, 1 or G, M]."""
+        return lists.unflatten(1, (self.shape.kv_heads, -1))
+
+    def _present(self, residents: Residents, lengths: Sequence[int]) -> torch.Tensor:
+        """[B, H, n] bool: which of the tokens on the device, in their order, each list holds."""
+        own, resident = ascending(residents.all(lengths)), residents.of_kv_heads(lengths)
+        slots = slots_of(own, resident).masked_fill(own == NO_TOKEN, resident.shape[2])
+        present = torch.zeros(*own.shape[:2], resident.shape[2] + 1, dtype=torch.bool, device=own.device)
+        return present.scatter(2, slots, True)[..., :-1]
 
     def kept(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The share alpha of L2 with most votes, and what is lost: see `Voting.best`. The next window votes anew."""
@@ -101,10 +112,10 @@ class Voting:
     """The votes of one window for the tokens of L2.
 
     Attributes:
-        ids: [B, Hkv, M] in the order of `Cycle.vote_order`, `NO_TOKEN` after the last.
-        slots: their index among the tokens on the device, [B, Hkv, M].
+        ids: [B, H, M] in the order of `Cycle.vote_order`, `NO_TOKEN` after the last; H as in `Residents`.
+        slots: their index among the tokens on the device, [B, H, M].
         first: the smallest of these.
-        votes: [B, Hkv, M] fp32, summed over queries and group.
+        votes: [B, H, M] fp32, summed over queries, and over the query heads that share a list.
     """
 
     ids: torch.Tensor
@@ -114,8 +125,8 @@ class Voting:
 
     @classmethod
     def over(cls, ids: torch.Tensor, resident: torch.Tensor) -> Voting:
-        """No votes yet, for `ids` among the tokens on the device, which ascend."""
-        slots = torch.searchsorted(resident, ids).clamp(max=resident.shape[2] - 1)
+        """No votes yet, for `ids` [B, H, M] among the tokens on the device [B, Hkv, n], which ascend."""
+        slots = slots_of(ids, resident)
         return cls(ids, slots, int(slots.min()), torch.zeros(ids.shape, device=ids.device))
 
     def best(self, cycle: Cycle) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,7 +136,7 @@ class Voting:
         before the first is the prompt's last token, which is there anyhow; the last token of L2 nobody gathers.
 
         Returns:
-            What stays [B, Hkv, M], and what is lost, neither kept nor dropped, [B, Hkv, 1 or 0]; -1 = none.
+            What stays [B, H, M], and what is lost, neither kept nor dropped, [B, H, 1 or 0]; -1 = none.
         """
         there = self.ids != NO_TOKEN
         smoothed = avg_pool1d(self.votes, cycle.vote_kernel, stride=1, padding=cycle.vote_kernel // 2)
@@ -140,3 +151,9 @@ class Voting:
             lost = torch.where(sizes[..., None] > 0, last, -1)
         kept = packed(torch.where(chosen, self.ids, -1))
         return kept[:, :, : max(map(max, counts))], lost
+
+
+def slots_of(ids: torch.Tensor, resident: torch.Tensor) -> torch.Tensor:
+    """Index of ids [B, H, M] among their KV heads' tokens on the device [B, Hkv, n], which ascend; any for others."""
+    slots = torch.searchsorted(resident, ids.view(*resident.shape[:2], -1))
+    return slots.clamp(max=resident.shape[2] - 1).view(ids.shape)

@@ -17,6 +17,7 @@ import torch
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.ragged import stacked
+from methods.blocks.topk import Granularity
 from methods.blocks.votes import Pooling
 from methods.pyramidkv import PyramidKV
 from methods.racc.compressor import Compressor, Cycle, Order, Vote
@@ -47,6 +48,8 @@ class RACC(Method):
         compressor: what compresses the prompt; "none" leaves it whole.
         capacity: prompt tokens it keeps without a budget.
         prompt_window, kernel, pooling: its settings, see `SnapKV`.
+        granularity: "query_head": each query head votes for a cache of its own (as published), and the union is held;
+            a search is the group's in either way.
         scenario: see `scenario`.
         search_prompt: evicted prompt tokens may be found again.
         every, window, alpha, vote, vote_kernel, vote_order, shifted: see `Cycle`; a budget may set alpha.
@@ -64,6 +67,7 @@ class RACC(Method):
         prompt_window: int = 128,
         kernel: int = 5,
         pooling: Pooling = "mean",
+        granularity: Granularity = "kv_head",
         search_prompt: bool = True,
         scenario: Scenario = "auto",
         every: int = 400,
@@ -93,7 +97,8 @@ class RACC(Method):
             raise ValueError(f"lag={lag}: expected fewer steps than lie between two compressions, every={every}")
         self.settings = Settings(index, metric, lists, probes, subspaces, neighbours, ef_construction, ef_search)
         compressors = {"snapkv": SnapKV, "pyramidkv": PyramidKV}
-        settings = {"window": prompt_window, "kernel": kernel, "pooling": pooling}
+        settings = {"window": prompt_window, "kernel": kernel, "pooling": pooling, "granularity": granularity}
+        self.granularity = granularity
         self.compressor = compressors[compressor](**settings) if compressor != "none" else None
         self.needs = Needs(query_window=prompt_window if self.compressor else 0, on_drop="offload")
 
@@ -106,6 +111,8 @@ class RACC(Method):
             raise ValueError(f"subspaces={self.settings.subspaces}: at most the head dimension, {shape.head_dim}")
         self.cycle = self._cycle()
         self.moves = self.link.kind == "compress" and self.scenario != "liso"  # what was found returns to the cache
+        # lists of a KV head: under unified accounting those of a group are joined
+        self.group = shape.group if self.granularity == "query_head" and not budget.unified else 1
         self.steps = self.compressions = 0
         self.residents: dict[int, Residents] = {}
         self.of_generated = Compressor(self.cycle, shape, view) if self.cycle.alpha < 1 else None
@@ -145,15 +152,15 @@ class RACC(Method):
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Have the prompt compressed, and what it drops indexed beside the prefill of later layers."""
         shape = self.shape
-        residents = self.residents[layer] = Residents(prompt.lengths, shape.kv_heads, shape.device, self.search_prompt)
+        sizes = prompt.lengths, shape.kv_heads, shape.device, self.group
+        residents = self.residents[layer] = Residents(*sizes, search_prompt=self.search_prompt)
         if self.of_prompt is not None:
             self.of_prompt.prefill(layer, prompt)
             self.retrieval.flush()
         residents.end_prompt()
 
     def _keep(self, layer: int, ids: torch.Tensor) -> None:
-        """Evict all but `ids` [B, Hkv or 1, M] to the host, and have the rest indexed."""
-        ids = ids.expand(-1, self.shape.kv_heads, -1)
+        """Evict all but `ids` [B, H, M] to the host, and have the rest indexed."""
         if self.budget.counts_generated:  # a budget of at least the current length drops nothing
             ids = self._of_long_rows(layer, ids)
         self.view.keep(layer, ids)
@@ -175,7 +182,7 @@ class RACC(Method):
         if self.moves and layer in self.retrieval.layers:
             found = self.retrieval.layers[layer].latest(self.steps)
             if found is not None:
-                parts.insert(0, found.tokens)
+                parts.insert(0, self._for_all(found))
             else:
                 self.retrieval.log.late += 1
         residents.generated = torch.cat(parts, dim=2)
@@ -193,14 +200,19 @@ class RACC(Method):
             self.of_generated.vote(layer, query, self.residents[layer])
         found = self._retrieved(layer, query)
         self.attended[layer] = 0 if found is None else found.tokens.shape[2]
-        rolling = self.of_prompt.select(layer, query) if self.of_prompt is not None else None
-        if found is None and rolling is None:
+        rolls = self.of_prompt if self.budget.counts_generated else None
+        rolling = rolls.select(layer, query) if rolls is not None else None
+        if found is None and rolling is None and self.group == 1:
             return None
         if rolling is None:
             here = self.residents[layer].all(self.view.lengths(layer))
         else:
             here = self._of_long_rows(layer, rolling.index)
-        return Selection(here if found is None else packed(torch.cat([here, found.tokens], dim=2)))
+        return Selection(here if found is None else packed(torch.cat([here, self._for_all(found)], dim=2)))
+
+    def _for_all(self, found: Answer) -> torch.Tensor:
+        """What a search found, for each list of a KV head: [B, H, k]."""
+        return found.tokens.repeat_interleave(self.group, dim=1)
 
     def _retrieved(self, layer: int, query: torch.Tensor) -> Answer | None:
         """Ask if it is time to; what to attend of earlier answers, if they do not return to the cache."""
@@ -219,7 +231,7 @@ class RACC(Method):
         return share(self.link.beta, length)
 
     def _of_long_rows(self, layer: int, rolling: torch.Tensor) -> torch.Tensor:
-        """What the compressor selected [B, Hkv, M], and all of the rows that fit their budget."""
+        """What the compressor selected [B, H, M], and all of the rows that fit their budget."""
         rows = [
             torch.arange(length, device=own.device).expand(len(own), -1) if self._capacity(prompt) >= length else own
             for prompt, length, own in zip(self.shape.lengths, self.view.lengths(layer), rolling, strict=True)
@@ -257,10 +269,10 @@ class RACC(Method):
 
         done = (generated - 1) // self.cycle.every
         older = retained(done, self.cycle.alpha, self.cycle.every, self.cycle.window, linked)
-        return prompt + older + generated - done * self.cycle.every + (0 if self.moves else retrieved)
+        return prompt + self.group * older + generated - done * self.cycle.every + (0 if self.moves else retrieved)
 
     def _entries(self) -> float:
-        """Tokens on the device that the scenario's ratio counts, per KV head and sparse layer."""
+        """Tokens on the device that the scenario's ratio counts, per list and sparse layer."""
         held = [self.residents[layer] for layer in self.shape.sparse_layers]
         since = sum(
             self.view.lengths(layer)[0] - own.since[0]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from methods.blocks.ragged import stacked
+from methods.blocks.topk import interleave
 from methods.racc.index import Tokens
 
 NO_TOKEN = torch.iinfo(torch.int64).max  # sorts after every token id
@@ -17,23 +18,30 @@ class Residents:
 
     Args:
         lengths: prompt tokens of each row; all are on the device at first.
+        kv_heads: of the layer.
+        group: lists for each of them: G where every query head has a cache of its own, else 1.
         search_prompt: prompt tokens that are evicted may be found again.
 
     Attributes:
-        held: tokens on the device since the last eviction, [B, Hkv, M], trailing -1.
+        held: tokens on the device since the last eviction, [B, H, M] with H = kv_heads * group, trailing -1.
         since: tokens of each row that there were then; all later ones are on the device, too.
-        count: tokens of `held` per KV head, on average.
-        prompt: L1, [B, Hkv, M].
-        generated: those of `held` that are not L1, [B, Hkv, M], in the order of the cache.
-        lost: tokens that no search shall find, [B, Hkv, M], -1 = none.
+        count: tokens of `held` per list, on average.
+        prompt: L1, [B, H, M].
+        generated: those of `held` that are not L1, [B, H, M], in the order of the cache.
+        lost: tokens that no search shall find, [B, H, M], -1 = none.
     """
 
     def __init__(
-        self, lengths: tuple[int, ...], kv_heads: int, device: torch.device, search_prompt: bool = True
+        self,
+        lengths: tuple[int, ...],
+        kv_heads: int,
+        device: torch.device,
+        group: int = 1,
+        search_prompt: bool = True,
     ) -> None:
-        self._kv_heads, self._device = kv_heads, device
+        self._kv_heads, self._heads, self._device = kv_heads, kv_heads * group, device
         self._searched_from = [0 if search_prompt else length for length in lengths]
-        self.lost = torch.empty(len(lengths), kv_heads, 0, dtype=torch.int64, device=device)
+        self.lost = torch.empty(len(lengths), self._heads, 0, dtype=torch.int64, device=device)
         self.hold(self.range([0] * len(lengths), lengths), lengths)
         self.end_prompt()
 
@@ -42,16 +50,21 @@ class Residents:
         self.prompt, self.generated = self.held, self.held[:, :, :0]
 
     def hold(self, ids: torch.Tensor, lengths: tuple[int, ...]) -> None:
-        """Note that of the tokens so far `ids` [B, Hkv, M] are on the device."""
+        """Note that of the tokens so far `ids` [B, H, M] are on the device."""
         self.held, self.since = packed(ids), lengths
         self.count = float((ids >= 0).sum()) / (ids.shape[0] * ids.shape[1])
 
     def all(self, lengths: Sequence[int]) -> torch.Tensor:
-        """All tokens on the device when rows have `lengths`, newer ones first: [B, Hkv, M], trailing -1."""
+        """All tokens on the device when rows have `lengths`, newer ones first: [B, H, M], trailing -1."""
         return packed(torch.cat([self.range(self.since, lengths), self.held], dim=2))
 
+    def of_kv_heads(self, lengths: Sequence[int]) -> torch.Tensor:
+        """The same, a group's lists joined, by position: [B, Hkv, M], `NO_TOKEN` after the last."""
+        ids = self.all(lengths)
+        return ascending(interleave(ids, self._kv_heads, ids.shape[2] * ids.shape[1] // self._kv_heads))
+
     def older(self, lengths: Sequence[int], by_position: bool) -> torch.Tensor:
-        """L2, if the window begins after `lengths` tokens: [B, Hkv, M], `NO_TOKEN` after the last.
+        """L2, if the window begins after `lengths` tokens: [B, H, M], `NO_TOKEN` after the last.
 
         By position, or in the order of the cache: found tokens, those kept before, newer ones.
         """
@@ -61,6 +74,7 @@ class Residents:
     def evicted(self) -> list[list[Tokens]]:
         """[B][Hkv] tokens that are on the host since the last eviction, and may be found there."""
         held = torch.cat([self.held, self.lost], dim=2).cpu()
+        held = held.reshape(held.shape[0], self._kv_heads, -1)
         longest = max(self.since)
         gone = torch.ones(*held.shape[:2], longest + 1, dtype=torch.bool)
         gone.scatter_(2, torch.where(held < 0, longest, held), False)
@@ -70,11 +84,11 @@ class Residents:
         ]
 
     def range(self, first: Sequence[int], last: Sequence[int]) -> torch.Tensor:
-        """Tokens first[b] .. last[b] - 1 of each row, [B, Hkv, M] with trailing -1."""
+        """Tokens first[b] .. last[b] - 1 of each row, [B, H, M] with trailing -1."""
         rows = list(zip(first, last, strict=True))
         if len(set(rows)) == 1:
-            return torch.arange(*rows[0], device=self._device).expand(len(rows), self._kv_heads, -1)
-        return stacked([torch.arange(*row, device=self._device).expand(self._kv_heads, -1) for row in rows])
+            return torch.arange(*rows[0], device=self._device).expand(len(rows), self._heads, -1)
+        return stacked([torch.arange(*row, device=self._device).expand(self._heads, -1) for row in rows])
 
 
 def ascending(ids: torch.Tensor) -> torch.Tensor:
