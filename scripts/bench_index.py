@@ -51,6 +51,12 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 SHARES = (0.01, 0.02, 0.04, 0.06, 0.09, 0.12, 0.15, 0.18, 0.22, 0.3)  # beam widths, as shares of the nodes
 LAYOUTS = {"dci": Layout(), "dci_plus": Layout(promotion=(1 / 32, 0.2), split="greedy")}
+PRESETS = {
+    "icecache": Layout(),
+    "icecache_code": Layout(
+        levels="counter_ceil", parents="anchored", remainder="last", projections=(1, 1), exhaustive_below=3000
+    ),
+}
 RANK_BY = {"dci": "point", "dci_plus": "centroid"}
 PAGE = 16
 INSERTED = 1024
@@ -180,6 +186,7 @@ def bench(data: Data, k: int, pages: int, group_sizes: list[int]) -> dict[str, A
         "groups": groups,
         "build_speedup": built["faiss_hnsw"]["build_s"] / built["dci_plus"]["build_s"],
         "pages": _page_quality(data, {name: tree for name, (tree, _) in trees.items()}, pages, work),
+        "presets": _presets(data, pages, work),
     }
 
 
@@ -296,6 +303,21 @@ def _page_quality(data: Data, trees: dict[str, DCITree], wanted: int, work: Work
     for name, tokens in chosen.items():
         flat = [of_group.reshape(len(of_group), -1) for of_group in tokens]
         result[name] = {**truth.quality(flat), "tokens": float(np.mean([(row >= 0).sum(axis=1) for row in flat]))}
+    return result
+
+
+def _presets(data: Data, wanted: int, work: Workspace) -> dict[str, dict[str, float]]:
+    """What `wanted` pages hold as presets build the tree and as wide as they search it; what that takes."""
+    truth, search, result = Truth.of(data, wanted * PAGE), Search(max(30, data.count // 1000), prop_to_retrieve=0.8), {}
+    for name, layout in PRESETS.items():
+        DCITree(data.keys, data.count, layout, 0, work)
+        start = time.process_time()
+        tree = DCITree(data.keys, data.count, layout, 0, work)
+        seconds = time.process_time() - start
+        answers = [tree.best_pages(group, wanted, search, work) for group in data.queries]
+        quality = truth.quality([tree.tokens(answer.ids).reshape(len(answer.ids), -1) for answer in answers])
+        scored = float(np.mean([answer.evaluated for answer in answers]))
+        result[name] = {**quality, "build_s": seconds, "scored_for_a_group": scored}
     return result
 
 

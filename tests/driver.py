@@ -69,6 +69,8 @@ METHODS = [
     Case("icecache-exact", "icecache", {"index": "exact"}),
     Case("icecache_reuse", "icecache_reuse"),
     Case("icecache_plus", "icecache_plus"),
+    # anchors in prompts of the tests' lengths
+    Case("icecache_code", "icecache_code", {"exhaustive_below": 20, "anchors": [6, 2, 0.9], "promotion": [0.15, 0.3]}),
     Case("pariskv", "pariskv"),
     Case("pariskv-torch", "pariskv", {"compute": "torch"}),
     Case("pariskv_aligned", "pariskv_aligned"),

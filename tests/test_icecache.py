@@ -132,7 +132,6 @@ def test_looking_into_every_node_finds_what_the_exact_scan_finds() -> None:
     fixed = stream(300, 150, steps=10)
     exact = selected(fixed, index="exact")
     assert selected(fixed, fov=10**6) == exact
-    assert selected(fixed, fov=10**6, projections=[2, 3], prop_to_retrieve=1.0) == exact
     assert selected(fixed, fov=10**6, rank_by="centroid") == exact
 
 
@@ -142,9 +141,12 @@ def test_options_change_what_is_attended() -> None:
         {},
         {"fov": 1},
         {"levels": "random"},
+        {"levels": "counter_ceil"},
+        {"parents": "anchored", "anchors": [20, 2, 0.9], "exhaustive_below": 200},
         {"split": "greedy"},
+        {"remainder": "last"},
         {"fov": 12, "rank_by": "centroid"},
-        {"projections": [1, 1], "prop_to_retrieve": 0.3},
+        {"projections": [1, 1]},
         {"promotion": [0.3, 0.3]},
         {"sink_pages": 1},
     ]
@@ -172,13 +174,14 @@ import torch
 from driver import drive, stream
 
 from kvbench.engine.hf import method_named
-from methods.icecache.kernels import choosing, layer, levels, pages, products, ranking
+from methods.icecache.kernels import anchors, choosing, layer, levels, p_dci, pages, products, ranking
 
-files = (choosing, layer, levels, pages, products, ranking)
+files = (anchors, choosing, layer, p_dci, levels, pages, products, ranking)
 everything = {name: value for file in files for name, value in vars(file).items()}
 kernel = {name: value for name, value in everything.items() if hasattr(value, "signatures")}
 for dtype in (torch.float32, torch.bfloat16):
-    for options in ({"index": "exact"}, {}, {"split": "greedy", "rank_by": "centroid"}, {"projections": [2, 2]}):
+    code = {"levels": "counter_ceil", "parents": "anchored", "projections": [1, 1], "exhaustive_below": 50}
+    for options in ({"index": "exact"}, {}, {"split": "greedy", "rank_by": "centroid"}, code):
         method = method_named("icecache", page_size=4, small_page_size=4, promotion=[0.15, 0.3], **options)
         fixed = stream(300, 150, steps=40, layers=1)
         parts = {part: getattr(fixed, part).to(dtype) for part in ("queries", "keys", "values")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,9 +28,11 @@ layouts = st.builds(
     Layout,
     page_size=st.sampled_from([2, 4, 16]),
     promotion=st.sampled_from([(0.15, 0.3), (0.02, 0.2), (0.5, 0.5)]),
-    levels=st.sampled_from(["counter", "random"]),
+    levels=st.sampled_from(["counter", "counter_ceil", "random"]),
+    parents=st.sampled_from(["nearest", "anchored"]),
+    anchors=st.sampled_from([(7, 2, 0.9), (1, 1, 1.1)]),
     split=st.sampled_from(["projection", "greedy"]),
-    projections=st.sampled_from([(0, 0), (1, 1), (2, 3)]),
+    remainder=st.sampled_from(["first", "last"]),
     exhaustive_below=st.sampled_from([0, 10, 4096]),
     fov=st.sampled_from([3, 1000]),
     reparent=st.booleans(),
@@ -204,6 +205,7 @@ def test_parents_of_an_exhaustive_build_minimise_delta(count: int, layout: Layou
 @given(st.integers(1, 150), layouts, seeds)
 def test_a_beam_as_wide_as_the_levels_finds_the_same_parents(count: int, layout: Layout, seed: int) -> None:
     keys = some_keys(count, seed, "heavy")
+    layout = replace(layout, parents="nearest")
     wide, all_of_it = replace(layout, exhaustive_below=0, fov=1000), replace(layout, exhaustive_below=4096)
     assert parent_tokens(built(keys, wide)) == parent_tokens(built(keys, all_of_it))
 
@@ -216,7 +218,7 @@ def test_inserting_one_by_one_gives_the_parents_of_a_build(count: int, start: in
     layout = replace(layout, exhaustive_below=4096, reparent=True)
     tree = grown(keys, layout, min(max(start, 1), count))
     check_parents(tree)
-    if layout.levels == "counter":
+    if layout.levels != "random":
         assert parent_tokens(tree) == parent_tokens(built(keys, layout))
 
 
@@ -271,6 +273,8 @@ def test_occupancy_is_near_that_of_exponential_cells(share: float, split: Any) -
 def test_pages_of_a_node_are_filled_evenly_and_in_the_order_of_the_projection() -> None:
     tree = built(some_keys(90, 3), replace(SMALL, promotion=(0.001, 0.2)))
     assert tree.counts.tolist() == [4] * 21 + [3] * 2
+    late = built(some_keys(90, 3), replace(SMALL, promotion=(0.001, 0.2), remainder="last"))
+    assert late.counts.tolist() == [3] * 2 + [4] * 21
     value = tree.arrays.projection[:, 0] + tree.arrays.direction[0, -1] * np.sqrt(
         tree.arrays.largest[0] - tree.arrays.point["norm2"]
     )
@@ -402,52 +406,7 @@ def test_the_exact_scan_answers_for_the_same_pages(count: int, layout: Layout, k
         assert (scanned.ranked, scanned.evaluated) == (0, count)
 
 
-# -- P-DCI -------------------------------------------------------------------------------------------------------------
-
-
-def p_dci(tree: DCITree, query: np.ndarray, share: float) -> tuple[list[int], list[float]]:
-    """Li & Malik 2017, algorithm 2, with one queue over all simple indices: tokens as found, and their gaps."""
-    arrays, count = tree.arrays, len(tree)
-    composites, simple = tree.layout.projections
-    c = np.sqrt(arrays.largest[0])
-    height = np.sqrt(np.maximum(arrays.largest[0] - arrays.point["norm2"][:count], 0))
-    target = c / np.linalg.norm(query) * arrays.direction[:, :-1] @ query
-    projected = arrays.projection[:count] + height[:, None] * arrays.direction[:, -1]
-    queue: list[tuple[float, int, int]] = []
-    for j in range(composites * simple):
-        for row in range(count):
-            heapq.heappush(queue, (float(abs(projected[row, j] - target[j])), j, row))
-    seen = np.zeros((composites, count), int)
-    order: list[int] = []
-    gaps: list[float] = []
-    while len(order) < int(np.ceil(share * count)):
-        gap, j, row = heapq.heappop(queue)
-        seen[j // simple, row] += 1
-        if seen[j // simple, row] == simple and row not in order:
-            order.append(row)
-            gaps.append(gap)
-    return order, gaps
-
-
-@quick
-@given(st.integers(1, 60), st.sampled_from([(1, 1), (1, 4), (2, 3)]), st.floats(0.05, 0.95), seeds)
-def test_projections_prune_as_the_queues_of_p_dci_do(
-    count: int, projections: tuple[int, int], share: float, seed: int
-) -> None:
-    keys, query = some_keys(count, seed, "heavy"), some_queries(1, seed)
-    tree = built(keys, Layout(promotion=(0.001, 0.2), projections=projections))
-    order, gaps = p_dci(tree, query[0], share)
-    answer = tree.best_tokens(query, count, replace(EVERYTHING, prop_to_retrieve=share), Workspace())
-    assert answer.evaluated == len(order)
-    assert set(answer.ids[0][answer.ids[0] >= 0].tolist()) == set(order)
-
-    # the gap never exceeds the distance in the transformed space, scaled by c
-    squared_c = float(tree.arrays.largest[0])
-    unit = query[0] / np.linalg.norm(query[0])
-    for row, gap in zip(order, gaps, strict=True):
-        lifted = np.append(keys[row], np.sqrt(max(squared_c - float(keys[row] @ keys[row]), 0)))
-        assert gap <= np.linalg.norm(lifted - np.append(np.sqrt(squared_c) * unit, 0)) + 1e-3
-    assert gaps == sorted(gaps)
+# -- the transform -----------------------------------------------------------------------------------------------------
 
 
 @quick
@@ -702,7 +661,17 @@ def test_wrong_memory_and_queries_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"page_size": 1}, {"promotion": (0, 0.2)}, {"projections": (2, 0)}, {"levels": "x"}, {"split": "x"}]
+    "wrong",
+    [
+        {"page_size": 1},
+        {"promotion": (0, 0.2)},
+        {"projections": (2, 0)},
+        {"levels": "x"},
+        {"parents": "x"},
+        {"anchors": (0, 1, 0.9)},
+        {"split": "x"},
+        {"remainder": "x"},
+    ],
 )
 def test_wrong_layouts_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -39,6 +39,7 @@ STYLES = {
     "icecache": Style("IceCache", GREEN, "D"),
     "icecache_reuse": Style("IceCache-reuse", GREEN, "d", "--"),
     "icecache_plus": Style("IceCache+", GREEN, "X", ":"),
+    "icecache_code": Style("IceCache-code", GREEN, "s", "-."),
     "quest": Style("Quest", BLUE, "o"),
     "snapkv": Style("SnapKV", VERMILION, "s"),
     "streaming_llm": Style("StreamingLLM", PURPLE, "^"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -69,17 +70,15 @@ class Forest:
         batch, kv_heads, group, head_dim = queries.shape
         flat = queries.reshape(batch * kv_heads, group, head_dim)
         index, read = np.full((len(flat), longest), NONE, np.int64), np.zeros(len(flat), np.int64)
-        layout = self._trees[0].layout
-        composites, simple = layout.projections if search.prop_to_retrieve < 1 else (0, 0)
-        exact = isinstance(self._trees[0], ExactScan)
-        how = (search.fov, search.exhaustive_below, search.rank_by == "centroid", composites, simple, exact)
-        directory, stored, share = self._find(), self._stored, float(search.prop_to_retrieve)
+        exact, p_dci = isinstance(self._trees[0], ExactScan), self._trees[0].p_dci(search)
+        how = (search.fov, search.exhaustive_below, search.rank_by == "centroid", exact)
+        directory, stored = self._find(), self._stored
 
         def ask(first: int, stop: int, workspace: Workspace) -> int:
             work = workspace.fit(self._trees[0].arrays, group)
             return int(
                 kernels.attend(
-                    directory, stored, first, stop, flat, regions, how, share, float(fov_share), work, index, read
+                    directory, stored, first, stop, flat, regions, how, p_dci, float(fov_share), work, index, read
                 )
             )
 
@@ -150,12 +149,12 @@ class Forest:
 
 
 @cache
-def compile_kernels(dtype: np.dtype[Any], pool: Executor) -> None:
-    """Run every kernel once on a few keys of this dtype: compiled, or read from disk, before anything is timed."""
+def compile_kernels(dtype: np.dtype[Any], pool: Executor, layout: Layout) -> None:
+    """Run every kernel that this layout needs once on a few keys: compiled, or read from disk, before time is taken."""
     keys, queries, work = np.zeros((100, 8), dtype), np.zeros((1, 1, 1, 8), np.float32), Workspace()
-    for split in ("projection", "greedy"):
-        tree = DCITree(keys, 10, Layout(2, (0.2, 0.3), split=split), 0, work)  # type: ignore[arg-type]
-        tree.insert(85, work)
-        forest = Forest([[tree]], pool, [work])
-        forest.insert([5])
-        forest.attended(queries, np.array([[10, 1, 98, 100, 1]]), Search(), 0.1, 10)
+    small = replace(layout, page_size=2, promotion=(0.2, 0.3), exhaustive_below=0)
+    tree = DCITree(keys, 10, small, 0, work)
+    tree.insert(85, work)
+    forest = Forest([[tree]], pool, [work])
+    forest.insert([5])
+    forest.attended(queries, np.array([[10, 1, 98, 100, 1]]), Search(), 0.1, 10)

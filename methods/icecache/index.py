@@ -55,6 +55,7 @@ class DCITree(PagedTree):
 
     def __init__(self, keys: Keys, count: int, layout: Layout, seed: int, workspace: Workspace | None = None) -> None:
         super().__init__(keys, count, layout, seed)
+        self._next_level = 1  # of the next arrival, where levels are counted in turn
         if count:
             self._build(count, workspace or Workspace())
 
@@ -62,43 +63,48 @@ class DCITree(PagedTree):
 
     def best_pages(self, queries: Floats, wanted: int, search: Search, workspace: Workspace) -> Answer:
         """The `wanted` distinct pages of the best members, for each query [G, D] of a group."""
-        ranked, runs, work = self._listed(queries, search, workspace)
         ids, scores = _answer_arrays(len(queries), wanted)
-        kernels.best_pages(self.arrays, runs, queries, ids, scores, work)
-        return Answer(ids, scores, ranked, int(work.starts[runs]))
+        if p_dci := self.p_dci(search):
+            ranked, work = 0, self._asked(queries, workspace)
+            evaluated = kernels.p_dci_pages(self.arrays, queries, search.fov, p_dci, ids, scores, work)
+        else:
+            ranked, runs, work = self._listed(queries, search, workspace)
+            kernels.best_pages(self.arrays, runs, queries, ids, scores, work)
+            evaluated = int(work.starts[runs])
+        return Answer(ids, scores, ranked, evaluated)
 
     def best_tokens(self, queries: Floats, wanted: int, search: Search, workspace: Workspace) -> Answer:
         """The tokens of the `wanted` best keys, for each query [G, D] of a group."""
-        ranked, runs, work = self._listed(queries, search, workspace)
         rows, scores = _answer_arrays(len(queries), wanted)
-        kernels.best_rows(self.arrays, runs, queries, rows, scores, work)
+        if p_dci := self.p_dci(search):
+            ranked, work = 0, self._asked(queries, workspace)
+            evaluated = kernels.p_dci_rows(self.arrays, queries, search.fov, p_dci, rows, scores, work)
+        else:
+            ranked, runs, work = self._listed(queries, search, workspace)
+            kernels.best_rows(self.arrays, runs, queries, rows, scores, work)
+            evaluated = int(work.starts[runs])
         tokens = np.where(rows == NONE, NONE, self.arrays.token[rows])
-        return Answer(tokens, scores, ranked, int(work.starts[runs]))
+        return Answer(tokens, scores, ranked, evaluated)
+
+    def p_dci(self, search: Search) -> tuple[int, int, float] | None:
+        """Composite indices, simple ones of each, and the share of a node's children for P-DCI; None: it is unused."""
+        composites, simple = self.layout.projections
+        return (composites, simple, search.prop_to_retrieve) if composites else None
 
     def _listed(self, queries: Floats, search: Search, workspace: Workspace) -> tuple[int, int, kernels.Workspace]:
         """Nodes ranked, pages to be scored; which ones is in the workspace."""
-        self._check_queries(queries)
-        work = workspace.fit(self.arrays, len(queries))
-        composites, simple = self.layout.projections if search.prop_to_retrieve < 1 else (0, 0)
+        work = self._asked(queries, workspace)
         by_centroid = search.rank_by == "centroid"
-        ranked, runs = kernels.search(
-            self.arrays,
-            queries,
-            search.fov,
-            search.exhaustive_below,
-            by_centroid,
-            composites,
-            simple,
-            search.prop_to_retrieve,
-            work,
-        )
+        ranked, runs = kernels.search(self.arrays, queries, search.fov, search.exhaustive_below, by_centroid, work)
         return ranked, runs, work
 
-    def _check_queries(self, queries: Floats) -> None:
+    def _asked(self, queries: Floats, workspace: Workspace) -> kernels.Workspace:
+        """Memory to ask in, once the queries have been looked at."""
         if queries.dtype != np.float32 or queries.ndim != 2 or queries.shape[1] != self.arrays.keys.shape[1]:
             raise ValueError(f"queries must be float32 [G, {self.arrays.keys.shape[1]}], got {kind(queries)}")
         if not np.isfinite(queries).all():
             raise ValueError("a query is not finite")
+        return workspace.fit(self.arrays, len(queries))
 
     # -- building and inserting ----------------------------------------------------------------------------------------
 
@@ -116,8 +122,12 @@ class DCITree(PagedTree):
             rows = np.flatnonzero(levels == level).astype(np.int32)
             if level > 1:
                 kernels.add_nodes(self.arrays, rows, level)
-            parents = self._parents(rows, level, workspace)
-            kernels.load_children(self.arrays, rows, parents, self._greedy, workspace.fit(self.arrays, 1))
+            anchored = self.layout.parents == "anchored" and level == 1 < levels.max()
+            if anchored and len(rows) > self.layout.exhaustive_below:
+                parents = self._anchored_parents(rows, workspace)
+            else:
+                parents = self._parents(rows, level, workspace)
+            self._load(rows, parents, workspace)
 
     def insert(self, count: int, workspace: Workspace) -> None:
         """Take the next `count` rows of the key memory into the tree.
@@ -166,8 +176,12 @@ class DCITree(PagedTree):
         moved = kernels.leave_for(self.arrays, node, self.layout.fov, self.layout.exhaustive_below, work)
         rows = work.rows[:moved].copy()
         self._grow(0, 0, self.pages + -(-moved // self.layout.page_size))
-        parents = np.full(moved, node, np.int32)
-        kernels.load_children(self.arrays, rows, parents, self._greedy, workspace.fit(self.arrays, 1))
+        self._load(rows, np.full(moved, node, np.int32), workspace)
+
+    def _load(self, rows: Ints, parents: Ints, workspace: Workspace) -> None:
+        """Put points into the pages of nodes that have none yet."""
+        late, work = self.layout.remainder == "last", workspace.fit(self.arrays, 1)
+        kernels.load_children(self.arrays, rows, parents, self._greedy, late, work)
 
     def _parents(self, rows: Ints, level: int, workspace: Workspace) -> Ints:
         """The nodes whose children points of `level` become."""
@@ -181,24 +195,37 @@ class DCITree(PagedTree):
         )
         return parents
 
+    def _anchored_parents(self, rows: Ints, workspace: Workspace) -> Ints:
+        """The nodes of level 2 that points of level 1 choose, most of them among the parents of anchors near them."""
+        parents, work = np.empty(len(rows), np.int32), workspace.fit(self.arrays, 1)
+        wide = self.layout.fov, self.layout.exhaustive_below
+        kernels.anchored_nodes(self.arrays, rows, 2, self.layout.anchors, *wide, work, parents)
+        return parents
+
     @property
     def _greedy(self) -> bool:
         return self.layout.split == "greedy"
 
     def _levels(self, count: int) -> tuple[Ints, NDArray[np.int64]]:
         """Levels of the next arrivals, and the sizes of all levels with them."""
-        draws = self._random.random(count if self.layout.levels == "random" else 0)
-        levels, sizes = np.empty(count, np.int32), self.arrays.level_size.copy()
-        kernels.assign_levels(sizes, self.arrays.state[TOP], draws, *self.layout.promotion, levels)
+        levels, sizes, top = np.empty(count, np.int32), self.arrays.level_size.copy(), self.arrays.state[TOP]
+        promotion = self.layout.promotion
+        if self.layout.levels == "counter_ceil":
+            self._next_level = kernels.assign_levels_in_turn(sizes, top, self._next_level, *promotion, levels)
+        else:
+            draws = self._random.random(count if self.layout.levels == "random" else 0)
+            kernels.assign_levels(sizes, top, draws, *promotion, levels)
         return levels, sizes
 
 
 class ExactScan(DCITree):
     """The same pages, found by scoring every key: what a search can at best find, and the price of not searching."""
 
+    def p_dci(self, search: Search) -> None:
+        """Never."""
+
     def _listed(self, queries: Floats, search: Search, workspace: Workspace) -> tuple[int, int, kernels.Workspace]:
-        self._check_queries(queries)
-        work = workspace.fit(self.arrays, len(queries))
+        work = self._asked(queries, workspace)
         return 0, kernels.scan(self.arrays, work), work
 
 

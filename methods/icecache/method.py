@@ -64,7 +64,7 @@ class IceCache(Method):
         small_page_size: tokens in a page of smaller budgets.
         sink_pages, window_pages: pages always attended.
         index: "dci", or "exact": the same pages, found by scoring every key.
-        promotion, levels, split, projections, exhaustive_below, reparent: see `Layout`.
+        promotion, levels, parents, anchors, split, remainder, projections, exhaustive_below, reparent: see `Layout`.
         fov, fov_share: nodes a query looks into, and their share of the indexed tokens; the larger holds, and never
             fewer than the pages wanted. `fov` is the beam width of the parent search, too.
         rank_by, prop_to_retrieve: see `Search`.
@@ -81,8 +81,11 @@ class IceCache(Method):
         window_pages: int = 2,
         index: Literal["dci", "exact"] = "dci",
         promotion: Sequence[float] = (0.01, 0.2),
-        levels: Literal["counter", "random"] = "counter",
+        levels: Literal["counter", "counter_ceil", "random"] = "counter",
+        parents: Literal["nearest", "anchored"] = "nearest",
+        anchors: Sequence[float] = (120, 30, 0.9),
         split: Literal["projection", "greedy"] = "projection",
+        remainder: Literal["first", "last"] = "first",
         projections: Sequence[int] = (0, 0),
         fov: int = 30,
         fov_share: float = 0.001,
@@ -94,6 +97,10 @@ class IceCache(Method):
     ) -> None:
         if len(promotion) != 2 or len(projections) != 2:
             raise ValueError(f"promotion={list(promotion)}, projections={list(projections)}: two numbers each")
+        if len(anchors) != 3:
+            raise ValueError(f"anchors={list(anchors)}: three numbers, interval, reach and threshold")
+        if max(projections) and rank_by == "centroid":
+            raise ValueError(f"rank_by={rank_by}, projections={list(projections)}: P-DCI ranks by point")
         if small_page_size > page_size:
             raise ValueError(f"small_page_size={small_page_size}: at most page_size={page_size}")
         self.page_sizes = page_size, small_page_size
@@ -103,7 +110,10 @@ class IceCache(Method):
             page_size,
             (promotion[0], promotion[1]),
             levels,
+            parents,
+            (int(anchors[0]), int(anchors[1]), float(anchors[2])),
             split,
+            remainder,
             (projections[0], projections[1]),
             fov,
             exhaustive_below,
@@ -116,7 +126,7 @@ class IceCache(Method):
         super().begin(shape, budget, view, context)
         if shape.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype={shape.dtype}: IceCache's index reads float32 or bfloat16 keys")
-        compile_kernels(np.dtype(np.float32 if shape.dtype == torch.float32 else np.uint16), context.pool)
+        compile_kernels(np.dtype(np.float32 if shape.dtype == torch.float32 else np.uint16), context.pool, self.layout)
         self.regions = [self._regions(capacity) for capacity in self.capacities]
         layers = shape.sparse_layers
         self.anchor = {layer: layers[at - at % self.reuse] for at, layer in enumerate(layers)}

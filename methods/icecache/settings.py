@@ -13,10 +13,16 @@ class Layout:
     Attributes:
         page_size: members of a page, s.
         promotion: shares of the points of level 1, and of the levels above, that belong one level higher (r1, r2).
-        levels: "counter", the next arrival is promoted where the level above has room; "random", by seeded draws.
+        levels: "counter", the next arrival is promoted where the level above has room; "counter_ceil", where it has
+            less than its share, which is seen one arrival later (the authors' code); "random", by seeded draws.
+        parents: "nearest", the nearest of the level above; "anchored", in a build from more than `exhaustive_below`
+            points of level 1 most of these choose among the parents of anchors near them (the authors' code).
+        anchors: (interval, reach, threshold): how far anchors are apart, how many of them are asked on either side, and
+            how far a parent may be, in distances of its farthest child so far; see `kernels.anchored_nodes`.
         split: how a node's children are shared out into pages: sorted by one random "projection", or "greedy", near
             ones together.
-        projections: (L, m), composite and simple indices to prune a node's children with (P-DCI); (0, 0): none.
+        remainder: the "first" or the "last" of a node's pages have one member more where they do not come out even.
+        projections: (L, m), composite and simple indices of P-DCI, by which the tree is then searched; (0, 0): none.
         fov: beam width of the parent search, in levels that are not searched exhaustively.
         exhaustive_below: points of a level up to which all of it is searched for parents.
         reparent: a promoted newcomer takes over the points below it that are nearer to it than to their parents.
@@ -24,8 +30,11 @@ class Layout:
 
     page_size: int = 16
     promotion: tuple[float, float] = (0.01, 0.2)
-    levels: Literal["counter", "random"] = "counter"
+    levels: Literal["counter", "counter_ceil", "random"] = "counter"
+    parents: Literal["nearest", "anchored"] = "nearest"
+    anchors: tuple[int, int, float] = (120, 30, 0.9)
     split: Literal["projection", "greedy"] = "projection"
+    remainder: Literal["first", "last"] = "first"
     projections: tuple[int, int] = (0, 0)
     fov: int = 30
     exhaustive_below: int = 4096
@@ -36,8 +45,12 @@ class Layout:
             raise ValueError(f"page_size={self.page_size}: a page has at least 2 members")
         if not all(0 < share < 1 for share in self.promotion):
             raise ValueError(f"promotion={self.promotion}: shares lie between 0 and 1")
-        _one_of("levels", self.levels, ("counter", "random"))
+        _one_of("levels", self.levels, ("counter", "counter_ceil", "random"))
+        _one_of("parents", self.parents, ("nearest", "anchored"))
+        if min(self.anchors) <= 0:
+            raise ValueError(f"anchors={self.anchors}: (interval, reach, threshold), all above 0")
         _one_of("split", self.split, ("projection", "greedy"))
+        _one_of("remainder", self.remainder, ("first", "last"))
         if min(self.projections) < 0 or (min(self.projections) == 0) != (max(self.projections) == 0):
             raise ValueError(f"projections={self.projections}: (L, m) of at least 1 each, or (0, 0)")
 
@@ -53,12 +66,11 @@ class Search:
     """How a tree is asked.
 
     Attributes:
-        fov: nodes whose children each query looks at.
+        fov: nodes whose children each query looks at; by P-DCI the width of its beam at every level.
         rank_by: rank nodes by their own key ("point") or by the mean of their children ("centroid").
         exhaustive_below: points of a level up to which all of it is ranked; a larger one only below the best `fov`
             nodes of the level above.
-        prop_to_retrieve: share of a node's children, those nearest in projection, that are scored; for trees with
-            projections.
+        prop_to_retrieve: share of a node's children, those nearest in projection, that are enough for P-DCI.
     """
 
     fov: int = 30

@@ -8,6 +8,7 @@ itself a point of level 2 or more. A node's children lie in its chain of pages. 
 sqrt(c^2 - |k|^2), the last coordinate of c T_K(k), where c is the largest norm.
 """
 
+from methods.icecache.kernels.anchors import anchored_nodes
 from methods.icecache.kernels.arrays import (
     FREE,
     NODE,
@@ -28,10 +29,12 @@ from methods.icecache.kernels.levels import (
     BLOCK,
     add_nodes,
     assign_levels,
+    assign_levels_in_turn,
     leave_for,
     nearest_nodes,
     take_over_root,
 )
+from methods.icecache.kernels.p_dci import p_dci_pages, p_dci_rows
 from methods.icecache.kernels.pages import add_children, load_children
 from methods.icecache.kernels.products import SKETCH_LANES, measure
 from methods.icecache.kernels.ranking import scan, search
@@ -54,7 +57,9 @@ __all__ = [
     "Workspace",
     "add_children",
     "add_nodes",
+    "anchored_nodes",
     "assign_levels",
+    "assign_levels_in_turn",
     "attend",
     "best_pages",
     "best_rows",
@@ -64,6 +69,8 @@ __all__ = [
     "load_children",
     "measure",
     "nearest_nodes",
+    "p_dci_pages",
+    "p_dci_rows",
     "scan",
     "search",
     "take_over_root",

@@ -14,6 +14,7 @@ from methods.blocks.kernels import jit, kernel
 from methods.icecache.kernels.arrays import NODE, NONE, PAGE, PAGES, POINT, POINTS, TOP, Tree
 from methods.icecache.kernels.choosing import best_pages, interleave
 from methods.icecache.kernels.levels import assign_levels, nearest_nodes
+from methods.icecache.kernels.p_dci import p_dci_pages
 from methods.icecache.kernels.pages import add_children
 from methods.icecache.kernels.products import measure
 from methods.icecache.kernels.ranking import scan, search
@@ -91,20 +92,21 @@ def _fixed(region, attended):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def attend(directory, stored, first, stop, queries, regions, how, prop_to_retrieve, fov_share, work, index, read):  # type: ignore[no-untyped-def]
+def attend(directory, stored, first, stop, queries, regions, how, p_dci, fov_share, work, index, read):  # type: ignore[no-untyped-def]
     """What the KV heads first .. stop - 1 attend: window, sinks, and the members of the best pages.
 
     Args:
         queries: [T, G, D].
         regions: [B, 5], of each row its budget, sinks, first token of the window, length and most pages recalled.
-        how: fov, exhaustive_below, by_centroid, composites, simple, exact scan, as of `search`.
+        how: fov, exhaustive_below, by_centroid, exact scan, as of `search`.
+        p_dci: None, or as of `p_dci_pages`, which are asked instead: only one of the two is compiled.
         index: [T, M] int64, filled with -1: tokens, those always attended first, then page by page, best first.
         read: [T], keys scored, by their sketches.
 
     Returns:
         the first KV head that was asked what is not finite, or `NONE`.
     """
-    fov, exhaustive_below, by_centroid, composites, simple, exact = how
+    fov, exhaustive_below, by_centroid, exact = how
     heads = len(directory) // len(regions)
     for head in range(first, stop):
         region, own = regions[head // heads], queries[head]
@@ -116,14 +118,14 @@ def attend(directory, stored, first, stop, queries, regions, how, prop_to_retrie
             continue
         if not _finite(own):
             return head
-        if exact:
-            runs = scan(tree, work)
-        else:
-            wide = max(fov, pages, int(np.ceil(fov_share * tree.state[POINTS])))
-            _, runs = search(tree, own, wide, exhaustive_below, by_centroid, composites, simple, prop_to_retrieve, work)
-        read[head] = work.starts[runs]
+        wide = max(fov, pages, int(np.ceil(fov_share * tree.state[POINTS])))
         found, scores = np.empty((len(own), pages), np.int32), np.empty((len(own), pages), np.float32)
-        best_pages(tree, runs, own, found, scores, work)
+        if p_dci is not None:
+            read[head] = p_dci_pages(tree, own, wide, p_dci, found, scores, work)
+        else:
+            runs = scan(tree, work) if exact else search(tree, own, wide, exhaustive_below, by_centroid, work)[1]
+            read[head] = work.starts[runs]
+            best_pages(tree, runs, own, found, scores, work)
         for page in interleave(found, pages):
             if page == NONE:
                 break

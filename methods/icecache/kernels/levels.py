@@ -42,6 +42,31 @@ def assign_levels(level_size, top, draws, first, above, levels):  # type: ignore
 
 
 @kernel
+def assign_levels_in_turn(level_size, top, level, first, above, levels):  # type: ignore[no-untyped-def]
+    """The levels of arriving points as the authors' code counts them; level_size counts them.
+
+    A point goes to level 1, but the one after a point that leaves the level above its own with less than the promoted
+    share of it goes there. So shares are rounded up, and a promotion is an arrival late.
+
+    Args:
+        level: of the first arrival.
+
+    Returns:
+        the level of the next one.
+    """
+    for i in range(len(levels)):
+        share = np.float32(first if level == 1 else above)
+        top, levels[i] = max(top, level), level
+        level_size[level] += 1
+        if level == top:
+            short = level_size[level] == np.ceil(np.float32(1) / share)
+        else:
+            short = np.float32(level_size[level]) >= np.float32(level_size[level + 1]) / share
+        level = level + 1 if short and level < len(level_size) - 2 else 1
+    return level
+
+
+@kernel
 def nearest_nodes(tree, rows, level, fov, exhaustive_below, work, parents):  # type: ignore[no-untyped-def]
     """Parents of points among the nodes of `level`: the largest <T_K(x), T_K(y)>, of equal ones the first.
 

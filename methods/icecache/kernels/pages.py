@@ -73,7 +73,14 @@ def _order_by_projection(tree, rows, count):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _order_greedily(tree, rows, count, work):  # type: ignore[no-untyped-def]
+def _members_of(number, count, pages, late):  # type: ignore[no-untyped-def]
+    """Members of page `number` of so many that share `count` evenly: the fuller ones come first, or late."""
+    fuller = count % pages
+    return count // pages + (number >= pages - fuller if late else number < fuller)
+
+
+@jit
+def _order_greedily(tree, rows, count, late, work):  # type: ignore[no-untyped-def]
     """Order points so that cutting them evenly into pages puts near ones together.
 
     Each page begins with the largest key left, since a large key is what queries find, and takes the keys nearest to
@@ -82,7 +89,7 @@ def _order_greedily(tree, rows, count, work):  # type: ignore[no-untyped-def]
     pages = -(-count // tree.slots.shape[1])
     start = 0
     for page in range(pages):
-        size = count // pages + (page < count % pages)
+        size = _members_of(page, count, pages, late)
         seed = start
         for i in range(start, count):
             if tree.point[rows[i]].norm2 > LARGER * tree.point[rows[seed]].norm2:
@@ -104,18 +111,18 @@ def _order_greedily(tree, rows, count, work):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _order(tree, rows, count, greedy, work):  # type: ignore[no-untyped-def]
+def _order(tree, rows, count, greedy, late, work):  # type: ignore[no-untyped-def]
     """Order points for pages; up to one page there is nothing to order."""
     if count <= tree.slots.shape[1]:
         return
     if greedy:
-        _order_greedily(tree, rows, count, work)
+        _order_greedily(tree, rows, count, late, work)
     else:
         _order_by_projection(tree, rows, count)
 
 
 @jit
-def _fill_pages(tree, node, rows, count, after):  # type: ignore[no-untyped-def]
+def _fill_pages(tree, node, rows, count, after, late):  # type: ignore[no-untyped-def]
     """Put ordered points into ceil(count / page size) new pages of `node`, evenly, chained after page `after`."""
     pages = -(-count // tree.slots.shape[1])
     start = 0
@@ -128,15 +135,15 @@ def _fill_pages(tree, node, rows, count, after):  # type: ignore[no-untyped-def]
             tree.page[page].next = tree.page[after].next
             tree.page[after].next = page
         after = page
-        size = count // pages + (number < count % pages)
+        size = _members_of(number, count, pages, late)
         for i in range(start, start + size):
             _put(tree, page, rows[i])
         start += size
 
 
 @kernel
-def load_children(tree, rows, parents, greedy, work):  # type: ignore[no-untyped-def]
-    """Put points into the pages of their parents, which have none yet."""
+def load_children(tree, rows, parents, greedy, late, work):  # type: ignore[no-untyped-def]
+    """Put points into the pages of their parents, which have none yet; a node's fuller pages come first, or late."""
     count = len(rows)
     ends = np.zeros(tree.state[NODES] + 2, np.int64)  # of node n's members at n + 1, once they are counted and placed
     for i in range(count):
@@ -150,8 +157,8 @@ def load_children(tree, rows, parents, greedy, work):  # type: ignore[no-untyped
     for node in range(tree.state[NODES]):
         members = grouped[ends[node] : ends[node + 1]]
         if len(members):
-            _order(tree, members, len(members), greedy, work)
-            _fill_pages(tree, node, members, len(members), NONE)
+            _order(tree, members, len(members), greedy, late, work)
+            _fill_pages(tree, node, members, len(members), NONE, late)
             for row in members:
                 _count_child(tree, node, row, 1)
 
@@ -188,19 +195,19 @@ def add_children(tree, rows, parents, greedy, work):  # type: ignore[no-untyped-
         page = _page_for(tree, node, row, greedy, work)
         _count_child(tree, node, row, 1)
         if page == NONE:
-            _fill_pages(tree, node, rows[i : i + 1], 1, NONE)
+            _fill_pages(tree, node, rows[i : i + 1], 1, NONE, False)
         elif tree.page[page].count < size:
             _put(tree, page, row)
         else:
             members[:size] = tree.slots[page]
             members[size] = row
-            _order(tree, members, size + 1, greedy, work)
+            _order(tree, members, size + 1, greedy, False, work)
             tree.slots[page] = NONE
             tree.page[page].count = 0
             half = (size + 2) // 2
             for j in range(half):
                 _put(tree, page, members[j])
-            _fill_pages(tree, node, members[half:], size + 1 - half, page)
+            _fill_pages(tree, node, members[half:], size + 1 - half, page, False)
 
 
 @jit

@@ -121,73 +121,6 @@ def rank_nodes(tree, queries, heights, lowest, upper, fov, exhaustive_below, by_
 
 
 @jit
-def _gaps(tree, start, stop, target, composites, simple, scratch, work):  # type: ignore[no-untyped-def]
-    """scratch[i - start] = -min over composites of the largest gap |<p - q, u_j>| among its simple indices.
-
-    P-DCI visits points in just this order (Li & Malik 2017, algorithm 2, where a queue finds it), if its composites
-    advance by gap and not by turns.
-    """
-    last = tree.direction.shape[1] - 1
-    for i in range(start, stop):
-        row = work.rows[i]
-        height = height_of(tree, row)
-        smallest = np.float32(np.inf)
-        for composite in range(composites):
-            largest = np.float32(0)
-            for j in range(composite * simple, (composite + 1) * simple):
-                projected = tree.projection[row, j] + height * tree.direction[j, last]
-                largest = max(largest, abs(projected - target[j]))
-            smallest = min(smallest, largest)
-        scratch[i - start] = -smallest
-
-
-@jit
-def _retrieve(tree, listed, runs, targets, composites, simple, share, work):  # type: ignore[no-untyped-def]
-    """Of one node's children, the pages listed .. runs - 1, keep the `share` nearest in projection to any query.
-
-    Returns:
-        pages: as many as still have a member.
-    """
-    start, stop = work.starts[listed], work.starts[runs]
-    wanted = int(np.ceil(share * (stop - start)))
-    keep = np.zeros(stop - start, np.uint8)
-    for g in range(targets.shape[0]):
-        _gaps(tree, start, stop, targets[g], composites, simple, work.scratch, work)
-        for i in range(best(work.scratch, stop - start, wanted, work.picked)):
-            keep[work.picked[i]] = 1
-    count, kept, first = start, listed, start
-    for run in range(listed, runs):
-        last, page = work.starts[run + 1], work.pages[run]
-        for i in range(first, last):
-            work.rows[count] = work.rows[i]
-            count += keep[i - start]
-        if count > work.starts[kept]:
-            work.pages[kept], work.starts[kept + 1] = page, count
-            kept += 1
-        first = last
-    return kept
-
-
-@jit
-def _targets(tree, queries, used):  # type: ignore[no-untyped-def]
-    """[G, used] projections of c T_Q(q) = c q / |q|."""
-    targets = np.zeros((queries.shape[0], used), np.float32)
-    for g in range(queries.shape[0]):
-        norm = np.float32(0)
-        for k in range(queries.shape[1]):
-            norm += queries[g, k] * queries[g, k]
-        if norm == 0:
-            continue
-        scale = np.sqrt(tree.largest[0] / norm)
-        for j in range(used):
-            total = np.float32(0)
-            for k in range(queries.shape[1]):
-                total += queries[g, k] * tree.direction[j, k]
-            targets[g, j] = scale * total
-    return targets
-
-
-@jit
 def _list(tree, node, runs, work):  # type: ignore[no-untyped-def]
     """List a node's pages, and their members, behind the first `runs`; the new count of pages."""
     page = tree.node[node].first
@@ -199,7 +132,7 @@ def _list(tree, node, runs, work):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def search(tree, queries, fov, exhaustive_below, by_centroid, composites, simple, share, work):  # type: ignore[no-untyped-def]
+def search(tree, queries, fov, exhaustive_below, by_centroid, work):  # type: ignore[no-untyped-def]
     """Score nodes, then list the children of the best of them; every child of a marked node meets all queries.
 
     By point, the nodes' own keys are results too, and the nodes of level 2 are what is chosen from. By centroid, nodes
@@ -212,13 +145,10 @@ def search(tree, queries, fov, exhaustive_below, by_centroid, composites, simple
     mark_front(tree, ranked, queries.shape[0], EVERY_LEVEL if by_centroid else 2, fov, work)
     if by_centroid or tree.state[TOP] < 2:
         work.marked[ROOT] = 1
-    targets = _targets(tree, queries, composites * simple)
     runs = work.starts[0] = 0
     for node in range(tree.state[NODES]):
         if work.marked[node] or (work.opened[node] and not by_centroid):
-            listed, runs = runs, _list(tree, node, runs, work)
-            if composites and work.marked[node]:
-                runs = _retrieve(tree, listed, runs, targets, composites, simple, share, work)
+            runs = _list(tree, node, runs, work)
     return ranked, runs
 
 
