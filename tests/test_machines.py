@@ -179,6 +179,15 @@ def test_repeats_of_a_timed_sample_are_a_median_with_its_ends_a_line_for_each_ma
     assert report([str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "4.50 [4.00, 5.00] (l)" in told and "medians of repeats" in told
+    assert not any(name.endswith("_low") for name in found[0] if name.startswith(("breakdown", "index", "floor")))
+
+
+def test_the_parts_of_a_step_are_of_one_repeat_and_add_up_to_its_time(tmp_path) -> None:
+    parts = [{"model": 1.0, "attention": 9.0}, {"model": 9.0, "attention": 2.0}, {"model": 5.0, "attention": 7.0}]
+    samples = [{**repeat(index, sum(own.values()), None), "breakdown_ms": own} for index, own in enumerate(parts)]
+    stored(tmp_path, "full", None, samples, task="latency", options={"keys": "model", "prefill": True})
+    (found,) = collect([tmp_path]).cells(0).values()
+    assert found["tpot_ms_mean"] == 11 == found["breakdown_ms.model"] + found["breakdown_ms.attention"]
 
 
 def test_repeats_that_differ_by_more_than_a_factor_are_marked(tmp_path, capsys) -> None:

@@ -101,6 +101,7 @@ def text(table: Table, cell: Cell | None, name: str, column: int) -> str:
         return f"{shown}, {numbers['failed']:.0f} failed"
     marks = cell.marks.get(name)
     spread = _interval(numbers, f"{name}_low", f"{name}_high", value)
+    spread = "" if spread == f"[{shown}, {shown}]" else spread
     return " ".join(filter(None, [shown, spread, f"({marks})" if marks else ""]))
 
 

@@ -133,10 +133,8 @@ class Runs:
             for machine, own in (by_machine(records) or {"": records}).items():  # else all have failed, and are told
                 name = machine or str(arm["device_name"])
                 summary = summarise_repeats(own, arm["metric"])
-                low, high = (measured(summary[end]) for end in ("lowest", "highest"))
-                spread = {time: (low[time], high[time]) for time in low} if summary["repeats"] > 1 else {}
                 line = {**arm, **_measured(summary, arm["budget"]), "device_name": name, "n": summary["repeats"]}
-                found[TimedCell(*place, name)] = {**line, "spread": spread}
+                found[TimedCell(*place, name)] = {**line, "spread": summary["spread"]}
         return found
 
     def timed_samples(self, arm: Any) -> list[Record]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvbench.report.breakeven import TIME, crossing
@@ -37,9 +37,8 @@ TRANSFERRED = {"tpot_ms_p50", "tpot_ms_mean", "breakdown_ms.transfer"}
 AXES = ("model", "task.keys", "task.prefill", "method", "budget")
 MACHINE = "device_name"  # an axis where there are several: times of two never stand in one line
 
-REPEATS_NOTE = (
-    "Times are medians of repeats (task.repeats), with the least and the largest; samples says how many there are."
-)
+REPEATS_NOTE = "Times are medians of repeats, with the least and the largest; samples says how many there are."
+NO_REPEATS_NOTE = "One sample a line: task.repeats=N takes N, whose times can be seen to differ."
 FASTER_NOTE = (
     "Faster than full from: between two lengths interpolated, both axes logarithmic; the shortest length where a "
     "method was faster at all of them; - where it was slower at the longest."
@@ -125,10 +124,12 @@ def _against_full(lines: Sequence[_Line], axes: Sequence[str]) -> dict[tuple[str
             numbers = {"time_over_full": mine[TIME.name] / theirs[TIME.name]}
             if start := crossing(*({tokens: at[TIME.name] for tokens, at in side.items()} for side in (own, beside))):
                 numbers["faster_from"] = start
-            letters = "".join(sorted({*_time_marks(mine, TIME.name), *time_marks(theirs, TIME.name)}))
+            letters = _letters(mine, theirs, TIME.name)
             marks = dict.fromkeys(numbers, letters) if letters else {}
             if not (missing(mine["ttft_s"]) or missing(theirs["ttft_s"])):
                 numbers["ttft_over_full"] = mine["ttft_s"] / theirs["ttft_s"]
+                if letters := _letters(mine, theirs, "ttft_s"):
+                    marks["ttft_over_full"] = letters
             cells[row] = Cell(numbers, marks, str(mine["path"]))
     return cells
 
@@ -172,15 +173,21 @@ def _cell(measured: Mapping[str, Any], shown: Mapping[str, Quantity]) -> Cell:
     return Cell(numbers, marks, str(measured["path"]), machine=str(measured["device_name"]))
 
 
+def _letters(mine: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> str:
+    """The letters for a time of ours over full attention's."""
+    return "".join(sorted({*_time_marks(mine, name), *time_marks(theirs, name)}))
+
+
 def _time_marks(measured: Mapping[str, Any], name: str) -> str:
     letters = transfer_marks(measured["transfer"]) if name in TRANSFERRED else ""
     return letters + (time_marks(measured, name) if named(name).part != "hardware" else "")
 
 
-def _notes(runs: Runs, chosen: Sequence[int], lines: Sequence[_Line], cells: Iterable[Cell]) -> list[str]:
+def _notes(runs: Runs, chosen: Sequence[int], lines: Sequence[_Line], cells: Collection[Cell]) -> list[str]:
     """How these numbers were measured."""
     shown = {name for cell in cells for name in cell.numbers}
     notes = [REPEATS_NOTE] if any(name.endswith("_low") for name in shown) else []
+    notes += [NO_REPEATS_NOTE] if all(cell.numbers.get("n") == 1 for cell in cells) else []
     if "floor_ms" in shown:
         rates: dict[str, list[float]] = {}
         for measured in (line.measured for line in lines if not missing(line.measured["copy_bandwidth"])):
