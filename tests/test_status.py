@@ -146,7 +146,7 @@ def test_shards_are_told_together(tmp_path: Path) -> None:
             folder.expect(5)
             folder.add({"id": key})
         one = state_of(first.path)
-        assert (one.state, one.done, one.total, one.running, one.shards) == ("running", 3, 5, 2, 2)
+        assert (one.state, one.done, one.total, one.running, one.shards) == ("running", 3, 5, 2, 3)
         os.utime(second._own / "status.json", (0, 0))
         assert state_of(first.path).running == 1
 

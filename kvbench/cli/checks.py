@@ -50,7 +50,13 @@ ONE_OF = {
 }
 
 # The lowest value of each whole number, and whether null will do.
-LOWEST = {"seed": (0, False), "probe.every": (0, False), "threads": (1, True), "task.limit": (1, True)}
+LOWEST = {
+    "seed": (0, False),
+    "probe.every": (0, False),
+    "threads": (1, True),
+    "task.limit": (1, True),
+    "sweep.shards": (1, False),
+}
 
 # What torch calls CUDA has one of these on Linux: NVIDIA's driver, its embedded boards, under Windows, or AMD's driver.
 DEVICE_NODES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
