@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from kvbench import status
+from kvbench.runs import folder as folders
 from kvbench.runs import heartbeat
 from kvbench.runs import progress as bars
 from kvbench.runs.folder import ResultsError, RunFolder, Shard
@@ -91,6 +92,20 @@ def test_a_run_and_its_shards_and_other_shards_keep_out_of_each_others_way(
         for other in (Shard(), Shard(0, 2), Shard(0, 3)):
             with pytest.raises(ResultsError, match="in use by process"):
                 opened(tmp_path, other)
+
+
+def test_a_shard_makes_nothing_before_those_that_merge_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, there = folders.take_lock, []
+
+    def noted(folder: Path, shared: bool = False) -> int:
+        there.append((folder / "shards").exists())
+        return take(folder, shared)
+
+    monkeypatch.setattr(folders, "take_lock", noted)
+    with opened(tmp_path, Shard(0, 2)):
+        assert there == [False, False], "the run's lock, then its own"
 
 
 def test_a_merge_that_is_killed_half_way_doubles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,8 @@ def test_a_plan_splits_arms_only_where_more_jobs_are_asked_for_and_says_why() ->
 
 def test_shards_make_the_folders_that_one_job_makes(sweep: Any, tmp_path: Path) -> None:
     words = ["method=full,snapkv", "task.limit=3"]
-    assert sweep(*words, "sweep.shards=2").code == 0
+    done = sweep(*words, "sweep.shards=2")
+    assert done.code == 0 and "\n2/2 samples, " in done.out and "\n1/1 samples, " in done.out
     assert sweep(*words, folder="whole").code == 0
     shards, whole = records(tmp_path / "results"), records(tmp_path / "whole")
     assert shards.keys() == whole.keys() and len(shards) == 6
