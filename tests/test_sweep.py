@@ -216,6 +216,3 @@ def test_shards_make_the_folders_that_one_job_makes(sweep: Any, tmp_path: Path) 
     assert shards.keys() == whole.keys() and len(shards) == 6
     for key, record in shards.items():
         assert {name: record[name] for name in SAME} == {name: whole[key][name] for name in SAME}
-    done = sweep(*words, "sweep.shards=3")
-    assert done.code == 0 and "method=snapkv" in done.out
-    assert [path.read_text().count("\n") for path in tmp_path.glob("results/**/samples.jsonl")] == [3, 3]
