@@ -11,14 +11,14 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import kvbench
 from kvbench.cli import smoke
 from kvbench.cli.commands import COMMANDS, other_command
 from kvbench.cli.compose import compose_one, composed_jobs, loader_of, sweep_arms
+from kvbench.cli.stopping import Terminated, stopped_by
 from kvbench.cli.threads import wait_briefly
 from kvbench.config import (
     ConfigError,
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvbench: {error}", file=sys.stderr)
         return 2
     # argparse wants the key=value words in one piece; `method=full -m budget=64` is as clear, and becomes that.
-    words = sorted(given[1:] if given[:1] == ["run"] else given, key=_is_override)
+    words = _as_sweep(sorted(given[1:] if given[:1] == ["run"] else given, key=_is_override))
     if {"-h", "--help"} & set(words):
         print(help_text())
         return 0
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvbench {kvbench.__version__}")
         return 0
     try:
-        with _sigterm_as_ctrl_c():
+        with stopped_by(signal.SIGTERM):
             wait_briefly()
             bind_methods()
             check_command(words)
@@ -88,24 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM came: the end of a SLURM job's time, or `kill`. All that tidies up after Ctrl-C does so here."""
-
-
-@contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    def stop(*_: object) -> NoReturn:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _is_override(word: str) -> bool:
     return word.startswith("~") or ("=" in word and not word.startswith("-"))
+
+
+def _as_sweep(words: list[str]) -> list[str]:
+    """With -m where a launcher is named, as launchers launch sweeps: one run is a sweep of one arm."""
+    named = any(word.startswith("hydra/launcher=") for word in words)
+    said = any(word in ("-m", "--multirun") or word.startswith("--cfg") or word == "-c" for word in words)
+    return ["-m", *words] if named and not said else words
 
 
 def help_text() -> str:

@@ -55,10 +55,10 @@ def command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["kvbench"])
     ran = []
     stand_in = ModuleType("kvbench.runs.run")
-    stand_in.run = ran.append
+    stand_in.run = lambda cfg, shard=None: ran.append(cfg)
     monkeypatch.setitem(sys.modules, "kvbench.runs.run", stand_in)
 
-    def run_arms(configs):
+    def run_arms(configs, shard=None):
         outcomes = []
         for cfg in configs:
             try:
@@ -72,7 +72,7 @@ def command(tmp_path, monkeypatch, capsys):
 
     def run(*words, does=None):
         if does is not None:
-            stand_in.run = does
+            stand_in.run = lambda cfg, shard=None: does(cfg)
         try:
             code = cli.main(words)
         except SystemExit as stop:
@@ -150,6 +150,8 @@ def test_bad_input_is_one_line_with_exit_code_2_and_nothing_heavy(python, tmp_pa
             "hydra.launcher.tim=3: no such key; did you mean time",
         ),
         (["--cfg", "method=full"], "argument --cfg/-c: invalid choice: 'method=full'"),
+        (["sweep.shards=4"], "sweep.shards=4: shares samples out over jobs, and needs -m"),
+        (["-m", "sweep.shards=0"], "sweep.shards=0: expected a whole number, 1 or more"),
         (["task=pass"], "task=pass: no such task; did you mean passkey? "),
         (["-m", "method=full,qest"], "method=qest: no such method; did you mean quest?"),
         (["hydra/launcher=slrm"], "hydra/launcher=slrm: no such hydra/launcher; "),
@@ -243,6 +245,15 @@ def test_a_sweep_runs_every_combination_and_flags_may_stand_anywhere(command):
     assert [(cfg.method.name, cfg.budget) for cfg in ran] == [("full", 64), *each], (
         "full attention once for all budgets"
     )
+
+
+def test_a_run_with_a_launcher_is_a_sweep_of_one_arm(command, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert command("hydra/launcher=slurm")[:2] == (
+        2,
+        "kvbench: hydra/launcher=slurm: there is no sbatch here; start it where jobs can be submitted\n",
+    )
+    assert cli._as_sweep(["--cfg", "job", "hydra/launcher=slurm"])[0] == "--cfg"
 
 
 def test_hydra_leaves_nothing_beside_the_results_folder(command, tmp_path):

@@ -86,7 +86,13 @@ def sweep(tmp_path: Path) -> Any:
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
         states = [json.loads(path.read_text())["state"] for path in tmp_path.rglob("status.json")]
         samples = [path.read_text().count("\n") for path in tmp_path.rglob("samples.jsonl")]
-        return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr, states=states, samples=samples)
+        ids = [
+            [json.loads(line)["id"] for line in path.read_text().splitlines()]
+            for path in tmp_path.rglob("samples.jsonl")
+        ]
+        return SimpleNamespace(
+            code=done.returncode, out=done.stdout, err=done.stderr, states=states, samples=samples, ids=ids
+        )
 
     return run
 
@@ -105,10 +111,33 @@ def test_a_killed_job_stops_no_other_and_the_same_command_goes_on(sweep: Any, wo
     assert whole.states == ["finished"] * 2 and whole.samples == [2] * 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("words", CLUSTERS)
+def test_a_killed_shard_is_made_up_for_and_every_sample_is_there_once(sweep: Any, words: list[str]) -> None:
+    shards = [*words, "sweep.shards=2", "task.limit=4"]
+    broken = sweep("SIGKILL", *shards)
+    assert broken.code == 1, broken.err
+    assert (
+        "seed=2: 1 arm, which no other shares a prefill with, samples in 2 shards (sweep.shards): 2 jobs" in broken.out
+    )
+    assert " (seed=2, shard 1 of 2) ended, " in broken.err
+    whole = sweep("SIGKILL", *shards)
+    assert whole.code == 0, whole.err
+    assert whole.states == ["finished"] * 2 and whole.samples == [4] * 2
+    assert all(len(set(ids)) == len(ids) == 4 for ids in whole.ids)
+
+
+@pytest.mark.slow
+def test_a_job_that_gets_sigterm_leaves_its_run_stopped(sweep: Any) -> None:
+    broken = sweep("SIGTERM", *CLUSTERS[0].values[0])
+    assert broken.code == 1 and sorted(broken.states) == ["finished", "stopped"]
+
+
 def test_what_a_launcher_needs_is_told_before_anything_is_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def submit(one: launcher.Submitted) -> None:
+        one.most()
         one._config = SimpleNamespace(hydra=SimpleNamespace(sweep=SimpleNamespace(dir=tmp_path)))
         next(iter(one.run([launcher.Job([])])))
 

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from kvbench import status
+from kvbench.runs import folder as folders
 from kvbench.runs import heartbeat
 from kvbench.runs import progress as bars
 from kvbench.runs.folder import ResultsError, RunFolder, Shard
@@ -93,6 +94,20 @@ def test_a_run_and_its_shards_and_other_shards_keep_out_of_each_others_way(
                 opened(tmp_path, other)
 
 
+def test_a_shard_makes_nothing_before_those_that_merge_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, there = folders.take_lock, []
+
+    def noted(folder: Path, shared: bool = False) -> int:
+        there.append((folder / "shards").exists())
+        return take(folder, shared)
+
+    monkeypatch.setattr(folders, "take_lock", noted)
+    with opened(tmp_path, Shard(0, 2)):
+        assert there == [False, False], "the run's lock, then its own"
+
+
 def test_a_merge_that_is_killed_half_way_doubles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as broken:
         broken.setattr("kvbench.runs.folder.shutil.rmtree", lambda path: 1 / 0)
@@ -146,7 +161,7 @@ def test_shards_are_told_together(tmp_path: Path) -> None:
             folder.expect(5)
             folder.add({"id": key})
         one = state_of(first.path)
-        assert (one.state, one.done, one.total, one.running, one.shards) == ("running", 3, 5, 2, 2)
+        assert (one.state, one.done, one.total, one.running, one.shards) == ("running", 3, 5, 2, 3)
         os.utime(second._own / "status.json", (0, 0))
         assert state_of(first.path).running == 1
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 import kvbench.runs.shared
 from kvbench import __main__ as cli
 from kvbench.cli.compose import composed
-from kvbench.cli.sweep import grouped, told_apart
+from kvbench.cli.plan import grouped, parts, planned, told, told_apart
 from kvbench.config import bind_methods
 from kvbench.runs.run import open_folder, prepare
 
@@ -174,3 +174,45 @@ def test_jobs_are_grouped_by_all_but_method_budget_and_probe() -> None:
 def test_arms_are_named_by_the_words_that_differ() -> None:
     assert told_apart([["a=1", "b=1"], ["a=1", "b=2"]]) == ["b=1", "b=2"]
     assert told_apart([["a=1", "b=1"]]) == ["a=1 b=1"]
+
+
+def test_a_plan_splits_arms_only_where_more_jobs_are_asked_for_and_says_why() -> None:
+    words = [f"method={method} seed={seed}" for method in ("full", "quest", "snapkv") for seed in (0, 1)]
+
+    def plan(most: int, *more: str) -> list[str]:
+        arms = [composed("model=dummy-tiny", *one.split(), *more) for one in words]
+        groups = planned(arms, words, most)
+        jobs = parts(groups)
+        covered = sorted((arm, job.shard.number) for job in jobs for arm in job.arms)
+        assert covered == [(arm, number) for arm in range(6) for number in range(groups[0].shards)]
+        assert len({job.title for job in jobs}) == len(jobs)
+        return list(told(groups))
+
+    assert plan(1) == [
+        "6 arms in 2 jobs:",
+        "  seed=0: 3 arms share each prefill: 1 job",
+        "  seed=1: 3 arms share each prefill: 1 job",
+    ]
+    assert plan(3)[:2] == [
+        "6 arms in 3 jobs:",
+        "  seed=0: 3 arms share each prefill, in 2 pieces, each with prefills of its own (hydra.launcher.jobs): 2 jobs",
+    ]
+    assert plan(100)[0] == "6 arms in 6 jobs:"
+    assert plan(1, "sweep.shards=4")[:2] == [
+        "6 arms in 8 jobs:",
+        "  seed=0: 3 arms share each prefill, samples in 4 shards (sweep.shards): 4 jobs",
+    ]
+    assert (
+        plan(1, "sweep.shared_prefill=false")[1] == "  method=full seed=0: 1 arm, as sweep.shared_prefill=false: 1 job"
+    )
+
+
+def test_shards_make_the_folders_that_one_job_makes(sweep: Any, tmp_path: Path) -> None:
+    words = ["method=full,snapkv", "task.limit=3"]
+    done = sweep(*words, "sweep.shards=2")
+    assert done.code == 0 and "\n2/2 samples, " in done.out and "\n1/1 samples, " in done.out
+    assert sweep(*words, folder="whole").code == 0
+    shards, whole = records(tmp_path / "results"), records(tmp_path / "whole")
+    assert shards.keys() == whole.keys() and len(shards) == 6
+    for key, record in shards.items():
+        assert {name: record[name] for name in SAME} == {name: whole[key][name] for name in SAME}

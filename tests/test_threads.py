@@ -35,7 +35,7 @@ def when_torch_loads(module: str, *words: str, **environment: str) -> dict[str, 
     command = [sys.executable, "-c", ASKED % (SET_BY_USER, list(words), module)]
     done = subprocess.run(command, env=rest | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found: dict[str, str | None] = json.loads(done.stdout)
+    found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 

@@ -50,7 +50,13 @@ ONE_OF = {
 }
 
 # The lowest value of each whole number, and whether null will do.
-LOWEST = {"seed": (0, False), "probe.every": (0, False), "threads": (1, True), "task.limit": (1, True)}
+LOWEST = {
+    "seed": (0, False),
+    "probe.every": (0, False),
+    "threads": (1, True),
+    "task.limit": (1, True),
+    "sweep.shards": (1, False),
+}
 MOST = {"seed": 2**63 - 1, "threads": 1024}
 SWITCHES = ("smoke", "memory_check", "sweep.shared_prefill")
 

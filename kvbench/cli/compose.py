@@ -77,6 +77,8 @@ def composed_jobs(
     first = compose_one(loader, name, [_options(override)[0] for override in overrides])
     if not multirun and first.hydra.mode != RunMode.MULTIRUN:
         _refuse_sweep(overrides)
+        if first.sweep.shards != 1:
+            raise ConfigError(f"sweep.shards={first.sweep.shards}: shares samples out over jobs, and needs -m")
         yield smoke.applied(without_hydra(first)), True
         return
     here = str(first.hydra.launcher["_target_"]) in HERE

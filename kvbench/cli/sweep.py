@@ -1,15 +1,14 @@
 """Sweeps: what runs in one, and its launchers: here in turn, here side by side, or as a SLURM job array.
 
-Arms that differ in method, budget and probe alone become one job, with one prefill a sample; with
-`sweep.shared_prefill=false` every arm is a job of its own. A job that fails, or is killed, stops no other, and at the
-end a table says how every arm ended. Run folders hold what was done, so the same command goes on from there.
+`kvbench.cli.plan` says how arms fall into jobs. A job that fails, or is killed, stops no other, and at the end a table
+says how every arm ended. Run folders hold what was done, so the same command goes on from there.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -30,9 +29,10 @@ from rich.console import Console
 from kvbench.cli import smoke
 from kvbench.cli.checks import check
 from kvbench.cli.compose import without_hydra
-from kvbench.config import ConfigError, first_line, sweep_words
-from kvbench.runs.folder import ResultsError
-from kvbench.runs.identity import APART, budget_of
+from kvbench.cli.plan import counted, distinct, parts, planned, told, told_apart
+from kvbench.cli.stopping import Terminated, stopped_by
+from kvbench.config import ConfigError, first_line, show, sweep_words
+from kvbench.runs.folder import WHOLE, ResultsError, Shard
 from kvbench.runs.table import Ended, tell
 
 # Hydra imports its own plugins anew when it first looks for them, and a class must not descend from an earlier copy.
@@ -52,27 +52,57 @@ def ended_by(error: BaseException) -> Ended:
 
 
 class Job:
-    """The arms of a job, composed; called, it runs them and says how each ended. One alone prefills for itself."""
+    """The arms of a job, composed; called, it runs them and says how each ended. One alone prefills for itself.
 
-    def __init__(self, configs: Sequence[DictConfig]) -> None:
-        self.configs = configs
+    Attributes:
+        configs: of the arms.
+        shard: which of their samples it runs.
+        title: what tells it from the sweep's other jobs.
+    """
+
+    def __init__(self, configs: Sequence[DictConfig], shard: Shard = WHOLE, title: str = "") -> None:
+        self.configs, self.shard, self.title = configs, shard, title
 
     def __call__(self) -> list[Ended]:
+        if self.title:
+            print(self.title, flush=True)
         try:
             for config in self.configs:
                 check(config)
             if len(self.configs) == 1:
                 from kvbench.runs.run import run
 
-                return [Ended(run(self.configs[0]) or {})]
+                return [Ended(run(self.configs[0], self.shard) or {})]
             from kvbench.runs.shared import run_arms
 
             return [
                 Ended(outcome.summary or {}) if outcome.error is None else ended_by(outcome.error)
-                for outcome in run_arms(self.configs)
+                for outcome in run_arms(self.configs, shard=self.shard)
             ]
         except Exception as error:
             return [ended_by(error)] * len(self.configs)
+
+
+class Apart:
+    """A job in a process of its own.
+
+    Args:
+        job: what runs.
+        linger: seconds to wait, when SIGTERM has stopped the job, for whoever sent it. SLURM ends a cancelled job and
+            queues a preempted one again, but counts one that leaves by itself as done.
+    """
+
+    def __init__(self, job: Job, linger: float = 0.0) -> None:
+        self.job, self.linger = job, linger
+
+    def __call__(self) -> list[Ended]:
+        try:
+            # A shell's background jobs ignore Ctrl-C, and so would what they start.
+            with stopped_by(signal.SIGTERM, signal.SIGINT):
+                return self.job()
+        except Terminated:
+            time.sleep(self.linger)
+            raise
 
     def checkpoint(self) -> Any:
         """What submitit queues again when the job's time is over or the job is preempted: the same; it resumes."""
@@ -133,13 +163,22 @@ class InTurn(Launcher):
         arms = distinct([smoke.applied(config) for config in configs])
         for arm in arms.values():
             check(arm, self.here)
-        groups = [[list(arms)[number] for number in group] for group in grouped(list(arms.values()))]
-        ends: dict[int, Ended] = {}
-        for number, ended in self.run([Job([arms[index] for index in group]) for group in groups]):
-            ends |= zip(groups[number], ended, strict=True)
-        words = told_apart([job_overrides[index] for index in arms])
-        tell(list(zip(words, (ends[index] for index in arms), strict=True)))
-        return [JobReturn(_return_value=ends[index], status=JobStatus.COMPLETED) for index in arms]
+        print(f"a sweep of {counted(len(arms), 'arm')}", flush=True)
+        words, chosen = told_apart([job_overrides[index] for index in arms]), list(arms.values())
+        groups = planned(chosen, words, self.most())
+        print("\n".join(told(groups)), flush=True)
+        jobs = parts(groups)
+        ends: list[list[Ended]] = [[] for _ in chosen]
+        for number, ended in self.run([Job([chosen[arm] for arm in job.arms], job.shard, job.title) for job in jobs]):
+            for index, end in zip(jobs[number].arms, ended, strict=True):
+                ends[index].append(end)
+        told_ends = [together(end) for end in ends]
+        tell(list(zip(words, told_ends, strict=True)))
+        return [JobReturn(_return_value=end, status=JobStatus.COMPLETED) for end in told_ends]
+
+    def most(self) -> int:
+        """Jobs that groups of arms are split into, where there are fewer."""
+        return 1
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, list[Ended]]]:
         """Run jobs; gives the number of each that ended, and how its arms did."""
@@ -148,7 +187,13 @@ class InTurn(Launcher):
 
 
 class Submitted(InTurn):
-    """Jobs in processes of their own, through submitit, whose logs lie in `hydra.sweep.dir`/jobs."""
+    """Jobs in processes of their own, through submitit, whose logs lie in `hydra.sweep.dir`/jobs.
+
+    Attributes:
+        linger: see `Apart`.
+    """
+
+    linger = 0.0
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, list[Ended]]]:
         """Submit jobs as room gets free, and collect each as it ends, in whatever way."""
@@ -165,12 +210,13 @@ class Submitted(InTurn):
             while waiting or running:
                 for number, one in [(number, one) for number, one in running.items() if one.done()]:
                     del running[number]
-                    console.print(f"job {one.job_id} ended, {len(running) + len(waiting)} to go", highlight=False)
+                    name = f"{one.job_id} ({jobs[number].title})" if jobs[number].title else one.job_id
+                    console.print(f"job {name} ended, {len(running) + len(waiting)} to go", highlight=False)
                     yield number, _collected(one, len(jobs[number].configs))
                 now = [waiting.pop(0) for _ in range(min(len(waiting), self.room(executor, set(running))))]
                 if now:
                     with executor.batch():
-                        submitted = [executor.submit(job) for _, job in now]
+                        submitted = [executor.submit(Apart(job, self.linger)) for _, job in now]
                     running |= {number: one for (number, _), one in zip(now, submitted, strict=True)}
                 time.sleep(POLL_SECONDS if running else 0)
         except KeyboardInterrupt:
@@ -194,21 +240,25 @@ class Local(Submitted):
     """As many jobs at once as fit, in processes of this machine.
 
     Args:
-        jobs: at once; None: one for each GPU or, where there is none, for every two cores.
+        jobs: at once, and groups of arms are split to make so many; None: one for each GPU or, where there is none, for
+            every two cores.
     """
 
     def __init__(self, jobs: int | None = None) -> None:
         self.jobs = jobs
 
-    def executor(self, submitit: Any, folder: Path) -> Any:
-        """A process for each job."""
+    def most(self) -> int:
+        """As many as run at once."""
         import torch
 
         self.gpus, self.submitted = torch.cuda.device_count(), 0
-        if self.jobs is not None and self.jobs < 1:
-            raise ConfigError(f"hydra.launcher.jobs={self.jobs}: expected a whole number, 1 or more, or null")
+        self.jobs = _jobs(self.jobs) or self.gpus or max(1, (os.cpu_count() or 1) // 2)
+        return self.jobs
+
+    def executor(self, submitit: Any, folder: Path) -> Any:
+        """A process for each job."""
+        assert self.jobs is not None
         cores = os.cpu_count() or 1
-        self.jobs = self.jobs or self.gpus or max(1, cores // 2)
         # torch would start a thread for each core in every job, and they would wait for each other
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.jobs)))
         executor = submitit.LocalExecutor(folder)
@@ -238,13 +288,19 @@ class Slurm(Submitted):
 
     Args:
         requeues: times that a job whose time is over, or that was preempted, is queued again; it resumes.
-        parameters: of `submitit.SlurmExecutor`: partition, time (minutes), gpus_per_node, array_parallelism, ...
+        jobs: groups of arms are split to make so many; None: a group is a job.
+        parameters: of `submitit.SlurmExecutor`: job_name, partition, time (minutes), array_parallelism, ...
     """
 
     here = False
+    linger = 600.0
 
-    def __init__(self, requeues: int = 3, **parameters: Any) -> None:
-        self.requeues, self.parameters = requeues, parameters
+    def __init__(self, requeues: int = 3, jobs: int | None = None, **parameters: Any) -> None:
+        self.requeues, self.jobs, self.parameters = requeues, jobs, parameters
+
+    def most(self) -> int:
+        """As many as were asked for."""
+        return _jobs(self.jobs) or 1
 
     def executor(self, submitit: Any, folder: Path) -> Any:
         """The array's executor."""
@@ -252,7 +308,10 @@ class Slurm(Submitted):
             raise ConfigError("hydra/launcher=slurm: there is no sbatch here; start it where jobs can be submitted")
         executor = submitit.SlurmExecutor(folder, max_num_timeout=self.requeues)
         plain = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(self.parameters), resolve=True))
-        executor.update_parameters(**{key: value for key, value in plain.items() if value not in (None, {}, [])})
+        try:
+            executor.update_parameters(**{key: value for key, value in plain.items() if value not in (None, {}, [])})
+        except ValueError as error:
+            raise ConfigError(f"hydra.launcher: {first_line(error)}") from error
         return executor
 
     def room(self, executor: Any, running: set[int]) -> int:
@@ -265,6 +324,23 @@ class Slurm(Submitted):
         console.print(f"the jobs go on; scancel {' '.join(ids)} stops them", highlight=False)
 
 
+def _jobs(jobs: int | None) -> int | None:
+    """`hydra.launcher.jobs`, checked."""
+    if jobs is not None and (type(jobs) is not int or jobs < 1):
+        raise ConfigError(f"hydra.launcher.jobs={show(jobs)}: expected a whole number, 1 or more, or null")
+    return jobs
+
+
+def together(ends: Sequence[Ended]) -> Ended:
+    """How an arm ended, from what each of its shards says: the last one to end has the summary."""
+    if len(ends) == 1:
+        return ends[0]
+    errors = [end for end in ends if end.error]
+    if errors:
+        return errors[0]
+    return next((end for end in ends if end.summary), Ended({}, "its shards are not gathered"))
+
+
 def _collected(job: Any, arms: int) -> list[Ended]:
     """How the arms of a submitit job ended; of one that was killed, that."""
     try:
@@ -272,34 +348,6 @@ def _collected(job: Any, arms: int) -> list[Ended]:
     except Exception as error:
         reason = first_line(error).rstrip(":")
         return [Ended({}, f"job {job.job_id} was lost ({reason}); its log: {job.paths.stderr}")] * arms
-
-
-def distinct(jobs: Sequence[DictConfig]) -> dict[int, DictConfig]:
-    """Jobs by their index, without those that repeat an earlier one: full attention under another budget, say, and a
-    sweep's models are one model under `smoke`.
-    """
-    first: dict[str, int] = {}
-    for index, job in enumerate(jobs):
-        config = cast(dict[str, Any], OmegaConf.to_container(job, resolve=True))
-        first.setdefault(json.dumps({**config, "budget": budget_of(config)}, sort_keys=True), index)
-    return {index: jobs[index] for index in first.values()}
-
-
-def grouped(jobs: Sequence[DictConfig]) -> list[list[int]]:
-    """Indices of the jobs that one prefill can serve, in the order of their first; a task may want each arm its own."""
-    groups: dict[str, list[int]] = {}
-    for index, job in enumerate(jobs):
-        config = cast(dict[str, Any], OmegaConf.to_container(job, resolve=True))
-        shared = config["sweep"]["shared_prefill"] and not config["task"].get("own_prefill")
-        common = {key: value for key, value in config.items() if not shared or key not in APART}
-        groups.setdefault(json.dumps([common, None if shared else index], sort_keys=True), []).append(index)
-    return list(groups.values())
-
-
-def told_apart(job_overrides: Sequence[Sequence[str]]) -> list[str]:
-    """For each job the words that not all have; of one job alone all."""
-    common = set.intersection(*map(set, job_overrides)) if len(job_overrides) > 1 else set()
-    return [" ".join(word for word in words if word not in common) for words in job_overrides]
 
 
 def register() -> None:

@@ -30,7 +30,7 @@ from kvbench.runs.command import command_of
 from kvbench.runs.identity import run_id
 
 FORMAT = 1  # of everything in a run folder; raised when an older reader would misread it
-MERGE_SECONDS = 10.0  # the longest that a shard waits for another one that merges
+MERGE_SECONDS = 60.0  # the longest that a shard waits for another one that merges
 SHARDS = "shards"  # in a run folder, the folders of jobs that share out its samples
 
 Record = dict[str, Any]
@@ -131,7 +131,7 @@ class RunFolder:
         with writing(folder.path), ExitStack() as failed:
             failed.push(folder._held)
             failed.push(folder._mine)
-            folder._own.mkdir(parents=True, exist_ok=True)
+            folder.path.mkdir(parents=True, exist_ok=True)
             folder._take(shard)
             write_whole(folder.path / "run.yaml", _run_yaml(identity, config), within=folder._own)
             folder._write_status()
@@ -147,6 +147,7 @@ class RunFolder:
         if alone:
             _merge_shards(self.path)
         else:
+            self._own.mkdir(parents=True, exist_ok=True)  # not before the lock: shards may be merged at this moment
             for other in (self.path / SHARDS).iterdir():
                 if not other.name.endswith(f"-of-{shard.of}"):  # its samples are not apart from ours
                     with held(other):

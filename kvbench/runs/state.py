@@ -26,7 +26,7 @@ class State(NamedTuple):
         rate: samples a minute of those that run now; None where none does, or none has one yet.
         left_s: seconds until the slowest of them has no more; None as above.
         silent_s: seconds since the last sign of life; None where there is none.
-        running, shards: jobs that run now, and status files of jobs: a run that is not shared out has one.
+        running, shards: jobs that run now, and jobs that share out the samples, 1 for a run that is not shared out.
     """
 
     path: Path
@@ -56,7 +56,8 @@ class _Status(NamedTuple):
 def state_of(folder: Path) -> State:
     """The state of a run folder, its shards taken together."""
     own = _status(folder / "status.json")
-    shards = [one for file in sorted(folder.glob(f"{SHARDS}/*/status.json")) if (one := _status(file))]
+    files = sorted(folder.glob(f"{SHARDS}/*/status.json"))
+    shards = [one for file in files if (one := _status(file))]
     statuses = [*([own] if own else []), *shards]
     running = [one for one in statuses if one.state == "running"]
     totals = [total for one in statuses if (total := one.says.get("total"))]
@@ -71,7 +72,7 @@ def state_of(folder: Path) -> State:
         max((left for _, left in paces if left is not None), default=None),
         min((one.age for one in statuses), default=None),
         len(running),
-        len(shards) or len(statuses),
+        max((int(file.parent.name.rpartition("-of-")[2]) for file in files), default=1),
     )
 
 

@@ -1,0 +1,154 @@
+"""How the arms of a sweep fall into jobs, and why. No torch, and no launcher: those run what is planned here.
+
+Arms that differ in method, budget and probe alone share each prefill, so they become one job. Where more jobs are asked
+for, such a group is split: by its samples (`sweep.shards`), which computes nothing twice, or by its arms
+(`hydra.launcher.jobs`), each of whose jobs prefills for itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from kvbench.runs.folder import Shard
+from kvbench.runs.identity import APART, budget_of
+
+MOST_TOLD = 20  # groups that get a line of their own
+
+
+class Group(NamedTuple):
+    """Arms that one prefill can serve.
+
+    Attributes:
+        arms: their indices.
+        name: the words that only they have, "" where there is no other group.
+        why: what makes the group what it is.
+        shards: jobs that share out the samples.
+        pieces: jobs that share out the arms.
+    """
+
+    arms: list[int]
+    name: str
+    why: str
+    shards: int
+    pieces: int = 1
+
+    @property
+    def jobs(self) -> int:
+        """How many jobs it makes."""
+        return self.shards * self.pieces
+
+
+class Part(NamedTuple):
+    """A job to be: arms by their indices, which samples of them, and what to call it."""
+
+    arms: list[int]
+    shard: Shard
+    title: str
+
+
+def planned(arms: Sequence[DictConfig], words: Sequence[str], most: int) -> list[Group]:
+    """The groups of a sweep, split into at least `most` jobs as far as there are arms to split.
+
+    Args:
+        arms: distinct composed configs.
+        words: of each of them, those that not all have.
+        most: jobs that there is room for.
+    """
+    common = grouped(arms)
+    groups = []
+    for numbers in common:
+        first = arms[numbers[0]]
+        own = [word for word in words[numbers[0]].split() if all(word in words[other].split() for other in numbers)]
+        name = " ".join(own) if len(common) > 1 else ""
+        groups.append(Group(numbers, name, _why(first, len(numbers)), first.sweep.shards))
+    return _split(groups, most)
+
+
+def counted(number: int, what: str) -> str:
+    """The number with its noun."""
+    return f"{number} {what}" + "s" * (number != 1)
+
+
+def _why(config: DictConfig, arms: int) -> str:
+    if arms > 1:
+        return f"{arms} arms share each prefill"
+    if config.task.get("own_prefill"):
+        return f"1 arm, as task={config.task.name} times a prefill of its own"
+    if not config.sweep.shared_prefill:
+        return "1 arm, as sweep.shared_prefill=false"
+    return "1 arm, which no other shares a prefill with"
+
+
+def _split(groups: list[Group], most: int) -> list[Group]:
+    """The groups with the most arms in a job are split until there are `most` jobs."""
+    groups = list(groups)
+    while groups and sum(group.jobs for group in groups) < most:
+        widest = max(range(len(groups)), key=lambda number: len(groups[number].arms) / groups[number].pieces)
+        group = groups[widest]
+        if group.pieces == len(group.arms):
+            break
+        groups[widest] = group._replace(pieces=group.pieces + 1)
+    return groups
+
+
+def parts(groups: Sequence[Group]) -> list[Part]:
+    """The jobs of all groups. A slow method's budgets stand side by side, so pieces take every n-th arm."""
+    found = []
+    for group in groups:
+        for piece in range(group.pieces):
+            arms = group.arms[piece :: group.pieces]
+            for number in range(group.shards):
+                shard = Shard(number, group.shards)
+                words = [group.name] if group.name else []
+                words += [f"piece {piece + 1} of {group.pieces}"] if group.pieces > 1 else []
+                words += [f"shard {shard}"] if group.shards > 1 else []
+                found.append(Part(arms, shard, ", ".join(words)))
+    return found
+
+
+def told(groups: Sequence[Group]) -> Iterator[str]:
+    """A line for each group: what it is, and how it falls into jobs."""
+    arms, jobs = sum(len(group.arms) for group in groups), sum(group.jobs for group in groups)
+    yield f"{counted(arms, 'arm')} in {counted(jobs, 'job')}:"
+    for group in groups[:MOST_TOLD]:
+        reasons = [group.why]
+        if group.pieces > 1:
+            reasons.append(f"in {group.pieces} pieces, each with prefills of its own (hydra.launcher.jobs)")
+        if group.shards > 1:
+            reasons.append(f"samples in {group.shards} shards (sweep.shards)")
+        name = f"{group.name}: " if group.name else ""
+        yield f"  {name}{', '.join(reasons)}: {counted(group.jobs, 'job')}"
+    if len(groups) > MOST_TOLD:
+        yield f"  and {len(groups) - MOST_TOLD} groups more"
+
+
+def distinct(jobs: Sequence[DictConfig]) -> dict[int, DictConfig]:
+    """Jobs by their index, without those that repeat an earlier one: full attention under another budget, say, and a
+    sweep's models are one model under `smoke`.
+    """
+    first: dict[str, int] = {}
+    for index, job in enumerate(jobs):
+        config = cast(dict[str, Any], OmegaConf.to_container(job, resolve=True))
+        first.setdefault(json.dumps({**config, "budget": budget_of(config)}, sort_keys=True), index)
+    return {index: jobs[index] for index in first.values()}
+
+
+def grouped(jobs: Sequence[DictConfig]) -> list[list[int]]:
+    """Indices of the jobs that one prefill can serve, in the order of their first; a task may want each arm its own."""
+    groups: dict[str, list[int]] = {}
+    for index, job in enumerate(jobs):
+        config = cast(dict[str, Any], OmegaConf.to_container(job, resolve=True))
+        shared = config["sweep"]["shared_prefill"] and not config["task"].get("own_prefill")
+        common = {key: value for key, value in config.items() if not shared or key not in APART}
+        groups.setdefault(json.dumps([common, None if shared else index], sort_keys=True), []).append(index)
+    return list(groups.values())
+
+
+def told_apart(job_overrides: Sequence[Sequence[str]]) -> list[str]:
+    """For each job the words that not all have; of one job alone all."""
+    common = set.intersection(*map(set, job_overrides)) if len(job_overrides) > 1 else set()
+    return [" ".join(word for word in words if word not in common) for words in job_overrides]
