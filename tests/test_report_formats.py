@@ -15,9 +15,10 @@ from rich.console import Console
 
 from kvbench.report import formats, html, published
 from kvbench.report.beside import BESIDE, beside
-from kvbench.report.cells import WITH_SCORE, Cell, Table
+from kvbench.report.cells import BRIEF_SCORE, WITH_SCORE, Cell, Table
 from kvbench.report.frame import LeftOut
-from kvbench.runs.quantities import QUANTITIES
+from kvbench.report.tables import OVERVIEW
+from kvbench.runs.quantities import QUANTITIES, named
 
 AWKWARD = "a_b & 50 % #1 $x$ {y} ~z^ \\w <b>|c|</b> \"q\" 'r'"
 
@@ -131,6 +132,27 @@ def test_the_console_s_parts_hold_every_column_once_and_fit(width, columns):
     assert told.count("71.2 (bf)") == columns and told.count("+3.0 [-1.0, 7.0]") == columns
     if width >= 60:  # room for the labels and one column
         assert max(map(len, told.splitlines())) <= width
+
+
+@given(st.integers(40, 200))
+def test_an_overview_fits_and_says_what_it_had_no_room_for(width):
+    numbers = dict.fromkeys(OVERVIEW, 12.5) | {"low": 1.0, "high": 50.0, "against_full": -3.0, "samples": 20.0}
+    numbers |= {"against_full_low": -5.0, "against_full_high": -1.0}
+    rows = [("a-model", task, method, "64") for task in ("niah", "passkey") for method in ("full", "streaming_llm")]
+    lines = {**BRIEF_SCORE, **{name: named(name) for name in OVERVIEW[1:]}}
+    cells = {(row, 0): Cell(numbers, {"tpot_ms_mean": "c"}) for row in range(len(rows))}
+    axes = ("model", "task", "method", "budget")
+    table = Table("o", "4 runs", axes, rows, [""], cells, lines, ["A note. " * 40], shared=2)
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as captured:
+        left_out = formats.console([table], console)
+    told = captured.get()
+    assert told.count("12.5* [1.0, 50.0]") == 4, "the score always stands"
+    assert told.count("a-model, niah") == told.count("a-model, passkey") == 1
+    assert max(map(len, told.splitlines())) <= min(width, 120)
+    headings = [line.heading for line in lines.values()]
+    assert left_out == headings[len(headings) - len(left_out) :]
+    assert left_out or width > 80
 
 
 @pytest.mark.parametrize("id", published.ids())

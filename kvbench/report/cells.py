@@ -20,6 +20,14 @@ WITH_SCORE = {
     "attended_share": QUANTITIES["attended_share"],
     "samples": Quantity("samples", "", "samples", digits=0),
 }
+WHOLE_SCORE = {"score": QUANTITIES["score"], **WITH_SCORE}
+# The same in less room: with its interval, and a star where it surely differs from full attention's.
+BRIEFEST_SCORE = {"brief_score": Quantity("brief_score", "", f"score [{COVERAGE} % interval]", digits=1)}
+BRIEF_SCORE = {
+    **BRIEFEST_SCORE,
+    "brief_against_full": Quantity("brief_against_full", "", "against full", digits=1),
+    "samples": WITH_SCORE["samples"],
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class Table:
         cells: by row and column; where there is none, nothing was found.
         lines: the quantities that each cell shows, by name.
         notes: what a reader must know, a sentence each.
+        shared: so many labels of a row, the first, may stand once above all rows that have them.
     """
 
     id: str
@@ -64,6 +73,14 @@ class Table:
     cells: dict[tuple[int, int], Cell]
     lines: dict[str, Quantity]
     notes: list[str]
+    shared: int = 0
+
+    def section(self, row: int) -> str:
+        """The labels that a row shares with its neighbours, in words."""
+        shared = zip(self.axes[: self.shared], self.rows[row], strict=False)
+        return ", ".join(
+            label if axis in ("model", "task") else f"{axis.rpartition('.')[2]}={label}" for axis, label in shared
+        )
 
 
 def score_numbers(evidence: Evidence, run: int, groups: tuple[str, ...]) -> dict[str, float]:
@@ -84,6 +101,11 @@ def score_numbers(evidence: Evidence, run: int, groups: tuple[str, ...]) -> dict
     return {name: float(value) for name, value in found.items() if not missing(value)}
 
 
+def beyond_noise(numbers: Mapping[str, float]) -> bool:
+    """Whether a score differs from full attention's on the same samples by more than chance: no 0 in the interval."""
+    return numbers.get("against_full_low", 0.0) > 0 or numbers.get("against_full_high", 0.0) < 0
+
+
 def missing(value: Any) -> bool:
     """Whether a frame's value is there for want of another: None or NaN."""
     return value is None or value != value
@@ -100,8 +122,11 @@ def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
         )
     if any("against_full" in cell.numbers for cell in cells):
         notes.append("Against full: points, paired on the same samples under full attention, where it was run on them.")
+    if "brief_score" in lines and any(beyond_noise(cell.numbers) for cell in cells):
+        notes.append(f"*: not full attention's by chance: the {COVERAGE} % interval of the difference leaves out 0.")
     used = {letter for cell in cells for letters in cell.marks.values() for letter in letters}
     notes += [f"{letter}: {meaning}." for letter, meaning in MARKS.items() if letter in used]
-    if any(line.part == "probe" for line in lines.values()):
+    probes = {name for name, line in lines.items() if line.part == "probe"}
+    if any(probes & cell.numbers.keys() for cell in cells):
         notes.append("Recall and the other probes are of runs with probe.every, which may have other samples.")
     return notes
