@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from kvbench.report import formats, html, published
+from kvbench.report import formats, html, latex, published
 from kvbench.report.beside import BESIDE, beside
 from kvbench.report.cells import BRIEF_SCORE, WITH_SCORE, Cell, Table
 from kvbench.report.frame import LeftOut
@@ -95,23 +95,6 @@ def test_markdown_has_the_same_cells_in_every_line():
     assert len(lines) == 2 + 2 * 5 and told.startswith("### A title\n") and "- A note." in told
 
 
-def test_latex_has_the_same_cells_in_every_line_and_escapes_the_rest():
-    told = formats.latex([scores(label=AWKWARD)])
-    body = told[told.index(r"\toprule") : told.index(r"\bottomrule")]
-    lines = [line for line in body.splitlines() if line.endswith(r"\\")]
-    assert {len(re.findall(r"(?<!\\)&", line)) for line in lines} == {5}
-    assert len(lines) == 1 + 2 * 5 and r"\begin{tabular}{lllrrr}" in told
-    assert r"\textbackslash{}w" in told and r"50 \% \#1 \$x\$ \{y\}" in told
-
-
-@given(st.text(alphabet=st.characters(codec="ascii", categories=["L", "N", "P", "S", "Z"]), max_size=30))
-def test_latex_never_lets_a_special_character_through(word):
-    escaped = formats.latex_escaped(word)
-    plain = re.sub(r"\\textbackslash\{\}|\\textasciitilde\{\}|\\textasciicircum\{\}|\\[&%$#_{}]|^\{\}", "", escaped)
-    assert not set(plain) & set("\\&%$#_{}~^")
-    assert not escaped.startswith("["), "\\\\ before it would take it for an option"
-
-
 def test_csv_holds_the_numbers_as_they_are():
     lines = list(csv.DictReader(io.StringIO(formats.csv_text([scores(), paper()]))))
     assert len(lines) == 6 + 3
@@ -166,7 +149,7 @@ def test_every_published_table_prints_in_every_format(id):
     read = csv.DictReader(io.StringIO(formats.csv_text([table])))
     assert sorted(float(line["published"]) for line in read if line["published"]) == sorted(numbers)
     shown = {text for row in formats.grid(table).rows for line in row for text in line.texts}
-    for told in (captured.get(), formats.markdown([table]), formats.latex([table]), "\n".join(page.words)):
+    for told in (captured.get(), formats.markdown([table]), latex.latex([table]), "\n".join(page.words)):
         assert all(text in told for text in shown)
         assert all(column.split()[0] in told for column in table.columns if not set(column) & set("_%"))
 

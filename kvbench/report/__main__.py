@@ -201,13 +201,15 @@ def _named(left_out: Sequence[LeftOut]) -> str:
 def _tables(given: Namespace, runs: Runs | None) -> list[Table]:
     from kvbench.report import tables
     from kvbench.report.beside import beside
+    from kvbench.report.cells import BRIEFEST_SCORE, WHOLE_SCORE
 
     if given.paper:
         return [beside(runs, paper, given.where, given.allow_mixed) for paper in given.paper]
     assert runs is not None
     if given.rows:
         values = given.values or ["score"]
-        return [tables.pivot(runs, given.rows, given.columns, values, given.where, given.allow_mixed)]
+        score = BRIEFEST_SCORE if given.format == "latex" else WHOLE_SCORE
+        return [tables.pivot(runs, given.rows, given.columns, values, given.where, given.allow_mixed, score)]
     if given.format == "html":
         return [*tables.summary(runs, given.where), *tables.by_group(runs, given.where)]
     return tables.summary(runs, given.where) if given.format == "csv" else tables.overview(runs, given.where)
@@ -216,6 +218,7 @@ def _tables(given: Namespace, runs: Runs | None) -> list[Table]:
 def _print(given: Namespace, runs: Runs | None) -> list[str]:
     """Print or write the tables; the headings for which a console had no room."""
     from kvbench.report import formats
+    from kvbench.report.latex import latex
 
     made = _tables(given, runs)
     narrow: list[str] = []
@@ -230,7 +233,7 @@ def _print(given: Namespace, runs: Runs | None) -> list[str]:
     elif given.format == "html":
         text = _page(given, runs, made)
     else:
-        text = {"markdown": formats.markdown, "latex": formats.latex, "csv": formats.csv_text}[given.format](made)
+        text = {"markdown": formats.markdown, "latex": latex, "csv": formats.csv_text}[given.format](made)
     if not given.out:
         print(text, end="")
     else:

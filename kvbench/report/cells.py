@@ -22,7 +22,9 @@ WITH_SCORE = {
 }
 WHOLE_SCORE = {"score": QUANTITIES["score"], **WITH_SCORE}
 # The same in less room: with its interval, and a star where it surely differs from full attention's.
-BRIEFEST_SCORE = {"brief_score": Quantity("brief_score", "", f"score [{COVERAGE} % interval]", digits=1)}
+BRIEFEST_SCORE = {
+    "brief_score": Quantity("brief_score", "", "score", digits=1, better="more", label=f"score [{COVERAGE} % interval]")
+}
 BRIEF_SCORE = {
     **BRIEFEST_SCORE,
     "brief_against_full": Quantity("brief_against_full", "", "against full", digits=1),
@@ -62,6 +64,7 @@ class Table:
         cells: by row and column; where there is none, nothing was found.
         lines: the quantities that each cell shows, by name.
         notes: what a reader must know, a sentence each.
+        heads: the labels of each column apart, where it has several.
         shared: so many labels of a row, the first, may stand once above all rows that have them.
     """
 
@@ -73,6 +76,7 @@ class Table:
     cells: dict[tuple[int, int], Cell]
     lines: dict[str, Quantity]
     notes: list[str]
+    heads: tuple[tuple[str, ...], ...] = ()
     shared: int = 0
 
     def section(self, row: int) -> str:

@@ -1,4 +1,4 @@
-"""A table as text: for the console, Markdown, LaTeX (booktabs) and CSV.
+"""A table as text: for the console, in Markdown and as CSV.
 
 All but CSV print the same grid of strings. CSV is for machines: a line for each cell, numbers unrounded.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -21,7 +20,6 @@ from kvbench.runs.quantities import Quantity
 
 GAP = 3  # characters between two columns of a box
 PAGE_WIDTH = 120  # characters of an overview, at most
-PAGE = 72  # characters of a line in LaTeX's text width
 NOT_RUN, NONE = "not run", "-"
 
 
@@ -230,52 +228,6 @@ def _markdown(table: Table) -> str:
     body = ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in [head, rule, *lines]]
     notes = [f"- {note}" for note in table.notes]
     return "\n".join([f"### {table.title}", "", *body, "", *notes, ""])
-
-
-def latex(tables: Sequence[Table]) -> str:
-    """Tables for LaTeX with \\usepackage{booktabs,graphicx}; what is wider than a page is scaled to its width."""
-    return "\n".join(map(_latex, tables))
-
-
-def _latex(table: Table) -> str:
-    whole = grid(table)
-    rows = [
-        [" & ".join(latex_escaped(cell) for cell in (*line.labels, *line.texts)) + r" \\" for line in row]
-        for row in whole.rows
-    ]
-    gap = [r"\addlinespace"] if any(len(row) > 1 for row in rows) else []
-    body = [text for index, row in enumerate(rows) for text in [*(gap if index else []), *row]]
-    head = " & ".join(latex_escaped(name) for name in (*whole.head, *whole.columns)) + r" \\"
-    notes = " ".join(map(latex_escaped, table.notes))
-    wide = max(map(len, [head, *body])) > PAGE
-    return "\n".join(
-        [
-            r"\begin{table}",
-            r"\centering",
-            rf"\caption{{{latex_escaped(table.title)}}}",
-            rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', table.id.lower())}}}",
-            *([r"\resizebox{\linewidth}{!}{%"] if wide else []),
-            rf"\begin{{tabular}}{{{'l' * len(whole.head)}{'r' * len(whole.columns)}}}",
-            r"\toprule",
-            head,
-            r"\midrule",
-            *body,
-            r"\bottomrule",
-            r"\end{tabular}" + ("}" if wide else ""),
-            *([rf"{{\par\smallskip\footnotesize\raggedright {notes}\par}}"] if notes else []),
-            r"\end{table}",
-            "",
-        ]
-    )
-
-
-_SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
-
-
-def latex_escaped(word: str) -> str:
-    """A word as LaTeX prints it."""
-    word = re.sub(r"[\\~^±]|[&%$#_{}]", lambda found: _SPECIAL.get(found[0], "\\" + found[0]), word)
-    return "{}" + word if word.startswith("[") else word
 
 
 def csv_text(tables: Sequence[Table]) -> str:

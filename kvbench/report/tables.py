@@ -121,6 +121,7 @@ def pivot(
     values: Sequence[str],
     where: Sequence[str] = (),
     allow_mixed: bool = False,
+    score_lines: Mapping[str, Quantity] = WHOLE_SCORE,
 ) -> Table:
     """Any selection: runs, or their groups, by some of their settings.
 
@@ -131,6 +132,7 @@ def pivot(
             of a method's own such as "audit.candidates"; of the last two what follows the dot is enough.
         where: as `select` takes them.
         allow_mixed: runs of several protocols may stand together, marked.
+        score_lines: what a score is shown by.
 
     Raises:
         ConfigError: no such key or value; several runs in one cell of the table, which says in what they differ;
@@ -143,7 +145,7 @@ def pivot(
     for labels, alike in by_labels(runs, chosen, [*down, *across]).items():
         refuse_several(runs, alike, ", ".join(labels), "add it to --rows or --columns, or ")
     title = f"{', '.join(names)} by {', '.join([*down, *across])}"
-    return _table(Evidence(runs), chosen, down, across, names, "table", title, marks)
+    return _table(Evidence(runs), chosen, down, across, names, "table", title, marks, score_lines)
 
 
 def _table(
@@ -186,7 +188,9 @@ def _table(
         notes.append(f"Times are of {'; '.join(f'{name} ({count} runs)' for name, count in machines.items())}.")
     if "group" in (*rows, *columns) and "attended_share" in lines:
         notes.append("attended / C, and all but the scores, are of the whole run and not of the group.")
-    return Table(id, title, tuple(rows), row_labels, list(map(", ".join, column_labels)), cells, lines, notes, shared)
+    heads = tuple(column_labels) if len(columns) > 1 else ()
+    names = list(map(", ".join, column_labels))
+    return Table(id, title, tuple(rows), row_labels, names, cells, lines, notes, heads, shared)
 
 
 def _runs_of_cells(
