@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--columns", type=_words, default=[], metavar="KEY,...", help="settings that make columns; none: the values")
     add("--values", type=_words, metavar="NAME,...", help="what stands in the cells; default: score")
     add("--where", action="append", default=[], metavar="KEY=VALUE", help="only runs with this value, or one of V,V")
-    add("--figure", metavar="NAME", help="draw a figure to --out FILE.png or FILE.pdf")
+    add("--figure", metavar="NAME", help="draw a figure to --out FILE.png, .pdf or .svg")
     add("--format", choices=FORMATS, help="default: as --out ends, else console")
     add("--out", type=Path, metavar="FILE", help="write there instead of printing")
     add("--allow-mixed", action="store_true", help="let runs of several protocols into one table, marked")

@@ -40,6 +40,7 @@ STYLES = {
     "icecache_reuse": Style("IceCache-reuse", GREEN, "d", "--"),
     "icecache_plus": Style("IceCache+", GREEN, "X", ":"),
     "quest": Style("Quest", BLUE, "o"),
+    "quest_structure": Style("Quest-structure", BLUE, "s", "--"),
     "snapkv": Style("SnapKV", VERMILION, "s"),
     "streaming_llm": Style("StreamingLLM", PURPLE, "^"),
     "pariskv": Style("ParisKV", ORANGE, "v"),
