@@ -188,7 +188,7 @@ def draw(rows: Sequence[Row], model: str, path: Path) -> None:
     import pandas
     from matplotlib.figure import Figure
 
-    from kvbench.report.figures import draw_tradeoff
+    from kvbench.report.tradeoff import draw_tradeoff
 
     # All have the budget that the title says: no mark needs its own.
     points = pandas.DataFrame(rows, dtype=object).assign(label=[one.method for one in rows], budget=None)

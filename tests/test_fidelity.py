@@ -156,7 +156,7 @@ def test_the_figures_draw_what_the_runs_hold(tmp_path: Path) -> None:
     found = {arm.budget: run(arm)["fidelity"]["kl_mean"] for arm in arms}
     runs = collect([tmp_path])
     (against_budget, *_) = figures.draw("fidelity", runs).axes
-    (line,) = against_budget.lines
+    line, _front = against_budget.lines
     assert dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) == pytest.approx(found)
     (over_steps,) = figures.draw("drift", runs).axes
     for name in ("fidelity", "drift"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,13 +18,16 @@ from hypothesis import strategies as st
 from matplotlib import image
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+from report_runs import record, stored
 from rich.console import Console
 
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.report import figures
 from kvbench.report.frame import Runs, collect
-from kvbench.report.style import style_of
+from kvbench.report.style import STYLES, style_of
+from kvbench.report.tradeoff import front
 from kvbench.runs.run import run
 from kvbench.runs.shared import run_shared
 
@@ -87,6 +91,20 @@ def curve(figure: Figure, label: str, place: int = 0) -> tuple[list[float], list
     return [float(x) for x in line.get_xdata()], [float(y) for y in line.get_ydata()]
 
 
+def overprinted(figure: Figure) -> list[tuple[str, str]]:
+    """The words of a picture that lie on one another."""
+    figure.draw_without_rendering()
+    outside = set()  # ticks that are not drawn
+    for axis in (scale for axes in figure.axes for scale in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
+            outside |= set() if low <= tick.get_loc() <= high else {tick.label1, tick.label2}
+    words = [one for one in figure.findobj(Text) if one.get_visible() and one.get_text().strip() and one not in outside]
+    shown = [(one.get_text(), one.get_window_extent().padded(-1)) for one in words]
+    pairs = itertools.combinations([(text, box) for text, box in shown if box.width > 0], 2)
+    return [(one, other) for (one, here), (other, there) in pairs if here.overlaps(there)]
+
+
 OF_OTHER_RUNS = {"fidelity", "drift", "breakeven"}  # drawn in test_fidelity and test_breakeven
 
 
@@ -101,16 +119,19 @@ def test_every_figure_becomes_a_picture_and_a_page(runs, tmp_path, name):
     figure = figures.draw(name, runs)
     figures.write(figure, tmp_path / "figure.png")
     figures.write(figure, tmp_path / "figure.pdf")
+    figures.write(figure, tmp_path / "figure.svg")
     pixels = image.imread(tmp_path / "figure.png")
     assert pixels.shape[1] >= 1400 and pixels.std() > 0.05, "blank"
     assert (tmp_path / "figure.pdf").read_bytes().startswith(b"%PDF")
+    assert b"<svg" in (tmp_path / "figure.svg").read_bytes()[:1000]
+    assert overprinted(figure) == []
 
 
 @pytest.mark.parametrize("name", ["budget", "length", "recall"])
 def test_a_method_has_one_colour_in_all_figures(runs, name):
     for label, colour in legend(figures.draw(name, runs)).items():
         method = label.partition(",")[0].rstrip(" 0123456789")
-        assert colour == style_of(method).colour.lower(), label
+        assert method == "Pareto front" or colour == style_of(method).colour.lower(), label
 
 
 def test_scores_stand_at_their_budget_and_at_what_was_attended(runs):
@@ -140,6 +161,43 @@ def test_the_tradeoff_marks_every_arm_at_its_cost(runs):
         and len(timed) == 7
     )
     assert time == {tuple(np.round((one.tpot_ms_mean, one.score), 6)) for one in timed.itertuples()}
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30), st.booleans())
+def test_the_front_is_what_no_other_is_as_cheap_and_as_good_as(points, more_is_better):
+    def beats(one: tuple[int, int], other: tuple[int, int]) -> bool:
+        good = one[1] >= other[1] if more_is_better else one[1] <= other[1]
+        return one != other and one[0] <= other[0] and good
+
+    expected = sorted({point for point in points if not any(beats(other, point) for other in points)})
+    assert front(*zip(*points, strict=True), more_is_better) == expected
+
+
+def test_the_front_stands_in_the_tradeoff_and_larger_marks_are_larger_budgets(runs):
+    figure = figures.draw("tradeoff", only(runs, runs.arms["accounting"] == "paper"))
+    known = runs.arms[(runs.arms["probe_every"] == 0) & (runs.arms["accounting"] == "paper")]
+    costs, scores = known["tpot_ms_mean"].to_list(), known["score"].to_list()
+    x, y = curve(figure, "Pareto front", 1)
+    assert list(zip(x, y, strict=True))[:-1] == front(costs, scores, True)
+    (snapkv,) = [marks for marks in figure.axes[0].collections if marks.get_label() == "SnapKV"]
+    budgets = known[known["method"] == "snapkv"].sort_values("budget")["device_kv_bytes"] / 2**20
+    by_place = dict(zip(np.round(snapkv.get_offsets()[:, 0], 6), snapkv.get_sizes(), strict=True))
+    assert by_place[round(budgets.iloc[0], 6)] < by_place[round(budgets.iloc[1], 6)]
+    assert {"C = 64", "C = 128"} <= set(legend_texts(figure))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tradeoff", "latency", "length"])
+def test_forty_arms_fit_a_page_and_their_words_do_not_overprint(tmp_path, name):
+    methods = [method for method in STYLES if method != "full"][:13]
+    for task, length in (("passkey", 1024), ("niah", 2048)):
+        lines = [record(f"{length}-{size}", "", 1.0, meta={"length": size}, prompt_tokens=size) for size in (512, 1024)]
+        stored(tmp_path, "full", None, lines, task=task)
+        for method, budget in itertools.product(methods, (64, 128, 256)):
+            stored(tmp_path, method, budget, lines, task=task)
+    figure = figures.draw(name, collect([tmp_path]))
+    width, height = figure.get_size_inches()
+    assert overprinted(figure) == [] and height <= 14 * width / 11
 
 
 def test_the_passkey_map_has_a_cell_for_each_depth_and_length(runs):
@@ -290,7 +348,7 @@ def test_more_than_a_picture_can_show_is_refused_before_samples_are_read(runs, m
 
 
 def test_another_ending_is_refused(runs, tmp_path):
-    with pytest.raises(ConfigError, match=r"^out=.*figure.jpg: expected a file that ends in .png or .pdf"):
+    with pytest.raises(ConfigError, match=r"^out=.*figure.jpg: expected a file that ends in .png or .pdf or .svg"):
         figures.write(figures.draw("budget", runs), tmp_path / "figure.jpg")
 
 

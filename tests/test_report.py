@@ -14,8 +14,10 @@ from report_runs import record, stored
 
 from kvbench.cli.compose import composed
 from kvbench.report import figures, published
-from kvbench.report.__main__ import main
+from kvbench.report.__main__ import SHIPPED, main
 from kvbench.runs.run import run
+
+CHECKOUT = Path(__file__).parents[1]
 
 
 def made(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[str, str]:
@@ -44,14 +46,42 @@ def results(tmp_path: Path) -> Path:
 # -- what it makes -----------------------------------------------------------------------------------------------------
 
 
-def test_without_words_it_shows_all_below_results(results, capsys, monkeypatch):
+def test_without_words_it_shows_the_runs_below_results(results, capsys, monkeypatch):
     (results / "results").mkdir()
     (results / "runs").rename(results / "results" / "runs")
     monkeypatch.chdir(results)
     told, said = made(capsys)
-    assert told.startswith("All runs") and not said
-    assert told.count("│ quest ") == 2 * told.count("│ full ") == 2
-    assert all(word in told for word in ("95 % interval", "against full", "attended", "samples", "-25.0 [", "1.25"))
+    assert told.startswith("3 runs\n") and "\ntiny, passkey\n" in told and not said
+    lines = [line.split() for line in told.splitlines()]
+    assert [line[:6] for line in lines if line[:1] in (["full"], ["quest"])] == [
+        ["full", "-", "100.0", "[100.0,", "100.0]", "-"],
+        ["quest", "64", "75.0", "[50.0,", "100.0]", "-25.0"],
+        ["quest", "128", "75.0", "[50.0,", "100.0]", "-25.0"],
+    ]
+
+
+def test_runs_that_are_shipped_are_shown_when_they_are_named(results, capsys, monkeypatch):
+    (results / "results").mkdir()
+    shipped = results / "results" / "reference"
+    shipped.mkdir()
+    (results / "runs").rename(shipped / "runs")
+    monkeypatch.chdir(results)
+    monkeypatch.setattr("kvbench.report.__main__.SHIPPED", [shipped])
+    said = "results: no run of yours yet; python -m kvbench.report results/reference shows those that kvbench ships"
+    assert said in refused(capsys)
+    stored(results / "results", "snapkv")
+    stored(results / "results" / "sweep_mine", "topk")
+    told, _ = made(capsys)
+    assert told.startswith("2 runs\n") and "snapkv" in told and "topk" in told and "quest" not in told
+    assert made(capsys, "results/reference")[0].startswith("3 runs\n")
+
+
+def test_what_kvbench_ships_is_known_as_such():
+    listed = subprocess.run(["git", "ls-files", "results"], cwd=CHECKOUT, capture_output=True, text=True).stdout
+    if not listed:
+        pytest.skip("not a git checkout")
+    names = {Path(file).parts[1] for file in listed.splitlines() if file.endswith("run.yaml")}
+    assert {path.relative_to(CHECKOUT / "results").as_posix() for path in SHIPPED} == names
 
 
 def test_any_selection(results, capsys):
@@ -72,11 +102,11 @@ def test_a_selection_of_runs_and_values(results, capsys):
 @pytest.mark.parametrize(
     "ending, begins",
     [
-        (".md", "### All runs"),
+        (".md", "### 3 runs"),
         (".tex", r"\begin{table}"),
         (".csv", "table,model"),
         (".html", "<!doctype"),
-        (".txt", "A"),
+        (".txt", "3 runs"),
     ],
 )
 def test_the_file_s_ending_says_the_format(results, capsys, ending, begins):
@@ -162,9 +192,8 @@ def test_what_is_left_out_is_said(results, capsys):
     for seed in range(12):
         stored(results, "snapkv", finished=False, config={"seed": seed})
     _, said = made(capsys, results)
-    lines = said.splitlines()
-    assert len(lines) == 11 and lines[-1] == "left out: 2 more; --format html names them all"
-    assert all("unfinished, 2 samples so far; --unfinished shows it" in line for line in lines[:-1])
+    assert said.startswith("left out: ") and said.count("\n") == 1
+    assert "unfinished, 2 samples so far; --unfinished shows it; 11 more runs, which --format html names" in said
     told, said = made(capsys, results, "--unfinished", "--format", "csv")
     assert not said and told.count("snapkv") >= 12
 
@@ -201,8 +230,8 @@ def test_mixed_protocols_are_refused_or_marked(results, capsys):
         (["--figure", "budget", "--out", "x.gif"], "x.gif"),
         (["--figure", "budget", "--rows", "method", "--out", "x.png"], "leave out --paper and --rows"),
         (["--paper", "racc_table1", "--rows", "method"], "leave out yours"),
-        (["--columns", "task"], "--columns: needs --rows too"),
-        (["--values", "score"], "--values: needs --rows too"),
+        (["--columns", "task"], "quest, passkey: several runs, which differ in budget=64 | 128; add it to --rows"),
+        (["--values", "score"], "quest: several runs, which differ in budget=64 | 128; add it to --rows"),
         (["--out", "report.doc"], "--out report.doc: ends in none of .txt, .md, .tex, .csv, .html; name a --format"),
         (["--out", "gone/report.md"], "--out gone/report.md: no such folder, gone; make it, or name another"),
         (["--figure", "budget", "--out", "gone/x.png"], "--out gone/x.png: no such folder, gone; "),
@@ -231,7 +260,8 @@ def test_an_unknown_paper_is_refused_before_runs_are_read(capsys, monkeypatch):
 def test_nothing_but_unusable_runs_is_an_error_that_counts_them(tmp_path, capsys):
     stored(tmp_path, finished=False)
     stored(tmp_path, "snapkv", samples=[record("a", "", float("nan"))])
-    assert f"{tmp_path}: no run that can be shown, 2 left out" in refused(capsys, tmp_path)
+    said = refused(capsys, tmp_path)
+    assert f"{tmp_path}: no run that can be shown; left out: {tmp_path}" in said and "1 more runs" in said
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--list"], ["--paper", "racc_table1"], ["--rows", "x", "gone"]])

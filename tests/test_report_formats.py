@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from kvbench.report import formats, html, published
+from kvbench.report import formats, html, latex, published
 from kvbench.report.beside import BESIDE, beside
-from kvbench.report.cells import WITH_SCORE, Cell, Table
+from kvbench.report.cells import BRIEF_SCORE, WITH_SCORE, Cell, Table
 from kvbench.report.frame import LeftOut
-from kvbench.runs.quantities import QUANTITIES
+from kvbench.report.tables import OVERVIEW
+from kvbench.runs.quantities import QUANTITIES, named
 
 AWKWARD = "a_b & 50 % #1 $x$ {y} ~z^ \\w <b>|c|</b> \"q\" 'r'"
 
@@ -94,23 +95,6 @@ def test_markdown_has_the_same_cells_in_every_line():
     assert len(lines) == 2 + 2 * 5 and told.startswith("### A title\n") and "- A note." in told
 
 
-def test_latex_has_the_same_cells_in_every_line_and_escapes_the_rest():
-    told = formats.latex([scores(label=AWKWARD)])
-    body = told[told.index(r"\toprule") : told.index(r"\bottomrule")]
-    lines = [line for line in body.splitlines() if line.endswith(r"\\")]
-    assert {len(re.findall(r"(?<!\\)&", line)) for line in lines} == {5}
-    assert len(lines) == 1 + 2 * 5 and r"\begin{tabular}{lllrrr}" in told
-    assert r"\textbackslash{}w" in told and r"50 \% \#1 \$x\$ \{y\}" in told
-
-
-@given(st.text(alphabet=st.characters(codec="ascii", categories=["L", "N", "P", "S", "Z"]), max_size=30))
-def test_latex_never_lets_a_special_character_through(word):
-    escaped = formats.latex_escaped(word)
-    plain = re.sub(r"\\textbackslash\{\}|\\textasciitilde\{\}|\\textasciicircum\{\}|\\[&%$#_{}]|^\{\}", "", escaped)
-    assert not set(plain) & set("\\&%$#_{}~^")
-    assert not escaped.startswith("["), "\\\\ before it would take it for an option"
-
-
 def test_csv_holds_the_numbers_as_they_are():
     lines = list(csv.DictReader(io.StringIO(formats.csv_text([scores(), paper()]))))
     assert len(lines) == 6 + 3
@@ -133,6 +117,27 @@ def test_the_console_s_parts_hold_every_column_once_and_fit(width, columns):
         assert max(map(len, told.splitlines())) <= width
 
 
+@given(st.integers(40, 200))
+def test_an_overview_fits_and_says_what_it_had_no_room_for(width):
+    numbers = dict.fromkeys(OVERVIEW, 12.5) | {"low": 1.0, "high": 50.0, "against_full": -3.0, "samples": 20.0}
+    numbers |= {"against_full_low": -5.0, "against_full_high": -1.0}
+    rows = [("a-model", task, method, "64") for task in ("niah", "passkey") for method in ("full", "streaming_llm")]
+    lines = {**BRIEF_SCORE, **{name: named(name) for name in OVERVIEW[1:]}}
+    cells = {(row, 0): Cell(numbers, {"tpot_ms_mean": "c"}) for row in range(len(rows))}
+    axes = ("model", "task", "method", "budget")
+    table = Table("o", "4 runs", axes, rows, [""], cells, lines, ["A note. " * 40], shared=2)
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as captured:
+        left_out = formats.console([table], console)
+    told = captured.get()
+    assert told.count("12.5* [1.0, 50.0]") == 4, "the score always stands"
+    assert told.count("a-model, niah") == told.count("a-model, passkey") == 1
+    assert max(map(len, told.splitlines())) <= min(width, 120)
+    headings = [line.heading for line in lines.values()]
+    assert left_out == headings[len(headings) - len(left_out) :]
+    assert left_out or width > 80
+
+
 @pytest.mark.parametrize("id", published.ids())
 def test_every_published_table_prints_in_every_format(id):
     table = beside(None, published.table(id))
@@ -144,7 +149,7 @@ def test_every_published_table_prints_in_every_format(id):
     read = csv.DictReader(io.StringIO(formats.csv_text([table])))
     assert sorted(float(line["published"]) for line in read if line["published"]) == sorted(numbers)
     shown = {text for row in formats.grid(table).rows for line in row for text in line.texts}
-    for told in (captured.get(), formats.markdown([table]), formats.latex([table]), "\n".join(page.words)):
+    for told in (captured.get(), formats.markdown([table]), latex.latex([table]), "\n".join(page.words)):
         assert all(text in told for text in shown)
         assert all(column.split()[0] in told for column in table.columns if not set(column) & set("_%"))
 

@@ -16,7 +16,7 @@ from kvbench.report.evidence import Evidence
 from kvbench.report.frame import Runs, collect
 from kvbench.report.published import PaperTable
 from kvbench.report.select import select
-from kvbench.report.tables import by_group, pivot, summary
+from kvbench.report.tables import by_group, overview, pivot, summary
 
 ALTERNATING = [1.0, 0.0] * 20
 
@@ -167,7 +167,8 @@ def test_rows_and_columns_stand_in_their_natural_order(tmp_path):
         stored(tmp_path, method, budget)
     table = pivot(collect([tmp_path]), ["method"], ["budget"], ["tpot_ms_mean"])
     assert table.rows == [("full",), ("arkvale",), ("quest",)]
-    assert table.columns == ["-", "10 %", "64", "1024"]
+    assert table.columns == ["10 %", "64", "1024"]
+    assert {place for place in table.cells if place[0] == 0} == {(0, 0), (0, 1), (0, 2)}, "full has no budget"
     both = pivot(collect([tmp_path]), ["task"], ["method", "budget"], ["tpot_ms_mean"])
     assert both.columns == ["full, -", "arkvale, 64", "quest, 10 %", "quest, 64", "quest, 1024"]
 
@@ -280,6 +281,22 @@ def test_times_name_their_machines(tmp_path):
     assert not any("Times" in note for note in pivot(collect([tmp_path]), ["method"], ["task"], ["score"]).notes)
 
 
+# -- the overview ------------------------------------------------------------------------------------------------------
+
+
+def test_many_runs_are_a_row_a_method_in_one_table(tmp_path):
+    for task in ("passkey", "niah"):
+        stored(tmp_path, "full", task=task)
+        for budget in range(64, 64 + 21):
+            stored(tmp_path, "quest", budget, task=task)
+    (table,) = overview(collect([tmp_path]))
+    assert table.axes == ("model", "task", "method") and len(table.columns) == 21
+    assert [row[1:] for row in table.rows] == [
+        ("niah", "full"), ("niah", "quest"), ("passkey", "full"), ("passkey", "quest"),
+    ]  # fmt: skip
+    assert len(table.cells) == 4 * 21, "full attention stands beside every budget"
+
+
 # -- protocols ---------------------------------------------------------------------------------------------------------
 
 
@@ -312,6 +329,15 @@ def test_a_protocol_that_is_a_row_is_not_mixed(mixed):
 def test_the_summary_has_a_table_for_each_protocol(mixed):
     titles = [table.title for table in summary(mixed)]
     assert sorted(titles) == ["Runs with protocol.accounting=paper", "Runs with protocol.accounting=unified"]
+
+
+def test_the_overview_is_one_table_of_all_protocols_without_timed_runs(mixed, tmp_path):
+    hardware = {"floor_ms": 1.0, "copy_bandwidth": 1e9}
+    stored(tmp_path, "quest", samples=[record("a", "", 1.0, hardware=hardware)], task="latency")
+    (table,) = overview(collect([tmp_path]))
+    sections = [table.section(row) for row in range(len(table.rows))]
+    assert sections == ["tiny, passkey, accounting=paper"] * 2 + ["tiny, passkey, accounting=unified"]
+    assert "1 timed runs have tables of their own: --where task=latency." in table.notes
 
 
 def test_full_attention_is_of_every_accounting(tmp_path):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import kvbench
 from kvbench.config import ConfigError
 from kvbench.runs.folder import ResultsError
 
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
     from kvbench.runs.quantities import Quantity
 
 FOLDER = Path("results")
+SHIPPED = [Path(kvbench.__file__).parents[1] / "results" / name for name in ("fidelity", "reference")]
 FORMATS = {"console": ".txt", "markdown": ".md", "latex": ".tex", "csv": ".csv", "html": ".html"}
-NAMED = 10  # runs left out that are named one by one
 
 EXAMPLES = """\
-  python -m kvbench.report                                         everything below results/
+  python -m kvbench.report                                         your runs below results/
+  python -m kvbench.report results/reference                       the runs that kvbench ships
   python -m kvbench.report --rows method,budget --columns task     scores, with all that belongs to them
   python -m kvbench.report --rows method --columns budget --values tpot_ms_mean --where task=passkey
   python -m kvbench.report --paper icecache_table1 --format latex  ours beside the published numbers
@@ -44,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check(given)
         if given.list:
             print(_list())
-        elif given.figure:
-            _draw(given, _runs(given))
         else:
-            _print(given, _runs(given))
-        sys.stdout.flush()
+            runs = _runs(given)
+            narrow = _draw(given, runs) if given.figure else _print(given, runs)
+            sys.stdout.flush()
+            _say_left_out(runs, narrow)
     except (ConfigError, ResultsError) as error:
         print(f"kvbench.report: {error}", file=sys.stderr)
         return 2
@@ -66,14 +68,14 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("folders", nargs="*", type=Path, metavar="FOLDER", help="runs, or folders above some; default: results")
+    add("folders", nargs="*", type=Path, metavar="FOLDER", help="of runs, or above some; default: yours below results")
     add("--list", action="store_true", help="name the published tables, the figures, the keys and the values")
     add("--paper", action="append", metavar="ID", help="a published table with ours beside it; may be repeated")
-    add("--rows", type=_words, metavar="KEY,...", help="settings that make rows, such as method,budget")
+    add("--rows", type=_words, metavar="KEY,...", help="settings that make rows; default: method")
     add("--columns", type=_words, default=[], metavar="KEY,...", help="settings that make columns; none: the values")
     add("--values", type=_words, metavar="NAME,...", help="what stands in the cells; default: score")
     add("--where", action="append", default=[], metavar="KEY=VALUE", help="only runs with this value, or one of V,V")
-    add("--figure", metavar="NAME", help="draw a figure to --out FILE.png or FILE.pdf")
+    add("--figure", metavar="NAME", help="draw a figure to --out FILE.png, .pdf or .svg")
     add("--format", choices=FORMATS, help="default: as --out ends, else console")
     add("--out", type=Path, metavar="FILE", help="write there instead of printing")
     add("--allow-mixed", action="store_true", help="let runs of several protocols into one table, marked")
@@ -97,9 +99,8 @@ def _check(given: Namespace) -> None:
         raise ConfigError(f"--figure {given.figure}: one figure or tables; leave out --paper and --rows")
     if given.paper and (given.rows or given.columns or given.values):
         raise ConfigError(f"--paper {given.paper[0]}: has its own rows, columns and values; leave out yours")
-    if (given.columns or given.values) and not given.rows:
-        flag = "--columns" if given.columns else "--values"
-        raise ConfigError(f"{flag}: needs --rows too, such as --rows method,budget")
+    if given.columns or given.values:
+        given.rows = given.rows or ["method"]
     if given.out and not given.out.absolute().parent.is_dir():
         raise ConfigError(f"--out {given.out}: no such folder, {given.out.parent}; make it, or name another")
     if given.out and not given.figure and not given.format:
@@ -154,65 +155,96 @@ def _runs(given: Namespace) -> Runs | None:
     """
     from kvbench.report.frame import collect
 
+    named = bool(given.folders)
     try:
-        runs = collect(given.folders or [FOLDER], given.unfinished)
+        given.folders = given.folders or _own_folders()
+        runs = collect(given.folders, given.unfinished)
     except ResultsError as error:
-        if not given.paper or given.folders:
+        if not given.paper or named:
             raise
         print(f"kvbench.report: {error}; the published numbers stand alone", file=sys.stderr)
         return None
-    _name_left_out(runs.left_out)
     if not len(runs.arms) and not given.paper:
-        folders = " and ".join(map(str, given.folders or [FOLDER]))
-        raise ResultsError(f"{folders}: no run that can be shown, {len(runs.left_out)} left out")
+        folders = " and ".join(map(str, given.folders))
+        raise ResultsError(f"{folders}: no run that can be shown; left out: {_named(runs.left_out)}")
     return runs if len(runs.arms) else None
 
 
-def _name_left_out(left_out: Sequence[LeftOut]) -> None:
-    for path, why in left_out[:NAMED]:
-        print(f"left out: {path}: {why}", file=sys.stderr)
-    if len(left_out) > NAMED:
-        print(f"left out: {len(left_out) - NAMED} more; --format html names them all", file=sys.stderr)
+def _own_folders() -> list[Path]:
+    """What is in the default folder, without the runs that kvbench ships; the folder itself where there are none.
+
+    Raises:
+        ResultsError: there are only those.
+    """
+    inside = sorted(FOLDER.iterdir()) if FOLDER.is_dir() else []
+    shipped = [path for path in inside if path.resolve() in SHIPPED]
+    own = [path for path in inside if path not in shipped and any(path.rglob("run.yaml"))]
+    if shipped and not own:
+        names = " or ".join(f"python -m kvbench.report {path}" for path in shipped)
+        raise ResultsError(f"{FOLDER}: no run of yours yet; {names} shows those that kvbench ships")
+    return own if shipped else [FOLDER]
+
+
+def _say_left_out(runs: Runs | None, narrow: Sequence[str]) -> None:
+    """In a line on standard error, what is not in what was made."""
+    said = [_named(runs.left_out)] if runs and runs.left_out else []
+    said += [f"{', '.join(narrow)}: too wide for here; --format html has room"] if narrow else []
+    if said:
+        print(f"left out: {'; '.join(said)}", file=sys.stderr)
+
+
+def _named(left_out: Sequence[LeftOut]) -> str:
+    """The first run that is left out with its reason, and how many more there are."""
+    path, why = left_out[0]
+    more = f"; {len(left_out) - 1} more runs, which --format html names" if len(left_out) > 1 else ""
+    return f"{path}: {why}{more}"
 
 
 def _tables(given: Namespace, runs: Runs | None) -> list[Table]:
     from kvbench.report import tables
     from kvbench.report.beside import beside
+    from kvbench.report.cells import BRIEFEST_SCORE, WHOLE_SCORE
 
     if given.paper:
         return [beside(runs, paper, given.where, given.allow_mixed) for paper in given.paper]
     assert runs is not None
     if given.rows:
         values = given.values or ["score"]
-        return [tables.pivot(runs, given.rows, given.columns, values, given.where, given.allow_mixed)]
+        score = BRIEFEST_SCORE if given.format == "latex" else WHOLE_SCORE
+        return [tables.pivot(runs, given.rows, given.columns, values, given.where, given.allow_mixed, score)]
     if given.format == "html":
         return [*tables.summary(runs, given.where), *tables.by_group(runs, given.where)]
-    return tables.summary(runs, given.where)
+    return tables.summary(runs, given.where) if given.format == "csv" else tables.overview(runs, given.where)
 
 
-def _print(given: Namespace, runs: Runs | None) -> None:
+def _print(given: Namespace, runs: Runs | None) -> list[str]:
+    """Print or write the tables; the headings for which a console had no room."""
     from kvbench.report import formats
+    from kvbench.report.latex import latex
 
     made = _tables(given, runs)
+    narrow: list[str] = []
     if given.format == "console":
         from rich.console import Console
 
-        console = Console(width=140, file=sys.stdout) if given.out or not sys.stdout.isatty() else Console()
+        plain = given.out or not sys.stdout.isatty()
+        console = Console(width=formats.PAGE_WIDTH, file=sys.stdout) if plain else Console()
         with console.capture() as captured:
-            formats.console(made, console)
+            narrow = formats.console(made, console)
         text = captured.get()
     elif given.format == "html":
         text = _page(given, runs, made)
     else:
-        text = {"markdown": formats.markdown, "latex": formats.latex, "csv": formats.csv_text}[given.format](made)
+        text = {"markdown": formats.markdown, "latex": latex, "csv": formats.csv_text}[given.format](made)
     if not given.out:
         print(text, end="")
-        return
-    try:
-        given.out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {given.out}: cannot write there ({error.strerror})") from error
-    print(given.out)
+    else:
+        try:
+            given.out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--out {given.out}: cannot write there ({error.strerror})") from error
+        print(given.out)
+    return narrow
 
 
 def _page(given: Namespace, runs: Runs | None, made: Sequence[Table]) -> str:
@@ -233,12 +265,12 @@ def _page(given: Namespace, runs: Runs | None, made: Sequence[Table]) -> str:
             undrawn.append(str(error))
         except (LookupError, TypeError, ValueError) as error:  # runs by an older kvbench, say; the tables stand
             undrawn.append(f"figure={name}: not from these runs ({type(error).__name__}: {error})")
-    folders = " and ".join(map(str, given.folders or [FOLDER]))
+    folders = " and ".join(map(str, given.folders))
     about = f"{len(chosen.arms)} runs below {folders}."
     return html.page("kvbench report", about, made, figures, runs.left_out, undrawn)
 
 
-def _draw(given: Namespace, runs: Runs | None) -> None:
+def _draw(given: Namespace, runs: Runs | None) -> list[str]:
     from kvbench.report.figures import draw, write
     from kvbench.report.select import select
 
@@ -249,6 +281,7 @@ def _draw(given: Namespace, runs: Runs | None) -> None:
     except OSError as error:
         raise ConfigError(f"--out {given.out}: cannot write there ({error.strerror})") from error
     print(given.out)
+    return []
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ PARTS = {
     "other": ("#FFFFFF", ""),
 }
 SPARE_LOOKS = (("#009E73", ""), ("#CC79A7", "--"), ("#F0E442", ""), ("#882255", "||"))
+PAGE = (11.0, 14.0)  # width and height that a page has room for, in inches; the legend stands below
+HEAD, BAR, LEAST = 1.0, 0.28, 0.11  # height of a panel without bars, of a bar, and of the narrowest that can be read
 
 
 def latency(runs: Runs) -> Figure:
@@ -45,28 +47,30 @@ def latency(runs: Runs) -> Figure:
     the least to the largest of its repeats.
     """
     panels = _latency_panels(runs, arms_for(runs, "latency", probed=False, column="tpot_ms_mean"))
-    heights = [1.0 + 0.28 * len(arms) for _, arms in panels]
-    figure = Figure(figsize=(11, 1.2 + sum(heights)), layout="constrained")
+    bar = _bar([len(arms) for _, arms in panels])
+    words = min(10.0, 72 * 0.8 * bar)  # points
+    heights = [HEAD + bar * len(arms) for _, arms in panels]
+    figure = Figure(figsize=(PAGE[0], 1.2 + sum(heights)), layout="constrained")
     second = any(arms.tt2t_s.notna().any() for _, arms in panels)
     times = [QUANTITIES[name] for name in (["tt2t_s"] if second else []) + ["tpot_ms_mean"]]
     axes = np.array(figure.subplots(len(panels), len(times) + 1, squeeze=False, sharey="row", height_ratios=heights))
     figure.suptitle(("time to the second token, " if second else "") + "time per token and its parts")
     for (title, arms), row in zip(panels, axes, strict=True):
         bars = [(one, arm) for one in series_of(runs, arms) for arm in rows_of(one.arms)]
-        row[0].set_yticks(range(len(bars)), [one.label(arm.budget) for one, arm in bars])
+        row[0].set_yticks(range(len(bars)), [one.label(arm.budget) for one, arm in bars], fontsize=words)
         row[0].set_ylim(len(bars) - 0.4, -0.6)
         row[0].set_title(title, loc="left")
         for axis, quantity in zip(row, times, strict=False):
             for index, (one, arm) in enumerate(bars):
                 value = arm[quantity.name]
                 if missing(value):
-                    axis.annotate(" not measured", (0, index), va="center", fontsize=8, color="#666666")
+                    axis.annotate(" not measured", (0, index), va="center", fontsize=min(8, words), color="#666666")
                     continue
                 low, high = arm["spread"].get(quantity.name, (value, value))
                 axis.barh(index, value, color=one.style.colour, edgecolor="black", linewidth=0.6, height=0.7)
                 if high > low:
                     axis.hlines(index, low, high, colors="black", linewidth=1.2)
-                axis.annotate(f" {value:.3g}", (high, index), va="center", fontsize=8)
+                axis.annotate(f" {value:.3g}", (high, index), va="center", fontsize=min(8, words))
             axis.set_xlabel(quantity.axis)
             axis.margins(x=0.15)
             axis.locator_params(axis="x", nbins=5)
@@ -74,6 +78,17 @@ def latency(runs: Runs) -> Figure:
         _stack(row[-1], pd.DataFrame([arm for _, arm in bars]))
         _limits(row[-2:], [arm for _, arm in bars])
     return finished(figure, axes[:, -1], [arms for _, arms in panels], times=True)
+
+
+def _bar(counts: Sequence[int]) -> float:
+    """The height of a bar, in inches, with which panels of so many bars fit a page.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    room = PAGE[1] - 1.2 - HEAD * len(counts)
+    refuse_crowd("latency", sum(counts), "bars", int(room / LEAST))
+    return min(BAR, room / sum(counts))
 
 
 def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvbench.config import shipped
-from kvbench.report.cells import WITH_SCORE, Cell, Table, notes_of, score_numbers, tell_machines, with_score
+from kvbench.report.cells import WITH_SCORE, Cell, Table, notes_of, score_numbers, seeds_of, tell_machines
 from kvbench.report.evidence import Evidence, time_marks, transfer_marks
 from kvbench.report.frame import Runs, missing
 from kvbench.report.published import PaperTable
@@ -59,7 +59,7 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
                 numbers["difference"] = numbers["score"] - line.value
         mapped = bool(line.metric and line.method and line.model)
         cells[rows.index(line.row), columns.index(line.column)] = Cell(numbers, ours.marks, ours.run, mapped)
-    lines = BESIDE_SECONDS if paper.timed else BESIDE | with_score(cells.values())
+    lines = BESIDE_SECONDS if paper.timed else BESIDE | seeds_of(cells.values())
     cells, machines = tell_machines(cells, ["score"] if paper.timed else [])
     notes = [*_notes(paper, cells.values()), *notes_of(cells.values(), {}), *machines]
     return Table(paper.id, paper.title, ("",), [(row,) for row in rows], columns, cells, lines, notes)

@@ -24,6 +24,16 @@ WITH_SCORE = {
 SEEDS = {"seeds": Quantity("seeds", "", "seeds, and their scores", digits=1)}  # where any has several
 
 Place = tuple[int, int]  # row and column
+WHOLE_SCORE = {"score": QUANTITIES["score"], **WITH_SCORE}
+# The same in less room: with its interval, and a star where it surely differs from full attention's.
+BRIEFEST_SCORE = {
+    "brief_score": Quantity("brief_score", "", "score", digits=1, better="more", label=f"score [{COVERAGE} % interval]")
+}
+BRIEF_SCORE = {
+    **BRIEFEST_SCORE,
+    "brief_against_full": Quantity("brief_against_full", "", "against full", digits=1),
+    "samples": WITH_SCORE["samples"],
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,8 @@ class Table:
         cells: by row and column; where there is none, nothing was found.
         lines: the quantities that each cell shows, by name.
         notes: what a reader must know, a sentence each.
+        heads: the labels of each column apart, where it has several.
+        shared: so many labels of a row, the first, may stand once above all rows that have them.
     """
 
     id: str
@@ -70,11 +82,20 @@ class Table:
     cells: dict[Place, Cell]
     lines: dict[str, Quantity]
     notes: list[str]
+    heads: tuple[tuple[str, ...], ...] = ()
+    shared: int = 0
+
+    def section(self, row: int) -> str:
+        """The labels that a row shares with its neighbours, in words."""
+        shared = zip(self.axes[: self.shared], self.rows[row], strict=False)
+        return ", ".join(
+            label if axis in ("model", "task") else f"{axis.rpartition('.')[2]}={label}" for axis, label in shared
+        )
 
 
-def with_score(cells: Iterable[Cell]) -> dict[str, Quantity]:
-    """What a score never stands without in these cells."""
-    return WITH_SCORE | (SEEDS if any("seeds" in cell.numbers for cell in cells) else {})
+def seeds_of(cells: Iterable[Cell]) -> dict[str, Quantity]:
+    """What stands beside a score where runs of several seeds are one."""
+    return SEEDS if any("seeds" in cell.numbers for cell in cells) else {}
 
 
 def kl_numbers(evidence: Evidence, run: int) -> dict[str, float]:
@@ -132,6 +153,11 @@ def ends(spread: Mapping[str, tuple[float, float]], lines: Mapping[str, Quantity
     }
 
 
+def beyond_noise(numbers: Mapping[str, float]) -> bool:
+    """Whether a score differs from full attention's on the same samples by more than chance: no 0 in the interval."""
+    return numbers.get("against_full_low", 0.0) > 0 or numbers.get("against_full_high", 0.0) < 0
+
+
 def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
     """How to read these cells: what stands in them is explained, and nothing else."""
     cells = list(cells)
@@ -151,8 +177,11 @@ def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
         )
     if any("against_full" in cell.numbers for cell in cells):
         notes.append("Against full: points, paired on the same samples under full attention, where it was run on them.")
+    if "brief_score" in lines and any(beyond_noise(cell.numbers) for cell in cells):
+        notes.append(f"*: not full attention's by chance: the {COVERAGE} % interval of the difference leaves out 0.")
     used = {letter for cell in cells for letters in cell.marks.values() for letter in letters}
     notes += [f"{letter}: {meaning}." for letter, meaning in MARKS.items() if letter in used]
-    if any(line.part == "probe" for line in lines.values()):
+    probes = {name for name, line in lines.items() if line.part == "probe"}
+    if any(probes & cell.numbers.keys() for cell in cells):
         notes.append("Recall and the other probes are of runs with probe.every, which may have other samples.")
     return notes

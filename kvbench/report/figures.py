@@ -7,6 +7,7 @@ failed samples) stands below the picture.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FormatStrFormatter, LogFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
 from kvbench.config import ConfigError, nearest
 from kvbench.report.bars import latency
@@ -33,22 +34,22 @@ from kvbench.report.panels import (
     grid,
     line_look,
     mark_powers,
-    no_budget,
     panels_of,
     refuse_crowd,
     rows_of,
     series_of,
-    size_text,
     thousands,
 )
 from kvbench.report.seeds import over_seeds
 from kvbench.report.stats import COVERAGE
-from kvbench.report.style import Style, style_of
+from kvbench.report.style import Style
+from kvbench.report.tradeoff import draw_front, tradeoff
 from kvbench.runs.quantities import QUANTITIES
 from kvbench.runs.summary import timed_alike
 
 # Options that say how many things lie together.
 SIZES = {"method.cluster_size": "chunks per cluster", "method.page_size": "tokens per page"}
+PICTURES = (".png", ".pdf", ".svg")
 POINTS = 100  # of a curve over decode steps, at most
 
 
@@ -64,17 +65,24 @@ def draw(name: str, runs: Runs) -> Figure:
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Save a figure as PNG or as PDF, as the file's ending says.
+    """Save a figure as PNG, PDF or SVG, as the file's ending says; the same runs give the same file.
 
     Raises:
         ConfigError: another ending.
     """
+    if path.suffix not in PICTURES:
+        raise ConfigError(f"out={path}: expected a file that ends in {' or '.join(PICTURES)}")
+    path.write_bytes(drawn(figure, path.suffix.removeprefix(".")))
+
+
+def drawn(figure: Figure, kind: str, dpi: int = 200) -> bytes:
+    """A figure as a file of a kind: "png", "pdf" or "svg"."""
     from matplotlib import rc_context
 
-    if path.suffix not in (".png", ".pdf"):
-        raise ConfigError(f"out={path}: expected a file that ends in .png or .pdf")
-    with rc_context({"pdf.fonttype": 42}):  # fonts that journals take
-        figure.savefig(path, dpi=200)
+    out, undated = io.BytesIO(), {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}[kind]
+    with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "kvbench"}):  # fonts that journals take; no random names
+        figure.savefig(out, format=kind, dpi=dpi, metadata=undated)
+    return out.getvalue()
 
 
 # -- scores and costs --------------------------------------------------------------------------------------------------
@@ -102,54 +110,10 @@ def budget(runs: Runs) -> Figure:
             mark_powers(row[0], arms["budget"].dropna().astype(float))
             low, high = math.log2(attended.min()), math.log2(attended.max())
             mark_powers(row[1], [2.0**octave for octave in range(math.floor(low), math.ceil(high) + 1)])
+        for axis, x in zip(row, ("budget", "attended_mean"), strict=True):
+            known = arms[arms["budget"].notna() & arms[x].notna()]
+            draw_front(axis, known[x].astype(float), known["score"].astype(float), more_is_better=True)
     return finished(figure, axes, [arms for _, arms in panels])
-
-
-def tradeoff(runs: Runs) -> Figure:
-    """Score against device memory and against the time per token; a row for each task and model (IceCache, Fig. 1)."""
-    arms = arms_for(runs, "tradeoff", probed=False, column="tpot_ms_mean", scored=True)
-    panels = panels_of("tradeoff", runs, arms, times=True)
-    figure, axes = grid(len(panels), 2, "score against memory and time; numbers are budgets, up and left is better")
-    for (title, arms), row in zip(panels, axes, strict=True):
-        points = pd.concat([one.arms.assign(label=one.label()) for one in series_of(runs, arms)])
-        draw_tradeoff(row, points)
-        row[0].set(ylabel=QUANTITIES["score"].axis, title=title)
-        row[1].set_title(title)
-    return finished(figure, axes, [arms for _, arms in panels], times=True)
-
-
-def draw_tradeoff(axes: Sequence[Any], points: pd.DataFrame, y: str = "score") -> None:
-    """Mark arms on two axes: a quantity against KV bytes on the device, and against the time per token.
-
-    Args:
-        axes: two of matplotlib's.
-        points: a line an arm with method, label, budget (None: no budget), device_kv_bytes, tpot_ms_mean, and what is
-            marked.
-        y: "score" (0-100), or a quantity that is best at 0 and drawn on a log axis: an arm that has 0 of it, as full
-            attention has, is a line at its cost.
-    """
-    scales = {"device_kv_bytes": "log", "tpot_ms_mean": "linear"}
-    for axis, (name, scale) in zip(axes, scales.items(), strict=True):
-        cost = QUANTITIES[name]
-        for one in points.itertuples():
-            x, height = cost.scaled(getattr(one, name)), getattr(one, y)
-            bare, style = no_budget(one.budget), style_of(one.method)
-            named = one.label if one.label not in axis.get_legend_handles_labels()[1] else None
-            if y != "score" and not height:
-                axis.axvline(x, color=style.colour, linestyle="--", linewidth=1.2, label=named)
-                continue
-            # Arms that score alike at like cost lie on one another: outlines leave both to be seen.
-            shape = {"marker": style.marker, "s": 190 if bare else 80, "facecolor": "none", "linewidth": 2}
-            axis.scatter(x, height, edgecolor=style.colour, label=named, zorder=3, **shape)
-            if not bare:
-                below = {"va": "top", "ha": "center", "textcoords": "offset points", "fontsize": 8}
-                axis.annotate(size_text(one.budget), (x, height), (0, -8), **below)
-        axis.set(xlabel=cost.axis, xscale=scale)
-        axis.set(**({"ylim": (-9, 108)} if y == "score" else {"yscale": "log"}))
-        axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
-        axis.xaxis.set_minor_formatter(LogFormatter() if scale == "log" else NullFormatter())
-        axis.margins(x=0.1, y=0.12)
-        axis.grid(alpha=0.3)
 
 
 def passkey(runs: Runs) -> Figure:

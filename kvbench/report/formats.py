@@ -1,4 +1,4 @@
-"""A table as text: for the console, Markdown, LaTeX (booktabs) and CSV.
+"""A table as text: for the console, in Markdown and as CSV.
 
 All but CSV print the same grid of strings. CSV is for machines: a line for each cell, numbers unrounded.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -16,11 +15,11 @@ from rich.console import Console
 from rich.table import Table as Drawn
 from rich.text import Text
 
-from kvbench.report.cells import Cell, Table
+from kvbench.report.cells import Cell, Table, beyond_noise
 from kvbench.runs.quantities import Quantity
 
-GAP = 3  # characters between two columns of a console
-PAGE = 72  # characters of a line in LaTeX's text width
+GAP = 3  # characters between two columns of a box
+PAGE_WIDTH = 120  # characters of an overview, at most
 NOT_RUN, NONE = "not run", "-"
 
 
@@ -78,6 +77,12 @@ def text(table: Table, cell: Cell | None, name: str, column: int) -> str:
     if cell is None:
         return NONE
     numbers, value = cell.numbers, table.lines[name]
+    if name == "brief_score" and "score" in numbers:
+        sure, marks = "*" * beyond_noise(numbers), cell.marks.get("score")
+        shown = f"{numbers['score']:.{value.digits}f}{sure}" + (f" ({marks})" if marks else "")
+        return f"{shown} {_interval(numbers, 'low', 'high', value)}".rstrip()
+    if name == "brief_against_full" and "against_full" in numbers:
+        return _signed(f"{numbers['against_full']:.{value.digits}f}")
     if name == "interval":
         return _interval(numbers, "low", "high", value) or NONE
     if name not in numbers:
@@ -126,34 +131,74 @@ def _digits(table: Table, name: str, column: int) -> int:
 # -- formats -----------------------------------------------------------------------------------------------------------
 
 
-def console(tables: Sequence[Table], target: Console) -> None:
-    """Print tables; one that is wider than the console comes in parts, each with the labels of its rows.
+def console(tables: Sequence[Table], target: Console) -> list[str]:
+    """Print tables. Returns the headings of the columns for which an overview had no room.
 
-    A part of one column that is still wider runs over: no number is cut.
+    A table that is wider than the console comes in parts, each with the labels of its rows; a part of one column that
+    is still wider runs over: no number is cut.
     """
+    left_out = []
     for table in tables:
-        whole = grid(table)
-        widths = _widths(whole)
-        heads = len(whole.head)
-        for columns in _parts(widths[:heads], widths[heads:], target.width):
-            drawn = Drawn(title=table.title, title_justify="left")
-            for name in whole.head:
-                drawn.add_column(name, no_wrap=True)
-            for column in columns:
-                name = "\n".join(textwrap.wrap(whole.columns[column], widths[heads + column]))
-                drawn.add_column(Text(name), justify="right", no_wrap=True)
-            for lines in whole.rows:
-                for line in lines:
-                    drawn.add_row(*map(Text, (*line.labels, *(line.texts[column] for column in columns))))
-                if len(lines) > 1:
-                    drawn.add_section()
-            needed = sum(widths[:heads]) + sum(widths[heads + column] for column in columns)
-            width, target.width = target.width, max(target.width, needed + GAP * (heads + len(columns)) + 1)
-            target.print(drawn, crop=False)
-            target.width = width
+        if table.shared:
+            left_out += _overview(table, target)
+        else:
+            _in_parts(table, target)
         for note in table.notes:
-            target.print(Text(note))
+            target.print(Text(note), width=min(target.width, PAGE_WIDTH))
         target.print()
+    return left_out
+
+
+def _overview(table: Table, target: Console) -> list[str]:
+    """Print a table as wide as a page at most, with the labels that rows share on lines of their own."""
+    whole = grid(table)
+    widths, heads = _widths(whole)[table.shared :], len(whole.head) - table.shared
+    room = min(target.width, PAGE_WIDTH)
+    fits = [column for column in range(heads, len(widths)) if sum(widths[: column + 1]) + 2 * column <= room]
+    kept = widths[: max(heads + 1, *(column + 1 for column in fits))] if fits else widths[: heads + 1]
+
+    def show(cells: Sequence[str], style: str = "") -> None:
+        aligned = (f"{cell:{'<' if index < heads else '>'}{kept[index]}}" for index, cell in enumerate(cells))
+        target.print(Text("  ".join(aligned).rstrip(), style), soft_wrap=True)
+
+    names = (*whole.head[table.shared :], *whole.columns)[: len(kept)]
+    wrapped = [textwrap.wrap(name, width) for name, width in zip(names, kept, strict=True)]
+    depth = max(map(len, wrapped))
+    target.print(Text(table.title, "italic"))
+    for line in zip(*([""] * (depth - len(words)) + words for words in wrapped), strict=True):
+        show(line, "bold")
+    above = None
+    for row, lines in enumerate(whole.rows):
+        if table.section(row) != above:
+            above = table.section(row)
+            target.print(Text(f"\n{above}", "bold"), soft_wrap=True)
+        for line in lines:
+            show((*line.labels[table.shared :], *line.texts)[: len(kept)])
+    target.print()
+    return whole.columns[len(kept) - heads :]
+
+
+def _in_parts(table: Table, target: Console) -> None:
+    """Print a table in a box, or in several where it is wider than the console."""
+    whole = grid(table)
+    widths = _widths(whole)
+    heads = len(whole.head)
+    for columns in _parts(widths[:heads], widths[heads:], target.width):
+        drawn = Drawn(title=table.title, title_justify="left")
+        for name in whole.head:
+            drawn.add_column(name, no_wrap=True)
+        for column in columns:
+            name = "\n".join(textwrap.wrap(whole.columns[column], widths[heads + column]))
+            drawn.add_column(Text(name), justify="right", no_wrap=True)
+        for lines in whole.rows:
+            for line in lines:
+                drawn.add_row(*map(Text, (*line.labels, *(line.texts[column] for column in columns))))
+            if len(lines) > 1:
+                drawn.add_section()
+        needed = sum(widths[:heads]) + sum(widths[heads + column] for column in columns)
+        width, target.width = target.width, max(target.width, needed + GAP * (heads + len(columns)) + 1)
+        target.print(drawn, crop=False)
+        target.width = width
 
 
 def _widths(whole: Grid) -> list[int]:
@@ -188,52 +233,6 @@ def _markdown(table: Table) -> str:
     body = ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in [head, rule, *lines]]
     notes = [f"- {note}" for note in table.notes]
     return "\n".join([f"### {table.title}", "", *body, "", *notes, ""])
-
-
-def latex(tables: Sequence[Table]) -> str:
-    """Tables for LaTeX with \\usepackage{booktabs,graphicx}; what is wider than a page is scaled to its width."""
-    return "\n".join(map(_latex, tables))
-
-
-def _latex(table: Table) -> str:
-    whole = grid(table)
-    rows = [
-        [" & ".join(latex_escaped(cell) for cell in (*line.labels, *line.texts)) + r" \\" for line in row]
-        for row in whole.rows
-    ]
-    gap = [r"\addlinespace"] if any(len(row) > 1 for row in rows) else []
-    body = [text for index, row in enumerate(rows) for text in [*(gap if index else []), *row]]
-    head = " & ".join(latex_escaped(name) for name in (*whole.head, *whole.columns)) + r" \\"
-    notes = " ".join(map(latex_escaped, table.notes))
-    wide = max(map(len, [head, *body])) > PAGE
-    return "\n".join(
-        [
-            r"\begin{table}",
-            r"\centering",
-            rf"\caption{{{latex_escaped(table.title)}}}",
-            rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', table.id.lower())}}}",
-            *([r"\resizebox{\linewidth}{!}{%"] if wide else []),
-            rf"\begin{{tabular}}{{{'l' * len(whole.head)}{'r' * len(whole.columns)}}}",
-            r"\toprule",
-            head,
-            r"\midrule",
-            *body,
-            r"\bottomrule",
-            r"\end{tabular}" + ("}" if wide else ""),
-            *([rf"{{\par\smallskip\footnotesize\raggedright {notes}\par}}"] if notes else []),
-            r"\end{table}",
-            "",
-        ]
-    )
-
-
-_SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
-
-
-def latex_escaped(word: str) -> str:
-    """A word as LaTeX prints it."""
-    word = re.sub(r"[\\~^±]|[&%$#_{}]", lambda found: _SPECIAL.get(found[0], "\\" + found[0]), word)
-    return "{}" + word if word.startswith("[") else word
 
 
 def csv_text(tables: Sequence[Table]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
@@ -147,12 +146,9 @@ def _value(text: str) -> str:
 
 
 def _picture(name: str, caption: str, figure: Figure) -> str:
-    from matplotlib import rc_context
+    from kvbench.report.figures import drawn
 
-    drawn = io.BytesIO()
-    with rc_context({"svg.hashsalt": "kvbench"}):  # the same runs give the same file
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-    source = base64.b64encode(drawn.getvalue()).decode()
+    source = base64.b64encode(drawn(figure, "svg")).decode()
     return (
         f'<figure id="figure-{escape(name)}"><img alt="{escape(caption)}" src="data:image/svg+xml;base64,{source}">'
         f"<figcaption>{escape(caption)}</figcaption></figure>"

@@ -23,6 +23,7 @@ from kvbench.report.panels import (
     series_of,
 )
 from kvbench.report.stats import COVERAGE
+from kvbench.report.tradeoff import draw_front
 from kvbench.runs.quantities import QUANTITIES
 
 KL = QUANTITIES["kl_mean"]
@@ -53,6 +54,10 @@ def fidelity(runs: Runs) -> Figure:
         low, high = math.floor(math.log2(held.min())), math.ceil(math.log2(held.max()))
         mark_powers(row[-1], [2.0**octave for octave in range(low, high + 1)])
         row[0].set_ylabel(KL.axis)
+        for axis, x in zip(row, ("budget", *COSTS), strict=True):
+            known = arms.dropna(subset=[x, KL.name])
+            costs = known[x].astype(float) * (QUANTITIES[x].unit.scale if x in QUANTITIES else 1.0)
+            draw_front(axis, costs, known[KL.name].astype(float), more_is_better=False)
     return finished(figure, axes, [arms for _, arms in panels])
 
 

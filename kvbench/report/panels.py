@@ -214,8 +214,9 @@ def finished(figure: Figure, axes: Any, arms: Sequence[pd.DataFrame], times: boo
     if not named:
         figure.supxlabel(caveats, fontsize=8)
         return figure
-    columns = int(figure.get_figwidth() * 11 / (max(map(len, named)) + 6))
-    look = {"loc": "outside lower center", "ncols": max(1, min(len(named), columns)), "frameon": False}
+    columns = max(1, min(len(named), int(figure.get_figwidth() * 11 / (max(map(len, named)) + 6))))
+    figure.set_figheight(figure.get_figheight() + 0.24 * max(0, math.ceil(len(named) / columns) - 3))
+    look = {"loc": "outside lower center", "ncols": columns, "frameon": False}
     figure.legend(named.values(), named.keys(), title=caveats, title_fontsize=8, handlelength=3, **look)
     return figure
 

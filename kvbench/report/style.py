@@ -41,6 +41,7 @@ STYLES = {
     "icecache_plus": Style("IceCache+", GREEN, "X", ":"),
     "icecache_code": Style("IceCache-code", GREEN, "s", "-."),
     "quest": Style("Quest", BLUE, "o"),
+    "quest_structure": Style("Quest-structure", BLUE, "s", "--"),
     "snapkv": Style("SnapKV", VERMILION, "s"),
     "streaming_llm": Style("StreamingLLM", PURPLE, "^"),
     "pariskv": Style("ParisKV", ORANGE, "v"),

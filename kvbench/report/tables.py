@@ -8,16 +8,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvbench.report.cells import Cell, Table, ends, kl_numbers, notes_of, score_numbers, tell_machines, with_score
+from kvbench.report.cells import (
+    BRIEF_SCORE,
+    BRIEFEST_SCORE,
+    WHOLE_SCORE,
+    Cell,
+    Table,
+    ends,
+    kl_numbers,
+    notes_of,
+    score_numbers,
+    seeds_of,
+    tell_machines,
+)
 from kvbench.report.evidence import Evidence, time_marks, transfer_marks
 from kvbench.report.frame import Runs, missing
 from kvbench.report.seeds import over_seeds
 from kvbench.report.select import (
+    PROTOCOL_KEYS,
     by_labels,
     by_protocol,
     differing_keys,
     key_of,
     label_of,
+    labels_of,
     marks_of_mixed,
     order_of,
     probed,
@@ -30,9 +44,36 @@ from kvbench.report.timed import timed_tables
 from kvbench.runs.quantities import Quantity, named
 
 SUMMARY = ("score", "device_kv_bytes", "moved_bytes_per_step", "ttft_s", "tpot_ms_mean", "recall")
+# The most telling first: what has no room on a console is left out from the end.
+OVERVIEW = ("score", "kl_mean", "attended_share", "device_kv_bytes", "tpot_ms_mean", "recall", *SUMMARY[2:4])
+MOST_ROWS = 40  # of an overview with a row for each budget
 
 # A row's labels, a column's, and the groups that the cell there is of: () for the whole run.
 Where = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+
+
+def overview(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
+    """One table for all runs, by model and task: a row for each method and budget, or where these are many, a row for
+    each method with the scores alone. Timed runs have tables of their own, and only where there are no others.
+
+    Raises:
+        ConfigError: as `select`.
+    """
+    found = select(runs, where)
+    chosen = [run for run in found if not runs.timed(run)]
+    if not chosen:
+        return summary(runs, where)
+    shared = ["model", "task", *(key for key in PROTOCOL_KEYS if len(labels_of(runs, chosen, key)) > 1)]
+    axes = _telling_axes(runs, chosen, [*shared, "method", "budget"])
+    title, score, columns = f"{len(chosen)} runs", BRIEF_SCORE, []
+    if len(by_labels(runs, chosen, axes)) > MOST_ROWS and len(labels_of(runs, chosen, "budget")) > 2:
+        axes.remove("budget")
+        title, score, columns = f"{title}: score by budget", BRIEFEST_SCORE, ["budget"]
+    values = ["score"] if columns else OVERVIEW
+    table = _table(Evidence(runs), chosen, axes, columns, values, "overview", title, {}, score, len(shared))
+    if timed := len(found) - len(chosen):
+        table.notes.append(f"{timed} timed runs have tables of their own: --where task=latency.")
+    return [table]
 
 
 def summary(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
@@ -84,6 +125,7 @@ def pivot(
     values: Sequence[str],
     where: Sequence[str] = (),
     allow_mixed: bool = False,
+    score_lines: Mapping[str, Quantity] = WHOLE_SCORE,
 ) -> Table:
     """Any selection: runs, or their groups, by some of their settings.
 
@@ -94,6 +136,7 @@ def pivot(
             of a method's own such as "audit.candidates"; of the last two what follows the dot is enough.
         where: as `select` takes them.
         allow_mixed: runs of several protocols may stand together, marked.
+        score_lines: what a score is shown by.
 
     Raises:
         ConfigError: no such key or value; several runs in one cell of the table, which says in what they differ;
@@ -108,7 +151,7 @@ def pivot(
     for labels, alike in by_labels(runs, chosen, [*down, *across]).items():
         refuse_several(runs, alike, ", ".join(labels), "add it to --rows or --columns, or ")
     title = f"{', '.join(names)} by {', '.join([*down, *across])}"
-    return _table(Evidence(runs), chosen, down, across, names, "table", title, marks)
+    return _table(Evidence(runs), chosen, down, across, names, "table", title, marks, score_lines)
 
 
 def _table(
@@ -120,8 +163,14 @@ def _table(
     id: str,
     title: str,
     mixed: Mapping[int, str],
+    score_lines: Mapping[str, Quantity] = WHOLE_SCORE,
+    shared: int = 0,
 ) -> Table:
-    """The table of these runs; no cell of it holds two that count alike."""
+    """The table of these runs; no cell of it holds two that count alike.
+
+    Args:
+        score_lines: what a score is shown by.
+    """
     runs = evidence.runs
     cells_of = _runs_of_cells(runs, chosen, rows, columns)
     seen = dict.fromkeys(group for *_, groups in cells_of for group in groups)
@@ -138,19 +187,24 @@ def _table(
     }
     lines: dict[str, Quantity] = {}
     for name in values:
-        lines |= {name: named(name)} | (with_score(cells.values()) if name == "score" else {})
+        lines |= score_lines | seeds_of(cells.values()) if name == "score" else {name: named(name)}
     times = [name for name, line in lines.items() if line.is_time]
     cells, machines = tell_machines(cells, times)
     notes = [*notes_of(cells.values(), lines), *machines]
     if "group" in (*rows, *columns) and "attended_share" in lines:
         notes.append("attended / C, and all but the scores, are of the whole run and not of the group.")
-    return Table(id, title, tuple(rows), row_labels, list(map(", ".join, column_labels)), cells, lines, notes)
+    heads = tuple(column_labels) if len(columns) > 1 else ()
+    names = list(map(", ".join, column_labels))
+    return Table(id, title, tuple(rows), row_labels, names, cells, lines, notes, heads, shared)
 
 
 def _runs_of_cells(
     runs: Runs, chosen: Sequence[int], rows: Sequence[str], columns: Sequence[str]
 ) -> dict[Where, list[int]]:
-    """The runs of each cell, in the order in which they and their groups appear."""
+    """The runs of each cell, in the order in which they and their groups appear.
+
+    A method that has no budget stands in the column of each budget, if its row tells it from others.
+    """
     found: dict[Where, list[int]] = {}
     for run in chosen:
         for group in dict.fromkeys(runs.scores[run].groups) if "group" in (*rows, *columns) else [None]:
@@ -159,7 +213,17 @@ def _runs_of_cells(
                 for axes in (rows, columns)
             )
             found.setdefault((row, column, () if group is None else (group,)), []).append(run)
-    return found
+    if "budget" not in columns or "method" not in rows:
+        return found
+    place = columns.index("budget")
+    budgets: dict[tuple[str, ...], list[tuple[str, ...]]] = {}  # the columns that differ in the budget alone
+    for column in dict.fromkeys(column for _, column, _ in found if column[place] != "-"):
+        budgets.setdefault((*column[:place], *column[place + 1 :]), []).append(column)
+    return {
+        (row, each, groups): own
+        for (row, column, groups), own in found.items()
+        for each in (column[place] == "-" and budgets.get((*column[:place], *column[place + 1 :]))) or [column]
+    }
 
 
 def _cell(

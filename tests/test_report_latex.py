@@ -1,0 +1,249 @@
+"""LaTeX tables: they compile, and mark in each column what is best, second best and not by chance."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_runs import stored
+
+from kvbench.report import published, tables
+from kvbench.report.__main__ import main
+from kvbench.report.beside import beside
+from kvbench.report.cells import BRIEF_SCORE, BRIEFEST_SCORE, Cell, Table
+from kvbench.report.frame import collect
+from kvbench.report.latex import escaped, latex
+from kvbench.runs.quantities import named
+
+AWKWARD = "a_b & 50 % #1 $x$ {y} ~z^ \\w [q]"
+TAKES = {  # every command that a table may use, with how many arguments it takes in braces
+    "begin": 1, "end": 1, "centering": 0, "caption": 1, "label": 1, "resizebox": 2, "linewidth": 0, "toprule": 0,
+    "midrule": 0, "bottomrule": 0, "addlinespace": 0, "cmidrule": 1, "multicolumn": 3, "shortstack": 1, "emph": 1,
+    "textbf": 1, "underline": 1, "rlap": 1, "textsuperscript": 1, "scriptsize": 0, "ast": 0, "par": 0, "smallskip": 0,
+    "footnotesize": 0, "raggedright": 0, "textbackslash": 1, "textasciitilde": 1, "textasciicircum": 1, "pm": 0,
+}  # fmt: skip
+
+
+def parsed(source: str) -> list[list[str]]:
+    """The cells of each row of the one tabular: a strict reader of what a table is made of.
+
+    Groups, environments and formulas must end where they should, commands be known and have their arguments, special
+    characters be escaped, and every row have as many cells as the tabular has columns.
+    """
+    open_groups: list[str] = []
+    math, rows, columns = False, [[""]], 0
+    inside = False  # of the tabular, outside of a group of its own
+    place = 0
+    while place < len(source):
+        found = re.compile(r"\\([a-zA-Z]+)|\\(.)|([{}$&%#_^~])|.", re.DOTALL).match(source, place)
+        assert found
+        text, place = found[0], found.end()
+        if command := found[1]:
+            rest = source[place:]
+            assert command in TAKES, command
+            arguments = re.match(r"(?:\([a-z]+\)|\[[a-z]\])?" + r"\{" * (TAKES[command] > 0), rest)
+            assert arguments, f"\\{command} takes {TAKES[command]} arguments: {rest[:20]}"
+            if command in ("begin", "end"):
+                environment = re.match(r"\{(\w+)\}(?:\{([lr]+)\})?", rest)
+                assert environment
+                place += environment.end()
+                if command == "begin":
+                    open_groups.append(environment[1])
+                    columns = len(environment[2] or "")
+                else:
+                    assert open_groups.pop() == environment[1]
+                inside = command == "begin" and environment[1] == "tabular"
+                continue
+            if command == "multicolumn":
+                span = re.match(r"\{(\d+)\}\{(?:@\{\})?[lcr]\}", rest)
+                assert span
+                place += span.end()
+                rows[-1] += [""] * (int(span[1]) - 1)
+                continue
+            if command == "cmidrule":
+                ends = re.match(r"\(lr\)\{(\d+)-(\d+)\}", rest)
+                assert ends and 1 <= int(ends[1]) <= int(ends[2]) <= columns
+                place += ends.end()
+                continue
+        elif found[2] == "\\" and inside and open_groups[-1] == "tabular":
+            assert len(rows[-1]) == columns, rows[-1]
+            rows.append([""])
+            continue
+        elif text == "&":
+            assert inside and open_groups[-1] == "tabular" and not math
+            rows[-1].append("")
+            continue
+        elif text in "{}":
+            if text == "{":
+                open_groups.append("{")
+            else:
+                assert open_groups.pop() == "{"
+        elif text == "$":
+            math = not math
+        elif text == "%":
+            assert source[place] == "\n", "a comment would swallow the rest of the line"
+        elif text in ("_", "^"):
+            assert math, f"{text} outside of a formula"
+        assert text not in ("#", "~")
+        if inside:
+            rows[-1][-1] += text
+    assert not open_groups and not math
+    rules = r"\\(toprule|midrule|bottomrule|addlinespace)"
+    return [[re.sub(rules, "", cell).strip() for cell in row] for row in rows[:-1]]
+
+
+def table(scores: Mapping[tuple[str, str], float], **more: float) -> Table:
+    """Scores by method and budget, a column for each budget."""
+    methods = list(dict.fromkeys(method for method, _ in scores))
+    budgets = list(dict.fromkeys(budget for _, budget in scores))
+    cells = {
+        (methods.index(method), budgets.index(budget)): Cell({"score": score, "samples": 8.0, **more})
+        for (method, budget), score in scores.items()
+    }
+    return Table("t", "T", ("method",), [(name,) for name in methods], budgets, cells, dict(BRIEFEST_SCORE), [])
+
+
+def rows(one: Table) -> dict[str, list[str]]:
+    return {row[0]: row[1:] for row in parsed(latex([one]))}
+
+
+# -- what it says ------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_is_bold_and_the_second_underlined_full_attention_aside():
+    found = rows(table({("full", "64"): 99.0, ("quest", "64"): 80.0, ("snapkv", "64"): 90.04, ("topk", "64"): 90.0}))
+    assert found == {
+        "method": ["64"],
+        "Full": ["99.0"],
+        "Quest": [r"\underline{80.0}"],
+        "SnapKV": [r"\textbf{90.0}"],
+        "Top-k": [r"\textbf{90.0}"],  # what prints alike ranks alike
+    }
+
+
+def test_where_all_are_alike_nothing_is_best():
+    assert rows(table({("quest", "64"): 80.0, ("snapkv", "64"): 80.01})) == {
+        "method": ["64"],
+        "Quest": ["80.0"],
+        "SnapKV": ["80.0"],
+    }
+
+
+def test_less_time_is_better_and_rivals_share_their_budget():
+    values = {("quest", "64"): 5.0, ("snapkv", "64"): 4.0, ("quest", "128"): 3.0, ("snapkv", "128"): 6.0}
+    cells = {(row, 0): Cell({"tpot_ms_mean": value}) for row, value in enumerate(values.values())}
+    one = Table("t", "T", ("method", "budget"), list(values), [""], cells, {"tpot_ms_mean": named("tpot_ms_mean")}, [])
+    assert [row[2] for row in parsed(latex([one]))[1:]] == [
+        r"\underline{5.00}", r"\textbf{4.00}", r"\textbf{3.00}", r"\underline{6.00}",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "low, high, star", [(-9.0, -1.0, True), (1.0, 9.0, True), (-9.0, 0.0, False), (-1.0, 1.0, False)]
+)
+def test_a_score_has_its_interval_and_a_star_where_it_is_not_full_attention_s_by_chance(low, high, star):
+    more = {"low": 60.0, "high": 85.5, "against_full": -4.0, "against_full_low": low, "against_full_high": high}
+    one = table({("quest", "64"): 71.24}, **more)
+    assert rows(one)["Quest"] == [r"71.2$^{+14.3}_{-11.2}$" + r"\rlap{\,\scriptsize $\ast$}" * star]
+    assert (r"$\ast$: differs from full attention on the same samples" in latex([one])) == star
+    assert "Samples of a score: 8." in latex([one])
+
+
+def test_letters_stand_above_a_number_and_names_are_as_published():
+    cell = Cell({"score": 50.0, "tpot_ms_mean": 4.0}, {"score": "bf", "tpot_ms_mean": "c"})
+    lines = {**BRIEF_SCORE, "tpot_ms_mean": named("tpot_ms_mean")}
+    one = Table("t", "T", ("method", "x.y"), [("snapkv_racc", "7"), ("mine", "7")], [""], {(0, 0): cell}, lines, [])
+    assert parsed(latex([one])) == [
+        ["method", "y", "score", "ms / token"],
+        ["SnapKV + RACC", "7", r"50.0\rlap{\,\scriptsize bf}", r"4.00\rlap{\textsuperscript{c}}"],
+        ["mine", "7", "-", "-"],
+    ]
+
+
+# -- that it compiles --------------------------------------------------------------------------------------------------
+
+
+@given(st.text(alphabet=st.characters(codec="ascii", categories=["L", "N", "P", "S", "Z"]), max_size=30))
+def test_no_special_character_gets_through(word):
+    plain = re.sub(
+        r"\\textbackslash\{\}|\\textasciitilde\{\}|\\textasciicircum\{\}|\\[&%$#_{}]|^\{\}", "", escaped(word)
+    )
+    assert not set(plain) & set("\\&%$#_{}~^")
+    assert not escaped(word).startswith("["), "\\\\ before it would take it for an option"
+
+
+def made(tmp_path: Path) -> dict[str, str]:
+    """Tables of every kind, by what they are."""
+    for task in ("passkey", "niah"):
+        stored(tmp_path, "full", samples={"a_1": [1.0] * 6}, task=task)
+        for method in ("quest", "snapkv", AWKWARD):
+            for budget in (64, 0.1):
+                stored(
+                    tmp_path, method, budget, {"a_1": [1.0, 0.0, 1.0, 0.0, 0.0, float(method == "quest")]}, task=task
+                )
+    runs = collect([tmp_path])
+    columns = [["task"], ["task", "budget"], ["group", "task"]]
+    found = {
+        f"by {' and '.join(names)}": latex(
+            [
+                tables.pivot(
+                    runs, ["method"] + ["budget"] * ("budget" not in names), names, values, score_lines=BRIEFEST_SCORE
+                )
+            ]
+        )
+        for names in columns
+        for values in (["score"], ["score", "attended_share", "tpot_ms_mean"])
+    }
+    return {"overview": latex(tables.overview(runs)), "summary": latex(tables.summary(runs)), **found}
+
+
+def test_every_kind_of_table_is_read_by_a_strict_reader(tmp_path):
+    for what, source in made(tmp_path).items():
+        cells = parsed(source)
+        assert any(r"\textbf{" in cell for row in cells for cell in row), what
+        assert escaped(AWKWARD) in source
+    for id in published.ids():
+        assert parsed(latex([beside(None, published.table(id))]))
+
+
+def test_a_reader_that_is_not_strict_would_prove_nothing():
+    source = latex([table({("quest", "64"): 80.0, ("snapkv", "64"): 90.0})])
+    assert parsed(source)
+    for there, broken in (
+        (" & ", " "),
+        ("80.0", "80.0 & 1"),
+        ("{90.0}", "{90.0"),
+        ("Quest", "Que_st"),
+        ("T}", "50 %}"),
+    ):
+        with pytest.raises(AssertionError):
+            parsed(source.replace(there, broken, 1))
+
+
+@pytest.mark.slow
+def test_it_compiles_where_there_is_a_latex(tmp_path):
+    program = next(filter(shutil.which, ("pdflatex", "tectonic")), None)
+    if program is None:
+        pytest.skip("neither pdflatex nor tectonic")
+    body = "\n".join(made(tmp_path).values())
+    packages = "\\documentclass{article}\\usepackage{booktabs,graphicx}\\begin{document}\n"
+    (tmp_path / "t.tex").write_text(f"{packages}{body}\\end{{document}}\n")
+    flags = ["-interaction=nonstopmode", "-halt-on-error"] if program == "pdflatex" else []
+    done = subprocess.run([program, *flags, "t.tex"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "t.pdf").exists(), done.stdout[-2000:]
+
+
+def test_columns_are_chosen_on_the_command_line(tmp_path, capsys):
+    made(tmp_path)
+    words = [str(tmp_path), "--format", "latex", "--columns", "task,budget", "--where", "method=full,quest,snapkv"]
+    assert main(words) == 0
+    cells = parsed(capsys.readouterr().out)
+    assert [cell for cell in cells[0] if cell] == [r"{niah}", r"{passkey}"]
+    assert cells[1] == ["method", r"10 \%", "64", r"10 \%", "64"]
+    assert [row[0] for row in cells[2:]] == ["Full", "Quest", "SnapKV"]
