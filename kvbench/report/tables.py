@@ -187,7 +187,7 @@ def _table(
     }
     lines: dict[str, Quantity] = {}
     for name in values:
-        lines |= score_lines | seeds_of(cells.values()) if name == "score" else {name: named(name)}
+        lines |= {**score_lines, **seeds_of(cells.values())} if name == "score" else {name: named(name)}
     times = [name for name, line in lines.items() if line.is_time]
     cells, machines = tell_machines(cells, times)
     notes = [*notes_of(cells.values(), lines), *machines]
