@@ -423,7 +423,7 @@ def test_snapkv_under_unified_accounting_lets_recent_tokens_roll(budget: int) ->
                     assert_best(old, scores, budget - recent)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(quick, max_examples=40, derandomize=True)  # sets are compared exactly: votes nearer than rounding would part
 @given(st.data())
 def test_snapkv_per_query_head_keeps_and_attends_what_each_head_votes_for(data: st.DataObject) -> None:
     """The union over a group is held; where generated tokens count with all, the lists are joined by rank and cut."""
