@@ -166,8 +166,9 @@ class InTurn(Launcher):
         print(f"a sweep of {counted(len(arms), 'arm')}", flush=True)
         words, chosen = told_apart([job_overrides[index] for index in arms]), list(arms.values())
         groups = planned(chosen, words, self.most())
-        print("\n".join(told(groups)), flush=True)
         jobs = parts(groups)
+        if len(chosen) > 1 or len(jobs) > 1:
+            print("\n".join(told(groups)), flush=True)
         ends: list[list[Ended]] = [[] for _ in chosen]
         for number, ended in self.run([Job([chosen[arm] for arm in job.arms], job.shard, job.title) for job in jobs]):
             for index, end in zip(jobs[number].arms, ended, strict=True):
@@ -204,7 +205,7 @@ class Submitted(InTurn):
         folder = Path(self._config.hydra.sweep.dir, "jobs").absolute()
         executor = self.executor(submitit, folder)
         console = Console(stderr=True)
-        console.print(f"{len(jobs)} jobs; logs in {folder}", soft_wrap=True, highlight=False)
+        console.print(f"{counted(len(jobs), 'job')}; logs in {folder}", soft_wrap=True, highlight=False)
         waiting, running = list(enumerate(jobs)), dict[int, Any]()
         try:
             while waiting or running:
