@@ -125,6 +125,18 @@ def test_the_page_holds_the_tables_and_the_pictures_that_can_be_drawn(results, c
     assert "figures not drawn" in page and "figure=recall: no run with probes" in page
 
 
+def test_a_score_on_the_page_leads_to_the_outputs_of_its_run(tmp_path, capsys):
+    wrong = record("b", "", 0.0, output="<b>41</b>", answers=["42"])
+    path = stored(tmp_path, samples=[*(record(f"a{number}", "", 1.0) for number in range(30)), wrong])
+    made(capsys, tmp_path, "--out", tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert f'<a href="#run-{path.name}">96.8</a>' in page
+    opened = page.partition(f'<details id="run-{path.name}">')[2].partition("</details>")[0]
+    assert opened.startswith("<summary>tiny, passkey, quest, 64: 31 samples, 20 with the lowest scores</summary>")
+    rows = opened.partition("<tbody>")[2].split("</tr>")[:-1]
+    assert rows[0] == "<tr><td>b</td><td>0.0</td><td>42</td><td>&lt;b&gt;41&lt;/b&gt;</td>" and len(rows) == 20
+
+
 def test_a_figure_that_cannot_be_drawn_leaves_the_rest_of_the_page(results, capsys, monkeypatch):
     monkeypatch.setitem(figures.FIGURES, "budget", (lambda runs: runs.arms["gone"], "A picture"))
     made(capsys, results, "--out", results / "report.html")

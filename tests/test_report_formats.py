@@ -201,6 +201,7 @@ def test_a_page_is_whole_and_fetches_nothing():
     assert not page.all("link") and not any("src" in script for script in page.all("script"))
     assert all(link["href"].startswith("#") for link in page.all("a"))
     assert "url(" not in text and "@import" not in text
+    assert "width: max-content" in text and "overflow-x" not in text, "as wide as its widest table"
     ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
     assert {link["href"][1:] for link in page.all("a")} <= ids
     assert "1 runs left out" in page.words and "results/a: unfinished" in page.words

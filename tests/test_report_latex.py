@@ -144,6 +144,12 @@ def test_less_time_is_better_and_rivals_share_their_budget():
     ]  # fmt: skip
 
 
+def test_a_table_without_a_number_is_one_of_dashes():
+    cells = {(0, 0): Cell({}, {}, "a/run")}
+    one = Table("t", "T", ("method",), [("quest",)], [""], cells, {"recall": named("recall")}, [])
+    assert parsed(latex([one])) == [["method", "recall"], ["Quest", "-"]]
+
+
 @pytest.mark.parametrize(
     "low, high, star", [(-9.0, -1.0, True), (1.0, 9.0, True), (-9.0, 0.0, False), (-1.0, 1.0, False)]
 )

@@ -267,7 +267,18 @@ def _page(given: Namespace, runs: Runs | None, made: Sequence[Table]) -> str:
             undrawn.append(f"figure={name}: not from these runs ({type(error).__name__}: {error})")
     folders = " and ".join(map(str, given.folders))
     about = f"{len(chosen.arms)} runs below {folders}."
-    return html.page("kvbench report", about, made, figures, runs.left_out, undrawn)
+    outputs = {arm["path"].name: _outputs(chosen, run) for run, arm in chosen.arm.items()}
+    return html.page("kvbench report", about, made, figures, runs.left_out, undrawn, outputs)
+
+
+def _outputs(runs: Runs, run: int) -> str:
+    """A run's samples for the page."""
+    from kvbench.report.html import outputs_of
+    from kvbench.report.select import label_of
+
+    arm = runs.arm[run]
+    name = ", ".join(label_of(runs, run, key) for key in ("model", "task", "method", "budget"))
+    return outputs_of(name, arm["path"].name, arm["metric"], runs.samples(runs.arms.loc[run]))
 
 
 def _draw(given: Namespace, runs: Runs | None) -> list[str]:

@@ -14,6 +14,7 @@ from kvbench.report.frame import CELL, Runs, TimedCell, framed, missing
 from kvbench.report.panels import (
     MOST_PANELS,
     NOT_COMPARED,
+    Picture,
     arms_for,
     finished,
     panels_of,
@@ -50,7 +51,7 @@ def latency(runs: Runs) -> Figure:
     bar = _bar([len(arms) for _, arms in panels])
     words = min(10.0, 72 * 0.8 * bar)  # points
     heights = [HEAD + bar * len(arms) for _, arms in panels]
-    figure = Figure(figsize=(PAGE[0], 1.2 + sum(heights)), layout="constrained")
+    figure = Picture(figsize=(PAGE[0], 1.2 + sum(heights)), layout="constrained")
     second = any(arms.tt2t_s.notna().any() for _, arms in panels)
     times = [QUANTITIES[name] for name in (["tt2t_s"] if second else []) + ["tpot_ms_mean"]]
     axes = np.array(figure.subplots(len(panels), len(times) + 1, squeeze=False, sharey="row", height_ratios=heights))

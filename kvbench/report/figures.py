@@ -75,13 +75,13 @@ def write(figure: Figure, path: Path) -> None:
     path.write_bytes(drawn(figure, path.suffix.removeprefix(".")))
 
 
-def drawn(figure: Figure, kind: str, dpi: int = 200) -> bytes:
+def drawn(figure: Figure, kind: str) -> bytes:
     """A figure as a file of a kind: "png", "pdf" or "svg"."""
     from matplotlib import rc_context
 
     out, undated = io.BytesIO(), {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}[kind]
     with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "kvbench"}):  # fonts that journals take; no random names
-        figure.savefig(out, format=kind, dpi=dpi, metadata=undated)
+        figure.savefig(out, format=kind, dpi=200, metadata=undated)
     return out.getvalue()
 
 

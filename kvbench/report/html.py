@@ -5,21 +5,23 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvbench.report.cells import Table
+from kvbench.report.cells import Cell, Table
 from kvbench.report.formats import NONE, NOT_RUN, grid
 from kvbench.report.frame import LeftOut
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MOST_OUTPUTS, MOST_LETTERS = 20, 600  # of a run, and of a cell of its outputs
 STYLE = """
 :root { color-scheme: light; }
-body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; margin: 2rem auto; max-width: 110rem; padding: 0 1.5rem; }
+body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; margin: 2rem auto; padding: 0 1.5rem;
+  width: max-content; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; }
-nav a { display: inline-block; margin-right: 1.4rem; } a { color: #0072B2; }
-.wide { overflow-x: auto; }
+nav, p { max-width: 75rem; } nav a { display: inline-block; margin-right: 1.4rem; } a { color: #0072B2; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .22rem .7rem; text-align: right; vertical-align: top; white-space: nowrap; }
 th.label, td.line { text-align: left; font-weight: normal; }
@@ -33,10 +35,11 @@ tbody { border-bottom: 1px solid #ddd; } tbody:last-of-type { border-bottom: 2px
 tbody:hover { background: #f4f7fa; }
 tr:not(:first-child) td, td.line { color: #555; } td.none { color: #999; }
 .notes, figcaption { color: #444; font-size: .88em; max-width: 75rem; }
-figure { margin: 2.2rem 0; } figure img { max-width: 100%; }
+figure { margin: 2.2rem 0; } figure img { max-width: 75rem; }
+.outputs td { text-align: left; white-space: pre-wrap; max-width: 50rem; color: inherit; }
 @media print {
-  body { margin: 0; max-width: none; font-size: 9pt; padding: 0; } nav, thead button::after { display: none; }
-  thead button::after { content: ""; } figure, tbody { break-inside: avoid; } .wide { overflow: visible; }
+  body { margin: 0; width: auto; font-size: 9pt; padding: 0; } nav, thead button::after { display: none; }
+  thead button::after { content: ""; } figure, tbody { break-inside: avoid; } figure img { max-width: 100%; }
 }
 """
 
@@ -56,6 +59,9 @@ for (const button of document.querySelectorAll("thead button")) button.addEventL
   });
   for (const [, body] of bodies) table.append(body);
 });
+const reveal = () => { const run = document.getElementById(location.hash.slice(1)); if (run) run.open = true; };
+addEventListener("hashchange", reveal);
+reveal();
 """
 
 
@@ -66,6 +72,7 @@ def page(
     figures: Mapping[str, tuple[str, Figure]],
     left_out: Sequence[LeftOut],
     undrawn: Sequence[str] = (),
+    outputs: Mapping[str, str] | None = None,
 ) -> str:
     """One whole page.
 
@@ -75,9 +82,12 @@ def page(
         figures: name -> (caption, figure).
         left_out: runs that are in none of them.
         undrawn: why a figure is not there, a sentence each.
+        outputs: by run id the samples of a run, as `outputs_of` has them; scores of the run lead there.
     """
+    outputs = outputs or {}
     links = [(f"table-{table.id}", table.title) for table in tables]
     links += [(f"figure-{name}", caption) for name, (caption, _) in figures.items()]
+    links += [("outputs", "Outputs")] if outputs else []
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -87,8 +97,9 @@ def page(
         "<nav>" + "".join(f'<a href="#{escape(id)}">{escape(name)}</a> ' for id, name in links) + "</nav>"
         if len(links) > 1
         else "",
-        *map(_section, tables),
+        *(_section(table, outputs) for table in tables),
         *(_picture(name, caption, figure) for name, (caption, figure) in figures.items()),
+        '<section id="outputs"><h2>Outputs</h2>' + "\n".join(outputs.values()) + "</section>" if outputs else "",
         _details("runs left out", [f"{path}: {why}" for path, why in left_out]),
         _details("figures not drawn", undrawn),
         f"<script>{SCRIPT}</script></body></html>",
@@ -96,7 +107,39 @@ def page(
     return "\n".join(filter(None, parts)) + "\n"
 
 
-def _section(table: Table) -> str:
+def outputs_of(name: str, id: str, metric: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """A run's samples as a part of the page that a click opens: those with the lowest scores first.
+
+    Args:
+        name: of the run, for a reader.
+        id: of the run.
+        metric: its main score.
+        records: its sample lines.
+    """
+    shown = sorted(records, key=lambda record: (record.get("scores") or {}).get(metric) or 0.0)[:MOST_OUTPUTS]
+    rows = []
+    for record in shown:
+        score = (record.get("scores") or {}).get(metric)
+        answers = " | ".join(map(str, record.get("answers") or [])) or NONE
+        output = record.get("error") or record.get("output") or NONE
+        words = [str(record["id"]), NONE if score is None else f"{100 * score:.1f}", answers, output]
+        rows.append("".join(f"<td>{escape(word[:MOST_LETTERS])}</td>" for word in words))
+    head = "".join(f"<th class=label>{word}</th>" for word in ("sample", "score", "expected", "output"))
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    few = f", {len(shown)} with the lowest scores" if len(shown) < len(records) else ""
+    return (
+        f'<details id="run-{escape(id)}"><summary>{escape(name)}: {len(records)} samples{few}</summary>'
+        f"<table class=outputs><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></details>"
+    )
+
+
+def _linked(text: str, cell: Cell | None, outputs: Mapping[str, str]) -> str:
+    """What a cell shows, which leads to the outputs of its run."""
+    id = Path(cell.run).name if cell else ""
+    return f'<a href="#run-{escape(id)}">{escape(text)}</a>' if id in outputs else escape(text)
+
+
+def _section(table: Table, outputs: Mapping[str, str]) -> str:
     whole = grid(table)
     heads = [
         f'<th scope="col" data-column="{column}"{" class=label" if column < len(whole.head) else ""}>'
@@ -119,17 +162,18 @@ def _section(table: Table) -> str:
                     for column, label in enumerate(line.labels[:labels])
                 ]
             cells += [f"<td class=line>{escape(label)}</td>" for label in line.labels[labels:]]
-            cells += [
-                f'<td data-column="{column}"{_value(text)}{" class=none" if text in (NONE, NOT_RUN) else ""}>'
-                f"{escape(text)}</td>"
-                for column, text in enumerate(line.texts, len(whole.head))
-            ]
+            for column, text in enumerate(line.texts):
+                # A score is the first of a cell's lines, or of the values of a row.
+                first = number == 0 and (table.columns != [""] or column == 0)
+                shown = _linked(text, table.cells.get((row, column)) if first else None, outputs)
+                none = " class=none" if text in (NONE, NOT_RUN) else ""
+                cells.append(f'<td data-column="{column + len(whole.head)}"{_value(text)}{none}>{shown}</td>')
             body.append(f"<tr>{''.join(cells)}</tr>")
         bodies.append(f"<tbody>{''.join(body)}</tbody>")
     notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
     return (
-        f'<section id="table-{escape(table.id)}"><h2>{escape(table.title)}</h2><div class=wide><table>'
-        f"<thead><tr>{''.join(heads)}</tr></thead>\n" + "\n".join(bodies) + "</table></div>"
+        f'<section id="table-{escape(table.id)}"><h2>{escape(table.title)}</h2><table>'
+        f"<thead><tr>{''.join(heads)}</tr></thead>\n" + "\n".join(bodies) + "</table>"
         f"<ul class=notes>{notes}</ul></section>"
     )
 

@@ -33,7 +33,7 @@ def latex(tables: Sequence[Table]) -> str:
 
 
 def _latex(table: Table) -> str:
-    lines = [name for name in table.lines if name not in IN_CELL and _is_shown(table, name)]
+    lines = [name for name in table.lines if name not in IN_CELL and _is_shown(table, name)] or [*table.lines][:1]
     stacked = "published" in table.lines  # published numbers stand below ours, all others side by side
     names = [*(axis.rpartition(".")[2] for axis in table.axes[table.shared :]), *([""] if stacked else [])]
     columns = [(column, name) for column in range(len(table.columns)) for name in ([""] if stacked else lines)]

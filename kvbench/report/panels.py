@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from PIL import Image
 
 from kvbench.config import ConfigError
 from kvbench.report.frame import Runs
@@ -22,6 +24,16 @@ MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 60, 24  # that one picture can show
 # What begins like one of these makes a variant of a method, and is named in the legend.
 OF_VARIANTS = ("method.", "attention", "shared_prefill")
 NOT_COMPARED = {"method", "budget", "probe.every", "seed"}
+
+
+class Picture(Figure):
+    """A figure that a notebook shows as it is, small enough to be kept in it."""
+
+    def _repr_png_(self) -> bytes:
+        whole, small = io.BytesIO(), io.BytesIO()
+        self.savefig(whole, format="png", dpi=80)
+        Image.open(whole).quantize(64).save(small, format="png", optimize=True)
+        return small.getvalue()
 
 
 class Series(NamedTuple):
@@ -163,9 +175,9 @@ def rows_of(arms: pd.DataFrame) -> list[Any]:
     return [line for _, line in arms.iterrows()]
 
 
-def grid(rows: int, columns: int, title: str, size: tuple[float, float] = (5.5, 3.6)) -> tuple[Figure, Any]:
+def grid(rows: int, columns: int, title: str, size: tuple[float, float] = (5.5, 3.6)) -> tuple[Picture, Any]:
     """A figure and its axes [rows, columns]."""
-    figure = Figure(figsize=(max(7.0, size[0] * columns), 1.2 + size[1] * rows), layout="constrained")
+    figure = Picture(figsize=(max(7.0, size[0] * columns), 1.2 + size[1] * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     figure.suptitle(title)
     return figure, axes

@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogFormatter, NullFormatter
 
+from kvbench.report.frame import Runs
 from kvbench.report.panels import arms_for, finished, grid, no_budget, panels_of, series_of, size_text
 from kvbench.report.style import style_of
 from kvbench.runs.quantities import QUANTITIES
@@ -19,7 +20,7 @@ BARE, SMALLEST, LARGEST = 190, 30, 150  # area of a mark: of an arm without a bu
 FRONT = {"color": "#666666", "linewidth": 1.2, "linestyle": (0, (4, 2)), "zorder": 1}
 
 
-def tradeoff(runs: Any) -> Figure:
+def tradeoff(runs: Runs) -> Figure:
     """Score against device memory and against the time per token; a row for each task and model (IceCache, Fig. 1)."""
     arms = arms_for(runs, "tradeoff", probed=False, column="tpot_ms_mean", scored=True)
     panels = panels_of("tradeoff", runs, arms, times=True)
