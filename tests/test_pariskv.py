@@ -151,6 +151,11 @@ def test_k_is_the_least_that_holds_theta_of_the_attention(theta: float, k_min: i
     assert len(counts) > 100 and len(set(counts)) > 3
 
 
+def test_k_adapts_where_nothing_is_always_attended() -> None:
+    audit = drive(stream(60, steps=3), small(sinks=0, local=0, update=1, theta=0.5, k_min=1), None).audit
+    assert 1 <= audit["retrieved"] <= 12 and not audit["over_rule"]
+
+
 @quick
 @given(st.integers(40, 200), st.integers(1, 30), st.sampled_from(["numba", "torch"]))
 def test_all_candidates_and_k_of_the_whole_zone_is_full_attention(length: int, steps: int, compute: str) -> None:

@@ -23,7 +23,7 @@ def enough(
     Returns:
         order [H, C], the best first, and k [H, 1], 1 at least.
     """
-    peak = torch.maximum(always.amax(dim=1), logits.amax(dim=1))[:, None]
+    peak = torch.cat([always, logits], dim=1).amax(dim=1, keepdim=True)  # none may always be attended
     held = ((always - peak).exp() * always_norms).sum(dim=1, keepdim=True)
     benefit, order = ((logits - peak).exp() * norms).sort(dim=1, descending=True, stable=True)
     short = held + benefit.cumsum(dim=1) < theta * (held + benefit.sum(dim=1, keepdim=True))
