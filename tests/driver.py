@@ -74,6 +74,7 @@ METHODS = [
     Case("pariskv", "pariskv"),
     Case("pariskv-torch", "pariskv", {"compute": "torch"}),
     Case("pariskv_aligned", "pariskv_aligned"),
+    Case("pariskv_adaptive", "pariskv_adaptive", {"k_min": 2}),
     # buffers far below the prompts that the tests use
     Case("lychee", "lychee", {"buffer": 16}),
     Case("lychee_plus", "lychee_plus", {"buffer": 32}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,52 @@ def test_attended_are_sinks_recent_tokens_and_the_best_of_the_zone(options: dict
                 assert at.index[row, head].tolist()[: len(recent) + 15] == [*recent, 0, 1, 2, *retrieved[head].tolist()]
             compared += 1
     assert compared > 100
+
+
+@pytest.mark.parametrize("compute", ["numba", "torch"])
+@pytest.mark.parametrize(("theta", "k_min", "k"), [(0.85, 3, 30), (0.6, 1, 12), (0.7, 3, 40)])
+def test_k_is_the_least_that_holds_theta_of_the_attention(theta: float, k_min: int, k: int, compute: str) -> None:
+    """By sums over plain lists; all of k_min, k and what lies between are met."""
+    fixed = stream(150, 90, steps=30, seed=2)
+    fixed = replace(fixed, queries=fixed.queries / 2)  # flatter attention, which needs more tokens
+    options: dict[str, Any] = {"theta": theta, "k_min": k_min, "k": k, "beta": 0.6, "compute": compute}
+    counts = []
+    for at in drive(fixed, small(**options), None).seen:
+        for row, length in enumerate(at.lengths):
+            zone = fixed.lengths[row] - 13
+            while length - 13 - zone >= 8:
+                zone += 8
+            if length < 3 + 10 + 2 * k or zone <= k:
+                assert at.sets(row) == [set(range(length))] * 2
+                continue
+            index = VectorIndex(1, 2, random_signs(16, 0))
+            index.extend(0, fixed.keys[at.layer, row, :, 3 : 3 + zone])
+            group = fixed.queries[at.layer, row, :, length - 1].view(1, 2, 2, 16)
+            asked = quotas(zone, k, 0.6)
+            tokens, estimates = index.ranked(group, {0: replace(asked, retrieved=asked.candidates)})[0]
+            always = [*range(3), *range(3 + zone, length)]
+            for head, sets in enumerate(at.sets(row)):
+                key, value = fixed.keys[at.layer, row, head].double(), fixed.values[at.layer, row, head].double()
+                mean = group[0, head].double().mean(dim=0)
+                sure = sum(exp(float(key[token] @ mean) / 4) * float(value[token].norm()) for token in always)
+                benefit = {
+                    3 + token: exp(estimate / 4) * float(value[3 + token].norm())
+                    for token, estimate in zip(tokens[head].tolist(), estimates[head].tolist(), strict=True)
+                }
+                best = sorted(benefit, key=lambda token: -benefit[token])
+                enough = next(
+                    count
+                    for count in range(1, len(best) + 1)
+                    if sure + sum(benefit[token] for token in best[:count]) >= theta * (sure + sum(benefit.values()))
+                )
+                counts.append(min(max(enough, k_min), k))
+                assert sets == {*always, *best[: counts[-1]]}
+    assert len(counts) > 100 and len(set(counts)) > 3
+
+
+def test_k_adapts_where_nothing_is_always_attended() -> None:
+    audit = drive(stream(60, steps=3), small(sinks=0, local=0, update=1, theta=0.5, k_min=1), None).audit
+    assert 1 <= audit["retrieved"] <= 12 and not audit["over_rule"]
 
 
 @quick
@@ -264,7 +311,12 @@ def test_attended_reach_the_rule_and_no_further(accounting: str, most: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("pariskv", (4, 512, 512, 100, 1999)), ("pariskv_aligned", (64, 256, 512, 100, 1999))]
+    ("name", "sizes"),
+    [
+        ("pariskv", (4, 512, 512, 100, 1999)),
+        ("pariskv_aligned", (64, 256, 512, 100, 1999)),
+        ("pariskv_adaptive", (64, 256, 512, 800, 1999)),
+    ],
 )
 def test_presets_have_the_published_sizes(name: str, sizes: tuple[int, ...]) -> None:
     method = method_named(name)
@@ -293,6 +345,8 @@ def test_without_a_budget_short_sequences_are_attended_whole() -> None:
         ({"rho": -0.1}, "rho=-0.1"),
         ({"rho": "half"}, "rho=half"),
         ({"tiers": 3}, r"tiers=3: expected 1 \| 6"),
+        ({"theta": 0}, "theta=0: expected a number above 0"),
+        ({"k_min": 0}, "k_min=0"),
         ({"k": 0}, "k=0: expected a whole number, 1 or more"),
         ({"update": 0}, "update=0"),
         ({"sinks": -1}, "sinks=-1"),

@@ -46,6 +46,7 @@ STYLES = {
     "streaming_llm": Style("StreamingLLM", PURPLE, "^"),
     "pariskv": Style("ParisKV", ORANGE, "v"),
     "pariskv_aligned": Style("ParisKV-aligned", ORANGE, "<", "--"),
+    "pariskv_adaptive": Style("ParisKV-adaptive", ORANGE, ">", ":"),
     "lychee": Style("LycheeCluster", SKY, "p"),
     "lychee_plus": Style("LycheeCluster+", SKY, "P", ":"),
     "racc": Style("RACC", WINE, "h"),

@@ -67,7 +67,9 @@ class Index(ABC):
         """Store the codes of keys [Hkv, n, head_dim] from index `start` on, and count their ids."""
 
     @abstractmethod
-    def search(self, queries: torch.Tensor, quotas: Mapping[int, Quotas]) -> dict[int, torch.Tensor]:
+    def ranked(
+        self, queries: torch.Tensor, quotas: Mapping[int, Quotas]
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """The tokens that seem to have the largest product with the mean of their group's queries.
 
         Args:
@@ -75,8 +77,13 @@ class Index(ABC):
             quotas: of each row that asks.
 
         Returns:
-            For each of these rows, [Hkv, k] int64 indexes in its zone, best first; -1 where the estimate is NaN.
+            For each of these rows, [Hkv, k] int64 indexes in its zone, best first, and the estimated products, float32;
+            -1 and -inf where the estimate is NaN.
         """
+
+    def search(self, queries: torch.Tensor, quotas: Mapping[int, Quotas]) -> dict[int, torch.Tensor]:
+        """`ranked` without the estimates."""
+        return {row: tokens for row, (tokens, _) in self.ranked(queries, quotas).items()}
 
 
 class VectorIndex(Index):
@@ -88,8 +95,10 @@ class VectorIndex(Index):
         self.ids[row, :, :, here] = ids.transpose(1, 2)
         self.counts[row] += vectorised.count_ids(self.ids[row, :, :, here])
 
-    def search(self, queries: torch.Tensor, quotas: Mapping[int, Quotas]) -> dict[int, torch.Tensor]:
-        """See `Index.search`."""
+    def ranked(
+        self, queries: torch.Tensor, quotas: Mapping[int, Quotas]
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """See `Index.ranked`."""
         found = {}
         for row, of_row in quotas.items():
             used = slice(self.lengths[row])
@@ -157,24 +166,30 @@ class KernelIndex(Index):
         if max(wrong) >= 0:
             raise ValueError("a key is not finite, or too large to square")
 
-    def search(self, queries: torch.Tensor, quotas: Mapping[int, Quotas]) -> dict[int, torch.Tensor]:
-        """See `Index.search`."""
+    def ranked(
+        self, queries: torch.Tensor, quotas: Mapping[int, Quotas]
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """See `Index.ranked`."""
         if not quotas:
             return {}
         heads, of_rows = self.counts.shape[1], quotas.values()
         rows = np.array([(row, self.lengths[row], one.candidates, one.retrieved) for row, one in quotas.items()])
         spans = np.array([one.tiers for one in of_rows])
         found = np.full((len(rows) * heads, int(rows[:, 3].max())), -1)
+        estimated = np.full(found.shape, -np.inf, np.float32)
         asked, signs, zone = queries.float().cpu().contiguous().numpy(), self.signs.numpy(), self._zone()
 
         def search(first: int, stop: int, work: Workspace) -> None:
             work.fit(self.ids.shape[3], int(rows[:, 2].max()), self.ids.shape[2])
-            kernels.search(zone, asked, signs, first, stop, rows, spans, work.arrays, found)
+            kernels.search(zone, asked, signs, first, stop, rows, spans, work.arrays, found, estimated)
 
         threads = max(1, heads * int(rows[:, 1].sum()) // WORTH_A_THREAD)
         in_parts(self._pool, len(found), self._workspaces[:threads], search)
-        tokens = torch.from_numpy(found).unflatten(0, (len(rows), heads))
-        return {row: one[:, : of.retrieved] for (row, of), one in zip(quotas.items(), tokens, strict=True)}
+        answers = [torch.from_numpy(array).unflatten(0, (len(rows), heads)) for array in (found, estimated)]
+        return {
+            row: (tokens[:, : of.retrieved], estimates[:, : of.retrieved])
+            for (row, of), tokens, estimates in zip(quotas.items(), *answers, strict=True)
+        }
 
     def _zone(self) -> tuple[Any, ...]:
         """What `kernels.search` reads of all KV heads, in place."""

@@ -225,7 +225,7 @@ def rerank(codes, halves, products, candidates, estimates, picked, tokens, score
 
 
 @exact
-def search(zone, queries, signs, first, stop, rows, spans, work, found):  # type: ignore[no-untyped-def]
+def search(zone, queries, signs, first, stop, rows, spans, work, found, estimated):  # type: ignore[no-untyped-def]
     """Search the zones of the KV heads first .. stop - 1, counted over the rows that ask.
 
     Args:
@@ -235,6 +235,7 @@ def search(zone, queries, signs, first, stop, rows, spans, work, found):  # type
         spans: [R, tiers] int64, `Quotas.tiers`.
         work: the arrays of a `Workspace`, in their order.
         found: [R * Hkv, k] int64, filled with -1; written: tokens of the zone, best first.
+        estimated: [R * Hkv, k] float32, filled with -inf; written: their estimates.
     """
     ids, codes, halves, counts = zone
     votes, votes_of, candidates, picked, estimates, products = work
@@ -247,4 +248,4 @@ def search(zone, queries, signs, first, stop, rows, spans, work, found):  # type
         vote(ids[row, head], length, votes_of, most, votes, candidates[:wanted])
         of_zone = codes[row, head, :length], halves[row, head, :length]
         rerank(of_zone[0], of_zone[1], products, candidates[:wanted], estimates, picked, tokens, scores)
-        found[at, :k] = tokens
+        found[at, :k], estimated[at, :k] = tokens, scores

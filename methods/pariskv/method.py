@@ -8,19 +8,22 @@ largest among those with most votes. A full buffer is encoded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch.nn.functional import pad
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.ragged import stacked
+from methods.pariskv.adaptive import enough
 from methods.pariskv.codebook import quotas, random_signs
 from methods.pariskv.index import Index, KernelIndex, VectorIndex, Workspace, compile_kernels
 
 # A budget of so many tokens or more has the sizes of the published runs at equal budgets; a smaller one, shares of it.
 ALIGNED, ALIGNED_SINKS, ALIGNED_LOCAL, ALIGNED_UPDATE = 420, 64, 256, 512
+SPARE_NORMS = 256  # room for tokens to come that is added at once
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Zones:
         sinks: first tokens, always attended.
         local: most recent tokens that are always attended, the buffer's not among them.
         update: generated tokens that are encoded together; up to update - 1 wait in the buffer and are attended.
-        k: tokens retrieved from the zone.
+        k: tokens retrieved from the zone; with theta, at most.
         dense: a sequence of up to so many tokens is attended whole.
     """
 
@@ -61,6 +64,8 @@ class ParisKV(Method):
         sinks, local, update, k: see `Zones`; of runs without a budget.
         dense_below: such runs attend a shorter sequence whole, and any below sinks + local + 2 k.
         beta, rho, tiers: see `codebook.quotas`.
+        theta: None: k tokens. A share: as many as hold it, see `adaptive.enough`; k is the most.
+        k_min: the least then.
         compute: "torch", "numba" (on the CPU), or "auto": Numba where keys are computed on the CPU.
     """
 
@@ -76,10 +81,13 @@ class ParisKV(Method):
         beta: float | None = None,
         rho: float | None = None,
         tiers: Literal[1, 6] = 6,
+        theta: float | None = None,
+        k_min: int = 100,
         compute: Literal["auto", "torch", "numba"] = "auto",
     ) -> None:
         self.zones_without_budget = Zones(sinks, local, update, k, max(dense_below, sinks + local + 2 * k) - 1)
         self.beta, self.rho, self.tiers, self.compute = beta, rho, tiers, compute
+        self.theta, self.k_min = theta, k_min
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Part each row into zones, and draw the signs of the rotation."""
@@ -92,8 +100,10 @@ class ParisKV(Method):
         self.signs = signs if self.on_cpu else signs.to(shape.device)
         self.workspaces = [Workspace() for _ in range(torch.get_num_threads() if self.on_cpu else 0)]
         self.index: dict[int, Index] = {}
+        self.norms: dict[int, torch.Tensor] = {}  # with theta: [B, Hkv, capacity], of the values
         self.whole = [((0, 0), torch.empty(0))] * shape.batch  # of each row, for which length and end
-        self.searches = self.candidates = self.retrieved = 0  # of one row in one layer at one step; in all
+        self.searches = self.candidates = 0  # of one row in one layer at one step; in all
+        self.retrieved = 0.0
 
     def _zones(self, length: int) -> Zones:
         """The zones of a row whose prompt has `length` tokens."""
@@ -116,6 +126,8 @@ class ParisKV(Method):
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Encode the prompt's tokens between sinks and window."""
         self.index[layer] = self._new_index()
+        if self.theta is not None:
+            self.norms[layer] = prompt.values.float().norm(dim=3)
         for row, (zones, length) in enumerate(zip(self.zones, prompt.lengths, strict=True)):
             keys = prompt.keys[row, :, zones.sinks : max(zones.sinks, length - zones.local)]
             self._extend(layer, row, keys)
@@ -123,6 +135,8 @@ class ParisKV(Method):
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Encode the oldest of window and buffer once the new token has filled the buffer."""
         index = self.index[layer]
+        if self.theta is not None:
+            self._note(layer, value)
         for row, (zones, length) in enumerate(zip(self.zones, self.view.lengths(layer), strict=True)):
             if zones.waiting(length, index.lengths[row]) >= zones.update:
                 first = zones.sinks + index.lengths[row]
@@ -138,17 +152,60 @@ class ParisKV(Method):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """Sinks, window, buffer, and the k tokens that a search of the retrieval zone finds."""
-        index, asked = self.index[layer], {}
+        index, asked, found = self.index[layer], {}, {}
         lengths = self.view.lengths(layer)
         for row, (zones, length, zone) in enumerate(zip(self.zones, lengths, index.lengths, strict=True)):
             if length > zones.dense and zone > zones.k:
                 asked[row] = quotas(zone, zones.k, self.beta, self.rho, self.tiers)
         self.searches += len(asked)
         self.candidates += sum(one.candidates for one in asked.values())
-        self.retrieved += sum(one.retrieved for one in asked.values())
+        grouped = query[:, :, 0].unflatten(1, (self.shape.kv_heads, -1))
         with self.context.spans("query"):
-            found = index.search(query[:, :, 0].unflatten(1, (self.shape.kv_heads, -1)), asked)
+            if self.theta is None:
+                found = index.search(grouped, asked)
+                self.retrieved += sum(one.retrieved for one in asked.values())
+            else:
+                everyone = {row: replace(one, retrieved=one.candidates) for row, one in asked.items()}
+                for row, ranked in index.ranked(grouped, everyone).items():
+                    found[row] = self._enough(layer, row, grouped[row], *ranked)
+                    self.retrieved += float((found[row] >= 0).sum()) / self.shape.kv_heads
         return Selection(stacked([self._attended(layer, row, found.get(row)) for row in range(self.shape.batch)]))
+
+    def _note(self, layer: int, value: torch.Tensor) -> None:
+        """Add the norms of the current tokens' values, [B, Hkv, 1, D]."""
+        norms, lengths = self.norms[layer], self.view.lengths(layer)
+        if max(lengths) > norms.shape[2]:
+            self.norms[layer] = norms = pad(norms, (0, SPARE_NORMS))
+        for row, length in enumerate(lengths):
+            norms[row, :, length - 1] = value[row, :, 0].float().norm(dim=1)
+
+    def _enough(
+        self, layer: int, row: int, queries: torch.Tensor, tokens: torch.Tensor, estimates: torch.Tensor
+    ) -> torch.Tensor:
+        """Of candidates [Hkv, C] in a row's zone, as many as its KV heads need for `theta`, [Hkv, k], trailing -1.
+
+        Args:
+            queries: [Hkv, G, D].
+            estimates: [Hkv, C], of the products of the group's mean query.
+        """
+        assert self.theta is not None
+        zones, norms = self.zones[row], self.norms[layer][row].to(tokens.device)
+        end = zones.sinks + self.index[layer].lengths[row]
+        whole = self._whole(row, self.view.lengths(layer)[row], end, zones.sinks)
+        ids = torch.full((self.shape.batch, *whole.shape), -1, device=whole.device)
+        ids[row] = whole
+        keys = self.view.keys(layer, ids)[row].to(tokens.device)
+        mean = queries.float().mean(dim=1).to(tokens.device)
+        order, count = enough(
+            self.shape.scaling * (keys.float() @ mean[..., None]).squeeze(2),
+            norms[:, whole[0]],
+            self.shape.scaling * estimates,
+            norms.gather(1, zones.sinks + tokens.clamp(min=0)),
+            self.theta,
+        )
+        most = min(zones.k, tokens.shape[1])
+        count = count.clamp(min=min(self.k_min, most), max=most)
+        return tokens.gather(1, order[:, :most]).masked_fill(torch.arange(most, device=count.device) >= count, -1)
 
     def _attended(self, layer: int, row: int, retrieved: torch.Tensor | None) -> torch.Tensor:
         """What a row's KV heads attend, [Hkv, M]: buffer, window, sinks and tokens of the zone; None: everything.

@@ -136,8 +136,8 @@ def search(
     queries: torch.Tensor,
     signs: torch.Tensor,
     quotas: Quotas,
-) -> torch.Tensor:
-    """The candidates of a zone with the largest estimates, [Hkv, k] int64, best first; -1 in place of NaN.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The candidates of a zone with the largest estimates, [Hkv, k] int64, best first, and these; -1, -inf for NaN.
 
     Args:
         ids, codes, counts: of one row's zone, [Hkv, S, n], and as `encode` and `count_ids` make them.
@@ -148,4 +148,5 @@ def search(
     chosen = codes.gather(1, candidates[..., None].expand(-1, -1, codes.shape[2]))
     estimates = estimate(chosen, rotated).nan_to_num(-torch.inf, torch.inf, -torch.inf)
     best = top_earliest(estimates[None], quotas.retrieved)[0]
-    return torch.where(best < 0, -1, candidates.gather(1, best.clamp(min=0)))
+    tokens = torch.where(best < 0, -1, candidates.gather(1, best.clamp(min=0)))
+    return tokens, estimates.gather(1, best.clamp(min=0)).masked_fill(best < 0, -torch.inf)
