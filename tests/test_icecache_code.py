@@ -288,7 +288,7 @@ def test_what_is_attended_are_the_pages_that_each_query_head_descends_to() -> No
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [({"rank_by": "centroid"}, "rank_by=centroid"), ({"anchors": [120, 30]}, r"anchors=\[120, 30\]")],
+    [({"rank_by": "centroid"}, "rank_by=centroid"), ({"anchors": [120, 2.5, 0.9]}, r"anchors=\[120, 2.5, 0.9\]")],
 )
 def test_what_the_code_cannot_do_is_refused(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(Exception, match=words):
