@@ -181,7 +181,8 @@ everything = {name: value for file in files for name, value in vars(file).items(
 kernel = {name: value for name, value in everything.items() if hasattr(value, "signatures")}
 for dtype in (torch.float32, torch.bfloat16):
     code = {"levels": "counter_ceil", "parents": "anchored", "projections": [1, 1], "exhaustive_below": 50}
-    for options in ({"index": "exact"}, {}, {"split": "greedy", "rank_by": "centroid"}, code):
+    scan = {"index": "exact"}
+    for options in (scan, {}, {"split": "greedy", "rank_by": "centroid"}, code, {**code, **scan}):
         method = method_named("icecache", page_size=4, small_page_size=4, promotion=[0.15, 0.3], **options)
         fixed = stream(300, 150, steps=40, layers=1)
         parts = {part: getattr(fixed, part).to(dtype) for part in ("queries", "keys", "values")}

@@ -149,11 +149,11 @@ class Forest:
 
 
 @cache
-def compile_kernels(dtype: np.dtype[Any], pool: Executor, layout: Layout) -> None:
-    """Run every kernel that this layout needs once on a few keys: compiled, or read from disk, before time is taken."""
+def compile_kernels(dtype: np.dtype[Any], pool: Executor, kind: type[DCITree], layout: Layout) -> None:
+    """Run every kernel that such trees need once on a few keys: compiled, or read from disk, before time is taken."""
     keys, queries, work = np.zeros((100, 8), dtype), np.zeros((1, 1, 1, 8), np.float32), Workspace()
     small = replace(layout, page_size=2, promotion=(0.2, 0.3), exhaustive_below=0)
-    tree = DCITree(keys, 10, small, 0, work)
+    tree = kind(keys, 10, small, 0, work)
     tree.insert(85, work)
     forest = Forest([[tree]], pool, [work])
     forest.insert([5])

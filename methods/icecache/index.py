@@ -89,7 +89,7 @@ class DCITree(PagedTree):
     def p_dci(self, search: Search) -> tuple[int, int, float] | None:
         """Composite indices, simple ones of each, and the share of a node's children for P-DCI; None: it is unused."""
         composites, simple = self.layout.projections
-        return (composites, simple, search.prop_to_retrieve) if composites else None
+        return (composites, simple, float(search.prop_to_retrieve)) if composites else None
 
     def _listed(self, queries: Floats, search: Search, workspace: Workspace) -> tuple[int, int, kernels.Workspace]:
         """Nodes ranked, pages to be scored; which ones is in the workspace."""

@@ -97,8 +97,8 @@ class IceCache(Method):
     ) -> None:
         if len(promotion) != 2 or len(projections) != 2:
             raise ValueError(f"promotion={list(promotion)}, projections={list(projections)}: two numbers each")
-        if len(anchors) != 3:
-            raise ValueError(f"anchors={list(anchors)}: three numbers, interval, reach and threshold")
+        if len(anchors) != 3 or any(number != int(number) for number in anchors[:2]):
+            raise ValueError(f"anchors={list(anchors)}: interval and reach, whole numbers, and a threshold")
         if max(projections) and rank_by == "centroid":
             raise ValueError(f"rank_by={rank_by}, projections={list(projections)}: P-DCI ranks by point")
         if small_page_size > page_size:
@@ -126,7 +126,8 @@ class IceCache(Method):
         super().begin(shape, budget, view, context)
         if shape.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype={shape.dtype}: IceCache's index reads float32 or bfloat16 keys")
-        compile_kernels(np.dtype(np.float32 if shape.dtype == torch.float32 else np.uint16), context.pool, self.layout)
+        dtype = np.dtype(np.float32 if shape.dtype == torch.float32 else np.uint16)
+        compile_kernels(dtype, context.pool, self.tree, self.layout)
         self.regions = [self._regions(capacity) for capacity in self.capacities]
         layers = shape.sparse_layers
         self.anchor = {layer: layers[at - at % self.reuse] for at, layer in enumerate(layers)}
