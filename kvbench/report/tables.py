@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvbench.report.cells import Cell, Table, ends, kl_numbers, notes_of, score_numbers, tell_machines, with_score
+from kvbench.report.cells import (
+    Cell,
+    Table,
+    ends,
+    kl_numbers,
+    notes_of,
+    runs_of,
+    score_numbers,
+    tell_machines,
+    with_score,
+)
 from kvbench.report.evidence import Evidence, time_marks, transfer_marks
 from kvbench.report.frame import Runs, missing
 from kvbench.report.seeds import over_seeds
@@ -185,5 +195,5 @@ def _cell(
             if quantity.is_time:
                 marks[name] = transfer_marks(arm["transfer"]) + time_marks(arm, name)
                 machine = label_of(runs, run, "device_name")
-        source = source or str(arm["path"])
+        source = source or runs_of(arm)
     return Cell(numbers, {name: letters for name, letters in marks.items() if letters}, source, machine=machine)
