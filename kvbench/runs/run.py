@@ -15,6 +15,7 @@ import kvbench
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, bind_methods, build
 from kvbench.engine import models
+from kvbench.engine.packed import pack
 from kvbench.measure import machine
 from kvbench.measure.arm import Arm, measure, prompt_of
 from kvbench.measure.protocol import Protocol
@@ -114,6 +115,7 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
             len(task)  # reads the files, so that what is wrong with them shows now
         if loaded is None:
             loaded = models.load(config["model"], config["device"], config["dtype"], config["seed"])
+            pack(loaded.model)
         layers = loaded.model.config.get_text_config().num_hidden_layers
         published = config["method"].get("published_dense_layers") or ()
         dense_layers = protocol.dense_layers_of(loaded.dense_layers, published, layers)
