@@ -434,6 +434,7 @@ def test_times_of_ours_stand_beside_published_ones(tmp_path: Path, capsys: pytes
         {"query s": 0.006, "decode s": 0.030, "loading s": 0.015, "other s": 0.006, "total s": 0.057}
     )
     assert float(lines["total s"]["difference"]) == pytest.approx(0.057 - 0.11)
+    assert lines["total s"]["timed_on"] == "cpu, 1 threads"
 
 
 @pytest.mark.slow

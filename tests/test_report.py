@@ -201,8 +201,8 @@ def test_a_real_run_is_shown_as_it_found_itself(tmp_path, capsys):
 
 
 def test_what_is_left_out_is_said(results, capsys):
-    for seed in range(12):
-        stored(results, "snapkv", finished=False, config={"seed": seed})
+    for budget in range(64, 76):
+        stored(results, "snapkv", budget, finished=False)
     _, said = made(capsys, results)
     assert said.startswith("left out: ") and said.count("\n") == 1
     assert "unfinished, 2 samples so far; --unfinished shows it; 11 more runs, which --format html names" in said

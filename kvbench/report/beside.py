@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvbench.config import shipped
-from kvbench.report.cells import WITH_SCORE, Cell, Table, notes_of, score_numbers, seeds_of, tell_machines
+from kvbench.report.cells import WITH_SCORE, Cell, Table, notes_of, runs_of, score_numbers, seeds_of, tell_machines
 from kvbench.report.evidence import Evidence, time_marks, transfer_marks
 from kvbench.report.frame import Runs, missing
 from kvbench.report.published import PaperTable
@@ -58,7 +59,7 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
             if "score" in numbers and "g" not in ours.marks["score"]:
                 numbers["difference"] = numbers["score"] - line.value
         mapped = bool(line.metric and line.method and line.model)
-        cells[rows.index(line.row), columns.index(line.column)] = Cell(numbers, ours.marks, ours.run, mapped)
+        cells[rows.index(line.row), columns.index(line.column)] = replace(ours, numbers=numbers, mapped=mapped)
     lines = BESIDE_SECONDS if paper.timed else BESIDE | seeds_of(cells.values())
     cells, machines = tell_machines(cells, ["score"] if paper.timed else [])
     notes = [*_notes(paper, cells.values()), *notes_of(cells.values(), {}), *machines]
@@ -101,7 +102,7 @@ def _ours(evidence: Evidence, paper: PaperTable, line: Any, alike: Sequence[int]
     if paper.timed:
         return _timed_cell(runs, run, line, mixed.get(run, ""))
     marks = evidence.marks(run, groups) + "g" * _on_generated_text(runs, run, groups) + mixed.get(run, "")
-    return Cell(score_numbers(evidence, run, groups), {"score": marks}, str(runs.arm[run]["path"]))
+    return Cell(score_numbers(evidence, run, groups), {"score": marks}, runs_of(runs.arm[run]))
 
 
 def _on_generated_text(runs: Runs, run: int, groups: Iterable[str]) -> bool:
@@ -127,7 +128,7 @@ def _timed_cell(runs: Runs, run: int, line: Any, mixed: str) -> Cell:
     numbers = {"score": sum(parts) / 1e3} if len(parts) == len(names) else {}
     letters = dict.fromkeys("".join(time_marks(measured, name) for name in names))
     marks = transfer_marks(measured["transfer"]) + "".join(letters) + mixed
-    return Cell(numbers, {"score": marks}, str(measured["path"]), machine=str(measured["device_name"]))
+    return Cell(numbers, {"score": marks}, runs_of(measured), machine=str(measured["device_name"]))
 
 
 def _groups_of(word: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvbench.report.evidence import MARKS, Evidence
 from kvbench.report.frame import missing
@@ -45,7 +46,8 @@ class Cell:
             to full attention also "against_full_low" and "_high" and its "pairs" of samples, any other number of
             several runs or repeats the same two ends, a published number "published" and "difference".
         marks: letters of `MARKS`, by the name of the quantity that they stand at.
-        run: the folder that the score, or else the first of the numbers, is from; "" where nothing of ours stands.
+        run: the folder that the score, or else the first of the numbers, is from, of several seeds all of them; ""
+            where nothing of ours stands.
         mapped: a run of ours could stand here.
         machine: that its times are of; "" where it has none.
     """
@@ -141,6 +143,11 @@ def tell_machines(cells: Mapping[Place, Cell], times: Collection[str]) -> tuple[
         marked[place] = replace(cell, marks={**cell.marks, **own})
     told = "; ".join(f"{number[name]}: {name}" for name, _ in counts)
     return {**cells, **marked}, [f"Times are of several machines, and those of two are not comparable: {told}."]
+
+
+def runs_of(line: Mapping[str, Any]) -> str:
+    """The folders of a line of `Runs.arms`, as `Cell.run`."""
+    return "; ".join(map(str, line["paths"]))
 
 
 def ends(spread: Mapping[str, tuple[float, float]], lines: Mapping[str, Quantity]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from kvbench.report.frame import YARDSTICK, Runs, Scores, missing
 from kvbench.report.stats import COVERAGE, Estimate, estimate, is_0_1, proportion
@@ -173,7 +174,7 @@ def _samples(scores: Scores, values: np.ndarray, rows: np.ndarray) -> np.ndarray
     rows = rows & ~np.isnan(values)
     if len(set(scores.seeds)) < 2:
         return values[rows]
-    _, places = np.unique(scores.contents[rows], return_inverse=True)
+    places, _ = pd.factorize(scores.contents[rows])  # as they appear: the same order in every process
     return np.bincount(places, values[rows]) / np.bincount(places)
 
 

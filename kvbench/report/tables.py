@@ -17,6 +17,7 @@ from kvbench.report.cells import (
     ends,
     kl_numbers,
     notes_of,
+    runs_of,
     score_numbers,
     seeds_of,
     tell_machines,
@@ -249,5 +250,5 @@ def _cell(
             if quantity.is_time:
                 marks[name] = transfer_marks(arm["transfer"]) + time_marks(arm, name)
                 machine = label_of(runs, run, "device_name")
-        source = source or str(arm["path"])
+        source = source or runs_of(arm)
     return Cell(numbers, {name: letters for name, letters in marks.items() if letters}, source, machine=machine)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvbench.report.breakeven import TIME, crossing
-from kvbench.report.cells import Cell, Table, ends, notes_of
+from kvbench.report.cells import Cell, Table, ends, notes_of, runs_of
 from kvbench.report.evidence import time_marks, transfer_marks
 from kvbench.report.frame import YARDSTICK, Runs, TimedCell, missing
 from kvbench.report.select import differing_keys, label_of, labels_of, order_of
@@ -130,7 +130,7 @@ def _against_full(lines: Sequence[_Line], axes: Sequence[str]) -> dict[tuple[str
                 numbers["ttft_over_full"] = mine["ttft_s"] / theirs["ttft_s"]
                 if letters := _letters(mine, theirs, "ttft_s"):
                     marks["ttft_over_full"] = letters
-            cells[row] = Cell(numbers, marks, str(mine["path"]))
+            cells[row] = Cell(numbers, marks, runs_of(mine))
     return cells
 
 
@@ -170,7 +170,7 @@ def _cell(measured: Mapping[str, Any], shown: Mapping[str, Quantity]) -> Cell:
     if measured["memory"] == "counted" and "memory_bytes" in numbers:
         marks["memory_bytes"] = "a"
     marks = {name: letters for name, letters in marks.items() if letters}
-    return Cell(numbers, marks, str(measured["path"]), machine=str(measured["device_name"]))
+    return Cell(numbers, marks, runs_of(measured), machine=str(measured["device_name"]))
 
 
 def _letters(mine: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> str:

@@ -88,7 +88,7 @@ def summarise_repeats(records: Sequence[Mapping[str, Any]], metric: str) -> dict
 
 def machine_name(machine: Mapping[str, Any]) -> str:
     """What the `machine` of a record or summary is called; "" in results of a kvbench that did not say."""
-    return f"{machine['device']}, {machine['threads']} threads" if machine else ""
+    return f"{machine['device']}, {machine['threads']} threads" if "device" in machine else ""
 
 
 def is_disturbed(record: Mapping[str, Any]) -> bool:
@@ -119,9 +119,10 @@ def timed_alike(records: Iterable[Record]) -> list[Record]:
 
 
 def _machine(timed: Sequence[Mapping[str, Any]], of: int) -> dict[str, Any]:
-    """What those times are of, that all were disturbed, and how many samples' times are not among them."""
+    """What these times are of, whether all were disturbed, and how many samples' times are not among them."""
     found = _combined("machine", timed)
-    return {**found, "disturbed": is_disturbed(timed[0]), "left_out": of - len(timed)} if found else {}
+    told = {"disturbed": is_disturbed(timed[0]), "left_out": of - len(timed)} if timed else {}
+    return {**found, **told} if found or any(told.values()) else {}
 
 
 def _score(record: Mapping[str, Any], name: str) -> float:
