@@ -118,7 +118,7 @@ def _random(
     try:
         model_config = AutoConfig.for_model(**own)
     except Exception as error:  # each version of transformers raises others
-        raise ConfigError(f"model.config of {name}: transformers refuses it: {first_line(error)}") from error
+        raise ConfigError(f"model.config of {name}: transformers refuses it: {first_line(error)[:300]}") from error
     refuse_unsupported(model_config.to_dict(), name)
     try_out(tokenizer)
     # from_config builds each weight in its dtype on its device: no float32 copy of a large shape on the host.
