@@ -69,7 +69,7 @@ ROOM = {"device": 8 * GIB, "host": 8 * GIB}
             GPU,
             True,
             {"device": 3 * GIB},
-            "model=big: takes 5.0 GiB of device memory .* a smaller model or dtype=bfloat16",
+            "model=big: takes 5.0 GiB of device memory .* choose a smaller model \\(",
         ),
         (
             CPU,
