@@ -26,8 +26,8 @@ Claims = NDArray[np.int64]  # [1], the next piece
 # A number of each dtype that the kernels read, of the type in which they read it: NumPy has no bfloat16.
 STORED = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 WORTH_A_THREAD = 2**22  # bytes of keys and values; for fewer a thread takes too long to wake
-# Bytes of keys and values attended as a whole from which on the kernel is quicker than sdpa, which at 2 MiB takes half.
-WORTH_STREAMING = 2**24
+# Bytes of keys and values attended as a whole from which on the kernel is quicker than sdpa, in either dtype.
+WORTH_STREAMING = 2**23
 
 
 def unfit(shape: Shape) -> str | None:

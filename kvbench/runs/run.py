@@ -18,6 +18,7 @@ from kvbench.budget import Budget, has_budget
 from kvbench.config import ConfigError, bind_methods, build
 from kvbench.engine import models
 from kvbench.engine.footprint import Prompts, footprint, free_memory, refuse_too_large
+from kvbench.engine.packed import pack
 from kvbench.measure.arm import Arm, measure, prompt_of
 from kvbench.measure.protocol import Protocol
 from kvbench.method import Method
@@ -157,6 +158,7 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
             if config["memory_check"]:
                 refuse_no_room(config, method)
             loaded = models.load(config["model"], config["device"], config["dtype"], config["seed"], try_out)
+            pack(loaded.model)
         layers = loaded.model.config.get_text_config().num_hidden_layers
         published = config["method"].get("published_dense_layers") or ()
         dense_layers = protocol.dense_layers_of(loaded.dense_layers, published, layers)
