@@ -46,9 +46,6 @@ HARNESS_KEYS = frozenset(
 FACTS = frozenset({"about", "valid", "minimum", "published_dense_layers", "new_tokens", "own_prefill"})
 
 
-LONGEST = 300  # of what another library says in a message of ours
-
-
 class ConfigError(ValueError):
     """Bad input. The message is one line: the key, its value, and what would be right."""
 
@@ -369,10 +366,6 @@ def locate(target: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """What `error` says, cut to one line of at most `LONGEST` characters; its class where it says nothing.
-
-    A line that ends in a colon goes on with the next.
-    """
+    """What `error` says, cut to one line; its class where it says nothing. A line that ends in a colon goes on."""
     first, *more = (str(error) or type(error).__name__).splitlines()
-    line = f"{first} {more[0].strip()}" if first.rstrip().endswith(":") and more else first
-    return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."
+    return f"{first} {more[0].strip()}" if first.rstrip().endswith(":") and more else first

@@ -69,7 +69,7 @@ ROOM = {"device": 8 * GIB, "host": 8 * GIB}
             GPU,
             True,
             {"device": 3 * GIB},
-            "model=big: takes 5.0 GiB of device memory .* a smaller model or dtype=bfloat16",
+            "model=big: takes 5.0 GiB of device memory .* choose a smaller model \\(",
         ),
         (
             CPU,
@@ -118,6 +118,21 @@ def test_a_run_that_cannot_fit_is_refused_before_weights_are_made(small: Any, mo
         with pytest.raises(ConfigError, match=r"^task.lengths: 30010 tokens x 1: takes "):
             small(1 << 25, "task.lengths=[30000]")
     assert small(1 << 20, "memory_check=false")["n"] == small(1 << 30)["n"] == 1
+
+
+def test_a_method_that_may_drop_what_a_layer_read_is_not_refused_for_it(
+    small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = shipped("model", "dummy-tiny")
+    assert node is not None
+    needed = footprint(node["config"], torch.float32, Prompts(3010, chunk=4096))
+    assert needed is not None
+    words = ["task.lengths=[3000]", "dtype=float32"]
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", lambda *_, **__: pytest.fail("made weights"))
+    with pytest.raises(ConfigError, match="^task.lengths: 3010 tokens x 1: takes "):
+        small(sum(needed) - 1, "method=full", *words)
+    with pytest.raises(pytest.fail.Exception, match="made weights"):
+        small(sum(needed) - 1, "method=snapkv", *words)
 
 
 def test_what_is_free_is_at_most_what_the_machine_has() -> None:

@@ -213,7 +213,7 @@ def test_a_damaged_member_is_one_clear_error(tmp_path):
 
 
 def test_an_empty_file_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"qasper\.jsonl is empty$"):
+    with pytest.raises(ValueError, match=r"qasper\.jsonl: empty$"):
         samples(["qasper"], written(tmp_path, qasper=[]))
 
 

@@ -312,7 +312,15 @@ def test_a_damaged_folder_is_one_line_whatever_the_damage(folder: Path, tmp_path
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("change", [{"hidden_size": 250}, {"rms_norm_eps": "x"}, {"model_type": "nosuch"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": 250},
+        {"rms_norm_eps": "x"},
+        {"model_type": "nosuch"},
+        {"rope_parameters": {"rope_type": "nosuch", "rope_theta": 10000.0}},
+    ],
+)
 def test_a_shape_that_transformers_refuses_is_one_line(change: dict[str, Any]) -> None:
     config = model_config()
     with pytest.raises(ConfigError, match="^model.config of dummy-tiny: transformers refuses it: ") as caught:

@@ -57,12 +57,15 @@ def test_a_download_that_fails_is_one_line(monkeypatch, no_network):
 
 
 def test_a_local_file_that_is_not_there_names_its_key(tmp_path):
-    (tmp_path / "there.txt").touch()
+    (tmp_path / "there.txt").write_text("a")
     assert LocalFile(tmp_path / "there.txt", "task.haystack").path() == tmp_path / "there.txt"
     with pytest.raises(ValueError, match=r"^task\.haystack: .*/not\.txt: no such file$"):
         LocalFile(tmp_path / "not.txt", "task.haystack").check()
     with pytest.raises(ValueError, match="no such folder"):
         LocalFile(tmp_path / "none" / "not.txt", "task.haystack").check()
+    (tmp_path / "there.txt").write_text("")
+    with pytest.raises(ValueError, match=r"^task\.haystack: .*/there\.txt: empty$"):
+        LocalFile(tmp_path / "there.txt", "task.haystack").path()
 
 
 def test_a_bad_line_names_file_line_and_field_and_costs_no_other():

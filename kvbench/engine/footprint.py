@@ -97,7 +97,7 @@ def refuse_too_large(
         told = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
         by_model = parts.get("weights", 0) > free[tier]
         key = f"model={model}" if by_model else f"task.lengths: {prompts.tokens} tokens x {prompts.rows}"
-        right = "a smaller model or dtype=bfloat16" if by_model else "shorter prompts, fewer rows or a smaller model"
+        right = "a smaller model" if by_model else "shorter prompts, fewer rows or a smaller model"
         raise ConfigError(
             f"{key}: takes {total / GIB:.1f} GiB of {tier} memory at least ({told}), and {free[tier] / GIB:.1f} are "
             f"free; choose {right} (memory_check=false tries all the same)"

@@ -115,16 +115,26 @@ def _random(
     tokenizer = byte_tokenizer()
     # A shape's own special ids belong to a vocabulary that is not here.
     own |= {f"{key}_token_id": getattr(tokenizer, f"{key}_token_id") for key in ("bos", "eos", "pad")}
-    try:
+    with _shape_explained(name):
         model_config = AutoConfig.for_model(**own)
-    except Exception as error:  # each version of transformers raises others
-        raise ConfigError(f"model.config of {name}: transformers refuses it: {first_line(error)}") from error
     refuse_unsupported(model_config.to_dict(), name)
     try_out(tokenizer)
     # from_config builds each weight in its dtype on its device: no float32 copy of a large shape on the host.
-    with _seeded(seed, device), device:
+    with _shape_explained(name), _seeded(seed, device), device:
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=hf.NAME)
     return _loaded(model, tokenizer, source, f"dummy-{seed}")
+
+
+@contextlib.contextmanager
+def _shape_explained(name: str) -> Iterator[None]:
+    """Turn what transformers raises at a shape into one line; each version raises others."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = first_line(error)[:300]
+        raise ConfigError(f"model.config of {name}: transformers refuses it: {reason}") from error
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 import kvbench
 from kvbench import hub
-from kvbench.budget import Budget
+from kvbench.budget import Budget, has_budget
 from kvbench.config import ConfigError, bind_methods, build
 from kvbench.engine import models
 from kvbench.engine.footprint import Prompts, footprint, free_memory, refuse_too_large
@@ -139,7 +139,7 @@ def concluded(folder: RunFolder, work: Work, arm: Arm) -> dict[str, Any]:
 
 def open_folder(arm: Arm, shard: Shard = WHOLE) -> RunFolder:
     """The run folder of an arm, alone or in a sweep, or a shard's part of it."""
-    config = arm.config
+    config, own = arm.config, identity(arm)
     facts = {
         "versions": versions(),
         "device_name": device_name(arm.loaded.model.device),
@@ -151,17 +151,16 @@ def open_folder(arm: Arm, shard: Shard = WHOLE) -> RunFolder:
         config["task"]["name"],
         arm.loaded.name,
         arm_name(config),
-        identity(arm),
+        own,
         {**config, **facts},
-        former(arm),
+        former(config, own),
         shard,
     )
 
 
-def former(arm: Arm) -> list[tuple[str, dict[str, Any]]]:
-    """Where older versions kept this run: full attention by its budget, and arms of a sweep apart from those alone."""
-    now, config = identity(arm), arm.config
-    by_budget = {**now, "config": {**now["config"], "budget": config["budget"]}}
+def former(config: Config, own: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Where older versions kept a run of this identity: full attention by its budget, arms of a sweep by themselves."""
+    by_budget = {**own, "config": {**own["config"], "budget": config["budget"]}}
     name = former_arm_name(config)
     return [(name, by_budget), (name, {**by_budget, "shared_prefill": True})]
 
@@ -206,14 +205,17 @@ def refuse_no_room(config: Config, method: Method) -> None:
     task, chunk = config["task"], config["protocol"]["prefill_chunk"]
     lengths = task.get("lengths") if task.get("unit", "tokens") == "tokens" else None
     tokens = max(lengths) + (task.get("new_tokens") or 0) if lengths else 0
-    prompts = Prompts(tokens, max(task.get("batch") or [1]), chunk)
+    rows = task.get("batch")
+    prompts = Prompts(tokens, max(rows) if isinstance(rows, list) else 1, chunk)
     device = models.device_of(config["device"])
     needed = footprint(hub.shape_of(config["model"], source), models.dtype_of(config["dtype"], device), prompts)
     if needed is None:
         return
     on_host = method.needs.home == "host"
-    if chunk is None and not on_host:
-        needed = needed._replace(cache=0)  # a method may drop what a layer read before the next layer reads
+    if tokens and not on_host and has_budget(config["method"]):
+        # Of the last chunk a method may drop what one layer has read before the next layer reads it.
+        sure = max(0, tokens - (chunk or tokens))
+        needed = needed._replace(cache=needed.cache * sure // tokens)
     refuse_too_large(needed, device, on_host, source.name, prompts, free_memory(device))
 
 
