@@ -250,10 +250,10 @@ def test_each_query_descends_by_p_dci(
 
 def test_a_node_of_one_batch_is_visited_whole_and_a_larger_one_is_not() -> None:
     query = np.random.default_rng(0).standard_normal((1, D)).astype(np.float32)
-    for count, scored in ((128, 128), (129, 128), (160, 128), (161, 161), (300, 256)):
+    for count, share, scored in ((128, 0.2, 128), (129, 0.8, 128), (160, 0.8, 128), (161, 0.8, 161), (300, 0.8, 256)):
         layout = Layout(promotion=(0.001, 0.2), projections=(1, 1))
         tree = DCITree(some_keys(count, 0), count, layout, seed=7)
-        assert tree.best_tokens(query, 5, Search(prop_to_retrieve=0.8), Workspace()).evaluated == scored
+        assert tree.best_tokens(query, 5, Search(prop_to_retrieve=share), Workspace()).evaluated == scored
 
 
 def test_the_exact_scan_knows_no_projections() -> None:
