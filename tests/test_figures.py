@@ -333,15 +333,17 @@ def test_more_than_a_picture_can_show_is_refused_before_samples_are_read(runs, m
     timed = runs.arms[(runs.arms["probe_every"] == 0) & (runs.arms["accounting"] == "paper")]
     many = pd.concat([timed] * 10, ignore_index=True)
     settings = pd.concat([runs.settings.loc[timed.index]] * 10, ignore_index=True)
+    settings["method.seed"] = range(len(many))
+    scores = dict(enumerate([runs.scores[run] for run in timed.index] * 10))
     monkeypatch.setattr(Runs, "samples", lambda self, arm: pytest.fail("samples read"))
-    crowd = replace(runs, arms=many, settings=settings)
+    crowd = replace(runs, arms=many, settings=settings, scores=scores)
     with pytest.raises(
         ConfigError, match=r"^figure=length: 70 arms in a panel, and a picture shows 60 at most; --where"
     ):
         figures.draw("length", crowd)
-    seeds = replace(crowd, settings=settings.assign(seed=range(70)))
+    threads = replace(crowd, settings=settings.assign(threads=range(70)))
     with pytest.raises(ConfigError, match=r"^figure=budget: 70 tasks, models and protocols, .* 8 at most"):
-        figures.draw("budget", seeds)
+        figures.draw("budget", threads)
     few = replace(crowd, arms=many[:28], settings=settings[:28])
     with pytest.raises(ConfigError, match=r"^figure=passkey: 28 arms, .* 24 at most"):
         figures.draw("passkey", few)

@@ -22,7 +22,7 @@ from kvbench import __main__ as cli
 from kvbench.budget import Budget
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
-from kvbench.cli.sweep import grouped
+from kvbench.cli.plan import grouped
 from kvbench.config import ConfigError, choices
 from kvbench.engine.hf import method_named
 from kvbench.engine.models import Loaded, byte_tokenizer

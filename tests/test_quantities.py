@@ -49,7 +49,7 @@ def test_what_a_full_attention_run_records_has_a_line(tmp_path):
     for summary in (timed, probed):
         names = [name for name in measured(summary) if not name.startswith("breakdown_ms.")]
         assert [name for name in names if name not in QUANTITIES] == []
-    assert {"floor_ratio", "attended_share", "memory"} <= measured(timed).keys()
+    assert {"floor_ratio", "attended_mean", "memory"} <= measured(timed).keys()
     assert {"recall", "output_error", "score"} <= measured(probed).keys()
 
 

@@ -54,9 +54,9 @@ def test_without_words_it_shows_the_runs_below_results(results, capsys, monkeypa
     assert told.startswith("3 runs\n") and "\ntiny, passkey\n" in told and not said
     lines = [line.split() for line in told.splitlines()]
     assert [line[:6] for line in lines if line[:1] in (["full"], ["quest"])] == [
-        ["full", "-", "100.0", "[100.0,", "100.0]", "-"],
-        ["quest", "64", "75.0", "[50.0,", "100.0]", "-25.0"],
-        ["quest", "128", "75.0", "[50.0,", "100.0]", "-25.0"],
+        ["full", "-", "100.0", "[51.0,", "100.0]", "-"],
+        ["quest", "64", "75.0", "[30.1,", "95.4]", "-25.0"],
+        ["quest", "128", "75.0", "[30.1,", "95.4]", "-25.0"],
     ]
 
 

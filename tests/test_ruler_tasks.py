@@ -283,7 +283,7 @@ def test_the_words_of_a_file_are_listed_each_once_and_named(tmp_path):
 def test_a_file_without_enough_words_is_refused(tmp_path, content):
     file = tmp_path / "words.txt"
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"^task\.words=.*words\.txt: "):
+    with pytest.raises(ValueError, match=r"^task\.words(=|: ).*words\.txt: "):
         made("cwe", 4096, words=str(file))
 
 
@@ -461,7 +461,7 @@ def test_hotpotqa_keeps_its_supporting_paragraphs_whatever_the_length(tmp_path):
 def test_a_file_with_another_schema_is_refused(tmp_path, option, subset, content):
     file = tmp_path / "data.json"
     file.write_text(content)
-    with pytest.raises(ValueError, match=rf"task\.{option}=.*data\.json: not the JSON of "):
+    with pytest.raises(ValueError, match=rf"task\.{option}(=|: ).*data\.json: (not the JSON of |empty$)"):
         made(subset, **{option: str(file)})
 
 

@@ -151,7 +151,7 @@ def _ranks(table: Table, lines: Sequence[str]) -> dict[tuple[int, int, str], str
     """The command for the best and for the second best of each column, by row, column and line.
 
     Rivals are the methods of rows that are alike in all else; full attention is none. What prints alike ranks alike,
-    and where all print alike nothing is best.
+    and where all print alike nothing is best, nor among times of several machines.
     """
     if "method" not in table.axes:
         return {}
@@ -166,7 +166,9 @@ def _ranks(table: Table, lines: Sequence[str]) -> dict[tuple[int, int, str], str
         quantity = table.lines[name]
         shown = {row: _number(table.cells.get((row, column)), name, quantity.digits) for row in rows}
         values = sorted({value for value in shown.values() if value == value}, reverse=quantity.better != "less")
-        if not quantity.better or len(values) < 2:
+        cells = [table.cells[row, column] for row in rows if (row, column) in table.cells]
+        apart = quantity.is_time and len({cell.machine for cell in cells}) > 1
+        if not quantity.better or len(values) < 2 or apart:
             continue
         for row, value in shown.items():
             if value in values[:2]:

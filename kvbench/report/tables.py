@@ -64,15 +64,17 @@ def overview(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
     chosen = [run for run in found if not runs.timed(run)]
     if not chosen:
         return summary(runs, where)
+    count, timed = len(chosen), len(found) - len(chosen)
+    runs, chosen = over_seeds(runs, chosen)
     shared = ["model", "task", *(key for key in PROTOCOL_KEYS if len(labels_of(runs, chosen, key)) > 1)]
     axes = _telling_axes(runs, chosen, [*shared, "method", "budget"])
-    title, score, columns = f"{len(chosen)} runs", BRIEF_SCORE, []
+    title, score, columns = f"{count} runs", BRIEF_SCORE, []
     if len(by_labels(runs, chosen, axes)) > MOST_ROWS and len(labels_of(runs, chosen, "budget")) > 2:
         axes.remove("budget")
         title, score, columns = f"{title}: score by budget", BRIEFEST_SCORE, ["budget"]
     values = ["score"] if columns else OVERVIEW
     table = _table(Evidence(runs), chosen, axes, columns, values, "overview", title, {}, score, len(shared))
-    if timed := len(found) - len(chosen):
+    if timed:
         table.notes.append(f"{timed} timed runs have tables of their own: --where task=latency.")
     return [table]
 
