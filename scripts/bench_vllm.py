@@ -41,25 +41,21 @@ from kvbench.engine.packed import pack  # noqa: E402
 
 CHUNK = 4096  # prompt tokens in one forward pass of ours
 CHILD = """
-import json, os, sys, time
+import json, os, sys
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what vLLM prints is no answer
 from vllm import LLM, SamplingParams
 folder, dtype, longest = json.loads(sys.argv[1])
 model = LLM(folder, dtype=dtype, max_model_len=longest, max_num_batched_tokens=longest, enforce_eager=True,
-            max_num_seqs=1, enable_prefix_caching=False)
-
-def seconds(ids, count):
-    how = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0)
-    began = time.perf_counter()
-    model.generate({"prompt_token_ids": ids}, how, use_tqdm=False)
-    return time.perf_counter() - began
+            max_num_seqs=1, enable_prefix_caching=False, disable_log_stats=False)
 
 print("ready", file=answers, flush=True)
 for line in sys.stdin:
     ids, steps = json.loads(line)
-    first = seconds(ids, 1)
-    print(json.dumps([first, (seconds(ids, 1 + steps) - first) / steps]), file=answers, flush=True)
+    how = SamplingParams(max_tokens=1 + steps, ignore_eos=True, temperature=0)
+    noted = model.generate({"prompt_token_ids": ids}, how, use_tqdm=False)[0].metrics
+    further = noted.last_token_ts - noted.first_token_ts
+    print(json.dumps([noted.first_token_latency, further / steps]), file=answers, flush=True)
 """
 
 
