@@ -94,7 +94,7 @@ def cells(folder: Path) -> list[Cell]:
     for run in runs.arms.index:
         if runs.timed(run):
             layers = runs.setting[run].get("model.config.num_hidden_layers")
-            for (length, batch), measured in runs.cells(run).items():
+            for (length, batch, _), measured in runs.cells(run).items():
                 found.append({**measured, "length": length, "batch": batch, "layers": layers})
     return found
 

@@ -104,7 +104,10 @@ SMALL = 48
 # of the order of 1 to 10, so this is some tens of units in the last place, and far below what one wrong token changes.
 CLOSE = 1e-5
 
-each_method = pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
+# The quick tests meet every preset, and with other options only where both accountings are met in turn.
+each_method = pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.id, marks=[pytest.mark.slow] * (case.id != case.name)) for case in METHODS]
+)
 each_accounting = pytest.mark.parametrize("accounting", ACCOUNTINGS)
 # Every method under both accountings; the quick tests meet every method under one of them, in turn.
 each_method_in_turn = pytest.mark.parametrize(

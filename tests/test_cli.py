@@ -282,7 +282,7 @@ def test_an_experiment_may_bring_its_own_sweep(command, tmp_path, monkeypatch):
     assert (code, ran) == (2, []) and "budget=32: below the minimum of quest" in err
     code, _, ran = command(*words, "budget=64,128")
     assert [(cfg.method.name, cfg.budget) for cfg in ran] == [
-        ("full", 64), ("full", 128), ("quest", 64), ("quest", 128)
+        ("full", 64), ("quest", 64), ("quest", 128)
     ]  # fmt: skip
 
 
