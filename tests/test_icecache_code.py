@@ -22,6 +22,8 @@ bind_methods()
 from methods.icecache.index import DCITree, ExactScan, Layout, Search, Workspace  # noqa: E402
 from methods.icecache.kernels import NONE, ROOT  # noqa: E402
 
+pytestmark = pytest.mark.slow  # its kernels take as long to compile as those of all other methods
+
 D = 8
 # What float32 loses, of the largest number around, where sums of D products are subtracted from it.
 CLOSE = 2e-6
