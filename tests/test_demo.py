@@ -38,6 +38,7 @@ def rows_of(words):
     return demo.demo(configs, Console(quiet=True))
 
 
+@pytest.mark.slow
 def test_the_demo_prints_one_table_and_draws_one_picture(small, results, capsys):
     assert demo.main(small) == 0
     told = capsys.readouterr().out

@@ -124,6 +124,7 @@ def test_the_files_of_a_method_read_in_one_sitting() -> None:
     assert {name: size for name, size in sizes.items() if size > 300} == {}
 
 
+@pytest.mark.slow
 def test_kvcache_brings_neither_command_line_nor_runs_nor_reports() -> None:
     code = (
         "import sys; from kvbench import KVCache;"

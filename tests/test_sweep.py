@@ -207,6 +207,7 @@ def test_a_plan_splits_arms_only_where_more_jobs_are_asked_for_and_says_why() ->
     )
 
 
+@pytest.mark.slow
 def test_shards_make_the_folders_that_one_job_makes(sweep: Any, tmp_path: Path) -> None:
     words = ["method=full,snapkv", "task.limit=3"]
     done = sweep(*words, "sweep.shards=2")
