@@ -287,12 +287,13 @@ class Method:
     def end_step(self) -> None:
         """After the last layer: insert, re-encode, compress, evict."""
 
-    def rule(self, length: int, generated: int) -> int | None:
-        """Most entries one KV head may attend in a sparse layer, by this method's line of the budget table.
+    def rule(self, layer: int, length: int, generated: int) -> int | None:
+        """Most entries one KV head of a sparse layer may attend, by this method's line of the budget table.
 
         The audit measures what was attended and compares; it never believes this number. None = no limit.
 
         Args:
+            layer: true index of the layer.
             length: prompt tokens of the row.
             generated: decode steps so far, the current one included.
         """

@@ -8,6 +8,6 @@ from kvbench.method import Method
 class Full(Method):
     """Attend everything, in place; the budget sets nothing."""
 
-    def rule(self, length: int, generated: int) -> int | None:
+    def rule(self, layer: int, length: int, generated: int) -> int | None:
         """No limit."""
         return None

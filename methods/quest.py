@@ -133,7 +133,7 @@ class Quest(Method):
         capacity = self.capacities[row]
         return length if capacity >= length else max(3, capacity // self.page_size) * self.page_size
 
-    def rule(self, length: int, generated: int) -> int:
+    def rule(self, layer: int, length: int, generated: int) -> int:
         """max(3, C / page_size) pages, of each query head where they choose for themselves; unified: C tokens."""
         pages = max(3, self.budget.tokens(length) // self.page_size)
         if self.budget.unified:

@@ -46,7 +46,7 @@ class TopK(Method):
             index = interleave(index, kv_heads, most, self.counts)
         return Selection(index)
 
-    def rule(self, length: int, generated: int) -> int | None:
+    def rule(self, layer: int, length: int, generated: int) -> int | None:
         """C, of each query head where they choose for themselves."""
         tokens = self.budget.tokens(length)
         per_query_head = self.granularity == "query_head" and not self.budget.unified

@@ -275,7 +275,7 @@ class Summary(Method):
         nothing = torch.empty(batch, heads, 0, dtype=torch.int64)
         return Selection(nothing, extra=Extra(key, key + layer + 1, query.new_zeros(batch, query_heads, 1)))
 
-    def rule(self, length: int, generated: int) -> int:
+    def rule(self, layer: int, length: int, generated: int) -> int:
         return 1
 
 
@@ -322,7 +322,7 @@ class Everything(Method):
     def observe(self, layer: int, selection: Selection | None, probabilities: torch.Tensor) -> None:
         self.observed.append((layer, selection, probabilities.clone()))
 
-    def rule(self, length: int, generated: int) -> int:
+    def rule(self, layer: int, length: int, generated: int) -> int:
         return 7
 
 

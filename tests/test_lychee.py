@@ -453,7 +453,7 @@ def test_rule_is_the_methods_line_of_the_budget_table(options: dict[str, Any], a
     """The audit's yardstick: a rule that is too generous would hide what it is there to find."""
     method = method_named("lychee", **options)
     drive(stream(90, steps=1), method, 200, accounting=accounting)
-    assert method.rule(90, 5) == most
+    assert method.rule(0, 90, 5) == most
 
 
 # -- in a model --------------------------------------------------------------------------------------------------------

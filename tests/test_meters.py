@@ -204,7 +204,7 @@ class Clinging(Method):
         if self.drops:
             self.view.keep(layer, torch.arange(10).expand(1, 1, 10))
 
-    def rule(self, length: int, generated: int) -> int | None:
+    def rule(self, layer: int, length: int, generated: int) -> int | None:
         return None
 
 
@@ -263,7 +263,7 @@ class Fixed(Method):
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         return Selection(torch.arange(self.counts[self.now]).expand(self.shape.batch, 1, -1))
 
-    def rule(self, length: int, generated: int) -> int | None:
+    def rule(self, layer: int, length: int, generated: int) -> int | None:
         self.asked.add((length, generated))
         return self.limit
 
@@ -283,7 +283,7 @@ def test_over_rule_remembers_any_step(counts: list[int], limit: int | None, over
 
 def test_rule_of_each_row_is_its_own() -> None:
     class ByLength(Fixed):
-        def rule(self, length: int, generated: int) -> int:
+        def rule(self, layer: int, length: int, generated: int) -> int:
             return length // 5
 
     assert not drive(stream(30, 30), ByLength([6] * 4, None), None).audit["over_rule"]

@@ -533,7 +533,7 @@ RULES = {
 def test_rule_is_the_methods_line_of_the_budget_table(name: str, accounting: str) -> None:
     method = next(case for case in METHODS if case.id == name).build()
     drive(stream(90, steps=1), method, 48, accounting=accounting)
-    assert method.rule(90, 5) == RULES[name, accounting]
+    assert method.rule(0, 90, 5) == RULES[name, accounting]
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def test_a_wheel_checks_a_method_and_names_the_claim_that_does_not_hold(tmp_path
     done = kvbench("check-method", "mine", "--config-dir", ".")
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
     file = tmp_path / "mine.py"
-    file.write_text(file.read_text() + "\n    def rule(self, length, generated):\n        return 10\n")
+    file.write_text(file.read_text() + "\n    def rule(self, layer, length, generated):\n        return 10\n")
     text = file.read_text().replace("\n\n# A method that chooses", "\n    # A method that chooses")
     file.write_text(text)
     done = kvbench("check-method", "mine", "--config-dir", ".", "-k", "breaks_its_own_rule")

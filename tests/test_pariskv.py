@@ -288,7 +288,7 @@ def test_budget_sets_sinks_window_and_k_and_leaves_the_buffer_out(
     (zones,) = method.zones
     assert (zones.sinks, zones.local, zones.update, zones.k, zones.dense) == (sinks, local, update, k, budget)
     assert sinks + local + k == budget
-    assert method.rule(40, 1) == budget + update - 1
+    assert method.rule(0, 40, 1) == budget + update - 1
 
 
 @pytest.mark.parametrize("budget", [16, 48, 256, 420, 2048])
@@ -300,7 +300,7 @@ def test_budget_that_counts_generated_tokens_holds_the_buffer(budget: int, count
     zones = method._zones(40)
     assert (zones.sinks, zones.local, zones.update) == (budget // 16, budget // 4, budget // 4)
     assert zones.sinks + zones.local + zones.update + zones.k == budget
-    assert method.rule(40, 1) == budget
+    assert method.rule(0, 40, 1) == budget
 
 
 @pytest.mark.parametrize(("accounting", "most"), [("paper", 48 + 11), ("unified", 47)])

@@ -48,7 +48,7 @@ class Wanderer(Method):
                 index[row, head, : len(ids)] = torch.tensor(ids)
         return Selection(index)
 
-    def rule(self, length: int, generated: int) -> None:
+    def rule(self, layer: int, length: int, generated: int) -> None:
         return None
 
 

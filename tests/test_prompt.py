@@ -183,7 +183,7 @@ class Recording(Method):
     def end_step(self) -> None:
         self.calls.append(("end_step",))
 
-    def rule(self, length: int, generated: int) -> None:
+    def rule(self, layer: int, length: int, generated: int) -> None:
         return None
 
 

@@ -202,7 +202,7 @@ def test_sizes_of_the_published_code_are_met() -> None:
     audit = driven.audit
     assert audit["ratio_end"] == 621 / 2000
     assert audit["ratio_peak"] == (578 + 400 - 1) / 2000, "each step is counted at its end, the fifth after compression"
-    assert audit["attended_max"] == method.rule(100, 2000) == 100 + 578 + 400
+    assert audit["attended_max"] == method.rule(0, 100, 2000) == 100 + 578 + 400
     assert (audit["searches"], audit["staleness_mean"], audit["over_rule"]) == (3, 200, False)
 
 
@@ -268,7 +268,7 @@ def test_found_tokens_return_to_the_cache_and_are_evicted_again() -> None:
     assert all(at.in_place for at in driven.seen), "what is in the cache needs no gather"
     assert not driven.audit["over_rule"]
     at_end = driven.audit["attended_max"]
-    assert at_end == method.rule(60, 200), "the rule is no more than what is attended"
+    assert at_end == method.rule(0, 60, 200), "the rule is no more than what is attended"
 
 
 def test_a_prompt_s_evicted_tokens_are_found_again() -> None:

@@ -202,7 +202,7 @@ def test_sample_whose_method_breaks_its_own_rule_fails(
     assert summary["failed"] == SAMPLES
     assert summary["audit"]["over_rule"] is True
     for record in records(only_folder(tmp_path)):
-        assert record["error"].startswith("over_rule: a KV head attended up to ")
+        assert record["error"].startswith("over_rule: layer ")
         assert record["scores"] == {"accuracy": 0.0}
 
 

@@ -42,7 +42,7 @@ class Fragile(Method):
             MARK.touch()
             os.kill(os.getpid(), signal.SIGNAL)
 
-    def rule(self, length, generated):
+    def rule(self, layer, length, generated):
         return None
 """
 

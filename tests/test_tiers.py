@@ -59,7 +59,7 @@ class Walker(Method):
         self.last[layer, row, head] = chosen
         return chosen
 
-    def rule(self, length: int, generated: int) -> None:
+    def rule(self, layer: int, length: int, generated: int) -> None:
         return None
 
 
@@ -239,7 +239,7 @@ class Link(Method):
         longest = max(len(head) for row in rows for head in row)
         return torch.tensor([[head + [-1] * (longest - len(head)) for head in row] for row in rows])
 
-    def rule(self, length: int, generated: int) -> None:
+    def rule(self, layer: int, length: int, generated: int) -> None:
         return None
 
 

@@ -34,6 +34,9 @@ class Audit:
     Args:
         shape: sizes of the generation.
         every: steps between two counts of per-query-head selections, whose union over the group takes a sort.
+
+    Attributes:
+        broken: where the method first attended more than its rule allows; None: nowhere.
     """
 
     shape: Shape
@@ -47,7 +50,7 @@ class Audit:
     _total: float = 0.0
     _count: int = 0
     _max: int = 0
-    _over: bool = False
+    broken: str | None = None
     _pending: list[_Attended] = field(default_factory=list)
 
     def read(self, size: int) -> None:
@@ -87,14 +90,13 @@ class Audit:
                 every KV head to the longest.
         """
         rows = [row for row, running in enumerate(active) if running]
-        rules = [method.rule(length, self.steps + 1) for length in lengths]
+        lengths = list(lengths)
         for noted in self._pending:
             counts = self._counts(noted)
             if counts is None:
                 continue
             for row in rows:
-                rule = rules[row]
-                self._over |= rule is not None and int(counts[row].max()) > rule
+                self._hold_to(method.rule(noted.layer, lengths[row], self.steps + 1), noted.layer, counts[row])
             counts = counts[rows]
             self._total += float(counts.sum())
             self._count += counts.numel()
@@ -104,6 +106,14 @@ class Audit:
         self.device_kv_allocated_bytes = max(self.device_kv_allocated_bytes, allocated_bytes)
         self.host_bytes = max(self.host_bytes, host_bytes)
         self.steps += 1
+
+    def _hold_to(self, rule: int | None, layer: int, counts: torch.Tensor) -> None:
+        """Remember the first time that a row attended more than the rule allows, in entries of its KV heads [Hkv]."""
+        if self.broken is None and rule is not None and int(counts.max()) > rule:
+            self.broken = (
+                f"layer {layer}, step {self.steps + 1}: a KV head attended {int(counts.max())} entries, its rule "
+                f"allows {rule}"
+            )
 
     def _counts(self, noted: _Attended) -> torch.Tensor | None:
         """[B, Hkv] entries attended, or None where this step's unions are not counted."""
@@ -133,7 +143,7 @@ class Audit:
             "moved_bytes_per_step": self.moved_bytes / self.steps if self.steps else 0.0,
             "read_bytes_per_step": self.read_bytes / self.steps if self.steps else 0.0,
             "dense_share": 1 - len(self.shape.sparse_layers) / self.shape.layers,
-            "over_rule": self._over,
+            "over_rule": self.broken is not None,
         }
 
 

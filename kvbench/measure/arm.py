@@ -143,9 +143,7 @@ def measure(
     answers, meta = tuple(found.get("answers", sample.answers)), found.get("meta", sample.meta)
     scores = arm.task.score(replace(sample, answers=answers, meta=meta), found["output"])
     if generation.audit["over_rule"]:
-        attended, rule = generation.audit["attended_max"], arm.method.rule(len(prompt.ids), engine.audit.steps)
-        reason = f"over_rule: a KV head attended up to {attended} entries, its rule at the end allows {rule}"
-        return {**failure(arm, prompt, reason), **found}
+        return {**failure(arm, prompt, f"over_rule: {engine.audit.broken}"), **found}
     return {**record, "scores": scores, **found}
 
 

@@ -108,7 +108,8 @@ def _attends_whole(arm: Arm, record: dict[str, Any]) -> bool:
     if record["error"] or arm.budget.size is not None:
         return False
     tokens = record["prompt_tokens"]
-    return arm.method.rule(tokens, 1) is not None and record["audit"]["attended_mean"] > tokens
+    limited = any(arm.method.rule(layer, tokens, 1) is not None for layer in arm.method.shape.sparse_layers)
+    return limited and record["audit"]["attended_mean"] > tokens
 
 
 def concluded(folder: RunFolder, work: Work, arm: Arm) -> dict[str, Any]:

@@ -120,9 +120,9 @@ class Scorer(Method):
             rows.append(torch.cat([scored, newest.expand(scored.shape[0], -1)], dim=1))
         return stacked(rows)
 
-    def rule(self, length: int, generated: int) -> int:
-        """C of the layer that has most, the group's union of it; generated tokens on top of it, unless they count."""
-        capacity = max(self.layer_budgets(length))
+    def rule(self, layer: int, length: int, generated: int) -> int:
+        """The layer's share of C, the group's union of it; generated tokens on top of it, unless they count."""
+        capacity = self.layer_budgets(length)[self.shape.sparse_layers.index(layer)]
         if self.granularity == "query_head" and not self.budget.unified:
             window = self.recent(self.budget.tokens(length))
             capacity = window + self.shape.group * (capacity - window)

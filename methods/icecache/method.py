@@ -257,7 +257,7 @@ class IceCache(Method):
         except RefusedError as error:
             raise _not_finite(layer, error.head % self.shape.kv_heads, error) from error
 
-    def rule(self, length: int, generated: int) -> int:
+    def rule(self, layer: int, length: int, generated: int) -> int:
         """C."""
         return self.budget.tokens(length)
 

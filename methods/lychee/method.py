@@ -212,7 +212,7 @@ class LycheeCluster(Method):
             best = interleave(best.view(1, -1, count), heads, group * count).view(heads, 1, -1)
         return chunks.tokens(chunks.fitting(best, row.room), row.room).flatten(0, 1)
 
-    def rule(self, length: int, generated: int) -> int:
+    def rule(self, layer: int, length: int, generated: int) -> int:
         """Sinks, buffer and chunks: the chunks of each query head where they choose for themselves."""
         capacity = self.budget.tokens(length)
         if self.budget.counts_generated:

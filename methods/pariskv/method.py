@@ -233,6 +233,6 @@ class ParisKV(Method):
             return {}
         return {"candidates": self.candidates / self.searches, "retrieved": self.retrieved / self.searches}
 
-    def rule(self, length: int, generated: int) -> int:
+    def rule(self, layer: int, length: int, generated: int) -> int:
         """The zones that are attended, the buffer as full as it gets."""
         return self._zones(length).most

@@ -251,15 +251,15 @@ class RACC(Method):
 
     # -- budget and report -----------------------------------------------------------------------------------------
 
-    def rule(self, length: int, generated: int) -> int:
+    def rule(self, layer: int, length: int, generated: int) -> int:
         """What stays of the prompt, what the cycles so far leave of the generated tokens, and what is retrieved."""
         retrieved = share(self.link.beta, length + generated)
         if self.of_prompt is not None and self.budget.counts_generated:
             capacity, own = self._capacity(length), self.of_prompt.budget.tokens(length)
-            return max(capacity, self.of_prompt.rule(length, generated) + capacity - own)
+            return max(capacity, self.of_prompt.rule(layer, length, generated) + capacity - own)
         if self.scenario == "liso":
-            return length + generated if self.of_prompt is None else self.of_prompt.rule(length, generated) + retrieved
-        prompt = length if self.of_prompt is None else self.of_prompt.rule(length, 0)
+            return retrieved + self.of_prompt.rule(layer, length, generated) if self.of_prompt else length + generated
+        prompt = self.of_prompt.rule(layer, length, 0) if self.of_prompt else length
         if self.cycle.alpha == 1:
             return prompt + generated
 
