@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
-from kvbench.engine.generate import prefill
+from kvbench.engine.generate import Draw, chosen_tokens, prefill_logits
 from kvbench.engine.hf import EngineCache, shape_of
 from kvbench.memory.store import LayerStore
 from kvbench.method import Method, Needs, Prompt
@@ -39,20 +39,31 @@ class Prefilled:
 
     Attributes:
         lengths: prompt tokens of each row.
-        tokens: [B], the first new token of each row.
+        tokens: [B], the likeliest first new token of each row.
         seconds: what the prefill took.
         reference: [T, vocabulary] fp32, what full attention says after each token of a text that is given (see
             `kvbench.measure.fidelity`); None: nobody asked.
     """
 
     def __init__(
-        self, tokens: torch.Tensor, prompts: dict[int, Prompt], stores: dict[int, LayerStore], seconds: float
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        not_first: Collection[int],
+        prompts: dict[int, Prompt],
+        stores: dict[int, LayerStore],
+        seconds: float,
     ) -> None:
         self.lengths = prompts[0].lengths
         self.tokens, self.seconds = tokens, seconds
+        self._logits, self._not_first = logits, not_first
         self._prompts, self._stores = prompts, stores
         self.reference: torch.Tensor | None = None
         self._lent: list[LayerStore] = []
+
+    def first_tokens(self, draw: Draw | None) -> torch.Tensor:
+        """The first new token of each row, [B] on the CPU: the likeliest, or drawn."""
+        return self.tokens if draw is None else chosen_tokens(self._logits, self._not_first, draw)
 
     def lend(self, engine: Engine) -> None:
         """Let `engine`, fresh and made for these prompts, begin here. The engine that began before it must not go on.
@@ -108,8 +119,9 @@ def prefill_once(
     shape = shape_of(model, [len(prompt) for prompt in prompts], (), model.dtype, model.device)
     recorder = Recorder(union(needs))
     engine = Engine(shape, recorder, Budget(None), new_tokens=max_new_tokens)
-    tokens = prefill(model, prompts, EngineCache(engine), chunk, not_first=not_first)
-    return Prefilled(tokens, recorder.prompts, engine.stores, time.perf_counter() - start)
+    logits = prefill_logits(model, prompts, EngineCache(engine), chunk)
+    tokens = chosen_tokens(logits, not_first)
+    return Prefilled(logits, tokens, not_first, recorder.prompts, engine.stores, time.perf_counter() - start)
 
 
 def union(needs: Iterable[Needs]) -> Needs:
