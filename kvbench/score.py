@@ -241,7 +241,8 @@ def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -
         raise ResultsError(f"{folder}: {key} is stored without its answers, by an older kvbench; run it again")
     if not isinstance(answers, list) or not isinstance(output, str):
         raise ResultsError(f"{folder / 'samples.jsonl'}: the newest line of {key} is damaged: no answers or no output")
-    sample = Sample(key, "", tuple(answers), 0, group=record.get("group") or "", meta=record.get("meta") or {})
+    asked, group = record.get("sample") or key, record.get("group") or ""
+    sample = Sample(asked, "", tuple(answers), 0, group=group, meta=record.get("meta") or {})
     try:
         scores = task.score(sample, output)
     except (LookupError, ValueError) as error:

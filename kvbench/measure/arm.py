@@ -17,6 +17,7 @@ from kvbench.engine.engine import Engine
 from kvbench.engine.generate import Generation, Progress, generate
 from kvbench.engine.hf import engine_for
 from kvbench.engine.prefilled import Prefilled, prefill_once
+from kvbench.engine.sampling import Sampler
 from kvbench.measure import fidelity, latency, machine
 from kvbench.measure.protocol import Protocol, Rendered, render
 from kvbench.measure.synthetic import SyntheticEngine
@@ -63,6 +64,7 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
     chat = _token_ids(sample) is None and arm.protocol.uses_chat(sample, tokenizer)
     record: dict[str, Any] = {
         "id": sample.id,
+        **({"sample": sample.of} if sample.of else {}),
         "group": sample.group,
         "meta": dict(sample.meta),
         "answers": list(sample.answers),
@@ -113,8 +115,34 @@ def prefill_shared(arms: Sequence[Arm], prompt: TokenizedSample) -> Prefilled:
     )
 
 
+class PromptPrefill:
+    """One prefill for all answers to a prompt that come one after the other, and of one prompt at a time.
+
+    Attributes:
+        fresh: the newest call made one.
+    """
+
+    def __init__(self) -> None:
+        self.fresh = False
+        self._of = ""
+        self._prefilled: Prefilled | None = None
+
+    def __call__(self, arms: Sequence[Arm], prompt: TokenizedSample) -> Prefilled:
+        """The prefill of a prompt from which each of `arms` can begin, the same ones for all answers."""
+        self.fresh = self._prefilled is None or not prompt.sample.of or prompt.sample.of != self._of
+        if self.fresh:
+            self._prefilled = None  # its memory, before the next takes as much
+            self._prefilled, self._of = prefill_shared(arms, prompt), prompt.sample.of
+        assert self._prefilled is not None
+        return self._prefilled
+
+
 def measure(
-    arm: Arm, prompt: TokenizedSample, progress: Progress | None = None, prefilled: Prefilled | None = None
+    arm: Arm,
+    prompt: TokenizedSample,
+    progress: Progress | None = None,
+    prefilled: Prefilled | None = None,
+    prefill: PromptPrefill | None = None,
 ) -> dict[str, Any]:
     """Generate for one sample and score it: its record in samples.jsonl.
 
@@ -126,11 +154,14 @@ def measure(
         prompt: `prompt_of` the sample.
         progress: called with tokens done and tokens in all.
         prefilled: begin from this prefill of the prompt; a timed sample always has its own.
+        prefill: makes it, where the prompt has several answers.
     """
     sample, record = prompt.sample, prompt.record
     if record["error"]:
         return failure(arm, prompt, record["error"])
     try:
+        if prefill is not None and sample.of:
+            prefilled = prefill([arm], prompt)
         generation, engine, more = _generated(arm, prompt, progress, prefilled)
     except Exception as error:
         if not is_failed_sample(error):
@@ -141,7 +172,7 @@ def measure(
     if sample.keep_ids:
         found["meta"] = {**sample.meta, "output_ids": generation.tokens[0]}
     answers, meta = tuple(found.get("answers", sample.answers)), found.get("meta", sample.meta)
-    scores = arm.task.score(replace(sample, answers=answers, meta=meta), found["output"])
+    scores = arm.task.score(replace(sample, id=sample.asked, answers=answers, meta=meta), found["output"])
     if generation.audit["over_rule"]:
         return {**failure(arm, prompt, f"over_rule: {engine.audit.broken}"), **found}
     return {**record, "scores": scores, **found}
@@ -155,7 +186,7 @@ def _generated(
     settings: dict[str, Any] = {
         "attention": arm.config["attention"],
         "seed": arm.config["seed"],
-        "sample": sample.id,
+        "sample": sample.asked,
         "probe_every": arm.config["probe"]["every"],
     }
     if sample.timed and sample.timed.keys == "synthetic_attention":
@@ -192,9 +223,19 @@ def _generated(
             prefill_chunk=arm.protocol.prefill_chunk,
             question=prompt.question,
             prefilled=prefilled,
+            draw=draw_of(arm, sample),
             progress=progress,
         )
     return generation, engine, {"machine": measured_on}
+
+
+def draw_of(arm: Arm, sample: Sample) -> Sampler | None:
+    """How the tokens of a sample are drawn; None: greedily."""
+    protocol = arm.protocol
+    if not protocol.temperature:
+        return None
+    seed = f"{arm.config['seed']}/{sample.asked}/{sample.answer}"
+    return Sampler(protocol.temperature, [seed], protocol.top_p, protocol.top_k)
 
 
 def _compared(

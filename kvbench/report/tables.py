@@ -42,11 +42,16 @@ from kvbench.report.select import (
     value_of,
 )
 from kvbench.report.timed import timed_tables
-from kvbench.runs.quantities import Quantity, named
+from kvbench.runs.quantities import PASSES, Quantity, named
 
-SUMMARY = ("score", "device_kv_bytes", "moved_bytes_per_step", "ttft_s", "tpot_ms_mean", "recall")
+PASSED = tuple(f"pass_at_{k}" for k in PASSES[1:])  # one right of one answer is the score
+COSTS = ("device_kv_bytes", "moved_bytes_per_step", "ttft_s", "tpot_ms_mean", "recall")
+SUMMARY = ("score", *PASSED, *COSTS, "new_tokens", "new_tokens_median", "looped")
 # The most telling first: what has no room on a console is left out from the end.
-OVERVIEW = ("score", "kl_mean", "attended_share", "device_kv_bytes", "tpot_ms_mean", "recall", *SUMMARY[2:4])
+OVERVIEW = (
+    *("score", *PASSED, "kl_mean", "attended_share", "device_kv_bytes", "tpot_ms_mean", "recall"),
+    *("moved_bytes_per_step", "ttft_s", "new_tokens", "new_tokens_median"),
+)
 MOST_ROWS = 40  # of an overview with a row for each budget
 
 # A row's labels, a column's, and the groups that the cell there is of: () for the whole run.

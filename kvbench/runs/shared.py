@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from kvbench.config import ConfigError, bind_methods
-from kvbench.measure.arm import Arm, failure, is_failed_sample, measure, prefill_shared, prompt_of
+from kvbench.measure.arm import Arm, PromptPrefill, failure, is_failed_sample, measure, prompt_of
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
 from kvbench.runs.identity import APART, arm_name
@@ -122,6 +122,7 @@ def _run(
         if folder.tear:
             console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)
         folder.expect(work.whole)
+    prefill = PromptPrefill()
     with progress(console, work.total, work.done) as report:
         for sample in work.samples:
             waiting = {
@@ -136,8 +137,10 @@ def _run(
             report.begin()
             if waiting and not failed:
                 try:
-                    prefilled = prefill_shared([arm for arm, _ in waiting.values()], prompt)
-                    report.tokens(len(prompt.ids), len(prompt.ids) + sample.max_new_tokens)
+                    # An arm that waits for no answer now may wait for the next one to this prompt.
+                    prefilled = prefill([arm for arm, _ in (running if sample.of else waiting).values()], prompt)
+                    if prefill.fresh:
+                        report.tokens(len(prompt.ids), len(prompt.ids) + sample.max_new_tokens)
                 except Exception as error:
                     if not is_failed_sample(error):
                         raise
