@@ -38,6 +38,7 @@ from kvbench.runs.folder import (
     writing,
 )
 from kvbench.runs.identity import module_sources, source_hash
+from kvbench.runs.quantities import PASSED
 from kvbench.runs.summary import summarise
 from kvbench.tasks import Sample, Task, predictions, task_of
 
@@ -45,7 +46,7 @@ USAGE = """python -m kvbench.score RUN [RUN ...] [--write | task.key=value ...] 
        python -m kvbench.score --predictions longbench|ruler DIR [DIR ...] [--json]"""
 
 # Of a summary, what follows from scores.
-SCORES = ("score", "stderr", "score_ok", "scores", "n", "failed", "groups", "macro")
+SCORES = ("score", "stderr", "score_ok", "scores", "n", "failed", "groups", "macro", "prompts", *PASSED)
 
 
 @dataclass(frozen=True)

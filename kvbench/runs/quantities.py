@@ -30,7 +30,7 @@ PERCENT = Unit("%", 100)
 MORE: Literal["more"] = "more"
 LESS: Literal["less"] = "less"
 
-PASSES = (1, 2, 4, 8, 16, 32, 64)  # the k of pass@k
+PASSED = {f"pass_at_{k}": k for k in (1, 2, 4, 8, 16, 32, 64)}  # the k of each pass@k, by its name
 
 
 class Quantity(NamedTuple):
@@ -162,9 +162,9 @@ _LISTED = (
     Quantity("perplexity_full", "fidelity", "perplexity under full attention", PLAIN, 2),
     Quantity("score_samples", "", "score, mean over samples", PLAIN, 1, MORE, key="score"),
     Quantity("score_ok", "", "score without failed", PLAIN, 1, MORE),
-    *(Quantity(f"pass_at_{k}", "", f"pass@{k}", PLAIN, 1, MORE) for k in PASSES),
+    *(Quantity(name, "", f"pass@{k}", PLAIN, 1, MORE) for name, k in PASSED.items()),
     Quantity("prompts", "", "prompts with several answers", PLAIN, 0),
-    Quantity("new_tokens", "output", "new tokens, mean", PLAIN, 1, key="tokens_mean"),
+    Quantity("new_tokens", "output", "new tokens, mean", PLAIN, 1, label="new tokens", key="tokens_mean"),
     Quantity("new_tokens_median", "output", "new tokens, median", PLAIN, 0, key="tokens_median"),
     Quantity("looped", "output", "outputs that end in a loop", PERCENT, 0, LESS, short="looped, %"),
     Quantity("stderr", "macro", "standard error of the score", PLAIN, 1, LESS),

@@ -280,7 +280,11 @@ def work_of(arm: Arm, limit: int | None, done: Collection[str], shard: Shard = W
 def _pending(
     samples: Iterable[Sample], ids: list[str], done: Collection[str], shard: Shard, each: int
 ) -> Iterator[Sample]:
-    """The samples of a shard that are not done, all `each` answers of a prompt in one; the ids of all are noted."""
+    """The samples of a shard that are not done; the ids of all are noted as they come.
+
+    Args:
+        each: so many of them, one after the other, are answers to one prompt, which one shard has.
+    """
     for place, sample in enumerate(samples):
         ids.append(sample.id)
         if shard.has(place // each) and sample.id not in done:

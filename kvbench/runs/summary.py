@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from kvbench.runs.quantities import PASSES, QUANTITIES, find, is_number
+from kvbench.runs.quantities import PASSED, QUANTITIES, find, is_number
 
 Record = TypeVar("Record", bound=Mapping[str, Any])
 LOOP_TIMES, LOOP_LEAST, LOOP_MOST = 4, 32, 128  # of a loop: repeats, tokens in all, and tokens of its n-gram
@@ -80,8 +80,8 @@ def _passed(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, floa
     counts = [(len(own), sum(_score(record, metric) > 1 - 1e-9 for record in own)) for own in prompts]
     least = min(n for n, _ in counts)
     found = {
-        f"pass_at_{k}": math.fsum(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) / len(counts)
-        for k in PASSES
+        name: math.fsum(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) / len(counts)
+        for name, k in PASSED.items()
         if k <= least
     }
     return {"prompts": len(prompts), **{name: 100 * share for name, share in found.items()}}
@@ -110,6 +110,8 @@ def is_looped(output: Sequence[int]) -> bool:
     n is at most 128. An output that a stop token has ended does not end in a loop.
     """
     for n in range(1, min(LOOP_MOST, len(output) // LOOP_TIMES) + 1):
+        if output[-1] != output[-1 - n]:
+            continue
         tail = output[-max(LOOP_TIMES * n, LOOP_LEAST) :]
         if len(tail) >= LOOP_LEAST and tail[n:] == tail[:-n]:
             return True

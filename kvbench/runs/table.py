@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.runs.quantities import PASSES, QUANTITIES, measured, named
+from kvbench.runs.quantities import PASSED, QUANTITIES, measured, named
 from kvbench.runs.summary import machine_name
 
 SCORE, ALLOCATED = QUANTITIES["score"], QUANTITIES["device_kv_allocated_bytes"]
@@ -24,7 +24,6 @@ COSTS = (  # of a run, a line each
 )
 # How tokens came to the device where there was none.
 NOT_SENT = {"simulated": "simulated", "in place": "counted, not copied"}
-PASSED = tuple(f"pass_at_{k}" for k in PASSES)
 COMPARED = ("attended_share", "device_kv_bytes", "tpot_ms_mean", "new_tokens")  # of the arms of a sweep, a column each
 
 
