@@ -299,6 +299,14 @@ class Method:
         """
         return None if self.budget.size is None else self.budget.tokens(length)
 
+    def mean_rule(self, length: int, generated: int) -> float | None:
+        """Most entries that the KV heads of all sparse layers may attend on average in one step, in one row.
+
+        For methods that share the budget out over layers or heads: each may attend more than C, but not all of them.
+        The audit compares it as it does `rule`, whose arguments these are. None = what `rule` says of each head is all.
+        """
+        return None
+
     def report(self) -> dict[str, float]:
         """Numbers of the method's own, shown beside the audit's; peaks end in _max. The audit does not read them."""
         return {}

@@ -36,7 +36,7 @@ class Audit:
         every: steps between two counts of per-query-head selections, whose union over the group takes a sort.
 
     Attributes:
-        broken: where the method first attended more than its rule allows; None: nowhere.
+        broken: where the method first attended more than one of its rules allows; None: nowhere.
     """
 
     shape: Shape
@@ -82,7 +82,7 @@ class Audit:
         """Count the step that just ended.
 
         Args:
-            method: asked for its rule only.
+            method: asked for its two rules only.
             lengths: prompt tokens of each row.
             active: rows that were still generating in this step.
             device_bytes, host_bytes: bytes of KV in the two tiers, all layers.
@@ -90,8 +90,8 @@ class Audit:
         """
         rows = [row for row, running in enumerate(active) if running]
         lengths = list(lengths)
-        for noted in self._pending:
-            counts = self._counts(noted)
+        counted = [self._counts(noted) for noted in self._pending]
+        for noted, counts in zip(self._pending, counted, strict=True):
             if counts is None:
                 continue
             for row in rows:
@@ -100,6 +100,11 @@ class Audit:
             self._total += float(counts.sum())
             self._count += counts.numel()
             self._max = max(self._max, int(counts.max()) if counts.numel() else 0)
+        layers = [counts for counts in counted if counts is not None]
+        if layers and len(layers) == len(counted):
+            means = torch.stack(layers).double().mean(dim=(0, 2))
+            for row in rows:
+                self._hold_mean_to(method.mean_rule(lengths[row], self.steps + 1), float(means[row]))
         self._pending.clear()
         self.device_kv_bytes = max(self.device_kv_bytes, device_bytes)
         self.device_kv_allocated_bytes = max(self.device_kv_allocated_bytes, allocated_bytes)
@@ -111,6 +116,14 @@ class Audit:
         if self.broken is None and rule is not None and int(counts.max()) > rule:
             self.broken = (
                 f"layer {layer}, step {self.steps + 1}: a KV head attended {int(counts.max())} entries, its rule "
+                f"allows {rule}"
+            )
+
+    def _hold_mean_to(self, rule: float | None, mean: float) -> None:
+        """As `_hold_to`, for the mean over the KV heads of all sparse layers."""
+        if self.broken is None and rule is not None and mean > rule:
+            self.broken = (
+                f"step {self.steps + 1}: the KV heads attended {mean:.2f} entries on average, the method's rule "
                 f"allows {rule}"
             )
 

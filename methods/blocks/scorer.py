@@ -122,7 +122,14 @@ class Scorer(Method):
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """The layer's share of C, the group's union of it; generated tokens on top of it, unless they count."""
-        capacity = self.layer_budgets(length)[self.shape.sparse_layers.index(layer)]
+        return self._most(self.layer_budgets(length)[self.shape.sparse_layers.index(layer)], length, generated)
+
+    def mean_rule(self, length: int, generated: int) -> int:
+        """The layers' shares are C on average, and what comes on top is the same in each."""
+        return self._most(self.budget.tokens(length), length, generated)
+
+    def _most(self, capacity: int, length: int, generated: int) -> int:
+        """Entries that a KV head may attend of `capacity` tokens, the group's union and generated tokens included."""
         if self.granularity == "query_head" and not self.budget.unified:
             window = self.recent(self.budget.tokens(length))
             capacity = window + self.shape.group * (capacity - window)
