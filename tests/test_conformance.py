@@ -624,6 +624,7 @@ def test_audit_may_count_unions_on_some_steps_only(tiny: Loaded) -> None:
 # Around each other and around whole pages; the steps run over page and budget edges.
 LENGTHS = [20, 48, 65, 100, 127]
 BUDGETS = [48, 55, 63, 64, 65, 99, 100, 127, 134]
+SHARED_BY_HEADS = {"adakv_snapkv"}  # C is the mean of a layer's heads, so that one may attend more
 
 
 @each_method_in_turn
@@ -632,7 +633,9 @@ def test_no_method_breaks_its_own_rule(case: Case, accounting: str) -> None:
         fixed = stream(*LENGTHS, steps=18, layers=1, head_dim=4, seed=budget)
         driven = drive(fixed, case.build(), budget, accounting=accounting)
         assert not driven.audit["over_rule"], budget
-        assert accounting == "paper" or case.name == "full" or driven.audit["attended_max"] <= budget
+        if accounting == "unified" and case.name != "full":
+            assert driven.audit["attended_mean"] <= budget, "C is the mean of heads that share it out"
+            assert driven.audit["attended_max"] <= budget or case.name in SHARED_BY_HEADS
 
 
 @each_method_in_turn
@@ -643,7 +646,9 @@ def test_no_method_breaks_its_own_rule_with_a_fraction(case: Case, accounting: s
         assert not driven.audit["over_rule"], fraction
         if accounting == "unified" and case.name != "full":
             for row, length in enumerate(fixed.lengths):
-                most = max(max(attended_per_kv_head(at, 2, row)) for at in driven.seen)
+                shared = case.name in SHARED_BY_HEADS
+                heads = [attended_per_kv_head(at, 2, row) for at in driven.seen]
+                most = max(sum(counts) / 2 if shared else max(counts) for counts in heads)
                 assert most <= Budget(fraction).tokens(length), (fraction, length)
 
 

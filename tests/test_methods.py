@@ -520,6 +520,11 @@ RULES = {
     ("snapkv-kvpress", "unified"): 48,
     ("snapkv-query_head", "paper"): 32 + 2 * 16 + 5,
     ("snapkv-query_head", "unified"): 48,
+    # a head's own 48, and .8 of the voted tokens that the other head could leave it
+    ("adakv_snapkv", "paper"): 48 + 13 + 5,
+    ("adakv_snapkv", "unified"): 48 + 29,
+    ("adakv_snapkv-kvpress", "paper"): 48 + 16 + 5,
+    ("adakv_snapkv-query_head", "unified"): 48 + 34,
     ("quest", "paper"): 2 * 48,
     ("quest", "unified"): 48,
     ("quest-kv_head", "paper"): 48,
