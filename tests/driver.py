@@ -57,6 +57,7 @@ METHODS = [
     Case("adakv_snapkv", "adakv_snapkv"),
     Case("adakv_snapkv-kvpress", "adakv_snapkv", {"safeguard": "top", "kernel": 5, "pooling": "mean", "join": "after"}),
     Case("adakv_snapkv-query_head", "adakv_snapkv", {"granularity": "query_head"}),
+    Case("cake", "cake"),
     # windows and cycles far below the prompts and answers that the tests use
     Case("racc", "racc", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),
     Case("racc_code", "racc_code", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),

@@ -525,6 +525,9 @@ RULES = {
     ("adakv_snapkv", "unified"): 48 + 29,
     ("adakv_snapkv-kvpress", "paper"): 48 + 16 + 5,
     ("adakv_snapkv-query_head", "unified"): 48 + 34,
+    # of two layers; all that the other could leave, and the current token
+    ("cake", "paper"): 32 + 2 * 16 + 1,
+    ("cake", "unified"): 12 + 2 * 35 + 1,
     ("quest", "paper"): 2 * 48,
     ("quest", "unified"): 48,
     ("quest-kv_head", "paper"): 48,

@@ -5,6 +5,8 @@ Pruning, rows of different lengths, both accountings and the rule are here; `met
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvbench.budget import Budget
@@ -56,9 +58,7 @@ class Scorer(Method):
 
     def protected(self, prompt: Prompt) -> torch.Tensor:
         """[B, 1, N] bool, True from the first protected token of each row on."""
-        first = [length - window for length, window in zip(prompt.lengths, self.windows, strict=True)]
-        position = torch.arange(prompt.keys.shape[2], device=prompt.keys.device)
-        return position >= torch.tensor(first, device=position.device)[:, None, None]
+        return last_tokens(prompt, self.windows)
 
     @property
     def _in_place(self) -> bool:
@@ -149,3 +149,10 @@ class Scorer(Method):
             window = self.recent(self.budget.tokens(length))
             capacity = window + self.shape.group * (capacity - window)
         return capacity if self.budget.counts_generated else capacity + generated
+
+
+def last_tokens(prompt: Prompt, counts: Sequence[int]) -> torch.Tensor:
+    """[B, 1, N] bool, True from the first of the last `counts` tokens of each row on."""
+    first = [length - count for length, count in zip(prompt.lengths, counts, strict=True)]
+    position = torch.arange(prompt.keys.shape[2], device=prompt.keys.device)
+    return position >= torch.tensor(first, device=position.device)[:, None, None]
