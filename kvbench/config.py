@@ -238,7 +238,7 @@ def check_valid(group: str, given: Mapping[str, Any], valid: Mapping[str, Any]) 
         group: "method" or "task", for the message.
         given: options and their resolved values.
         valid: for each option a list of its values, or a mapping: of a whole number `at_least` (1), `odd` (false); of
-            any number `above`, `at_most`; of both `or_null` (false).
+            any number `above` or, itself included, `from`, and `at_most` (no end); of both `or_null` (false).
 
     Raises:
         ConfigError: names the key, the value and the valid ones.
@@ -247,10 +247,15 @@ def check_valid(group: str, given: Mapping[str, Any], valid: Mapping[str, Any]) 
         if key not in given:
             continue
         value = given[key]
-        if isinstance(rule, Mapping) and "above" in rule:
-            above, at_most = rule["above"], rule["at_most"]
-            fits = type(value) in (int, float) and above < value <= at_most
-            expected = f"a number above {above}, at most {at_most}"
+        if isinstance(rule, Mapping) and rule.keys() & {"above", "from"}:
+            above, least, most = (
+                rule.get("above", -math.inf),
+                rule.get("from", -math.inf),
+                rule.get("at_most", math.inf),
+            )
+            fits = type(value) in (int, float) and math.isfinite(value) and above < value <= most and value >= least
+            expected = f"a number above {above}" if "above" in rule else f"a number from {least} on"
+            expected += f", at most {most}" if "at_most" in rule else ""
         elif isinstance(rule, Mapping):
             lowest, odd = rule.get("at_least", 1), rule.get("odd", False)
             fits = type(value) is int and value >= lowest and (not odd or value % 2 == 1)

@@ -35,19 +35,11 @@ class CAKE(Method):
         gamma: what the variance over the window's queries weighs beside the mean in the importance of a token.
         window: last queries of the prompt that are asked, and tokens that stay, W; 2 or more have a variance.
         kernel: width of the mean pooling over neighbours, odd.
-
-    Raises:
-        ValueError: tau1 or tau2 is not above 0, or gamma is below.
     """
 
     def __init__(
         self, tau1: float = 1.6, tau2: float = 0.4, gamma: float = 200.0, window: int = 32, kernel: int = 5
     ) -> None:
-        for name, tau in (("tau1", tau1), ("tau2", tau2)):
-            if not 0 < tau < float("inf"):
-                raise ValueError(f"{name}={tau}: expected a number above 0")
-        if not 0 <= gamma < float("inf"):
-            raise ValueError(f"gamma={gamma}: expected a number, 0 or more")
         self.tau1, self.tau2, self.gamma = tau1, tau2, gamma
         self.window, self.kernel = window, kernel
         self.needs = Needs(query_window=window, probabilities=True)

@@ -240,9 +240,9 @@ def test_attention_that_tells_layers_nothing_apart_shares_alike() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"tau1": 0.0}, "tau1=0.0: expected a number above 0"),
-        ({"tau2": -1.0}, "tau2=-1.0: expected a number above 0"),
-        ({"gamma": -1.0}, "gamma=-1.0: expected a number, 0 or more"),
+        ({"tau1": 0}, "method.tau1=0: expected a number above 0"),
+        ({"tau2": float("nan")}, "method.tau2=nan: expected a number above 0"),
+        ({"gamma": -1.0}, "method.gamma=-1.0: expected a number from 0 on"),
         ({"window": 1}, "method.window=1: expected a whole number, 2 or more"),
         ({"kernel": 4}, "method.kernel=4: expected an odd whole number"),
     ],

@@ -70,7 +70,8 @@ STYLES = {
     "twilight_quest": Style("Twilight, Quest", INDIGO, "o", "--"),
     "twilight_topk": Style("Twilight, top-k", INDIGO, "P", ":"),
     "socket": Style("SOCKET", BROWN, "^"),
-    "cakekv": Style("CakeKV", VERMILION, "P"),
+    "cake": Style("CAKE", VERMILION, "P"),
+    "adakv_snapkv": Style("AdaKV", VERMILION, "D", "--"),
     "squeezeattention": Style("SqueezeAttention", GREY, "h"),
     "scope": Style("SCOPE", BLUE, "<"),
 }
@@ -89,7 +90,7 @@ ALIASES = {
     "icer": "icecache_reuse",
     "lycheecluster": "lychee",
     "razor": "razorattention",
-    "cake": "cakekv",
+    "cakekv": "cake",
     "squeeze": "squeezeattention",
     "squeezeattn": "squeezeattention",
     "magicpig++": "magicpig",
