@@ -1,5 +1,5 @@
 """AdaKV over SnapKV (Feng et al. 2024, "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for
-Efficient LLM Inference", section 4).
+Efficient LLM Inference", Ada-SnapKV).
 
 The prompt is compressed as SnapKV does, by votes, but the heads of a layer compete for its budget.
 """

@@ -74,7 +74,7 @@ class CAKE(Method):
             self.view.keep(shrinking, stacked(self.held[shrinking]))
 
     def measure(self, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the window's attention to the tokens before it says of them, and of the layer (section 4.1 and 4.3).
+        """What the window's attention to the tokens before it says of them, and of the layer.
 
         Returns:
             The importance of each token to each KV head [B, Hkv, N], -inf where it is none or stays anyhow; and the
@@ -176,7 +176,7 @@ class CAKE(Method):
 
 
 def layer_budgets(preferences: Sequence[float], total: int, most: int) -> list[int]:
-    """Scored tokens of each layer in proportion to the preferences, `total` together (section 4.2).
+    """Scored tokens of each layer in proportion to the preferences, `total` together.
 
     Args:
         most: tokens there are in each layer.
