@@ -66,8 +66,7 @@ STYLES = {
     "razorattention": Style("RazorAttention", PURPLE, "X"),
     "retroinfer": Style("RetroInfer", SKY, "D"),
     "freekv": Style("FreeKV", OLIVE, "P"),
-    "twilight": Style("Twilight", INDIGO, "o"),
-    "twilight_quest": Style("Twilight, Quest", INDIGO, "o", "--"),
+    "twilight_quest": Style("Twilight, Quest", INDIGO, "o"),
     "twilight_topk": Style("Twilight, top-k", INDIGO, "P", ":"),
     "socket": Style("SOCKET", BROWN, "^"),
     "cake": Style("CAKE", VERMILION, "P"),
@@ -93,6 +92,7 @@ ALIASES = {
     "cakekv": "cake",
     "squeeze": "squeezeattention",
     "squeezeattn": "squeezeattention",
+    "twilight": "twilight_quest",
     "magicpig++": "magicpig",
 }
 
