@@ -162,6 +162,8 @@ def test_every_shape_is_complete_and_understood_by_transformers(name: str) -> No
 PARAMETERS = {
     "deepseek-r1-distill-llama-8b": 8030,
     "deepseek-r1-distill-qwen-14b": 14770,
+    "gemma3-1b-it": 1000,
+    "gpt-oss-20b": 20915,
     "llama3.1-8b-instruct": 8030,
     "mistral-7b-instruct-v0.2": 7242,
     "mistral-7b-instruct-v0.3": 7248,
