@@ -131,6 +131,12 @@ def test_bytes_are_those_of_both_kinds_of_layers(pair: Any, family: str) -> None
         assert audit["attended_max"] == held
 
 
+def test_what_a_window_has_left_is_freed_with_the_prompt(pair: Any) -> None:
+    cache = KVCache(pair("gemma3_text").ours, "full", None)
+    generated(pair("gemma3_text").ours, inputs(1), cache, max_new_tokens=1)
+    assert [layer.allocated_bytes() for layer in cache.engine.windowed.values()] == [(WINDOW - 1) * ENTRY] * 2
+
+
 # -- in the measured loop ----------------------------------------------------------------------------------------------
 
 

@@ -75,7 +75,7 @@ def random_model(family: str, attention: str = "sdpa", **changes: Any) -> PreTra
     config = config_of(family, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        own = "eager" if family == "gpt_oss" else attention  # transformers has its sinks in no other
+        own = "eager" if family in ("gpt_oss", "gemma2") else attention  # transformers has no other of these
         model = AutoModelForCausalLM.from_config(config, attn_implementation=own).eval()
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):  # else near 0, where few would miss them
