@@ -189,6 +189,13 @@ def test_model_that_would_run_wrong_is_refused_by_name(family: str, changes: dic
     assert model.config._attn_implementation == "eager", "a refused model stays as it was"
 
 
+def test_model_on_several_devices_is_refused(pairs: Any) -> None:
+    model = copy.copy(pairs("llama").sdpa)
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1}
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM: .* devices 0, 1 \(hf_device_map\)"):
+        KVCache(model)
+
+
 @pytest.mark.parametrize("name", ["quets", "snap"])
 def test_unknown_method_is_refused_with_the_nearest(pairs: Any, name: str) -> None:
     with pytest.raises(ConfigError, match="quest" if name == "quets" else "snapkv"):

@@ -367,6 +367,16 @@ def test_sliding_windows_are_refused_before_weights_are_made() -> None:
     assert "dummy-mistral" in refusal(config, "cpu")
 
 
+def test_a_class_with_attention_of_its_own_is_refused_before_its_weights_are_made() -> None:
+    config = model_config()
+    config["config"] = {"model_type": "bloom", "vocab_size": 300, "hidden_size": 64, "n_layer": 2, "n_head": 4}
+    assert refusal(config, "cpu").startswith("dummy-tiny: BloomForCausalLM computes attention in a way of its own")
+
+
+def test_positions_of_gpt2_are_its_window() -> None:
+    assert checks.window(AutoConfig.for_model("gpt2", n_positions=512).to_dict()) == 512
+
+
 def test_an_unsupported_folder_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     shape = {**model_config("dummy-mistral")["config"], "sliding_window": 64}
     AutoConfig.for_model(**shape).save_pretrained(tmp_path)

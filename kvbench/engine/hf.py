@@ -313,6 +313,11 @@ def use_kvbench_attention(model: PreTrainedModel) -> None:
     name = type(model).__name__
     refuse_unsupported(model.config.get_text_config().to_dict(), name)
     refuse_own_attention(type(model), name)
+    devices = sorted({str(device) for device in getattr(model, "hf_device_map", {}).values()})
+    if len(devices) > 1:
+        raise ConfigError(
+            f"{name}: its layers lie on devices {', '.join(devices)} (hf_device_map); kvbench runs a model on one"
+        )
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
 

@@ -136,7 +136,7 @@ def text_config(model_config: Mapping[str, Any]) -> Mapping[str, Any]:
 def window(model_config: Mapping[str, Any]) -> int | None:
     """Tokens that the positions of a model reach, by its transformers config; None where that does not say."""
     config = text_config(model_config)
-    limit = config.get("max_position_embeddings")
+    limit = config.get("max_position_embeddings", config.get("n_positions"))  # the latter: GPT-2
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if limit is None or rope.get("rope_type", rope.get("type")) != "yarn":
         return limit
