@@ -29,6 +29,9 @@ from kvbench.method import Method, Needs, Prompt, Selection, Shape
 QUICK = ["gemma3_text", "gpt_oss"]
 each_windowed = pytest.mark.parametrize("family", QUICK)
 each_family = pytest.mark.parametrize("family", [*QUICK, *slow(*sorted(FAMILIES.keys() - set(QUICK)))])
+QUICK_RUNS = [("gemma3_text", "quest"), ("gemma3_text", "icecache"), ("gpt_oss", "snapkv")]
+RUNS = [(family, method) for family in FAMILIES for method in ("quest", "snapkv", "icecache")]
+SLOW_RUNS = [run for run in RUNS if run not in QUICK_RUNS]
 ENTRY = 2 * SIZES["num_key_value_heads"] * SIZES["head_dim"] * 4  # bytes of a token in a layer
 WHOLE = 500  # a budget of more than every prompt
 RAGGED = [numbers(LENGTH, seed=1), numbers(61, seed=2), numbers(20, seed=3)]  # the last shorter than the window
@@ -96,8 +99,7 @@ def test_full_attention_generates_what_the_model_generates(pair: Any, family: st
     torch.testing.assert_close(scores, logits, rtol=0, atol=CLOSE * float(logits.abs().max().clamp(min=1)))
 
 
-@pytest.mark.parametrize("method", ["quest", "snapkv", "icecache"])
-@each_family
+@pytest.mark.parametrize(("family", "method"), [*QUICK_RUNS, *slow(*SLOW_RUNS)])
 def test_a_method_runs_on_the_layers_with_full_attention(pair: Any, family: str, method: str) -> None:
     model, windowed = pair(family).ours, windows(pair(family).ours.config.to_dict())
     for batch, budget in ((1, WHOLE), (2, WHOLE), (2, SMALL)):

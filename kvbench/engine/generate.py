@@ -190,7 +190,7 @@ def prefill(
         ending = [row for row, own in enumerate(ends) if column < own <= end]
         columns = sorted({ends[row] - 1 - column for row in ending})
         engine.start_chunk(part)
-        first = torch.tensor(engine.offsets, device=ids.device)[:, None]
+        first = uploaded(torch.tensor(engine.offsets), ids.device)[:, None]
         positions = (torch.arange(column, end, device=ids.device) - first).clamp(min=0)
         logits = _forward(model, part, positions, cache, columns, end)
         for row in ending:
