@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
-from methods.blocks.kmeans import cluster_sums, lists_of, nearest
+from methods.blocks.kmeans import kmeans, lists_of, nearest
 from methods.blocks.ragged import entries, stacked
 from methods.blocks.topk import interleave
 
@@ -53,19 +53,14 @@ def cosine_kmeans(keys: torch.Tensor, count: int, first: int, iterations: int, g
         keys: [Hkv, n, D], of the tokens `first` to `first` + n - 1.
         count: clusters, as far as there are keys.
     """
-    keys = keys.float()
-    heads, tokens, _ = keys.shape
-    drawn = torch.rand(heads, tokens, generator=generator).argsort(dim=1)[:, :count].to(keys.device)
-    means = keys.gather(1, drawn[..., None].expand(-1, -1, keys.shape[2]))
-    count = means.shape[1]
-    for _ in range(iterations):
-        assigned = nearest(keys, normalize(means, dim=2))
-        sizes = torch.zeros(heads, count, device=keys.device).scatter_add_(1, assigned, torch.ones_like(keys[..., 0]))
-        sums = cluster_sums(keys, assigned, count)
-        means = torch.where(sizes[..., None] > 0, sums / sizes[..., None].clamp(min=1), means)
-    assigned = nearest(keys, normalize(means, dim=2))
-    members, starts = lists_of(assigned, count)
+    means, assigned = kmeans(keys.float(), count, iterations, generator, nearest_direction)
+    members, starts = lists_of(assigned, means.shape[1])
     return Clusters(means, starts[:, :-1], starts.diff(dim=1), members + first)
+
+
+def nearest_direction(keys: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
+    """The mean [Hkv, K, D] with the largest cosine for each of the keys [Hkv, n, D]: [Hkv, n]."""
+    return nearest(keys, normalize(means, dim=2))
 
 
 class ClusterKV(Method):
