@@ -12,10 +12,10 @@ in its own sequence, 0 .. length-1, whatever padding the caller had.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -57,6 +57,8 @@ class Shape:
         dtype, device: of keys, values and queries.
         scaling: attention logits are `scaling * (query . key)`.
         sparse_layers: true indices of the layers a method is asked about; the others stay dense and are never shown.
+        windows: true indices of layers that attend the most recent tokens alone, and how many; the model computes and
+            keeps them itself.
     """
 
     layers: int
@@ -68,6 +70,12 @@ class Shape:
     device: torch.device
     scaling: float
     sparse_layers: tuple[int, ...]
+    windows: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """True indices of the layers with full attention, sparse ones included."""
+        return tuple(layer for layer in range(self.layers) if layer not in self.windows)
 
     @property
     def batch(self) -> int:

@@ -154,7 +154,7 @@ class Audit:
             "host_bytes": self.host_bytes,
             "moved_bytes_per_step": self.moved_bytes / self.steps if self.steps else 0.0,
             "read_bytes_per_step": self.read_bytes / self.steps if self.steps else 0.0,
-            "dense_share": 1 - len(self.shape.sparse_layers) / self.shape.layers,
+            "dense_share": 1 - (len(self.shape.sparse_layers) + len(self.shape.windows)) / self.shape.layers,
             "over_rule": self.broken is not None,
         }
 

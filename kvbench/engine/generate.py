@@ -1,7 +1,8 @@
 """Prefill, then a timed greedy decode loop: the measured path of every run.
 
 Plain functions from token ids to a `Generation`. Prompts of unequal length stand right-padded in one batch, each row
-with its own positions; causality keeps padding out of every real token's sight.
+with its own positions; causality keeps padding out of every real token's sight. Where layers have a window, which
+counts columns, the padding is on the left, and a mask keeps it out.
 """
 
 from __future__ import annotations
@@ -177,21 +178,23 @@ def prefill(
 ) -> torch.Tensor:
     """Read the prompts; returns each row's first new token, [B] on the CPU, none of `not_first`."""
     engine = cache.engine
-    lengths = [len(prompt) for prompt in prompts]
-    ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+    ends = [offset + len(prompt) for offset, prompt in zip(engine.offsets, prompts, strict=True)]
+    ids = torch.zeros(len(prompts), max(ends), dtype=torch.int64)
     for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = torch.tensor(prompt)
+        ids[row, ends[row] - len(prompt) : ends[row]] = torch.tensor(prompt)
     ids = ids.to(model.device)
     tokens = torch.zeros(len(prompts), dtype=torch.int64)
     for column in range(0, ids.shape[1], chunk or ids.shape[1]):
         part = ids[:, column : column + (chunk or ids.shape[1])]
         end = column + part.shape[1]
-        ending = [row for row, length in enumerate(lengths) if column < length <= end]
-        columns = sorted({lengths[row] - 1 - column for row in ending})
+        ending = [row for row, own in enumerate(ends) if column < own <= end]
+        columns = sorted({ends[row] - 1 - column for row in ending})
         engine.start_chunk(part)
-        logits = _forward(model, part, torch.arange(column, end, device=ids.device).expand_as(part), cache, columns)
+        first = uploaded(torch.tensor(engine.offsets), ids.device)[:, None]
+        positions = (torch.arange(column, end, device=ids.device) - first).clamp(min=0)
+        logits = _forward(model, part, positions, cache, columns, end)
         for row in ending:
-            last = logits[row : row + 1, columns.index(lengths[row] - 1 - column)]
+            last = logits[row : row + 1, columns.index(ends[row] - 1 - column)]
             tokens[row] = _greedy(last, not_first)[0]
         progress(end)
     return tokens
@@ -212,20 +215,35 @@ def step_logits(
     model: PreTrainedModel, tokens: torch.Tensor, cache: EngineCache, active: Sequence[bool]
 ) -> torch.Tensor:
     """One step: tokens [B] on the CPU in, the logits of the next ones [B, vocabulary] out."""
-    positions = torch.tensor(cache.engine.stores[0].lengths)
+    lengths = cache.engine.lengths
     cache.engine.start_step(tokens, active)
-    ids, positions = uploaded(torch.stack([tokens, positions]), model.device)
-    logits = _forward(model, ids[:, None], positions[:, None], cache, None)
+    ids, positions = uploaded(torch.stack([tokens, torch.tensor(lengths)]), model.device)
+    logits = _forward(model, ids[:, None], positions[:, None], cache, None, max(lengths) + 1)
     return logits[:, -1]
 
 
 def _forward(
-    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, cache: EngineCache, columns: list[int] | None
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    cache: EngineCache,
+    columns: list[int] | None,
+    end: int,
 ) -> torch.Tensor:
-    """Logits [B, len(columns), vocabulary]; None or [] = the last column."""
+    """Logits [B, len(columns), vocabulary]; None or [] = the last column, which is column end - 1 of all so far."""
     keep = torch.tensor(columns, device=ids.device) if columns else 1
+    padding, offsets = None, cache.engine.offsets
+    if any(offsets):
+        padding = torch.arange(end, device=ids.device) >= uploaded(torch.tensor(offsets), ids.device)[:, None]
     with cache.engine.spans("model"):
-        out = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=keep)
+        out = model(
+            input_ids=ids,
+            attention_mask=padding,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
     logits: torch.Tensor = out.logits
     return logits
 

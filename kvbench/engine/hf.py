@@ -1,20 +1,21 @@
 """The only file that knows transformers' cache and attention interfaces.
 
 A cache layer here only counts: `update()` leaves a note of (cache, layer) for the attention function, which runs next
-in the same thread, and hands back the NEW keys and values. The attention function gives them to an `Engine`. A model
-switched to "kvbench" attention but run with another cache, or none, computes sdpa as before.
+in the same thread, and hands back the NEW keys and values. The attention function gives them to an `Engine`. A layer
+with a sliding window leaves no note: transformers keeps its window, and computes its attention as ever. So does a model
+switched to "kvbench" attention but run with another cache, or none.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
@@ -23,17 +24,27 @@ from kvbench.budget import Accounting, Budget
 from kvbench.config import ConfigError, build, method_config
 from kvbench.engine.engine import Engine
 from kvbench.engine.positions import Angles
-from kvbench.engine.support import refuse_unsupported
+from kvbench.engine.support import refuse_unsupported, windows
 from kvbench.method import Method, Shape
 
 NAME = "kvbench"
+FULL = "full_attention"  # as transformers calls these layers
 AUDIT_EVERY = 8  # a user's own generate() shall not pay for a count of every union at every step
+
+
+class _Call(NamedTuple):
+    """What a cache layer was just given."""
+
+    cache: _CountingCache
+    layer: int
+    key: torch.Tensor
+    value: torch.Tensor
 
 
 class _Mailbox(threading.local):
     """Hand-over between the hooks of one forward pass; every note is taken once."""
 
-    call: tuple[_CountingCache, int] | None = None
+    call: _Call | None = None
     masking = False
     input_ids: torch.Tensor | None = None
 
@@ -61,7 +72,7 @@ class _CountingLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.seen += key_states.shape[-2]
-        _mailbox.call = (self.owner, self.layer)
+        _mailbox.call = _Call(self.owner, self.layer, key_states, value_states)
         return key_states, value_states
 
     def get_seq_length(self, *_: Any) -> int:
@@ -84,14 +95,57 @@ class _CountingLayer(CacheLayerMixin):
         raise ValueError("kvbench caches do not support beam search: an index belongs to one sequence")
 
 
-class _CountingCache(Cache):
-    """A cache of counting layers. Subclasses say what a forward pass means."""
+class _WindowedLayer(DynamicSlidingWindowLayer):
+    """The window of a layer, as transformers keeps it: of W tokens those that the next one may attend, W - 1."""
 
-    def __init__(self, layers: int) -> None:
-        super().__init__(layers=[_CountingLayer(self, layer) for layer in range(layers)])
+    is_croppable = False
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        seen: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        if key_states.shape[-2] > 1:  # a part of a prompt would stay in memory whole
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+        return seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        _mailbox.masking = False
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length)
+        return sizes
+
+    def begin_from(self, other: _WindowedLayer) -> None:
+        """Hold what another layer holds: an update writes to no tensor that is there, so both may go on."""
+        self.__dict__.update(other.__dict__)
+
+    def resident_bytes(self) -> int:
+        """Bytes of the keys and values that the next token may attend."""
+        return sum(part.nbytes for part in (self.keys, self.values) if part is not None)
+
+    def allocated_bytes(self) -> int:
+        """Bytes that they take on the device: a step's one token more, of which they are a part."""
+        return sum(part.untyped_storage().nbytes() for part in (self.keys, self.values) if part is not None)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        _CountingLayer.reorder_cache(self, beam_idx)
+
+
+class _CountingCache(Cache):
+    """A cache of counting layers, and of windows for the layers that have one. Subclasses say what a pass means."""
+
+    def __init__(self, layers: int, windowed: Mapping[int, Any]) -> None:
+        super().__init__(layers=[windowed.get(layer) or _CountingLayer(self, layer) for layer in range(layers)])
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        padding: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         raise NotImplementedError
 
@@ -100,14 +154,21 @@ class EngineCache(_CountingCache):
     """The measured loop's cache: that loop itself says which phase each forward pass belongs to."""
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__(engine.shape.layers)
+        engine.windowed = engine.windowed or _windowed(engine.shape.windows)  # of the generation that goes on here
+        super().__init__(engine.shape.layers, engine.windowed)
         self.engine = engine
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        padding: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of one layer by the engine, in the phase that the loop is in; see `Engine.attend`."""
-        return self.engine.attend(layer, query, key, value)
+        return self.engine.attend(layer, query, key, value, sinks)
 
 
 class KVCache(_CountingCache):
@@ -121,7 +182,8 @@ class KVCache(_CountingCache):
         method: a method's name (with its options as keywords), or a Method object.
         budget: tokens (int), a fraction of the prompt (float in (0, 1]), or None: the method's own sizes.
         accounting: "paper" or "unified" (what counts inside the budget).
-        dense_layers: true indices of layers that always attend everything.
+        dense_layers: true indices of layers that always attend everything; one with a sliding window is none, and stays
+            as it is.
         prompt_length: columns of the prompt, padding included, where it is prefilled in several forward passes.
         attention: the executor, "auto", "cpu", "torch", "reference" or "flashinfer".
         tokenizer: for methods that read the text of tokens.
@@ -156,11 +218,15 @@ class KVCache(_CountingCache):
             self._method = method
         self._budget = Budget.of(budget, harness, accounting)
         use_kvbench_attention(model)
-        super().__init__(model.config.get_text_config().num_hidden_layers)
+        config = model.config.get_text_config()
+        self._windowed = _windowed(windows(config.to_dict()))
+        super().__init__(config.num_hidden_layers, self._windowed)
+        self._full_layers = [layer for layer in range(config.num_hidden_layers) if layer not in self._windowed]
         self._model = model
         self._dense_layers, self._prompt_length = dense_layers, prompt_length
         self._attention, self._tokenizer, self._seed = attention, tokenizer, seed
         self.engine: Engine | None = None
+        self._unsettled = False  # a step was decoded and is not counted yet
         _remember_input_ids(model)
 
     @property
@@ -177,20 +243,29 @@ class KVCache(_CountingCache):
         """What was attended and held so far; keys as in `summary.json`."""
         if self.engine is None:
             raise ValueError("nothing to audit: no prompt was read yet")
+        self._settle(self.engine)
         return self.engine.report()
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        padding: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of one layer, see `Engine.attend`; layer 0 opens the forward pass, the last one closes a step."""
-        if layer == 0:
+        """Attention of one layer, see `Engine.attend`; the first layer with full attention opens the forward pass."""
+        if layer == self._full_layers[0]:
             self._start_forward(query, padding)
         assert self.engine is not None
-        decoding = self.engine.prefilled
-        out = self.engine.attend(layer, query, key, value)
-        if decoding and layer == self.engine.shape.layers - 1:
-            self.engine.settle()
-        return out
+        return self.engine.attend(layer, query, key, value, sinks)
+
+    def _settle(self, engine: Engine) -> None:
+        """Count the step before this one: the last layers of the model, with a window, may come after all others."""
+        if self._unsettled:
+            engine.settle()
+        self._unsettled = False
 
     def _start_forward(self, query: torch.Tensor, padding: torch.Tensor | None) -> None:
         batch, _, width, _ = query.shape
@@ -213,9 +288,12 @@ class KVCache(_CountingCache):
                 seed=self._seed,
                 audit_every=AUDIT_EVERY,
             )
+            self.engine.windowed = self._windowed
+        self._settle(self.engine)
         if not self.engine.prefilled:
             self.engine.start_chunk(ids)
         elif width == 1:
+            self._unsettled = True
             self.engine.start_step(ids[:, 0].cpu())
         else:
             raise ValueError(
@@ -232,9 +310,29 @@ def method_named(name: str, **options: Any) -> Method:
 
 def use_kvbench_attention(model: PreTrainedModel) -> None:
     """Switch a loaded model to "kvbench" attention; refuses by name what kvbench would run wrong."""
-    refuse_unsupported(model.config.get_text_config().to_dict(), type(model).__name__)
+    name = type(model).__name__
+    refuse_unsupported(model.config.get_text_config().to_dict(), name)
+    refuse_own_attention(type(model), name)
+    devices = sorted({str(device) for device in getattr(model, "hf_device_map", {}).values()})
+    if len(devices) > 1:
+        raise ConfigError(
+            f"{name}: its layers lie on devices {', '.join(devices)} (hf_device_map); kvbench runs a model on one"
+        )
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
+
+
+def refuse_own_attention(kind: type[PreTrainedModel], name: str) -> None:
+    """Refuse a class of models that computes attention in a way of its own.
+
+    Raises:
+        ConfigError: names the model.
+    """
+    if not kind._can_set_attn_implementation():
+        raise ConfigError(
+            f"{name}: {kind.__name__} computes attention in a way of its own; kvbench runs models that use "
+            "transformers' attention interface"
+        )
 
 
 def shape_of(
@@ -246,23 +344,38 @@ def shape_of(
 ) -> Shape:
     """The Shape of a generation on `model` for prompts of these lengths."""
     config = model.config.get_text_config()
-    attention = _attention_module(model)
+    windowed = windows(config.to_dict())
+    full = [module for layer, module in enumerate(_attention_modules(model)) if layer not in windowed]
+    sizes = {(_head_dim(module), float(module.scaling)) for module in full}
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"model={type(model).__name__}: its layers differ in head_dim or scaling; expected one of each"
+        )
+    [(head_dim, scaling)] = sizes
     return Shape(
         layers=config.num_hidden_layers,
         query_heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=attention.head_dim,
+        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=head_dim,
         lengths=tuple(lengths),
         dtype=dtype,
         device=device,
-        scaling=float(attention.scaling),
-        sparse_layers=tuple(layer for layer in range(config.num_hidden_layers) if layer not in dense_layers),
+        scaling=scaling,
+        sparse_layers=tuple(
+            layer for layer in range(config.num_hidden_layers) if layer not in {*dense_layers, *windowed}
+        ),
+        windows=windowed,
     )
 
 
-def _attention_module(model: PreTrainedModel) -> Any:
-    """The first attention module; all have the same sizes and scaling."""
-    return next(module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling"))
+def _windowed(sizes: Mapping[int, int]) -> dict[int, _WindowedLayer]:
+    return {layer: _WindowedLayer(size) for layer, size in sizes.items()}
+
+
+def _attention_modules(model: PreTrainedModel) -> list[Any]:
+    """The attention module of each layer."""
+    found = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
+    return sorted(found, key=lambda module: module.layer_idx)
 
 
 def engine_for(
@@ -282,7 +395,7 @@ def engine_for(
     """
     shape = shape_of(model, lengths, dense_layers, model.dtype, model.device)
     if method.needs.positions == "cache":
-        settings["rotary"] = RotaryOf(model)
+        settings["rotary"] = RotaryOf(model, shape.sparse_layers)
     if method.needs.token_text:
         if tokenizer is None:
             raise ConfigError(f"tokenizer=None: {type(method).__name__} reads the text of tokens; pass the tokenizer")
@@ -297,29 +410,47 @@ def vocabulary_text(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [p.replace("\u2581", " ") if "\u2581" in p else tokenizer.convert_tokens_to_string([p]) for p in pieces]
 
 
+def _head_dim(attention: Any) -> int:
+    return int(getattr(attention, "head_dim", 0) or attention.head_size)  # GPT-NeoX's word
+
+
 class RotaryOf:
     """The model's own rotary positions, see `kvbench.engine.positions.Rotary`.
 
+    Args:
+        layers: true indices of the layers whose keys will be turned, all of them with full attention.
+
     Raises:
-        ConfigError: the model's angles depend on the length, so a stored key cannot be turned to another position.
+        ConfigError: keys of these layers have no rotary positions, or angles that depend on the length, so that a
+            stored key cannot be turned to another position.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        config = model.config.get_text_config()
-        kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    def __init__(self, model: PreTrainedModel, layers: Iterable[int]) -> None:
+        parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+        self._kind: tuple[str, ...] = ()  # of layer, where layers with a window have other angles
+        if FULL in parameters:
+            self._kind, parameters = (FULL,), parameters[FULL] or {}
+        rotary = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
+        modules = _attention_modules(model)
+        kind, reason = parameters.get("rope_type", "default"), ""
         if kind in ("dynamic", "longrope"):
+            reason = f"its {kind} RoPE changes with the length"
+        elif not rotary or not all(_turns(modules[layer], rotary[0], self._kind) for layer in layers):
+            reason = "it has layers without rotary positions"
+        if reason:
             raise ConfigError(
-                f"model={type(model).__name__}: its {kind} RoPE changes with the length, so positions inside the cache "
-                "cannot be given; use positions=original"
+                f"model={type(model).__name__}: {reason}, so positions inside the cache cannot be given; use "
+                "positions=original"
             )
-        self._rotary = next(module for name, module in model.named_modules() if name.endswith("rotary_emb"))
-        self._apply = sys.modules[type(_attention_module(model)).__module__].apply_rotary_pos_emb
+        self._rotary = rotary[0]
+        self._scaling = getattr(self._rotary, "_".join([*self._kind, "attention_scaling"]))
+        self._apply = sys.modules[type(modules[0]).__module__].apply_rotary_pos_emb
 
     def angles(self, by: torch.Tensor) -> Angles:
         """cos and sin [B, L, n, D] of a turn by [B, L, n] positions."""
         flat = by.flatten(0, 1)
-        parts = self._rotary(torch.empty(0, device=by.device), flat)  # read for its dtype and device
-        cos, sin = (part.unflatten(0, by.shape[:2]) / self._rotary.attention_scaling for part in parts)
+        parts = self._rotary(torch.empty(0, device=by.device), flat, *self._kind)  # read for its dtype and device
+        cos, sin = (part.unflatten(0, by.shape[:2]) / self._scaling for part in parts)
         return cos, sin
 
     def turn(self, vectors: torch.Tensor, angles: Angles) -> torch.Tensor:
@@ -328,6 +459,30 @@ class RotaryOf:
         cos, sin = (part.flatten(0, 1) for part in angles)
         turned: torch.Tensor = self._apply(lists, lists[:, :0], cos, sin)[0]
         return turned.view_as(vectors).to(vectors.dtype)
+
+
+class _FirstKey(Exception):
+    """Ends a forward pass of an attention module where it would store a key; as its cache."""
+
+    def update(self, key: torch.Tensor, *_: Any, **__: Any) -> None:
+        """Keep the key."""
+        self.key = key
+        raise self
+
+
+@torch.inference_mode()
+def _turns(attention: Any, rotary: Any, kind: tuple[str, ...]) -> bool:
+    """Whether a layer's keys depend on their position; models tell it in many ways, so it is tried."""
+    weight = next(attention.parameters())
+    hidden = torch.ones(1, 1, attention.config.hidden_size, dtype=weight.dtype, device=weight.device)
+    keys = []
+    for position in (0, 1):
+        angles = rotary(hidden, torch.tensor([[position]], device=hidden.device), *kind)
+        try:
+            attention(hidden, position_embeddings=angles, attention_mask=None, past_key_values=_FirstKey())
+        except _FirstKey as stored:
+            keys.append(stored.key)
+    return not torch.equal(*keys)
 
 
 def _left_padded(padding: torch.Tensor | None, batch: int, columns: int) -> tuple[list[int], list[int]]:
@@ -363,11 +518,42 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     call, _mailbox.call = _mailbox.call, None
+    sinks = kwargs.get("s_aux")
     if call is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    cache, layer = call
-    assert layer == module.layer_idx, "a cache layer was updated out of order"
-    return cache.attend(layer, query, key, value, attention_mask).transpose(1, 2).contiguous(), None
+        own = sdpa_attention_forward if sinks is None else _eager_attention
+        return own(module, query, key, value, attention_mask, **kwargs)
+    for name in ("softcap", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ConfigError(f"{type(module).__name__}: its attention has a {name}, which kvbench does not compute")
+    assert call.layer == module.layer_idx, "a cache layer was updated out of order"
+    if not (_same(key, call.key) and _same(value, call.value)):
+        raise ConfigError(f"{type(module).__name__}: it attends other keys and values than it stores")
+    out = call.cache.attend(call.layer, query, key, value, attention_mask, sinks)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same; of most models they are one."""
+    return one.shape == other.shape and (one.data_ptr() == other.data_ptr() or torch.equal(one, other))
+
+
+def _eager_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The model's own attention, which knows its sinks, under sdpa's mask: True where a query sees a key."""
+    if mask is None and query.shape[2] > 1:  # sdpa's way to say causal
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(
+            ~mask, torch.finfo(query.dtype).min
+        )
+    forward = sys.modules[type(module).__module__].eager_attention_forward
+    return forward(module, query, key, value, mask, **kwargs)[0], None
 
 
 def _mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:

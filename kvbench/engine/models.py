@@ -20,10 +20,12 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -95,7 +97,7 @@ def load(
     if source.gguf is not None:
         model, tokenizer = read_gguf(source.gguf, kind)
         try_out(tokenizer)
-        refuse_unsupported(model.config.to_dict(), source.name)
+        _refuse_unsupported(model.config, source.name)
         model.set_attn_implementation(hf.NAME)
         return _loaded(model.to(where), tokenizer, source, _revision([source.gguf], "gguf"))
     return _pretrained(source, source.path, where, kind, try_out)
@@ -117,12 +119,24 @@ def _random(
     own |= {f"{key}_token_id": getattr(tokenizer, f"{key}_token_id") for key in ("bos", "eos", "pad")}
     with _shape_explained(name):
         model_config = AutoConfig.for_model(**own)
-    refuse_unsupported(model_config.to_dict(), name)
+    _refuse_unsupported(model_config, name)
     try_out(tokenizer)
     # from_config builds each weight in its dtype on its device: no float32 copy of a large shape on the host.
     with _shape_explained(name), _seeded(seed, device), device:
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=hf.NAME)
     return _loaded(model, tokenizer, source, f"dummy-{seed}")
+
+
+def _refuse_unsupported(model_config: PreTrainedConfig, name: str) -> None:
+    """Refuse a model that kvbench would run wrong, by its config and by its class.
+
+    Raises:
+        ConfigError: names the model and why.
+    """
+    refuse_unsupported(model_config.to_dict(), name)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    if isinstance(kind, type):
+        hf.refuse_own_attention(kind, name)
 
 
 @contextlib.contextmanager
@@ -162,7 +176,7 @@ def _pretrained(
         refuse_unsupported(hub.config_in(folder, path), source.name)
     with _explained(path):
         model_config = AutoConfig.from_pretrained(where_from, **settings)
-    refuse_unsupported(model_config.to_dict(), source.name)
+    _refuse_unsupported(model_config, source.name)
     revision = _commit(path) if folder is None else hub.stated_revision(folder) or _folder_revision(folder)
     if folder is None:
         settings["revision"] = revision  # the weights are of the commit that the results will name

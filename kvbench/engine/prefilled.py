@@ -45,12 +45,11 @@ class Prefilled:
             `kvbench.measure.fidelity`); None: nobody asked.
     """
 
-    def __init__(
-        self, tokens: torch.Tensor, prompts: dict[int, Prompt], stores: dict[int, LayerStore], seconds: float
-    ) -> None:
-        self.lengths = prompts[0].lengths
+    def __init__(self, tokens: torch.Tensor, prompts: dict[int, Prompt], engine: Engine, seconds: float) -> None:
+        self.lengths = engine.shape.lengths
         self.tokens, self.seconds = tokens, seconds
-        self._prompts, self._stores = prompts, stores
+        self._prompts, self._stores, self._windowed = prompts, engine.stores, engine.windowed
+        self._capacity = engine.capacity
         self.reference: torch.Tensor | None = None
         self._lent: list[LayerStore] = []
 
@@ -62,7 +61,7 @@ class Prefilled:
         """
         if engine.shape.lengths != self.lengths:
             raise ValueError(f"the prefill read prompts of {self.lengths} tokens, the engine expects others")
-        if engine.capacity > self._stores[0].device.reserved:
+        if engine.capacity > self._capacity:
             raise ValueError("the prefill left less room than this engine needs; raise max_new_tokens in prefill_once")
         prompts = {layer: self._seen_by(engine.method, prompt) for layer, prompt in self._prompts.items()}
         for store in self._lent:
@@ -70,6 +69,8 @@ class Prefilled:
         self._lent = []
         for layer, prompt in prompts.items():
             self._lent.append(engine.adopt(layer, self._stores[layer], prompt))
+        for layer, windowed in self._windowed.items():
+            engine.windowed[layer].begin_from(windowed)
 
     @staticmethod
     def _seen_by(method: Method, prompt: Prompt) -> Prompt:
@@ -109,7 +110,7 @@ def prefill_once(
     recorder = Recorder(union(needs))
     engine = Engine(shape, recorder, Budget(None), new_tokens=max_new_tokens)
     tokens = prefill(model, prompts, EngineCache(engine), chunk, not_first=not_first)
-    return Prefilled(tokens, recorder.prompts, engine.stores, time.perf_counter() - start)
+    return Prefilled(tokens, recorder.prompts, engine, time.perf_counter() - start)
 
 
 def union(needs: Iterable[Needs]) -> Needs:

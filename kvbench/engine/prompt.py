@@ -52,12 +52,12 @@ class PromptReader:
         """The chunk that is being read ends the prompt."""
         return self.column + self.width == self.columns
 
-    def observe(self, layer: int, query: torch.Tensor, store: LayerStore) -> None:
+    def observe(self, layer: int, query: torch.Tensor, store: LayerStore, sinks: torch.Tensor | None = None) -> None:
         """Take from a chunk's queries [B, Hq, q, D], whose keys are in the store, what the method needs."""
         if self._needs.query_window:
             self._observe_window(layer, query)
         if self._needs.attention_sums:
-            self._observe_sums(layer, query, store)
+            self._observe_sums(layer, query, store, sinks)
 
     def observe_last(self, layer: int, query: torch.Tensor) -> None:
         """Take the window from the last queries [B, Hq, n, D] of rows of one length, where no chunk was read.
@@ -102,11 +102,11 @@ class PromptReader:
             if first < last:
                 window[row, :, first - start : last - start] = query[row, :, first - self.column : last - self.column]
 
-    def _observe_sums(self, layer: int, query: torch.Tensor, store: LayerStore) -> None:
+    def _observe_sums(self, layer: int, query: torch.Tensor, store: LayerStore, sinks: torch.Tensor | None) -> None:
         """Add to the sums [B, Hq, columns] what this chunk's own queries give to every key so far."""
         if layer not in self._sums:
             self._sums[layer] = query.new_zeros(*query.shape[:2], self.columns, dtype=torch.float32)
-        received = attention_received(query, store, self.column, self.offsets, self.lengths, self._scaling)
+        received = attention_received(query, store, self.column, self.offsets, self.lengths, self._scaling, sinks)
         self._sums[layer][..., : received.shape[2]] += received
 
     def _aligned_token_ids(self) -> torch.Tensor:
