@@ -75,6 +75,29 @@ def check(cfg: DictConfig, here: bool = True) -> None:
         ConfigError: one line that names the first bad key, its value and what would be right.
         ResultsError: the results there are of another format.
     """
+    run, source, shape = check_setup(cfg, here)
+    lengths = _token_lengths(run["task"])
+    _check_window(run, shape, source, lengths)
+    if lengths:
+        _budget(run).check_prompt(min(lengths))
+    _check_results_dir(run["results_dir"])
+    refuse_other_formats(run["results_dir"], run["task"]["name"], source.name, arm_name(run))
+    if here:
+        _check_task(run["task"])
+
+
+def check_setup(cfg: DictConfig, here: bool = True) -> tuple[dict[str, Any], hub.ModelSource, Mapping[str, Any]]:
+    """Refuse a composed config whose model, method, budget or protocol cannot run, whatever its task is.
+
+    Args:
+        cfg, here: as for `check`.
+
+    Returns:
+        The config, resolved, where its model comes from, and the model's shape as far as it is known.
+
+    Raises:
+        ConfigError: as `check`.
+    """
     _check_keys(OmegaConf.to_container(cfg))
     try:
         run: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -87,16 +110,12 @@ def check(cfg: DictConfig, here: bool = True) -> None:
     _check_protocol(run, shape, source)
     if run["attention"] == "flashinfer" and (reason := next(_no_flashinfer(run, shape, here), None)):
         raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
-    lengths = _token_lengths(run["task"])
-    _check_window(run, shape, source, lengths)
-    _check_budget(run, lengths)
-    _check_results_dir(run["results_dir"])
-    refuse_other_formats(run["results_dir"], run["task"]["name"], source.name, arm_name(run))
+    _budget(run)
     if here:
-        _check_task(run["task"])
         _check_device(run["device"])
         if source.path is not None and source.gguf is None and source.folder is None:
             hub.refuse_out_of_reach(source.path)
+    return run, source, shape
 
 
 def _check_keys(run: Any) -> None:
@@ -281,11 +300,9 @@ def _check_window(run: Any, shape: Mapping[str, Any], source: hub.ModelSource, l
         )
 
 
-def _check_budget(run: Any, lengths: list[int]) -> None:
+def _budget(run: Any) -> Budget:
     protocol = run["protocol"]
-    budget = Budget.of(run["budget"], run["method"], protocol["accounting"], protocol["generated"])
-    if lengths:
-        budget.check_prompt(min(lengths))
+    return Budget.of(run["budget"], run["method"], protocol["accounting"], protocol["generated"])
 
 
 def _check_results_dir(results_dir: Any) -> None:

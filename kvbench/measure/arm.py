@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from kvbench import hub
 from kvbench.budget import Budget
@@ -25,16 +27,41 @@ from kvbench.tasks import Given, Sample, Task
 
 
 @dataclass
-class Arm:
-    """Model x method x budget x task under a protocol: all that a run's samples share."""
+class Setup:
+    """Model x method x budget under a protocol: all that generates, whatever it is asked."""
 
     config: dict[str, Any]
     protocol: Protocol
     loaded: models.Loaded
     method: Method
     budget: Budget
-    task: Task
     dense_layers: tuple[int, ...]
+
+    def engine(
+        self, rows: Sequence[Sequence[int]], new_tokens: int, sample: str = "", kind: type[Engine] = Engine
+    ) -> Engine:
+        """A fresh engine for the prompts `rows`, with room for so many new tokens; seeds derive from `sample`."""
+        return engine_for(
+            self.loaded.model,
+            [len(row) for row in rows],
+            self.method,
+            self.budget,
+            self.dense_layers,
+            self.loaded.tokenizer,
+            kind,
+            new_tokens=new_tokens,
+            attention=self.config["attention"],
+            seed=self.config["seed"],
+            sample=sample,
+            probe_every=self.config["probe"]["every"],
+        )
+
+
+@dataclass
+class Arm(Setup):
+    """A setup and its task: all that a run's samples share."""
+
+    task: Task
 
 
 @dataclass(frozen=True)
@@ -152,20 +179,8 @@ def _generated(
 ) -> tuple[Generation, Engine, dict[str, Any]]:
     """The generation of a sample, its engine, and what else its record tells."""
     sample, model = prompt.sample, arm.loaded.model
-    settings: dict[str, Any] = {
-        "attention": arm.config["attention"],
-        "seed": arm.config["seed"],
-        "sample": sample.id,
-        "probe_every": arm.config["probe"]["every"],
-    }
-    if sample.timed and sample.timed.keys == "synthetic_attention":
-        settings["kind"] = SyntheticEngine
-
-    def make(rows: Sequence[Sequence[int]], new_tokens: int) -> Engine:
-        lengths = [len(row) for row in rows]
-        own = (arm.method, arm.budget, arm.dense_layers, arm.loaded.tokenizer)
-        return engine_for(model, lengths, *own, new_tokens=new_tokens, **settings)
-
+    synthetic = sample.timed and sample.timed.keys == "synthetic_attention"
+    make = partial(arm.engine, sample=sample.id, kind=SyntheticEngine if synthetic else Engine)
     if sample.timed:
         # a share of a shorter prompt may be less than the method can do with
         rehearsed = len(prompt.ids) if isinstance(arm.budget.size, float) else latency.REHEARSED
@@ -177,7 +192,7 @@ def _generated(
             arm.protocol.prefill_chunk,
             progress,
             rehearsed,
-            probed=bool(settings["probe_every"]),
+            probed=bool(arm.config["probe"]["every"]),
         )
     if sample.given:
         return _compared(arm, prompt, sample.given, make, progress, prefilled)
@@ -239,15 +254,22 @@ def stops(loaded: models.Loaded, sample: Sample) -> dict[str, Any]:
         ids.add(tokenizer(sample.end_token, add_special_tokens=False)["input_ids"][-1])
         found["not_first"] = ids
     if sample.stop:
-        # A stop may begin inside a token, so texts are compared; the last tokens hold what the newest one completed.
-        tail = max(map(len, sample.stop)) + 8
-
-        def ends(tokens: Sequence[int]) -> bool:
-            text = tokenizer.decode(list(tokens[-tail:]), skip_special_tokens=True)
-            return any(stop in text for stop in sample.stop)
-
-        found["ends"] = ends
+        found["ends"] = ends_at(tokenizer, sample.stop)
     return found
+
+
+def ends_at(
+    tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], skip_special_tokens: bool = True
+) -> Callable[[Sequence[int]], bool]:
+    """Whether an output ends with its newest token, as `generate` asks: once its text holds one of `stops`."""
+    # A stop may begin inside a token, so texts are compared; the last tokens hold what the newest one completed.
+    tail = max(map(len, stops), default=0) + 8
+
+    def ends(tokens: Sequence[int]) -> bool:
+        text = str(tokenizer.decode(list(tokens[-tail:]), skip_special_tokens=skip_special_tokens))
+        return any(stop in text for stop in stops)
+
+    return ends
 
 
 def is_failed_sample(error: Exception) -> bool:
