@@ -52,6 +52,7 @@ ONE_OF = {
 # The lowest value of each whole number, and whether null will do.
 LOWEST = {
     "seed": (0, False),
+    "batch": (1, False),
     "probe.every": (0, False),
     "threads": (1, True),
     "task.limit": (1, True),
@@ -178,8 +179,20 @@ def _check_values(run: Any) -> None:
             raise ConfigError(f"{key}={show(given[key])}: expected true | false")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(run["device"])):
         raise ConfigError(f"device={show(run['device'])}: expected auto | cpu | cuda | cuda:N")
+    if run["batch"] > 1 and (reason := next(_no_batch(run), None)):
+        raise ConfigError(f"batch={run['batch']}: {reason}; expected 1")
     for group in ("method", "task"):
         check_valid(group, run[group], run[group].get("valid") or {})
+
+
+def _no_batch(run: Any) -> Iterator[str]:
+    """What keeps the samples of a run from being generated together."""
+    if run["task"].get("one_by_one"):
+        yield f"task={run['task']['name']} measures each sample by itself"
+    if run["probe"]["every"]:
+        yield f"probe.every={run['probe']['every']} compares each sample by itself"
+    if run["protocol"]["question_as_decode"]:
+        yield "protocol.question_as_decode=true reads each question by itself"
 
 
 def _check_method(method: Mapping[str, Any]) -> None:

@@ -81,12 +81,16 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         self.setup: Setup = set_up(config, Prompts(0))
         loaded = self.setup.loaded
         options["max_length"] = options.get("max_length") or loaded.window
-        # It tells at length that a model which it did not load itself is not its own.
-        logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
-        super().__init__(loaded.model, "causal", tokenizer=loaded.tokenizer, batch_size=batch_size, **options)
+        logger = logging.getLogger(HFLM.__module__)
+        logger.disabled = True  # it tells at length that a model which it did not load itself is not its own
+        try:
+            super().__init__(loaded.model, "causal", tokenizer=loaded.tokenizer, batch_size=batch_size, **options)
+        finally:
+            logger.disabled = False
         self._parameters = loaded.model.num_parameters()
         pack(loaded.model)  # now that it has tied the weights
         self._audits: dict[str, list[Mapping[str, Any]]] = {}
+        self._broken = False
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval's results say of the model: under "kvbench" what generated, and what was attended and moved.
@@ -113,10 +117,11 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         }
 
     def _note(self, asked: str, generation: Generation, broken: str | None) -> None:
-        """Keep a generation's audit, if it had a step to audit."""
+        """Keep a generation's audit, if it had a step to audit; the first that broke the method's rule is told."""
         if generation.step_ms:
             self._audits.setdefault(asked, []).append(generation.audit)
-        if broken is not None:
+        if broken is not None and not self._broken:
+            self._broken = True
             log.warning("over_rule: %s", broken)
 
     # -- generating ------------------------------------------------------------------------------------------------
@@ -144,7 +149,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             ends=ends_at(tokenizer, stop, skip_special_tokens=False),
             prefill_chunk=setup.protocol.prefill_chunk,
         )
-        self._note("generate_until", generation, engine.audit.broken)
+        self._note("generate_until", generation, engine.audit.broken())
         longest = max(map(len, generation.tokens))
         padded = [tokens + [tokenizer.pad_token_id] * (longest - len(tokens)) for tokens in generation.tokens]
         return torch.cat([context, torch.tensor(padded, device=context.device)], dim=1)
@@ -217,7 +222,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             generation = generate(
                 model, rows, engine, max_new_tokens=new_tokens, given=now, prefilled=prefilled, watch=likelihoods
             )
-            self._note("loglikelihood", generation, engine.audit.broken)
+            self._note("loglikelihood", generation, engine.audit.broken())
             for row, own in enumerate(asked):
                 if turn < len(own):
                     if len(contexts[row]) == 1:

@@ -21,7 +21,7 @@ from kvbench.engine import models
 from kvbench.engine.footprint import Prompts, footprint, free_memory, refuse_too_large
 from kvbench.engine.packed import pack
 from kvbench.measure import machine
-from kvbench.measure.arm import Arm, Setup, measure, prompt_of
+from kvbench.measure.arm import Arm, Setup, batches, measure, prompt_of
 from kvbench.measure.protocol import Protocol
 from kvbench.method import Method
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
@@ -72,19 +72,18 @@ def run(cfg: DictConfig, shard: Shard = WHOLE) -> dict[str, Any]:
         work = work_of(arm, config["task"].get("limit"), folder.done, shard)
         folder.expect(work.whole)
         with progress(console, work.total, work.done) as report:
-            for sample in work.samples:
-                prompt = prompt_of(arm, sample)
+            for batch in batches(work.samples, config["batch"]):
+                prompts = [prompt_of(arm, sample) for sample in batch]
                 report.begin()
-                record = measure(arm, prompt, report.tokens)
-                folder.add(record, report.share + work.share(sample))
-                report.sample(record, work.share(sample))
-                if _attends_whole(arm, record):
-                    tokens = f"the {record['prompt_tokens']} tokens of {record['id']}"
-                    report.once("whole", f"budget=null: the method attends {tokens} whole (said once)")
-                if sample.chat and not record["chat"] and arm.protocol.chat == "auto":
-                    report.once(
-                        "chat", "protocol.chat=auto: the tokenizer has no chat template, prompts are raw (said once)"
-                    )
+                for sample, record in zip(batch, measure(arm, prompts, report.tokens), strict=True):
+                    folder.add(record, report.share + work.share(sample))
+                    report.sample(record, work.share(sample))
+                    if _attends_whole(arm, record):
+                        tokens = f"the {record['prompt_tokens']} tokens of {record['id']}"
+                        report.once("whole", f"budget=null: the method attends {tokens} whole (said once)")
+                    if sample.chat and not record["chat"] and arm.protocol.chat == "auto":
+                        told = "protocol.chat=auto: the tokenizer has no chat template, prompts are raw (said once)"
+                        report.once("chat", told)
         summary = concluded(folder, work, arm)
     if not summary:
         console.print(f"shard {shard} is done; others still have samples to run: {folder.path}", soft_wrap=True)
@@ -227,7 +226,8 @@ def largest_prompts(config: Config) -> Prompts:
     lengths = task.get("lengths") if task.get("unit", "tokens") == "tokens" else None
     tokens = max(lengths) + (task.get("new_tokens") or 0) if lengths else 0
     rows = task.get("batch")
-    return Prompts(tokens, max(rows) if isinstance(rows, list) else 1, config["protocol"]["prefill_chunk"])
+    most = max(rows) if isinstance(rows, list) else config["batch"]
+    return Prompts(tokens, most, config["protocol"]["prefill_chunk"])
 
 
 def refuse_no_room(config: Config, method: Method, prompts: Prompts) -> None:
