@@ -147,8 +147,8 @@ def tensors(*sizes: Sequence[int], seed: int = 0) -> list[torch.Tensor]:
 
 
 def filled_store(kv_heads: int, head_dim: int = 8, dtype: torch.dtype = torch.float32) -> LayerStore:
-    """Two rows of 21 and 13 tokens of which some are gone: slots are not ids."""
-    store = LayerStore(2, kv_heads, head_dim, 30, dtype, torch.device("cpu"))
+    """Two rows of 21 and 13 tokens of which some are gone: slots are not ids, and one row has more pages."""
+    store = LayerStore(2, kv_heads, head_dim, 28, dtype, torch.device("cpu"))
     key, value = tensors((2, kv_heads, 20, head_dim), (2, kv_heads, 20, head_dim), seed=1)
     store.write_prompt(key, value, 0, [0, 0])
     store.seal_prompt([20, 12])
@@ -189,18 +189,17 @@ def by_the_formula(query: torch.Tensor, store: LayerStore, selection: Selection,
     group = query.shape[1] // store.kv_heads
     kv_head = head // group
     of_head = {1: 0, store.kv_heads: kv_head, query.shape[1]: head}[selection.index.shape[1]]
-    assert store.device.ids is not None
-    ids = store.device.ids[row, kv_head].tolist()
+    ids, stored_keys, stored_values = store.device.tokens(row, kv_head)
     logits, values = [], []
     for rank, token in enumerate(selection.index[row, of_head].tolist()):
         if token < 0:
             continue
-        slot = ids.index(token)
-        key = store.device.key[row, kv_head, slot] if selection.keys is None else selection.keys[row, kv_head, rank]
+        slot = ids.tolist().index(token)
+        key = stored_keys[slot] if selection.keys is None else selection.keys[row, kv_head, rank]
         logits.append(0.3 * torch.dot(query[row, head, 0].float(), key.float()))
         if selection.log_weight is not None:
             logits[-1] = logits[-1] + selection.log_weight[row, head, rank]
-        values.append(store.device.value[row, kv_head, slot])
+        values.append(stored_values[slot])
     if selection.extra is not None:
         for entry in range(selection.extra.key.shape[2]):
             logit = 0.3 * torch.dot(query[row, head, 0].float(), selection.extra.key[row, kv_head, entry].float())
@@ -447,8 +446,10 @@ def poison_stores(engine: Engine) -> None:
     """Fill every slot that holds no token, of the home tier."""
     for store in engine.stores.values():
         if store.host is None:
-            unused = torch.arange(store.device.capacity) >= store.device.used[..., None]
-            key, value = store.device.key, store.device.value
+            key, value = store.device.pool
+            unused = torch.ones(len(key), dtype=torch.bool)
+            for first, used in zip(store.device.first.view(-1), store.device.used.view(-1), strict=True):
+                unused[first : first + used] = False
         else:
             unused = torch.ones_like(store.host.present).scatter(2, store.host.slot_of, ~store.host.present)
             key, value = store.host.key, store.host.value
@@ -737,6 +738,7 @@ def test_the_audit_counts_what_unequal_heads_hold_and_what_they_take(dtype: torc
     driven = drive(fixed, HeadBudgets(), None)
     token = 2 * fixed.keys.shape[4] * dtype.itemsize
     assert driven.audit["device_kv_bytes"] == 2 * 2 * (100 + 8 + 2 * 4) * token
-    stored = [block for store in driven.engine.stores.values() for block in (store.device.key, store.device.value)]
-    taken = sum(block.untyped_storage().nbytes() for block in stored)
-    assert driven.audit["device_kv_allocated_bytes"] == taken == 2 * 2 * 2 * whole_pages(100 + 4) * token
+    stored = [part for store in driven.engine.stores.values() for part in store.device.pool]
+    taken = sum(part.untyped_storage().nbytes() for part in stored)
+    held = 2 * 2 * (whole_pages(100 + 4) + whole_pages(8 + 4)) * token
+    assert driven.audit["device_kv_allocated_bytes"] == taken == held

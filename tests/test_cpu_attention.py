@@ -40,8 +40,8 @@ def store_of(tokens: int, *, heads: int = 2, head_dim: int = 16, dtype: Any = to
 
 def query_of(store: LayerStore, group: int = 3) -> torch.Tensor:
     rng = torch.Generator().manual_seed(1)
-    _, heads, _, head_dim = store.device.key.shape
-    return torch.randn(1, heads * group, 1, head_dim, generator=rng).to(store.device.key.dtype)
+    like = store.device.pool.key
+    return torch.randn(1, store.kv_heads * group, 1, like.shape[1], generator=rng).to(like.dtype)
 
 
 def agrees(store: LayerStore, selection: Selection | None, group: int = 3, **near: float) -> None:

@@ -20,6 +20,7 @@ from kvbench.attention.executor import reference
 from kvbench.attention.flashinfer import PLANS, FlashInfer, Plan, planned
 from kvbench.attention.torch import attend, prefill
 from kvbench.config import ConfigError
+from kvbench.memory.slots import Pool
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
 
@@ -40,11 +41,8 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shape_of(store: LayerStore, query_heads: int) -> Shape:
-    key = store.device.key
-    batch, kv_heads, _, head_dim = key.shape
-    lengths = tuple(store.lengths)
-    assert len(lengths) == batch
-    return Shape(1, query_heads, kv_heads, head_dim, lengths, key.dtype, key.device, SCALE, (0,))
+    key, lengths = store.device.pool.key, tuple(store.lengths)
+    return Shape(1, query_heads, store.kv_heads, key.shape[1], lengths, key.dtype, key.device, SCALE, (0,))
 
 
 def filled(
@@ -69,16 +67,17 @@ def filled(
 
 def random(rng: torch.Generator, store: LayerStore, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [B, Hkv, tokens, D]."""
-    like = store.device.key
-    size = (*like.shape[:2], tokens, like.shape[3])
+    like = store.device.pool.key
+    size = (*store.device.used.shape, tokens, like.shape[1])
     key, value = (torch.randn(size, generator=rng).to(like.dtype).to(like.device) for _ in range(2))
     return key, value
 
 
 def queries(store: LayerStore, query_heads: int = HEADS[0], seed: int = 7) -> torch.Tensor:
     rng = torch.Generator().manual_seed(seed)
-    size = (store.device.key.shape[0], query_heads, 1, store.device.key.shape[3])
-    return (2 * torch.randn(size, generator=rng)).to(store.device.key.dtype).to(store.device.key.device)
+    like = store.device.pool.key
+    size = (len(store.lengths), query_heads, 1, like.shape[1])
+    return (2 * torch.randn(size, generator=rng)).to(like.dtype).to(like.device)
 
 
 def some(store: LayerStore, heads: int, count: int, seed: int = 0) -> torch.Tensor:
@@ -87,7 +86,7 @@ def some(store: LayerStore, heads: int, count: int, seed: int = 0) -> torch.Tens
     rows = []
     for row, length in enumerate(store.lengths):
         for head in range(heads):
-            kv_head = head * store.device.key.shape[1] // heads
+            kv_head = head * store.kv_heads // heads
             there = store.everything(row, kv_head)[0] if heads > 1 else torch.arange(length)
             ids = there[torch.randperm(len(there), generator=rng)][:count]
             ids = ids[: int(torch.randint(1, count + 1, (), generator=rng))]
@@ -180,27 +179,24 @@ def test_half_precision_agrees_within_its_rounding(dtype: torch.dtype, head_dim:
         torch.testing.assert_close(out, expected, rtol=0, atol=0.02)
 
 
-def test_single_tokens_and_pages_are_numbered_by_row_and_head() -> None:
-    """Out of a block whose values say where they lie, a list of one token is that token."""
-    batch, kv_heads, slots = 2, 3, 32
-    place = torch.arange(batch * kv_heads * slots, dtype=torch.float16)
-    value = place.view(batch, kv_heads, slots, 1).repeat(1, 1, 1, 64)
+def test_tokens_and_pages_are_numbered_in_the_pool() -> None:
+    """Out of a pool whose values say where they lie, a list of one token is that token."""
+    value = torch.arange(192, dtype=torch.float16)[:, None].repeat(1, 64)
+    pool = Pool(value, value)
     shape = Shape(1, 6, 3, 64, (20, 20), torch.float16, torch.device("cpu"), 1.0, (0,))
-    asked = torch.tensor([[7], [0], [31], [1], [2], [3]])
-    single = Plan(shape, 6, 2, 64, 1, 1.0)
-    single.write(asked, slots)
-    out = single.attend(torch.zeros(2, 6, 1, 64, dtype=torch.float16), value, value, 1)
-    expected = asked[:, 0] + slots * torch.arange(6)
-    assert torch.equal(out[..., 0, 0].view(6, 2), expected[:, None].expand(6, 2).half())
-    pages = Plan(shape, 6, 2, slots // 16, 16, 1.0)
-    out = pages.attend(torch.zeros(2, 6, 1, 64, dtype=torch.float16), value, value, 1)
-    assert torch.equal(out[..., 0, 0].view(6, 2)[:, 0], (slots * torch.arange(6)).half())
+    asked = torch.tensor([[7], [0], [191], [33], [66], [99]])
+    for page in (1, 16):
+        plan = Plan(shape, 6, 2, 64 // page, page, 1.0)
+        plan.write(asked // page)
+        out = plan.attend(torch.zeros(2, 6, 1, 64, dtype=torch.float16), pool, 1)
+        assert torch.equal(out[..., 0, 0].view(6, 2), (asked // page * page).expand(6, 2).half())
 
 
 def test_list_without_tokens_gives_zeros() -> None:
     shape = Shape(1, 2, 2, 64, (9,), torch.float16, torch.device("cpu"), 1.0, (0,))
     block = torch.ones(1, 2, 4096, 64, dtype=torch.float16)
-    out = Plan(shape, 2, 1, 256, 16, 1.0).attend(block[:, :, :1], block, block, torch.tensor([[0, 4096]]))
+    plan = Plan(shape, 2, 1, 256, 16, 1.0)
+    out = plan.attend(block[:, :, :1], Pool.of(block, block), torch.tensor([[0, 4096]]))
     assert out[0, :, 0, 0].tolist() == [0, 1]
 
 
@@ -247,18 +243,18 @@ def test_twin_refuses_what_the_kernels_would_read_wrong() -> None:
     plan = Plan(shape, 1, 1, 512, 1, 1.0)
 
     def attend(length: int) -> None:
-        plan.attend(block[:, :, :1], block, block, length)
+        plan.attend(block[:, :, :1], Pool.of(block, block), length)
 
     attend(512)
     with pytest.raises(IndexError, match="513 tokens long, 512 were planned"):
         attend(513)
     with pytest.raises(IndexError, match="-1 tokens long, 4294967295 as the kernel reads it"):
         attend(-1)
-    plan.write(torch.tensor([[512]]), 512)
+    plan.write(torch.tensor([[512]]))
     with pytest.raises(IndexError, match="not one of 512"):
         attend(1)
     plan._wrapper._kernel.tensor_cores = False
-    plan.write(torch.tensor([[3]]), 512)
+    plan.write(torch.tensor([[3]]))
     with pytest.raises(IndexError, match="starts behind its end"):
         attend(1)
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvbench.memory.slots import NO_TOKEN, PAGE
+from kvbench.memory.slots import NO_TOKEN, whole_pages
 from kvbench.memory.store import LayerStore
 from kvbench.memory.tiers import DEVICE, DROPPED, HOST
 
@@ -115,7 +115,7 @@ class StoreMachine(RuleBasedStateMachine):
         return [token for token, tier in enumerate(self.tiers[row][head]) if tier in tiers]
 
     def pointers(self) -> tuple[int, int]:
-        return self.store.device.key.data_ptr(), self.store.device.value.data_ptr()
+        return self.store.device.pool.key.data_ptr(), self.store.device.pool.value.data_ptr()
 
     def brought_up(self, row: int, head: int, tokens: set[int]) -> int:
         """Entries of one head that a gather of `tokens` moves; they and no others are staged afterwards."""
@@ -125,7 +125,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.staged[row][head] = wanted
         return len(moving)
 
-    appended = False
+    appended = evicted = False
 
     def draw_index(self, data: st.DataObject, *, repeats: bool, tiers: tuple[int, ...] = (DEVICE, HOST)) -> Any:
         """Ids [B, Hkv, M] of tokens that are still there, other ones for every head, -1 anywhere."""
@@ -253,7 +253,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.keep(torch.stack([index.masked_fill(column == own, -1) for own in (0, 1)], dim=2).flatten(1, 2))
         else:
             self.store.keep(index if index[:, :1].ne(index).any() else index[:, :1])
-        self.block = self.pointers()
+        self.block, self.evicted = self.pointers(), True
         for row, head in self.every_head():
             kept = self.named(index, row, head)
             self.staged[row][head], self.staged_slots = set(), 0
@@ -386,10 +386,11 @@ class StoreMachine(RuleBasedStateMachine):
         if self.grows:
             return
         assert self.pointers() == self.block, "only keep may take new memory"
-        most = max(len(self.tokens_in(r, h, DEVICE)) for r, h in self.every_head())
-        slots = most + self.room if self.home == "device" else 0
-        whole_pages = sum(-(-count // PAGE) * PAGE for count in (slots, self.staged_slots))
-        assert self.store.allocated_bytes() == len(self.every_head()) * whole_pages * ENTRY
+        held = [len(self.tokens_in(r, h, DEVICE)) for r, h in self.every_head()]
+        if not self.evicted:
+            held = [max(held)] * len(held)  # each row takes as much as the longest
+        slots = [max(count + self.room, 1) if self.home == "device" else 0 for count in held]
+        assert self.store.allocated_bytes() == sum(map(whole_pages, slots + [self.staged_slots] * len(held))) * ENTRY
 
 
 # -- unequal KV heads --------------------------------------------------------------------------------------------------
@@ -406,7 +407,7 @@ def bytes_of_tensors(dtype: torch.dtype) -> int:
 @pytest.mark.parametrize("on_drop", ["discard", "offload"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_heads_of_unequal_length_take_what_is_said_to_be_allocated(dtype: torch.dtype, on_drop: Any) -> None:
-    """200, 8, 8 and 8 tokens of 256 take four times 200, with the free slots: blocks are as wide as the widest head."""
+    """200, 8, 8 and 8 tokens of 256 take that, four free slots each, and what is left of each one's last page."""
     before, entry = bytes_of_tensors(dtype), 2 * 16 * dtype.itemsize
     store = LayerStore(1, 4, 16, 260, dtype, torch.device("cpu"), on_drop=on_drop)
     store.write_prompt(torch.zeros(1, 4, 256, 16, dtype=dtype), torch.zeros(1, 4, 256, 16, dtype=dtype), 0, [0])
@@ -419,7 +420,19 @@ def test_heads_of_unequal_length_take_what_is_said_to_be_allocated(dtype: torch.
     assert store.resident_bytes() == (200 + 3 * 8) * entry
     on_host = 0 if store.host is None else 2 * store.host.key.untyped_storage().nbytes()
     assert store.allocated_bytes() == bytes_of_tensors(dtype) - before - on_host
-    assert store.allocated_bytes() == 4 * (200 + 4 + 4) * entry, "tokens, slots of four to come, and those of a page"
+    assert store.allocated_bytes() == (208 + 3 * 16) * entry
+
+
+def test_a_head_that_keeps_nothing_is_asked_for_nothing() -> None:
+    store = LayerStore(1, 2, 16, 40, torch.float32, torch.device("cpu"))
+    store.write_prompt(torch.ones(1, 2, 40, 16), torch.ones(1, 2, 40, 16), 0, [0])
+    store.seal_prompt([40])
+    index = torch.full((1, 2, 20), -1)
+    index[0, 0] = torch.arange(20)
+    store.keep(index)
+    store.check_integrity()
+    key, _ = store.gather(index)
+    assert torch.equal(key[0, 0], torch.ones(20, 16)) and bool(key.isfinite().all())
 
 
 # -- the check itself --------------------------------------------------------------------------------------------------
@@ -443,6 +456,15 @@ def evicted(on_drop: str) -> LayerStore:
     return store
 
 
+def uneven() -> LayerStore:
+    """The same with 17 tokens of one KV head, and one or none of the others."""
+    store = small_store()
+    index = torch.full((2, 2, 17), -1)
+    index[0, 0], index[:, 1, 0] = torch.arange(17), 3
+    store.keep(index)
+    return store
+
+
 DAMAGES: dict[str, tuple[Callable[[], LayerStore], Callable[[Any], object]]] = {
     "used without a token": (lambda: evicted("discard"), lambda store: store.device.used.add_(1)),
     "used beyond what was seen": (small_store, lambda store: store.device.used.add_(1)),
@@ -453,9 +475,11 @@ DAMAGES: dict[str, tuple[Callable[[], LayerStore], Callable[[Any], object]]] = {
     "a token twice": (lambda: evicted("discard"), lambda store: store.device.ids[0, 1, 0:1].fill_(4)),
     "a token of no row": (lambda: evicted("discard"), lambda store: store.device.ids[1, 1, 2:3].fill_(12)),
     "a token lost": (small_store, lambda store: store.device.used.sub_(1)),
-    "not finite": (small_store, lambda store: store.device.value[1, 1, 23:24].fill_(torch.nan)),
-    "half a page": (small_store, lambda store: (cut(store.device, "key"), cut(store.device, "value"))),
+    "not finite": (small_store, lambda store: store.device.pool.value[-1:].fill_(torch.nan)),
+    "half a page": (small_store, lambda store: store.device.room.sub_(8)),
     "keys without values": (small_store, lambda store: cut(store.device, "value")),
+    "slots of nobody": (small_store, lambda store: (cut(store.device, "key"), cut(store.device, "value"))),
+    "too little room": (uneven, lambda store: store.device.room[0].copy_(store.device.room[0].flip(0))),
     "two tiers": (lambda: evicted("offload"), lambda store: store.host.present[0, 1, 4:5].fill_(True)),
     "no tier": (lambda: evicted("offload"), lambda store: store.host.present[0, 1, 5:6].fill_(False)),
     "no home": (lambda: small_store("host"), lambda store: store.host.present[0, 1, 9:10].fill_(False)),
@@ -468,7 +492,7 @@ DAMAGES: dict[str, tuple[Callable[[], LayerStore], Callable[[Any], object]]] = {
 
 
 def cut(tier: Any, name: str) -> None:
-    setattr(tier, name, getattr(tier, name)[:, :, :-8])
+    tier.pool = tier.pool._replace(**{name: getattr(tier.pool, name)[:-8]})
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -47,7 +47,8 @@ def attend(
     probabilities: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `kvbench.attention.executor.Executor`."""
-    if selection is None and int(store.device.used.sum()) * store.device.entry_bytes < WORTH_STREAMING:
+    size = int(store.device.used.sum()) * store.device.entry_bytes
+    if selection is None and size < WORTH_STREAMING and store.device.even:
         return torch_executor.attend(query, store, None, scaling, probabilities)
     asked = query.float() * scaling
     if selection is None:
@@ -61,8 +62,8 @@ def _attend_resident(
     query: torch.Tensor, store: LayerStore, probabilities: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output [B, Hkv, G, D] and probabilities [B, Hq, n], n = most used slots, for all slots that are used."""
-    longest = store.resident()[0].shape[2]
     batch, query_heads, _, head_dim = query.shape
+    longest = int(store.device.used.max())
     heads = store.kv_heads
     work = _Work(
         query.reshape(batch * heads, -1, head_dim),
@@ -70,12 +71,13 @@ def _attend_resident(
         longest if probabilities else 0,
     )
     device = store.device
-    _check(device.key, device.value)
-    blocks = device.capacity, device.key.data_ptr(), device.value.data_ptr(), STORED[device.key.dtype]
-    used = device.used.view(-1).numpy()
+    _check(*device.pool)
+    key, value = device.pool
+    used, first = device.used.view(-1).numpy(), device.first.view(-1).numpy()
+    pool = first, key.data_ptr(), value.data_ptr(), STORED[key.dtype]
 
     def part(claims: Claims) -> bool:
-        kernels.attend_resident(claims, work.pieces, work.query, used, *blocks, *work.results)
+        kernels.attend_resident(claims, work.pieces, work.query, used, *pool, *work.results)
         return True
 
     work.run(part, int(used.sum()) * device.entry_bytes)
@@ -91,7 +93,7 @@ def _attend_lists(
         LookupError: as `LayerStore.locate`.
     """
     batch, query_heads, _, head_dim = query.shape
-    index, heads, dtype = selection.index.contiguous(), store.kv_heads, store.device.key.dtype
+    index, heads, dtype = selection.index.contiguous(), store.kv_heads, store.device.pool.key.dtype
     count, lists = index.shape[2], max(index.shape[1], heads)
     extra = selection.extra
     extras = 0 if extra is None else extra.key.shape[2]
@@ -135,10 +137,10 @@ def _bias(selection: Selection, batch: int, query_heads: int) -> torch.Tensor:
 def _device(store: LayerStore) -> tuple[Any, ...]:
     """The device tier as `kernels.attend_lists` takes it."""
     device = store.device
-    _check(device.key, device.value)
-    used = device.used.view(-1).numpy()
+    _check(*device.pool)
+    used, first = device.used.view(-1).numpy(), device.first.view(-1).numpy()
     ids = np.empty((len(used), 0), np.int64) if device.ids is None else device.ids.view(len(used), -1).numpy()
-    return device.key.data_ptr(), device.value.data_ptr(), device.capacity, ids, used
+    return device.pool.key.data_ptr(), device.pool.value.data_ptr(), first, ids, used
 
 
 def _host(store: LayerStore) -> tuple[Any, ...]:

@@ -1,9 +1,9 @@
 """The FlashInfer executor: paged attention on a GPU, a list of its own for each KV head, nothing gathered or copied.
 
 Each (row, KV head) is one request with one KV head and its G query heads, or G requests with one query head each where
-query heads choose for themselves. A block [B, Hkv, S, D] is a pool of B * Hkv * S / page pages as it lies. Lists have
-fixed parts of fixed buffers; which tokens stand there, and how many of them count, is written on the device, so that
-no call waits for the GPU.
+query heads choose for themselves. A store's pool [T, D] is T / page pages as it lies. Lists have fixed parts of fixed
+buffers; which tokens stand there, and how many of them count, is written on the device, so that no call waits for the
+GPU.
 
 What the comments here say of FlashInfer is from the source of flashinfer-python 0.6.18.
 """
@@ -19,7 +19,7 @@ import torch
 from kvbench.attention.limits import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
 from kvbench.attention.torch import attend, prefill
 from kvbench.config import first_line
-from kvbench.memory.slots import PAGE
+from kvbench.memory.slots import PAGE, Pool
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
 
@@ -72,9 +72,11 @@ class FlashInfer:
         """Attend all slots filled, in pages of 16 slots in their order."""
         if not store.device.capacity:
             store.resident()  # says why there is nothing to attend
-        batch, kv_heads, slots, _ = store.device.key.shape
-        plan = self._plan(batch * kv_heads, self._shape.group, slots // PAGE, PAGE, scaling)
-        return plan.attend(query, store.device.key, store.device.value, store.device.filled)
+        device = store.device
+        plan = self._plan(device.used.numel(), self._shape.group, device.capacity // PAGE, PAGE, scaling)
+        pages = device.first.view(-1, 1) // PAGE + torch.arange(device.capacity // PAGE, device=device.first.device)
+        plan.write(pages.clamp(max=len(device.pool.key) // PAGE - 1))  # a shorter list's last pages are not attended
+        return plan.attend(query, device.pool, device.filled)
 
     def _selected(self, query: torch.Tensor, store: LayerStore, index: torch.Tensor, scaling: float) -> torch.Tensor:
         """Attend the tokens of index [B, Hs, M], as lists of pages of one token."""
@@ -84,10 +86,10 @@ class FlashInfer:
             index, heads = index.expand(batch, kv_heads, count), kv_heads
         here = store.locate(index.reshape(batch, kv_heads, -1))
         plan = self._plan(batch * heads, self._shape.query_heads // heads, planned(count), 1, scaling)
-        plan.write(here.slots.reshape(batch * heads, count), here.key.shape[2])
+        plan.write(here.slots.reshape(batch * heads, count))
         # -1 is trailing, so that a list is its first part
         lengths = count if here.present is None else here.present.reshape(batch * heads, count).sum(dim=1)
-        return plan.attend(query, here.key, here.value, lengths)
+        return plan.attend(query, here.pool, lengths)
 
     def _plan(self, requests: int, group: int, pages: int, page: int, scaling: float) -> Plan:
         """The plan for these sizes, made where there is none yet; the longest unused one goes when there are many."""
@@ -155,11 +157,8 @@ class Plan:
         device = shape.device
         self._sizes = (requests, group, shape.head_dim)
         self._pages, self._page = pages, page
-        # All pages of a block in their order, until `write` lists others.
-        self._indices = torch.arange(requests * pages, dtype=torch.int32, device=device)
+        self._indices = torch.zeros(requests * pages, dtype=torch.int32, device=device)
         self._last_page_len = torch.empty(requests, dtype=torch.int32, device=device)
-        heads = shape.batch * shape.kv_heads
-        self._head = torch.arange(heads, device=device).repeat_interleave(requests // heads)[:, None]
         # With use_cuda_graph the wrapper keeps to these buffers, and its run() needs nothing of the host.
         self._wrapper: Any = BatchDecodeWithPagedKVCacheWrapper(
             workspace(device),
@@ -184,18 +183,15 @@ class Plan:
             sm_scale=scaling,
         )
 
-    def write(self, slots: torch.Tensor, block: int) -> None:
-        """List tokens by their slots [requests, M] in the blocks, each of `block` slots, of their rows and KV heads."""
-        lists = self._indices.view(len(slots), self._pages)
-        torch.add(slots, self._head, alpha=block, out=lists[:, : slots.shape[1]])
+    def write(self, pages: torch.Tensor) -> None:
+        """List pages [requests, M] of a pool."""
+        self._indices.view(len(pages), self._pages)[:, : pages.shape[1]] = pages
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor | int
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, pool: Pool, lengths: torch.Tensor | int) -> torch.Tensor:
         """Attention of query [B, Hq, 1, D] to the first tokens of each list.
 
         Args:
-            key, value: [B, Hkv, S, D], what the listed pages are numbers in.
+            pool: what the listed pages are numbers in.
             lengths: how many tokens of each list, in any shape; a number: as many of each.
         """
         before = (self._pages - 1) * self._page  # tokens of all pages but the last
@@ -203,7 +199,7 @@ class Plan:
             self._last_page_len.fill_(lengths - before)
         else:
             torch.sub(lengths.reshape(-1), before, out=self._last_page_len)
-        pools = tuple(block.view(-1, 1, self._page, block.shape[3]) for block in (key, value))
+        pools = tuple(part.view(-1, 1, self._page, part.shape[1]) for part in pool)
         # enable_pdl would let the kernel start before the one that writes last_page_len has ended, and it reads that
         # before it waits (prefill.cuh, griddepcontrol.wait).
         out = self._wrapper.run(query.reshape(self._sizes), pools, enable_pdl=False)
@@ -245,7 +241,7 @@ def _failure(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
     shape = Shape(1, 1, 1, head_dim, (1,), dtype, device, 1.0, ())
     key = torch.zeros(1, 1, PAGE, head_dim, dtype=dtype, device=device)
     try:
-        Plan(shape, 1, 1, 1, PAGE, 1.0).attend(key[:, :, :1], key, key, 1).cpu()
+        Plan(shape, 1, 1, 1, PAGE, 1.0).attend(key[:, :, :1], Pool.of(key, key), 1).cpu()
     except Exception as error:  # of a compiler, a driver or a GPU too old: whatever it is, it is no error of a run
         return f"does not run here ({first_line(error)})"
     return None

@@ -487,7 +487,7 @@ def pieces_of(count: int, size: int) -> int:
 
 
 @kernel
-def attend_resident(claims, pieces, query, used, capacity, key, value, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
+def attend_resident(claims, pieces, query, used, first, key, value, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
     """Attention over all used slots of each KV head: as many pieces of it as other threads leave.
 
     Args:
@@ -495,9 +495,9 @@ def attend_resident(claims, pieces, query, used, capacity, key, value, stored, l
         pieces: of each list, `DENSE_PIECE` slots each.
         query: [L, R, D], times the scaling; list l is a KV head of a row.
         used: [L] int64, slots of each list that are attended.
-        capacity: slots of each list in the blocks.
-        key, value: addresses of the blocks [L, capacity, D].
-        stored: a number of the blocks' type.
+        first: [L] int64, where the slots of each list begin in the pool.
+        key, value: addresses of the pool [T, D].
+        stored: a number of the pool's type.
         logits: [L, R, n], where they are wanted, else [L, R, 0].
         most, total, sums: [L * pieces, R], the same, and [L * pieces, R, D], written for each piece.
     """
@@ -512,7 +512,7 @@ def attend_resident(claims, pieces, query, used, capacity, key, value, stored, l
         for start in range(piece * DENSE_PIECE, end, BLOCK):
             count = min(BLOCK, end - start)
             for i in range(count):
-                at = (head * capacity + start + i) * row
+                at = (first[head] + start + i) * row
                 keys[i], values[i] = key + at, value + at
             _score(query[head], keys, count, values[:count], block, stored)
             if logits.shape[2]:
@@ -533,8 +533,8 @@ def attend_lists(claims, pieces, query, index, bias, device, host, own, extra, s
         query: [L, R, D], times the scaling; a row of the batch has L / B lists, one for each KV head or more.
         index: [B, 1 or L / B, M] int64 token ids, -1 = none.
         bias: [L, R, M + E], added to the logits, or [L, R, 0].
-        device: addresses of the keys and values [H, S, D] of all H KV heads of all rows, S, the ids in the slots
-            [H, S], or [H, 0] where slot = id, and [H] slots used.
+        device: addresses of the keys and values [T, D] of all H KV heads of all rows, where those of each begin [H],
+            the ids in their slots [H, S], or [H, 0] where slot = id, and [H] slots used.
         host: addresses of the keys and values [H, S', D], S', the slots of the ids [H, S'], and whether a token is
             there [H, S'].
         own: address of keys [H, M, D] in place of the stored ones, or 0.
@@ -597,7 +597,7 @@ def _find(tokens, head, device, host, size, keys, values, rank):  # type: ignore
     Returns:
         How many there are, -1 where one is in neither tier.
     """
-    near_key, near_value, near_slots, ids, used = device
+    near_key, near_value, first, ids, used = device
     far_key, far_value, far_slots, slot_of, present = host
     here = ids[head, : used[head]]
     found, guess = 0, 0
@@ -615,7 +615,7 @@ def _find(tokens, head, device, host, size, keys, values, rank):  # type: ignore
         elif token < used[head]:
             slot = token
         if slot >= 0:
-            at = (head * near_slots + slot) * size
+            at = (first[head] + slot) * size
             keys[found], values[found] = near_key + at, near_value + at
         elif token < far_slots and present[head, token]:
             at = (head * far_slots + slot_of[head, token]) * size

@@ -44,7 +44,7 @@ def _selected(
     """Keys, values [B, Hs, M (+ E), D] with Hs = Hkv or Hq, and a bias that broadcasts over the rows (None: none)."""
     index, kv_heads = selection.index, store.kv_heads
     batch, heads, count = index.shape
-    head_dim = store.device.key.shape[3]
+    head_dim = store.device.pool.key.shape[1]
     if heads == query_heads and heads != kv_heads:
         shared = index.reshape(batch, kv_heads, -1)
     else:

@@ -108,8 +108,7 @@ class Audit:
             lengths: prompt tokens of each row.
             active: rows that were still generating in this step.
             device_bytes, host_bytes: bytes of KV in the two tiers, all layers.
-            allocated_bytes: what the device's take there, all layers: with reserved slots, and with the ones that pad
-                every KV head to the longest.
+            allocated_bytes: what the device's take there, all layers: with reserved slots, and whole pages.
         """
         rows = [row for row, running in enumerate(active) if running]
         lengths = list(lengths)

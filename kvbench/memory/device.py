@@ -1,4 +1,8 @@
-"""The device tier of a layer's store: slots filled in the order of the token ids, in pages a kernel reads in place."""
+"""The device tier of a layer's store: slots filled in the order of the token ids, in pages a kernel reads in place.
+
+All slots are one pool, in which each KV head of each row has room of its own: as much for each, until `keep` leaves
+them unequal numbers of tokens. Then each has what its tokens take, in whole pages.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,12 @@ import torch
 from kvbench.memory.slots import (
     NO_TOKEN,
     PAGE,
+    Pool,
     ascending,
     find,
+    flat,
     index_of,
     more_slots,
-    rows,
     whole_pages,
     with_free_slots,
     with_slots,
@@ -27,19 +32,18 @@ class Located:
     """Where tokens lie on the device.
 
     Attributes:
-        key, value: [B, Hkv, S, D], blocks that hold them all; S is a multiple of `kvbench.memory.slots.PAGE`.
-        slots: [B, Hkv, M] int64, the slot of each token asked for; any where none was.
+        pool: what holds them all.
+        slots: [B, Hkv, M] int64, the pool's slot of each token asked for; any where none was.
         present: [B, Hkv, M] bool, whether one was; None: everywhere.
     """
 
-    key: torch.Tensor
-    value: torch.Tensor
+    pool: Pool
     slots: torch.Tensor
     present: torch.Tensor | None
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the tokens, gathered: [B, Hkv, M, D] each; any finite content where none was asked for."""
-        return rows(self.key, self.slots), rows(self.value, self.slots)
+        return self.pool.at(self.slots)
 
 
 class DeviceTier:
@@ -54,16 +58,18 @@ class DeviceTier:
         grows: the blocks may be reallocated when they are full; else they move in `keep` only.
 
     Attributes:
-        key, value: [B, Hkv, capacity, D].
+        pool: all slots.
+        first: [B, Hkv] int64 on the device, where the room of each KV head begins in the pool.
+        room: [B, Hkv] int64 on the CPU, slots of each KV head, whole pages.
         ids: [B, Hkv, capacity] int64, the token in each slot (`NO_TOKEN` after the used ones), or None: slot = id.
         used: [B, Hkv] int64 on the CPU, slots filled.
-        reserved: slots asked for; whole pages may be a few more.
+        reserved: slots asked for, of the KV head that has filled most; whole pages may be a few more.
     """
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, reserved: int, grows: bool = False) -> None:
-        self.key, self.value = key, value
+        self._hold(Pool.of(key, value), torch.full(key.shape[:2], key.shape[2]))
         self.ids: torch.Tensor | None = None
-        self.used = torch.zeros(key.shape[:2], dtype=torch.int64)
+        self.used = torch.zeros_like(self.room)
         self.reserved = reserved
         self._grows = grows
 
@@ -78,20 +84,39 @@ class DeviceTier:
         key, value = (torch.zeros(whole, dtype=dtype, device=device) for _ in range(2))
         return cls(key, value, reserved, grows)
 
+    def _hold(self, pool: Pool, room: torch.Tensor) -> None:
+        """Take a pool in which each KV head has room [B, Hkv] for so many slots."""
+        self.pool, self.room, self.first = pool, room, uploaded(_first(room), pool.key.device)
+        self.even = int(room.min()) == int(room.max())
+
+    @property
+    def key(self) -> torch.Tensor:
+        """Keys in place, [B, Hkv, capacity, D], of a tier whose KV heads have equal room."""
+        return self._block(self.pool.key)
+
+    @property
+    def value(self) -> torch.Tensor:
+        """Values in place, as `key`."""
+        return self._block(self.pool.value)
+
+    def _block(self, part: torch.Tensor) -> torch.Tensor:
+        assert self.even, "KV heads of unequal room are no block"
+        return part.view(*self.room.shape, self.capacity, part.shape[1])
+
     @property
     def capacity(self) -> int:
-        """Slots of the blocks."""
-        return self.key.shape[2]
+        """Slots of the KV head that has most."""
+        return int(self.room.max())
 
     @property
     def entry_bytes(self) -> int:
         """Bytes of one token's key and value in one KV head."""
-        return 2 * self.key.shape[3] * self.key.element_size()
+        return 2 * self.pool.key.shape[1] * self.pool.key.element_size()
 
     @property
     def filled(self) -> torch.Tensor:
         """[B, Hkv] int64 on the device, slots filled; nothing waits for it."""
-        return uploaded(self.used, self.key.device)
+        return uploaded(self.used, self.pool.key.device)
 
     @property
     def uniform(self) -> bool:
@@ -117,7 +142,7 @@ class DeviceTier:
 
     def seal_prompt(self, lengths: Sequence[int]) -> None:
         """The first `lengths[b]` slots of row b are used from now on."""
-        self.used = torch.tensor(lengths).unsqueeze(1).repeat(1, self.key.shape[1])
+        self.used = torch.tensor(lengths).unsqueeze(1).repeat(1, self.room.shape[1])
 
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1, D]."""
@@ -127,9 +152,9 @@ class DeviceTier:
             self.key[:, :, first : first + 1] = key
             self.value[:, :, first : first + 1] = value
         else:
-            slot = self.filled[..., None, None].expand_as(key)
-            self.key.scatter_(2, slot, key)
-            self.value.scatter_(2, slot, value)
+            slot = (self.first + self.filled).view(-1)
+            self.pool.key.index_copy_(0, slot, key.flatten(0, 2))
+            self.pool.value.index_copy_(0, slot, value.flatten(0, 2))
         if self.ids is not None:
             token = torch.tensor(lengths)[:, None].expand_as(self.used)
             slot, token = uploaded(torch.stack([self.used, token]), key.device)
@@ -145,10 +170,19 @@ class DeviceTier:
         if slots <= self.reserved:
             return
         held, self.reserved = self.reserved, more_slots(slots, self.reserved, self._grows)
-        capacity = whole_pages(self.reserved)
-        self.key, self.value = (with_slots(block[:, :, :held], capacity) for block in (self.key, self.value))
+        if self.even:
+            room = torch.full_like(self.room, whole_pages(self.reserved))
+            key, value = self.key[:, :, :held], self.value[:, :, :held]
+        else:
+            room = self._room()
+            key, value, _ = self.resident()
+        self._hold(_packed(key, value, self.used, room), room)
         if self.ids is not None:
-            self.ids = with_free_slots(self.ids[:, :, :held], capacity)
+            self.ids = with_free_slots(self.ids[:, :, : min(held, self.ids.shape[2])], self.capacity)
+
+    def _room(self) -> torch.Tensor:
+        """Slots in whole pages that each KV head takes, with those reserved for tokens to come; a page at least."""
+        return whole_pages((self.used + (self.reserved - int(self.used.max()))).clamp(min=1))
 
     def keep(self, ids: torch.Tensor, used: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Hold these tokens and no others, in newly allocated memory; as many free slots stay reserved.
@@ -159,40 +193,47 @@ class DeviceTier:
             key, value: [B, Hkv, M, D].
         """
         self.reserved = ids.shape[2] + self.reserved - int(self.used.max())
-        capacity = whole_pages(self.reserved)
-        self.key, self.value = with_slots(key, capacity), with_slots(value, capacity)
-        self.ids = with_free_slots(ids, capacity)
         self.used = used
+        room = self._room()
+        self._hold(_packed(key, value, used, room), room)
+        self.ids = with_free_slots(ids, self.capacity)
 
     def clear(self) -> None:
         """Free the blocks; nothing comes here any more."""
-        self.key, self.value = self.key[:, :, :0].clone(), self.value[:, :, :0].clone()
+        self._hold(Pool(*(part[:0].clone() for part in self.pool)), torch.zeros_like(self.room))
         self.used = torch.zeros_like(self.used)
         self.reserved = 0
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def resident(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keys and values in place, [B, Hkv, n, D], n = most used slots, and a mask [B, Hkv, n] (None: all used)."""
+        """Keys and values, [B, Hkv, n, D], n = most used slots, and a mask [B, Hkv, n] (None: all used).
+
+        They are in place where KV heads have equal room, else a copy.
+        """
         longest = int(self.used.max())
-        key, value = self.key[:, :, :longest], self.value[:, :, :longest]
         if self.uniform:
-            return key, value, None
-        return key, value, torch.arange(longest, device=key.device) < self.filled[..., None]
+            return self.key[:, :, :longest], self.value[:, :, :longest], None
+        slots, filled = torch.arange(longest, device=self.first.device), self.filled[..., None]
+        if self.even:
+            return self.key[:, :, :longest], self.value[:, :, :longest], slots < filled
+        within = torch.minimum(slots, (filled - 1).clamp(min=0))
+        key, value = self.pool.at(self.first[..., None] + within)
+        return key, value, slots < filled
 
     def token_ids(self) -> torch.Tensor:
         """Ids of the tokens here, ascending, [B, Hkv, n] on the device with trailing -1."""
         longest = int(self.used.max())
         if self.ids is not None:
             return index_of(self.ids[:, :, :longest])
-        slots = torch.arange(longest, device=self.key.device).expand(*self.used.shape, longest)
+        slots = torch.arange(longest, device=self.first.device).expand(*self.used.shape, longest)
         return slots if self.uniform else torch.where(slots < self.filled[..., None], slots, -1)
 
     def tokens(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids [n] ascending, keys and values [n, D], of the tokens of one KV head, on the CPU."""
-        used = int(self.used[row, head])
+        used, first = int(self.used[row, head]), int(self.first[row, head])
         ids = torch.arange(used) if self.ids is None else self.ids[row, head, :used].cpu()
-        return ids, self.key[row, head, :used].cpu(), self.value[row, head, :used].cpu()
+        return ids, self.pool.key[first : first + used].cpu(), self.pool.value[first : first + used].cpu()
 
     def locate(self, index: torch.Tensor) -> Located:
         """Where token ids [B, Hkv, M] (-1 = none) lie, on the device or on the CPU as the index may be.
@@ -203,17 +244,17 @@ class DeviceTier:
         index, present = self.upload(index)
         slots, found = self.find(index)
         self._check(index, found)
-        return Located(self.key, self.value, slots, present)
+        return Located(self.pool, slots + self.first[..., None], present)
 
     def upload(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """An index on the device, and where it names a token (None: everywhere, as far as the host knows)."""
         present = index >= 0
         if not index.is_cuda and bool(present.all()):
-            return uploaded(index, self.key.device), None
-        return uploaded(index, self.key.device), uploaded(present, self.key.device)
+            return uploaded(index, self.first.device), None
+        return uploaded(index, self.first.device), uploaded(present, self.first.device)
 
     def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots of token ids [B, Hkv, M] on the device (0: there is none), and whether the token is here."""
+        """Slots, in the room of their head, of token ids [B, Hkv, M] on the device (0: none), and which are here."""
         wanted = index.clamp(min=0)
         if self.ids is None:
             slots, found = wanted, wanted < (int(self.used[0, 0]) if self.uniform else self.filled[..., None])
@@ -233,12 +274,40 @@ class DeviceTier:
 
     def check_integrity(self) -> None:
         """Assert what holds between any two calls; waits for the device."""
-        assert self.key.shape == self.value.shape, "a key has a value"
-        assert self.capacity % PAGE == 0, "a block is whole pages"
+        assert self.pool.key.shape == self.pool.value.shape, "a key has a value"
+        assert len(self.pool.key) == int(self.room.sum()), "every slot is some head's"
+        assert bool((self.room % PAGE == 0).all()), "room is whole pages"
         assert 0 <= self.reserved <= self.capacity, "what is reserved is there"
         assert int(self.used.min()) >= 0 and int(self.used.max()) <= self.reserved, "what is used was reserved"
-        assert all(bool(block.isfinite().all()) for block in (self.key, self.value)), "every slot is finite"
+        free = self.reserved - int(self.used.max())
+        assert bool((self.used + free <= self.room).all()), "every head has room for the tokens to come"
+        assert all(bool(part.isfinite().all()) for part in self.pool), "every slot is finite"
         if self.ids is not None:
-            assert self.ids.shape == self.key.shape[:3], "a slot has an id"
+            assert self.ids.shape == (*self.room.shape, self.capacity), "a slot has an id"
             assert ascending(self.ids), "tokens ascend from slot 0 without holes, none of them twice"
             assert torch.equal((self.ids != NO_TOKEN).sum(dim=2).cpu(), self.used), "a used slot has a token"
+
+
+def _first(room: torch.Tensor) -> torch.Tensor:
+    """Where the room of each head begins in a pool, for room [B, Hkv]."""
+    return room.view(-1).cumsum(0).view_as(room) - room
+
+
+def _packed(key: torch.Tensor, value: torch.Tensor, used: torch.Tensor, room: torch.Tensor) -> Pool:
+    """A newly allocated pool with room [B, Hkv] for each head, its first slots from blocks [B, Hkv, n, D].
+
+    Args:
+        used: [B, Hkv] on the CPU, what of each head of the blocks is copied where heads have unequal room; else all is.
+    """
+    if int(room.min()) == int(room.max()):
+        return Pool.of(with_slots(key, int(room.max())), with_slots(value, int(room.max())))
+    slots, first = torch.arange(key.shape[2]), _first(room)
+    there = slots < used[..., None]
+    target = uploaded((first[..., None] + slots)[there], key.device)
+    source = uploaded(flat(slots.expand_as(there), len(slots))[there], key.device)
+
+    def moved(block: torch.Tensor) -> torch.Tensor:
+        pool = block.new_zeros(int(room.sum()), block.shape[3])
+        return pool.index_copy_(0, target, block.flatten(0, 2).index_select(0, source))
+
+    return Pool(moved(key), moved(value))

@@ -1,9 +1,12 @@
-"""Blocks of slots: what the tiers of a store share.
+"""Blocks and pools of slots: what the tiers of a store share.
 
-A block is [B, H, slots, D], a slot holds one token, and a list beside the block says which.
+A block is [B, H, slots, D], a slot holds one token, and a list beside the block says which. A pool is the slots of all
+rows and heads one after the other, as many for each as it takes.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -12,7 +15,10 @@ GROWTH = 256  # slots added at least when a tier of unknown final length is full
 NO_TOKEN = torch.iinfo(torch.int64).max  # sorts after every token id
 
 
-def whole_pages(slots: int) -> int:
+Slots = TypeVar("Slots", int, torch.Tensor)
+
+
+def whole_pages(slots: Slots) -> Slots:
     """Slots of as many pages as it takes."""
     return -(-slots // PAGE) * PAGE
 
@@ -28,13 +34,38 @@ def more_slots(slots: int, reserved: int, grows: bool) -> int:
     return max(slots, reserved + max(GROWTH, reserved // 8))
 
 
+class Pool(NamedTuple):
+    """Keys and values in slots of all rows and heads, [T, D] each, without holes; T is whole pages."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+    @classmethod
+    def of(cls, key: torch.Tensor, value: torch.Tensor) -> Pool:
+        """Blocks [B, H, n, D] as they lie, in place."""
+        return cls(key.view(-1, key.shape[3]), value.view(-1, value.shape[3]))
+
+    def at(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of slots [B, H, M] of the pool, [B, H, M, D] each; zeros where the pool has none."""
+        size = (*slots.shape, self.key.shape[1])
+        if not len(self.key):
+            return self.key.new_zeros(size), self.value.new_zeros(size)
+        slots = slots.reshape(-1)
+        return self.key.index_select(0, slots).view(size), self.value.index_select(0, slots).view(size)
+
+
+def flat(slots: torch.Tensor, count: int) -> torch.Tensor:
+    """Slots [B, H, M] of blocks of `count` slots as slots of the pool."""
+    batch, heads, _ = slots.shape
+    return slots + torch.arange(batch * heads, device=slots.device).view(batch, heads, 1) * count
+
+
 def rows(block: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """block [B, H, n, D] at slots [B, H, M]: [B, H, M, D]. Much quicker than torch.gather on a CPU."""
     batch, heads, count, width = block.shape
     if not count or not slots.shape[2]:
         return block.new_zeros(batch, heads, slots.shape[2], width)
-    first = torch.arange(batch * heads, device=slots.device).view(batch, heads, 1) * count
-    return block.reshape(-1, width).index_select(0, (slots + first).view(-1)).view(batch, heads, -1, width)
+    return block.reshape(-1, width).index_select(0, flat(slots, count).view(-1)).view(batch, heads, -1, width)
 
 
 def find(lists: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from kvbench.memory.device import Located
 from kvbench.memory.fetch import fetch
 from kvbench.memory.host import HostTier
 from kvbench.memory.plan import StagePlan, compile_kernels, plan_stage
-from kvbench.memory.slots import NO_TOKEN, PAGE, ascending, find, index_of, lists_of, whole_pages
+from kvbench.memory.slots import NO_TOKEN, PAGE, Pool, ascending, find, flat, index_of, lists_of, whole_pages
 from kvbench.memory.transfer import side_stream, uploaded
 
 Blocks = tuple[tuple[torch.Tensor, torch.Tensor], ...]  # keys and values that lie together
@@ -101,14 +101,14 @@ class Stage:
         if index.is_cuda and not self._host.arranged:
             self._staged, rows = self._read_by_device(index, lengths)
             slots, _ = find(self._staged.ids, index.clamp(min=0))
-            return Located(*rows, slots, index >= 0)
+            return Located(Pool.of(*rows), flat(slots, rows[0].shape[2]), index >= 0)
         plan = self._plan(index.cpu(), self._newest(lengths))
         self._staged = self._received(self._sent(plan))
         rows = self._staged.rows or self._host.gather(index_of(self._staged.ids))
-        slots = uploaded(plan.slots, self._device)
+        slots, pool, count = uploaded(plan.slots, self._device), Pool.of(*rows), rows[0].shape[2]
         if plan.complete:
-            return Located(*rows, slots, None)
-        return Located(*rows, slots.clamp(min=0), slots >= 0)
+            return Located(pool, flat(slots, count), None)
+        return Located(pool, flat(slots.clamp(min=0), count), slots >= 0)
 
     def prefetch(self, index: torch.Tensor, lengths: Sequence[int]) -> None:
         """Begin to bring up what of index [B, Hkv or 1, M], on the CPU, is in the tier."""

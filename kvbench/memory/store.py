@@ -16,7 +16,7 @@ import torch
 
 from kvbench.memory.device import DeviceTier, Located
 from kvbench.memory.host import Arrival, HostTier
-from kvbench.memory.slots import NO_TOKEN, index_of, joined, lists_of, repeated, rows, whole_pages, without
+from kvbench.memory.slots import NO_TOKEN, Pool, flat, index_of, joined, lists_of, repeated, whole_pages, without
 from kvbench.memory.stage import Stage
 from kvbench.memory.tiers import DEVICE, DROPPED, HOST, Tiers
 from kvbench.spans import Spans
@@ -125,7 +125,9 @@ class LayerStore(Tiers):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def resident(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keys and values in place, [B, Hkv, n, D], n = most used slots, and a mask [B, Hkv, n] (None: all used).
+        """Keys and values, [B, Hkv, n, D], n = most used slots, and a mask [B, Hkv, n] (None: all used).
+
+        They are in place but where KV heads were left unequal numbers of tokens.
 
         Raises:
             LookupError: the home is the host.
@@ -165,12 +167,11 @@ class LayerStore(Tiers):
         padded = torch.nn.functional.pad(index, (0, whole_pages(count) - count), value=-1)
         ids, present = self.device.upload(padded)
         slots, found = self.device.find(ids)
-        key, value = stage.locate(torch.where(found, -1, ids).cpu(), self.lengths).rows()
-        if self.device.capacity:
-            key = torch.where(found[..., None], rows(self.device.key, slots), key)
-            value = torch.where(found[..., None], rows(self.device.value, slots), value)
-        order = torch.arange(count, device=key.device).expand(*index.shape)
-        return Located(key, value, order, None if present is None else present[..., :count])
+        far = stage.locate(torch.where(found, -1, ids).cpu(), self.lengths).rows()
+        near = self.device.pool.at(slots + self.device.first[..., None])
+        both = Pool.of(*(torch.where(found[..., None], here, there) for here, there in zip(near, far, strict=True)))
+        order = flat(torch.arange(count, device=found.device).expand(*index.shape), ids.shape[2])
+        return Located(both, order, None if present is None else present[..., :count])
 
     def prefetch(self, index: torch.Tensor) -> None:
         """Begin to bring up host tokens of index [B, Hkv or 1, M] on the CPU, beside what the device computes.
@@ -231,7 +232,7 @@ class LayerStore(Tiers):
         """
         if self._home == "host":
             raise ValueError("keep is for stores whose home is the device; this one's tokens live on the host")
-        ids = lists_of(index.to(self.device.key.device))
+        ids = lists_of(index.to(self.device.first.device))
         if bool(repeated(ids).any()):
             raise ValueError("keep was given a token id twice in one list")
         ids = joined(ids, self.kv_heads)
@@ -245,9 +246,8 @@ class LayerStore(Tiers):
 
     def _offload_all_but(self, kept: torch.Tensor) -> None:
         host, stage = self._open_host()
-        here = self.device.token_ids()
-        key, value = (block[:, :, : here.shape[2]] for block in (self.device.key, self.device.value))
-        host.write(without(here, kept), key, value)
+        key, value, _ = self.device.resident()
+        host.write(without(self.device.token_ids(), kept), key, value)
         host.remove(kept)
         stage.forget()
 

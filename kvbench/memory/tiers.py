@@ -27,7 +27,7 @@ class Tiers:
     """
 
     def __init__(self, device: DeviceTier) -> None:
-        self.lengths = [0] * device.key.shape[0]
+        self.lengths = [0] * len(device.used)
         self.device = device
         self.host: HostTier | None = None
         self.stage: Stage | None = None
@@ -35,12 +35,12 @@ class Tiers:
     @property
     def kv_heads(self) -> int:
         """KV heads, Hkv."""
-        return self.device.key.shape[1]
+        return self.device.used.shape[1]
 
     @property
     def seen(self) -> torch.Tensor:
         """[B] int64 on the device, tokens seen by each row; nothing waits for it."""
-        return uploaded(torch.tensor(self.lengths), self.device.key.device)
+        return uploaded(torch.tensor(self.lengths), self.device.first.device)
 
     @property
     def _staged(self) -> Staged | None:
@@ -100,15 +100,16 @@ class Tiers:
     def allocated_bytes(self) -> int:
         """Bytes that the layer's keys and values take on the device, staged copies included.
 
-        That is more than `resident_bytes` by the slots reserved for tokens to come, and where KV heads or rows hold
-        unequal numbers of tokens: each takes as much as the one with the most.
+        That is more than `resident_bytes` by the slots reserved for tokens to come, by what is left of each KV head's
+        last page, and where the prompts of a batch are of unequal length and nothing was evicted: each row takes as
+        much as the longest.
         """
         staged = 0 if self._staged is None else self._staged.ids.numel() * self.device.entry_bytes
-        return staged + sum(block.untyped_storage().nbytes() for block in (self.device.key, self.device.value))
+        return staged + sum(part.untyped_storage().nbytes() for part in self.device.pool)
 
     def tensors(self) -> list[torch.Tensor]:
         """The keys and values of both tiers."""
-        return [self.device.key, self.device.value] + ([] if self.host is None else [self.host.key, self.host.value])
+        return [*self.device.pool] + ([] if self.host is None else [self.host.key, self.host.value])
 
     # -- for tests -------------------------------------------------------------------------------------------------
 

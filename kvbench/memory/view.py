@@ -31,7 +31,7 @@ class StoreView(View):
         """`lengths` as [B] int64 on the device."""
         lengths = self.lengths(layer)
         if self._seen[0] != lengths:  # of a step, most layers ask for the same
-            self._seen = lengths, uploaded(torch.tensor(lengths), self._stores[layer].device.key.device)
+            self._seen = lengths, uploaded(torch.tensor(lengths), self._stores[layer].device.first.device)
         return self._seen[1]
 
     def keys(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
