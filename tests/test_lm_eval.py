@@ -179,7 +179,7 @@ def test_the_commands_results_hold_scores_and_audit(
     lm_evals = ["--tasks", "kv_choice,kv_text", "--include_path", str(tasks), "--batch_size", "2", "--limit", "3"]
     found: dict[str, Any] = {}
     for method in ("full", "quest", "icecache"):
-        ours = ["dtype=float32", "--method", method, "--budget", "64", "--model-path", TINY]
+        ours = ["dtype=float32", "device=cpu", "--method", method, "--budget", "64", "--model-path", TINY]
         output = tasks / method
         assert main(["lm-eval", *ours, *lm_evals, "--output_path", str(output), "--log_samples"]) == 0
         found[method] = json.loads(next(output.rglob("results_*.json")).read_text())

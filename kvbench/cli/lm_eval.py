@@ -66,7 +66,8 @@ def main(arguments: Sequence[str]) -> int:
     settings |= {key: value for key, value in flags.items() if value is not None}
     setup_config(settings)
     wait_briefly()
-    return _hand_to_lm_eval(settings, theirs)
+    device = settings.pop("device", "auto")  # which lm-eval hands to its models by itself
+    return _hand_to_lm_eval(settings, device, theirs)
 
 
 def refuse_missing() -> None:
@@ -121,7 +122,7 @@ def _word(key: str, value: Any) -> str:
     return f"{key}='{escaped}'"
 
 
-def _hand_to_lm_eval(settings: Mapping[str, Any], options: Sequence[str]) -> int:
+def _hand_to_lm_eval(settings: Mapping[str, Any], device: str, options: Sequence[str]) -> int:
     from lm_eval._cli import HarnessCLI
     from lm_eval.api.registry import model_registry
     from lm_eval.utils import setup_logging
@@ -129,7 +130,7 @@ def _hand_to_lm_eval(settings: Mapping[str, Any], options: Sequence[str]) -> int
     if "kvbench" not in model_registry:
         model_registry.register("kvbench", target=MODEL)
     setup_logging()
-    sys.argv = ["lm-eval", "run", "--model", "kvbench", "--model_args", json.dumps(settings), "--device", "auto"]
+    sys.argv = ["lm-eval", "run", "--model", "kvbench", "--model_args", json.dumps(settings), "--device", device]
     sys.argv += options
     command = HarnessCLI()
     try:

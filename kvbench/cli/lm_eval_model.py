@@ -23,7 +23,7 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
 import kvbench
-from kvbench.cli.lm_eval import setup_config
+from kvbench.cli.lm_eval import LM_EVALS_OWN, setup_config
 from kvbench.config import HARNESS_KEYS, ConfigError, show
 from kvbench.engine.footprint import Prompts
 from kvbench.engine.generate import Generation, generate
@@ -100,6 +100,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         """
         setup, config = self.setup, self.setup.config
         options = {key: value for key, value in config["method"].items() if key not in HARNESS_KEYS}
+        protocol = asdict(setup.protocol).items()
         return {
             "model_num_parameters": self._parameters,
             "model_dtype": str(setup.loaded.model.dtype),
@@ -109,7 +110,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
                 "model": setup.loaded.name,
                 "method": {"name": config["method"]["name"], **options},
                 "budget": setup.budget.size,
-                "protocol": asdict(setup.protocol),
+                "protocol": {key: value for key, value in protocol if f"protocol.{key}" not in LM_EVALS_OWN},
                 "dense_layers": list(setup.dense_layers),
                 "seed": config["seed"],
                 "audit": {asked: _combined(audits) for asked, audits in self._audits.items()},
