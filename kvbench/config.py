@@ -39,11 +39,12 @@ HARNESS_KEYS = frozenset(
         "limit",
         "new_tokens",
         "own_prefill",
+        "one_by_one",
     }
 )
 
 # Of these, what the file says of itself and no run can change.
-FACTS = frozenset({"about", "valid", "minimum", "published_dense_layers", "new_tokens", "own_prefill"})
+FACTS = frozenset({"about", "valid", "minimum", "published_dense_layers", "new_tokens", "own_prefill", "one_by_one"})
 
 
 class ConfigError(ValueError):

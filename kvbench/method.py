@@ -93,7 +93,8 @@ class Context:
     """What one generation may use besides its tensors.
 
     Attributes:
-        seed, sample: everything random derives from these two and the layer, never from the order of calls.
+        seed, samples: everything random derives from these two and the layer, never from the order of calls; of each
+            row its sample's id, or one id for all.
         pool: the one worker pool for background index work.
         spans: timing spans, `with context.spans("gather"): ...` inside a method refines the breakdown; of the thread
             that calls the method, not of the pool's.
@@ -102,20 +103,21 @@ class Context:
     """
 
     seed: int
-    sample: str
+    samples: tuple[str, ...]
     pool: Pool
     spans: Spans
     pieces: Sequence[str] | None = None
     new_tokens: int | None = None
 
-    def layer_seed(self, layer: int) -> int:
-        """A 63-bit seed for `layer`, the same in any order, process and thread count."""
-        digest = hashlib.sha256(f"{self.seed}/{self.sample}/{layer}".encode()).digest()
+    def layer_seed(self, layer: int, row: int = 0) -> int:
+        """A 63-bit seed for a row in `layer`, the same in any order, batch, process and thread count."""
+        sample = self.samples[row if len(self.samples) > 1 else 0]
+        digest = hashlib.sha256(f"{self.seed}/{sample}/{layer}".encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 1
 
-    def generator(self, layer: int, device: torch.device | str = "cpu") -> torch.Generator:
+    def generator(self, layer: int, device: torch.device | str = "cpu", row: int = 0) -> torch.Generator:
         """A torch generator seeded by `layer_seed`."""
-        return torch.Generator(device).manual_seed(self.layer_seed(layer))
+        return torch.Generator(device).manual_seed(self.layer_seed(layer, row))
 
 
 @dataclass(frozen=True)

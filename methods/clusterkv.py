@@ -114,7 +114,8 @@ class ClusterKV(Method):
             sinks = min(self.zones[row][0], length)
             count = -(-(length - sinks) // self.cluster_size) if self.cluster_size else self.clusters
             keys = prompt.keys[row, :, sinks:length]
-            self.rows[layer].append(cosine_kmeans(keys, count, sinks, self.iterations, self.context.generator(layer)))
+            generator = self.context.generator(layer, row=row)
+            self.rows[layer].append(cosine_kmeans(keys, count, sinks, self.iterations, generator))
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """The new token waits; a full buffer becomes clusters of its own before that."""
@@ -122,9 +123,8 @@ class ClusterKV(Method):
             if len(fresh) == self.zones[row][1]:
                 first = self.view.lengths(layer)[row] - 1 - len(fresh)
                 count = max(1, len(fresh) // TOKENS_PER_NEW_CLUSTER)
-                found = cosine_kmeans(
-                    torch.cat(fresh, dim=1), count, first, self.iterations, self.context.generator(layer)
-                )
+                generator = self.context.generator(layer, row=row)
+                found = cosine_kmeans(torch.cat(fresh, dim=1), count, first, self.iterations, generator)
                 self.rows[layer][row] = self.rows[layer][row].with_more(found)
                 fresh.clear()
             fresh.append(key[row])

@@ -28,15 +28,32 @@ class _Attended:
 
 
 @dataclass
+class Tally:
+    """Entries attended by the KV heads of some rows: their sum, how many counts that is of, and the most.
+
+    Attributes:
+        broken: where the method first attended more than one of its rules allows; None: nowhere.
+    """
+
+    total: float = 0.0
+    count: int = 0
+    most: int = 0
+    broken: str | None = None
+
+    def add(self, counts: torch.Tensor) -> None:
+        """Take the counts of a layer and step."""
+        self.total += float(counts.sum())
+        self.count += counts.numel()
+        self.most = max(self.most, int(counts.max()))
+
+
+@dataclass
 class Audit:
     """Counts what was attended, held and read during one generation.
 
     Args:
         shape: sizes of the generation.
         every: steps between two counts of per-query-head selections, whose union over the group takes a sort.
-
-    Attributes:
-        broken: where the method first attended more than one of its rules allows; None: nowhere.
     """
 
     shape: Shape
@@ -47,11 +64,16 @@ class Audit:
     device_kv_bytes: int = 0
     device_kv_allocated_bytes: int = 0
     host_bytes: int = 0
-    _total: float = 0.0
-    _count: int = 0
-    _max: int = 0
-    broken: str | None = None
+    _rows: list[Tally] = field(init=False)
     _pending: list[_Attended] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._rows = [Tally() for _ in self.shape.lengths]
+
+    def broken(self, row: int | None = None) -> str | None:
+        """Where the method first attended more than its rule allows, in any row or in this one; None: nowhere."""
+        rows = self._rows if row is None else self._rows[row : row + 1]
+        return next((tally.broken for tally in rows if tally.broken), None)
 
     def read(self, size: int) -> None:
         """A method read `size` bytes of stored keys or values through its view."""
@@ -95,34 +117,31 @@ class Audit:
             if counts is None:
                 continue
             for row in rows:
-                self._hold_to(method.rule(noted.layer, lengths[row], self.steps + 1), noted.layer, counts[row])
-            counts = counts[rows]
-            self._total += float(counts.sum())
-            self._count += counts.numel()
-            self._max = max(self._max, int(counts.max()) if counts.numel() else 0)
+                self._hold_to(row, method.rule(noted.layer, lengths[row], self.steps + 1), noted.layer, counts[row])
+                self._rows[row].add(counts[row])
         layers = [counts for counts in counted if counts is not None]
         if layers and len(layers) == len(counted):
             means = torch.stack(layers).double().mean(dim=(0, 2))
             for row in rows:
-                self._hold_mean_to(method.mean_rule(lengths[row], self.steps + 1), float(means[row]))
+                self._hold_mean_to(row, method.mean_rule(lengths[row], self.steps + 1), float(means[row]))
         self._pending.clear()
         self.device_kv_bytes = max(self.device_kv_bytes, device_bytes)
         self.device_kv_allocated_bytes = max(self.device_kv_allocated_bytes, allocated_bytes)
         self.host_bytes = max(self.host_bytes, host_bytes)
         self.steps += 1
 
-    def _hold_to(self, rule: int | None, layer: int, counts: torch.Tensor) -> None:
+    def _hold_to(self, row: int, rule: int | None, layer: int, counts: torch.Tensor) -> None:
         """Remember the first time that a row attended more than the rule allows, in entries of its KV heads [Hkv]."""
-        if self.broken is None and rule is not None and int(counts.max()) > rule:
-            self.broken = (
+        if self._rows[row].broken is None and rule is not None and int(counts.max()) > rule:
+            self._rows[row].broken = (
                 f"layer {layer}, step {self.steps + 1}: a KV head attended {int(counts.max())} entries, its rule "
                 f"allows {rule}"
             )
 
-    def _hold_mean_to(self, rule: float | None, mean: float) -> None:
+    def _hold_mean_to(self, row: int, rule: float | None, mean: float) -> None:
         """As `_hold_to`, for the mean over the KV heads of all sparse layers."""
-        if self.broken is None and rule is not None and mean > rule:
-            self.broken = (
+        if self._rows[row].broken is None and rule is not None and mean > rule:
+            self._rows[row].broken = (
                 f"step {self.steps + 1}: the KV heads attended {mean:.2f} entries on average, the method's rule "
                 f"allows {rule}"
             )
@@ -142,11 +161,22 @@ class Audit:
             raise ValueError(f"layer {noted.layer}: the method selected a token twice for one head")
         return distinct.expand(batch, kv_heads) + extra_entries(noted.selection.extra)
 
-    def report(self, method: Method, budget: int | None, stored: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
-        """The audit of a finished generation; keys as in `summary.json`. `stored`: the tensors of the stores."""
+    def report(
+        self, method: Method, budget: int | None, stored: Iterable[torch.Tensor] = (), row: int | None = None
+    ) -> dict[str, Any]:
+        """The audit of a finished generation; keys as in `summary.json`.
+
+        Args:
+            method: whose memory is counted.
+            budget: C in tokens.
+            stored: the tensors of the stores.
+            row: whose entries attended are told; None: those of all. Bytes are of all rows.
+        """
+        rows = self._rows if row is None else self._rows[row : row + 1]
+        count = sum(tally.count for tally in rows)
         return {
-            "attended_mean": self._total / self._count if self._count else 0.0,
-            "attended_max": self._max,
+            "attended_mean": sum(tally.total for tally in rows) / count if count else 0.0,
+            "attended_max": max((tally.most for tally in rows), default=0),
             "budget": budget,
             "device_kv_bytes": self.device_kv_bytes,
             "device_kv_allocated_bytes": self.device_kv_allocated_bytes,
@@ -155,7 +185,7 @@ class Audit:
             "moved_bytes_per_step": self.moved_bytes / self.steps if self.steps else 0.0,
             "read_bytes_per_step": self.read_bytes / self.steps if self.steps else 0.0,
             "dense_share": 1 - (len(self.shape.sparse_layers) + len(self.shape.windows)) / self.shape.layers,
-            "over_rule": self.broken is not None,
+            "over_rule": self.broken(row) is not None,
         }
 
 

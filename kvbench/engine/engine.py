@@ -65,7 +65,7 @@ class Engine:
             layers have a window, which counts columns, so that all rows end in the last one.
         columns: width of the whole prompt there, padding included; None: the longest row.
         attention: which executor: "auto", "cpu", "torch", "reference" or "flashinfer".
-        seed, sample: what the method's randomness derives from.
+        seed, samples: what the method's randomness derives from, see `kvbench.method.Context`.
         new_tokens: decode steps to reserve memory for; None: unknown, the stores grow.
         audit_every: steps between two counts of per-query-head selections.
         probe_every: steps between two comparisons with full attention; 0: none.
@@ -90,7 +90,7 @@ class Engine:
         columns: int | None = None,
         attention: str = "auto",
         seed: int = 0,
-        sample: str = "",
+        samples: Sequence[str] = ("",),
         new_tokens: int | None = None,
         audit_every: int = 1,
         probe_every: int = 0,
@@ -115,7 +115,7 @@ class Engine:
         self._reader = PromptReader(shape.lengths, offsets, columns, method.needs, shape.scaling)
         self.offsets = self._reader.offsets
         self._active: list[bool] = [True] * shape.batch
-        context = Context(seed, sample, worker_pool(), self.spans, pieces, new_tokens)
+        context = Context(seed, tuple(samples), worker_pool(), self.spans, pieces, new_tokens)
         try:
             method.begin(shape, budget, StoreView(self.stores, self.audit.read), context)
         except ValueError as error:  # what only the model's shape or its tokenizer tells
@@ -285,14 +285,17 @@ class Engine:
     def _held(self) -> list[Held]:
         return [*self.stores.values(), *self.windowed.values()]
 
-    def report(self) -> dict[str, Any]:
-        """The audit so far, with the executor that ran, the dtype it ran in, and the method's own numbers."""
-        size = self.budget.size
-        budget = None if size is None else self.budget.tokens(max(self.shape.lengths))
+    def report(self, row: int | None = None) -> dict[str, Any]:
+        """The audit so far, with the executor that ran, the dtype it ran in, and the method's own numbers.
+
+        Of one row are C, what it attended and whether that was over the rule; all else is the batch's.
+        """
+        size, lengths = self.budget.size, self.shape.lengths
+        budget = None if size is None else self.budget.tokens(max(lengths) if row is None else lengths[row])
         stored = [tensor for store in self.stores.values() for tensor in store.tensors()]
         report = {
             **self.method.report(),
-            **self.audit.report(self.method, budget, stored),
+            **self.audit.report(self.method, budget, stored, row),
             "executor": self.executor.used(),
             "dtype": str(self.shape.dtype).removeprefix("torch."),
         }

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from kvbench.engine.engine import Engine
@@ -96,7 +97,8 @@ def generate(
         prefill_chunk: prompt columns in one forward pass; None: all.
         question: token ids that follow every prompt and are read as decode steps, so through the method.
         prefilled: begin from this prefill of the prompts instead of one of its own.
-        given: for each row the `max_new_tokens` tokens that it generates, whatever the model says; nothing ends it.
+        given: for each row the tokens that it generates, whatever the model says, at most `max_new_tokens`: their end
+            is the row's, and nothing else.
         watch: called after every step with its logits [B, vocabulary], outside the times.
         warmup: first decode steps that the breakdown leaves out.
         progress: called after every chunk and step.
@@ -131,14 +133,20 @@ def generate(
         stopped = time.perf_counter()
         engine.settle()
         counting += time.perf_counter() - stopped
-    forced = None if given is None else torch.tensor(given)
+    forced = None if given is None else pad_sequence([torch.tensor(row) for row in given], batch_first=True)
     tokens = tokens if forced is None else forced[:, 0]
     new = tokens.tolist()
     generation = Generation([[token] for token in new], ttft_s=time.perf_counter() - start - counting)
     generation.shared_prefill = prefilled is not None
     generation.prefill_ms = _milliseconds(engine.spans.reset(), 1)
 
-    active = [forced is not None or (token not in stop_ids and not ends([token])) for token in new]
+    def goes_on(row: int) -> bool:
+        tokens = generation.tokens[row]
+        if given is not None:
+            return len(tokens) < len(given[row])
+        return tokens[-1] not in stop_ids and not ends(tokens)
+
+    active = [goes_on(row) for row in range(len(prompts))]
     for step in range(1, max_new_tokens):
         if not any(active):
             break
@@ -156,7 +164,7 @@ def generate(
         for row, token in enumerate(new):
             if active[row]:
                 generation.tokens[row].append(token)
-                active[row] = forced is not None or (token not in stop_ids and not ends(generation.tokens[row]))
+                active[row] = goes_on(row)
         if progress:
             progress(read + step + 1, total)
     if generation.step_ms:

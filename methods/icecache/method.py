@@ -164,12 +164,12 @@ class IceCache(Method):
         # the first generated token may open a page, and the window leaves one behind
         count = regions.indexed(self.shape.lengths[row] + 1)
         try:
-            return self.tree(self._keys(layer)[row, head, regions.sinks :], count, layout, self._seed(layer, head))
+            return self.tree(self._keys(layer)[row, head, regions.sinks :], count, layout, self._seed(layer, row, head))
         except ValueError as error:
             raise _not_finite(layer, head, error) from error
 
-    def _seed(self, layer: int, head: int) -> int:
-        return self.context.layer_seed(layer) + head
+    def _seed(self, layer: int, row: int, head: int) -> int:
+        return self.context.layer_seed(layer, row) + head
 
     def end_prefill(self) -> None:
         """Wait for the trees, and arrange the host's memory by their pages."""
