@@ -119,6 +119,38 @@ def prefill(
     return scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None], scale=scaling, enable_gqa=gqa)
 
 
+def turn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    past: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    scaling: float,
+) -> torch.Tensor:
+    """Dense causal attention of new tokens over themselves and what is stored, which need not be all that was.
+
+    Args:
+        query: [B, Hq, q, D].
+        key, value: [B, Hkv, q, D], of the same tokens.
+        past: keys and values [B, Hkv, n, D] and a mask [B, Hkv, n] (None: all), see `LayerStore.remaining`.
+
+    Returns:
+        [B, Hq, q, D].
+    """
+    batch, heads, width, _ = query.shape
+    past_key, past_value, present = past
+    gqa = heads != key.shape[1]
+    key, value = torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
+    if present is None and query.is_cuda:
+        bias = causal_lower_right(width, key.shape[2])
+        return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=gqa)
+    mask = torch.ones(width, key.shape[2], dtype=torch.bool, device=query.device).tril(past_key.shape[2])
+    if present is not None:
+        own = mask[:, past_key.shape[2] :].expand(batch, heads, -1, -1)
+        seen = present.repeat_interleave(heads // present.shape[1], dim=1)[:, :, None].expand(-1, -1, width, -1)
+        mask = torch.cat([seen, own], dim=3)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=gqa)
+
+
 def attention_received(
     query: torch.Tensor,
     store: LayerStore,

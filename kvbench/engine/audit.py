@@ -36,6 +36,8 @@ class Audit:
         every: steps between two counts of per-query-head selections, whose union over the group takes a sort.
 
     Attributes:
+        turn_tokens: tokens of later turns that were read at once, of each row: no decode steps.
+        turn_moved_bytes: what went to the device for them.
         broken: where the method first attended more than its rule allows; None: nowhere.
     """
 
@@ -47,11 +49,19 @@ class Audit:
     device_kv_bytes: int = 0
     device_kv_allocated_bytes: int = 0
     host_bytes: int = 0
+    turn_tokens: int = 0
+    turn_moved_bytes: int = 0
+    _before_turn: tuple[int, int] = (0, 0)
     _total: float = 0.0
     _count: int = 0
     _max: int = 0
     broken: str | None = None
     _pending: list[_Attended] = field(default_factory=list)
+
+    @property
+    def generated(self) -> int:
+        """Tokens of each row after its prompt, but for those of a step or turn that goes on."""
+        return self.steps + self.turn_tokens
 
     def read(self, size: int) -> None:
         """A method read `size` bytes of stored keys or values through its view."""
@@ -60,6 +70,17 @@ class Audit:
     def moved(self, size: int) -> None:
         """`size` bytes of keys and values went from the host to the device."""
         self.moved_bytes += size
+
+    def start_turn(self) -> None:
+        """Several tokens are read at once; what that moves and reads is not that of decode steps."""
+        self._before_turn = self.moved_bytes, self.read_bytes
+
+    def end_turn(self, tokens: int) -> None:
+        """They were so many tokens of each row."""
+        self.turn_tokens += tokens
+        before, self.read_bytes = self._before_turn
+        self.turn_moved_bytes += self.moved_bytes - before
+        self.moved_bytes = before
 
     def attended(self, layer: int, selection: Selection | None, resident: torch.Tensor) -> None:
         """Note what a sparse layer attends; counted by `end_step`, outside the timed part.
@@ -90,13 +111,13 @@ class Audit:
                 every KV head to the longest.
         """
         rows = [row for row, running in enumerate(active) if running]
-        lengths = list(lengths)
+        lengths, generated = list(lengths), self.generated + 1
         for noted in self._pending:
             counts = self._counts(noted)
             if counts is None:
                 continue
             for row in rows:
-                self._hold_to(method.rule(noted.layer, lengths[row], self.steps + 1), noted.layer, counts[row])
+                self._hold_to(method.rule(noted.layer, lengths[row], generated), noted.layer, counts[row])
             counts = counts[rows]
             self._total += float(counts.sum())
             self._count += counts.numel()
@@ -132,7 +153,7 @@ class Audit:
 
     def report(self, method: Method, budget: int | None, stored: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
         """The audit of a finished generation; keys as in `summary.json`. `stored`: the tensors of the stores."""
-        return {
+        report = {
             "attended_mean": self._total / self._count if self._count else 0.0,
             "attended_max": self._max,
             "budget": budget,
@@ -145,6 +166,9 @@ class Audit:
             "dense_share": 1 - len(self.shape.sparse_layers) / self.shape.layers,
             "over_rule": self.broken is not None,
         }
+        if self.turn_tokens:
+            report |= {"turn_tokens": self.turn_tokens, "turn_moved_bytes": self.turn_moved_bytes}
+        return report
 
 
 def extra_entries(extra: Extra | None) -> int:

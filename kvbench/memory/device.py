@@ -164,6 +164,10 @@ class DeviceTier:
         self.ids = with_free_slots(ids, capacity)
         self.used = used
 
+    def crop(self, count: int) -> None:
+        """Forget the last `count` tokens of every KV head, where none was dropped."""
+        self.used = self.used - count
+
     def clear(self) -> None:
         """Free the blocks; nothing comes here any more."""
         self.key, self.value = self.key[:, :, :0].clone(), self.value[:, :, :0].clone()

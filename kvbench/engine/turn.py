@@ -1,0 +1,126 @@
+"""Later turns of a conversation, several tokens that are read at once, and tokens that are taken back.
+
+The tokens of a turn attend all that any tier still has, and themselves, causally. Behind the last layer they are stored
+one after the other, and the method learns of each as of a generated token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from kvbench.attention import torch as dense
+from kvbench.attention.executor import Executor
+from kvbench.engine.audit import Audit
+from kvbench.engine.positions import CachePositions
+from kvbench.memory.store import LayerStore
+from kvbench.method import Method, Shape
+from kvbench.spans import Spans
+
+
+class Turn:
+    """One forward pass of several tokens after the prompt.
+
+    Args:
+        token_ids: [B, q].
+        shape, method, stores, positions, executor, audit, spans: of the engine that reads it.
+    """
+
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        shape: Shape,
+        method: Method,
+        stores: Mapping[int, LayerStore],
+        positions: CachePositions | None,
+        executor: Executor,
+        audit: Audit,
+        spans: Spans,
+    ) -> None:
+        self._tokens, self._shape, self._method, self._stores = token_ids.cpu(), shape, method, stores
+        self._positions, self._executor, self._audit, self._spans = positions, executor, audit, spans
+        self._asks = method.needs.queries or method.needs.probabilities
+        self._read: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # of each layer so far, [B, H, q, D]
+        audit.start_turn()
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attention of the next layer; arguments as of `Engine.attend`."""
+        store, sparse = self._stores[layer], layer in self._shape.sparse_layers
+        self._read.append((key, value, query if sparse and self._asks else query[:, :0]))
+        with self._spans("attention"):
+            self._audit.moved(store.host_bytes())
+            past, past_value, mask = store.remaining()
+            if self._positions is not None and sparse:
+                query, key, past = self._positions.of_turn(query, key, past, store)
+            out = dense.turn(query, key, value, (past, past_value, mask), self._shape.scaling)
+        if layer == self._shape.layers - 1:
+            with self._spans("index_update"):
+                self._take_in()
+        return out
+
+    def _take_in(self) -> None:
+        """Store the tokens, and have the method learn of them: a decode step each, without its attention."""
+        everyone = torch.ones(len(self._tokens), dtype=torch.bool)
+        for at, tokens in enumerate(self._tokens.T):
+            self._method.step(tokens, torch.tensor(self._stores[0].lengths), everyone)
+            for layer, parts in enumerate(self._read):
+                query, key, value = (part[:, :, at : at + 1] for part in (parts[2], *parts[:2]))
+                self._stores[layer].append(key, value)
+                if layer in self._shape.sparse_layers:
+                    self._learn(layer, query, key, value)
+            self._method.end_step()
+        self._read.clear()
+        self._audit.end_turn(self._tokens.shape[1])
+
+    def _learn(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._method.append(layer, key, value)
+        if not self._asks:
+            return
+        selection = self._method.select(layer, query)
+        if self._method.needs.probabilities:
+            _, weights = self._executor(query, self._stores[layer], selection, self._shape.scaling, True)
+            assert weights is not None
+            self._method.observe(layer, selection, weights)
+
+
+def take_back(method: Method, stores: Mapping[int, LayerStore], sparse_layers: Collection[int], count: int) -> None:
+    """Take the last `count` tokens of every row back.
+
+    Raises:
+        ValueError: the method cannot, or tokens were dropped.
+    """
+    if not method.needs.crops or not all(store.complete for store in stores.values()):
+        raise ValueError(f"{type(method).__name__} takes no tokens back: crop() is for full, topk and quest")
+    for layer, store in stores.items():
+        store.lengths = [length - count for length in store.lengths]
+        store.device.crop(count)
+        if layer in sparse_layers:
+            method.crop(layer)
+
+
+class Transcript:
+    """The token ids that a cache has read, to tell whether what it is given next goes on from them."""
+
+    def __init__(self) -> None:
+        self._parts: list[torch.Tensor] = []
+
+    def add(self, token_ids: torch.Tensor) -> None:
+        """The next columns, [B, q]; -1 where the id is not known, or is padding."""
+        self._parts.append(token_ids)
+
+    def cut(self, count: int) -> None:
+        """Forget the last `count` columns."""
+        ids = self._ids()
+        self._parts = [ids[:, : ids.shape[1] - count]]
+
+    def departs(self, token_ids: torch.Tensor) -> int | None:
+        """The first column in which token_ids [B, n] are not what was read, as far as both reach; None: they are."""
+        known = self._ids()
+        known = known[:, : token_ids.shape[1]]
+        differ = ((known != token_ids[:, : known.shape[1]].to(known.device)) & (known >= 0)).any(dim=0)
+        return int(differ.int().argmax()) if bool(differ.any()) else None
+
+    def _ids(self) -> torch.Tensor:
+        self._parts = [torch.cat(self._parts, dim=1)]
+        return self._parts[0]
