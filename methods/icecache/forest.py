@@ -50,10 +50,6 @@ class Forest:
         self._stored = np.empty(0, self._trees[0].arrays.keys.dtype)
         self._scored = 0  # keys in the last search
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy's trees lie elsewhere."""
-        return {**self.__dict__, "_known": [None] * len(self._trees)}
-
     def attended(
         self, queries: Floats, regions: Tokens, search: Search, fov_share: float, longest: int
     ) -> tuple[Tokens, int]:
