@@ -23,7 +23,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from kvbench.budget import Accounting, Budget
 from kvbench.config import ConfigError, build, method_config
-from kvbench.engine.engine import Engine
+from kvbench.engine.engine import Engine, worker_pool
 from kvbench.engine.positions import Angles
 from kvbench.engine.support import refuse_unsupported
 from kvbench.engine.turn import Transcript, take_back
@@ -223,7 +223,7 @@ class KVCache(_CountingCache):
         return self.engine.report()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
-        memo.update({id(shared): shared for shared in (self._model, self._tokenizer)})
+        memo.update({id(shared): shared for shared in (self._model, self._tokenizer, worker_pool())})
         copy.deepcopy(self.engine, memo)  # it knows what else is shared
         twin = memo[id(self)] = object.__new__(type(self))
         twin.__dict__ = copy.deepcopy(self.__dict__, memo)
@@ -284,16 +284,9 @@ class KVCache(_CountingCache):
         Raises:
             ValueError: it does not go on from what was read.
         """
-        if self.engine is None:
-            return
-        seen = self.get_seq_length()
-        at = self._transcript.departs(input_ids) if len(input_ids) == self.batch_size else 0
-        if at is not None or input_ids.shape[1] <= seen:
-            why = f"column {at} differs" if at is not None else f"it has {input_ids.shape[1]} columns"
-            raise ValueError(
-                f"this KVCache has read {seen} tokens, and the input does not go on from them ({why}): give it the "
-                "tokens that generate returned and the new turn after them, or take a new KVCache (or reset() this one)"
-            )
+        if self.engine is not None:
+            self._check_rows(len(input_ids))
+            self._transcript.check(input_ids)
 
     def before(self, given: dict[str, Any]) -> dict[str, Any]:
         """Look at what a forward pass of the model is given; returns what it shall be given.
@@ -303,6 +296,7 @@ class KVCache(_CountingCache):
         """
         name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
         width, seen, mask = given[name].shape[1], self.get_seq_length(), given.get("attention_mask")
+        self._check_rows(given[name].shape[0])
         if mask is not None and (mask.ndim != 2 or mask.shape[1] != seen + width):
             raise ValueError(
                 f"attention_mask={list(mask.shape)}: this KVCache has read {seen} tokens and is given {width}, so "
@@ -320,6 +314,10 @@ class KVCache(_CountingCache):
         for at in range(width - 1):
             self._model(**_columns(given, name, at, seen), past_key_values=self, use_cache=True, logits_to_keep=1)
         return given | _columns(given, name, width - 1, seen)
+
+    def _check_rows(self, rows: int) -> None:
+        if self.engine is not None and rows != self.batch_size:
+            raise ValueError(f"this KVCache holds {self.batch_size} rows and is given {rows}: take a new one")
 
     # -- in a forward pass -----------------------------------------------------------------------------------------
 

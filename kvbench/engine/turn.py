@@ -100,7 +100,7 @@ def take_back(method: Method, stores: Mapping[int, LayerStore], sparse_layers: C
 
 
 class Transcript:
-    """The token ids that a cache has read, to tell whether what it is given next goes on from them."""
+    """The token ids that a cache has read, which the next turn goes on from."""
 
     def __init__(self) -> None:
         self._parts: list[torch.Tensor] = []
@@ -114,12 +114,21 @@ class Transcript:
         ids = self._ids()
         self._parts = [ids[:, : ids.shape[1] - count]]
 
-    def departs(self, token_ids: torch.Tensor) -> int | None:
-        """The first column in which token_ids [B, n] are not what was read, as far as both reach; None: they are."""
-        known = self._ids()
-        known = known[:, : token_ids.shape[1]]
-        differ = ((known != token_ids[:, : known.shape[1]].to(known.device)) & (known >= 0)).any(dim=0)
-        return int(differ.int().argmax()) if bool(differ.any()) else None
+    def check(self, token_ids: torch.Tensor) -> None:
+        """Whether token_ids [B, n] begin with what was read.
+
+        Raises:
+            ValueError: they do not, or hold nothing new.
+        """
+        known, given = self._ids(), token_ids.shape[1]
+        seen, known = known.shape[1], known[:, :given]
+        differ = ((known != token_ids[:, :seen].to(known.device)) & (known >= 0)).any(dim=0)
+        if bool(differ.any()) or given <= seen:
+            why = f"column {int(differ.int().argmax())} differs" if bool(differ.any()) else f"it has {given} columns"
+            raise ValueError(
+                f"this KVCache has read {seen} tokens, and the input does not go on from them ({why}): give it the "
+                "tokens that generate returned and the new turn after them, or take a new KVCache (or reset() this one)"
+            )
 
     def _ids(self) -> torch.Tensor:
         self._parts = [torch.cat(self._parts, dim=1)]
