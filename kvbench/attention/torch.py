@@ -131,7 +131,7 @@ def turn(
     Args:
         query: [B, Hq, q, D].
         key, value: [B, Hkv, q, D], of the same tokens.
-        past: keys and values [B, Hkv, n, D] and a mask [B, Hkv, n] (None: all), see `LayerStore.remaining`.
+        past: keys and values [B, Hkv, n, D] and a mask [B, Hkv, n] (None: all), see `Tiers.remaining`.
 
     Returns:
         [B, Hq, q, D].

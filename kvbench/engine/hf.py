@@ -259,7 +259,7 @@ class KVCache(_CountingCache):
         if not self._method.needs.crops or self._question != "dense":
             raise ValueError(
                 f"assisted decoding with {type(self._method).__name__}, question={self._question}: it reads several "
-                "tokens at once and takes some back, as full, topk and quest can with question='dense'"
+                "tokens at once and takes some back; expected a method whose needs say crops=True, and question=dense"
             )
 
     @property
@@ -566,8 +566,8 @@ def _prepare_inputs_for_generation(model: Any, input_ids: torch.Tensor, *args: A
     if kwargs.get("is_first_iteration") and isinstance(cache, KVCache):
         if "next_sequence_length" not in kwargs:
             cache.take_chunk()
-        elif kwargs["next_sequence_length"] is not None:  # it slices off what was read
-            cache.continue_with(input_ids)
+        elif kwargs["next_sequence_length"] is not None and kwargs.get("inputs_embeds") is None:
+            cache.continue_with(input_ids)  # the whole conversation, of which what was read is left out
     prepared: dict[str, Any] = type(model).prepare_inputs_for_generation(model, input_ids, *args, **kwargs)
     return prepared
 

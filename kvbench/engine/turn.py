@@ -91,7 +91,9 @@ def take_back(method: Method, stores: Mapping[int, LayerStore], sparse_layers: C
         ValueError: the method cannot, or tokens were dropped.
     """
     if not method.needs.crops or not all(store.complete for store in stores.values()):
-        raise ValueError(f"{type(method).__name__} takes no tokens back: crop() is for full, topk and quest")
+        raise ValueError(
+            f"{type(method).__name__} takes no tokens back: its needs do not say crops=True, or it dropped some"
+        )
     for layer, store in stores.items():
         store.lengths = [length - count for length in store.lengths]
         store.device.crop(count)
