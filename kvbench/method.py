@@ -32,6 +32,9 @@ class Needs:
         query_window: last W prompt queries to hand over in `Prompt.queries`.
         attention_sums: hand over, per key, the attention received from all prompt queries (H2O).
         probabilities: call `observe` with the attention probabilities of every decode step.
+        queries: `select` learns from what it is asked, so it is asked for the tokens of a later turn, too, which attend
+            everything (`kvbench.engine.turn`).
+        crops: the last tokens may be taken back, of which `crop` tells; then nothing may have been dropped.
         token_text: hand over the text of every vocabulary entry in `Context.pieces`.
         home: where prompt and generated tokens live: "device", or "host" with selected rows moved up.
         on_drop: what `View.keep` does with the other tokens: forget them, or move them to the host.
@@ -41,6 +44,8 @@ class Needs:
     query_window: int = 0
     attention_sums: bool = False
     probabilities: bool = False
+    queries: bool = False
+    crops: bool = False
     token_text: bool = False
     home: Literal["device", "host"] = "device"
     on_drop: Literal["discard", "offload"] = "discard"
@@ -244,6 +249,9 @@ class Method:
 
     Order: `begin`; per sparse layer `prefill` once after its last chunk; `end_prefill`; then per decode step `step`,
     per sparse layer `append -> select -> (attention) -> observe`, and `end_step`.
+
+    Tokens of a later turn are decode steps without an attention of their own: `step`, `append` and `end_step` of each,
+    and where `needs` has `queries` or `probabilities`, `select` and `observe`, too.
     """
 
     needs: Needs = Needs()
@@ -297,6 +305,9 @@ class Method:
     def end_step(self) -> None:
         """After the last layer: insert, re-encode, compress, evict."""
 
+    def crop(self, layer: int) -> None:
+        """The last tokens of every row are gone from the store of `layer`, if `needs.crops`; one or more are left."""
+
     def rule(self, layer: int, length: int, generated: int) -> int | None:
         """Most entries one KV head of a sparse layer may attend, by this method's line of the budget table.
 
@@ -305,7 +316,7 @@ class Method:
         Args:
             layer: true index of the layer.
             length: prompt tokens of the row.
-            generated: decode steps so far, the current one included.
+            generated: tokens of the row after its prompt, the current one included.
         """
         return None if self.budget.size is None else self.budget.tokens(length)
 

@@ -143,6 +143,45 @@ def _prefill_beside(
     return out.view(query.shape).to(query.dtype)
 
 
+def turn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    past: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    scaling: float,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Dense causal attention of new tokens over themselves and what is stored, which need not be all that was.
+
+    Args:
+        query: [B, Hq, q, D].
+        key, value: [B, Hkv, q, D], of the same tokens.
+        past: keys and values [B, Hkv, n, D] and a mask [B, Hkv, n] (None: all), see `Tiers.remaining`.
+        sinks: [Hq], see `kvbench.attention.sinks`; None: the model has none.
+
+    Returns:
+        [B, Hq, q, D].
+    """
+    batch, heads, width, _ = query.shape
+    past_key, past_value, present = past
+    gqa = heads != key.shape[1]
+    key, value = torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
+    if present is None and query.is_cuda and sinks is None:
+        bias = causal_lower_right(width, key.shape[2])
+        return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=gqa)
+    mask = torch.ones(width, key.shape[2], dtype=torch.bool, device=query.device).tril(past_key.shape[2])
+    if present is not None:
+        own = mask[:, past_key.shape[2] :].expand(batch, heads, -1, -1)
+        seen = present.repeat_interleave(heads // present.shape[1], dim=1)[:, :, None].expand(-1, -1, width, -1)
+        mask = torch.cat([seen, own], dim=3)
+    if sinks is None:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=gqa)
+    grouped = query.float().unflatten(1, (key.shape[1], -1))  # [B, Hkv, G, q, D]
+    hidden = ~(mask if mask.ndim == 2 else mask.view(*grouped.shape[:4], -1))
+    logits = (grouped @ key[:, :, None].float().transpose(3, 4) * scaling).masked_fill(hidden, -torch.inf)
+    return (softmax(logits, sinks) @ value[:, :, None].float()).view(query.shape).to(query.dtype)
+
+
 def attention_received(
     query: torch.Tensor,
     store: LayerStore,

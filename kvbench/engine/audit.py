@@ -54,6 +54,10 @@ class Audit:
     Args:
         shape: sizes of the generation.
         every: steps between two counts of per-query-head selections, whose union over the group takes a sort.
+
+    Attributes:
+        turn_tokens: tokens of later turns that were read at once, of each row: no decode steps.
+        turn_moved_bytes: what went to the device for them.
     """
 
     shape: Shape
@@ -64,11 +68,19 @@ class Audit:
     device_kv_bytes: int = 0
     device_kv_allocated_bytes: int = 0
     host_bytes: int = 0
+    turn_tokens: int = 0
+    turn_moved_bytes: int = 0
+    _before_turn: tuple[int, int] = (0, 0)
     _rows: list[Tally] = field(init=False)
     _pending: list[_Attended] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._rows = [Tally() for _ in self.shape.lengths]
+
+    @property
+    def generated(self) -> int:
+        """Tokens of each row after its prompt, but for those of a step or turn that goes on."""
+        return self.steps + self.turn_tokens
 
     def broken(self, row: int | None = None) -> str | None:
         """Where the method first attended more than its rule allows, in any row or in this one; None: nowhere."""
@@ -82,6 +94,17 @@ class Audit:
     def moved(self, size: int) -> None:
         """`size` bytes of keys and values went from the host to the device."""
         self.moved_bytes += size
+
+    def start_turn(self) -> None:
+        """Several tokens are read at once; what that moves and reads is not that of decode steps."""
+        self._before_turn = self.moved_bytes, self.read_bytes
+
+    def end_turn(self, tokens: int) -> None:
+        """They were so many tokens of each row."""
+        self.turn_tokens += tokens
+        before, self.read_bytes = self._before_turn
+        self.turn_moved_bytes += self.moved_bytes - before
+        self.moved_bytes = before
 
     def attended(self, layer: int, selection: Selection | None, resident: torch.Tensor) -> None:
         """Note what a sparse layer attends; counted by `end_step`, outside the timed part.
@@ -111,19 +134,19 @@ class Audit:
             allocated_bytes: what the device's take there, all layers: with reserved slots, and whole pages.
         """
         rows = [row for row, running in enumerate(active) if running]
-        lengths = list(lengths)
+        lengths, generated = list(lengths), self.generated + 1
         counted = [self._counts(noted) for noted in self._pending]
         for noted, counts in zip(self._pending, counted, strict=True):
             if counts is None:
                 continue
             for row in rows:
-                self._hold_to(row, method.rule(noted.layer, lengths[row], self.steps + 1), noted.layer, counts[row])
+                self._hold_to(row, method.rule(noted.layer, lengths[row], generated), noted.layer, counts[row])
                 self._rows[row].add(counts[row])
         layers = [counts for counts in counted if counts is not None]
         if layers and len(layers) == len(counted):
             means = torch.stack(layers).double().mean(dim=(0, 2))
             for row in rows:
-                self._hold_mean_to(row, method.mean_rule(lengths[row], self.steps + 1), float(means[row]))
+                self._hold_mean_to(row, method.mean_rule(lengths[row], generated), float(means[row]))
         self._pending.clear()
         self.device_kv_bytes = max(self.device_kv_bytes, device_bytes)
         self.device_kv_allocated_bytes = max(self.device_kv_allocated_bytes, allocated_bytes)
@@ -174,7 +197,7 @@ class Audit:
         """
         rows = self._rows if row is None else self._rows[row : row + 1]
         count = sum(tally.count for tally in rows)
-        return {
+        report = {
             "attended_mean": sum(tally.total for tally in rows) / count if count else 0.0,
             "attended_max": max((tally.most for tally in rows), default=0),
             "budget": budget,
@@ -187,6 +210,9 @@ class Audit:
             "dense_share": 1 - (len(self.shape.sparse_layers) + len(self.shape.windows)) / self.shape.layers,
             "over_rule": self.broken(row) is not None,
         }
+        if self.turn_tokens:
+            report |= {"turn_tokens": self.turn_tokens, "turn_moved_bytes": self.turn_moved_bytes}
+        return report
 
 
 def extra_entries(extra: Extra | None) -> int:

@@ -6,6 +6,7 @@ The engine knows no method by name and no transformers class.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from kvbench.engine.audit import Audit
 from kvbench.engine.positions import CachePositions, Rotary
 from kvbench.engine.probes import Probe
 from kvbench.engine.prompt import PromptReader
+from kvbench.engine.turn import Turn
 from kvbench.memory.store import LayerStore
 from kvbench.memory.view import StoreView
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape
@@ -98,16 +100,18 @@ class Engine:
         pieces: Sequence[str] | None = None,
     ) -> None:
         self.shape, self.method, self.budget = shape, method, budget
-        self.executor = executor(attention, shape)
+        self._attention, self.executor = attention, executor(attention, shape)
         self.spans, self.audit = Spans(shape.device), Audit(shape, audit_every)
         self.stores: dict[int, LayerStore] = {}
         self.windowed: Mapping[int, Windowed] = {}
         self.probe = Probe(shape, probe_every) if probe_every else None
         self.prefilled = False
+        self._turn: Turn | None = None  # that is being read
         self._positions = None
         if method.needs.positions == "cache":
             assert rotary is not None, "this engine was made without the model's rotary positions"
             self._positions = CachePositions(shape, rotary)
+        self._shared = rotary, pieces, worker_pool()
         self._new_tokens = new_tokens
         self._sparse, self._last = frozenset(shape.sparse_layers), shape.full_layers[-1]
         if offsets is None and shape.windows:
@@ -115,11 +119,20 @@ class Engine:
         self._reader = PromptReader(shape.lengths, offsets, columns, method.needs, shape.scaling)
         self.offsets = self._reader.offsets
         self._active: list[bool] = [True] * shape.batch
+        self.view = StoreView(self.stores, self.audit.read)
         context = Context(seed, tuple(samples), worker_pool(), self.spans, pieces, new_tokens)
         try:
-            method.begin(shape, budget, StoreView(self.stores, self.audit.read), context)
+            method.begin(shape, budget, self.view, context)
         except ValueError as error:  # what only the model's shape or its tokenizer tells
             raise ConfigError(first_line(error)) from error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        """An engine that goes on from here by itself, between two forward passes; it times anew."""
+        memo.update({id(thing): thing for thing in self._shared})
+        memo[id(self.executor)], memo[id(self.spans)] = executor(self._attention, self.shape), Spans(self.shape.device)
+        twin = memo[id(self)] = object.__new__(type(self))
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
 
     @property
     def capacity(self) -> int:
@@ -141,12 +154,22 @@ class Engine:
     def start_step(self, tokens: Tensor, active: Sequence[bool] | None = None) -> None:
         """A decode forward begins: tokens [B] on the CPU; `active` says which rows still generate (None: all)."""
         assert self.prefilled, "the prompt is not complete"
+        self._turn = None
         if active is not None:
             self._active = list(active)
         if self._positions is not None:
             self._positions.start_step()
         with self.spans("index_update"):
             self.method.step(tokens, torch.tensor(self.lengths), torch.tensor(self._active))
+
+    def start_turn(self, token_ids: Tensor) -> None:
+        """A forward pass of several more tokens of every row, token_ids [B, q], begins: they are read at once.
+
+        See `kvbench.engine.turn`.
+        """
+        assert self.prefilled, "the prompt is not complete"
+        pieces = self.method, self.stores, self._positions, self.executor, self.audit, self.spans
+        self._turn = Turn(token_ids, self.shape, *pieces)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attention of one layer in the forward pass that was started.
@@ -159,6 +182,8 @@ class Engine:
         Returns:
             [B, Hq, q, D].
         """
+        if self._turn is not None:
+            return self._turn.attend(layer, query, key, value, sinks)
         if self.prefilled:
             return self._decode(layer, query, key, value, sinks)
         return self._prefill(layer, query, key, value, sinks)

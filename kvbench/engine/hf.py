@@ -8,10 +8,12 @@ switched to "kvbench" attention but run with another cache, or none.
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
+import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,13 +24,15 @@ from transformers.modeling_utils import AttentionInterface
 
 from kvbench.budget import Accounting, Budget
 from kvbench.config import ConfigError, build, method_config
-from kvbench.engine.engine import Engine
+from kvbench.engine.engine import Engine, worker_pool
 from kvbench.engine.positions import Angles
 from kvbench.engine.support import refuse_unsupported, windows
+from kvbench.engine.turn import Transcript, take_back
 from kvbench.method import Method, Shape
 
 NAME = "kvbench"
 FULL = "full_attention"  # as transformers calls these layers
+Question = Literal["dense", "method"]
 AUDIT_EVERY = 8  # a user's own generate() shall not pay for a count of every union at every step
 
 
@@ -71,6 +75,10 @@ class _CountingLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if _mailbox.masking or _mailbox.call is not None:  # notes that kvbench's own functions would have taken
+            self.owner.refuse_strange_model()
+        if self.layer == self.owner.first:
+            self.owner.begin_pass()
         self.seen += key_states.shape[-2]
         _mailbox.call = _Call(self.owner, self.layer, key_states, value_states)
         return key_states, value_states
@@ -93,6 +101,11 @@ class _CountingLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         raise ValueError("kvbench caches do not support beam search: an index belongs to one sequence")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise ValueError("kvbench caches do not support contrastive search: an index belongs to one sequence")
+
+    batch_select_indices = batch_repeat_interleave
 
 
 class _WindowedLayer(DynamicSlidingWindowLayer):
@@ -137,6 +150,26 @@ class _CountingCache(Cache):
 
     def __init__(self, layers: int, windowed: Mapping[int, Any]) -> None:
         super().__init__(layers=[windowed.get(layer) or _CountingLayer(self, layer) for layer in range(layers)])
+        self.first = min(layer for layer in range(layers) if layer not in windowed)
+
+    def begin_pass(self) -> None:
+        """A forward pass begins; nothing of it is counted yet."""
+
+    def belongs_to(self, module: torch.nn.Module) -> bool:
+        """Whether the attention module is of the model that this cache was made for."""
+        return True
+
+    def refuse_strange_model(self) -> NoReturn:
+        """The model that runs this cache does not attend through kvbench.
+
+        Raises:
+            ValueError: always.
+        """
+        _mailbox.call, _mailbox.masking = None, False
+        raise ValueError(
+            "the model does not attend through kvbench: its attention was changed since this cache was made, or the "
+            "cache was made for another model; make a new KVCache(model) after set_attn_implementation"
+        )
 
     def attend(
         self,
@@ -174,16 +207,19 @@ class EngineCache(_CountingCache):
 class KVCache(_CountingCache):
     """A KV-cache method inside plain `model.generate(past_key_values=KVCache(model, ...))`.
 
-    The first forward pass is the prompt (left padding allowed) and is dense; each later one is a decode step. One
-    KVCache serves one call of `generate`.
+    The first forward pass is the prompt (left padding allowed) and is dense; a later one of a single token is a decode
+    step. One of several tokens is a later turn of the conversation: `generate`, given the whole conversation and the
+    same cache again, passes what the cache has not read. All rows of a batch take a turn of one length.
 
     Args:
         model: a transformers causal language model; switched to "kvbench" attention.
-        method: a method's name (with its options as keywords), or a Method object.
+        method: a method's name (with its options as keywords), or a Method object, which serves one cache.
         budget: tokens (int), a fraction of the prompt (float in (0, 1]), or None: the method's own sizes.
         accounting: "paper" or "unified" (what counts inside the budget).
         dense_layers: true indices of layers that always attend everything; one with a sliding window is none, and stays
             as it is.
+        question: how the tokens of a later turn are read: "dense", at once, attending all that the method has not
+            dropped, or "method", one by one, as decode steps (the logits are then the last token's alone).
         prompt_length: columns of the prompt, padding included, where it is prefilled in several forward passes.
         attention: the executor, "auto", "cpu", "torch", "reference" or "flashinfer".
         tokenizer: for methods that read the text of tokens.
@@ -200,7 +236,8 @@ class KVCache(_CountingCache):
         budget: int | float | None = 256,
         *,
         accounting: Accounting = "paper",
-        dense_layers: tuple[int, ...] = (0, 1),
+        dense_layers: Collection[int] = (0, 1),
+        question: Question = "dense",
         prompt_length: int | None = None,
         attention: str = "auto",
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -216,18 +253,24 @@ class KVCache(_CountingCache):
             raise ConfigError(f"{', '.join(options)}: no such argument; give a Method object its options yourself")
         else:
             self._method = method
+        if question not in get_args(Question):
+            raise ConfigError(f"question={question!r}: one of {', '.join(get_args(Question))}")
         self._budget = Budget.of(budget, harness, accounting)
         use_kvbench_attention(model)
         config = model.config.get_text_config()
+        self._dense_layers = _layer_indices(dense_layers, config.num_hidden_layers)
         self._windowed = _windowed(windows(config.to_dict()))
-        super().__init__(config.num_hidden_layers, self._windowed)
         self._full_layers = [layer for layer in range(config.num_hidden_layers) if layer not in self._windowed]
-        self._model = model
-        self._dense_layers, self._prompt_length = dense_layers, prompt_length
+        super().__init__(config.num_hidden_layers, self._windowed)
+        self._model, self._question, self._prompt_length = model, question, prompt_length
         self._attention, self._tokenizer, self._seed = attention, tokenizer, seed
         self.engine: Engine | None = None
+        self._transcript = Transcript()
+        self._offsets: list[int] = []
+        self._passing = False  # a forward pass has begun and not ended
         self._unsettled = False  # a step was decoded and is not counted yet
-        _remember_input_ids(model)
+        self._modules = frozenset(map(id, _attention_modules(model)))
+        _watch(model)
 
     @property
     def batch_size(self) -> int:
@@ -237,15 +280,138 @@ class KVCache(_CountingCache):
     def reset(self) -> None:
         """Forget everything; the next forward pass is a new prompt."""
         super().reset()
-        self.engine = None
+        self.engine, self._transcript = None, Transcript()
+        self._passing = self._unsettled = False
 
     def audit(self) -> dict[str, Any]:
-        """What was attended and held so far; keys as in `summary.json`."""
+        """What was attended and held so far; keys as in `summary.json`, and those of later turns."""
         if self.engine is None:
             raise ValueError("nothing to audit: no prompt was read yet")
         self._settle(self.engine)
         return self.engine.report()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        memo.update({id(shared): shared for shared in (self._model, self._tokenizer, worker_pool())})
+        copy.deepcopy(self.engine, memo)  # it knows what else is shared
+        twin = memo[id(self)] = object.__new__(type(self))
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
+
+    def copy(self) -> KVCache:
+        """A cache that goes on from here by itself, as `copy.deepcopy` gives one; it takes as much memory again."""
+        return copy.deepcopy(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last -`tokens_to_remove` tokens of every row back, as assisted decoding does.
+
+        Raises:
+            ValueError: a positive number, as in transformers, or more than there are; or a method that cannot.
+        """
+        count = -tokens_to_remove
+        if count and self._windowed:
+            raise ValueError(f"crop({tokens_to_remove}): layers with a window have forgotten what came before it")
+        if not 0 <= count < max(1, self._shortest):
+            raise ValueError(f"crop({tokens_to_remove}): minus the tokens to remove, of a row of {self._shortest}")
+        if count:
+            assert self.engine is not None
+            self._settle(self.engine)
+            take_back(self._method, self.engine.stores, self.engine.shape.sparse_layers, count)
+            self._transcript.cut(count)
+            for layer in self.layers:
+                assert isinstance(layer, _CountingLayer)
+                layer.seen -= count
+
+    def activate_past_recording(self) -> None:
+        """Assisted decoding begins.
+
+        Raises:
+            ValueError: it takes tokens back, which the method cannot; or needs all logits of what is read.
+        """
+        if not self._method.needs.crops or self._question != "dense" or self._windowed:
+            raise ValueError(
+                f"assisted decoding with {type(self._method).__name__}, question={self._question}, "
+                f"{len(self._windowed)} layers with a window: it reads several tokens at once and takes some back; "
+                "expected a method whose needs say crops=True, question=dense, and full attention in every layer"
+            )
+
+    @property
+    def _shortest(self) -> int:
+        """Tokens of the shortest row."""
+        return 0 if self.engine is None else min(self.engine.lengths)
+
+    # -- before a forward pass -------------------------------------------------------------------------------------
+
+    def take_chunk(self) -> None:
+        """Look at a chunk of what `generate` prefills in chunks.
+
+        Raises:
+            ValueError: it is of a prompt whose length nobody told.
+        """
+        started = self.engine is not None and not self.engine.audit.generated and not self._unsettled
+        if started and self._prompt_length is None:
+            raise ValueError("a prompt prefilled in chunks: give the KVCache its columns, prompt_length=")
+
+    def continue_with(self, input_ids: torch.Tensor) -> None:
+        """Look at the whole conversation [B, n], as `generate` begins; it leaves out what was read.
+
+        Raises:
+            ValueError: it does not go on from what was read.
+        """
+        if self.engine is not None:
+            self._check_rows(len(input_ids))
+            self._transcript.check(input_ids)
+
+    def before(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Look at what a forward pass of the model is given; returns what it shall be given.
+
+        Raises:
+            ValueError: what it is given does not fit what was read.
+        """
+        name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+        width, seen, mask = given[name].shape[1], self.get_seq_length(), given.get("attention_mask")
+        self._check_rows(given[name].shape[0])
+        if mask is not None and (mask.ndim != 2 or mask.shape[1] != seen + width):
+            raise ValueError(
+                f"attention_mask={list(mask.shape)}: this KVCache has read {seen} tokens and is given {width}, so "
+                f"expected [{len(mask)}, {seen + width}]; a KVCache serves one conversation at a time"
+            )
+        turn = self.engine is not None and self.engine.prefilled and width > 1
+        if (
+            turn
+            and mask is not None
+            and not all(bool(row[offset:].all()) for row, offset in zip(mask, self._offsets, strict=True))
+        ):
+            raise ValueError("a later turn was padded: give all rows turns of one length, or each row its own KVCache")
+        if not turn or self._question == "dense":
+            return given
+        for at in range(width - 1):
+            self._model(**_columns(given, name, at, seen), past_key_values=self, use_cache=True, logits_to_keep=1)
+        return given | _columns(given, name, width - 1, seen)
+
+    def _check_rows(self, rows: int) -> None:
+        if self.engine is not None and rows != self.batch_size:
+            raise ValueError(f"this KVCache holds {self.batch_size} rows and is given {rows}: take a new one")
+
+    # -- in a forward pass -----------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """A forward pass begins.
+
+        Raises:
+            ValueError: the last one has not ended.
+        """
+        if self._passing:
+            raise ValueError(
+                "the last forward pass through this KVCache did not end: it failed, or another thread generates with "
+                "it; a KVCache serves one generation at a time, and after an error reset() or a new one"
+            )
+        self._passing = True
+
+    def belongs_to(self, module: torch.nn.Module) -> bool:
+        """Whether the attention module is of the model that this cache was made for."""
+        return id(module) in self._modules
+
+    @torch.no_grad()
     def attend(
         self,
         layer: int,
@@ -259,7 +425,10 @@ class KVCache(_CountingCache):
         if layer == self._full_layers[0]:
             self._start_forward(query, padding)
         assert self.engine is not None
-        return self.engine.attend(layer, query, key, value, sinks)
+        out = self.engine.attend(layer, query, key, value, sinks)
+        if layer == self._full_layers[-1]:
+            self._passing = False
+        return out
 
     def _settle(self, engine: Engine) -> None:
         """Count the step before this one: the last layers of the model, with a window, may come after all others."""
@@ -274,7 +443,7 @@ class KVCache(_CountingCache):
             ids = torch.full((batch, width), -1, device=query.device)  # prompt given as embeddings
         if self.engine is None:
             columns = self._prompt_length or width
-            lengths, offsets = _left_padded(padding, batch, columns)
+            lengths, self._offsets = _left_padded(padding, batch, columns)
             self.engine = engine_for(
                 self._model,
                 lengths,
@@ -282,24 +451,25 @@ class KVCache(_CountingCache):
                 self._budget,
                 self._dense_layers,
                 self._tokenizer,
-                offsets=offsets,
+                offsets=self._offsets,
                 columns=columns,
                 attention=self._attention,
                 seed=self._seed,
                 audit_every=AUDIT_EVERY,
             )
             self.engine.windowed = self._windowed
+        if self._method.view is not self.engine.view:
+            raise ValueError("the Method object of this KVCache has begun another generation: give each cache its own")
         self._settle(self.engine)
         if not self.engine.prefilled:
+            ids = ids if padding is None else ids.masked_fill(padding[:, -width:] == 0, -1)
             self.engine.start_chunk(ids)
         elif width == 1:
             self._unsettled = True
             self.engine.start_step(ids[:, 0].cpu())
         else:
-            raise ValueError(
-                f"KVCache was given {width} tokens at once after its prompt: a decode step is one token. For a prompt "
-                "prefilled in chunks pass prompt_length=; for a new prompt make a new KVCache"
-            )
+            self.engine.start_turn(ids)
+        self._transcript.add(ids)
 
 
 def method_named(name: str, **options: Any) -> Method:
@@ -309,9 +479,17 @@ def method_named(name: str, **options: Any) -> Method:
 
 
 def use_kvbench_attention(model: PreTrainedModel) -> None:
-    """Switch a loaded model to "kvbench" attention; refuses by name what kvbench would run wrong."""
+    """Switch a loaded model to "kvbench" attention; refuses by name what kvbench would run wrong.
+
+    Raises:
+        ConfigError: it is no model, or not one that kvbench runs.
+    """
+    if not hasattr(model, "set_attn_implementation"):
+        raise ConfigError(
+            f"model={str(model)[:80]!r}: a loaded model, as AutoModelForCausalLM.from_pretrained(...) gives one"
+        )
     name = type(model).__name__
-    refuse_unsupported(model.config.get_text_config().to_dict(), name)
+    refuse_unsupported(model.config.to_dict(), name)
     refuse_own_attention(type(model), name)
     devices = sorted({str(device) for device in getattr(model, "hf_device_map", {}).values()})
     if len(devices) > 1:
@@ -497,16 +675,54 @@ def _left_padded(padding: torch.Tensor | None, batch: int, columns: int) -> tupl
     return [columns - offset for offset in offsets], offsets
 
 
-def _remember_input_ids(model: PreTrainedModel) -> None:
-    """Attention never sees token ids; note them as the model's forward pass begins."""
-    if getattr(model, "_kvbench_remembers", False):
+def _layer_indices(layers: Collection[int], count: int) -> tuple[int, ...]:
+    """Indices of layers, checked against how many there are."""
+    right = not isinstance(layers, str) and isinstance(layers, Collection)
+    if not right or any(type(layer) is not int or not 0 <= layer < count for layer in layers):
+        raise ConfigError(f"dense_layers={layers!r}: indices of the model's layers, 0 to {count - 1}; () for none")
+    return tuple(sorted(set(layers)))
+
+
+def _columns(given: dict[str, Any], name: str, at: int, seen: int) -> dict[str, Any]:
+    """What a forward pass was given of its token `at` alone, after `seen` tokens read before it."""
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    return {
+        name: given[name][:, at : at + 1],
+        "attention_mask": None if mask is None else mask[:, : seen + at + 1],
+        "position_ids": None if positions is None else positions[..., at : at + 1],
+    }
+
+
+def _watch(model: PreTrainedModel) -> None:
+    """Attention sees neither token ids nor what `generate` was given; look at both as they come to the model."""
+    if getattr(model, "_kvbench_watches", False):
         return
 
-    def remember(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _mailbox.input_ids = kwargs.get("input_ids", args[0] if args else None)
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            args, kwargs = args[1:], {"input_ids": args[0], **kwargs}
+        _mailbox.call, _mailbox.masking = None, False  # what a pass that failed has left
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, KVCache):
+            kwargs = cache.before(kwargs)
+        _mailbox.input_ids = kwargs.get("input_ids")
+        return args, kwargs
 
-    model.register_forward_pre_hook(remember, with_kwargs=True)
-    model._kvbench_remembers = True  # type: ignore[assignment]
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.prepare_inputs_for_generation = types.MethodType(_prepare_inputs_for_generation, model)
+    model._kvbench_watches = True  # type: ignore[assignment]
+
+
+def _prepare_inputs_for_generation(model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The model's own; but that `generate`, as it begins, gives a KVCache only what goes on from what was read."""
+    cache = kwargs.get("past_key_values")
+    if kwargs.get("is_first_iteration") and isinstance(cache, KVCache):
+        if "next_sequence_length" not in kwargs:
+            cache.take_chunk()
+        elif kwargs["next_sequence_length"] is not None and kwargs.get("inputs_embeds") is None:
+            cache.continue_with(input_ids)  # the whole conversation, of which what was read is left out
+    prepared: dict[str, Any] = type(model).prepare_inputs_for_generation(model, input_ids, *args, **kwargs)
+    return prepared
 
 
 def _attention(
@@ -522,6 +738,8 @@ def _attention(
     if call is None:
         own = sdpa_attention_forward if sinks is None else _eager_attention
         return own(module, query, key, value, attention_mask, **kwargs)
+    if not call.cache.belongs_to(module):
+        call.cache.refuse_strange_model()
     for name in ("softcap", "position_bias"):
         if kwargs.get(name) is not None:
             raise ConfigError(f"{type(module).__name__}: its attention has a {name}, which kvbench does not compute")

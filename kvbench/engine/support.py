@@ -25,6 +25,9 @@ def refuse_unsupported(model_config: Mapping[str, Any], name: str) -> None:
         ConfigError: names the model and the key that says so.
     """
     config = text_config(model_config)
+    if model_config.get("is_encoder_decoder"):
+        kind = model_config.get("model_type", "this architecture")
+        raise ConfigError(f"{name}: {kind} has an encoder and a decoder; kvbench runs decoder-only models")
     reason = next(_unsupported(config), None)
     if reason is not None:
         kind = config.get("model_type", "this architecture")

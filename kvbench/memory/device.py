@@ -198,6 +198,10 @@ class DeviceTier:
         self._hold(_packed(key, value, used, room), room)
         self.ids = with_free_slots(ids, self.capacity)
 
+    def crop(self, count: int) -> None:
+        """Forget the last `count` tokens of every KV head, where none was dropped."""
+        self.used = self.used - count
+
     def clear(self) -> None:
         """Free the blocks; nothing comes here any more."""
         self._hold(Pool(*(part[:0].clone() for part in self.pool)), torch.zeros_like(self.room))

@@ -119,7 +119,7 @@ class LayerStore(Tiers):
         if self.host is None or self.stage is None:
             block, moved, size = self.device.key, self._moved, self.device.entry_bytes
             self.host = HostTier(block, max(self.device.reserved, *self.lengths), self._grows)
-            self.stage = Stage(self.host, block.device, lambda tokens: moved(tokens * size), self._in_place)
+            self.stage = Stage(self.host, block.device, partial(_moved_tokens, moved, size), self._in_place)
         return self.host, self.stage
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -272,3 +272,7 @@ class LayerStore(Tiers):
             assert bool((tiers[seen] != DROPPED).all()), "a token that left the device is on the host"
         elif self.device.ids is None:
             assert bool((tiers[seen] == DEVICE).all()), "a token that nobody dropped is on the device"
+
+
+def _moved_tokens(moved: Callable[[int], None], size: int, tokens: int) -> None:
+    moved(tokens * size)

@@ -138,6 +138,10 @@ class IceCache(Method):
         self.memory: dict[int, int] = {}  # where the keys lie that the trees of each anchor read
         self.workspaces = [Workspace() for _ in range(torch.get_num_threads())]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy's keys lie elsewhere; its trees are bound to them before they are asked."""
+        return {**self.__dict__, "memory": dict.fromkeys(self.memory, 0)}
+
     def _regions(self, capacity: int) -> Regions:
         large, small = self.page_sizes
         fixed = self.sink_pages + self.window_pages
