@@ -71,7 +71,7 @@ class PQCache(Method):
         for row, length in enumerate(prompt.lengths):
             parts = self._parts(prompt.keys[row, :, :length])
             first = min(self.zones[row][0], length - 1)
-            generator = self.context.generator(layer)
+            generator = self.context.generator(layer, row=row)
             table, _ = kmeans(parts[:, first:], self.centroids, self.iterations, generator, nearest_point)
             self.tables[layer].append(table.unflatten(0, (heads, self.subspaces)))
             self.codes[layer][row, :, :, :length] = self._coded(layer, row, parts)

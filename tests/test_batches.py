@@ -43,7 +43,9 @@ def records(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("method", ["quest", "icecache", *slow("full", "snapkv", "pariskv", "lychee", "clusterkv")])
+@pytest.mark.parametrize(
+    "method", ["quest", "icecache", *slow("full", "snapkv", "pariskv", "lychee", "clusterkv", "pqcache")]
+)
 def test_a_sample_of_a_batch_is_what_it_is_alone(configured: Any, tmp_path: Path, method: str) -> None:
     for batch in (1, 4):
         run(configured(method, batch))
