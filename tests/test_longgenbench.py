@@ -12,6 +12,7 @@ import pytest
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
+from kvbench.runs.judge import main as judge
 from kvbench.runs.run import run
 from kvbench.tasks import Sample
 from kvbench.tasks.longgenbench import LongGenBench, ManyProblems
@@ -120,6 +121,31 @@ def test_the_task_stands_before_the_problems_as_scope_writes_it(folder: Path) ->
 
 
 # -- runs and bad input ------------------------------------------------------------------------------------------------
+
+
+def test_a_judge_s_replies_are_counted(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of eight checks two are of the first part, which is there whatever the model wrote."""
+    (folder / "Dataset_short.json").write_text(json.dumps([ROW | {"checks_once": {"1": "a hall", "4": "a roof"}}] * 2))
+    words = ["task=longgenbench", f"task.data_dir={folder}", "task.max_new_tokens=1", "method=full", "budget=null"]
+    run(composed(*words, f"results_dir={tmp_path / 'results'}"))
+    asked, replied = tmp_path / "asked.jsonl", tmp_path / "replied.jsonl"
+    (one,) = tmp_path.glob("results/runs/**/samples.jsonl")
+    assert judge([str(one.parent), "--questions", str(asked)]) == 0
+    lines = [json.loads(line) for line in asked.read_text().splitlines()]
+    assert [line["name"] for line in lines] == ["once/1", "once/1"]
+
+    def read(replies: list[str]) -> int:
+        both = zip(lines, replies, strict=False)
+        replied.write_text("".join(json.dumps({**line, "reply": reply}) + "\n" for line, reply in both))
+        capsys.readouterr()
+        return judge([str(one.parent), "--replies", str(replied)])
+
+    assert read([" Yes.", "no"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((one.parent / "judged.json").read_text())
+    assert (found["once"], found["range"], found["stic_1"], found["stic_2"]) == (0.5, 0, 0.5, 1 / 8)
+    assert (found["judged"], found["checks"]) == (2, 8)
+    assert read(["yes"]) == 2 and "no reply to longgenbench-" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", ["longgenbench", "longgenbench_gsm8k"])

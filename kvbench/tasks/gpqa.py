@@ -30,7 +30,7 @@ _STRINGS: dict[str, str] = yaml.safe_load(
 )
 LETTERS = "ABCD"
 CHOICES = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-FIELDS = {"Question": str} | dict.fromkeys(CHOICES, (str, int, float))
+FIELDS: dict[str, type | tuple[type, ...]] = {"Question": str} | dict.fromkeys(CHOICES, (str, int, float))
 ANSWER = re.compile(r"(?i)Answer[ \t]*:[ \t]*\$?([A-D])\$?")
 
 

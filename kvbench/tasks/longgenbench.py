@@ -2,7 +2,7 @@
 
 `longgenbench` is mozhu621's (Wu et al. 2024), which IceCache and RACC run: diaries, menus, skyscrapers and blocks of a
 town, part by part. What is counted here is how many of the parts there are, its completion rate. Whether a part tells
-what it should is for a judge, another model: `kvbench.judge` writes the questions and reads its replies.
+what it should is for a judge, another model: `kvbench judge` writes the questions and reads its replies.
 
 `longgenbench_gsm8k` is that of Liu et al. 2024 as SCOPE runs it: thirty or sixty problems of GSM8K in one prompt.
 """
@@ -117,7 +117,8 @@ def parts(meta: Mapping[str, Any], output: str) -> dict[int, str]:
 
     A part has its number after the first mention of its type, as in "Floor 7".
     """
-    strings, found = _STRINGS["blocks"], {}
+    strings = _STRINGS["blocks"]
+    found: dict[int, str] = {}
     for block in (meta["prefix"] + output.partition(strings["stop"])[0]).split(strings["separator"]):
         named = re.search(rf"{meta['type']} (\d+)", block)
         if named:

@@ -28,7 +28,7 @@ Variant = Literal["chat", "rkv"]
 _STRINGS: dict[str, dict[str, str]] = yaml.safe_load(
     Path(__file__).with_name("data").joinpath("maths.yaml").read_text(encoding="utf-8")
 )
-FIELDS = {"problem": str, "answer": (str, int)}
+FIELDS: dict[str, type | tuple[type, ...]] = {"problem": str, "answer": (str, int)}
 PATIENCE = 30  # seconds for reading, and for comparing, an answer: sympy may never end
 
 MATH500 = (HubFile("HuggingFaceH4/MATH-500", "test.jsonl", megabytes=0.5), ("test.jsonl", "math.jsonl"))

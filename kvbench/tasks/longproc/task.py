@@ -33,6 +33,7 @@ LEVELS = {
 }
 SUBSETS = tuple(f"{kind}_{level}" for kind, levels in LEVELS.items() for level in levels)
 RUN = "pseudo_to_code"  # scored by running what was written
+READ = tuple(name for name in SUBSETS if not name.startswith(RUN))
 
 FIELDS: dict[str, dict[str, type]] = {
     "html_to_tsv": dict.fromkeys(
@@ -63,7 +64,7 @@ class LongProc(Task):
 
     def __init__(
         self,
-        subsets: Sequence[str] = tuple(name for name in SUBSETS if not name.startswith(RUN)),
+        subsets: Sequence[str] = READ,
         execute: bool = False,
         max_new_tokens: int | None = None,
         data_dir: str | None = None,
