@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ _STRINGS: dict[str, str] = yaml.safe_load(
 )
 LETTERS = "ABCD"
 CHOICES = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-FIELDS: dict[str, type | tuple[type, ...]] = {"Question": str} | dict.fromkeys(CHOICES, (str, int, float))
+FIELDS: Mapping[str, type | tuple[type, ...]] = {"Question": str} | dict.fromkeys(CHOICES, (str, int, float))
 ANSWER = re.compile(r"(?i)Answer[ \t]*:[ \t]*\$?([A-D])\$?")
 
 
