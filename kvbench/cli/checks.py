@@ -311,6 +311,12 @@ def _check_window(run: Any, shape: Mapping[str, Any], source: hub.ModelSource, l
             f"task.lengths={show(lengths)}: {max(lengths)} tokens and {new_tokens} new ones do not fit "
             f"the window of {source.name}, {limit} tokens" + hub.how_to_stretch(source.path is None)
         )
+    most = run["task"].get("max_new_tokens")
+    if limit is not None and type(most) is int and most >= limit:  # what is no number the task itself refuses
+        raise ConfigError(
+            f"task.max_new_tokens={most}: no room for a prompt in the window of {source.name}, {limit} tokens"
+            + hub.how_to_stretch(source.path is None)
+        )
 
 
 def _budget(run: Any) -> Budget:

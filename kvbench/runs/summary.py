@@ -132,9 +132,17 @@ def _score(record: Mapping[str, Any], name: str) -> float:
 
 
 def _scores(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """The scores of that name, 0..1, in the groups that have it: subsets may have metrics of their own."""
-    groups = {record.get("group") for record in records if name in (record.get("scores") or {})}
-    return [_score(record, name) for record in records if not groups or record.get("group") in groups]
+    """The scores of that name, 0..1, of the samples that have it, and of the failed ones in their groups.
+
+    Subsets may have metrics of their own, and a sample a score by the name of the kind that it is of.
+    """
+    having = [name in (record.get("scores") or {}) for record in records]
+    groups = {record.get("group") for record, has in zip(records, having, strict=True) if has}
+    return [
+        _score(record, name)
+        for record, has in zip(records, having, strict=True)
+        if has or not groups or (record.get("error") and record.get("group") in groups)
+    ]
 
 
 def _percent(scores: Sequence[float]) -> float | None:
