@@ -54,6 +54,9 @@ METHODS = [
     Case("snapkv-kvpress", "snapkv", {"window": 16, "kernel": 5, "pooling": "mean", "join": "after"}),
     Case("snapkv-query_head", "snapkv", {"granularity": "query_head"}),
     Case("pyramidkv", "pyramidkv"),
+    Case("h2o", "h2o"),
+    Case("h2o-query_head", "h2o", {"granularity": "query_head", "recent": 0.25}),
+    Case("h2o_prompt", "h2o_prompt"),
     # windows and cycles far below the prompts and answers that the tests use
     Case("racc", "racc", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),
     Case("racc_code", "racc_code", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),

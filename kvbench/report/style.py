@@ -56,6 +56,7 @@ STYLES = {
     "pyramidkv_racc": Style("PyramidKV + RACC", INDIGO, "h", "-."),
     "pyramidkv": Style("PyramidKV", INDIGO, ">"),
     "h2o": Style("H2O", OLIVE, "<"),
+    "h2o_prompt": Style("H2O-prompt", OLIVE, ">", "--"),
     "pqcache": Style("PQCache", BROWN, "d"),
     "magicpig": Style("MagicPIG", INDIGO, "X"),
     "omnikv": Style("OmniKV", OLIVE, "D"),
@@ -71,6 +72,7 @@ STYLES = {
     "cakekv": Style("CakeKV", VERMILION, "P"),
     "squeezeattention": Style("SqueezeAttention", GREY, "h"),
     "scope": Style("SCOPE", BLUE, "<"),
+    "rkv": Style("R-KV", WINE, "v"),
 }
 
 # Other spellings, in the papers' tables and in the house.

@@ -79,20 +79,32 @@ class Scorer(Method):
         whole = counts == [*prompt.lengths]
         if whole and self._in_place:
             return
-        scores = self.score(layer, prompt).masked_fill(self.protected(prompt), torch.inf)
-        real = prompt.valid()
-        if real is not None:
-            scores = scores.masked_fill(~real[:, None], -torch.inf)
-        limits = torch.tensor(counts, device=scores.device)
-        kept = top_earliest(scores, max(counts), limits)  # the protected ones first
-        if self.budget.unified and self.granularity == "query_head":
-            kept = interleave(kept, self.shape.kv_heads, max(counts), limits)
+        kept, _ = self.best(layer, prompt)
         if not whole:
             self.view.keep(layer, kept)
         if not self._in_place:
             self.scored[layer] = [
                 row[:, window:count] for row, window, count in zip(kept, self.windows, counts, strict=True)
             ]
+
+    def best(self, layer: int, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
+        """The protected tokens and those with the best scores, and the scores of all.
+
+        Returns:
+            Ids [B, H, n], the protected ones first, then best first, trailing -1; and scores [B, H, N]. H is the number
+            of KV heads, or of query heads where each has its own.
+        """
+        counts = [min(pair) for pair in zip(self.budgets[layer], prompt.lengths, strict=True)]
+        scores = self.score(layer, prompt)
+        ranked = scores.masked_fill(self.protected(prompt), torch.inf)
+        real = prompt.valid()
+        if real is not None:
+            ranked = ranked.masked_fill(~real[:, None], -torch.inf)
+        limits = torch.tensor(counts, device=scores.device)
+        kept = top_earliest(ranked, max(counts), limits)  # the protected ones first
+        if self.budget.unified and self.granularity == "query_head":
+            kept = interleave(kept, self.shape.kv_heads, max(counts), limits)
+        return kept, scores
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         """All that is held, in place, or of each head what is its own and what C still holds."""

@@ -1,0 +1,177 @@
+"""Methods that evict while they decode, against references in plain lists, each written down from its paper's rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from driver import Driven, Stream, drive, stream
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from kvbench.config import bind_methods
+from kvbench.engine.hf import method_named
+from kvbench.method import Method, Prompt
+
+bind_methods()
+
+few = settings(max_examples=12)
+CLEAR = 1e-5  # scores that differ by less may stand in either order in float32
+
+
+def dot(one: Iterable[float], other: Iterable[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
+
+
+@dataclass
+class Head:
+    """What one list of a layer sees: a KV head's keys, and the queries of its group, or of one head of it."""
+
+    keys: list[list[float]]
+    queries: list[list[list[float]]]
+    scaling: float
+
+    def attention(self, position: int, ids: Sequence[int]) -> list[float]:
+        """Probability of each id for the query at a position, the mean over the query heads."""
+        each = []
+        for query in self.queries:
+            logits = [self.scaling * dot(query[position], self.keys[token]) for token in ids]
+            most = max(logits)
+            weights = [math.exp(logit - most) for logit in logits]
+            each.append([weight / sum(weights) for weight in weights])
+        return [sum(heads) / len(heads) for heads in zip(*each, strict=True)]
+
+    def received(self, length: int) -> list[float]:
+        """Attention that each prompt token receives from all prompt queries."""
+        sums = [0.0] * length
+        for position in range(length):
+            for token, weight in enumerate(self.attention(position, range(position + 1))):
+                sums[token] += weight
+        return sums
+
+
+def heads(fixed: Stream, layer: int, row: int, granularity: str = "kv_head") -> list[Head]:
+    """The lists of a row."""
+    keys, queries = fixed.keys[layer, row].tolist(), fixed.queries[layer, row].tolist()
+    group = len(queries) // len(keys)
+    if granularity == "query_head":
+        return [Head(keys[head // group], [own], fixed.scaling) for head, own in enumerate(queries)]
+    return [Head(own, queries[at * group : (at + 1) * group], fixed.scaling) for at, own in enumerate(keys)]
+
+
+def worst(scores: dict[int, float]) -> int:
+    """The id with the least score, which is clearly the least."""
+    first, *others = sorted(scores, key=lambda token: (scores[token], token))
+    assume(not others or scores[others[0]] - scores[first] > CLEAR or scores[others[0]] == scores[first])
+    return first
+
+
+def attended(driven: Driven, layer: int, row: int) -> list[list[set[int]]]:
+    """[steps][lists] ids."""
+    return [at.sets(row) for at in driven.seen if at.layer == layer]
+
+
+@st.composite
+def streams(draw: st.DrawFn, steps: int = 12) -> Stream:
+    """Rows of different lengths, groups of different sizes."""
+    lengths = draw(st.lists(st.integers(1, 26), min_size=1, max_size=2))
+    kv_heads, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]))
+    sizes = {"layers": 1, "query_heads": kv_heads * group, "kv_heads": kv_heads, "head_dim": 4}
+    return stream(*lengths, steps=steps, seed=draw(st.integers(0, 10**6)), **sizes)
+
+
+# -- H2O ---------------------------------------------------------------------------------------------------------------
+
+
+def h2o(head: Head, length: int, steps: int, heavy: int, recent: int) -> list[set[int]]:
+    """Algorithm 1: what is attended at each step, if `heavy + recent` tokens stay after each."""
+    sums = dict(enumerate(head.received(length)))
+    ever = []
+    for position in range(length, length + steps + 1):
+        while len(sums) > heavy + recent:
+            late = sorted(sums)[len(sums) - recent :] if recent else []
+            del sums[worst({token: sums[token] for token in sums if token not in late})]
+        if position == length + steps:
+            return ever
+        sums[position] = 0.0
+        ever.append(set(sums))
+        for token, weight in zip(sums, head.attention(position, list(sums)), strict=True):
+            sums[token] += weight
+    return ever
+
+
+@few
+@given(
+    streams(),
+    st.integers(2, 30),
+    st.sampled_from([0.1, 0.5, 0.8]),
+    st.sampled_from(["paper", "unified"]),
+    st.sampled_from(["kv_head", "query_head"]),
+)
+def test_h2o_holds_the_heavy_hitters_and_the_recent(
+    fixed: Stream, budget: int, share: float, accounting: str, granularity: str
+) -> None:
+    driven = drive(fixed, method_named("h2o", recent=share, granularity=granularity), budget, accounting=accounting)
+    recent = min(max(1, int(share * budget)), budget - 1)
+    coming = accounting == "unified"  # the current token is one of the C, and one of the recent
+    lists = "kv_head" if coming else granularity
+    for row, length in enumerate(fixed.lengths):
+        seen = attended(driven, 0, row)
+        for number, head in enumerate(heads(fixed, 0, row, lists)):
+            expected = h2o(head, length, fixed.steps, budget - recent, recent - coming)
+            assert [step[number] for step in seen] == expected
+    assert not driven.audit["over_rule"]
+    if coming:
+        assert driven.audit["attended_max"] <= budget
+
+
+def golden() -> Stream:
+    """2 sin(c + 1.7 h + .9 t + 2.3 d + .37 t d + .11 h t), a prompt of 40 tokens; later ones do not matter."""
+
+    def waves(c: float, count: int) -> torch.Tensor:
+        h, t, d = (torch.arange(n, dtype=torch.float64) for n in (count, 41, 8))
+        h, t = h[:, None, None], t[:, None]
+        return 2 * torch.sin(c + 1.7 * h + 0.9 * t + 2.3 * d + 0.37 * t * d + 0.11 * h * t)
+
+    queries = waves(0.5, 4) * (torch.arange(4)[:, None, None] + 1) / 2
+    keys = waves(1.0, 2)
+    queries, keys = queries.float()[None, None], keys.float()[None, None]
+    return Stream((40,), 1, queries, keys, keys, torch.zeros(1, 41, dtype=torch.int64))
+
+
+def scores_of(method: Method) -> list[torch.Tensor]:
+    """The scores that a scorer gives, noted as it does."""
+    noted: list[torch.Tensor] = []
+    score = method.score  # type: ignore[attr-defined]
+
+    def watched(layer: int, prompt: Prompt) -> torch.Tensor:
+        noted.append(score(layer, prompt).clone())
+        return noted[-1]
+
+    method.score = watched  # type: ignore[attr-defined]
+    return noted
+
+
+BEST = {
+    "mean": [[0, 1, 3, 4, 8, 5, 2, 7, 9, 6], [2, 5, 0, 6, 4, 1, 8, 7, 16, 9]],
+    "max": [[0, 1, 4, 5, 3, 8, 7, 2, 6, 11], [5, 2, 1, 0, 6, 4, 8, 9, 16, 11]],
+}
+
+
+@pytest.mark.parametrize("group", BEST)
+def test_the_heavy_hitters_of_a_prompt_are_those_that_the_public_code_finds(group: str) -> None:
+    method = method_named("h2o_prompt", window=4, group=group)
+    scores = scores_of(method)
+    seen = drive(golden(), method, 14).seen[0]
+    assert scores[0][0, :, :36].topk(10).indices.tolist() == BEST[group]
+    assert seen.sets(0) == [{*best, 36, 37, 38, 39, 40} for best in BEST[group]]
+
+
+def test_the_attention_of_a_query_head_is_that_of_the_public_code() -> None:
+    method = method_named("h2o_prompt", window=4, granularity="query_head")
+    scores = scores_of(method)
+    drive(golden(), method, 14)
+    torch.testing.assert_close(scores[0][0, 0, :2], torch.tensor([2.595641, 2.647817]), rtol=0, atol=1e-6)
