@@ -82,6 +82,11 @@ class H2O(Evictor):
         recent = [self.compressor.recent(capacity) - coming for capacity in self.capacities]
         self.limit, self.recent = torch.tensor([self.limits, recent], device=shape.device)[..., None]
 
+    def note_prompt(self, layer: int, held: Held, prompt: Prompt) -> None:
+        """The sums begin with the prompt's, recent tokens' too."""
+        sums = self.compressor.score(layer, prompt).gather(2, held.ids.clamp(min=0))
+        held.numbers.copy_(sums.masked_fill(held.ids < 0, torch.inf))
+
     def note(self, held: Held, attention: torch.Tensor) -> None:
         """Add it to the sums."""
         held.numbers.add_(attention)

@@ -57,6 +57,16 @@ METHODS = [
     Case("h2o", "h2o"),
     Case("h2o-query_head", "h2o", {"granularity": "query_head", "recent": 0.25}),
     Case("h2o_prompt", "h2o_prompt"),
+    # windows and pages far below the answers that the tests use
+    Case("raas", "raas", {"page_size": 4, "alpha": 0.02}),
+    Case("raas-unpinned", "raas", {"page_size": 1, "alpha": 0.02, "pin_prompt": False}),
+    Case("scope", "scope", {"window": 12, "recent": 6}),
+    Case("scope-discontinuous", "scope", {"strategy": "discontinuous", "window": 12, "recent": 6, "delta": 2}),
+    Case(
+        "scope-adaptive",
+        "scope",
+        {"compressor": "pyramidkv", "strategy": "adaptive", "granularity": "query_head", "recent": 6, "delta": 4},
+    ),
     # windows and cycles far below the prompts and answers that the tests use
     Case("racc", "racc", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),
     Case("racc_code", "racc_code", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),

@@ -175,3 +175,155 @@ def test_the_attention_of_a_query_head_is_that_of_the_public_code() -> None:
     scores = scores_of(method)
     drive(golden(), method, 14)
     torch.testing.assert_close(scores[0][0, 0, :2], torch.tensor([2.595641, 2.647817]), rtol=0, atol=1e-6)
+
+
+# -- RaaS --------------------------------------------------------------------------------------------------------------
+
+
+def votes(head: Head, length: int, window: int, kernel: int = 7) -> dict[int, float]:
+    """SnapKV's votes for the prompt's tokens; the window's own are infinite."""
+    received = [0.0] * length
+    for position in range(max(0, length - window), length):
+        for token, weight in enumerate(head.attention(position, range(position + 1))):
+            received[token] += weight if token < length - window else 0.0
+    half = kernel // 2
+    return {
+        token: max(received[max(0, token - half) : token + half + 1]) if token < length - window else math.inf
+        for token in range(length)
+    }
+
+
+def raas(head: Head, length: int, steps: int, most: int, alpha: float, page_size: int, pinned: bool) -> list[set[int]]:
+    """Tokens attended at each step. Of what is not pinned `most` are; a stamp is a step, or votes before the first."""
+    prompt = votes(head, length, 32)
+    stamps: dict[int, tuple[float, float]] = {}  # of pages, by number; the first generated token begins page 0
+    held: dict[int, list[int]] = {}
+    if not pinned:
+        kept = sorted(prompt, key=lambda token: (-prompt[token], token))[:most]
+        for token in sorted(kept):
+            page = (token - length) // page_size
+            held.setdefault(page, []).append(token)
+            stamps[page] = max(stamps.get(page, (0, 0)), (0, prompt[token]))
+    ever = []
+    for step in range(1, steps + 1):
+        position = length + step - 1
+        if sum(map(len, held.values())) == most:
+            oldest = min(held, key=lambda page: (stamps[page], page))
+            near = [page for page in held if page != oldest and stamps[page][0] == stamps[oldest][0] == 0]
+            assume(all(abs(stamps[page][1] - stamps[oldest][1]) > CLEAR for page in near) or step > 1)
+            del held[oldest]
+        page = (step - 1) // page_size
+        held.setdefault(page, []).append(position)
+        stamps[page] = (step, 0)
+        ids = [*range(length if pinned else 0), *(token for page in sorted(held) for token in held[page])]
+        received = dict(zip(ids, head.attention(position, ids), strict=True))
+        assume(all(abs(weight - alpha) > CLEAR for weight in received.values()))
+        for page, tokens in held.items():
+            if max(received[token] for token in tokens) > alpha:
+                stamps[page] = (step, 0)
+        ever.append(set(ids))
+    return ever
+
+
+@few
+@given(
+    streams(steps=25),
+    st.integers(6, 20),
+    st.sampled_from([1, 2, 5]),
+    st.sampled_from([0.02, 0.05]),
+    st.sampled_from([("paper", True), ("paper", False), ("unified", True)]),
+    st.sampled_from(["kv_head", "query_head"]),
+)
+def test_raas_holds_the_prompt_and_the_pages_looked_at_last(
+    fixed: Stream, budget: int, page_size: int, alpha: float, way: tuple[str, bool], granularity: str
+) -> None:
+    accounting, pin_prompt = way
+    options = {"alpha": alpha, "page_size": page_size, "pin_prompt": pin_prompt, "granularity": granularity}
+    driven = drive(fixed, method_named("raas", **options), budget, accounting=accounting)
+    lists, pinned = ("kv_head", False) if accounting == "unified" else (granularity, pin_prompt)
+    for row, length in enumerate(fixed.lengths):
+        seen = attended(driven, 0, row)
+        for number, head in enumerate(heads(fixed, 0, row, lists)):
+            expected = raas(head, length, fixed.steps, budget, alpha, page_size, pinned)
+            assert [step[number] for step in seen] == expected
+    assert not driven.audit["over_rule"]
+
+
+# -- SCOPE -------------------------------------------------------------------------------------------------------------
+
+
+def scope(
+    head: Head, prompt: dict[int, float], length: int, steps: int, strategy: str, window: int, recent: int, delta: int
+) -> list[set[int]]:
+    """What is attended at each step, as the public code's counters have it."""
+    generated: list[int] = []
+    skipped, ever = 0, []
+    for step in range(steps):
+        generated.append(length + step)
+        ids = [*prompt, *generated]
+        ever.append(set(ids))
+        received = dict(zip(ids, head.attention(length + step, ids), strict=True))
+        size = window if strategy == "slide" else recent + step // delta
+        if len(generated) < size:
+            continue
+        if strategy == "discontinuous" and skipped < delta:
+            skipped += 1
+            continue
+        skipped = 0
+        older = generated[: len(generated) - recent]
+        while len(older) > size - recent:
+            older.remove(worst({token: received[token] for token in older}))
+        generated = older + generated[len(generated) - recent :]
+    return ever
+
+
+def scope_unified(
+    head: Head, prompt: dict[int, float], length: int, steps: int, budget: int, window: int, recent: int
+) -> list[set[int]]:
+    """The same for a window that slides inside the budget: the prompt gives way to a quarter of it."""
+    prompt, part = dict(prompt), budget // 4
+    generated: list[int] = []
+    ever = []
+    for step in range(steps):
+        if len(prompt) + len(generated) == budget:
+            del prompt[min(prompt, key=lambda token: (prompt[token], token))]
+        generated.append(length + step)
+        ids = [*prompt, *generated]
+        ever.append(set(ids))
+        received = dict(zip(ids, head.attention(length + step, ids), strict=True))
+        if len(generated) > min(part - 1, window):
+            late = min(recent, part // 2)
+            older = generated[: len(generated) - late]
+            generated.remove(worst({token: received[token] for token in older}))
+    return ever
+
+
+@few
+@given(
+    streams(steps=25),
+    st.integers(8, 30),
+    st.sampled_from(["slide", "adaptive", "discontinuous"]),
+    st.sampled_from([(2, 1), (6, 2), (9, 5)]),
+    st.integers(1, 4),
+    st.sampled_from([("paper", "kv_head"), ("paper", "query_head"), ("unified", "kv_head")]),
+)
+def test_scope_holds_the_prompt_and_a_window(
+    fixed: Stream, budget: int, strategy: str, sizes: tuple[int, int], delta: int, way: tuple[str, str]
+) -> None:
+    (window, recent), (accounting, granularity) = sizes, way
+    if accounting == "unified":
+        strategy = "slide"
+    options = {"strategy": strategy, "window": window, "recent": recent, "delta": delta, "granularity": granularity}
+    driven = drive(fixed, method_named("scope", prompt_window=3, **options), budget, accounting=accounting)
+    for row, length in enumerate(fixed.lengths):
+        seen = attended(driven, 0, row)
+        for number, head in enumerate(heads(fixed, 0, row, granularity)):
+            voted = votes(head, length, 3)
+            kept = sorted(voted, key=lambda token: (-voted[token], token))[:budget]
+            prompt = {token: voted[token] for token in sorted(kept)}
+            if accounting == "paper":
+                expected = scope(head, prompt, length, fixed.steps, strategy, window, recent, delta)
+            else:
+                expected = scope_unified(head, prompt, length, fixed.steps, budget, window, recent)
+            assert [step[number] for step in seen] == expected
+    assert not driven.audit["over_rule"]

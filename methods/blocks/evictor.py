@@ -39,6 +39,9 @@ class Evictor(Method):
         self.compressor, self.granularity = compressor, granularity
         self.needs = replace(compressor.needs, probabilities=True)
 
+    def note_prompt(self, layer: int, held: Held, prompt: Prompt) -> None:
+        """Change the numbers of the prompt's tokens: their scores, infinite for protected ones. Here they stay."""
+
     def note(self, held: Held, attention: torch.Tensor) -> None:
         """Change the numbers by what each token received in this step, [B, H, held.width]. Here they become it."""
         held.numbers.copy_(attention)
@@ -53,14 +56,19 @@ class Evictor(Method):
         per_query_head = self.granularity == "query_head" and not budget.unified
         self.lists = shape.query_heads if per_query_head else shape.kv_heads
         self.compressor.granularity = "query_head" if per_query_head else "kv_head"
-        self.compressor.begin(shape, Budget(budget.size), view, context)
+        self.compressor.begin(shape, self.prompt_budget(), view, context)
         self.held: dict[int, Held] = {}
         self.steps = 0
+
+    def prompt_budget(self) -> Budget:
+        """What the scorer leaves of the prompt. Here C tokens."""
+        return Budget(self.budget.size)
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Keep of the prompt what the scorer chooses."""
         kept, scores = self.compressor.best(layer, prompt)
         held = self.held[layer] = Held(kept, scores.gather(2, kept.clamp(min=0)))
+        self.note_prompt(layer, held, prompt)
         self.make_room(layer, held)
         if bool((held.counts < self.view.seen(layer)[:, None]).any()):
             self.view.keep(layer, held.ids)

@@ -88,20 +88,19 @@ class Scorer(Method):
             ]
 
     def best(self, layer: int, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
-        """The protected tokens and those with the best scores, and the scores of all.
+        """The protected tokens and those with the best scores.
 
         Returns:
-            Ids [B, H, n], the protected ones first, then best first, trailing -1; and scores [B, H, N]. H is the number
-            of KV heads, or of query heads where each has its own.
+            Ids [B, H, n], the protected ones first, then best first, trailing -1; and the scores of all [B, H, N],
+            infinite for protected ones. H is the number of KV heads, or of query heads where each has its own.
         """
         counts = [min(pair) for pair in zip(self.budgets[layer], prompt.lengths, strict=True)]
-        scores = self.score(layer, prompt)
-        ranked = scores.masked_fill(self.protected(prompt), torch.inf)
+        scores = self.score(layer, prompt).masked_fill(self.protected(prompt), torch.inf)
         real = prompt.valid()
         if real is not None:
-            ranked = ranked.masked_fill(~real[:, None], -torch.inf)
+            scores = scores.masked_fill(~real[:, None], -torch.inf)
         limits = torch.tensor(counts, device=scores.device)
-        kept = top_earliest(ranked, max(counts), limits)  # the protected ones first
+        kept = top_earliest(scores, max(counts), limits)  # the protected ones first
         if self.budget.unified and self.granularity == "query_head":
             kept = interleave(kept, self.shape.kv_heads, max(counts), limits)
         return kept, scores
