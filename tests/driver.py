@@ -58,6 +58,8 @@ METHODS = [
     Case("h2o-query_head", "h2o", {"granularity": "query_head", "recent": 0.25}),
     Case("h2o_prompt", "h2o_prompt"),
     # windows and pages far below the answers that the tests use
+    Case("rkv", "rkv", {"buffer": 12}),
+    Case("rkv-time", "rkv", {"buffer": 12, "order": "time"}),
     Case("raas", "raas", {"page_size": 4, "alpha": 0.02}),
     Case("raas-unpinned", "raas", {"page_size": 1, "alpha": 0.02, "pin_prompt": False}),
     Case("scope", "scope", {"window": 12, "recent": 6}),

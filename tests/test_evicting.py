@@ -18,6 +18,8 @@ from kvbench.method import Method, Prompt
 
 bind_methods()
 
+from methods.rkv import importance, redundancy  # noqa: E402
+
 few = settings(max_examples=12)
 CLEAR = 1e-5  # scores that differ by less may stand in either order in float32
 
@@ -327,3 +329,101 @@ def test_scope_holds_the_prompt_and_a_window(
                 expected = scope_unified(head, prompt, length, fixed.steps, budget, window, recent)
             assert [step[number] for step in seen] == expected
     assert not driven.audit["over_rule"]
+
+
+# -- R-KV --------------------------------------------------------------------------------------------------------------
+
+
+def cosine(one: list[float], other: list[float]) -> float:
+    return dot(one, other) / math.sqrt(dot(one, one) * dot(other, other))
+
+
+def rkv_scores(head: Head, cache: list[int], window: int, kernel: int, weight: float) -> list[float]:
+    """Z of each token of a cache before its window, the paper's (1) to (5) with the public code's softmax."""
+    early, late = cache[: len(cache) - window], cache[len(cache) - window :]
+    received = [0.0] * len(early)
+    for position in late:
+        logits = [max(head.scaling * dot(q[position], head.keys[token]) for q in head.queries) for token in early]
+        total = sum(math.exp(logit) for logit in logits)
+        received = [sum_ + math.exp(logit) / total / window for sum_, logit in zip(received, logits, strict=True)]
+    half = kernel // 2
+    pooled = [max(received[max(0, at - half) : at + half + 1]) for at in range(len(early))]
+    means = [0.0] * len(cache)
+    for at, token in enumerate(cache):
+        row = [0.0 if other == at else cosine(head.keys[token], head.keys[cache[other]]) for other in range(len(cache))]
+        assume(all(abs(value - 0.5) > CLEAR for value in row))
+        row[max((other for other, value in enumerate(row) if value > 0.5), default=0)] = 0.0
+        means = [mean + value / len(cache) for mean, value in zip(means, row, strict=True)]
+    total = sum(map(math.exp, means))
+    return [weight * i - (1 - weight) * math.exp(m) / total for i, m in zip(pooled, means[: len(early)], strict=True)]
+
+
+def rkv(
+    head: Head, length: int, steps: int, kept: int, limit: int, full: int, window: int, weight: float, order: str
+) -> list[list[int]]:
+    """The cache at each step, in its order. It is cut to `kept`, a prompt of `full` tokens, later at `limit`."""
+
+    def cut(cache: list[int]) -> list[int]:
+        scores = rkv_scores(head, cache, window, 3, weight)
+        best = sorted(range(len(scores)), key=lambda at: -scores[at])
+        if len(best) > kept - window > 0:
+            assume(scores[best[kept - window - 1]] - scores[best[kept - window]] > 1e-7)
+        chosen = [*best[: kept - window], *range(len(scores), len(cache))]
+        return [cache[at] for at in (chosen if order == "score" else sorted(chosen))]
+
+    cache = list(range(length))
+    if length >= full:
+        cache = cut(cache)
+    ever = []
+    for position in range(length, length + steps):
+        cache.append(position)
+        ever.append(list(cache))
+        if len(cache) == limit:
+            cache = cut(cache)
+    return ever
+
+
+@few
+@given(
+    streams(steps=25),
+    st.integers(16, 24),
+    st.integers(1, 4),
+    st.sampled_from([4, 9]),
+    st.sampled_from([0.07, 0.5, 1.0]),
+    st.sampled_from(["score", "time"]),
+    st.sampled_from(["paper", "unified"]),
+)
+def test_rkv_keeps_what_is_attended_and_not_redundant(
+    fixed: Stream, budget: int, window: int, buffer: int, weight: float, order: str, accounting: str
+) -> None:
+    options = {"window": window, "buffer": buffer, "mix_lambda": weight, "order": order, "kernel": 3}
+    driven = drive(fixed, method_named("rkv", **options), budget, accounting=accounting)
+    kept, limit = budget, budget + buffer
+    if accounting == "unified":
+        kept, limit, window = budget - min(buffer, budget // 4), budget, min(window, budget // 8)
+    for row, length in enumerate(fixed.lengths):
+        seen = attended(driven, 0, row)
+        for number, head in enumerate(heads(fixed, 0, row)):
+            expected = rkv(head, length, fixed.steps, kept, limit, budget, window, weight, order)
+            assert [step[number] for step in seen] == [set(cache) for cache in expected]
+    assert not driven.audit["over_rule"]
+
+
+@pytest.mark.parametrize(
+    ("weight", "first"), [(0.07, [34, 32, 2, 1, 0, 33, 20, 19, 21, 22]), (0.1, [2, 1, 34, 0, 32, 33, 20, 19, 21, 22])]
+)
+def test_rkv_keeps_the_tokens_of_the_public_code_in_its_order(weight: float, first: list[int]) -> None:
+    method = method_named("rkv", window=4, kernel=3, mix_lambda=weight)
+    drive(golden(), method, 14)
+    heads_ = method.cache[0][0].tolist()
+    assert heads_[0] == [*first, 36, 37, 38, 39]
+    if weight == 0.07:
+        assert heads_[1] == [2, 3, 1, 35, 0, 34, 17, 16, 15, 33, 36, 37, 38, 39]
+
+
+def test_importance_and_redundancy_are_the_public_code_s() -> None:
+    fixed = golden()
+    keys, queries = fixed.keys[0, 0, :, :40], fixed.queries[0, 0, :, 36:40].unflatten(0, (2, 2))
+    expected = torch.tensor([0.0255528, 0.0255070, 0.0254539])
+    torch.testing.assert_close(redundancy(keys)[0, :3], expected, rtol=0, atol=1e-7)
+    assert float(importance(queries, keys, fixed.scaling, 3)[0, 0]) == pytest.approx(0.1343, abs=5e-5)
