@@ -80,6 +80,9 @@ METHODS = [
     Case("quest", "quest"),
     Case("quest-kv_head", "quest", {"selection": "kv_head"}),
     Case("quest_structure", "quest_structure"),
+    # a p below 1 prunes whatever the budget
+    Case("twilight_quest", "twilight_quest", {"p": 1}),
+    Case("twilight_topk", "twilight_topk", {"p": 1}),
     Case("icecache", "icecache"),
     Case("icecache-exact", "icecache", {"index": "exact"}),
     Case("icecache_reuse", "icecache_reuse"),

@@ -389,7 +389,7 @@ class StoreMachine(RuleBasedStateMachine):
         held = [len(self.tokens_in(r, h, DEVICE)) for r, h in self.every_head()]
         if not self.evicted:
             held = [max(held)] * len(held)  # each row takes as much as the longest
-        slots = [count + self.room if self.home == "device" else 0 for count in held]
+        slots = [max(count + self.room, 1) if self.home == "device" else 0 for count in held]
         assert self.store.allocated_bytes() == sum(map(whole_pages, slots + [self.staged_slots] * len(held))) * ENTRY
 
 
@@ -421,6 +421,18 @@ def test_heads_of_unequal_length_take_what_is_said_to_be_allocated(dtype: torch.
     on_host = 0 if store.host is None else 2 * store.host.key.untyped_storage().nbytes()
     assert store.allocated_bytes() == bytes_of_tensors(dtype) - before - on_host
     assert store.allocated_bytes() == (208 + 3 * 16) * entry
+
+
+def test_a_head_that_keeps_nothing_is_asked_for_nothing() -> None:
+    store = LayerStore(1, 2, 16, 40, torch.float32, torch.device("cpu"))
+    store.write_prompt(torch.ones(1, 2, 40, 16), torch.ones(1, 2, 40, 16), 0, [0])
+    store.seal_prompt([40])
+    index = torch.full((1, 2, 20), -1)
+    index[0, 0] = torch.arange(20)
+    store.keep(index)
+    store.check_integrity()
+    key, _ = store.gather(index)
+    assert torch.equal(key[0, 0], torch.ones(20, 16)) and bool(key.isfinite().all())
 
 
 # -- the check itself --------------------------------------------------------------------------------------------------

@@ -181,8 +181,8 @@ class DeviceTier:
             self.ids = with_free_slots(self.ids[:, :, : min(held, self.ids.shape[2])], self.capacity)
 
     def _room(self) -> torch.Tensor:
-        """Slots in whole pages that each KV head takes, with those reserved for tokens to come."""
-        return whole_pages(self.used + (self.reserved - int(self.used.max())))
+        """Slots in whole pages that each KV head takes, with those reserved for tokens to come; a page at least."""
+        return whole_pages((self.used + (self.reserved - int(self.used.max()))).clamp(min=1))
 
     def keep(self, ids: torch.Tensor, used: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Hold these tokens and no others, in newly allocated memory; as many free slots stay reserved.
@@ -218,7 +218,7 @@ class DeviceTier:
         if self.even:
             return self.key[:, :, :longest], self.value[:, :, :longest], slots < filled
         within = torch.minimum(slots, (filled - 1).clamp(min=0))
-        key, value = self.pool.at((self.first[..., None] + within).clamp(max=len(self.pool.key) - 1))
+        key, value = self.pool.at(self.first[..., None] + within)
         return key, value, slots < filled
 
     def token_ids(self) -> torch.Tensor:

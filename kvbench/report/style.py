@@ -68,6 +68,8 @@ STYLES = {
     "retroinfer": Style("RetroInfer", SKY, "D"),
     "freekv": Style("FreeKV", OLIVE, "P"),
     "twilight": Style("Twilight", INDIGO, "o"),
+    "twilight_quest": Style("Twilight, Quest", INDIGO, "o", "--"),
+    "twilight_topk": Style("Twilight, top-k", INDIGO, "P", ":"),
     "socket": Style("SOCKET", BROWN, "^"),
     "cakekv": Style("CakeKV", VERMILION, "P"),
     "squeezeattention": Style("SqueezeAttention", GREY, "h"),

@@ -1,0 +1,119 @@
+"""Keys in four bits, and the attention that is estimated with them.
+
+As in the published code a key has a step s = (max - min) / 15 over its numbers, and codes round((k - min) / s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from functools import cache
+
+import numpy as np
+import torch
+
+from methods.blocks.heads import in_parts
+from methods.twilight import kernels
+
+SPARE = 256  # keys to make room for when the last ones have taken what there was
+WORTH_A_THREAD = 1 << 21  # multiplications that take longer than it takes to wake a thread
+LEVELS = 15
+
+
+class FourBitKeys:
+    """The keys of a layer, two numbers to a byte, the first in the low half.
+
+    Args:
+        keys: [B, Hkv, N, D] of the prompt; D is even.
+        new_tokens: keys to come at most; None: unknown.
+
+    Attributes:
+        codes: [B, Hkv, capacity, D / 2] uint8.
+        steps: [B, Hkv, capacity, 2] float32, the step and the smallest number of each key.
+    """
+
+    def __init__(self, keys: torch.Tensor, new_tokens: int | None) -> None:
+        codes, steps = quantised(keys)
+        room = SPARE if new_tokens is None else new_tokens
+        self.codes, self.steps = _with_room(codes, room), _with_room(steps, room)
+
+    def write(self, places: Sequence[int], key: torch.Tensor) -> None:
+        """Code the next key [B, Hkv, 1, D] of each row, whose token id is places[b]."""
+        if max(places) >= self.codes.shape[2]:
+            self.codes, self.steps = _with_room(self.codes, SPARE), _with_room(self.steps, SPARE)
+        codes, steps = quantised(key)
+        for row, place in enumerate(places):
+            self.codes[row, :, place], self.steps[row, :, place] = codes[row, :, 0], steps[row, :, 0]
+
+    def top_p(self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: float, pool: Executor) -> torch.Tensor:
+        """Of the tokens index [B, Hs, M] the fewest whose estimated weights sum to p or more, of each query head.
+
+        Args:
+            query: [B, Hq, 1, D].
+            pool: where threads beside the caller's come from.
+
+        Returns:
+            [B, Hq, n] int64, the largest weight first, trailing -1. With p = 1 all tokens.
+        """
+        if query.device.type == "cpu":
+            return self.top_p_compiled(query, index, scaling, p, pool)
+        return self.top_p_in_torch(query, index, scaling, p)
+
+    def top_p_in_torch(self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: float) -> torch.Tensor:
+        """As `top_p`, on any device."""
+        batch, query_heads, _, head_dim = query.shape
+        kv_heads, per = self.codes.shape[1], query_heads // index.shape[1]
+        lists = index.repeat_interleave(per, dim=1).view(batch, kv_heads, -1)  # [B, Hkv, G * M]
+        at = lists.clamp(min=0)[..., None]
+        codes, steps = (part.gather(2, at.expand(-1, -1, -1, part.shape[3])) for part in (self.codes, self.steps))
+        keys = restored(codes, steps).view(batch, query_heads, -1, head_dim)
+        logits = (keys @ query.float().transpose(2, 3)).squeeze(3) * scaling
+        lists = lists.view(batch, query_heads, -1)
+        weights = logits.masked_fill(lists < 0, -torch.inf).double().softmax(dim=2)
+        ranked, order = weights.sort(dim=2, descending=True, stable=True)
+        found = lists.gather(2, order)
+        return found if p == 1 else found.masked_fill(ranked.cumsum(dim=2) - ranked >= p, -1)
+
+    def top_p_compiled(
+        self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: float, pool: Executor
+    ) -> torch.Tensor:
+        """As `top_p`, on a CPU."""
+        batch, query_heads, _, head_dim = query.shape
+        lists, count = batch * query_heads, index.shape[2]
+        found, kept = np.empty((lists, count), np.int64), np.zeros(lists, np.int64)
+        asked = (query.float() * scaling).view(batch, query_heads, head_dim).numpy()
+        arrays = asked, self.codes.numpy(), self.steps.numpy(), index.numpy(), p
+
+        def share(first: int, stop: int, _: int) -> None:
+            kernels.top_p(*arrays, first, stop, found, kept)
+
+        threads = range(min(torch.get_num_threads(), max(1, lists * count * head_dim // WORTH_A_THREAD)))
+        in_parts(pool, lists, threads, share)
+        return torch.from_numpy(found).view(batch, query_heads, count)[..., : int(kept.max())]
+
+
+def quantised(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [..., D / 2] uint8 of keys [..., D], and their steps and smallest numbers [..., 2] float32."""
+    keys = keys.float()
+    low, high = keys.amin(dim=-1, keepdim=True), keys.amax(dim=-1, keepdim=True)
+    step = ((high - low) / LEVELS).clamp(min=1e-9)
+    codes = ((keys - low) / step).round().clamp(0, LEVELS).to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, torch.cat([step, low], dim=-1)
+
+
+def restored(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """What `quantised` keys [..., D] were, as far as it is known."""
+    numbers = torch.stack([codes & LEVELS, codes >> 4], dim=-1).flatten(-2)
+    return numbers.float() * steps[..., :1] + steps[..., 1:]
+
+
+def _with_room(block: torch.Tensor, slots: int) -> torch.Tensor:
+    """A copy of block [B, H, n, w] with so many slots more."""
+    return torch.cat([block, block.new_zeros(*block.shape[:2], slots, block.shape[3])], dim=2)
+
+
+@cache
+def compile_kernels(pool: Executor) -> None:
+    """Compile, or read from disk, before anything is timed."""
+    key = torch.ones(1, 1, 1, 2)
+    FourBitKeys(key, 0).top_p(key, torch.zeros(1, 1, 1, dtype=torch.int64), 1.0, 0.5, pool)

@@ -1,0 +1,129 @@
+"""Twilight: keys in four bits, and the fewest tokens that hold a share of the attention."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from driver import drive, stream
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbench.config import ConfigError, bind_methods, method_config
+from kvbench.engine.hf import method_named
+
+bind_methods()
+
+from methods.twilight.estimate import FourBitKeys, quantised, restored  # noqa: E402
+
+POOL = ThreadPoolExecutor(1)
+
+
+def wave(heads: int, phase: float) -> torch.Tensor:
+    """[1, heads, 40, 8], 2 sin(phase + 1.7 h + .9 t + 2.3 d + .37 t d + .11 h t)."""
+    h, t, d = torch.meshgrid(*(torch.arange(size).double() for size in (heads, 40, 8)), indexing="ij")
+    return (2 * torch.sin(phase + 1.7 * h + 0.9 * t + 2.3 * d + 0.37 * t * d + 0.11 * h * t))[None].float()
+
+
+def test_four_bits_are_those_of_the_published_code() -> None:
+    """Numbers that its quantiser gave for the same keys."""
+    keys = restored(*quantised(wave(2, 1.0)))
+    expected = torch.tensor([1.733482, -0.381725, -1.174927, 1.997882])
+    torch.testing.assert_close(keys[0, 0, 0, :4], expected, rtol=0, atol=1e-6)
+
+
+def test_what_is_kept_of_everything_is_what_an_exact_sort_keeps() -> None:
+    query = wave(4, 0.5)[:, :, 39:] * (torch.arange(4)[:, None, None] + 1) / 2
+    everything = torch.arange(40).expand(1, 1, 40)
+    kept = FourBitKeys(wave(2, 1.0), 0).top_p(query, everything, 8**-0.5, 0.85, POOL)[0].tolist()
+    sets = [{token for token in head if token >= 0} for head in kept]
+    assert len(sets[0]) == 20
+    assert sets[1:] == [{4, 17, 23, 33, 39}, {16, 21, 34, 39}, {16, 34}]
+
+
+def reference(query: list[float], keys: list[list[float]], tokens: list[int], scaling: float, p: float) -> list[int]:
+    """One query head's tokens, from the paper: estimated weights from the largest on, until they hold p of all."""
+    weights = {}
+    for token in tokens:
+        low, high = min(keys[token]), max(keys[token])
+        step = max((high - low) / 15, 1e-9)
+        coded = [low + step * min(max(round((number - low) / step), 0), 15) for number in keys[token]]
+        weights[token] = math.exp(scaling * sum(q * k for q, k in zip(query, coded, strict=True)))
+    total, held, kept = sum(weights.values()), 0.0, []
+    for token in sorted(tokens, key=lambda token: -weights[token]):
+        if held >= p * total:
+            break
+        held += weights[token]
+        kept.append(token)
+    return kept
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 10_000),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    lists=st.sampled_from(["one", "kv_head", "query_head"]),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=2),
+    p=st.sampled_from([0.1, 0.5, 0.85, 0.999, 1.0]),
+)
+def test_both_ways_keep_what_the_paper_keeps(
+    seed: int, kv_heads: int, group: int, lists: str, lengths: list[int], p: float
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    batch, head_dim, longest = len(lengths), 8, max(lengths)
+    keys = torch.randn(batch, kv_heads, longest + 3, head_dim, generator=rng)
+    query = torch.randn(batch, kv_heads * group, 1, head_dim, generator=rng)
+    heads = {"one": 1, "kv_head": kv_heads, "query_head": kv_heads * group}[lists]
+    index = torch.full((batch, heads, longest), -1)
+    for row, length in enumerate(lengths):
+        for head in range(heads):
+            chosen = torch.randperm(length, generator=rng)[: 1 + seed % length]
+            index[row, head, : len(chosen)] = chosen
+    coded = FourBitKeys(keys[:, :, :longest], None)
+    for token in range(longest, longest + 3):
+        coded.write([token] * batch, keys[:, :, token : token + 1])
+    found = coded.top_p_compiled(query, index, 0.7, p, POOL), coded.top_p_in_torch(query, index, 0.7, p)
+    for row in range(batch):
+        for head in range(kv_heads * group):
+            own = index[row, head * heads // (kv_heads * group)]
+            expected = reference(
+                query[row, head, 0].tolist(), keys[row, head // group].tolist(), own[own >= 0].tolist(), 0.7, p
+            )
+            for kept in found:
+                ids = kept[row, head].tolist()
+                assert ids[: len(expected)] == expected and set(ids[len(expected) :]) <= {-1}
+
+
+@pytest.mark.parametrize("selector", ["quest", "topk"])
+@pytest.mark.parametrize("accounting", ["paper", "unified"])
+def test_less_is_attended_than_the_selector_proposes(selector: str, accounting: str) -> None:
+    fixed = stream(150, 90, steps=4)
+    alone = drive(fixed, method_named(selector), 64, accounting=accounting)
+    pruned = {}
+    for p in (0.3, 0.9, 1.0):
+        driven = drive(fixed, method_named(f"twilight_{selector}", p=p), 64, accounting=accounting)
+        assert not driven.audit["over_rule"]
+        for at, whole in zip(driven.seen, alone.seen, strict=True):
+            for row in range(2):
+                per = len(at.sets(row)) // len(whole.sets(row))
+                assert all(own <= whole.sets(row)[head // per] for head, own in enumerate(at.sets(row)))
+        pruned[p] = driven.audit["attended_mean"]
+    assert pruned[0.3] < pruned[0.9] < pruned[1.0] == alone.audit["attended_mean"]
+
+
+def test_memory_that_grows_changes_nothing() -> None:
+    keys = torch.randn(2, 2, 300, 8, generator=torch.Generator().manual_seed(0))
+    coded = FourBitKeys(keys[:, :, :10], 0)
+    for token in range(10, 300):
+        coded.write([token] * 2, keys[:, :, token : token + 1])
+    codes, steps = quantised(keys)
+    assert torch.equal(coded.codes[:, :, :300], codes) and torch.equal(coded.steps[:, :, :300], steps)
+
+
+@pytest.mark.parametrize("p", [0, 1.5, -1, "half"])
+def test_a_share_that_is_none_is_refused(p: object) -> None:
+    with pytest.raises(ConfigError, match="p=.*: expected a number"):
+        method_config("twilight_quest", p=p)
