@@ -99,16 +99,16 @@ class RKV(Method):
 
     def _compress(self, layer: int, rows: Collection[int]) -> None:
         """Keep the best tokens of these rows, and all of the others'."""
-        if not rows:
-            return
         cache = self.cache[layer]
-        keys = self.view.keys(layer, stacked(cache))
-        queries = torch.stack([*self.queries[layer]], dim=2).unflatten(1, (self.shape.kv_heads, -1))
+        if rows:
+            keys = self.view.keys(layer, stacked(cache))
+            queries = torch.stack([*self.queries[layer]], dim=2).unflatten(1, (self.shape.kv_heads, -1))
         for row in rows:
             own = keys[row, :, : cache[row].shape[1]].float()
             slots = self._best(queries[row, :, :, -self.windows[row] :].float(), own, self.kept[row])
             cache[row] = cache[row].gather(1, slots)
-        self.view.keep(layer, stacked(cache))
+        room = min(limit - ids.shape[1] for limit, ids in zip(self.limits, cache, strict=True))
+        self.view.keep(layer, stacked(cache), room)
 
     def _best(self, queries: torch.Tensor, keys: torch.Tensor, count: int) -> torch.Tensor:
         """Slots [Hkv, count] of keys [Hkv, n, D] to keep, by queries [Hkv, G, W, D]: best first, then the window's."""

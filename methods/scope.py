@@ -43,7 +43,7 @@ class SCOPE(Evictor):
         delta: see `strategy`; None: such that the window is full with the answer.
 
     Raises:
-        ValueError: the window holds recent tokens alone.
+        ValueError: the window holds recent tokens alone, or delta is no number of steps.
     """
 
     def __init__(
@@ -60,6 +60,8 @@ class SCOPE(Evictor):
     ) -> None:
         if recent >= window:
             raise ValueError(f"recent={recent}: expected fewer tokens than the decoding window has, window={window}")
+        if delta is not None and (type(delta) is not int or delta < 1):
+            raise ValueError(f"delta={delta}: expected steps, 1 or more, or null")
         scorer: Scorer
         if compressor == "h2o":
             scorer = HeavyHitters(prompt_window)

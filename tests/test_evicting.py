@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from driver import Driven, Stream, drive, stream
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvbench.config import bind_methods
+from kvbench.cli.checks import check
+from kvbench.cli.compose import composed
+from kvbench.config import ConfigError, bind_methods, build, method_config
 from kvbench.engine.hf import method_named
 from kvbench.method import Method, Prompt
 
@@ -427,3 +430,78 @@ def test_importance_and_redundancy_are_the_public_code_s() -> None:
     expected = torch.tensor([0.0255528, 0.0255070, 0.0254539])
     torch.testing.assert_close(redundancy(keys)[0, :3], expected, rtol=0, atol=1e-7)
     assert float(importance(queries, keys, fixed.scaling, 3)[0, 0]) == pytest.approx(0.1343, abs=5e-5)
+
+
+# -- memory, and bad input ---------------------------------------------------------------------------------------------
+
+LONG: list[
+    tuple[str, dict[str, Any], int]
+] = [  # with what a list may hold besides the prompt's part, the current token in
+    ("h2o", {}, 1),
+    ("raas", {"page_size": 8, "pin_prompt": False}, 0),
+    ("scope", {"window": 24, "recent": 12}, 25),
+    ("rkv", {"buffer": 32}, 32),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "more"), LONG, ids=[name for name, *_ in LONG])
+@pytest.mark.parametrize("accounting", ["paper", "unified"])
+def test_memory_does_not_grow_with_the_answer(name: str, options: dict[str, Any], more: int, accounting: str) -> None:
+    """Held and allocated alike: what is attended, what waits to be freed together, and whole pages."""
+    fixed = stream(150, steps=200)
+    audits = [
+        drive(replace(fixed, steps=n), method_named(name, **options), 48, accounting=accounting).audit
+        for n in (100, 200)
+    ]
+    most = 48 + (more if accounting == "paper" else 0)
+    token = 2 * 16 * 4
+    for audit in audits:
+        assert audit["attended_max"] == most
+        assert audit["device_kv_bytes"] <= 2 * 2 * (most + 32) * token
+        assert audit["device_kv_allocated_bytes"] <= 2 * 2 * (most + 32 + 15) * token
+    sizes = ("device_kv_bytes", "device_kv_allocated_bytes", "index_bytes")
+    assert [audits[0][size] for size in sizes] == [audits[1][size] for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("h2o", {"recent": 1.0}, "recent=1.0: expected a share of the budget above 0 and below 1"),
+        ("h2o", {"recent": 0.0}, "recent=0.0: expected a number above 0, at most 1"),
+        ("h2o_prompt", {"group": "sum"}, r"group=sum: expected mean \| max"),
+        ("raas", {"alpha": 1.5}, "alpha=1.5: expected a number above 0, at most 1"),
+        ("raas", {"page_size": 0}, "page_size=0: expected a whole number, 1 or more"),
+        ("scope", {"strategy": "jump"}, r"strategy=jump: expected slide \| adaptive \| discontinuous"),
+        ("scope", {"recent": 512}, "recent=512: expected fewer tokens than the decoding window has, window=512"),
+        ("scope", {"delta": 0}, "delta=0: expected steps, 1 or more, or null"),
+        ("rkv", {"mix_lambda": 1.1}, "mix_lambda=1.1: expected a number above 0, at most 1"),
+        ("rkv", {"buffer": 0}, "buffer=0: expected a whole number, 1 or more"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_in_one_line(name: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as error:
+        build(method_config(name, **options))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["method=rkv", "method.window=64", "budget=64"], "budget=64: below the minimum of rkv, 65 tokens"),
+        (["method=raas", "budget=16"], "budget=16: below the minimum of raas, 17 tokens"),
+        (["method=h2o", "budget=0.003", "task.lengths=[300]"], "budget=0.003: 1 of a prompt's 300 tokens, below"),
+        (["method=scope", "budget=0.01", "task.lengths=[300]"], "budget=0.01: 3 of a prompt's 300 tokens, below"),
+    ],
+    ids=str,
+)
+def test_budgets_too_small_are_refused_before_a_model_loads(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(composed(*words))
+
+
+def test_a_window_that_grows_with_the_answer_must_know_its_length() -> None:
+    method = method_named("scope", strategy="adaptive")
+    with pytest.raises(ConfigError, match="delta=null: strategy=adaptive takes it from the length of the answer"):
+        drive(stream(60), method, 48, left=True)
+    drive(stream(60), method_named("scope", strategy="adaptive", delta=15), 48, left=True)

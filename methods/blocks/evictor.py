@@ -70,8 +70,7 @@ class Evictor(Method):
         held = self.held[layer] = Held(kept, scores.gather(2, kept.clamp(min=0)))
         self.note_prompt(layer, held, prompt)
         self.make_room(layer, held)
-        if bool((held.counts < self.view.seen(layer)[:, None]).any()):
-            self.view.keep(layer, held.ids)
+        self.view.keep(layer, held.ids, DROP_EVERY)
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """Count the steps."""
@@ -95,7 +94,7 @@ class Evictor(Method):
         """Now and then free the memory of what was evicted."""
         if self.steps % DROP_EVERY == 0:
             for layer, held in self.held.items():
-                self.view.keep(layer, held.ids)
+                self.view.keep(layer, held.ids, DROP_EVERY)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """What each list may hold; the union of a group is no larger than all of its lists."""
