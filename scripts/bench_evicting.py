@@ -1,9 +1,9 @@
 """Decoding at length with methods that evict generated tokens: does a step, or memory, grow with the answer?
 
-Each method reads the same prompt on a model and is given the same random tokens of the answer one by one. Times are CPU
-time of the process, which other work on the machine disturbs little. A tenth of the answer is one entry of a list.
+There is no model: queries, keys and values are random, and a step is what engine and method make of them. Times are CPU
+time of the process, which other work on the machine disturbs little. An entry of a list is a tenth of the answer.
 
-    python scripts/bench_evicting.py                                   # the small model, 4,000 tokens, a budget of 256
+    python scripts/bench_evicting.py                                   # 4,000 tokens, a budget of 256, about a minute
     python scripts/bench_evicting.py --methods h2o rkv --tokens 1000
 
 Prints one JSON object as its last line; by method:
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import time
@@ -29,10 +28,9 @@ from typing import Any
 import torch
 
 from kvbench.budget import Budget
-from kvbench.cli.compose import composed
-from kvbench.engine.generate import decode_step, prefill
-from kvbench.engine.hf import EngineCache, engine_for, method_named
-from kvbench.engine.models import Loaded, load
+from kvbench.engine.engine import Engine
+from kvbench.engine.hf import method_named
+from kvbench.method import Shape
 
 METHODS = ("h2o", "raas", "scope", "rkv", "racc", "full")
 
@@ -49,23 +47,43 @@ def options_of(method: str, budget: int) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def bench(loaded: Loaded, name: str, settings: argparse.Namespace) -> dict[str, Any]:
+def bench(name: str, settings: argparse.Namespace) -> dict[str, Any]:
     """One method over the whole answer."""
-    draw = random.Random(0)
-    prompt, answer = ([draw.randrange(200) for _ in range(count)] for count in (settings.prompt, settings.tokens))
+    shape = Shape(
+        layers=settings.layers,
+        query_heads=8,
+        kv_heads=2,
+        head_dim=64,
+        lengths=(settings.prompt,),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        scaling=64**-0.5,
+        sparse_layers=tuple(range(settings.layers)),
+    )
+    draw = torch.Generator().manual_seed(0)
+
+    def vectors(count: int) -> list[tuple[torch.Tensor, ...]]:
+        """Query, key and value of `count` tokens, for each layer."""
+        heads = (shape.query_heads, shape.kv_heads, shape.kv_heads)
+        return [tuple(torch.randn(1, of, count, 64, generator=draw) for of in heads) for _ in range(shape.layers)]
+
     budget = Budget(None if name in ("racc", "full") else settings.budget, settings.accounting)
     method = method_named(name, **options_of(name, settings.budget))
-    engine = engine_for(loaded.model, [len(prompt)], method, budget, (), loaded.tokenizer, new_tokens=len(answer))
-    cache = EngineCache(engine)
-    prefill(loaded.model, [prompt], cache)
+    engine = Engine(shape, method, budget, new_tokens=settings.tokens)
+    engine.start_chunk(torch.zeros(1, settings.prompt, dtype=torch.int64))
+    for layer, parts in enumerate(vectors(settings.prompt)):
+        engine.attend(layer, *parts)
     tenths: list[dict[str, float]] = []
     seconds: list[float] = []
-    for step, token in enumerate(answer, 1):
+    for step in range(1, settings.tokens + 1):
+        newest = vectors(1)
         start = time.process_time()
-        decode_step(loaded.model, torch.tensor([token]), cache, [True])
+        engine.start_step(torch.zeros(1, dtype=torch.int64))
+        for layer, parts in enumerate(newest):
+            engine.attend(layer, *parts)
         seconds.append(time.process_time() - start)
         engine.settle()
-        if step % (len(answer) // 10) == 0:
+        if step % (settings.tokens // 10) == 0:
             stores = engine.stores.values()
             tenths.append(
                 {
@@ -75,7 +93,7 @@ def bench(loaded: Loaded, name: str, settings: argparse.Namespace) -> dict[str, 
                 }
             )
             seconds.clear()
-            print(f"{name}: {step} tokens, {tenths[-1]}", file=sys.stderr, flush=True)
+    print(f"{name}: {[tenth['step_ms'] for tenth in tenths]}", file=sys.stderr, flush=True)
     audit = engine.report()
     lists = {key: [tenth[key] for tenth in tenths] for key in tenths[0]}
     told = {key: audit[key] for key in ("attended_mean", "attended_max", "over_rule", "index_bytes")}
@@ -89,12 +107,10 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=4000, help="tokens of the answer, ten or more")
     parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--accounting", default="paper", choices=["paper", "unified"])
-    parser.add_argument("--model", default="tiny", help="a name in conf/model")
     settings = parser.parse_args()
-    config = composed(f"model={settings.model}")
-    loaded = load(config.model, "cpu", "float32", 0)
-    methods = {name: bench(loaded, name, settings) for name in settings.methods}
+    methods = {name: bench(name, settings) for name in settings.methods}
     print(json.dumps({"settings": vars(settings), "threads": torch.get_num_threads(), "methods": methods}))
 
 
