@@ -238,7 +238,7 @@ def check_valid(group: str, given: Mapping[str, Any], valid: Mapping[str, Any]) 
         group: "method" or "task", for the message.
         given: options and their resolved values.
         valid: for each option a list of its values, or a mapping: of a whole number `at_least` (1), `odd` (false); of
-            any number `above`, `at_most`, and `or_null` (false).
+            any number `above`, `at_most`; of both `or_null` (false).
 
     Raises:
         ConfigError: names the key, the value and the valid ones.
@@ -248,15 +248,17 @@ def check_valid(group: str, given: Mapping[str, Any], valid: Mapping[str, Any]) 
             continue
         value = given[key]
         if isinstance(rule, Mapping) and "above" in rule:
-            above, at_most, or_null = rule["above"], rule["at_most"], rule.get("or_null", False)
-            fits = (type(value) in (int, float) and above < value <= at_most) or (or_null and value is None)
-            expected = f"a number above {above}, at most {at_most}" + (", or null" if or_null else "")
+            above, at_most = rule["above"], rule["at_most"]
+            fits = type(value) in (int, float) and above < value <= at_most
+            expected = f"a number above {above}, at most {at_most}"
         elif isinstance(rule, Mapping):
             lowest, odd = rule.get("at_least", 1), rule.get("odd", False)
             fits = type(value) is int and value >= lowest and (not odd or value % 2 == 1)
             expected = f"{'an odd' if odd else 'a'} whole number, {lowest} or more"
         else:
             fits, expected = value in rule, " | ".join(map(show, rule))
+        if isinstance(rule, Mapping) and rule.get("or_null", False):
+            fits, expected = fits or value is None, f"{expected}, or null"
         if not fits:
             raise ConfigError(f"{group}.{key}={show(value)}: expected {expected}")
 

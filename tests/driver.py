@@ -83,6 +83,8 @@ METHODS = [
     # a p below 1 prunes whatever the budget
     Case("twilight_quest", "twilight_quest", {"p": 1}),
     Case("twilight_topk", "twilight_topk", {"p": 1}),
+    Case("pqcache", "pqcache"),
+    Case("clusterkv", "clusterkv", {"cluster_size": 8, "buffer": 3}),
     Case("icecache", "icecache"),
     Case("icecache-exact", "icecache", {"index": "exact"}),
     Case("icecache_reuse", "icecache_reuse"),
