@@ -20,7 +20,9 @@ DROP_EVERY = 32  # decode steps between two evictions from memory: up to so many
 
 
 class Evictor(Method):
-    """Attend the tokens that are held, and let go of the ones worth least. Subclass, and write `make_room`.
+    """Attend the tokens that are held, and let go of the ones worth least.
+
+    Subclass, and write `note`, `make_room` and `most`.
 
     A scorer cuts the prompt to the budget. `note` gets the attention of every step, which changes the number beside
     each token, and `make_room` evicts. Each KV head has a list, for which the attention of its query heads is averaged;
@@ -43,8 +45,8 @@ class Evictor(Method):
         """Change the numbers of the prompt's tokens: their scores, infinite for protected ones. Here they stay."""
 
     def note(self, held: Held, attention: torch.Tensor) -> None:
-        """Change the numbers by what each token received in this step, [B, H, held.width]. Here they become it."""
-        held.numbers.copy_(attention)
+        """Change the numbers by what each token received in this step, [B, H, held.width]."""
+        raise NotImplementedError
 
     def make_room(self, layer: int, held: Held) -> None:
         """Evict down to what may stay until the next token comes; after the prompt, and after every step."""
