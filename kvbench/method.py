@@ -228,10 +228,13 @@ class View(Protocol):
     def resident(self, layer: int) -> torch.Tensor:
         """Ids of the tokens on the device, ascending, [B, Hkv, M] with trailing -1."""
 
-    def keep(self, layer: int, ids: torch.Tensor) -> None:
+    def keep(self, layer: int, ids: torch.Tensor, room: int | None = None) -> None:
         """Keep `ids` on the device, the rest goes where `Needs.on_drop` says; ids on the host come back.
 
         Lists may be of query heads, too, [B, Hq, M]: of a KV head stays what any query head of its group names.
+
+        Args:
+            room: tokens that come before the next `keep`, at most: memory is reserved for no more; None: for all.
 
         Raises:
             ValueError: an id twice in one list, or a store whose home is the host.

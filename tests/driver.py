@@ -58,6 +58,21 @@ METHODS = [
     Case("adakv_snapkv-kvpress", "adakv_snapkv", {"safeguard": "top", "kernel": 5, "pooling": "mean", "join": "after"}),
     Case("adakv_snapkv-query_head", "adakv_snapkv", {"granularity": "query_head"}),
     Case("cake", "cake"),
+    Case("h2o", "h2o"),
+    Case("h2o-query_head", "h2o", {"granularity": "query_head", "recent": 0.25}),
+    Case("h2o_prompt", "h2o_prompt"),
+    # windows and pages far below the answers that the tests use
+    Case("rkv", "rkv", {"buffer": 12}),
+    Case("rkv-time", "rkv", {"buffer": 12, "order": "time"}),
+    Case("raas", "raas", {"page_size": 4, "alpha": 0.02}),
+    Case("raas-unpinned", "raas", {"page_size": 1, "alpha": 0.02, "pin_prompt": False}),
+    Case("scope", "scope", {"window": 12, "recent": 6}),
+    Case("scope-discontinuous", "scope", {"strategy": "discontinuous", "window": 12, "recent": 6, "delta": 2}),
+    Case(
+        "scope-adaptive",
+        "scope",
+        {"compressor": "pyramidkv", "strategy": "adaptive", "granularity": "query_head", "recent": 6, "delta": 4},
+    ),
     # windows and cycles far below the prompts and answers that the tests use
     Case("racc", "racc", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),
     Case("racc_code", "racc_code", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),

@@ -56,6 +56,7 @@ STYLES = {
     "pyramidkv_racc": Style("PyramidKV + RACC", INDIGO, "h", "-."),
     "pyramidkv": Style("PyramidKV", INDIGO, ">"),
     "h2o": Style("H2O", OLIVE, "<"),
+    "h2o_prompt": Style("H2O-prompt", OLIVE, ">", "--"),
     "pqcache": Style("PQCache", BROWN, "d"),
     "magicpig": Style("MagicPIG", INDIGO, "X"),
     "omnikv": Style("OmniKV", OLIVE, "D"),
@@ -73,6 +74,7 @@ STYLES = {
     "adakv_snapkv": Style("AdaKV", VERMILION, "D", "--"),
     "squeezeattention": Style("SqueezeAttention", GREY, "h"),
     "scope": Style("SCOPE", BLUE, "<"),
+    "rkv": Style("R-KV", WINE, "v"),
 }
 
 # Other spellings, in the papers' tables and in the house.

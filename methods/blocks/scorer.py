@@ -83,23 +83,41 @@ class Scorer(Method):
         whole = counts == [*prompt.lengths]
         if whole and self._in_place:
             return
+        kept, _ = self.best(layer, prompt)
+        if not whole:
+            self.view.keep(layer, kept)
+        if not self._in_place:
+            self.scored[layer] = [
+                row[:, window:most]
+                for row, window, most in zip(kept, self.windows, self._kept_most(layer, prompt), strict=True)
+            ]
+
+    def best(self, layer: int, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
+        """The protected tokens and those with the best scores.
+
+        Returns:
+            Ids [B, H, n], the protected ones first, then best first, trailing -1; and the scores of all [B, H, N],
+            infinite for protected ones. H is the number of KV heads, or of query heads where each has its own.
+        """
+        counts = [min(pair) for pair in zip(self.budgets[layer], prompt.lengths, strict=True)]
         scores = self.score(layer, prompt).masked_fill(self.protected(prompt), torch.inf)
         real = prompt.valid()
         if real is not None:
             scores = scores.masked_fill(~real[:, None], -torch.inf)
         limits = torch.tensor(counts, device=scores.device)
         limits = limits[:, None].expand(scores.shape[:2]) if self.heads is None else self.heads.counts(scores, limits)
-        most = [self._most_of_head(*pair) for pair in zip(counts, prompt.lengths, strict=True)]
-        kept = top_earliest(scores, max(most), limits)  # the protected ones first
+        most = max(self._kept_most(layer, prompt))
+        kept = top_earliest(scores, most, limits)  # the protected ones first
         if self.budget.unified and self.granularity == "query_head":
             of_groups = limits.unflatten(1, (self.shape.kv_heads, -1)).sum(dim=2) // self.shape.group
-            kept = interleave(kept, self.shape.kv_heads, max(most), of_groups)
-        if not whole:
-            self.view.keep(layer, kept)
-        if not self._in_place:
-            self.scored[layer] = [
-                row[:, window:count] for row, window, count in zip(kept, self.windows, most, strict=True)
-            ]
+            kept = interleave(kept, self.shape.kv_heads, most, of_groups)
+        return kept, scores
+
+    def _kept_most(self, layer: int, prompt: Prompt) -> list[int]:
+        """Tokens of each row that one of its heads may keep."""
+        return [
+            self._most_of_head(min(pair), pair[1]) for pair in zip(self.budgets[layer], prompt.lengths, strict=True)
+        ]
 
     def _most_of_head(self, capacity: int, length: int) -> int:
         """Tokens that one head may keep of a prompt of `length` tokens where heads keep `capacity` on average."""
