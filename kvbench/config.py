@@ -75,10 +75,14 @@ def register_resolvers() -> None:
 register_resolvers()
 
 
+def home() -> Path:
+    """What kvbench keeps for a user: `$KVBENCH_HOME`, or a folder in the user's cache."""
+    return Path(os.environ.get("KVBENCH_HOME") or user_cache_dir("kvbench", appauthor=False)).expanduser().absolute()
+
+
 def fetched_folder(model: str) -> Path:
-    """Where `kvbench.fetch` keeps a model: under `$KVBENCH_HOME`, or in the user's cache folder."""
-    home = os.environ.get("KVBENCH_HOME") or user_cache_dir("kvbench", appauthor=False)
-    return Path(home).expanduser().absolute() / "models" / model
+    """Where `kvbench.fetch` keeps a model."""
+    return home() / "models" / model
 
 
 def conf_dir() -> Path:

@@ -34,6 +34,8 @@ class Needs:
         probabilities: call `observe` with the attention probabilities of every decode step.
         token_text: hand over the text of every vocabulary entry in `Context.pieces`.
         home: where prompt and generated tokens live: "device", or "host" with selected rows moved up.
+        head_scores: hand over in `Context.head_scores` what `kvbench.calibrate` has measured of the model: "auto", its
+            own file, found by the weights; or the name of a file. None: nothing.
         on_drop: what `View.keep` does with the other tokens: forget them, or move them to the host.
         positions: "original" RoPE positions, or "cache": re-rotated to the place inside the selection (StreamingLLM).
     """
@@ -42,6 +44,7 @@ class Needs:
     attention_sums: bool = False
     probabilities: bool = False
     token_text: bool = False
+    head_scores: str | None = None
     home: Literal["device", "host"] = "device"
     on_drop: Literal["discard", "offload"] = "discard"
     positions: Literal["original", "cache"] = "original"
@@ -81,6 +84,19 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class HeadScores:
+    """How far each KV head looks back to where a token stood before; [layers][Hkv] each, between 0 and 1.
+
+    Attributes:
+        echo: attention to earlier copies of the token.
+        induction: attention to the tokens that followed these copies.
+    """
+
+    echo: tuple[tuple[float, ...], ...]
+    induction: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
 class Context:
     """What one generation may use besides its tensors.
 
@@ -91,6 +107,7 @@ class Context:
             that calls the method, not of the pool's.
         pieces: text of every vocabulary entry, when `Needs.token_text` asked for it.
         new_tokens: decode steps to come at most; None: unknown, as under `model.generate`.
+        head_scores: of the model, when `Needs.head_scores` asked for them.
     """
 
     seed: int
@@ -99,6 +116,7 @@ class Context:
     spans: Spans
     pieces: Sequence[str] | None = None
     new_tokens: int | None = None
+    head_scores: HeadScores | None = None
 
     def layer_seed(self, layer: int) -> int:
         """A 63-bit seed for `layer`, the same in any order, process and thread count."""
@@ -149,7 +167,7 @@ class Extra:
 
     Attributes:
         key, value: [B, Hkv, E, D].
-        log_weight: [B, Hq, E], added to the logits.
+        log_weight: [B, Hq, E], added to the logits; -inf: the head has no such entry.
     """
 
     key: torch.Tensor

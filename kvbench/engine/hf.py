@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from kvbench import hub
 from kvbench.budget import Accounting, Budget
 from kvbench.config import ConfigError, build, method_config
+from kvbench.engine import heads
 from kvbench.engine.engine import Engine
 from kvbench.engine.positions import Angles
 from kvbench.engine.support import refuse_unsupported
-from kvbench.method import Method, Shape
+from kvbench.method import HeadScores, Method, Shape
 
 NAME = "kvbench"
 AUDIT_EVERY = 8  # a user's own generate() shall not pay for a count of every union at every step
@@ -156,6 +159,7 @@ class KVCache(_CountingCache):
             self._method = method
         self._budget = Budget.of(budget, harness, accounting)
         use_kvbench_attention(model)
+        self._head_scores = _head_scores(model, self._method)
         super().__init__(model.config.get_text_config().num_hidden_layers)
         self._model = model
         self._dense_layers, self._prompt_length = dense_layers, prompt_length
@@ -212,6 +216,7 @@ class KVCache(_CountingCache):
                 attention=self._attention,
                 seed=self._seed,
                 audit_every=AUDIT_EVERY,
+                head_scores=self._head_scores,
             )
         if not self.engine.prefilled:
             self.engine.start_chunk(ids)
@@ -287,7 +292,27 @@ def engine_for(
         if tokenizer is None:
             raise ConfigError(f"tokenizer=None: {type(method).__name__} reads the text of tokens; pass the tokenizer")
         settings["pieces"] = vocabulary_text(tokenizer)
+    if method.needs.head_scores and settings.get("head_scores") is None:
+        raise ConfigError(f"head_scores=None: {type(method).__name__} needs those that kvbench.calibrate makes")
     return kind(shape, method, budget, **settings)
+
+
+def _head_scores(model: PreTrainedModel, method: Method) -> HeadScores | None:
+    """The scores of a model's heads that a method asks for; None: for none.
+
+    Raises:
+        ConfigError: there are none, or those of the file are of another model.
+    """
+    asked, path = method.needs.head_scores, model.config._name_or_path
+    if asked is None:
+        return None
+    if path:
+        found = heads.calibration_of(hub.ModelSource(Path(path).name, path, ()), asked, f"model.path={path}")
+    else:  # made of a config, and not read from files
+        found = None if asked == heads.AUTO else heads.read(Path(asked).expanduser())
+    if found is None:
+        raise ConfigError("heads=auto: the model is not from a file; give heads=FILE of python -m kvbench.calibrate")
+    return found.scores
 
 
 def vocabulary_text(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -15,6 +15,7 @@ from kvbench.config import ConfigError
 from kvbench.engine import models
 from kvbench.engine.engine import Engine
 from kvbench.engine.generate import Generation, Progress, generate
+from kvbench.engine.heads import Calibration
 from kvbench.engine.hf import engine_for
 from kvbench.engine.prefilled import Prefilled, prefill_once
 from kvbench.measure import fidelity, latency, machine
@@ -26,7 +27,10 @@ from kvbench.tasks import Given, Sample, Task
 
 @dataclass
 class Arm:
-    """Model x method x budget x task under a protocol: all that a run's samples share."""
+    """Model x method x budget x task under a protocol: all that a run's samples share.
+
+    `calibration` is the model's, where the method needs it.
+    """
 
     config: dict[str, Any]
     protocol: Protocol
@@ -35,6 +39,7 @@ class Arm:
     budget: Budget
     task: Task
     dense_layers: tuple[int, ...]
+    calibration: Calibration | None = None
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,8 @@ def _generated(
         "sample": sample.id,
         "probe_every": arm.config["probe"]["every"],
     }
+    if arm.calibration is not None:
+        settings["head_scores"] = arm.calibration.scores
     if sample.timed and sample.timed.keys == "synthetic_attention":
         settings["kind"] = SyntheticEngine
 

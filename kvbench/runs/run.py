@@ -19,6 +19,7 @@ from kvbench.budget import Budget, has_budget
 from kvbench.config import ConfigError, bind_methods, build
 from kvbench.engine import models
 from kvbench.engine.footprint import Prompts, footprint, free_memory, refuse_too_large
+from kvbench.engine.heads import calibration_for
 from kvbench.engine.packed import pack
 from kvbench.measure import machine
 from kvbench.measure.arm import Arm, measure, prompt_of
@@ -190,10 +191,11 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
         layers = loaded.model.config.get_text_config().num_hidden_layers
         published = config["method"].get("published_dense_layers") or ()
         dense_layers = protocol.dense_layers_of(loaded.dense_layers, published, layers)
+        calibration = calibration_for(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     budget = Budget.of(budget_of(config), config["method"], protocol.accounting, protocol.generated)
-    return Arm(config, protocol, loaded, method, budget, task, dense_layers)
+    return Arm(config, protocol, loaded, method, budget, task, dense_layers, calibration)
 
 
 def refuse_no_room(config: Config, method: Method) -> None:
@@ -303,6 +305,8 @@ def identity(arm: Arm) -> dict[str, Any]:
     for key, value in config["task"].items():
         if isinstance(value, str) and any(Path(value) in (path, *path.parents) for path in data):
             config["task"][key] = "local"
+    if arm.calibration is not None:
+        config["method"]["heads"] = arm.calibration.digest
     return {
         "config": config,
         "protocol": arm.protocol.digest(),
