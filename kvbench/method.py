@@ -31,6 +31,7 @@ class Needs:
     Attributes:
         query_window: last W prompt queries to hand over in `Prompt.queries`.
         attention_sums: hand over, per key, the attention received from all prompt queries (H2O).
+        layer_similarity: call `observe_layers` with how little attention changes the hidden states of each layer.
         probabilities: call `observe` with the attention probabilities of every decode step.
         token_text: hand over the text of every vocabulary entry in `Context.pieces`.
         home: where prompt and generated tokens live: "device", or "host" with selected rows moved up.
@@ -42,6 +43,7 @@ class Needs:
 
     query_window: int = 0
     attention_sums: bool = False
+    layer_similarity: bool = False
     probabilities: bool = False
     token_text: bool = False
     head_scores: str | None = None
@@ -250,8 +252,8 @@ class View(Protocol):
 class Method:
     """A KV-cache method. Subclass, declare `needs`, override what the method does; every hook has a default.
 
-    Order: `begin`; per sparse layer `prefill` once after its last chunk; `end_prefill`; then per decode step `step`,
-    per sparse layer `append -> select -> (attention) -> observe`, and `end_step`.
+    Order: `begin`; per sparse layer `prefill` once after its last chunk; `observe_layers`; `end_prefill`; then per
+    decode step `step`, per sparse layer `append -> select -> (attention) -> observe`, and `end_step`.
     """
 
     needs: Needs = Needs()
@@ -285,6 +287,14 @@ class Method:
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Build the index of `layer`; may submit background work to `context.pool`."""
+
+    def observe_layers(self, similarity: torch.Tensor) -> None:
+        """How little attention changes each sparse layer's hidden states, if `needs.layer_similarity`; in their order.
+
+        Args:
+            similarity: [S, B] fp32, cosine of the hidden state before a layer's attention and after it is added, the
+                mean over a row's prompt.
+        """
 
     def end_prefill(self) -> None:
         """All layers are prefilled; may call `view.keep` on any sparse layer."""

@@ -12,6 +12,7 @@ import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Extra, HeadScores, Method, Needs, Prompt, Selection, Shape, View
+from methods.blocks.recent import sinks_and_recent
 
 DROP_EVERY = 32  # decode steps between two evictions: between them memory holds up to this many tokens more
 
@@ -179,21 +180,11 @@ class RazorAttention(Method):
 
     def _attended(self, layer: int) -> torch.Tensor:
         """Token ids [B, Hkv, M]: the newest first, the sinks last."""
-        first, seen = self._first(layer, self.starts)[..., None], self.view.seen(layer)[:, None, None]
-        recent = (seen - first).clamp(min=0)
-        newest = torch.arange(self._most(layer), device=first.device)  # 0 is the current token
-        sink = torch.minimum(first, seen - recent).clamp(max=self.sinks) - 1 - (newest - recent)
-        ids = torch.where(newest < recent, seen - 1 - newest, sink)
-        return ids.clamp(min=-1)
-
-    def _most(self, layer: int) -> int:
-        """Tokens that the head with most of them attends."""
-        counts = [
-            seen - starts[retrieves] + self.sinks if seen > starts[retrieves] else seen
-            for seen, starts, kinds in zip(self.view.lengths(layer), self.starts, self.kinds[layer], strict=True)
-            for retrieves in kinds
-        ]
-        return max(counts)
+        seen = self.view.seen(layer)
+        counts = seen[:, None] - self._first(layer, self.starts) + self.sinks
+        tokens = zip(self.view.lengths(layer), self.starts, self.kinds[layer], strict=True)
+        most = max(length - starts[kind] + self.sinks for length, starts, kinds in tokens for kind in kinds)
+        return sinks_and_recent(seen, counts, self.sinks, most)
 
     def _compensation(self, layer: int) -> Extra:
         """The mean of what each head has dropped, with its number as weight; none (log 0) where that is nothing."""

@@ -55,6 +55,8 @@ METHODS = [
     Case("snapkv-kvpress", "snapkv", {"window": 16, "kernel": 5, "pooling": "mean", "join": "after"}),
     Case("snapkv-query_head", "snapkv", {"granularity": "query_head"}),
     Case("pyramidkv", "pyramidkv"),
+    Case("squeeze", "squeeze"),
+    Case("squeeze-window", "squeeze", {"base": "window"}),
     Case("razor", "razor", {"induction": 0.25, "heads": str(ASSETS / "heads" / "dummy-tiny.json")}),
     # windows and cycles far below the prompts and answers that the tests use
     Case("racc", "racc", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),
@@ -372,7 +374,11 @@ def drive(
         here = slice(start, min(start + (chunk or columns), columns))
         engine.start_chunk(ids[:, here])
         for layer in range(layers):
-            engine.attend(layer, *(prompt[layer, :, :, here] for prompt in prompts))
+            query, key, value = (prompt[layer, :, :, here] for prompt in prompts)
+            engine.attend(layer, query, key, value)
+            if method.needs.layer_similarity:
+                before, added = key.transpose(1, 2).flatten(2), value.transpose(1, 2).flatten(2)
+                engine.residual(layer, before, before + added / (1 + layer))  # upper layers change less
     after_prefill(engine)
     outputs = []
     for step in range(fixed.steps):

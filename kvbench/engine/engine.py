@@ -176,10 +176,26 @@ class Engine:
             with self.spans("index_build"):
                 self.method.prefill(layer, prompt)
             store.leave_device()
-        if layer == self.shape.layers - 1:
-            with self.spans("index_build"):
-                self.method.end_prefill()
-            self.prefilled = True
+        if layer == self.shape.layers - 1 and not self.method.needs.layer_similarity:
+            self.end_prefill()
+
+    def residual(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
+        """For `Needs.layer_similarity`: what a layer's attention has made of the hidden states in a prefill forward.
+
+        Args:
+            before, after: [B, q, E], the hidden states before attention and with it added.
+        """
+        self._reader.observe_residual(layer, before, after)
+        if self._reader.last_chunk and layer == self.shape.layers - 1:
+            self.end_prefill(self._reader.similarity())
+
+    def end_prefill(self, similarity: torch.Tensor | None = None) -> None:
+        """All layers are there, and `similarity` [layers, B] where the method needs it; decoding may begin."""
+        with self.spans("index_build"):
+            if similarity is not None:
+                self.method.observe_layers(similarity[list(self.shape.sparse_layers)])
+            self.method.end_prefill()
+        self.prefilled = True
 
     def _store(self, layer: int, shared: LayerStore | None = None) -> LayerStore:
         if layer not in self.stores:

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.engine.engine import Engine
-from kvbench.engine.hf import EngineCache
+from kvbench.engine.hf import EngineCache, residuals_watched
 from kvbench.memory.transfer import uploaded
 from kvbench.spans import PARTS
 
@@ -183,17 +183,18 @@ def prefill(
         ids[row, : len(prompt)] = torch.tensor(prompt)
     ids = ids.to(model.device)
     tokens = torch.zeros(len(prompts), dtype=torch.int64)
-    for column in range(0, ids.shape[1], chunk or ids.shape[1]):
-        part = ids[:, column : column + (chunk or ids.shape[1])]
-        end = column + part.shape[1]
-        ending = [row for row, length in enumerate(lengths) if column < length <= end]
-        columns = sorted({lengths[row] - 1 - column for row in ending})
-        engine.start_chunk(part)
-        logits = _forward(model, part, torch.arange(column, end, device=ids.device).expand_as(part), cache, columns)
-        for row in ending:
-            last = logits[row : row + 1, columns.index(lengths[row] - 1 - column)]
-            tokens[row] = _greedy(last, not_first)[0]
-        progress(end)
+    with residuals_watched(model, engine.method.needs):
+        for column in range(0, ids.shape[1], chunk or ids.shape[1]):
+            part = ids[:, column : column + (chunk or ids.shape[1])]
+            end = column + part.shape[1]
+            ending = [row for row, length in enumerate(lengths) if column < length <= end]
+            columns = sorted({lengths[row] - 1 - column for row in ending})
+            engine.start_chunk(part)
+            logits = _forward(model, part, torch.arange(column, end, device=ids.device).expand_as(part), cache, columns)
+            for row in ending:
+                last = logits[row : row + 1, columns.index(lengths[row] - 1 - column)]
+                tokens[row] = _greedy(last, not_first)[0]
+            progress(end)
     return tokens
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from kvbench.engine import heads
 from kvbench.engine.engine import Engine
 from kvbench.engine.positions import Angles
 from kvbench.engine.support import refuse_unsupported
-from kvbench.method import HeadScores, Method, Shape
+from kvbench.method import HeadScores, Method, Needs, Shape
 
 NAME = "kvbench"
 AUDIT_EVERY = 8  # a user's own generate() shall not pay for a count of every union at every step
@@ -37,6 +39,7 @@ class _Mailbox(threading.local):
     """Hand-over between the hooks of one forward pass; every note is taken once."""
 
     call: tuple[_CountingCache, int] | None = None
+    residual: tuple[_CountingCache, torch.Tensor] | None = None
     masking = False
     input_ids: torch.Tensor | None = None
 
@@ -97,6 +100,12 @@ class _CountingCache(Cache):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None
     ) -> torch.Tensor:
         raise NotImplementedError
+
+    def residual(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
+        """What a layer's attention has made of the hidden states, see `Engine.residual`; of a prefill alone."""
+        engine: Engine = self.engine  # type: ignore[attr-defined]
+        if engine.method.needs.layer_similarity and not engine.prefilled:
+            engine.residual(layer, before, after)
 
 
 class EngineCache(_CountingCache):
@@ -166,6 +175,8 @@ class KVCache(_CountingCache):
         self._attention, self._tokenizer, self._seed = attention, tokenizer, seed
         self.engine: Engine | None = None
         _remember_input_ids(model)
+        self._watched = ExitStack()
+        self._watched.enter_context(residuals_watched(model, self._method.needs))
 
     @property
     def batch_size(self) -> int:
@@ -193,6 +204,7 @@ class KVCache(_CountingCache):
         decoding = self.engine.prefilled
         out = self.engine.attend(layer, query, key, value)
         if decoding and layer == self.engine.shape.layers - 1:
+            self._watched.close()  # of the prompt all is known
             self.engine.settle()
         return out
 
@@ -263,6 +275,53 @@ def shape_of(
         scaling=float(attention.scaling),
         sparse_layers=tuple(layer for layer in range(config.num_hidden_layers) if layer not in dense_layers),
     )
+
+
+@contextmanager
+def residuals_watched(model: PreTrainedModel, needs: Needs) -> Iterator[None]:
+    """Meanwhile tell the cache of a forward pass each layer's hidden states before and after attention, if needed.
+
+    Raises:
+        ConfigError: the model's layers do not add attention to the hidden states before they go on with them.
+    """
+    handles = []
+    try:
+        for block in model.modules() if needs.layer_similarity else ():
+            layer = getattr(getattr(block, "self_attn", None), "layer_idx", None)
+            if layer is not None:
+                after = _reads_residual(block).register_forward_pre_hook(partial(_tell_residual, layer))
+                handles += [block.register_forward_pre_hook(_note_residual, with_kwargs=True), after]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _reads_residual(block: torch.nn.Module) -> torch.nn.Module:
+    """The part of a decoder layer that reads the hidden states once its attention is added to them."""
+    names = ["pre_feedforward_layernorm", "post_attention_layernorm"]
+    if hasattr(block, "post_feedforward_layernorm"):  # the norms stand behind attention and MLP
+        names[1] = "mlp"
+    part = next((getattr(block, name) for name in names if hasattr(block, name)), None)
+    if part is None:
+        raise ConfigError(
+            f"{type(block).__name__}: adds attention and MLP at once; the method compares what is between"
+        )
+    return part
+
+
+def _note_residual(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache = kwargs.get("past_key_values")
+    _mailbox.residual = None
+    if isinstance(cache, _CountingCache):
+        _mailbox.residual = cache, args[0] if args else kwargs["hidden_states"]
+
+
+def _tell_residual(layer: int, _: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    note, _mailbox.residual = _mailbox.residual, None
+    if note is not None:
+        cache, before = note
+        cache.residual(layer, before, args[0])
 
 
 def _attention_module(model: PreTrainedModel) -> Any:

@@ -21,6 +21,8 @@ from kvbench.engine.hf import EngineCache, shape_of
 from kvbench.memory.store import LayerStore
 from kvbench.method import Method, Needs, Prompt
 
+RECORDED_LESS = "the prefill recorded less than this method needs; name its needs in prefill_once"
+
 
 class Recorder(Method):
     """Keeps what the prefill shows of every layer, for the methods that begin from it."""
@@ -28,10 +30,15 @@ class Recorder(Method):
     def __init__(self, needs: Needs) -> None:
         self.needs = needs
         self.prompts: dict[int, Prompt] = {}
+        self.similarity: torch.Tensor | None = None
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Keep the prompt of a layer."""
         self.prompts[layer] = prompt
+
+    def observe_layers(self, similarity: torch.Tensor) -> None:
+        """Keep it."""
+        self.similarity = similarity
 
 
 class Prefilled:
@@ -45,12 +52,10 @@ class Prefilled:
             `kvbench.measure.fidelity`); None: nobody asked.
     """
 
-    def __init__(
-        self, tokens: torch.Tensor, prompts: dict[int, Prompt], stores: dict[int, LayerStore], seconds: float
-    ) -> None:
-        self.lengths = prompts[0].lengths
+    def __init__(self, tokens: torch.Tensor, recorded: Recorder, stores: dict[int, LayerStore], seconds: float) -> None:
+        self.lengths = recorded.prompts[0].lengths
         self.tokens, self.seconds = tokens, seconds
-        self._prompts, self._stores = prompts, stores
+        self._prompts, self._similarity, self._stores = recorded.prompts, recorded.similarity, stores
         self.reference: torch.Tensor | None = None
         self._lent: list[LayerStore] = []
 
@@ -65,17 +70,22 @@ class Prefilled:
         if engine.capacity > self._stores[0].device.reserved:
             raise ValueError("the prefill left less room than this engine needs; raise max_new_tokens in prefill_once")
         prompts = {layer: self._seen_by(engine.method, prompt) for layer, prompt in self._prompts.items()}
+        similar = engine.method.needs.layer_similarity
+        if similar and self._similarity is None:
+            raise ValueError(RECORDED_LESS)
         for store in self._lent:
             store.close()
         self._lent = []
         for layer, prompt in prompts.items():
             self._lent.append(engine.adopt(layer, self._stores[layer], prompt))
+        if similar:
+            engine.end_prefill(self._similarity)
 
     @staticmethod
     def _seen_by(method: Method, prompt: Prompt) -> Prompt:
         window = min(method.needs.query_window, max(prompt.lengths))
         if window > prompt.queries.shape[2] or (method.needs.attention_sums and prompt.attention_sums is None):
-            raise ValueError("the prefill recorded less than this method needs; name its needs in prefill_once")
+            raise ValueError(RECORDED_LESS)
         queries = prompt.queries[:, :, prompt.queries.shape[2] - window :]
         return replace(
             prompt,
@@ -109,7 +119,7 @@ def prefill_once(
     recorder = Recorder(union(needs))
     engine = Engine(shape, recorder, Budget(None), new_tokens=max_new_tokens)
     tokens = prefill(model, prompts, EngineCache(engine), chunk, not_first=not_first)
-    return Prefilled(tokens, recorder.prompts, engine.stores, time.perf_counter() - start)
+    return Prefilled(tokens, recorder, engine.stores, time.perf_counter() - start)
 
 
 def union(needs: Iterable[Needs]) -> Needs:
@@ -118,4 +128,5 @@ def union(needs: Iterable[Needs]) -> Needs:
     return Needs(
         query_window=max((need.query_window for need in needs), default=0),
         attention_sums=any(need.attention_sums for need in needs),
+        layer_similarity=any(need.layer_similarity for need in needs),
     )

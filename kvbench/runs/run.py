@@ -176,6 +176,9 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
         if not hasattr(method, "needs"):
             target = config["method"]["_target_"]
             raise ConfigError(f"_target_={target}: no method; expected a subclass of kvbench.method.Method")
+        if config["task"].get("prefill") is False and (method.needs.attention_sums or method.needs.layer_similarity):
+            name = config["method"]["name"]
+            raise ConfigError(f"task.prefill=false: {name} needs what only a prefill shows; expected true")
         for source in task.sources:
             source.path()
 
