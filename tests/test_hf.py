@@ -270,7 +270,8 @@ def test_audit_of_a_cache_shows_what_was_attended(pairs: Any, tokenizer: Any, ca
             most = 2 * SMALL  # layers or heads attend C in their mean
         assert 0 < audit["attended_mean"] <= SMALL and audit["attended_max"] <= most
     else:
-        assert 0 < audit["attended_mean"] <= audit["attended_max"] < LENGTH
+        whole = case.name == "razor"  # some of its heads attend everything
+        assert 0 < audit["attended_mean"] <= audit["attended_max"] < LENGTH + whole * NEW
 
 
 @pytest.mark.parametrize("budget", [0.5, 1.0])

@@ -520,6 +520,12 @@ RULES = {
     ("snapkv-kvpress", "unified"): 48,
     ("snapkv-query_head", "paper"): 32 + 2 * 16 + 5,
     ("snapkv-query_head", "unified"): 48,
+    # the lower of two layers: .38 C in the other one
+    ("squeeze", "paper"): 2 * 48 - 18,
+    ("squeeze", "unified"): 2 * 48 - 18,
+    # none of the layer's heads retrieves, and one of four does
+    ("razor", "paper"): (4 * 48 - 90) // 3 + 5,
+    ("razor", "unified"): (4 * 48 - 95) // 3,
     ("quest", "paper"): 2 * 48,
     ("quest", "unified"): 48,
     ("quest-kv_head", "paper"): 48,
