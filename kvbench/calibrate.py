@@ -47,7 +47,9 @@ def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
     from kvbench.engine.heads import Calibration, own_folder
 
     bind_methods()
-    config = composed(f"method={DEFAULT}", *words, here=False)
+    chosen = [] if any(word.startswith("method=") for word in words) else [f"method={DEFAULT}"]
+    # no task is run: prompts that fit any window
+    config = composed("task=passkey", "task.lengths=[64]", *chosen, *words, here=False)
     if "heads" not in config.method:
         raise ConfigError(f"method={config.method.name}: needs no head scores; expected one that does, as {DEFAULT}")
     from kvbench import hub
@@ -62,7 +64,7 @@ def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
     try:
         Calibration(loaded.name, weights, procedure, scores.echo, scores.induction).write(file)
     except OSError as error:
-        raise ConfigError(f"--out={file}: {error.strerror}; expected a file to write") from error
+        raise ConfigError(f"{file}: {error.strerror}; expected a file to write (--out, or $KVBENCH_HOME)") from error
     return file
 
 

@@ -221,7 +221,9 @@ def test_a_user_s_own_model_is_calibrated_once_and_found(
     assert line.startswith(
         "method.heads=auto: dummy-qwen3 is not calibrated; python -m kvbench.calibrate model=dummy-qwen3"
     )
-    assert calibrate.main(["model=dummy-qwen3", "dtype=float32"]) == 0
+    assert calibrate.main(["method=quest", "model=dummy-qwen3"]) == 2
+    assert "method=quest: needs no head scores; expected one that does" in capsys.readouterr().err
+    assert calibrate.main(["method=razor", "model=dummy-qwen3", "dtype=float32"]) == 0
     file = tmp_path / "heads" / "dummy-qwen3.json"
     assert capsys.readouterr().out.strip() == str(file)
     arm = prepare(OmegaConf.to_container(composed(*words, "dtype=float32"), resolve=True))

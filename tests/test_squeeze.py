@@ -208,8 +208,13 @@ def test_similarity_is_that_of_the_model_s_hidden_states(
     cache_mask[1, :49] = 0
     ids = torch.tensor([PROMPTS[0], [258] * 49 + PROMPTS[1]])
     cache = KVCache(loaded.model, method, None, dense_layers=())
-    loaded.model.generate(ids, attention_mask=cache_mask, past_key_values=cache, max_new_tokens=3, eos_token_id=None)
-    torch.testing.assert_close(method.similarity, right, rtol=0, atol=CLOSE)
+    options = {"attention_mask": cache_mask, "max_new_tokens": 3, "eos_token_id": None}
+    for _ in range(2):  # and again after a reset
+        loaded.model.generate(ids, past_key_values=cache, **options)
+        torch.testing.assert_close(method.similarity, right, rtol=0, atol=CLOSE)
+        method.similarity = right * 0
+        cache.reset()
+    loaded.model.generate(ids, past_key_values=cache, **options)
     assert not any(layer._forward_pre_hooks for layer in loaded.model.model.layers), "nothing watches the decode steps"
 
 
@@ -263,7 +268,5 @@ def test_a_prompt_that_nothing_reads_has_no_similarity(tmp_path: Path) -> None:
     """Synthetic fills are refused before a model loads."""
     words = ("task=latency", "model=dummy-tiny", "method=squeeze", f"results_dir={tmp_path}", "task.lengths=[300]")
     config = composed(*words, "task.keys=synthetic_attention", "task.prefill=false")
-    with pytest.raises(
-        ConfigError, match="^task.prefill=false: squeeze needs what only a prefill shows"
-    ):
+    with pytest.raises(ConfigError, match="^task.prefill=false: squeeze needs what only a prefill shows"):
         prepare(OmegaConf.to_container(config, resolve=True), loaded=None)  # type: ignore[arg-type]

@@ -176,7 +176,7 @@ class KVCache(_CountingCache):
         self.engine: Engine | None = None
         _remember_input_ids(model)
         self._watched = ExitStack()
-        self._watched.enter_context(residuals_watched(model, self._method.needs))
+        self._watch_prompt()
 
     @property
     def batch_size(self) -> int:
@@ -187,6 +187,11 @@ class KVCache(_CountingCache):
         """Forget everything; the next forward pass is a new prompt."""
         super().reset()
         self.engine = None
+        self._watch_prompt()
+
+    def _watch_prompt(self) -> None:
+        self._watched.close()
+        self._watched.enter_context(residuals_watched(self._model, self._method.needs))
 
     def audit(self) -> dict[str, Any]:
         """What was attended and held so far; keys as in `summary.json`."""
