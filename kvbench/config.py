@@ -60,12 +60,14 @@ class MethodConfig(NamedTuple):
 
 
 def register_resolvers() -> None:
-    """Make `${kvbench.add:a,b}` and `${kvbench.mul:a,b}` (minima that follow from options) known to OmegaConf,
+    """Make `${kvbench.add:a,b}`, `${kvbench.mul:a,b}` and `${kvbench.over:a,b}`, a / b rounded up, known to OmegaConf,
+    for minima that follow from options,
     `${kvbench.only:a,value,words}`, a where the value is one of the words and null elsewhere,
     `${kvbench.assets:name}`, a folder that kvbench ships, `${kvbench.fetched:name}`, one that `kvbench.fetch` makes.
     """
     OmegaConf.register_new_resolver("kvbench.add", lambda *terms: sum(terms), replace=True)
     OmegaConf.register_new_resolver("kvbench.mul", lambda *factors: math.prod(factors), replace=True)
+    OmegaConf.register_new_resolver("kvbench.over", lambda a, b: math.ceil(round(a / (b or 1), 9)), replace=True)
     OmegaConf.register_new_resolver(
         "kvbench.only", lambda then, value, words: then if value in words else None, replace=True
     )
@@ -76,10 +78,14 @@ def register_resolvers() -> None:
 register_resolvers()
 
 
+def home() -> Path:
+    """What kvbench keeps for a user: `$KVBENCH_HOME`, or a folder in the user's cache."""
+    return Path(os.environ.get("KVBENCH_HOME") or user_cache_dir("kvbench", appauthor=False)).expanduser().absolute()
+
+
 def fetched_folder(model: str) -> Path:
-    """Where `kvbench.fetch` keeps a model: under `$KVBENCH_HOME`, or in the user's cache folder."""
-    home = os.environ.get("KVBENCH_HOME") or user_cache_dir("kvbench", appauthor=False)
-    return Path(home).expanduser().absolute() / "models" / model
+    """Where `kvbench.fetch` keeps a model."""
+    return home() / "models" / model
 
 
 def conf_dir() -> Path:

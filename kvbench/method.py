@@ -31,22 +31,27 @@ class Needs:
     Attributes:
         query_window: last W prompt queries to hand over in `Prompt.queries`.
         attention_sums: hand over, per key, the attention received from all prompt queries (H2O).
+        layer_similarity: call `observe_layers` with how little attention changes the hidden states of each layer.
         probabilities: call `observe` with the attention probabilities of every decode step.
         queries: `select` learns from what it is asked, so it is asked for the tokens of a later turn, too, which attend
             everything (`kvbench.engine.turn`).
         crops: the last tokens may be taken back, of which `crop` tells; then nothing may have been dropped.
         token_text: hand over the text of every vocabulary entry in `Context.pieces`.
         home: where prompt and generated tokens live: "device", or "host" with selected rows moved up.
+        head_scores: hand over in `Context.head_scores` what `kvbench.calibrate` has measured of the model: "auto", its
+            own file, found by the weights; or the name of a file. None: nothing.
         on_drop: what `View.keep` does with the other tokens: forget them, or move them to the host.
         positions: "original" RoPE positions, or "cache": re-rotated to the place inside the selection (StreamingLLM).
     """
 
     query_window: int = 0
     attention_sums: bool = False
+    layer_similarity: bool = False
     probabilities: bool = False
     queries: bool = False
     crops: bool = False
     token_text: bool = False
+    head_scores: str | None = None
     home: Literal["device", "host"] = "device"
     on_drop: Literal["discard", "offload"] = "discard"
     positions: Literal["original", "cache"] = "original"
@@ -94,6 +99,19 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class HeadScores:
+    """How far each KV head looks back to where a token stood before; [layers][Hkv] each, between 0 and 1.
+
+    Attributes:
+        echo: attention to earlier copies of the token.
+        induction: attention to the tokens that followed these copies.
+    """
+
+    echo: tuple[tuple[float, ...], ...]
+    induction: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
 class Context:
     """What one generation may use besides its tensors.
 
@@ -105,6 +123,7 @@ class Context:
             that calls the method, not of the pool's.
         pieces: text of every vocabulary entry, when `Needs.token_text` asked for it.
         new_tokens: decode steps to come at most; None: unknown, as under `model.generate`.
+        head_scores: of the model, when `Needs.head_scores` asked for them.
     """
 
     seed: int
@@ -113,6 +132,7 @@ class Context:
     spans: Spans
     pieces: Sequence[str] | None = None
     new_tokens: int | None = None
+    head_scores: HeadScores | None = None
 
     def layer_seed(self, layer: int, row: int = 0) -> int:
         """A 63-bit seed for a row in `layer`, the same in any order, batch, process and thread count."""
@@ -164,7 +184,7 @@ class Extra:
 
     Attributes:
         key, value: [B, Hkv, E, D].
-        log_weight: [B, Hq, E], added to the logits.
+        log_weight: [B, Hq, E], added to the logits; -inf: the head has no such entry.
     """
 
     key: torch.Tensor
@@ -250,8 +270,8 @@ class View(Protocol):
 class Method:
     """A KV-cache method. Subclass, declare `needs`, override what the method does; every hook has a default.
 
-    Order: `begin`; per sparse layer `prefill` once after its last chunk; `end_prefill`; then per decode step `step`,
-    per sparse layer `append -> select -> (attention) -> observe`, and `end_step`.
+    Order: `begin`; per sparse layer `prefill` once after its last chunk; `observe_layers`; `end_prefill`; then per
+    decode step `step`, per sparse layer `append -> select -> (attention) -> observe`, and `end_step`.
 
     Tokens of a later turn are decode steps without an attention of their own: `step`, `append` and `end_step` of each,
     and where `needs` has `queries` or `probabilities`, `select` and `observe`, too.
@@ -288,6 +308,14 @@ class Method:
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Build the index of `layer`; may submit background work to `context.pool`."""
+
+    def observe_layers(self, similarity: torch.Tensor) -> None:
+        """How little attention changes each sparse layer's hidden states, if `needs.layer_similarity`; in their order.
+
+        Args:
+            similarity: [S, B] fp32, cosine of the hidden state before a layer's attention and after it is added, the
+                mean over a row's prompt.
+        """
 
     def end_prefill(self) -> None:
         """All layers are prefilled; may call `view.keep` on any sparse layer."""

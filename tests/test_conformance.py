@@ -538,12 +538,13 @@ def test_method_object_forgets_the_last_generation(case: Case) -> None:
 
 
 def attended_per_kv_head(at: Attended, kv_heads: int, row: int) -> list[int]:
-    """Distinct ids that the query heads of each KV head attend."""
+    """Distinct ids that the query heads of each KV head attend, and synthetic entries."""
     heads = at.sets(row)
     if len(heads) == 1:
         heads = heads * kv_heads
     group = len(heads) // kv_heads
-    return [len(set().union(*heads[head * group : (head + 1) * group])) for head in range(kv_heads)]
+    extra = at.extra[row].tolist() if isinstance(at.extra, torch.Tensor) else [at.extra] * kv_heads
+    return [len(set().union(*heads[head * group : (head + 1) * group])) + extra[head] for head in range(kv_heads)]
 
 
 @each_method_in_turn

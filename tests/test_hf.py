@@ -213,10 +213,13 @@ def test_audit_of_a_cache_shows_what_was_attended(pairs: Any, tokenizer: Any, ca
         # the last step of each row; rows of 120 and 83
         assert audit["attended_mean"] == (LENGTH + LENGTH - OFFSET) / 2 + NEW / 2
     elif accounting == "unified":
-        most = 2 * SMALL if "pyramidkv" in case.name else SMALL  # its layers attend C in their mean
+        most = SMALL
+        if any(name in case.name for name in ("pyramidkv", "squeeze", "razor")):
+            most = 2 * SMALL  # layers or heads attend C in their mean
         assert 0 < audit["attended_mean"] <= SMALL and audit["attended_max"] <= most
     else:
-        assert 0 < audit["attended_mean"] <= audit["attended_max"] < LENGTH
+        whole = case.name == "razor"  # some of its heads attend everything
+        assert 0 < audit["attended_mean"] <= audit["attended_max"] < LENGTH + whole * NEW
 
 
 @pytest.mark.parametrize("budget", [0.5, 1.0])

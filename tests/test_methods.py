@@ -528,6 +528,12 @@ RULES = {
     # of two layers; all that the other could leave, and the current token
     ("cake", "paper"): 32 + 2 * 16 + 1,
     ("cake", "unified"): 12 + 2 * 35 + 1,
+    # the lower of two layers: .38 C in the other one
+    ("squeeze", "paper"): 2 * 48 - 18,
+    ("squeeze", "unified"): 2 * 48 - 18,
+    # none of the layer's heads retrieves, and one of four does
+    ("razor", "paper"): (4 * 48 - 90) // 3 + 5,
+    ("razor", "unified"): (4 * 48 - 95) // 3,
     ("quest", "paper"): 2 * 48,
     ("quest", "unified"): 48,
     ("quest-kv_head", "paper"): 48,

@@ -35,6 +35,7 @@ from kvbench.config import (
     shipped,
     show,
 )
+from kvbench.engine.heads import calibration_for
 from kvbench.engine.support import refuse_impossible, refuse_unsupported, text_config, window
 from kvbench.measure.protocol import Protocol
 from kvbench.runs.folder import refuse_other_formats
@@ -113,6 +114,7 @@ def check_setup(cfg: DictConfig, here: bool = True) -> tuple[dict[str, Any], hub
         raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
     _budget(run)
     if here:
+        calibration_for(run)
         _check_device(run["device"])
         if source.path is not None and source.gguf is None and source.folder is None:
             hub.refuse_out_of_reach(source.path)

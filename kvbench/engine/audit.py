@@ -182,7 +182,7 @@ class Audit:
         distinct = count_distinct(index).cpu()
         if heads <= kv_heads and bool((distinct != (index >= 0).sum(dim=2).cpu()).any()):
             raise ValueError(f"layer {noted.layer}: the method selected a token twice for one head")
-        return distinct.expand(batch, kv_heads) + extra_entries(noted.selection.extra)
+        return distinct.expand(batch, kv_heads) + extra_entries(noted.selection.extra, kv_heads)
 
     def report(
         self, method: Method, budget: int | None, stored: Iterable[torch.Tensor] = (), row: int | None = None
@@ -215,9 +215,12 @@ class Audit:
         return report
 
 
-def extra_entries(extra: Extra | None) -> int:
-    """Synthetic entries attended per KV head."""
-    return 0 if extra is None else extra.key.shape[2]
+def extra_entries(extra: Extra | None, kv_heads: int) -> torch.Tensor | int:
+    """Synthetic entries attended by each KV head, [B, Hkv], or 0 of all."""
+    if extra is None:
+        return 0
+    there = extra.log_weight.unflatten(1, (kv_heads, -1)) > -torch.inf
+    return there.any(dim=2).sum(dim=2).cpu()
 
 
 def count_distinct(index: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from kvbench.engine.prompt import PromptReader
 from kvbench.engine.turn import Turn
 from kvbench.memory.store import LayerStore
 from kvbench.memory.view import StoreView
-from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape
+from kvbench.method import Context, HeadScores, Method, Needs, Prompt, Selection, Shape
 from kvbench.spans import Spans
 
 
@@ -73,6 +73,7 @@ class Engine:
         probe_every: steps between two comparisons with full attention; 0: none.
         rotary: the model's, for methods with positions="cache".
         pieces: text of every vocabulary entry, for methods that need it.
+        head_scores: of the model, for methods that need them.
 
     Attributes:
         offsets: column of each row's first token, as above.
@@ -98,6 +99,7 @@ class Engine:
         probe_every: int = 0,
         rotary: Rotary | None = None,
         pieces: Sequence[str] | None = None,
+        head_scores: HeadScores | None = None,
     ) -> None:
         self.shape, self.method, self.budget = shape, method, budget
         self._attention, self.executor = attention, executor(attention, shape)
@@ -120,7 +122,7 @@ class Engine:
         self.offsets = self._reader.offsets
         self._active: list[bool] = [True] * shape.batch
         self.view = StoreView(self.stores, self.audit.read)
-        context = Context(seed, tuple(samples), worker_pool(), self.spans, pieces, new_tokens)
+        context = Context(seed, tuple(samples), worker_pool(), self.spans, pieces, new_tokens, head_scores)
         try:
             method.begin(shape, budget, self.view, context)
         except ValueError as error:  # what only the model's shape or its tokenizer tells
@@ -234,10 +236,26 @@ class Engine:
             with self.spans("index_build"):
                 self.method.prefill(layer, prompt)
             store.leave_device()
-        if layer == self._last:
-            with self.spans("index_build"):
-                self.method.end_prefill()
-            self.prefilled = True
+        if layer == self._last and not self.method.needs.layer_similarity:
+            self.end_prefill()
+
+    def residual(self, layer: int, before: Tensor, after: Tensor) -> None:
+        """For `Needs.layer_similarity`: what a layer's attention has made of the hidden states in a prefill forward.
+
+        Args:
+            before, after: [B, q, E], the hidden states before attention and with it added.
+        """
+        self._reader.observe_residual(layer, before, after)
+        if self._reader.last_chunk and layer == self.shape.layers - 1:
+            self.end_prefill(self._reader.similarity())
+
+    def end_prefill(self, similarity: Tensor | None = None) -> None:
+        """All layers are there, and `similarity` [layers, B] where the method needs it; decoding may begin."""
+        with self.spans("index_build"):
+            if similarity is not None:
+                self.method.observe_layers(similarity[list(self.shape.sparse_layers)])
+            self.method.end_prefill()
+        self.prefilled = True
 
     def _store(self, layer: int, shared: LayerStore | None = None) -> LayerStore:
         if layer not in self.stores:

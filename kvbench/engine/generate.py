@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from kvbench.engine.engine import Engine
-from kvbench.engine.hf import EngineCache
+from kvbench.engine.hf import EngineCache, residuals_watched
 from kvbench.memory.transfer import uploaded
 from kvbench.spans import PARTS
 
@@ -192,19 +192,20 @@ def prefill(
         ids[row, ends[row] - len(prompt) : ends[row]] = torch.tensor(prompt)
     ids = ids.to(model.device)
     tokens = torch.zeros(len(prompts), dtype=torch.int64)
-    for column in range(0, ids.shape[1], chunk or ids.shape[1]):
-        part = ids[:, column : column + (chunk or ids.shape[1])]
-        end = column + part.shape[1]
-        ending = [row for row, own in enumerate(ends) if column < own <= end]
-        columns = sorted({ends[row] - 1 - column for row in ending})
-        engine.start_chunk(part)
-        first = uploaded(torch.tensor(engine.offsets), ids.device)[:, None]
-        positions = (torch.arange(column, end, device=ids.device) - first).clamp(min=0)
-        logits = _forward(model, part, positions, cache, columns, end)
-        for row in ending:
-            last = logits[row : row + 1, columns.index(ends[row] - 1 - column)]
-            tokens[row] = _greedy(last, not_first)[0]
-        progress(end)
+    with residuals_watched(model, engine.method.needs):
+        for column in range(0, ids.shape[1], chunk or ids.shape[1]):
+            part = ids[:, column : column + (chunk or ids.shape[1])]
+            end = column + part.shape[1]
+            ending = [row for row, own in enumerate(ends) if column < own <= end]
+            columns = sorted({ends[row] - 1 - column for row in ending})
+            engine.start_chunk(part)
+            first = uploaded(torch.tensor(engine.offsets), ids.device)[:, None]
+            positions = (torch.arange(column, end, device=ids.device) - first).clamp(min=0)
+            logits = _forward(model, part, positions, cache, columns, end)
+            for row in ending:
+                last = logits[row : row + 1, columns.index(ends[row] - 1 - column)]
+                tokens[row] = _greedy(last, not_first)[0]
+            progress(end)
     return tokens
 
 

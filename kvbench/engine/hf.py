@@ -12,7 +12,10 @@ import copy
 import sys
 import threading
 import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import torch
@@ -22,13 +25,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from kvbench import hub
 from kvbench.budget import Accounting, Budget
 from kvbench.config import ConfigError, build, method_config
+from kvbench.engine import heads
 from kvbench.engine.engine import Engine, worker_pool
 from kvbench.engine.positions import Angles
 from kvbench.engine.support import refuse_unsupported, windows
 from kvbench.engine.turn import Transcript, take_back
-from kvbench.method import Method, Shape
+from kvbench.method import HeadScores, Method, Needs, Shape
 
 NAME = "kvbench"
 FULL = "full_attention"  # as transformers calls these layers
@@ -49,6 +54,7 @@ class _Mailbox(threading.local):
     """Hand-over between the hooks of one forward pass; every note is taken once."""
 
     call: _Call | None = None
+    residual: tuple[_CountingCache, torch.Tensor] | None = None
     masking = False
     input_ids: torch.Tensor | None = None
 
@@ -182,6 +188,12 @@ class _CountingCache(Cache):
     ) -> torch.Tensor:
         raise NotImplementedError
 
+    def residual(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
+        """What a layer's attention has made of the hidden states, see `Engine.residual`; of a prefill alone."""
+        engine: Engine = self.engine  # type: ignore[attr-defined]
+        if engine.method.needs.layer_similarity and not engine.prefilled:
+            engine.residual(layer, before, after)
+
 
 class EngineCache(_CountingCache):
     """The measured loop's cache: that loop itself says which phase each forward pass belongs to."""
@@ -261,6 +273,7 @@ class KVCache(_CountingCache):
         self._dense_layers = _layer_indices(dense_layers, config.num_hidden_layers)
         self._windowed = _windowed(windows(config.to_dict()))
         self._full_layers = [layer for layer in range(config.num_hidden_layers) if layer not in self._windowed]
+        self._head_scores = _head_scores(model, self._method)
         super().__init__(config.num_hidden_layers, self._windowed)
         self._model, self._question, self._prompt_length = model, question, prompt_length
         self._attention, self._tokenizer, self._seed = attention, tokenizer, seed
@@ -271,6 +284,8 @@ class KVCache(_CountingCache):
         self._unsettled = False  # a step was decoded and is not counted yet
         self._modules = frozenset(map(id, _attention_modules(model)))
         _watch(model)
+        self._watched = ExitStack()
+        self._watch_prompt()
 
     @property
     def batch_size(self) -> int:
@@ -282,6 +297,11 @@ class KVCache(_CountingCache):
         super().reset()
         self.engine, self._transcript = None, Transcript()
         self._passing = self._unsettled = False
+        self._watch_prompt()
+
+    def _watch_prompt(self) -> None:
+        self._watched.close()
+        self._watched.enter_context(residuals_watched(self._model, self._method.needs))
 
     def audit(self) -> dict[str, Any]:
         """What was attended and held so far; keys as in `summary.json`, and those of later turns."""
@@ -292,6 +312,7 @@ class KVCache(_CountingCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         memo.update({id(shared): shared for shared in (self._model, self._tokenizer, worker_pool())})
+        memo[id(self._watched)] = ExitStack()
         copy.deepcopy(self.engine, memo)  # it knows what else is shared
         twin = memo[id(self)] = object.__new__(type(self))
         twin.__dict__ = copy.deepcopy(self.__dict__, memo)
@@ -456,11 +477,14 @@ class KVCache(_CountingCache):
                 attention=self._attention,
                 seed=self._seed,
                 audit_every=AUDIT_EVERY,
+                head_scores=self._head_scores,
             )
             self.engine.windowed = self._windowed
         if self._method.view is not self.engine.view:
             raise ValueError("the Method object of this KVCache has begun another generation: give each cache its own")
         self._settle(self.engine)
+        if self.engine.prefilled:
+            self._watched.close()  # of the prompt all is known
         if not self.engine.prefilled:
             ids = ids if padding is None else ids.masked_fill(padding[:, -width:] == 0, -1)
             self.engine.start_chunk(ids)
@@ -556,6 +580,53 @@ def _attention_modules(model: PreTrainedModel) -> list[Any]:
     return sorted(found, key=lambda module: module.layer_idx)
 
 
+@contextmanager
+def residuals_watched(model: PreTrainedModel, needs: Needs) -> Iterator[None]:
+    """Meanwhile tell the cache of a forward pass each layer's hidden states before and after attention, if needed.
+
+    Raises:
+        ConfigError: the model's layers do not add attention to the hidden states before they go on with them.
+    """
+    handles = []
+    try:
+        for block in model.modules() if needs.layer_similarity else ():
+            layer = getattr(getattr(block, "self_attn", None), "layer_idx", None)
+            if layer is not None:
+                after = _reads_residual(block).register_forward_pre_hook(partial(_tell_residual, layer))
+                handles += [block.register_forward_pre_hook(_note_residual, with_kwargs=True), after]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _reads_residual(block: torch.nn.Module) -> torch.nn.Module:
+    """The part of a decoder layer that reads the hidden states once its attention is added to them."""
+    names = ["pre_feedforward_layernorm", "post_attention_layernorm"]
+    if hasattr(block, "post_feedforward_layernorm"):  # the norms stand behind attention and MLP
+        names[1] = "mlp"
+    part = next((getattr(block, name) for name in names if hasattr(block, name)), None)
+    if part is None:
+        raise ConfigError(
+            f"{type(block).__name__}: adds attention and MLP at once; the method compares what is between"
+        )
+    return part
+
+
+def _note_residual(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache = kwargs.get("past_key_values")
+    _mailbox.residual = None
+    if isinstance(cache, _CountingCache):
+        _mailbox.residual = cache, args[0] if args else kwargs["hidden_states"]
+
+
+def _tell_residual(layer: int, _: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    note, _mailbox.residual = _mailbox.residual, None
+    if note is not None:
+        cache, before = note
+        cache.residual(layer, before, args[0])
+
+
 def engine_for(
     model: PreTrainedModel,
     lengths: Sequence[int],
@@ -578,7 +649,27 @@ def engine_for(
         if tokenizer is None:
             raise ConfigError(f"tokenizer=None: {type(method).__name__} reads the text of tokens; pass the tokenizer")
         settings["pieces"] = vocabulary_text(tokenizer)
+    if method.needs.head_scores and settings.get("head_scores") is None:
+        raise ConfigError(f"head_scores=None: {type(method).__name__} needs those that kvbench.calibrate makes")
     return kind(shape, method, budget, **settings)
+
+
+def _head_scores(model: PreTrainedModel, method: Method) -> HeadScores | None:
+    """The scores of a model's heads that a method asks for; None: for none.
+
+    Raises:
+        ConfigError: there are none, or those of the file are of another model.
+    """
+    asked, path = method.needs.head_scores, model.config._name_or_path
+    if asked is None:
+        return None
+    if path:
+        found = heads.calibration_of(hub.ModelSource(Path(path).name, path, ()), asked, f"model.path={path}")
+    else:  # made of a config, and not read from files
+        found = None if asked == heads.AUTO else heads.read(Path(asked).expanduser())
+    if found is None:
+        raise ConfigError("heads=auto: the model is not from a file; give heads=FILE of python -m kvbench.calibrate")
+    return found.scores
 
 
 def vocabulary_text(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +98,7 @@ def load(
         try_out(tokenizer)
         _refuse_unsupported(model.config, source.name)
         model.set_attn_implementation(hf.NAME)
-        return _loaded(model.to(where), tokenizer, source, _revision([source.gguf], "gguf"))
+        return _loaded(model.to(where), tokenizer, source, hub.fingerprint([source.gguf], "gguf"))
     return _pretrained(source, source.path, where, kind, try_out)
 
 
@@ -291,28 +290,8 @@ def _commit(hub_id: str) -> str:
 
 
 def _folder_revision(folder: Path) -> str:
-    return _revision([file for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")], "folder")
-
-
-def _revision(files: Sequence[Path], kind: str) -> str:
-    """Hash of a model's files: text in full, weights by name, size and a few megabytes of their bytes."""
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        with file.open("rb") as stream:
-            for start in _sampled(size):
-                stream.seek(start)
-                digest.update(stream.read(1 << 20))
-    return f"{kind}-{digest.hexdigest()[:16]}"
-
-
-def _sampled(size: int) -> list[int]:
-    """Offsets of the megabytes to hash: all of a small file, else the first, the last, and two between."""
-    step = 1 << 20
-    if size <= 64 * step:
-        return list(range(0, size, step))
-    return [0, size // 3, 2 * size // 3, size - step]
+    files = [file for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")]
+    return hub.fingerprint(files, "folder")
 
 
 def device_of(device: str) -> torch.device:

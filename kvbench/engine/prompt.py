@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import cosine_similarity
 
 from kvbench.attention.torch import attention_received
 from kvbench.memory.store import LayerStore
@@ -41,6 +42,7 @@ class PromptReader:
         self._token_ids: list[torch.Tensor] = []
         self._queries: dict[int, torch.Tensor] = {}
         self._sums: dict[int, torch.Tensor] = {}
+        self._cosines: dict[int, torch.Tensor] = {}
 
     def start_chunk(self, token_ids: torch.Tensor) -> None:
         """The next columns, token_ids [B, q], are read now."""
@@ -65,11 +67,25 @@ class PromptReader:
         Raises:
             ValueError: the method needs what only a forward pass shows.
         """
-        if self._needs.attention_sums:
-            raise ValueError("attention sums are those of a prefill, and this prompt has none")
+        if self._needs.attention_sums or self._needs.layer_similarity:
+            raise ValueError("attention sums and hidden states are those of a prefill, and this prompt has none")
         size = min(self._needs.query_window, max(self.lengths))
         if size:
             self._queries[layer] = query[:, :, query.shape[2] - size :]
+
+    def observe_residual(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Compare a chunk's hidden states [B, q, E] before a layer's attention with those after, without padding."""
+        device = before.device
+        columns = torch.arange(self.column, self.column + self.width, device=device)
+        first = torch.tensor(self.offsets, device=device)[:, None]
+        real = (columns >= first) & (columns < first + torch.tensor(self.lengths, device=device)[:, None])
+        cosines = cosine_similarity(before.float(), after.float(), dim=2).where(real, 0).sum(dim=1, dtype=torch.float64)
+        self._cosines[layer] = self._cosines.get(layer, 0) + cosines
+
+    def similarity(self) -> torch.Tensor:
+        """[layers, B] fp32, the mean cosine of each row's hidden states before and after each layer's attention."""
+        sums = torch.stack([self._cosines[layer] for layer in sorted(self._cosines)])
+        return (sums / torch.tensor(self.lengths, device=sums.device)).float()
 
     def prompt(self, layer: int, store: LayerStore) -> Prompt:
         """The whole prompt of one layer, and forget what was collected of it."""

@@ -17,6 +17,7 @@ from kvbench.config import ConfigError
 from kvbench.engine import models
 from kvbench.engine.engine import Engine
 from kvbench.engine.generate import Generation, Progress, generate
+from kvbench.engine.heads import Calibration
 from kvbench.engine.hf import engine_for
 from kvbench.engine.prefilled import Prefilled, prefill_once
 from kvbench.measure import fidelity, latency, machine
@@ -28,7 +29,10 @@ from kvbench.tasks import Given, Sample, Task
 
 @dataclass
 class Setup:
-    """Model x method x budget under a protocol: all that generates, whatever it is asked."""
+    """Model x method x budget under a protocol: all that generates, whatever it is asked.
+
+    `calibration` is the model's, where the method needs it.
+    """
 
     config: dict[str, Any]
     protocol: Protocol
@@ -36,6 +40,7 @@ class Setup:
     method: Method
     budget: Budget
     dense_layers: tuple[int, ...]
+    calibration: Calibration | None
 
     def engine(
         self,
@@ -58,6 +63,7 @@ class Setup:
             seed=self.config["seed"],
             samples=samples,
             probe_every=self.config["probe"]["every"],
+            head_scores=None if self.calibration is None else self.calibration.scores,
         )
 
 

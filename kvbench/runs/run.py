@@ -19,6 +19,7 @@ from kvbench.budget import Budget, has_budget
 from kvbench.config import ConfigError, bind_methods, build
 from kvbench.engine import models
 from kvbench.engine.footprint import Prompts, footprint, free_memory, refuse_too_large
+from kvbench.engine.heads import calibration_for
 from kvbench.engine.packed import pack
 from kvbench.measure import machine
 from kvbench.measure.arm import Arm, Setup, batches, measure, prompt_of
@@ -207,6 +208,9 @@ def set_up(
         if not hasattr(method, "needs"):
             target = config["method"]["_target_"]
             raise ConfigError(f"_target_={target}: no method; expected a subclass of kvbench.method.Method")
+        if config["task"].get("prefill") is False and (method.needs.attention_sums or method.needs.layer_similarity):
+            name = config["method"]["name"]
+            raise ConfigError(f"task.prefill=false: {name} needs what only a prefill shows; expected true")
         if loaded is None:
             if config["memory_check"]:
                 refuse_no_room(config, method, prompts)
@@ -214,10 +218,11 @@ def set_up(
         layers = loaded.model.config.get_text_config().num_hidden_layers
         published = config["method"].get("published_dense_layers") or ()
         dense_layers = protocol.dense_layers_of(loaded.dense_layers, published, layers)
+        calibration = calibration_for(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     budget = Budget.of(budget_of(config), config["method"], protocol.accounting, protocol.generated)
-    return Setup(config, protocol, loaded, method, budget, dense_layers)
+    return Setup(config, protocol, loaded, method, budget, dense_layers, calibration)
 
 
 def largest_prompts(config: Config) -> Prompts:
@@ -333,6 +338,8 @@ def identity(arm: Arm) -> dict[str, Any]:
     for key, value in config["task"].items():
         if isinstance(value, str) and any(Path(value) in (path, *path.parents) for path in data):
             config["task"][key] = "local"
+    if arm.calibration is not None:
+        config["method"]["heads"] = arm.calibration.digest
     return {
         "config": config,
         "protocol": arm.protocol.digest(),
