@@ -110,6 +110,10 @@ class RazorAttention(Method):
         retrieval, other = self.held(length, generated)
         return retrieval if any(layer == own for own, _ in self.ranked[: self.fitting(length)]) else other
 
+    def mean_rule(self, length: int, generated: int) -> float:
+        """C, the mean over heads; generated tokens on top of it, unless they count."""
+        return self.total(length) / self.heads + (0 if self.budget.counts_generated else generated)
+
     def report(self) -> dict[str, float]:
         """Retrieval heads that had room, a row."""
         counts = [self.fitting(length) for length in self.shape.lengths]

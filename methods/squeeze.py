@@ -93,6 +93,10 @@ class SqueezeAttention(Method):
         rows = zip(self.shares[layer], self.shape.lengths, strict=True)
         return max(share for share, own in rows if own == length)
 
+    def mean_rule(self, length: int, generated: int) -> int:
+        """C, the mean of the layers' shares."""
+        return max(self.budget.tokens(length), self.budget.minimum)
+
     def report(self) -> dict[str, float]:
         """Layers of the highest class, a row."""
         return {"squeezed_layers": self.squeezed}
