@@ -40,7 +40,7 @@ HERE = {
 }
 
 # Composing takes 50 ms, a value put into a composed config 5 ms. A sweep checks the others before its first job.
-MOST_COMPOSED = 20
+MOST_COMPOSED = 40
 MOST_CHECKED = 100
 
 
