@@ -53,6 +53,9 @@ def cosine_kmeans(keys: torch.Tensor, count: int, first: int, iterations: int, g
         keys: [Hkv, n, D], of the tokens `first` to `first` + n - 1.
         count: clusters, as far as there are keys.
     """
+    if not keys.shape[1]:
+        none = torch.zeros(len(keys), 0, dtype=torch.int64, device=keys.device)
+        return Clusters(keys.float(), none, none, none)
     means, assigned = kmeans(keys.float(), count, iterations, generator, nearest_direction)
     members, starts = lists_of(assigned, means.shape[1])
     return Clusters(means, starts[:, :-1], starts.diff(dim=1), members + first)
@@ -143,14 +146,14 @@ class ClusterKV(Method):
         found = self._best(self.rows[layer][row], query, room)
         if self.budget.unified:
             found = interleave(found[None], self.shape.kv_heads, room)[0]
-        device = found.device
-        always = torch.cat(
-            [torch.arange(min(sinks, length), device=device), torch.arange(length - waiting, length, device=device)]
-        )
+        first = torch.arange(min(sinks, self.shape.lengths[row]))
+        always = torch.cat([first, torch.arange(length - waiting, length)]).to(found.device)
         return torch.cat([always.expand(found.shape[0], -1), found], dim=1)
 
     def _best(self, row: Clusters, query: torch.Tensor, room: int) -> torch.Tensor:
         """The `room` tokens, or all, of the clusters with the largest products for each query: [Hq, n], trailing -1."""
+        if not row.means.shape[1]:
+            return torch.empty(self.shape.query_heads, 0, dtype=torch.int64, device=query.device)
         group = self.shape.group
         scores = query.float().view(-1, group, query.shape[1]) @ row.means.transpose(1, 2)
         order = scores.flatten(0, 1).argsort(dim=1, descending=True, stable=True)

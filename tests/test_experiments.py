@@ -95,10 +95,10 @@ def test_without_a_network_a_job_runs_or_names_the_key_of_a_local_copy(
         path = hub.source_of(job.model).path
         if "fetch" in job.model:
             continue  # of the package registry: test_fetch
-        if job.task.name in ("longbench", "longbench_v2", "gsm8k", "math500"):
-            key = "task.data_dir: "
-        elif path is not None and "/assets/" not in path:
+        if path is not None and "/assets/" not in path:
             key = f"model.path={path}: "
+        elif job.task.name in ("longbench", "longbench_v2", "gsm8k", "math500"):
+            key = "task.data_dir: "
         else:
             check(job)
             continue

@@ -98,7 +98,7 @@ def refused(tmp_path: Path) -> Iterator[Callable[..., str]]:
 
 
 BAD = [
-    ("method=qest", "method=qest: no such method; did you mean quest? (valid: full, "),
+    ("method=qest", "method=qest: no such method; did you mean quest? (valid: "),
     ("model=dumy-tiny", "model=dumy-tiny: no such model; did you mean dummy-tiny"),
     ("task=pasky", "task=pasky: no such task; did you mean passkey? (valid: "),
     ("budgt=64", "budgt=64: no such key; did you mean budget? "),

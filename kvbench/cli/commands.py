@@ -22,6 +22,9 @@ COMMANDS = {
 }
 
 
+RUN_WORDS = ("budget", "method", "model", "task")  # near a command, but what a run may have been meant by
+
+
 def other_command(words: Sequence[str]) -> int | None:
     """Do what the first word names, and return the exit code; None where the words are those of a run.
 
@@ -33,7 +36,7 @@ def other_command(words: Sequence[str]) -> int | None:
         module, _, function = COMMANDS[first][0].partition(":")
         code: int = getattr(importlib.import_module(module), function)(words[1:])
         return code
-    close = nearest(first, COMMANDS)
+    close = "" if first in RUN_WORDS else nearest(first, COMMANDS)
     if re.fullmatch(r"[a-z]+(-[a-z]+)*", first) and close.startswith("did you mean"):
         raise ConfigError(f"{first}: no such command; {close}; settings are key=value")
     return None
