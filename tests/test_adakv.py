@@ -227,7 +227,7 @@ def test_the_audit_finds_heads_that_keep_more_than_their_share(accounting: str) 
         method.heads = heads  # type: ignore[attr-defined]
         driven = drive(stream(150, 97, steps=40), method, 48, accounting=accounting)
         assert driven.audit["over_rule"] == isinstance(heads, Uneven)
-    assert "on average" in str(driven.engine.audit.broken)
+    assert "on average" in str(driven.engine.audit.broken())
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1])

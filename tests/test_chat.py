@@ -100,7 +100,7 @@ def test_every_method_goes_on_in_a_later_turn(
     cache = KVCache(model, method, SMALL, **settings)
     whole = chat(model, cache)
     audit, after = cache.audit(), whole.shape[1] - 1 - LENGTH
-    assert audit["over_rule"] is False, cache.engine.audit.broken
+    assert audit["over_rule"] is False, cache.engine.audit.broken()
     assert 0 < audit["attended_max"] <= method.rule(3, LENGTH, after) < whole.shape[1]
     # the last token of an answer is read with the turn after it
     assert audit.get("turn_tokens", 0) == (TURN + 1 + 1 + TURN + 2 + 1 if question == "dense" else 0)

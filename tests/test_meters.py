@@ -315,7 +315,7 @@ def test_a_rule_of_the_mean_is_one_over_all_heads_and_layers_of_a_row(above: int
     assert driven.audit["over_rule"] is over
     if over:
         said = "step 1: the KV heads attended 10.00 entries on average, the method's rule allows 9.5"
-        assert driven.engine.audit.broken == said
+        assert driven.engine.audit.broken() == said
 
 
 # -- generated tokens inside the budget --------------------------------------------------------------------------------
