@@ -385,8 +385,6 @@ def test_bad_input_gets_one_clear_line(model: PreTrainedModel, change: dict[str,
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
-        ("gpt2", {"n_layer": 2, "n_head": 2, "n_embd": 16, "bos_token_id": 1, "eos_token_id": 1}),
-        ("gpt_neox", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}),
         ("t5", {"d_model": 16, "num_layers": 2, "num_heads": 2, "d_kv": 8, "d_ff": 32}),
     ],
 )
