@@ -45,7 +45,7 @@ class RKV(Method):
         order: Literal["score", "time"] = "score",
     ) -> None:
         self.window, self.kernel, self.mix_lambda, self.buffer, self.order = window, kernel, mix_lambda, buffer, order
-        self.needs = Needs(query_window=window)
+        self.needs = Needs(query_window=window, queries=True)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle what is kept of each row, and how many tokens there may be before."""

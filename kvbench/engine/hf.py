@@ -313,6 +313,8 @@ class KVCache(_CountingCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         memo.update({id(shared): shared for shared in (self._model, self._tokenizer, worker_pool())})
         memo[id(self._watched)] = ExitStack()
+        if self.engine is not None:
+            self._settle(self.engine)  # what is noted to be counted is of this cache's own stores
         copy.deepcopy(self.engine, memo)  # it knows what else is shared
         twin = memo[id(self)] = object.__new__(type(self))
         twin.__dict__ = copy.deepcopy(self.__dict__, memo)
