@@ -39,11 +39,12 @@ HARNESS_KEYS = frozenset(
         "limit",
         "new_tokens",
         "own_prefill",
+        "one_by_one",
     }
 )
 
 # Of these, what the file says of itself and no run can change.
-FACTS = frozenset({"about", "valid", "minimum", "published_dense_layers", "new_tokens", "own_prefill"})
+FACTS = frozenset({"about", "valid", "minimum", "published_dense_layers", "new_tokens", "own_prefill", "one_by_one"})
 
 
 class ConfigError(ValueError):
@@ -59,12 +60,14 @@ class MethodConfig(NamedTuple):
 
 
 def register_resolvers() -> None:
-    """Make `${kvbench.add:a,b}` and `${kvbench.mul:a,b}` (minima that follow from options) known to OmegaConf,
+    """Make `${kvbench.add:a,b}`, `${kvbench.mul:a,b}` and `${kvbench.over:a,b}`, a / b rounded up, known to OmegaConf,
+    for minima that follow from options,
     `${kvbench.only:a,value,words}`, a where the value is one of the words and null elsewhere,
     `${kvbench.assets:name}`, a folder that kvbench ships, `${kvbench.fetched:name}`, one that `kvbench.fetch` makes.
     """
     OmegaConf.register_new_resolver("kvbench.add", lambda *terms: sum(terms), replace=True)
     OmegaConf.register_new_resolver("kvbench.mul", lambda *factors: math.prod(factors), replace=True)
+    OmegaConf.register_new_resolver("kvbench.over", lambda a, b: math.ceil(round(a / (b or 1), 9)), replace=True)
     OmegaConf.register_new_resolver(
         "kvbench.only", lambda then, value, words: then if value in words else None, replace=True
     )
@@ -75,10 +78,14 @@ def register_resolvers() -> None:
 register_resolvers()
 
 
+def home() -> Path:
+    """What kvbench keeps for a user: `$KVBENCH_HOME`, or a folder in the user's cache."""
+    return Path(os.environ.get("KVBENCH_HOME") or user_cache_dir("kvbench", appauthor=False)).expanduser().absolute()
+
+
 def fetched_folder(model: str) -> Path:
-    """Where `kvbench.fetch` keeps a model: under `$KVBENCH_HOME`, or in the user's cache folder."""
-    home = os.environ.get("KVBENCH_HOME") or user_cache_dir("kvbench", appauthor=False)
-    return Path(home).expanduser().absolute() / "models" / model
+    """Where `kvbench.fetch` keeps a model."""
+    return home() / "models" / model
 
 
 def conf_dir() -> Path:
@@ -238,7 +245,7 @@ def check_valid(group: str, given: Mapping[str, Any], valid: Mapping[str, Any]) 
         group: "method" or "task", for the message.
         given: options and their resolved values.
         valid: for each option a list of its values, or a mapping: of a whole number `at_least` (1), `odd` (false); of
-            any number `above`, `at_most`, and `or_null` (false).
+            any number `above` or, itself included, `from`, and `at_most` (no end); of both `or_null` (false).
 
     Raises:
         ConfigError: names the key, the value and the valid ones.
@@ -247,16 +254,23 @@ def check_valid(group: str, given: Mapping[str, Any], valid: Mapping[str, Any]) 
         if key not in given:
             continue
         value = given[key]
-        if isinstance(rule, Mapping) and "above" in rule:
-            above, at_most, or_null = rule["above"], rule["at_most"], rule.get("or_null", False)
-            fits = (type(value) in (int, float) and above < value <= at_most) or (or_null and value is None)
-            expected = f"a number above {above}, at most {at_most}" + (", or null" if or_null else "")
+        if isinstance(rule, Mapping) and rule.keys() & {"above", "from"}:
+            above, least, most = (
+                rule.get("above", -math.inf),
+                rule.get("from", -math.inf),
+                rule.get("at_most", math.inf),
+            )
+            fits = type(value) in (int, float) and math.isfinite(value) and above < value <= most and value >= least
+            expected = f"a number above {above}" if "above" in rule else f"a number from {least} on"
+            expected += f", at most {most}" if "at_most" in rule else ""
         elif isinstance(rule, Mapping):
             lowest, odd = rule.get("at_least", 1), rule.get("odd", False)
             fits = type(value) is int and value >= lowest and (not odd or value % 2 == 1)
             expected = f"{'an odd' if odd else 'a'} whole number, {lowest} or more"
         else:
             fits, expected = value in rule, " | ".join(map(show, rule))
+        if isinstance(rule, Mapping) and rule.get("or_null", False):
+            fits, expected = fits or value is None, f"{expected}, or null"
         if not fits:
             raise ConfigError(f"{group}.{key}={show(value)}: expected {expected}")
 

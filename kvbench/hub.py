@@ -7,11 +7,12 @@ what it names, so that the two cannot disagree.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -145,6 +146,45 @@ def stated_revision(folder: Path) -> str | None:
         return str(json.loads((folder / "kvbench.json").read_text())["revision"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
+
+
+def weights_of(source: ModelSource, seed: int = 0) -> str | None:
+    """What tells a model's weights from others, whatever lies beside them; None where they are not on this machine yet.
+
+    Args:
+        source: whose weights.
+        seed: of random weights.
+    """
+    if source.path is None:
+        return f"{source.name}-dummy-{seed}"
+    if source.gguf is not None:
+        return fingerprint([source.gguf], "gguf")
+    folder = source.folder or cached_folder(source.path)
+    if folder is None or not holds_weights(folder):
+        return None
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    return stated_revision(folder) or fingerprint(files, "weights")
+
+
+def fingerprint(files: Iterable[Path], kind: str) -> str:
+    """`<kind>-<hash>` of files: text in full, weights by name, size and a few megabytes of their bytes."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            for start in _sampled(size):
+                stream.seek(start)
+                digest.update(stream.read(1 << 20))
+    return f"{kind}-{digest.hexdigest()[:16]}"
+
+
+def _sampled(size: int) -> list[int]:
+    """Offsets of the megabytes to hash: all of a small file, else the first, the last, and two between."""
+    step = 1 << 20
+    if size <= 64 * step:
+        return list(range(0, size, step))
+    return [0, size // 3, 2 * size // 3, size - step]
 
 
 def refuse_no_weights(folder: Path, path: str) -> None:

@@ -12,10 +12,10 @@ in its own sequence, 0 .. length-1, whatever padding the caller had.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -31,17 +31,27 @@ class Needs:
     Attributes:
         query_window: last W prompt queries to hand over in `Prompt.queries`.
         attention_sums: hand over, per key, the attention received from all prompt queries (H2O).
+        layer_similarity: call `observe_layers` with how little attention changes the hidden states of each layer.
         probabilities: call `observe` with the attention probabilities of every decode step.
+        queries: `select` learns from what it is asked, so it is asked for the tokens of a later turn, too, which attend
+            everything (`kvbench.engine.turn`).
+        crops: the last tokens may be taken back, of which `crop` tells; then nothing may have been dropped.
         token_text: hand over the text of every vocabulary entry in `Context.pieces`.
         home: where prompt and generated tokens live: "device", or "host" with selected rows moved up.
+        head_scores: hand over in `Context.head_scores` what `kvbench.calibrate` has measured of the model: "auto", its
+            own file, found by the weights; or the name of a file. None: nothing.
         on_drop: what `View.keep` does with the other tokens: forget them, or move them to the host.
         positions: "original" RoPE positions, or "cache": re-rotated to the place inside the selection (StreamingLLM).
     """
 
     query_window: int = 0
     attention_sums: bool = False
+    layer_similarity: bool = False
     probabilities: bool = False
+    queries: bool = False
+    crops: bool = False
     token_text: bool = False
+    head_scores: str | None = None
     home: Literal["device", "host"] = "device"
     on_drop: Literal["discard", "offload"] = "discard"
     positions: Literal["original", "cache"] = "original"
@@ -57,6 +67,8 @@ class Shape:
         dtype, device: of keys, values and queries.
         scaling: attention logits are `scaling * (query . key)`.
         sparse_layers: true indices of the layers a method is asked about; the others stay dense and are never shown.
+        windows: true indices of layers that attend the most recent tokens alone, and how many; the model computes and
+            keeps them itself.
     """
 
     layers: int
@@ -68,6 +80,12 @@ class Shape:
     device: torch.device
     scaling: float
     sparse_layers: tuple[int, ...]
+    windows: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """True indices of the layers with full attention, sparse ones included."""
+        return tuple(layer for layer in range(self.layers) if layer not in self.windows)
 
     @property
     def batch(self) -> int:
@@ -81,33 +99,50 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class HeadScores:
+    """How far each KV head looks back to where a token stood before; [layers][Hkv] each, between 0 and 1.
+
+    Attributes:
+        echo: attention to earlier copies of the token.
+        induction: attention to the tokens that followed these copies.
+    """
+
+    echo: tuple[tuple[float, ...], ...]
+    induction: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
 class Context:
     """What one generation may use besides its tensors.
 
     Attributes:
-        seed, sample: everything random derives from these two and the layer, never from the order of calls.
+        seed, samples: everything random derives from these two and the layer, never from the order of calls; of each
+            row its sample's id, or one id for all.
         pool: the one worker pool for background index work.
         spans: timing spans, `with context.spans("gather"): ...` inside a method refines the breakdown; of the thread
             that calls the method, not of the pool's.
         pieces: text of every vocabulary entry, when `Needs.token_text` asked for it.
         new_tokens: decode steps to come at most; None: unknown, as under `model.generate`.
+        head_scores: of the model, when `Needs.head_scores` asked for them.
     """
 
     seed: int
-    sample: str
+    samples: tuple[str, ...]
     pool: Pool
     spans: Spans
     pieces: Sequence[str] | None = None
     new_tokens: int | None = None
+    head_scores: HeadScores | None = None
 
-    def layer_seed(self, layer: int) -> int:
-        """A 63-bit seed for `layer`, the same in any order, process and thread count."""
-        digest = hashlib.sha256(f"{self.seed}/{self.sample}/{layer}".encode()).digest()
+    def layer_seed(self, layer: int, row: int = 0) -> int:
+        """A 63-bit seed for a row in `layer`, the same in any order, batch, process and thread count."""
+        sample = self.samples[row if len(self.samples) > 1 else 0]
+        digest = hashlib.sha256(f"{self.seed}/{sample}/{layer}".encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 1
 
-    def generator(self, layer: int, device: torch.device | str = "cpu") -> torch.Generator:
+    def generator(self, layer: int, device: torch.device | str = "cpu", row: int = 0) -> torch.Generator:
         """A torch generator seeded by `layer_seed`."""
-        return torch.Generator(device).manual_seed(self.layer_seed(layer))
+        return torch.Generator(device).manual_seed(self.layer_seed(layer, row))
 
 
 @dataclass(frozen=True)
@@ -149,7 +184,7 @@ class Extra:
 
     Attributes:
         key, value: [B, Hkv, E, D].
-        log_weight: [B, Hq, E], added to the logits.
+        log_weight: [B, Hq, E], added to the logits; -inf: the head has no such entry.
     """
 
     key: torch.Tensor
@@ -213,10 +248,13 @@ class View(Protocol):
     def resident(self, layer: int) -> torch.Tensor:
         """Ids of the tokens on the device, ascending, [B, Hkv, M] with trailing -1."""
 
-    def keep(self, layer: int, ids: torch.Tensor) -> None:
+    def keep(self, layer: int, ids: torch.Tensor, room: int | None = None) -> None:
         """Keep `ids` on the device, the rest goes where `Needs.on_drop` says; ids on the host come back.
 
         Lists may be of query heads, too, [B, Hq, M]: of a KV head stays what any query head of its group names.
+
+        Args:
+            room: tokens that come before the next `keep`, at most: memory is reserved for no more; None: for all.
 
         Raises:
             ValueError: an id twice in one list, or a store whose home is the host.
@@ -232,8 +270,11 @@ class View(Protocol):
 class Method:
     """A KV-cache method. Subclass, declare `needs`, override what the method does; every hook has a default.
 
-    Order: `begin`; per sparse layer `prefill` once after its last chunk; `end_prefill`; then per decode step `step`,
-    per sparse layer `append -> select -> (attention) -> observe`, and `end_step`.
+    Order: `begin`; per sparse layer `prefill` once after its last chunk; `observe_layers`; `end_prefill`; then per
+    decode step `step`, per sparse layer `append -> select -> (attention) -> observe`, and `end_step`.
+
+    Tokens of a later turn are decode steps without an attention of their own: `step`, `append` and `end_step` of each,
+    and where `needs` has `queries` or `probabilities`, `select` and `observe`, too.
     """
 
     needs: Needs = Needs()
@@ -268,6 +309,14 @@ class Method:
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Build the index of `layer`; may submit background work to `context.pool`."""
 
+    def observe_layers(self, similarity: torch.Tensor) -> None:
+        """How little attention changes each sparse layer's hidden states, if `needs.layer_similarity`; in their order.
+
+        Args:
+            similarity: [S, B] fp32, cosine of the hidden state before a layer's attention and after it is added, the
+                mean over a row's prompt.
+        """
+
     def end_prefill(self) -> None:
         """All layers are prefilled; may call `view.keep` on any sparse layer."""
 
@@ -287,6 +336,9 @@ class Method:
     def end_step(self) -> None:
         """After the last layer: insert, re-encode, compress, evict."""
 
+    def crop(self, layer: int) -> None:
+        """The last tokens of every row are gone from the store of `layer`, if `needs.crops`; one or more are left."""
+
     def rule(self, layer: int, length: int, generated: int) -> int | None:
         """Most entries one KV head of a sparse layer may attend, by this method's line of the budget table.
 
@@ -295,9 +347,17 @@ class Method:
         Args:
             layer: true index of the layer.
             length: prompt tokens of the row.
-            generated: decode steps so far, the current one included.
+            generated: tokens of the row after its prompt, the current one included.
         """
         return None if self.budget.size is None else self.budget.tokens(length)
+
+    def mean_rule(self, length: int, generated: int) -> float | None:
+        """Most entries that the KV heads of all sparse layers may attend on average in one step, in one row.
+
+        For methods that share the budget out over layers or heads: each may attend more than C, but not all of them.
+        The audit compares it as it does `rule`, whose arguments these are. None = what `rule` says of each head is all.
+        """
+        return None
 
     def report(self) -> dict[str, float]:
         """Numbers of the method's own, shown beside the audit's; peaks end in _max. The audit does not read them."""

@@ -34,6 +34,7 @@ from kvbench.runs.folder import (
     read_samples,
     runs_in,
     state_of,
+    stored_task,
     write_whole,
     writing,
 )
@@ -217,12 +218,7 @@ def rewrite(folder: Path) -> Rescored:
 
 def _task_config(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """The task's part of run.yaml, with these options in place of its own."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        config: dict[str, Any] = dict(yaml.load((folder / "run.yaml").read_bytes(), loader)["config"]["task"])
-        config["_target_"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-        raise ResultsError(f"{folder / 'run.yaml'}: damaged, its task cannot be read ({first_line(error)})") from error
+    config = stored_task(folder)
     valid = config.keys() - HARNESS_KEYS
     for key, value in options.items():
         if key not in valid:

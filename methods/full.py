@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from kvbench.method import Method
+from kvbench.method import Method, Needs
 
 
 class Full(Method):
     """Attend everything, in place; the budget sets nothing."""
+
+    needs = Needs(crops=True)
 
     def rule(self, layer: int, length: int, generated: int) -> int | None:
         """No limit."""

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from kvbench.budget import Budget
-from kvbench.method import Context, Method, Prompt, Selection, Shape, View
+from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
+from methods.blocks.chunking import keys_of_row
 from methods.blocks.kernels import is_readable
 from methods.blocks.pages import best_tokens, bounds, compile_kernels, take_in, upper_bound
 from methods.blocks.ragged import entries, stacked
@@ -36,6 +37,8 @@ class Quest(Method):
         selection: "query_head", each query head its own pages (as published); "kv_head", the pages with the largest
             mean bound over the group.
     """
+
+    needs = Needs(crops=True)
 
     def __init__(self, page_size: int = 16, selection: Literal["query_head", "kv_head"] = "query_head") -> None:
         self.page_size, self.selection = page_size, selection
@@ -67,6 +70,17 @@ class Quest(Method):
             self.low[layer] = pad(self.low[layer], (0, 0, 0, SPARE_PAGES), value=torch.inf)
             self.high[layer] = pad(self.high[layer], (0, 0, 0, SPARE_PAGES), value=-torch.inf)
         take_in(key, self.low[layer], self.high[layer], [count - 1 for count in counts])
+
+    def crop(self, layer: int) -> None:
+        """Sum up each row's last page anew; those after it are empty."""
+        low, high = self.low[layer], self.high[layer]
+        for row, length in enumerate(self.view.lengths(layer)):
+            page = self._pages(length) - 1
+            first = page * self.page_size
+            keys = keys_of_row(self.view, layer, row, first, length, self.shape.device)
+            edges = torch.tensor([0, length - first], device=keys.device)
+            low[row, :, page : page + 1], high[row, :, page : page + 1] = bounds(keys, edges, self.page_size)
+            low[row, :, page + 1 :], high[row, :, page + 1 :] = torch.inf, -torch.inf
 
     def _starts(self, prompt: Prompt) -> list[torch.Tensor]:
         """Where each page of each row begins and the last one ends, [P + 1]."""

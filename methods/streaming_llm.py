@@ -12,6 +12,7 @@ import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
+from methods.blocks.recent import sinks_and_recent
 
 DROP_EVERY = 32  # decode steps between two evictions: between them memory holds up to this many tokens more
 
@@ -66,9 +67,4 @@ class StreamingLLM(Method):
     def _attended(self, layer: int) -> torch.Tensor:
         """Token ids [B, 1, M]: the newest first, the sinks last."""
         most = max(map(min, zip(self.capacities, self.view.lengths(layer), strict=True)))
-        newest = torch.arange(most, device=self.shape.device)  # 0 is the current token
-        lengths, capacity = self.view.seen(layer)[:, None], self.counts
-        recent = lengths - 1 - newest
-        # after the window of C - sinks tokens come the sinks, or what is left of a sequence shorter than C
-        index = torch.where(newest < capacity - self.sinks, recent, torch.minimum(recent, capacity - 1 - newest))
-        return torch.where(newest < torch.minimum(lengths, capacity), index, -1)[:, None]
+        return sinks_and_recent(self.view.seen(layer), self.counts, self.sinks, most)

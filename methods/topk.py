@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvbench.budget import Budget
-from kvbench.method import Context, Method, Selection, Shape, View
+from kvbench.method import Context, Method, Needs, Selection, Shape, View
 from methods.blocks.topk import Granularity, interleave, top
 
 
@@ -20,6 +20,8 @@ class TopK(Method):
         granularity: "query_head", each query head its own C tokens (as published); "kv_head", the C tokens with the
             largest attention probability summed over the group, the fair ceiling for methods that select per KV head.
     """
+
+    needs = Needs(crops=True)
 
     def __init__(self, granularity: Granularity = "query_head") -> None:
         self.granularity = granularity

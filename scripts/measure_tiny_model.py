@@ -72,9 +72,9 @@ def side_by_side(arms: dict[str, Arm]) -> Iterator[tuple[str, str, dict[str, Any
     first = next(iter(arms.values()))
     for sample in first.task.samples(first.loaded.tokenizer, SEED):
         prompt = prompt_of(first, sample)
-        prefilled = prefill_shared(list(arms.values()), prompt)
+        prefilled = prefill_shared(list(arms.values()), [prompt])
         for name, one in arms.items():
-            record = measure(one, prompt, prefilled=prefilled)
+            (record,) = measure(one, [prompt], prefilled=prefilled)
             if record["error"]:
                 raise SystemExit(f"{sample.id}, {name}: {record['error']}")
             yield cell_of(one, sample), name, record

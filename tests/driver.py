@@ -19,12 +19,13 @@ from _pytest.mark import ParameterSet
 from omegaconf import OmegaConf
 
 from kvbench.budget import Budget
-from kvbench.config import build, method_config
+from kvbench.config import ASSETS, build, method_config
+from kvbench.engine.audit import extra_entries
 from kvbench.engine.engine import Engine
 from kvbench.engine.generate import Generation, generate
 from kvbench.engine.hf import engine_for
 from kvbench.engine.models import Loaded
-from kvbench.method import Method, Shape
+from kvbench.method import HeadScores, Method, Shape
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,28 @@ METHODS = [
     Case("snapkv-kvpress", "snapkv", {"window": 16, "kernel": 5, "pooling": "mean", "join": "after"}),
     Case("snapkv-query_head", "snapkv", {"granularity": "query_head"}),
     Case("pyramidkv", "pyramidkv"),
+    Case("adakv_snapkv", "adakv_snapkv"),
+    Case("adakv_snapkv-kvpress", "adakv_snapkv", {"safeguard": "top", "kernel": 5, "pooling": "mean", "join": "after"}),
+    Case("adakv_snapkv-query_head", "adakv_snapkv", {"granularity": "query_head"}),
+    Case("cake", "cake"),
+    Case("h2o", "h2o"),
+    Case("h2o-query_head", "h2o", {"granularity": "query_head", "recent": 0.25}),
+    Case("h2o_prompt", "h2o_prompt"),
+    # windows and pages far below the answers that the tests use
+    Case("rkv", "rkv", {"buffer": 12}),
+    Case("rkv-time", "rkv", {"buffer": 12, "order": "time"}),
+    Case("raas", "raas", {"page_size": 4, "alpha": 0.02}),
+    Case("raas-unpinned", "raas", {"page_size": 1, "alpha": 0.02, "pin_prompt": False}),
+    Case("scope", "scope", {"window": 12, "recent": 6}),
+    Case("scope-discontinuous", "scope", {"strategy": "discontinuous", "window": 12, "recent": 6, "delta": 2}),
+    Case(
+        "scope-adaptive",
+        "scope",
+        {"compressor": "pyramidkv", "strategy": "adaptive", "granularity": "query_head", "recent": 6, "delta": 4},
+    ),
+    Case("squeeze", "squeeze"),
+    Case("squeeze-window", "squeeze", {"base": "window"}),
+    Case("razor", "razor", {"induction": 0.25, "heads": str(ASSETS / "heads" / "dummy-tiny.json")}),
     # windows and cycles far below the prompts and answers that the tests use
     Case("racc", "racc", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),
     Case("racc_code", "racc_code", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),
@@ -68,6 +91,8 @@ METHODS = [
     # a p below 1 prunes whatever the budget
     Case("twilight_quest", "twilight_quest", {"p": 1}),
     Case("twilight_topk", "twilight_topk", {"p": 1}),
+    Case("pqcache", "pqcache"),
+    Case("clusterkv", "clusterkv", {"cluster_size": 8, "buffer": 3}),
     Case("icecache", "icecache"),
     Case("icecache-exact", "icecache", {"index": "exact"}),
     Case("icecache_reuse", "icecache_reuse"),
@@ -146,6 +171,12 @@ def numbers(count: int, seed: int = 0) -> list[int]:
     return [rng.randrange(256) for _ in range(count)]
 
 
+def head_scores(layers: int, kv_heads: int) -> HeadScores:
+    """Of a model whose heads retrieve the more the later they stand; those of layer 0 hardly do."""
+    scores = [[layer + 0.1 * head for head in range(kv_heads)] for layer in range(layers)]
+    return HeadScores(tuple(map(tuple, scores)), tuple(map(tuple, scores)))
+
+
 def run_loop(
     loaded: Loaded,
     prompts: Sequence[Sequence[int]],
@@ -170,6 +201,7 @@ def run_loop(
         attention=executor,
         new_tokens=steps + 1 + len(options.get("question", ())),
         audit_every=audit_every,
+        head_scores=head_scores(loaded.model.config.num_hidden_layers, loaded.model.config.num_key_value_heads),
     )
     return generate(loaded.model, prompts, engine, max_new_tokens=steps + 1, **options), engine
 
@@ -186,6 +218,7 @@ class Attended:
         lengths: tokens of each row, the current one included.
         index: [B, Hs, M] token ids with trailing -1; for a method that selects None, the ids resident.
         in_place: the method selected None.
+        extra: [B, Hkv] synthetic entries, or 0.
     """
 
     step: int
@@ -193,6 +226,7 @@ class Attended:
     lengths: tuple[int, ...]
     index: torch.Tensor
     in_place: bool
+    extra: torch.Tensor | int = 0
 
     def sets(self, row: int) -> list[set[int]]:
         """The ids of each head of a row."""
@@ -213,7 +247,9 @@ def watch(method: Method) -> list[Attended]:
     def watched_select(layer: int, query: torch.Tensor) -> Any:
         selection = select(layer, query)
         index = method.view.resident(layer) if selection is None else selection.index
-        seen.append(Attended(now, layer, tuple(method.view.lengths(layer)), index.clone(), selection is None))
+        extra = 0 if selection is None else extra_entries(selection.extra, method.shape.kv_heads)
+        lengths = tuple(method.view.lengths(layer))
+        seen.append(Attended(now, layer, lengths, index.clone(), selection is None, extra))
         return selection
 
     method.step, method.select = watched_step, watched_select  # type: ignore[method-assign]
@@ -352,6 +388,7 @@ def drive(
         new_tokens=None if left else fixed.steps,
         rotary=LlamaRotary(head_dim, shape.device),
         pieces=PIECES if method.needs.token_text else None,
+        head_scores=head_scores(layers, shape.kv_heads),
     )
     seen = watch(method)
     parts = (fixed.queries, fixed.keys, fixed.values)
@@ -361,7 +398,11 @@ def drive(
         here = slice(start, min(start + (chunk or columns), columns))
         engine.start_chunk(ids[:, here])
         for layer in range(layers):
-            engine.attend(layer, *(prompt[layer, :, :, here] for prompt in prompts))
+            query, key, value = (prompt[layer, :, :, here] for prompt in prompts)
+            engine.attend(layer, query, key, value)
+            if method.needs.layer_similarity:
+                before, added = key.transpose(1, 2).flatten(2), value.transpose(1, 2).flatten(2)
+                engine.residual(layer, before, before + added / (1 + layer))  # upper layers change less
     after_prefill(engine)
     outputs = []
     for step in range(fixed.steps):

@@ -135,7 +135,7 @@ def test_bad_input_is_one_line_with_exit_code_2_and_nothing_heavy(python, tmp_pa
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["method=qest"], "method=qest: no such method; did you mean quest? (valid: full, "),
+        (["method=qest"], "method=qest: no such method; did you mean quest? (valid: "),
         (
             ["model=llama"],
             "model=llama: no such model; did you mean llama3.1-8b-instruct or deepseek-r1-distill-llama-8b",

@@ -110,7 +110,7 @@ def test_small_budget_differs_from_full_attention(tiny: Loaded, full_attention: 
         noted = logits(tiny)
         run_loop(tiny, [PROMPT], case.build(), SMALL, steps=STEPS)
         differs = (torch.cat(noted)[1] - expected[1]).abs().max() > 100 * CLOSE
-        assert differs == (case.name != "full"), case.id
+        assert differs == (case.id not in ("full", "raas")), case.id  # RaaS keeps its prompt
 
 
 # -- executors ---------------------------------------------------------------------------------------------------------
@@ -538,12 +538,13 @@ def test_method_object_forgets_the_last_generation(case: Case) -> None:
 
 
 def attended_per_kv_head(at: Attended, kv_heads: int, row: int) -> list[int]:
-    """Distinct ids that the query heads of each KV head attend."""
+    """Distinct ids that the query heads of each KV head attend, and synthetic entries."""
     heads = at.sets(row)
     if len(heads) == 1:
         heads = heads * kv_heads
     group = len(heads) // kv_heads
-    return [len(set().union(*heads[head * group : (head + 1) * group])) for head in range(kv_heads)]
+    extra = at.extra[row].tolist() if isinstance(at.extra, torch.Tensor) else [at.extra] * kv_heads
+    return [len(set().union(*heads[head * group : (head + 1) * group])) + extra[head] for head in range(kv_heads)]
 
 
 @each_method_in_turn
@@ -626,24 +627,34 @@ LENGTHS = [20, 48, 65, 100, 127]
 BUDGETS = [48, 55, 63, 64, 65, 99, 100, 127, 134]
 
 
+def shared_by_heads(method: Method) -> bool:
+    """C is the mean of a layer's heads, by the method's two rules, so that one head may attend more."""
+    mean, most = method.mean_rule(LENGTHS[-1], 1), method.rule(0, LENGTHS[-1], 1)
+    return mean is not None and most is not None and most > mean
+
+
 @each_method_in_turn
 def test_no_method_breaks_its_own_rule(case: Case, accounting: str) -> None:
     for budget in BUDGETS:
         fixed = stream(*LENGTHS, steps=18, layers=1, head_dim=4, seed=budget)
-        driven = drive(fixed, case.build(), budget, accounting=accounting)
+        driven = drive(fixed, method := case.build(), budget, accounting=accounting)
         assert not driven.audit["over_rule"], budget
-        assert accounting == "paper" or case.name == "full" or driven.audit["attended_max"] <= budget
+        if accounting == "unified" and case.name != "full":
+            assert driven.audit["attended_mean"] <= budget, "C is the mean of heads that share it out"
+            assert driven.audit["attended_max"] <= budget or shared_by_heads(method)
 
 
 @each_method_in_turn
 def test_no_method_breaks_its_own_rule_with_a_fraction(case: Case, accounting: str) -> None:
     for fraction in (0.4, 0.5, 0.999, 1.0):
         fixed = stream(127, 128, 201, steps=6, layers=1, head_dim=4, seed=1)
-        driven = drive(fixed, case.build(), fraction, accounting=accounting)
+        driven = drive(fixed, method := case.build(), fraction, accounting=accounting)
         assert not driven.audit["over_rule"], fraction
         if accounting == "unified" and case.name != "full":
             for row, length in enumerate(fixed.lengths):
-                most = max(max(attended_per_kv_head(at, 2, row)) for at in driven.seen)
+                shared = shared_by_heads(method)
+                heads = [attended_per_kv_head(at, 2, row) for at in driven.seen]
+                most = max(sum(counts) / 2 if shared else max(counts) for counts in heads)
                 assert most <= Budget(fraction).tokens(length), (fraction, length)
 
 

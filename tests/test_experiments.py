@@ -25,7 +25,7 @@ NAMES = list(choices("experiment"))
 PUBLISHED = [id for id in published.ids() if id in NAMES]
 
 # What must be given by hand, and is nowhere to be fetched from.
-GIVEN = {"icecache_table3": "task.exemplars"}
+GIVEN = {"icecache_table3": "task.exemplars", "icecache_longgenbench": "task.data_dir"}
 
 # To compose the jobs of one takes seconds: the quick tests meet every fourth.
 QUICK = NAMES[1::4]
@@ -54,11 +54,13 @@ def jobs(name: str, *words: str, smoke: str = "false") -> list[DictConfig]:
 @pytest.fixture(scope="session")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[DictConfig]]:
     """The jobs of an experiment, which is given what it needs."""
-    file = tmp_path_factory.mktemp("given") / "given"
-    file.write_text("Question: 1 + 1\nLet's think step by step\nThe answer is 2\n")
+    folder = tmp_path_factory.mktemp("given")
+    (folder / "given").write_text("Question: 1 + 1\nLet's think step by step\nThe answer is 2\n")
+    (folder / "Dataset_short.json").write_text("[]")
 
     def make(name: str, smoke: str) -> list[DictConfig]:
-        return jobs(name, *([f"{GIVEN[name]}={file}"] if name in GIVEN else []), smoke=smoke)
+        given = folder if GIVEN.get(name) == "task.data_dir" else folder / "given"
+        return jobs(name, *([f"{GIVEN[name]}={given}"] if name in GIVEN else []), smoke=smoke)
 
     return make
 
@@ -93,10 +95,10 @@ def test_without_a_network_a_job_runs_or_names_the_key_of_a_local_copy(
         path = hub.source_of(job.model).path
         if "fetch" in job.model:
             continue  # of the package registry: test_fetch
-        if job.task.name in ("longbench", "gsm8k"):
-            key = "task.data_dir: "
-        elif path is not None and "/assets/" not in path:
+        if path is not None and "/assets/" not in path:
             key = f"model.path={path}: "
+        elif job.task.name in ("longbench", "longbench_v2", "gsm8k", "math500"):
+            key = "task.data_dir: "
         else:
             check(job)
             continue
@@ -123,7 +125,7 @@ def test_smoke_changes_the_size_of_an_experiment_alone(name: str) -> None:
         for key in one:
             if key not in ("model", "task", "device", "dtype", "smoke"):
                 assert one[key] == other[key], key
-        sizes = {"limit", "lengths", "max_length"}
+        sizes = {"limit", "lengths", "max_length", "max_new_tokens"}
         assert {key: value for key, value in one.task.items() if key not in sizes} == {
             key: value for key, value in other.task.items() if key not in sizes
         }

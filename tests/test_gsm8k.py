@@ -292,7 +292,7 @@ def test_a_bad_line_fails_its_own_sample_and_no_other(data_dir):
         (lambda folder: (folder / "examples.txt").write_bytes(b"Question: \xff"), "task.exemplars.* not a text file"),
         (lambda folder: (folder / "examples.txt").write_text("Q: no"), "task.exemplars.* expected worked examples"),
         (lambda folder: (folder / "examples.txt").unlink(), "task.exemplars.* no such file"),
-        (lambda folder: (folder / "test.jsonl").write_text("\n"), "task.data_dir.* no problem in it"),
+        (lambda folder: (folder / "test.jsonl").write_text("\n"), "task.data_dir.* nothing in it"),
         (lambda folder: (folder / "test.jsonl").unlink(), "task.data_dir.* no such file"),
     ],
 )

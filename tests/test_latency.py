@@ -188,7 +188,7 @@ def test_a_stop_token_ends_nothing(dummies: Callable[[str], Loaded]) -> None:
     """Whatever ends an answer elsewhere, a timed row goes on."""
     arm = prepare(OmegaConf.to_container(composed(*SMALL, "method=full"), resolve=True), dummies("dummy-tiny"))  # type: ignore[arg-type]
     arm.loaded = replace(arm.loaded, stop_ids=tuple(range(len(arm.loaded.tokenizer))))
-    record = measure(arm, prompt_of(arm, next(iter(arm.task.samples(arm.loaded.tokenizer, 0)))))
+    (record,) = measure(arm, [prompt_of(arm, next(iter(arm.task.samples(arm.loaded.tokenizer, 0))))])
     assert len(record["output_ids"]) == 8
 
 
@@ -476,7 +476,7 @@ def test_a_gpu_has_peaks_and_a_busy_time(name: str, prefill: str, cuda: Twin, mo
     config: Any = OmegaConf.to_container(composed(*words, "task.lengths=[600]"), resolve=True)
     config["device"] = "cuda"
     arm = prepare({**config, "dtype": "float32"})
-    record = measure(arm, prompt_of(arm, next(iter(arm.task.samples(arm.loaded.tokenizer, 0)))))
+    (record,) = measure(arm, [prompt_of(arm, next(iter(arm.task.samples(arm.loaded.tokenizer, 0))))])
     told = record["hardware"]
     assert record["error"] is None and len(record["output_ids"]) == 8
     assert told["memory"] == "allocated" and told["upload_bandwidth"] > 0

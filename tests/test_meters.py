@@ -290,6 +290,34 @@ def test_rule_of_each_row_is_its_own() -> None:
     assert drive(stream(30, 20), ByLength([6] * 4, None), None).audit["over_rule"]
 
 
+class Uneven(Method):
+    """Attends 12 tokens of one KV head and 8 of the other in layer 0, as many as it is told of both in layer 1."""
+
+    def __init__(self, above: int) -> None:
+        self.above = above
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection:
+        index = torch.arange(12).repeat(self.shape.batch, 2, 1)
+        index[:, 1, 8:] = -1
+        return Selection(index if layer == 0 else index[:, :1, : self.above])
+
+    def rule(self, layer: int, length: int, generated: int) -> int:
+        return 12
+
+    def mean_rule(self, length: int, generated: int) -> float:
+        return 9.5 if length < 30 else 12
+
+
+@pytest.mark.parametrize(("above", "over"), [(9, False), (10, True)])
+def test_a_rule_of_the_mean_is_one_over_all_heads_and_layers_of_a_row(above: int, over: bool) -> None:
+    """No head attends more than it may, and 9.5 of the shorter row on average, or half an entry more."""
+    driven = drive(stream(30, 20), Uneven(above), None)
+    assert driven.audit["over_rule"] is over
+    if over:
+        said = "step 1: the KV heads attended 10.00 entries on average, the method's rule allows 9.5"
+        assert driven.engine.audit.broken() == said
+
+
 # -- generated tokens inside the budget --------------------------------------------------------------------------------
 
 

@@ -520,6 +520,20 @@ RULES = {
     ("snapkv-kvpress", "unified"): 48,
     ("snapkv-query_head", "paper"): 32 + 2 * 16 + 5,
     ("snapkv-query_head", "unified"): 48,
+    # a head's own 48, and .8 of the voted tokens that the other head could leave it
+    ("adakv_snapkv", "paper"): 48 + 13 + 5,
+    ("adakv_snapkv", "unified"): 48 + 29,
+    ("adakv_snapkv-kvpress", "paper"): 48 + 16 + 5,
+    ("adakv_snapkv-query_head", "unified"): 48 + 34,
+    # of two layers; all that the other could leave, and the current token
+    ("cake", "paper"): 32 + 2 * 16 + 1,
+    ("cake", "unified"): 12 + 2 * 35 + 1,
+    # the lower of two layers: .38 C in the other one
+    ("squeeze", "paper"): 2 * 48 - 18,
+    ("squeeze", "unified"): 2 * 48 - 18,
+    # none of the layer's heads retrieves, and one of four does
+    ("razor", "paper"): (4 * 48 - 90) // 3 + 5,
+    ("razor", "unified"): (4 * 48 - 95) // 3,
     ("quest", "paper"): 2 * 48,
     ("quest", "unified"): 48,
     ("quest-kv_head", "paper"): 48,

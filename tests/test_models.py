@@ -162,6 +162,8 @@ def test_every_shape_is_complete_and_understood_by_transformers(name: str) -> No
 PARAMETERS = {
     "deepseek-r1-distill-llama-8b": 8030,
     "deepseek-r1-distill-qwen-14b": 14770,
+    "gemma3-1b-it": 1000,
+    "gpt-oss-20b": 20915,
     "llama3.1-8b-instruct": 8030,
     "mistral-7b-instruct-v0.2": 7242,
     "mistral-7b-instruct-v0.3": 7248,
@@ -363,6 +365,16 @@ def test_sliding_windows_are_refused_before_weights_are_made() -> None:
     config = model_config("dummy-mistral")
     config["config"] = {**config["config"], "sliding_window": 64}
     assert "dummy-mistral" in refusal(config, "cpu")
+
+
+def test_a_class_with_attention_of_its_own_is_refused_before_its_weights_are_made() -> None:
+    config = model_config()
+    config["config"] = {"model_type": "bloom", "vocab_size": 300, "hidden_size": 64, "n_layer": 2, "n_head": 4}
+    assert refusal(config, "cpu").startswith("dummy-tiny: BloomForCausalLM computes attention in a way of its own")
+
+
+def test_positions_of_gpt2_are_its_window() -> None:
+    assert checks.window(AutoConfig.for_model("gpt2", n_positions=512).to_dict()) == 512
 
 
 def test_an_unsupported_folder_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:

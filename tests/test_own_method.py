@@ -57,7 +57,7 @@ def test_a_new_method_is_two_files_that_build_and_say_what_they_are(kvbench: Any
         (["new-method", "here"], "new-method here: here.py is there already; choose another name or --folder"),
         (["check-method", "qest"], "check-method qest: no such method; did you mean quest? "),
         (["check-method", "quest", "--config-dir", "gone"], "--config-dir=gone: no such folder"),
-        (["reprot"], "reprot: no such command; did you mean report? (valid: check-method, "),
+        (["reprot"], "reprot: no such command; did you mean report? (valid: "),
     ],
 )
 def test_what_cannot_be_is_one_line_and_writes_nothing(

@@ -193,7 +193,7 @@ def test_rotation_moves_a_key_to_any_position(rope: dict[str, Any]) -> None:
         cos, sin = rotary(flat, places.view(6, 20))
         return apply_rotary_pos_emb(flat, flat, cos, sin)[0].view_as(x)
 
-    own = RotaryOf(loaded.model)
+    own = RotaryOf(loaded.model, [0])
     turned = own.turn(rope_at(position), own.angles(target - position))
     torch.testing.assert_close(turned, rope_at(target), rtol=0, atol=ANGLES)
     assert (rope_at(position) - rope_at(target)).abs().max() > 1
@@ -201,7 +201,7 @@ def test_rotation_moves_a_key_to_any_position(rope: dict[str, Any]) -> None:
 
 def test_rotation_keeps_the_type_of_what_it_turns(tiny: Loaded) -> None:
     vectors = torch.randn(1, 2, 3, 32).bfloat16()
-    own = RotaryOf(tiny.model)
+    own = RotaryOf(tiny.model, [0])
     assert torch.equal(own.turn(vectors, own.angles(torch.zeros(1, 1, 3, dtype=torch.int64))), vectors), "a turn by 0"
 
 

@@ -204,5 +204,5 @@ def test_probed_run_publishes_no_timings(tiny: Loaded) -> None:
     assert {"ttft_s", "tpot_ms", "breakdown_ms"} <= set(with_times)
     assert "probe" not in with_times
     probing = measured(probing_run(tiny, method_named("quest")))
-    assert set(probing) == {"output_ids", "audit", "probe"}
+    assert set(probing) == {"probe"}
     assert 0 < probing["probe"]["recall"] < 1

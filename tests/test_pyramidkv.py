@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from driver import Driven, drive, stream
+from driver import Driven, drive, each_accounting, stream
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +13,7 @@ from kvbench.engine.models import Loaded
 
 bind_methods()
 
-from methods.pyramidkv import pyramid  # noqa: E402
+from methods.pyramidkv import PyramidKV, pyramid  # noqa: E402
 
 sizes = st.tuples(st.integers(0, 3000), st.integers(1, 80), st.integers(1, 60), st.integers(0, 20_000))
 
@@ -94,6 +94,22 @@ def test_dense_layers_take_no_part() -> None:
     driven = drive(stream(300, layers=5), method_named("pyramidkv"), 48, dense_layers=(0, 1))
     counts = [len(layer[0]) for layer in kept_by_layer(driven, 300)]
     assert counts == [8 + count for count in pyramid(40, 3, 20, 292)]
+
+
+class Swollen(PyramidKV):
+    """Gives a layer one token more than the layers' mean leaves it, and says so."""
+
+    def layer_budgets(self, length: int) -> list[int]:
+        first, *others = super().layer_budgets(length)
+        return [first + 1, *others]
+
+
+@each_accounting
+@pytest.mark.parametrize("kind", [PyramidKV, Swollen])
+def test_the_audit_holds_the_layers_to_their_mean(kind: type[PyramidKV], accounting: str) -> None:
+    audit = drive(stream(300, layers=3), kind(), 48, accounting=accounting).engine.audit
+    assert (audit.broken() is None) == (kind is PyramidKV)
+    assert kind is PyramidKV or audit.broken().startswith("step 1: the KV heads attended")
 
 
 @pytest.mark.parametrize("budget", [16, 50, 120])

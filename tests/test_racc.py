@@ -517,7 +517,7 @@ def test_the_answer_s_length_reaches_the_method_in_a_run() -> None:
     prompt = prompt_of(arm, next(samples(arm, 1)))
     for tokens, scenario in ((10, "liso"), (400, "silo")):
         sample = replace(prompt.sample, max_new_tokens=tokens)
-        measure(arm, replace(prompt, sample=sample))
+        measure(arm, [replace(prompt, sample=sample)])
         assert arm.method.scenario == scenario  # type: ignore[attr-defined]
 
 

@@ -100,7 +100,9 @@ def test_the_commands_that_the_pages_show_are_taken(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("group", ["method", "task"])
 def test_every_choice_stands_in_the_readme_s_table(group: str) -> None:
-    assert set(table("README.md", f"`{group}=`")) == set(choices(group))
+    """Related ones in one row."""
+    named = [name for cell in table("README.md", f"`{group}=`") for name in re.findall(r"\w+", cell)]
+    assert sorted(named) == sorted(choices(group))
 
 
 @pytest.mark.parametrize(("page", "group"), [("methods/README.md", "method"), ("kvbench/tasks/README.md", "task")])

@@ -51,7 +51,7 @@ class Generated:
         self.broken: dict[str, Exception] = {}
 
     def __call__(self, model: Any, prompts: Any, engine: Any, **options: Any) -> Any:
-        sample = engine.method.context.sample
+        sample = engine.method.context.samples[0]
         self.ids.append(sample)
         if sample in self.broken:
             raise self.broken[sample]

@@ -184,6 +184,7 @@ def test_greedy_runs_keep_their_protocol_and_sampled_ones_have_their_own() -> No
         (["protocol.temperature=1", "protocol.samples=0"], "protocol.samples=0: a number of answers"),
         (["protocol.samples=2"], "protocol.samples=2: nothing is drawn with protocol.temperature=0"),
         (["protocol.top_p=0.9"], "protocol.top_p=0.9: nothing is drawn with protocol.temperature=0"),
+        (["protocol.temperature=1", "protocol.samples=2", "batch=4"], "batch=4: protocol.samples=2 has each prompt"),
     ],
 )
 def test_bad_input_is_refused_in_a_line_before_a_model_loads(words: list[str], said: str) -> None:

@@ -94,7 +94,7 @@ def test_a_stopped_run_goes_on_with_what_each_arm_lacks(configs, tmp_path, monke
     calls: list[str] = []
 
     def stopping(model: Any, prompts: Any, engine: Any, **options: Any) -> Any:
-        calls.append(engine.method.context.sample)
+        calls.append(engine.method.context.samples[0])
         if len(calls) == 6:
             raise KeyboardInterrupt
         return generate(model, prompts, engine, **options)
@@ -114,10 +114,10 @@ def test_a_stopped_run_goes_on_with_what_each_arm_lacks(configs, tmp_path, monke
 def test_a_prefill_that_fails_fails_its_sample_in_every_arm_and_no_other(configs, tmp_path, monkeypatch):
     real = kvbench.measure.arm.prefill_shared
 
-    def failing(arms: Any, prompt: Any) -> Any:
-        if prompt.sample.id.endswith("-0-0"):
+    def failing(arms: Any, prompts: Any) -> Any:
+        if any(prompt.sample.id.endswith("-0-0") for prompt in prompts):
             raise MemoryError("no room")
-        return real(arms, prompt)
+        return real(arms, prompts)
 
     monkeypatch.setattr(kvbench.measure.arm, "prefill_shared", failing)
     summaries = run_shared(configs())

@@ -83,7 +83,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     asked: dict[str, Any] = {}
 
     def generate(model: Any, prompts: Any, engine: Any, **options: Any) -> Generation:
-        asked[engine.method.context.sample] = {**options, "prompt": prompts[0]}
+        asked[engine.method.context.samples[0]] = {**options, "prompt": prompts[0]}
         return Generation([byte_tokenizer()("yes", add_special_tokens=False)["input_ids"]], 0.1, audit={"over_rule": 0})
 
     monkeypatch.setattr(kvbench.measure.arm, "generate", generate)

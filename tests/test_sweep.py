@@ -45,9 +45,9 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     real = kvbench.measure.arm.prefill_shared
 
-    def noted(arms: Any, prompt: Any) -> Any:
+    def noted(arms: Any, prompts: Any) -> Any:
         made.append(len(arms))
-        return real(arms, prompt)
+        return real(arms, prompts)
 
     monkeypatch.setattr(kvbench.measure.arm, "prefill_shared", noted)
     return made

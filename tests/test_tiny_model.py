@@ -95,9 +95,9 @@ def test_it_finds_passkeys_and_a_method_that_forgets_them_does_not(arms):
     scores = {"full": 0.0, "streaming_llm": 0.0}
     for sample in islice(arms[0].task.samples(arms[0].loaded.tokenizer, 3), 8):
         prompt = prompt_of(arms[0], sample)
-        prefilled = prefill_shared(arms, prompt)
+        prefilled = prefill_shared(arms, [prompt])
         for name, arm in zip(scores, arms, strict=True):
-            scores[name] += measure(arm, prompt, prefilled=prefilled)["scores"]["accuracy"]
+            scores[name] += measure(arm, [prompt], prefilled=prefilled)[0]["scores"]["accuracy"]
     assert scores["full"] >= 7 and scores["streaming_llm"] <= 3
 
 

@@ -55,7 +55,15 @@ class Executor(Protocol):
             Output [B, Hq, 1, D] in the query's dtype, and probabilities [B, Hq, M (+ E)] or None.
         """
 
-    def prefill(self, query: Tensor, store: LayerStore, column: int, offsets: Sequence[int], scaling: float) -> Tensor:
+    def prefill(
+        self,
+        query: Tensor,
+        store: LayerStore,
+        column: int,
+        offsets: Sequence[int],
+        scaling: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Dense causal attention of a prefill chunk; see `kvbench.attention.torch.prefill`."""
 
     def used(self) -> str:

@@ -101,11 +101,17 @@ class FlashInfer:
         return plan
 
     def prefill(
-        self, query: torch.Tensor, store: LayerStore, column: int, offsets: Sequence[int], scaling: float
+        self,
+        query: torch.Tensor,
+        store: LayerStore,
+        column: int,
+        offsets: Sequence[int],
+        scaling: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `kvbench.attention.torch.prefill`."""
-        if self._dense == "sdpa":
-            return prefill(query, store, column, offsets, scaling)
+        if self._dense == "sdpa" or sinks is not None:
+            return prefill(query, store, column, offsets, scaling, sinks)
         import flashinfer
 
         out = torch.zeros_like(query)

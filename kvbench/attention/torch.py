@@ -5,12 +5,13 @@ The G query heads of a KV head ride on the query axis, so keys and values are ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvbench.attention.sinks import softmax
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection
 
@@ -91,17 +92,25 @@ def _probabilities(query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | 
 
 
 def prefill(
-    query: torch.Tensor, store: LayerStore, column: int, offsets: Sequence[int], scaling: float
+    query: torch.Tensor,
+    store: LayerStore,
+    column: int,
+    offsets: Sequence[int],
+    scaling: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Dense causal attention of a prefill chunk over everything stored before and in it.
 
     Args:
         query: [B, Hq, q, D], columns column .. column + q - 1; row b's token 0 stands at column `offsets[b]`.
         store: holds the chunk's keys and values already.
+        sinks: [Hq], see `kvbench.attention.sinks`; None: the model has none.
 
     Returns:
         [B, Hq, q, D]; what stands at padding columns is finite and without meaning.
     """
+    if sinks is not None:
+        return _prefill_beside(sinks, query, store, column, offsets, scaling)
     width = query.shape[2]
     end = column + width
     key, value = store.device.key[:, :, :end], store.device.value[:, :, :end]
@@ -119,6 +128,60 @@ def prefill(
     return scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None], scale=scaling, enable_gqa=gqa)
 
 
+def _prefill_beside(
+    sinks: torch.Tensor,
+    query: torch.Tensor,
+    store: LayerStore,
+    column: int,
+    offsets: Sequence[int],
+    scaling: float,
+) -> torch.Tensor:
+    """`prefill` with sinks: torch's own attention knows none."""
+    value = store.device.value[:, :, None, : column + query.shape[2]].float()
+    blocks = _causal_weights(query, store, column, offsets, scaling, sinks)
+    out = torch.cat([weights @ value for _, weights in blocks], dim=3)
+    return out.view(query.shape).to(query.dtype)
+
+
+def turn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    past: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    scaling: float,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Dense causal attention of new tokens over themselves and what is stored, which need not be all that was.
+
+    Args:
+        query: [B, Hq, q, D].
+        key, value: [B, Hkv, q, D], of the same tokens.
+        past: keys and values [B, Hkv, n, D] and a mask [B, Hkv, n] (None: all), see `Tiers.remaining`.
+        sinks: [Hq], see `kvbench.attention.sinks`; None: the model has none.
+
+    Returns:
+        [B, Hq, q, D].
+    """
+    batch, heads, width, _ = query.shape
+    past_key, past_value, present = past
+    gqa = heads != key.shape[1]
+    key, value = torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
+    if present is None and query.is_cuda and sinks is None:
+        bias = causal_lower_right(width, key.shape[2])
+        return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=gqa)
+    mask = torch.ones(width, key.shape[2], dtype=torch.bool, device=query.device).tril(past_key.shape[2])
+    if present is not None:
+        own = mask[:, past_key.shape[2] :].expand(batch, heads, -1, -1)
+        seen = present.repeat_interleave(heads // present.shape[1], dim=1)[:, :, None].expand(-1, -1, width, -1)
+        mask = torch.cat([seen, own], dim=3)
+    if sinks is None:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=gqa)
+    grouped = query.float().unflatten(1, (key.shape[1], -1))  # [B, Hkv, G, q, D]
+    hidden = ~(mask if mask.ndim == 2 else mask.view(*grouped.shape[:4], -1))
+    logits = (grouped @ key[:, :, None].float().transpose(3, 4) * scaling).masked_fill(hidden, -torch.inf)
+    return (softmax(logits, sinks) @ value[:, :, None].float()).view(query.shape).to(query.dtype)
+
+
 def attention_received(
     query: torch.Tensor,
     store: LayerStore,
@@ -126,6 +189,7 @@ def attention_received(
     offsets: Sequence[int],
     lengths: Sequence[int],
     scaling: float,
+    sinks: torch.Tensor | None = None,
     block: int = 256,
 ) -> torch.Tensor:
     """Attention probability each key receives from the chunk's real queries, summed; arguments as for `prefill`.
@@ -137,20 +201,35 @@ def attention_received(
     Returns:
         [B, Hq, column + q] fp32, by token position.
     """
-    batch, heads, width, head_dim = query.shape
-    end = column + width
-    key = store.device.key[:, :, :end].float()
-    grouped = query.view(batch, key.shape[1], -1, width, head_dim)
+    batch, heads, width, _ = query.shape
     first = torch.tensor(offsets, device=query.device)[:, None]
     last = first + torch.tensor(lengths, device=query.device)[:, None]
+    received = query.new_zeros(batch, heads, column + width, dtype=torch.float32)
+    for columns, weights in _causal_weights(query, store, column, offsets, scaling, sinks, block):
+        real = (columns >= first) & (columns < last)
+        received += (weights * real[:, None, None, :, None]).sum(dim=3).view(received.shape)
+    return received
+
+
+def _causal_weights(
+    query: torch.Tensor,
+    store: LayerStore,
+    column: int,
+    offsets: Sequence[int],
+    scaling: float,
+    sinks: torch.Tensor | None,
+    block: int = 256,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Columns [n] of a block of a chunk's queries, and their attention weights [B, Hkv, G, n, end] in fp32."""
+    batch, _, width, head_dim = query.shape
+    end = column + width
+    key = store.device.key[:, :, None, :end].float()
+    grouped = query.view(batch, key.shape[1], -1, width, head_dim)
+    first = torch.tensor(offsets, device=query.device)[:, None]
     keys = torch.arange(end, device=query.device)
-    received = query.new_zeros(*grouped.shape[:3], end, dtype=torch.float32)
     for start in range(0, width, block):
         part = grouped[:, :, :, start : start + block].float()
         columns = torch.arange(column + start, column + start + part.shape[3], device=query.device)
-        real = (columns >= first) & (columns < last)
-        hidden = keys > (columns - first).clamp(min=0)[..., None]
-        logits = part @ key[:, :, None].transpose(3, 4) * scaling
-        weights = logits.masked_fill(hidden[:, None, None], -torch.inf).softmax(dim=-1)
-        received += (weights * real[:, None, None, :, None]).sum(dim=3)
-    return received.view(batch, heads, end)
+        hidden = keys > (columns - first).clamp(min=0)[..., None]  # padding looks at token 0
+        logits = part @ key.transpose(3, 4) * scaling
+        yield columns, softmax(logits.masked_fill(hidden[:, None, None], -torch.inf), sinks)

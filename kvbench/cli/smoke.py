@@ -16,6 +16,7 @@ from kvbench.config import shipped
 MODEL = "tiny"
 LENGTHS = (2048, 1024)  # every task has room in these; the longer comes first, as few samples reach the second
 LIMIT = 4
+NEW_TOKENS = 64
 
 
 def applied(config: DictConfig) -> DictConfig:
@@ -38,6 +39,8 @@ def applied(config: DictConfig) -> DictConfig:
             task.lengths = [min(pair) for pair in zip(sorted(lengths, reverse=True), LENGTHS, strict=False)]
         if "max_length" in task:
             task.max_length = _at_most(LENGTHS[0], task.max_length)
+        if "max_new_tokens" in task:
+            task.max_new_tokens = _at_most(NEW_TOKENS, task.max_new_tokens)
     return small
 
 

@@ -28,6 +28,26 @@ class _Attended:
 
 
 @dataclass
+class Tally:
+    """Entries attended by the KV heads of some rows: their sum, how many counts that is of, and the most.
+
+    Attributes:
+        broken: where the method first attended more than one of its rules allows; None: nowhere.
+    """
+
+    total: float = 0.0
+    count: int = 0
+    most: int = 0
+    broken: str | None = None
+
+    def add(self, counts: torch.Tensor) -> None:
+        """Take the counts of a layer and step."""
+        self.total += float(counts.sum())
+        self.count += counts.numel()
+        self.most = max(self.most, int(counts.max()))
+
+
+@dataclass
 class Audit:
     """Counts what was attended, held and read during one generation.
 
@@ -36,7 +56,8 @@ class Audit:
         every: steps between two counts of per-query-head selections, whose union over the group takes a sort.
 
     Attributes:
-        broken: where the method first attended more than its rule allows; None: nowhere.
+        turn_tokens: tokens of later turns that were read at once, of each row: no decode steps.
+        turn_moved_bytes: what went to the device for them.
     """
 
     shape: Shape
@@ -47,11 +68,24 @@ class Audit:
     device_kv_bytes: int = 0
     device_kv_allocated_bytes: int = 0
     host_bytes: int = 0
-    _total: float = 0.0
-    _count: int = 0
-    _max: int = 0
-    broken: str | None = None
+    turn_tokens: int = 0
+    turn_moved_bytes: int = 0
+    _before_turn: tuple[int, int] = (0, 0)
+    _rows: list[Tally] = field(init=False)
     _pending: list[_Attended] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._rows = [Tally() for _ in self.shape.lengths]
+
+    @property
+    def generated(self) -> int:
+        """Tokens of each row after its prompt, but for those of a step or turn that goes on."""
+        return self.steps + self.turn_tokens
+
+    def broken(self, row: int | None = None) -> str | None:
+        """Where the method first attended more than its rule allows, in any row or in this one; None: nowhere."""
+        rows = self._rows if row is None else self._rows[row : row + 1]
+        return next((tally.broken for tally in rows if tally.broken), None)
 
     def read(self, size: int) -> None:
         """A method read `size` bytes of stored keys or values through its view."""
@@ -60,6 +94,17 @@ class Audit:
     def moved(self, size: int) -> None:
         """`size` bytes of keys and values went from the host to the device."""
         self.moved_bytes += size
+
+    def start_turn(self) -> None:
+        """Several tokens are read at once; what that moves and reads is not that of decode steps."""
+        self._before_turn = self.moved_bytes, self.read_bytes
+
+    def end_turn(self, tokens: int) -> None:
+        """They were so many tokens of each row."""
+        self.turn_tokens += tokens
+        before, self.read_bytes = self._before_turn
+        self.turn_moved_bytes += self.moved_bytes - before
+        self.moved_bytes = before
 
     def attended(self, layer: int, selection: Selection | None, resident: torch.Tensor) -> None:
         """Note what a sparse layer attends; counted by `end_step`, outside the timed part.
@@ -82,35 +127,45 @@ class Audit:
         """Count the step that just ended.
 
         Args:
-            method: asked for its rule only.
+            method: asked for its two rules only.
             lengths: prompt tokens of each row.
             active: rows that were still generating in this step.
             device_bytes, host_bytes: bytes of KV in the two tiers, all layers.
             allocated_bytes: what the device's take there, all layers: with reserved slots, and whole pages.
         """
         rows = [row for row, running in enumerate(active) if running]
-        lengths = list(lengths)
-        for noted in self._pending:
-            counts = self._counts(noted)
+        lengths, generated = list(lengths), self.generated + 1
+        counted = [self._counts(noted) for noted in self._pending]
+        for noted, counts in zip(self._pending, counted, strict=True):
             if counts is None:
                 continue
             for row in rows:
-                self._hold_to(method.rule(noted.layer, lengths[row], self.steps + 1), noted.layer, counts[row])
-            counts = counts[rows]
-            self._total += float(counts.sum())
-            self._count += counts.numel()
-            self._max = max(self._max, int(counts.max()) if counts.numel() else 0)
+                self._hold_to(row, method.rule(noted.layer, lengths[row], generated), noted.layer, counts[row])
+                self._rows[row].add(counts[row])
+        layers = [counts for counts in counted if counts is not None]
+        if layers and len(layers) == len(counted):
+            means = torch.stack(layers).double().mean(dim=(0, 2))
+            for row in rows:
+                self._hold_mean_to(row, method.mean_rule(lengths[row], generated), float(means[row]))
         self._pending.clear()
         self.device_kv_bytes = max(self.device_kv_bytes, device_bytes)
         self.device_kv_allocated_bytes = max(self.device_kv_allocated_bytes, allocated_bytes)
         self.host_bytes = max(self.host_bytes, host_bytes)
         self.steps += 1
 
-    def _hold_to(self, rule: int | None, layer: int, counts: torch.Tensor) -> None:
+    def _hold_to(self, row: int, rule: int | None, layer: int, counts: torch.Tensor) -> None:
         """Remember the first time that a row attended more than the rule allows, in entries of its KV heads [Hkv]."""
-        if self.broken is None and rule is not None and int(counts.max()) > rule:
-            self.broken = (
+        if self._rows[row].broken is None and rule is not None and int(counts.max()) > rule:
+            self._rows[row].broken = (
                 f"layer {layer}, step {self.steps + 1}: a KV head attended {int(counts.max())} entries, its rule "
+                f"allows {rule}"
+            )
+
+    def _hold_mean_to(self, row: int, rule: float | None, mean: float) -> None:
+        """As `_hold_to`, for the mean over the KV heads of all sparse layers."""
+        if self._rows[row].broken is None and rule is not None and mean > rule:
+            self._rows[row].broken = (
+                f"step {self.steps + 1}: the KV heads attended {mean:.2f} entries on average, the method's rule "
                 f"allows {rule}"
             )
 
@@ -127,13 +182,24 @@ class Audit:
         distinct = count_distinct(index).cpu()
         if heads <= kv_heads and bool((distinct != (index >= 0).sum(dim=2).cpu()).any()):
             raise ValueError(f"layer {noted.layer}: the method selected a token twice for one head")
-        return distinct.expand(batch, kv_heads) + extra_entries(noted.selection.extra)
+        return distinct.expand(batch, kv_heads) + extra_entries(noted.selection.extra, kv_heads)
 
-    def report(self, method: Method, budget: int | None, stored: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
-        """The audit of a finished generation; keys as in `summary.json`. `stored`: the tensors of the stores."""
-        return {
-            "attended_mean": self._total / self._count if self._count else 0.0,
-            "attended_max": self._max,
+    def report(
+        self, method: Method, budget: int | None, stored: Iterable[torch.Tensor] = (), row: int | None = None
+    ) -> dict[str, Any]:
+        """The audit of a finished generation; keys as in `summary.json`.
+
+        Args:
+            method: whose memory is counted.
+            budget: C in tokens.
+            stored: the tensors of the stores.
+            row: whose entries attended are told; None: those of all. Bytes are of all rows.
+        """
+        rows = self._rows if row is None else self._rows[row : row + 1]
+        count = sum(tally.count for tally in rows)
+        report = {
+            "attended_mean": sum(tally.total for tally in rows) / count if count else 0.0,
+            "attended_max": max((tally.most for tally in rows), default=0),
             "budget": budget,
             "device_kv_bytes": self.device_kv_bytes,
             "device_kv_allocated_bytes": self.device_kv_allocated_bytes,
@@ -141,14 +207,20 @@ class Audit:
             "host_bytes": self.host_bytes,
             "moved_bytes_per_step": self.moved_bytes / self.steps if self.steps else 0.0,
             "read_bytes_per_step": self.read_bytes / self.steps if self.steps else 0.0,
-            "dense_share": 1 - len(self.shape.sparse_layers) / self.shape.layers,
-            "over_rule": self.broken is not None,
+            "dense_share": 1 - (len(self.shape.sparse_layers) + len(self.shape.windows)) / self.shape.layers,
+            "over_rule": self.broken(row) is not None,
         }
+        if self.turn_tokens:
+            report |= {"turn_tokens": self.turn_tokens, "turn_moved_bytes": self.turn_moved_bytes}
+        return report
 
 
-def extra_entries(extra: Extra | None) -> int:
-    """Synthetic entries attended per KV head."""
-    return 0 if extra is None else extra.key.shape[2]
+def extra_entries(extra: Extra | None, kv_heads: int) -> torch.Tensor | int:
+    """Synthetic entries attended by each KV head, [B, Hkv], or 0 of all."""
+    if extra is None:
+        return 0
+    there = extra.log_weight.unflatten(1, (kv_heads, -1)) > -torch.inf
+    return there.any(dim=2).sum(dim=2).cpu()
 
 
 def count_distinct(index: torch.Tensor) -> torch.Tensor:

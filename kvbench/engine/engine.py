@@ -6,25 +6,29 @@ The engine knows no method by name and no transformers class.
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from kvbench.attention.executor import executor
+from kvbench.attention.sinks import with_sinks
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, first_line
 from kvbench.engine.audit import Audit
 from kvbench.engine.positions import CachePositions, Rotary
 from kvbench.engine.probes import Probe
 from kvbench.engine.prompt import PromptReader
+from kvbench.engine.turn import Turn
 from kvbench.memory.store import LayerStore
 from kvbench.memory.view import StoreView
-from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape
+from kvbench.method import Context, HeadScores, Method, Needs, Prompt, Selection, Shape
 from kvbench.spans import Spans
 
 
@@ -34,20 +38,46 @@ def worker_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="kvbench")
 
 
+class Held(Protocol):
+    """Keys and values of a layer."""
+
+    def resident_bytes(self) -> int:
+        """Bytes of those on the device."""
+
+    def allocated_bytes(self) -> int:
+        """Bytes that they take there."""
+
+
+class Windowed(Held, Protocol):
+    """A layer with a window: its most recent tokens, which the model's cache keeps and the model attends."""
+
+    def update(self, key_states: Tensor, value_states: Tensor) -> Any:
+        """Take in the next tokens, [B, Hkv, q, D] each."""
+
+    def begin_from(self, other: Any) -> None:
+        """Hold what another layer holds, which may go on by itself."""
+
+
 class Engine:
     """Runs one method through one generation.
 
     Args:
         shape, method, budget: see `kvbench.method`.
-        offsets: column of each row's first token in the prefill's forward passes (left padding); None: all 0.
+        offsets: column of each row's first token in the prefill's forward passes (left padding); None: all 0, and where
+            layers have a window, which counts columns, so that all rows end in the last one.
         columns: width of the whole prompt there, padding included; None: the longest row.
         attention: which executor: "auto", "cpu", "torch", "reference" or "flashinfer".
-        seed, sample: what the method's randomness derives from.
+        seed, samples: what the method's randomness derives from, see `kvbench.method.Context`.
         new_tokens: decode steps to reserve memory for; None: unknown, the stores grow.
         audit_every: steps between two counts of per-query-head selections.
         probe_every: steps between two comparisons with full attention; 0: none.
         rotary: the model's, for methods with positions="cache".
         pieces: text of every vocabulary entry, for methods that need it.
+        head_scores: of the model, for methods that need them.
+
+    Attributes:
+        offsets: column of each row's first token, as above.
+        windowed: the layers with a window, by index; the model's cache puts them here.
 
     Raises:
         ConfigError: the method cannot keep to this budget, or cannot run on this model.
@@ -63,84 +93,118 @@ class Engine:
         columns: int | None = None,
         attention: str = "auto",
         seed: int = 0,
-        sample: str = "",
+        samples: Sequence[str] = ("",),
         new_tokens: int | None = None,
         audit_every: int = 1,
         probe_every: int = 0,
         rotary: Rotary | None = None,
         pieces: Sequence[str] | None = None,
+        head_scores: HeadScores | None = None,
     ) -> None:
         self.shape, self.method, self.budget = shape, method, budget
-        self.executor = executor(attention, shape)
+        self._attention, self.executor = attention, executor(attention, shape)
         self.spans, self.audit = Spans(shape.device), Audit(shape, audit_every)
         self.stores: dict[int, LayerStore] = {}
+        self.windowed: Mapping[int, Windowed] = {}
         self.probe = Probe(shape, probe_every) if probe_every else None
         self.prefilled = False
+        self._turn: Turn | None = None  # that is being read
         self._positions = None
         if method.needs.positions == "cache":
             assert rotary is not None, "this engine was made without the model's rotary positions"
             self._positions = CachePositions(shape, rotary)
+        self._shared = rotary, pieces, worker_pool()
         self._new_tokens = new_tokens
-        self._sparse = frozenset(shape.sparse_layers)
+        self._sparse, self._last = frozenset(shape.sparse_layers), shape.full_layers[-1]
+        if offsets is None and shape.windows:
+            offsets = [max(shape.lengths) - length for length in shape.lengths]
         self._reader = PromptReader(shape.lengths, offsets, columns, method.needs, shape.scaling)
+        self.offsets = self._reader.offsets
         self._active: list[bool] = [True] * shape.batch
-        context = Context(seed, sample, worker_pool(), self.spans, pieces, new_tokens)
+        self.view = StoreView(self.stores, self.audit.read)
+        context = Context(seed, tuple(samples), worker_pool(), self.spans, pieces, new_tokens, head_scores)
         try:
-            method.begin(shape, budget, StoreView(self.stores, self.audit.read), context)
+            method.begin(shape, budget, self.view, context)
         except ValueError as error:  # what only the model's shape or its tokenizer tells
             raise ConfigError(first_line(error)) from error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        """An engine that goes on from here by itself, between two forward passes; it times anew."""
+        memo.update({id(thing): thing for thing in self._shared})
+        memo[id(self.executor)], memo[id(self.spans)] = executor(self._attention, self.shape), Spans(self.shape.device)
+        twin = memo[id(self)] = object.__new__(type(self))
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
 
     @property
     def capacity(self) -> int:
         """Tokens a row that memory is reserved for."""
         return self._reader.columns + (self._new_tokens or 0)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row so far."""
+        return self.stores[self._last].lengths
+
     # -- phases ----------------------------------------------------------------------------------------------------
 
-    def start_chunk(self, token_ids: torch.Tensor) -> None:
+    def start_chunk(self, token_ids: Tensor) -> None:
         """A prefill forward of the next columns, token_ids [B, q], begins."""
         assert not self.prefilled, "the prompt is complete"
         self._reader.start_chunk(token_ids)
 
-    def start_step(self, tokens: torch.Tensor, active: Sequence[bool] | None = None) -> None:
+    def start_step(self, tokens: Tensor, active: Sequence[bool] | None = None) -> None:
         """A decode forward begins: tokens [B] on the CPU; `active` says which rows still generate (None: all)."""
         assert self.prefilled, "the prompt is not complete"
+        self._turn = None
         if active is not None:
             self._active = list(active)
         if self._positions is not None:
             self._positions.start_step()
         with self.spans("index_update"):
-            self.method.step(tokens, torch.tensor(self.stores[0].lengths), torch.tensor(self._active))
+            self.method.step(tokens, torch.tensor(self.lengths), torch.tensor(self._active))
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def start_turn(self, token_ids: Tensor) -> None:
+        """A forward pass of several more tokens of every row, token_ids [B, q], begins: they are read at once.
+
+        See `kvbench.engine.turn`.
+        """
+        assert self.prefilled, "the prompt is not complete"
+        pieces = self.method, self.stores, self._positions, self.executor, self.audit, self.spans
+        self._turn = Turn(token_ids, self.shape, *pieces)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attention of one layer in the forward pass that was started.
 
         Args:
             query: [B, Hq, q, D], post-RoPE.
             key, value: [B, Hkv, q, D], the new tokens only.
+            sinks: [Hq], see `kvbench.attention.sinks`; None: the model has none.
 
         Returns:
             [B, Hq, q, D].
         """
+        if self._turn is not None:
+            return self._turn.attend(layer, query, key, value, sinks)
         if self.prefilled:
-            return self._decode(layer, query, key, value)
-        return self._prefill(layer, query, key, value)
+            return self._decode(layer, query, key, value, sinks)
+        return self._prefill(layer, query, key, value, sinks)
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
-    def _prefill(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _prefill(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         reader, store = self._reader, self._store(layer)
         with self.spans("attention"):
             store.write_prompt(key, value, reader.column, reader.offsets)
-            out = self.executor.prefill(query, store, reader.column, reader.offsets, self.shape.scaling)
+            out = self.executor.prefill(query, store, reader.column, reader.offsets, self.shape.scaling, sinks)
         if layer in self._sparse:
             with self.spans("index_build"):
-                reader.observe(layer, query, store)
+                reader.observe(layer, query, store, sinks)
         if reader.last_chunk:
             self._end_prompt(layer, store)
         return out
 
-    def fill(self, layer: int, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor) -> None:
+    def fill(self, layer: int, key: Tensor, value: Tensor, query: Tensor) -> None:
         """Store a layer's whole prompt that no forward pass has made, in layer order, after one `start_chunk`.
 
         Args:
@@ -160,10 +224,8 @@ class Engine:
     def adopt(self, layer: int, shared: LayerStore, prompt: Prompt) -> LayerStore:
         """Begin a layer from a prefill made elsewhere, in layer order; returns the store that shares its memory."""
         store = self._store(layer, shared)
-        if layer in self._sparse:
-            self._begin_layer(layer, store, replace(prompt, on_host=store.on_host(prompt.keys.shape[2])))
-        else:
-            self._begin_layer(layer, store, None)
+        own = replace(prompt, on_host=store.on_host(prompt.keys.shape[2])) if layer in self._sparse else None
+        self._begin_layer(layer, store, own)
         return store
 
     def _begin_layer(self, layer: int, store: LayerStore, prompt: Prompt | None) -> None:
@@ -174,10 +236,26 @@ class Engine:
             with self.spans("index_build"):
                 self.method.prefill(layer, prompt)
             store.leave_device()
-        if layer == self.shape.layers - 1:
-            with self.spans("index_build"):
-                self.method.end_prefill()
-            self.prefilled = True
+        if layer == self._last and not self.method.needs.layer_similarity:
+            self.end_prefill()
+
+    def residual(self, layer: int, before: Tensor, after: Tensor) -> None:
+        """For `Needs.layer_similarity`: what a layer's attention has made of the hidden states in a prefill forward.
+
+        Args:
+            before, after: [B, q, E], the hidden states before attention and with it added.
+        """
+        self._reader.observe_residual(layer, before, after)
+        if self._reader.last_chunk and layer == self.shape.layers - 1:
+            self.end_prefill(self._reader.similarity())
+
+    def end_prefill(self, similarity: Tensor | None = None) -> None:
+        """All layers are there, and `similarity` [layers, B] where the method needs it; decoding may begin."""
+        with self.spans("index_build"):
+            if similarity is not None:
+                self.method.observe_layers(similarity[list(self.shape.sparse_layers)])
+            self.method.end_prefill()
+        self.prefilled = True
 
     def _store(self, layer: int, shared: LayerStore | None = None) -> LayerStore:
         if layer not in self.stores:
@@ -201,13 +279,14 @@ class Engine:
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
-    def _decode(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         store = self.stores[layer]
         with self.spans("attention"):
             store.append(key, value)
         if layer not in self._sparse:
             with self.spans("attention"):
-                return self._end_layer(layer, self.executor(query, store, None, self.shape.scaling)[0])
+                everything = None if sinks is None else with_sinks(Selection(store.resident_ids()), sinks, key)
+                return self._end_layer(layer, self.executor(query, store, everything, self.shape.scaling)[0])
         with self.spans("index_update"):
             self.method.append(layer, key, value)
         with self.spans("select"):
@@ -216,18 +295,19 @@ class Engine:
             asked, attended = query, selection
             if self._positions is not None:
                 asked, attended = self._positions(query, selection or Selection(store.resident_ids()), store)
-            observes = self.method.needs.probabilities
-            out, weights = self.executor(asked, store, attended, self.shape.scaling, observes)
+            if sinks is not None:
+                attended = with_sinks(attended or Selection(store.resident_ids()), sinks, key)
+            out, weights = self.executor(asked, store, attended, self.shape.scaling, self.method.needs.probabilities)
         self.audit.attended(layer, selection, store.device.used)
         if self.probe is not None:
-            self.probe.step(layer, query, key, value, selection, store.resident_ids(), out, self._active)
+            self.probe.step(layer, query, key, value, selection, store.resident_ids(), out, self._active, sinks)
         if weights is not None:
             with self.spans("index_update"):
-                self.method.observe(layer, selection, weights)
+                self.method.observe(layer, selection, weights if sinks is None else weights[..., :-1])
         return self._end_layer(layer, out)
 
-    def _end_layer(self, layer: int, out: torch.Tensor) -> torch.Tensor:
-        if layer == self.shape.layers - 1:
+    def _end_layer(self, layer: int, out: Tensor) -> Tensor:
+        if layer == self._last:
             with self.spans("index_update"):
                 self.method.end_step()
         return out
@@ -237,24 +317,36 @@ class Engine:
         self.spans.fold()
         for store in self.stores.values():
             store.count_fetched()
-        device = sum(store.resident_bytes() for store in self.stores.values())
-        allocated = sum(store.allocated_bytes() for store in self.stores.values())
+        device = sum(layer.resident_bytes() for layer in self._held())
         host = sum(store.host_bytes() for store in self.stores.values())
-        self.audit.end_step(self.method, self.shape.lengths, self._active, device, allocated, host)
+        self.audit.end_step(self.method, self.shape.lengths, self._active, device, self.allocated_bytes(), host)
 
-    def report(self) -> dict[str, Any]:
-        """The audit so far, with the executor that ran, the dtype it ran in, and the method's own numbers."""
-        size = self.budget.size
-        budget = None if size is None else self.budget.tokens(max(self.shape.lengths))
+    def allocated_bytes(self) -> int:
+        """Bytes that keys and values of all layers take on the device."""
+        return sum(layer.allocated_bytes() for layer in self._held())
+
+    def _held(self) -> list[Held]:
+        return [*self.stores.values(), *self.windowed.values()]
+
+    def report(self, row: int | None = None) -> dict[str, Any]:
+        """The audit so far, with the executor that ran, the dtype it ran in, and the method's own numbers.
+
+        Of one row are C, what it attended and whether that was over the rule; all else is the batch's.
+        """
+        size, lengths = self.budget.size, self.shape.lengths
+        budget = None if size is None else self.budget.tokens(max(lengths) if row is None else lengths[row])
         stored = [tensor for store in self.stores.values() for tensor in store.tensors()]
         report = {
             **self.method.report(),
-            **self.audit.report(self.method, budget, stored),
+            **self.audit.report(self.method, budget, stored, row),
             "executor": self.executor.used(),
             "dtype": str(self.shape.dtype).removeprefix("torch."),
         }
         if self.executor.note:
             report["executor_note"] = self.executor.note
+        if self.windowed:
+            report["windowed_share"] = len(self.windowed) / self.shape.layers
+            report["windowed_kv_bytes"] = sum(layer.resident_bytes() for layer in self.windowed.values())
         if any(store.host is not None for store in self.stores.values()):
             copied = "measured" if self.shape.device.type == "cuda" else "simulated"
             report["transfer"] = "in place" if self.executor.in_place else copied

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvbench.config import ConfigError
-from kvbench.engine.support import text_config
+from kvbench.engine.support import text_config, windows
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 GIB = 2**30
@@ -60,11 +60,16 @@ def footprint(model_config: Mapping[str, Any], dtype: torch.dtype, prompts: Prom
     # Queries and the output each H x Hq D, keys and values each H x Hkv D, and the three matrices of a gated MLP.
     layer = 2 * width * head_dim * (heads + kv_heads) + 3 * width * inner
     embeddings = vocabulary * width * (2 if shape.get("tie_word_embeddings") is False else 1)
-    entry = 2 * layers * kv_heads * head_dim
+    held = [min(prompts.tokens, size - 1) for size in windows(shape).values()]
+    entries = sum(held) + (layers - len(held)) * prompts.tokens
     at_once = min(prompts.tokens, prompts.chunk or prompts.tokens)
     # Beside the hidden states, the two inner ones of the MLP and their product.
     wide = 2 * width + 3 * inner
-    counts = (layers * layer + embeddings, entry * prompts.tokens * prompts.rows, wide * at_once * prompts.rows)
+    counts = (
+        layers * layer + embeddings,
+        2 * kv_heads * head_dim * entries * prompts.rows,
+        wide * at_once * prompts.rows,
+    )
     return Footprint(*(count * dtype.itemsize for count in counts))
 
 

@@ -1,7 +1,8 @@
 """Prefill, then a timed decode loop, greedy or sampled: the measured path of every run.
 
 Plain functions from token ids to a `Generation`. Prompts of unequal length stand right-padded in one batch, each row
-with its own positions; causality keeps padding out of every real token's sight.
+with its own positions; causality keeps padding out of every real token's sight. Where layers have a window, which
+counts columns, the padding is on the left, and a mask keeps it out.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from kvbench.engine.engine import Engine
-from kvbench.engine.hf import EngineCache
+from kvbench.engine.hf import EngineCache, residuals_watched
 from kvbench.memory.transfer import uploaded
 from kvbench.spans import PARTS
 
@@ -94,7 +96,8 @@ def generate(
         prefill_chunk: prompt columns in one forward pass; None: all.
         question: token ids that follow every prompt and are read as decode steps, so through the method.
         prefilled: begin from this prefill of the prompts instead of one of its own.
-        given: for each row the `max_new_tokens` tokens that it generates, whatever the model says; nothing ends it.
+        given: for each row the tokens that it generates, whatever the model says, at most `max_new_tokens`: their end
+            is the row's, and nothing else.
         draw: chooses every new token, fresh for this generation; None: the likeliest is taken.
         watch: called after every step with its logits [B, vocabulary], outside the times.
         warmup: first decode steps that the breakdown leaves out.
@@ -131,14 +134,20 @@ def generate(
         stopped = time.perf_counter()
         engine.settle()
         counting += time.perf_counter() - stopped
-    forced = None if given is None else torch.tensor(given)
+    forced = None if given is None else pad_sequence([torch.tensor(row) for row in given], batch_first=True)
     tokens = tokens if forced is None else forced[:, 0]
     new = tokens.tolist()
     generation = Generation([[token] for token in new], ttft_s=time.perf_counter() - start - counting)
     generation.shared_prefill = prefilled is not None
     generation.prefill_ms = _milliseconds(engine.spans.reset(), 1)
 
-    active = [forced is not None or (token not in stop_ids and not ends([token])) for token in new]
+    def goes_on(row: int) -> bool:
+        tokens = generation.tokens[row]
+        if given is not None:
+            return len(tokens) < len(given[row])
+        return tokens[-1] not in stop_ids and not ends(tokens)
+
+    active = [goes_on(row) for row in range(len(prompts))]
     for step in range(1, max_new_tokens):
         if not any(active):
             break
@@ -156,7 +165,7 @@ def generate(
         for row, token in enumerate(new):
             if active[row]:
                 generation.tokens[row].append(token)
-                active[row] = forced is not None or (token not in stop_ids and not ends(generation.tokens[row]))
+                active[row] = goes_on(row)
         if progress:
             progress(read + step + 1, total)
     if generation.step_ms:
@@ -190,22 +199,25 @@ def prefill_logits(
 ) -> torch.Tensor:
     """Read the prompts; returns the logits of each row's first new token, [B, vocabulary]."""
     engine = cache.engine
-    lengths = [len(prompt) for prompt in prompts]
-    ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+    ends = [offset + len(prompt) for offset, prompt in zip(engine.offsets, prompts, strict=True)]
+    ids = torch.zeros(len(prompts), max(ends), dtype=torch.int64)
     for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = torch.tensor(prompt)
+        ids[row, ends[row] - len(prompt) : ends[row]] = torch.tensor(prompt)
     ids = ids.to(model.device)
     last: dict[int, torch.Tensor] = {}
-    for column in range(0, ids.shape[1], chunk or ids.shape[1]):
-        part = ids[:, column : column + (chunk or ids.shape[1])]
-        end = column + part.shape[1]
-        ending = [row for row, length in enumerate(lengths) if column < length <= end]
-        columns = sorted({lengths[row] - 1 - column for row in ending})
-        engine.start_chunk(part)
-        logits = _forward(model, part, torch.arange(column, end, device=ids.device).expand_as(part), cache, columns)
-        for row in ending:
-            last[row] = logits[row, columns.index(lengths[row] - 1 - column)].clone()  # and no more of the chunk's
-        progress(end)
+    with residuals_watched(model, engine.method.needs):
+        for column in range(0, ids.shape[1], chunk or ids.shape[1]):
+            part = ids[:, column : column + (chunk or ids.shape[1])]
+            end = column + part.shape[1]
+            ending = [row for row, own in enumerate(ends) if column < own <= end]
+            columns = sorted({ends[row] - 1 - column for row in ending})
+            engine.start_chunk(part)
+            first = uploaded(torch.tensor(engine.offsets), ids.device)[:, None]
+            positions = (torch.arange(column, end, device=ids.device) - first).clamp(min=0)
+            logits = _forward(model, part, positions, cache, columns, end)
+            for row in ending:
+                last[row] = logits[row, columns.index(ends[row] - 1 - column)].clone()  # and no more of the chunk's
+            progress(end)
     return torch.stack([last[row] for row in range(len(prompts))])
 
 
@@ -225,20 +237,35 @@ def step_logits(
     model: PreTrainedModel, tokens: torch.Tensor, cache: EngineCache, active: Sequence[bool]
 ) -> torch.Tensor:
     """One step: tokens [B] on the CPU in, the logits of the next ones [B, vocabulary] out."""
-    positions = torch.tensor(cache.engine.stores[0].lengths)
+    lengths = cache.engine.lengths
     cache.engine.start_step(tokens, active)
-    ids, positions = uploaded(torch.stack([tokens, positions]), model.device)
-    logits = _forward(model, ids[:, None], positions[:, None], cache, None)
+    ids, positions = uploaded(torch.stack([tokens, torch.tensor(lengths)]), model.device)
+    logits = _forward(model, ids[:, None], positions[:, None], cache, None, max(lengths) + 1)
     return logits[:, -1]
 
 
 def _forward(
-    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, cache: EngineCache, columns: list[int] | None
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    cache: EngineCache,
+    columns: list[int] | None,
+    end: int,
 ) -> torch.Tensor:
-    """Logits [B, len(columns), vocabulary]; None or [] = the last column."""
+    """Logits [B, len(columns), vocabulary]; None or [] = the last column, which is column end - 1 of all so far."""
     keep = torch.tensor(columns, device=ids.device) if columns else 1
+    padding, offsets = None, cache.engine.offsets
+    if any(offsets):
+        padding = torch.arange(end, device=ids.device) >= uploaded(torch.tensor(offsets), ids.device)[:, None]
     with cache.engine.spans("model"):
-        out = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=keep)
+        out = model(
+            input_ids=ids,
+            attention_mask=padding,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
     logits: torch.Tensor = out.logits
     return logits
 

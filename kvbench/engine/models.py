@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,12 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -95,9 +96,9 @@ def load(
     if source.gguf is not None:
         model, tokenizer = read_gguf(source.gguf, kind)
         try_out(tokenizer)
-        refuse_unsupported(model.config.to_dict(), source.name)
+        _refuse_unsupported(model.config, source.name)
         model.set_attn_implementation(hf.NAME)
-        return _loaded(model.to(where), tokenizer, source, _revision([source.gguf], "gguf"))
+        return _loaded(model.to(where), tokenizer, source, hub.fingerprint([source.gguf], "gguf"))
     return _pretrained(source, source.path, where, kind, try_out)
 
 
@@ -117,12 +118,24 @@ def _random(
     own |= {f"{key}_token_id": getattr(tokenizer, f"{key}_token_id") for key in ("bos", "eos", "pad")}
     with _shape_explained(name):
         model_config = AutoConfig.for_model(**own)
-    refuse_unsupported(model_config.to_dict(), name)
+    _refuse_unsupported(model_config, name)
     try_out(tokenizer)
     # from_config builds each weight in its dtype on its device: no float32 copy of a large shape on the host.
     with _shape_explained(name), _seeded(seed, device), device:
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=hf.NAME)
     return _loaded(model, tokenizer, source, f"dummy-{seed}")
+
+
+def _refuse_unsupported(model_config: PreTrainedConfig, name: str) -> None:
+    """Refuse a model that kvbench would run wrong, by its config and by its class.
+
+    Raises:
+        ConfigError: names the model and why.
+    """
+    refuse_unsupported(model_config.to_dict(), name)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    if isinstance(kind, type):
+        hf.refuse_own_attention(kind, name)
 
 
 @contextlib.contextmanager
@@ -162,7 +175,7 @@ def _pretrained(
         refuse_unsupported(hub.config_in(folder, path), source.name)
     with _explained(path):
         model_config = AutoConfig.from_pretrained(where_from, **settings)
-    refuse_unsupported(model_config.to_dict(), source.name)
+    _refuse_unsupported(model_config, source.name)
     revision = _commit(path) if folder is None else hub.stated_revision(folder) or _folder_revision(folder)
     if folder is None:
         settings["revision"] = revision  # the weights are of the commit that the results will name
@@ -277,28 +290,8 @@ def _commit(hub_id: str) -> str:
 
 
 def _folder_revision(folder: Path) -> str:
-    return _revision([file for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")], "folder")
-
-
-def _revision(files: Sequence[Path], kind: str) -> str:
-    """Hash of a model's files: text in full, weights by name, size and a few megabytes of their bytes."""
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        with file.open("rb") as stream:
-            for start in _sampled(size):
-                stream.seek(start)
-                digest.update(stream.read(1 << 20))
-    return f"{kind}-{digest.hexdigest()[:16]}"
-
-
-def _sampled(size: int) -> list[int]:
-    """Offsets of the megabytes to hash: all of a small file, else the first, the last, and two between."""
-    step = 1 << 20
-    if size <= 64 * step:
-        return list(range(0, size, step))
-    return [0, size // 3, 2 * size // 3, size - step]
+    files = [file for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")]
+    return hub.fingerprint(files, "folder")
 
 
 def device_of(device: str) -> torch.device:

@@ -53,6 +53,22 @@ class CachePositions:
         keys = self._rotary.turn(store.gather(index)[0], self._of_keys)
         return self._rotary.turn(query, self._of_query), replace(selection, keys=keys)
 
+    def of_turn(
+        self, query: torch.Tensor, key: torch.Tensor, past: torch.Tensor, store: LayerStore
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries and keys [B, H, q, D] of new tokens and the stored keys [B, Hkv, n, D], ids ascending, likewise.
+
+        The new tokens are not in the store yet: they come after what is there.
+        """
+        old = uploaded(store.resident_ids(), query.device)
+        held = (old >= 0).sum(dim=2, keepdim=True)
+        new = torch.arange(query.shape[2], device=query.device)
+        turn = self._from_to((store.seen[:, None, None] + new).expand(-1, held.shape[1], -1), held + new)
+        place = torch.arange(old.shape[2], device=query.device).expand_as(old)
+        before = self._rotary.turn(past, self._from_to(old.clamp(min=0), place))
+        cos, sin = (part.repeat_interleave(self._shape.group, dim=1) for part in turn)
+        return self._rotary.turn(query, (cos, sin)), self._rotary.turn(key, turn), before
+
     def _angles(self, index: torch.Tensor, store: LayerStore) -> tuple[Angles, Angles]:
         lists = index.shape[1]
         if lists not in (1, self._shape.kv_heads):

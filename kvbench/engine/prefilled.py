@@ -21,6 +21,8 @@ from kvbench.engine.hf import EngineCache, shape_of
 from kvbench.memory.store import LayerStore
 from kvbench.method import Method, Needs, Prompt
 
+RECORDED_LESS = "the prefill recorded less than this method needs; name its needs in prefill_once"
+
 
 class Recorder(Method):
     """Keeps what the prefill shows of every layer, for the methods that begin from it."""
@@ -28,10 +30,17 @@ class Recorder(Method):
     def __init__(self, needs: Needs) -> None:
         self.needs = needs
         self.prompts: dict[int, Prompt] = {}
+        self.similarity: torch.Tensor | None = None
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Keep the prompt of a layer."""
         self.prompts[layer] = prompt
+
+    def observe_layers(self, similarity: torch.Tensor) -> None:
+        """Keep it, as of all layers: one with a window, which no method is asked about, has none."""
+        layers = torch.tensor(self.shape.sparse_layers, device=similarity.device)
+        every = similarity.new_zeros(self.shape.layers, similarity.shape[1])
+        self.similarity = every.index_copy_(0, layers, similarity)
 
 
 class Prefilled:
@@ -46,24 +55,21 @@ class Prefilled:
     """
 
     def __init__(
-        self,
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        not_first: Collection[int],
-        prompts: dict[int, Prompt],
-        stores: dict[int, LayerStore],
-        seconds: float,
+        self, logits: torch.Tensor, not_first: Collection[int], recorded: Recorder, engine: Engine, start: float
     ) -> None:
-        self.lengths = prompts[0].lengths
-        self.tokens, self.seconds = tokens, seconds
+        self.lengths = engine.shape.lengths
         self._logits, self._not_first = logits, not_first
-        self._prompts, self._stores = prompts, stores
+        self.tokens = self.first_tokens(None)
+        self.seconds = time.perf_counter() - start
+        self._prompts, self._similarity = recorded.prompts, recorded.similarity
+        self._stores, self._windowed = engine.stores, engine.windowed
+        self._capacity = engine.capacity
         self.reference: torch.Tensor | None = None
         self._lent: list[LayerStore] = []
 
     def first_tokens(self, draw: Draw | None) -> torch.Tensor:
         """The first new token of each row, [B] on the CPU: the likeliest, or drawn."""
-        return self.tokens if draw is None else chosen_tokens(self._logits, self._not_first, draw)
+        return chosen_tokens(self._logits, self._not_first, draw)
 
     def lend(self, engine: Engine) -> None:
         """Let `engine`, fresh and made for these prompts, begin here. The engine that began before it must not go on.
@@ -73,20 +79,27 @@ class Prefilled:
         """
         if engine.shape.lengths != self.lengths:
             raise ValueError(f"the prefill read prompts of {self.lengths} tokens, the engine expects others")
-        if engine.capacity > self._stores[0].device.reserved:
+        if engine.capacity > self._capacity:
             raise ValueError("the prefill left less room than this engine needs; raise max_new_tokens in prefill_once")
         prompts = {layer: self._seen_by(engine.method, prompt) for layer, prompt in self._prompts.items()}
+        similar = engine.method.needs.layer_similarity
+        if similar and self._similarity is None:
+            raise ValueError(RECORDED_LESS)
         for store in self._lent:
             store.close()
         self._lent = []
         for layer, prompt in prompts.items():
             self._lent.append(engine.adopt(layer, self._stores[layer], prompt))
+        for layer, windowed in self._windowed.items():
+            engine.windowed[layer].begin_from(windowed)
+        if similar:
+            engine.end_prefill(self._similarity)
 
     @staticmethod
     def _seen_by(method: Method, prompt: Prompt) -> Prompt:
         window = min(method.needs.query_window, max(prompt.lengths))
         if window > prompt.queries.shape[2] or (method.needs.attention_sums and prompt.attention_sums is None):
-            raise ValueError("the prefill recorded less than this method needs; name its needs in prefill_once")
+            raise ValueError(RECORDED_LESS)
         queries = prompt.queries[:, :, prompt.queries.shape[2] - window :]
         return replace(
             prompt,
@@ -120,8 +133,7 @@ def prefill_once(
     recorder = Recorder(union(needs))
     engine = Engine(shape, recorder, Budget(None), new_tokens=max_new_tokens)
     logits = prefill_logits(model, prompts, EngineCache(engine), chunk)
-    tokens = chosen_tokens(logits, not_first)
-    return Prefilled(logits, tokens, not_first, recorder.prompts, engine.stores, time.perf_counter() - start)
+    return Prefilled(logits, not_first, recorder, engine, start)
 
 
 def union(needs: Iterable[Needs]) -> Needs:
@@ -130,4 +142,5 @@ def union(needs: Iterable[Needs]) -> Needs:
     return Needs(
         query_window=max((need.query_window for need in needs), default=0),
         attention_sums=any(need.attention_sums for need in needs),
+        layer_similarity=any(need.layer_similarity for need in needs),
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvbench.attention.sinks import softmax
 from kvbench.memory.store import LayerStore
 from kvbench.memory.transfer import uploaded
 from kvbench.method import Selection, Shape
@@ -66,6 +67,7 @@ class Probe:
         resident: torch.Tensor,
         out: torch.Tensor,
         active: Sequence[bool],
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Take note of a decode step, and measure it when its turn has come.
 
@@ -74,12 +76,13 @@ class Probe:
             key, value: [B, Hkv, 1, D] of the current token.
             selection: what was attended; None = the tokens `resident` [B, Hkv, n].
             active: rows that still generate; the others are not measured.
+            sinks: [Hq], see `kvbench.attention.sinks`; their share of the attention is no key's.
         """
         shadow = self.stores[layer]
         shadow.append(key, value)
         chosen = self._chosen(shadow, selection, resident)
         if self._steps[layer] % self.every == 0:
-            self._measure(layer, query, chosen, out, list(active))
+            self._measure(layer, query, chosen, out, list(active), sinks)
         self._steps[layer] += 1
         self._recent[layer].append(chosen)
 
@@ -114,7 +117,13 @@ class Probe:
         return chosen[..., :-1]
 
     def _measure(
-        self, layer: int, query: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor, active: list[bool]
+        self,
+        layer: int,
+        query: torch.Tensor,
+        chosen: torch.Tensor,
+        out: torch.Tensor,
+        active: list[bool],
+        sinks: torch.Tensor | None,
     ) -> None:
         add = partial(self._add, layer, active)
         key, value, mask = self.stores[layer].resident()
@@ -123,7 +132,7 @@ class Probe:
         logits = rows @ key.float().transpose(2, 3) * self.shape.scaling
         if mask is not None:
             logits = logits.masked_fill(~mask[:, :, None], -torch.inf)
-        weights = logits.softmax(dim=-1)
+        weights = softmax(logits, sinks)
         full = (weights @ value.float()).view(batch, self.shape.query_heads, head_dim)
         weights = weights.view(batch, self.shape.query_heads, count)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import cosine_similarity
 
 from kvbench.attention.torch import attention_received
 from kvbench.memory.store import LayerStore
@@ -41,6 +42,7 @@ class PromptReader:
         self._token_ids: list[torch.Tensor] = []
         self._queries: dict[int, torch.Tensor] = {}
         self._sums: dict[int, torch.Tensor] = {}
+        self._cosines: dict[int, torch.Tensor] = {}
 
     def start_chunk(self, token_ids: torch.Tensor) -> None:
         """The next columns, token_ids [B, q], are read now."""
@@ -52,12 +54,12 @@ class PromptReader:
         """The chunk that is being read ends the prompt."""
         return self.column + self.width == self.columns
 
-    def observe(self, layer: int, query: torch.Tensor, store: LayerStore) -> None:
+    def observe(self, layer: int, query: torch.Tensor, store: LayerStore, sinks: torch.Tensor | None = None) -> None:
         """Take from a chunk's queries [B, Hq, q, D], whose keys are in the store, what the method needs."""
         if self._needs.query_window:
             self._observe_window(layer, query)
         if self._needs.attention_sums:
-            self._observe_sums(layer, query, store)
+            self._observe_sums(layer, query, store, sinks)
 
     def observe_last(self, layer: int, query: torch.Tensor) -> None:
         """Take the window from the last queries [B, Hq, n, D] of rows of one length, where no chunk was read.
@@ -65,11 +67,25 @@ class PromptReader:
         Raises:
             ValueError: the method needs what only a forward pass shows.
         """
-        if self._needs.attention_sums:
-            raise ValueError("attention sums are those of a prefill, and this prompt has none")
+        if self._needs.attention_sums or self._needs.layer_similarity:
+            raise ValueError("attention sums and hidden states are those of a prefill, and this prompt has none")
         size = min(self._needs.query_window, max(self.lengths))
         if size:
             self._queries[layer] = query[:, :, query.shape[2] - size :]
+
+    def observe_residual(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Compare a chunk's hidden states [B, q, E] before a layer's attention with those after, without padding."""
+        device = before.device
+        columns = torch.arange(self.column, self.column + self.width, device=device)
+        first = torch.tensor(self.offsets, device=device)[:, None]
+        real = (columns >= first) & (columns < first + torch.tensor(self.lengths, device=device)[:, None])
+        cosines = cosine_similarity(before.float(), after.float(), dim=2).where(real, 0).sum(dim=1, dtype=torch.float64)
+        self._cosines[layer] = self._cosines.get(layer, 0) + cosines
+
+    def similarity(self) -> torch.Tensor:
+        """[layers, B] fp32, the mean cosine of each row's hidden states before and after each layer's attention."""
+        sums = torch.stack([self._cosines[layer] for layer in sorted(self._cosines)])
+        return (sums / torch.tensor(self.lengths, device=sums.device)).float()
 
     def prompt(self, layer: int, store: LayerStore) -> Prompt:
         """The whole prompt of one layer, and forget what was collected of it."""
@@ -102,11 +118,11 @@ class PromptReader:
             if first < last:
                 window[row, :, first - start : last - start] = query[row, :, first - self.column : last - self.column]
 
-    def _observe_sums(self, layer: int, query: torch.Tensor, store: LayerStore) -> None:
+    def _observe_sums(self, layer: int, query: torch.Tensor, store: LayerStore, sinks: torch.Tensor | None) -> None:
         """Add to the sums [B, Hq, columns] what this chunk's own queries give to every key so far."""
         if layer not in self._sums:
             self._sums[layer] = query.new_zeros(*query.shape[:2], self.columns, dtype=torch.float32)
-        received = attention_received(query, store, self.column, self.offsets, self.lengths, self._scaling)
+        received = attention_received(query, store, self.column, self.offsets, self.lengths, self._scaling, sinks)
         self._sums[layer][..., : received.shape[2]] += received
 
     def _aligned_token_ids(self) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""Which models kvbench runs, by their transformers config alone: full attention in every layer. No torch."""
+"""Which models kvbench runs, by their transformers config alone: full attention in some layers or in all. No torch."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,10 +10,12 @@ from kvbench.config import ConfigError, show
 
 # Keys of a transformers config that only models with other layers than attention have.
 OTHER_LAYERS = re.compile(r"mamba_|ssm_|attn_layer_|layers_block_type$|block_types$|state_size$")
+# Every which layer has full attention, between layers with a window, where a config says no more than the model's type.
+FULL_EVERY = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
 
 
 def refuse_unsupported(model_config: Mapping[str, Any], name: str) -> None:
-    """Refuse a model whose attention kvbench would compute wrong: sliding-window, soft-capped, latent, hybrid.
+    """Refuse a model whose attention kvbench would compute wrong, or that leaves a method nothing to change.
 
     Args:
         model_config: a transformers config as a mapping, from `config.json` or `to_dict()`.
@@ -24,10 +25,15 @@ def refuse_unsupported(model_config: Mapping[str, Any], name: str) -> None:
         ConfigError: names the model and the key that says so.
     """
     config = text_config(model_config)
+    if model_config.get("is_encoder_decoder"):
+        kind = model_config.get("model_type", "this architecture")
+        raise ConfigError(f"{name}: {kind} has an encoder and a decoder; kvbench runs decoder-only models")
     reason = next(_unsupported(config), None)
     if reason is not None:
         kind = config.get("model_type", "this architecture")
-        raise ConfigError(f"{name}: {kind} has {reason}; kvbench runs models with full attention in every layer")
+        raise ConfigError(
+            f"{name}: {kind} has {reason}; kvbench runs models with full attention in some layers or in all"
+        )
 
 
 # Sizes in a transformers config that are whole numbers, 1 or more, where they are set.
@@ -77,23 +83,51 @@ def refuse_impossible(model_config: Mapping[str, Any], where: str) -> None:
 
 
 def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
-    others = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+    others = sorted(set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
     if others:
         yield f"layers of other kinds (layer_types: {', '.join(others)})"
-    # layer_types says which layers use the window; without it the window holds for all, or as from max_window_layers.
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    first, layers = config.get("max_window_layers") or 0, config.get("num_hidden_layers") or math.inf
-    if window is not None and not config.get("layer_types") and first < layers:
-        yield f"sliding-window attention (sliding_window={window})"
+    elif (windowed := windows(config)) and len(windowed) == config["num_hidden_layers"]:
+        yield f"a sliding window in every layer (sliding_window={config['sliding_window']})"
     if config.get("attn_logit_softcapping") is not None:
         yield f"soft-capped attention (attn_logit_softcapping={config['attn_logit_softcapping']})"
     if config.get("attention_chunk_size") is not None:
         yield f"chunked attention (attention_chunk_size={config['attention_chunk_size']})"
     if config.get("kv_lora_rank") is not None:
         yield f"latent attention (kv_lora_rank={config['kv_lora_rank']})"
+    if config.get("num_kv_shared_layers"):
+        yield f"layers without keys and values of their own (num_kv_shared_layers={config['num_kv_shared_layers']})"
+    if config.get("use_bidirectional_attention") is True:
+        yield "bidirectional attention (use_bidirectional_attention=true)"
     for key, value in config.items():
         if value is not None and OTHER_LAYERS.match(key):
             yield f"layers other than attention ({key})"
+
+
+def windows(model_config: Mapping[str, Any]) -> dict[int, int]:
+    """Layers that attend the most recent tokens alone: their true indices, and how many tokens.
+
+    A window in every layer that no position of the model reaches past is none.
+    """
+    config = text_config(model_config)
+    size = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    layers = range(config.get("num_hidden_layers") or 0)
+    if size is None:
+        return {}
+    if types := config.get("layer_types"):
+        windowed = [layer for layer, kind in zip(layers, types, strict=False) if kind == "sliding_attention"]
+    elif every := _full_every(config):
+        windowed = [layer for layer in layers if (layer + 1) % every]
+    else:
+        windowed = list(layers[config.get("max_window_layers") or 0 :])
+    limit = window(config)
+    if len(windowed) == len(layers) and limit is not None and size >= limit:
+        return {}
+    return dict.fromkeys(windowed, size)
+
+
+def _full_every(config: Mapping[str, Any]) -> int | None:
+    every = config.get("sliding_window_pattern")
+    return every if type(every) is int else FULL_EVERY.get(config.get("model_type", ""))
 
 
 def text_config(model_config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -105,7 +139,7 @@ def text_config(model_config: Mapping[str, Any]) -> Mapping[str, Any]:
 def window(model_config: Mapping[str, Any]) -> int | None:
     """Tokens that the positions of a model reach, by its transformers config; None where that does not say."""
     config = text_config(model_config)
-    limit = config.get("max_position_embeddings")
+    limit = config.get("max_position_embeddings", config.get("n_positions"))  # the latter: GPT-2
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if limit is None or rope.get("rope_type", rope.get("type")) != "yarn":
         return limit

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from kvbench import hub
 from kvbench.budget import Budget
@@ -15,6 +17,7 @@ from kvbench.config import ConfigError
 from kvbench.engine import models
 from kvbench.engine.engine import Engine
 from kvbench.engine.generate import Generation, Progress, generate
+from kvbench.engine.heads import Calibration
 from kvbench.engine.hf import engine_for
 from kvbench.engine.prefilled import Prefilled, prefill_once
 from kvbench.engine.sampling import Sampler
@@ -26,16 +29,50 @@ from kvbench.tasks import Given, Sample, Task
 
 
 @dataclass
-class Arm:
-    """Model x method x budget x task under a protocol: all that a run's samples share."""
+class Setup:
+    """Model x method x budget under a protocol: all that generates, whatever it is asked.
+
+    `calibration` is the model's, where the method needs it.
+    """
 
     config: dict[str, Any]
     protocol: Protocol
     loaded: models.Loaded
     method: Method
     budget: Budget
-    task: Task
     dense_layers: tuple[int, ...]
+    calibration: Calibration | None
+
+    def engine(
+        self,
+        rows: Sequence[Sequence[int]],
+        new_tokens: int,
+        samples: Sequence[str] = ("",),
+        kind: type[Engine] = Engine,
+    ) -> Engine:
+        """A fresh engine for the prompts `rows`, with room for so many new tokens; seeds derive from `samples`."""
+        return engine_for(
+            self.loaded.model,
+            [len(row) for row in rows],
+            self.method,
+            self.budget,
+            self.dense_layers,
+            self.loaded.tokenizer,
+            kind,
+            new_tokens=new_tokens,
+            attention=self.config["attention"],
+            seed=self.config["seed"],
+            samples=samples,
+            probe_every=self.config["probe"]["every"],
+            head_scores=None if self.calibration is None else self.calibration.scores,
+        )
+
+
+@dataclass
+class Arm(Setup):
+    """A setup and its task: all that a run's samples share."""
+
+    task: Task
 
 
 @dataclass(frozen=True)
@@ -102,21 +139,39 @@ def _token_ids(sample: Sample) -> list[int] | None:
     return list(sample.given.prompt) if sample.given else None
 
 
-def prefill_shared(arms: Sequence[Arm], prompt: TokenizedSample) -> Prefilled:
-    """One prefill of a prompt, from which each of `arms` can begin."""
-    loaded, sample = arms[0].loaded, prompt.sample
+def batches(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
+    """Samples in batches of at most `size` that one generation can serve: alike in new tokens and in what ends them.
+
+    Raises:
+        ConfigError: a sample cannot be in a batch.
+    """
+    waiting: dict[Any, list[Sample]] = {}
+    for sample in samples:
+        if size > 1 and (sample.timed or sample.given):
+            raise ConfigError(f"batch={size}: {sample.id} is measured by itself; expected 1")
+        alike = (sample.max_new_tokens, sample.stop, sample.end_token)
+        batch = waiting.setdefault(alike, [])
+        batch.append(sample)
+        if len(batch) == size:
+            yield waiting.pop(alike)
+    yield from waiting.values()
+
+
+def prefill_shared(arms: Sequence[Arm], prompts: Sequence[TokenizedSample]) -> Prefilled:
+    """One prefill of a batch of prompts, from which each of `arms` can begin."""
+    loaded, first = arms[0].loaded, prompts[0]
     return prefill_once(
         loaded.model,
-        [prompt.ids],
+        [prompt.ids for prompt in prompts],
         [arm.method.needs for arm in arms],
-        max_new_tokens=len(prompt.question) + sample.max_new_tokens,
+        max_new_tokens=len(first.question) + first.sample.max_new_tokens,
         chunk=arms[0].protocol.prefill_chunk,
-        not_first=stops(loaded, sample).get("not_first", ()) if not prompt.question else (),
+        not_first=stops(loaded, first.sample).get("not_first", ()) if not first.question else (),
     )
 
 
 class PromptPrefill:
-    """One prefill for all answers to a prompt that come one after the other, and of one prompt at a time.
+    """One prefill for all answers to a prompt that come one after the other; it holds the newest alone.
 
     Attributes:
         fresh: the newest call made one.
@@ -127,76 +182,90 @@ class PromptPrefill:
         self._of = ""
         self._prefilled: Prefilled | None = None
 
-    def __call__(self, arms: Sequence[Arm], prompt: TokenizedSample) -> Prefilled:
-        """The prefill of a prompt from which each of `arms` can begin, the same ones for all answers."""
-        self.fresh = self._prefilled is None or not prompt.sample.of or prompt.sample.of != self._of
+    def __call__(self, arms: Sequence[Arm], prompts: Sequence[TokenizedSample]) -> Prefilled:
+        """The prefill of a batch of prompts from which each of `arms` can begin, the same ones for all answers."""
+        of = prompts[0].sample.of  # a batch of several holds one answer to each of its prompts
+        self.fresh = self._prefilled is None or not of or of != self._of
         if self.fresh:
             self._prefilled = None  # its memory, before the next takes as much
-            self._prefilled, self._of = prefill_shared(arms, prompt), prompt.sample.of
+            self._prefilled, self._of = prefill_shared(arms, prompts), of
         assert self._prefilled is not None
         return self._prefilled
 
 
 def measure(
     arm: Arm,
-    prompt: TokenizedSample,
+    prompts: Sequence[TokenizedSample],
     progress: Progress | None = None,
     prefilled: Prefilled | None = None,
     prefill: PromptPrefill | None = None,
-) -> dict[str, Any]:
-    """Generate for one sample and score it: its record in samples.jsonl.
+) -> list[dict[str, Any]]:
+    """Generate for a batch of samples and score them: their records in samples.jsonl.
 
-    Running out of memory, NaN logits and a broken budget rule fail the sample, which then scores 0; other errors are
-    not the sample's.
+    Running out of memory, NaN logits and a broken budget rule fail a sample, which then scores 0; other errors are not
+    the sample's. Where a batch fails, each of its samples has a generation of its own, and fails for itself.
 
     Args:
         arm: what generates.
-        prompt: `prompt_of` the sample.
+        prompts: `prompt_of` each sample, as `batches` puts them together.
         progress: called with tokens done and tokens in all.
-        prefilled: begin from this prefill of the prompt; a timed sample always has its own.
+        prefilled: begin from this prefill of those of the prompts that can run; a timed sample always has its own.
         prefill: makes it, where the prompt has several answers.
     """
-    sample, record = prompt.sample, prompt.record
-    if record["error"]:
-        return failure(arm, prompt, record["error"])
+    running = [prompt for prompt in prompts if not prompt.record["error"]]
     try:
-        if prefill is not None and sample.of:
-            prefilled = prefill([arm], prompt)
-        generation, engine, more = _generated(arm, prompt, progress, prefilled)
+        if prefill is not None and running and running[0].sample.of:
+            prefilled = prefill([arm], running)
+        records = iter(_records(arm, running, progress, prefilled) if running else [])
     except Exception as error:
         if not is_failed_sample(error):
             raise
-        return failure(arm, prompt, f"{type(error).__name__}: {error}")
-    output = arm.loaded.tokenizer.decode(generation.tokens[0], skip_special_tokens=True)
-    found = {"output": output, **measured(generation, sample.timed.warmup if sample.timed else 0), **more}
-    if sample.keep_ids:
-        found["meta"] = {**sample.meta, "output_ids": generation.tokens[0]}
-    answers, meta = tuple(found.get("answers", sample.answers)), found.get("meta", sample.meta)
-    scores = arm.task.score(replace(sample, id=sample.asked, answers=answers, meta=meta), found["output"])
-    if generation.audit["over_rule"]:
-        return {**failure(arm, prompt, f"over_rule: {engine.audit.broken}"), **found}
-    return {**record, "scores": scores, **found}
+        if len(running) == 1:
+            records = iter([failure(arm, running[0], f"{type(error).__name__}: {error}")])
+        else:
+            records = (record for prompt in running for record in measure(arm, [prompt], progress))
+    return [
+        failure(arm, prompt, prompt.record["error"]) if prompt.record["error"] else next(records) for prompt in prompts
+    ]
+
+
+def _records(
+    arm: Arm, prompts: Sequence[TokenizedSample], progress: Progress | None, prefilled: Prefilled | None
+) -> list[dict[str, Any]]:
+    """The records of samples that are generated together."""
+    generation, engine, more = _generated(arm, prompts, progress, prefilled)
+    several, records = len(prompts) > 1, []  # one sample that is timed may have rows of its own
+    for row, prompt in enumerate(prompts):
+        sample, tokens = prompt.sample, generation.tokens[row]
+        found = {
+            "output": arm.loaded.tokenizer.decode(tokens, skip_special_tokens=True),
+            "output_ids": tokens,
+            "audit": engine.report(row) if several else generation.audit,
+            **({"batch": len(prompts)} if several else {}),
+            **measured(generation, sample.timed.warmup if sample.timed else 0),
+            **more,
+        }
+        if sample.keep_ids:
+            found["meta"] = {**sample.meta, "output_ids": tokens}
+        if found["audit"]["over_rule"]:
+            broken = engine.audit.broken(row if several else None)
+            records.append({**failure(arm, prompt, f"over_rule: {broken}"), **found})
+            continue
+        answers, meta = tuple(found.get("answers", sample.answers)), found.get("meta", sample.meta)
+        scores = arm.task.score(replace(sample, id=sample.asked, answers=answers, meta=meta), found["output"])
+        records.append({**prompt.record, "scores": scores, **found})
+    return records
 
 
 def _generated(
-    arm: Arm, prompt: TokenizedSample, progress: Progress | None, prefilled: Prefilled | None
+    arm: Arm, prompts: Sequence[TokenizedSample], progress: Progress | None, prefilled: Prefilled | None
 ) -> tuple[Generation, Engine, dict[str, Any]]:
-    """The generation of a sample, its engine, and what else its record tells."""
-    sample, model = prompt.sample, arm.loaded.model
-    settings: dict[str, Any] = {
-        "attention": arm.config["attention"],
-        "seed": arm.config["seed"],
-        "sample": sample.asked,
-        "probe_every": arm.config["probe"]["every"],
-    }
-    if sample.timed and sample.timed.keys == "synthetic_attention":
-        settings["kind"] = SyntheticEngine
-
-    def make(rows: Sequence[Sequence[int]], new_tokens: int) -> Engine:
-        lengths = [len(row) for row in rows]
-        own = (arm.method, arm.budget, arm.dense_layers, arm.loaded.tokenizer)
-        return engine_for(model, lengths, *own, new_tokens=new_tokens, **settings)
-
+    """The generation of a batch of samples, its engine, and what else their records tell."""
+    prompt, model = prompts[0], arm.loaded.model
+    sample, rows = prompt.sample, [one.ids for one in prompts]
+    synthetic = sample.timed and sample.timed.keys == "synthetic_attention"
+    asked = [one.sample.asked for one in prompts]
+    make = partial(arm.engine, samples=asked, kind=SyntheticEngine if synthetic else Engine)
     if sample.timed:
         # a share of a shorter prompt may be less than the method can do with
         rehearsed = len(prompt.ids) if isinstance(arm.budget.size, float) else latency.REHEARSED
@@ -208,34 +277,34 @@ def _generated(
             arm.protocol.prefill_chunk,
             progress,
             rehearsed,
-            probed=bool(settings["probe_every"]),
+            probed=bool(arm.config["probe"]["every"]),
         )
     if sample.given:
         return _compared(arm, prompt, sample.given, make, progress, prefilled)
-    engine = make([prompt.ids], len(prompt.question) + sample.max_new_tokens)
+    engine = make(rows, len(prompt.question) + sample.max_new_tokens)
     with machine.observed(model.device) as measured_on:
         generation = generate(
             model,
-            [prompt.ids],
+            rows,
             engine,
             max_new_tokens=sample.max_new_tokens,
             **stops(arm.loaded, sample),
             prefill_chunk=arm.protocol.prefill_chunk,
             question=prompt.question,
             prefilled=prefilled,
-            draw=draw_of(arm, sample),
+            draw=draw_of(arm, [one.sample for one in prompts]),
             progress=progress,
         )
     return generation, engine, {"machine": measured_on}
 
 
-def draw_of(arm: Arm, sample: Sample) -> Sampler | None:
-    """How the tokens of a sample are drawn; None: greedily."""
+def draw_of(arm: Arm, samples: Sequence[Sample]) -> Sampler | None:
+    """How the tokens of samples that are generated together are drawn; None: greedily."""
     protocol = arm.protocol
     if not protocol.temperature:
         return None
-    seed = f"{arm.config['seed']}/{sample.asked}/{sample.answer}"
-    return Sampler(protocol.temperature, [seed], protocol.top_p, protocol.top_k)
+    seeds = [f"{arm.config['seed']}/{sample.asked}/{sample.answer}" for sample in samples]
+    return Sampler(protocol.temperature, seeds, protocol.top_p, protocol.top_k)
 
 
 def _compared(
@@ -248,7 +317,7 @@ def _compared(
 ) -> tuple[Generation, Engine, dict[str, Any]]:
     """The generation of a sample whose tokens are given, beside full attention from the same prefill."""
     model = arm.loaded.model
-    prefilled = prefilled or prefill_shared([arm], prompt)
+    prefilled = prefilled or prefill_shared([arm], [prompt])
     fidelity.full_attention(model, prefilled, prompt.ids, given.tokens)
     assert prefilled.reference is not None
     comparison = fidelity.Comparison(prefilled.reference, given.tokens[1:])
@@ -280,15 +349,22 @@ def stops(loaded: models.Loaded, sample: Sample) -> dict[str, Any]:
         ids.add(tokenizer(sample.end_token, add_special_tokens=False)["input_ids"][-1])
         found["not_first"] = ids
     if sample.stop:
-        # A stop may begin inside a token, so texts are compared; the last tokens hold what the newest one completed.
-        tail = max(map(len, sample.stop)) + 8
-
-        def ends(tokens: Sequence[int]) -> bool:
-            text = tokenizer.decode(list(tokens[-tail:]), skip_special_tokens=True)
-            return any(stop in text for stop in sample.stop)
-
-        found["ends"] = ends
+        found["ends"] = ends_at(tokenizer, sample.stop)
     return found
+
+
+def ends_at(
+    tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], skip_special_tokens: bool = True
+) -> Callable[[Sequence[int]], bool]:
+    """Whether an output ends with its newest token, as `generate` asks: once its text holds one of `stops`."""
+    # A stop may begin inside a token, so texts are compared; the last tokens hold what the newest one completed.
+    tail = max(map(len, stops), default=0) + 8
+
+    def ends(tokens: Sequence[int]) -> bool:
+        text = str(tokenizer.decode(list(tokens[-tail:]), skip_special_tokens=skip_special_tokens))
+        return any(stop in text for stop in stops)
+
+    return ends
 
 
 def is_failed_sample(error: Exception) -> bool:
@@ -302,20 +378,19 @@ def is_failed_sample(error: Exception) -> bool:
 
 
 def measured(generation: Generation, warmup: int = 0) -> dict[str, Any]:
-    """The part of a sample's record that the generation gives; with probes there is nothing to time.
+    """What a sample's record tells of the times of its generation, or of its probes, with which nothing is timed.
 
     What a shared prefill hides, the time to the first token, is left out; so are the first `warmup` steps of the time
-    per token.
+    per token. The times of a batch are those of each of its samples.
     """
-    found: dict[str, Any] = {"output_ids": generation.tokens[0], "audit": generation.audit}
     if generation.probe:
-        return {**found, "probe": generation.probe}
+        return {"probe": generation.probe}
     steps = generation.step_ms[warmup:]
     tpot: dict[str, float] | None = None
     if steps:
         cuts = statistics.quantiles(steps, n=20, method="inclusive") if len(steps) > 1 else [steps[0]] * 19
         tpot = {"mean": statistics.fmean(steps), "p50": statistics.median(steps), "p95": cuts[18]}
-    found |= {"tpot_ms": tpot, "breakdown_ms": generation.breakdown_ms}
+    found: dict[str, Any] = {"tpot_ms": tpot, "breakdown_ms": generation.breakdown_ms}
     if generation.shared_prefill:
         return {**found, "shared_prefill": True}
     first = {"ttft_s": generation.ttft_s, "tt2t_s": generation.tt2t_s, "prefill_ms": generation.prefill_ms}

@@ -91,21 +91,28 @@ def attended_bytes(shape: Shape, attended_mean: float, steps: int) -> float:
     """Bytes of keys and values that a decode step attends, the mean over `steps` steps.
 
     In each of the B rows and Hkv KV heads a sparse layer attends `attended_mean` entries, as the audit counted them,
-    and a dense one all: N + s at step s of a prompt of N tokens, N + (steps + 1) / 2 in the mean. An entry is a key and
-    a value of D numbers:
+    and a dense one all: N + s at step s of a prompt of N tokens, N + (steps + 1) / 2 in the mean; one with a window
+    its tokens at most. An entry is a key and a value of D numbers:
 
-        B * Hkv * 2 * D * bytes of a number * (sparse layers * attended_mean + dense layers * (N + (steps + 1) / 2))
+        B * Hkv * 2 * D * bytes of a number * (sparse layers * attended_mean + dense layers * (N + (steps + 1) / 2)
+            + sum of min(window, N + (steps + 1) / 2))
     """
     sparse = len(shape.sparse_layers)
     length = sum(shape.lengths) / shape.batch + (steps + 1) / 2
-    entries = shape.batch * shape.kv_heads * (sparse * attended_mean + (shape.layers - sparse) * length)
+    dense = (len(shape.full_layers) - sparse) * length
+    windowed = sum(min(window, length) for window in shape.windows.values())
+    entries = shape.batch * shape.kv_heads * (sparse * attended_mean + dense + windowed)
     return entries * 2 * shape.head_dim * shape.dtype.itemsize
 
 
 def whole_kv_bytes(shape: Shape, steps: int) -> int:
-    """Bytes that full attention holds on the device after `steps` steps: every key and value of all layers."""
-    tokens = sum(shape.lengths) + shape.batch * steps
-    return tokens * shape.layers * shape.kv_heads * 2 * shape.head_dim * shape.dtype.itemsize
+    """Bytes that full attention holds on the device after `steps` steps: every key and value of all layers.
+
+    A layer with a window holds those before the next token in it.
+    """
+    tokens = len(shape.full_layers) * (sum(shape.lengths) + shape.batch * steps)
+    tokens += sum(min(window - 1, length + steps) for window in shape.windows.values() for length in shape.lengths)
+    return tokens * shape.kv_heads * 2 * shape.head_dim * shape.dtype.itemsize
 
 
 def floor_seconds(weights: float, attended: float, copy_bandwidth: float) -> float:

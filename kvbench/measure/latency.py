@@ -78,7 +78,6 @@ def time_sample(
     read = hardware.read_weight_bytes(model, shape.batch)
     attended = hardware.attended_bytes(shape, audit["attended_mean"], steps)
     weights = hardware.weight_bytes(model)
-    stores = sum(store.allocated_bytes() for store in engine.stores.values())
     told = {
         "copy_bandwidth": bandwidth.copy,
         "upload_bandwidth": bandwidth.upload,
@@ -86,7 +85,7 @@ def time_sample(
         "floor_ms": 1e3 * hardware.floor_seconds(read, attended, bandwidth.copy),
         "python_ms": None if busy is None else max(0.0, step_ms - busy),
         "memory": "counted" if peak is None else "allocated",
-        "memory_bytes": weights + stores + audit["index_bytes"] if peak is None else peak,
+        "memory_bytes": weights + engine.allocated_bytes() + audit["index_bytes"] if peak is None else peak,
         "prefill_memory_bytes": watch.prefill_bytes,
         "weight_bytes": weights,
         "whole_kv_bytes": hardware.whole_kv_bytes(shape, steps),

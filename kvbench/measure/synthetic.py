@@ -157,23 +157,31 @@ class SyntheticEngine(Engine):
         super().__init__(*arguments, new_tokens=new_tokens, seed=seed, **settings)
         self._made = SyntheticAttention(self.shape, seed)
         self._seen = [0] * self.shape.layers
-        self._ahead = [
-            (self._steps(self._made.queries, layer, new_tokens), self._steps(self._made.keys, layer, new_tokens))
-            for layer in range(self.shape.layers)
-        ]
+        self._ahead = {
+            layer: (self._steps(self._made.queries, layer, new_tokens), self._steps(self._made.keys, layer, new_tokens))
+            for layer in self.shape.full_layers
+        }
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """As `Engine.attend`; only the value is the model's."""
         start, columns = self._seen[layer], max(self.shape.lengths)
         self._seen[layer] = stop = start + query.shape[2]
         if self.prefilled:
             queries, keys = self._ahead[layer]
-            return super().attend(layer, queries[start - columns], keys[start - columns], value)
+            return super().attend(layer, queries[start - columns], keys[start - columns], value, sinks)
         return super().attend(
             layer,
             self._rows(self._made.queries, layer, start, stop),
             self._rows(self._made.keys, layer, start, stop),
             value,
+            sinks,
         )
 
     def fill_prompt(self, rows: Sequence[Sequence[int]]) -> None:
@@ -182,12 +190,11 @@ class SyntheticEngine(Engine):
         window = min(self.method.needs.query_window, length)
         self.start_chunk(torch.tensor(rows, device=self.shape.device))
         for layer in range(self.shape.layers):
-            self.fill(
-                layer,
-                self._rows(self._made.keys, layer, 0, length),
-                self._rows(self._made.values, layer, 0, length),
-                self._rows(self._made.queries, layer, length - window, length),
-            )
+            keys, values = (self._rows(make, layer, 0, length) for make in (self._made.keys, self._made.values))
+            if layer in self.windowed:
+                self.windowed[layer].update(keys, values)
+            else:
+                self.fill(layer, keys, values, self._rows(self._made.queries, layer, length - window, length))
             self._seen[layer] = length
 
     def _rows(self, make: Any, layer: int, start: int, stop: int) -> torch.Tensor:

@@ -184,19 +184,26 @@ class DeviceTier:
         """Slots in whole pages that each KV head takes, with those reserved for tokens to come; a page at least."""
         return whole_pages((self.used + (self.reserved - int(self.used.max()))).clamp(min=1))
 
-    def keep(self, ids: torch.Tensor, used: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Hold these tokens and no others, in newly allocated memory; as many free slots stay reserved.
+    def keep(
+        self, ids: torch.Tensor, used: torch.Tensor, key: torch.Tensor, value: torch.Tensor, room: int | None = None
+    ) -> None:
+        """Hold these tokens and no others, in newly allocated memory.
 
         Args:
             ids: [B, Hkv, M] ascending, `NO_TOKEN` after.
             used: [B, Hkv] on the CPU, tokens in each list; M is the most.
             key, value: [B, Hkv, M, D].
+            room: slots to reserve for tokens to come; None: as many as were.
         """
-        self.reserved = ids.shape[2] + self.reserved - int(self.used.max())
-        self.used = used
-        room = self._room()
-        self._hold(_packed(key, value, used, room), room)
+        free = self.reserved - int(self.used.max()) if room is None else room
+        self.reserved, self.used = ids.shape[2] + free, used
+        rooms = self._room()
+        self._hold(_packed(key, value, used, rooms), rooms)
         self.ids = with_free_slots(ids, self.capacity)
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` tokens of every KV head, where none was dropped."""
+        self.used = self.used - count
 
     def clear(self) -> None:
         """Free the blocks; nothing comes here any more."""

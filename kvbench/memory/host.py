@@ -7,10 +7,12 @@ buffer and is put into its slot a step later. Nothing here makes the host wait f
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,6 +50,14 @@ class HostTier:
 
     def _zeros(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return pinned_zeros(size, dtype, self) if self._device.type == "cuda" else torch.zeros(size, dtype=dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostTier:
+        """A tier of its own, pinned where this one is."""
+        self.settle()
+        twin = memo[id(self)] = copy.copy(self)
+        twin.key, twin.value = (twin._zeros(block.shape, block.dtype).copy_(block) for block in (self.key, self.value))
+        twin.slot_of, twin.present, twin._landing = self.slot_of.clone(), self.present.clone(), deque()
+        return twin
 
     @property
     def capacity(self) -> int:

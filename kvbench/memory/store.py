@@ -119,7 +119,7 @@ class LayerStore(Tiers):
         if self.host is None or self.stage is None:
             block, moved, size = self.device.key, self._moved, self.device.entry_bytes
             self.host = HostTier(block, max(self.device.reserved, *self.lengths), self._grows)
-            self.stage = Stage(self.host, block.device, lambda tokens: moved(tokens * size), self._in_place)
+            self.stage = Stage(self.host, block.device, partial(_moved_tokens, moved, size), self._in_place)
         return self.host, self.stage
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -220,11 +220,11 @@ class LayerStore(Tiers):
 
     # -- evicting --------------------------------------------------------------------------------------------------
 
-    def keep(self, index: torch.Tensor) -> None:
+    def keep(self, index: torch.Tensor, room: int | None = None) -> None:
         """Keep token ids [B, Hs, M] (-1 = none, any order) on the device; drop or offload all others there.
 
         Hs is 1, Hkv or Hq: what any query head of a group names stays. Named tokens that live on the host come back to
-        the device. As many slots as were reserved for tokens to come stay reserved, in newly allocated memory.
+        the device, in newly allocated memory. Slots for `room` tokens to come are reserved; None: as many as were.
 
         Raises:
             ValueError: a token id twice in one list, or the home is the host.
@@ -242,7 +242,7 @@ class LayerStore(Tiers):
         key, value = self.gather(kept)
         if self._on_drop == "offload":
             self._offload_all_but(kept)
-        self.device.keep(ids, used, key, value)
+        self.device.keep(ids, used, key, value, room)
 
     def _offload_all_but(self, kept: torch.Tensor) -> None:
         host, stage = self._open_host()
@@ -272,3 +272,7 @@ class LayerStore(Tiers):
             assert bool((tiers[seen] != DROPPED).all()), "a token that left the device is on the host"
         elif self.device.ids is None:
             assert bool((tiers[seen] == DEVICE).all()), "a token that nobody dropped is on the device"
+
+
+def _moved_tokens(moved: Callable[[int], None], size: int, tokens: int) -> None:
+    moved(tokens * size)

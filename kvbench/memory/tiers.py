@@ -83,6 +83,25 @@ class Tiers:
         ids, order = ids.sort()
         return ids, key[order], value[order]
 
+    @property
+    def complete(self) -> bool:
+        """Every token seen is on the device."""
+        return self.host is None and self.device.ids is None
+
+    def remaining(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Keys and values of all tokens that any tier still has, [B, Hkv, n, D] each on the device, and where in
+        [B, Hkv, n] there are some (None: everywhere). Those of the host are brought up, and come last.
+        """
+        key, value, mask = self.device.resident()
+        if self.host is None:
+            return key, value, mask
+        everyone = torch.arange(max(self.lengths)).expand(*self.device.used.shape, -1)
+        there = self.host.present[:, :, : everyone.shape[2]]
+        more = [uploaded(block, key.device) for block in (*self.host.gather(everyone), there)]
+        here = torch.ones(key.shape[:3], dtype=torch.bool, device=key.device) if mask is None else mask
+        key, value, mask = (torch.cat(both, dim=2) for both in zip((key, value, here), more, strict=True))
+        return key, value, None if bool(there.all()) and not self.device.used.any() else mask
+
     def off_device(self, index: torch.Tensor) -> torch.Tensor:
         """Token ids [B, Hkv, M], -1 for those that live on the device."""
         return index.masked_fill(self.device.find(index)[1], -1)

@@ -66,9 +66,9 @@ class StoreView(View):
         """Ids of the tokens on the device, ascending, [B, Hkv, M] with trailing -1."""
         return self._stores[layer].resident_ids()
 
-    def keep(self, layer: int, ids: torch.Tensor) -> None:
+    def keep(self, layer: int, ids: torch.Tensor, room: int | None = None) -> None:
         """Keep `ids` on the device and no others; see `LayerStore.keep`."""
-        self._stores[layer].keep(ids)
+        self._stores[layer].keep(ids, room)
 
     def prefetch(self, layer: int, ids: torch.Tensor) -> None:
         """Begin to bring up host tokens; see `LayerStore.prefetch`."""

@@ -266,6 +266,7 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         "budget": _budget(own),
         "task": str(task["name"]),
         "seed": own.get("seed"),
+        "batch": own.get("batch", 1),
         "attention": own.get("attention"),
         "device": identity.get("device"),
         "dtype": identity.get("dtype"),

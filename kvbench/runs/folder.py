@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import yaml
 
 import kvbench
+from kvbench.config import first_line
 from kvbench.runs.command import command_of
 from kvbench.runs.identity import run_id
 
@@ -361,6 +362,21 @@ def _run_yaml(identity: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         "config": _strict(config),
     }
     return yaml.safe_dump(run, sort_keys=False, allow_unicode=True)
+
+
+def stored_task(folder: Path) -> dict[str, Any]:
+    """The config of a run's task, as run.yaml holds it.
+
+    Raises:
+        ResultsError: there is none that can be read.
+    """
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        config: dict[str, Any] = dict(yaml.load((folder / "run.yaml").read_bytes(), loader)["config"]["task"])
+        config["_target_"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise ResultsError(f"{folder / 'run.yaml'}: damaged, its task cannot be read ({first_line(error)})") from error
+    return config
 
 
 def read_samples(path: Path) -> tuple[dict[str, Record], int]:

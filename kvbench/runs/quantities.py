@@ -112,6 +112,8 @@ _LISTED = (
     Quantity("moved_bytes_per_step", "audit", "moved up per step", KIB, 1, LESS),
     Quantity("read_bytes_per_step", "audit", "read by the index per step", KIB, 1, LESS),
     Quantity("dense_share", "audit", "dense layers, share"),
+    Quantity("windowed_share", "audit", "layers with a window, share"),
+    Quantity("windowed_kv_bytes", "audit", "KV of layers with a window", MIB, 2, combine="max"),
     Quantity("over_rule", "audit", "over the method's own rule", combine="any"),
     Quantity("executor", "audit", "executor", combine="words"),
     Quantity("computed_in", "audit", "computed in", combine="words", key="dtype"),

@@ -19,9 +19,10 @@ from kvbench.budget import Budget, has_budget
 from kvbench.config import ConfigError, bind_methods, build
 from kvbench.engine import models
 from kvbench.engine.footprint import Prompts, footprint, free_memory, refuse_too_large
+from kvbench.engine.heads import calibration_for
 from kvbench.engine.packed import pack
 from kvbench.measure import machine
-from kvbench.measure.arm import Arm, PromptPrefill, measure, prompt_of
+from kvbench.measure.arm import Arm, PromptPrefill, Setup, batches, measure, prompt_of
 from kvbench.measure.protocol import GREEDY, Protocol
 from kvbench.method import Method
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
@@ -73,19 +74,19 @@ def run(cfg: DictConfig, shard: Shard = WHOLE) -> dict[str, Any]:
         folder.expect(work.whole)
         prefill = PromptPrefill()
         with progress(console, work.total, work.done) as report:
-            for sample in work.samples:
-                prompt = prompt_of(arm, sample)
+            for batch in batches(work.samples, config["batch"]):
+                prompts = [prompt_of(arm, sample) for sample in batch]
                 report.begin()
-                record = measure(arm, prompt, report.tokens, prefill=prefill)
-                folder.add(record, report.share + work.share(sample))
-                report.sample(record, work.share(sample))
-                if _attends_whole(arm, record):
-                    tokens = f"the {record['prompt_tokens']} tokens of {record['id']}"
-                    report.once("whole", f"budget=null: the method attends {tokens} whole (said once)")
-                if sample.chat and not record["chat"] and arm.protocol.chat == "auto":
-                    report.once(
-                        "chat", "protocol.chat=auto: the tokenizer has no chat template, prompts are raw (said once)"
-                    )
+                records = measure(arm, prompts, report.tokens, prefill=prefill)
+                for sample, record in zip(batch, records, strict=True):
+                    folder.add(record, report.share + work.share(sample))
+                    report.sample(record, work.share(sample))
+                    if _attends_whole(arm, record):
+                        tokens = f"the {record['prompt_tokens']} tokens of {record['id']}"
+                        report.once("whole", f"budget=null: the method attends {tokens} whole (said once)")
+                    if sample.chat and not record["chat"] and arm.protocol.chat == "auto":
+                        told = "protocol.chat=auto: the tokenizer has no chat template, prompts are raw (said once)"
+                        report.once("chat", told)
         summary = concluded(folder, work, arm)
     if not summary:
         console.print(f"shard {shard} is done; others still have samples to run: {folder.path}", soft_wrap=True)
@@ -171,49 +172,82 @@ def former(config: Config, own: Mapping[str, Any]) -> list[tuple[str, dict[str, 
 def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
     """Build everything a config names; the model last, if it is not there yet."""
     try:
+        protocol, task = Protocol(**config["protocol"]), task_of(config["task"])
+        for source in task.sources:
+            source.path()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+    def try_out(tokenizer: PreTrainedTokenizerBase) -> None:
+        protocol.check_chat(tokenizer)
+        first = next(iter(task.samples(tokenizer, config["seed"])), None)  # reads the files, and tries the lengths
+        if protocol.temperature and first is not None and (first.timed or first.given):
+            raise ValueError(f"protocol.temperature={protocol.temperature}: task={task.name} draws no tokens; use 0")
+
+    setup = set_up(config, largest_prompts(config), loaded, try_out)
+    if loaded is None:
+        pack(setup.loaded.model)
+    return Arm(**vars(setup), task=task)
+
+
+def set_up(
+    config: Config,
+    prompts: Prompts,
+    loaded: models.Loaded | None = None,
+    try_out: Callable[[PreTrainedTokenizerBase], None] = lambda tokenizer: None,
+) -> Setup:
+    """Build the method that a config names, and load its model, if it is not there yet.
+
+    Args:
+        config: composed, and checked.
+        prompts: the largest to come: what does not fit into memory is refused.
+        loaded: the model, if it is there.
+        try_out: see `kvbench.engine.models.load`.
+
+    Raises:
+        ConfigError: what only the method, the model or the machine can tell is wrong.
+    """
+    try:
         protocol = Protocol(**config["protocol"])
-        task = task_of(config["task"])
         method: Method = build(config["method"])
         if not hasattr(method, "needs"):
             target = config["method"]["_target_"]
             raise ConfigError(f"_target_={target}: no method; expected a subclass of kvbench.method.Method")
-        for source in task.sources:
-            source.path()
-
-        def try_out(tokenizer: PreTrainedTokenizerBase) -> None:
-            protocol.check_chat(tokenizer)
-            first = next(iter(task.samples(tokenizer, config["seed"])), None)  # reads the files, and tries the lengths
-            if protocol.temperature and first is not None and (first.timed or first.given):
-                raise ValueError(
-                    f"protocol.temperature={protocol.temperature}: task={task.name} draws no tokens; use 0"
-                )
-
+        if config["task"].get("prefill") is False and (method.needs.attention_sums or method.needs.layer_similarity):
+            name = config["method"]["name"]
+            raise ConfigError(f"task.prefill=false: {name} needs what only a prefill shows; expected true")
         if loaded is None:
             if config["memory_check"]:
-                refuse_no_room(config, method)
+                refuse_no_room(config, method, prompts)
             loaded = models.load(config["model"], config["device"], config["dtype"], config["seed"], try_out)
-            pack(loaded.model)
         layers = loaded.model.config.get_text_config().num_hidden_layers
         published = config["method"].get("published_dense_layers") or ()
         dense_layers = protocol.dense_layers_of(loaded.dense_layers, published, layers)
+        calibration = calibration_for(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     budget = Budget.of(budget_of(config), config["method"], protocol.accounting, protocol.generated)
-    return Arm(config, protocol, loaded, method, budget, task, dense_layers)
+    return Setup(config, protocol, loaded, method, budget, dense_layers, calibration)
 
 
-def refuse_no_room(config: Config, method: Method) -> None:
+def largest_prompts(config: Config) -> Prompts:
+    """The largest prompts of a run, as far as its config tells."""
+    task = config["task"]
+    lengths = task.get("lengths") if task.get("unit", "tokens") == "tokens" else None
+    tokens = max(lengths) + (task.get("new_tokens") or 0) if lengths else 0
+    rows = task.get("batch")
+    most = max(rows) if isinstance(rows, list) else config["batch"]
+    return Prompts(tokens, most, config["protocol"]["prefill_chunk"])
+
+
+def refuse_no_room(config: Config, method: Method, prompts: Prompts) -> None:
     """Refuse a run that takes more memory than is free, before its model is loaded.
 
     Raises:
         ConfigError: names the key, the estimate, what is free and what would be right.
     """
     source = hub.source_of(config["model"])
-    task, chunk = config["task"], config["protocol"]["prefill_chunk"]
-    lengths = task.get("lengths") if task.get("unit", "tokens") == "tokens" else None
-    tokens = max(lengths) + (task.get("new_tokens") or 0) if lengths else 0
-    rows = task.get("batch")
-    prompts = Prompts(tokens, max(rows) if isinstance(rows, list) else 1, chunk)
+    tokens, _, chunk = prompts
     device = models.device_of(config["device"])
     needed = footprint(hub.shape_of(config["model"], source), models.dtype_of(config["dtype"], device), prompts)
     if needed is None:
@@ -319,6 +353,8 @@ def identity(arm: Arm) -> dict[str, Any]:
     for key, value in config["task"].items():
         if isinstance(value, str) and any(Path(value) in (path, *path.parents) for path in data):
             config["task"][key] = "local"
+    if arm.calibration is not None:
+        config["method"]["heads"] = arm.calibration.digest
     return {
         "config": config,
         "protocol": arm.protocol.digest(),

@@ -6,7 +6,7 @@ the time to the first token, is missing there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -16,11 +16,21 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from kvbench.config import ConfigError, bind_methods
-from kvbench.measure.arm import Arm, PromptPrefill, failure, is_failed_sample, measure, prompt_of
+from kvbench.engine.prefilled import Prefilled
+from kvbench.measure.arm import (
+    Arm,
+    PromptPrefill,
+    TokenizedSample,
+    batches,
+    failure,
+    is_failed_sample,
+    measure,
+    prompt_of,
+)
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
 from kvbench.runs.identity import APART, arm_name
-from kvbench.runs.progress import progress
+from kvbench.runs.progress import Reporter, progress
 from kvbench.runs.run import Work, concluded, open_folder, prepare, work_of
 
 
@@ -124,39 +134,68 @@ def _run(
         folder.expect(work.whole)
     prefill = PromptPrefill()
     with progress(console, work.total, work.done) as report:
-        for sample in work.samples:
+        for batch in batches(work.samples, first.config["batch"]):
             waiting = {
                 index: (arm, folder)
                 for index, (arm, folder) in running.items()
-                if index not in ended and sample.id not in folder.done
+                if index not in ended and any(sample.id not in folder.done for sample in batch)
             }
             if len(ended) == len(running):
                 break
-            prompt = prompt_of(first, sample)
-            prefilled, failed = None, prompt.record["error"]
-            report.begin()
-            if waiting and not failed:
-                try:
-                    # An arm that waits for no answer now may wait for the next one to this prompt.
-                    prefilled = prefill([arm for arm, _ in (running if sample.of else waiting).values()], prompt)
-                    if prefill.fresh:
-                        report.tokens(len(prompt.ids), len(prompt.ids) + sample.max_new_tokens)
-                except Exception as error:
-                    if not is_failed_sample(error):
-                        raise
-                    failed = f"{type(error).__name__}: {error}"
-            for index, (arm, folder) in waiting.items():
-                report.name(arm_name(arm.config))
-                report.begin(len(prompt.ids) if prefilled else 0)
-                try:
-                    record = failure(arm, prompt, failed) if failed else measure(arm, prompt, report.tokens, prefilled)
-                    folder.add(record, report.share + work.share(sample))
-                except Exception as error:
-                    ended[index] = error
-                    with suppress(ResultsError):  # where nothing can be written, that is the error
-                        folder.leave(interrupted=True)
-                    report.bars.console.print(f"{arm_name(arm.config)} ends: {type(error).__name__}: {error}")
-                    continue
-                report.failed(record)
-            report.advance(work.share(sample))
+            prompts = [prompt_of(first, sample) for sample in batch]
+            # An arm that waits for no answer now may wait for the next one to this prompt.
+            served = [arm for arm, _ in (running if batch[0].of else waiting).values()] if waiting else []
+            for part, prefilled, failed in _prefilled(served, prompts, report, prefill):
+                read = max(len(prompt.ids) for prompt in part)
+                for index, (arm, folder) in waiting.items():
+                    if index in ended:
+                        continue
+                    report.name(arm_name(arm.config))
+                    report.begin(read if prefilled else 0)
+                    try:
+                        for record in _measured(arm, part, report, prefilled, failed):
+                            if record["id"] not in folder.done:
+                                folder.add(record, report.share + sum(map(work.share, batch)))
+                                report.failed(record)
+                    except Exception as error:
+                        ended[index] = error
+                        with suppress(ResultsError):  # where nothing can be written, that is the error
+                            folder.leave(interrupted=True)
+                        report.bars.console.print(f"{arm_name(arm.config)} ends: {type(error).__name__}: {error}")
+            prefilled = None  # its memory, before the next takes as much
+            for sample in batch:
+                report.advance(work.share(sample))
     return ended, work
+
+
+def _prefilled(
+    arms: Sequence[Arm], prompts: Sequence[TokenizedSample], report: Reporter, prefill: PromptPrefill
+) -> Iterator[tuple[Sequence[TokenizedSample], Prefilled | None, str]]:
+    """A batch with its prefill, or why that failed; a failed batch of several falls into its samples."""
+    running = [prompt for prompt in prompts if not prompt.record["error"]]
+    prefilled, failed = None, ""
+    report.begin()
+    if arms and running:
+        try:
+            prefilled = prefill(arms, running)
+            read = max(len(prompt.ids) for prompt in running)
+            if prefill.fresh:
+                report.tokens(read, read + running[0].sample.max_new_tokens)
+        except Exception as error:
+            if not is_failed_sample(error):
+                raise
+            failed = f"{type(error).__name__}: {error}"
+    if failed and len(prompts) > 1:
+        for prompt in prompts:
+            yield from _prefilled(arms, [prompt], report, prefill)
+    else:
+        yield prompts, prefilled, failed
+
+
+def _measured(
+    arm: Arm, prompts: Sequence[TokenizedSample], report: Reporter, prefilled: Prefilled | None, failed: str
+) -> list[dict[str, Any]]:
+    """The records of a batch, whose prefill has failed for a reason, or not."""
+    if failed:
+        return [failure(arm, prompt, failed) for prompt in prompts]
+    return measure(arm, prompts, report.tokens, prefilled)

@@ -31,7 +31,7 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
     records = list(records)
     finished = [record for record in records if not record.get("error")]
     names = sorted({metric}.union(*(record.get("scores") or {} for record in finished)))
-    main = _scores(records, metric)
+    main = _of_prompts(records, metric)
     groups = _groups(records, metric)
     timed = timed_alike(finished)
     summary: dict[str, Any] = {
@@ -195,9 +195,18 @@ def _score(record: Mapping[str, Any], name: str) -> float:
 
 
 def _scores(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """The scores of that name, 0..1, in the groups that have it: subsets may have metrics of their own."""
-    groups = {record.get("group") for record in records if name in (record.get("scores") or {})}
-    return _of_prompts([record for record in records if not groups or record.get("group") in groups], name)
+    """The scores of that name, 0..1, of the samples that have it, and of the failed ones in their groups.
+
+    Subsets may have metrics of their own, and a sample a score by the name of the kind that it is of.
+    """
+    having = [name in (record.get("scores") or {}) for record in records]
+    groups = {record.get("group") for record, has in zip(records, having, strict=True) if has}
+    counted = [
+        record
+        for record, has in zip(records, having, strict=True)
+        if has or not groups or (record.get("error") and record.get("group") in groups)
+    ]
+    return _of_prompts(counted, name)
 
 
 def _of_prompts(records: Iterable[Mapping[str, Any]], name: str) -> list[float]:

@@ -140,6 +140,13 @@ class Task(ABC):
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """Scores of one decoded output, each in 0..1; of the sample it uses id, answers, group and meta alone."""
 
+    def questions(self, sample: Sample, output: str) -> dict[str, str]:
+        """What a judge, another model, is to be asked about an output, by name; {}: nothing.
+
+        A question "" has no part of the output to ask about, and counts as answered with no.
+        """
+        return {}
+
 
 def task_of(config: Mapping[str, Any]) -> Task:
     """The task that the `task` group of a run asks for.

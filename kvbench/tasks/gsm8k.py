@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import yaml
 
 from kvbench.tasks import Sample, Task
-from kvbench.tasks.sources import HubFile, LocalFile, Row, read_jsonl
+from kvbench.tasks.sources import HubFile, LocalFile, Row, local_or_hub, rows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +27,7 @@ Variant = Literal["wei8", "pqcache"]
 _STRINGS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("data").joinpath("gsm8k.yaml").read_text(encoding="utf-8")
 )
+HUB = HubFile("openai/gsm8k", "main/test-00000-of-00001.parquet", megabytes=0.4)
 NEW_TOKENS = 256
 FIELDS = {"question": str, "answer": str}
 
@@ -75,11 +76,7 @@ class Gsm8k(Task):
         self.variant = variant
         self.metric = "flexible" if variant == "wei8" else "accuracy"
         self._strings = _STRINGS[variant]
-        self._problems: LocalFile | HubFile = (
-            HubFile("openai/gsm8k", "main/test-00000-of-00001.parquet", megabytes=0.4)
-            if data_dir is None
-            else LocalFile(Path(str(data_dir)).expanduser() / "test.jsonl", "task.data_dir")
-        )
+        self._problems = local_or_hub(data_dir, HUB, "test.jsonl")
         self._exemplars = None if exemplars is None else LocalFile(Path(str(exemplars)).expanduser(), "task.exemplars")
         self.sources = tuple(file for file in (self._problems, self._exemplars) if file is not None)
 
@@ -109,14 +106,7 @@ class Gsm8k(Task):
 
     @functools.cached_property
     def _rows(self) -> list[Row]:
-        path = self._problems.path()
-        try:
-            rows = list(read_jsonl(self._problems.label, _lines(path), FIELDS))
-        except OSError as error:
-            raise ValueError(f"{self._problems.key}: {path}: {error.strerror}") from error
-        if not rows:
-            raise ValueError(f"{self._problems.key}: {path}: no problem in it")
-        return rows
+        return rows_of(self._problems, FIELDS)
 
     def _examples(self) -> str:
         """The prompt up to the question."""
@@ -192,16 +182,3 @@ def last_number(text: str) -> float | None:
         return None
     value = float(found[-1]["digits"])
     return -value if found[-1]["sign"] else value
-
-
-def _lines(path: Path) -> list[bytes]:
-    """The lines of a JSONL file, or the rows of a parquet file as such lines."""
-    if path.suffix != ".parquet":
-        return path.read_bytes().split(b"\n")
-    import pandas
-
-    try:
-        rows = pandas.read_parquet(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: not a parquet file ({error})") from error
-    return rows.to_json(orient="records", lines=True).encode().splitlines()

@@ -91,6 +91,7 @@ class HubFile:
         megabytes: what its download takes, for the message before it.
         key: the config key that names a local copy instead.
         revision: branch or commit.
+        gated: its owners ask who fetches it, so that a token is needed.
     """
 
     repo: str
@@ -98,6 +99,7 @@ class HubFile:
     megabytes: float
     key: str = "task.data_dir"
     revision: str | None = None
+    gated: bool = False
 
     @property
     def label(self) -> str:
@@ -112,12 +114,21 @@ class HubFile:
         return Path(found) if isinstance(found, str) else None
 
     def check(self) -> None:
-        """Whether the file is in the cache or the hub answers.
+        """Whether the file is in the cache, or the hub answers and would hand it over.
 
         Raises:
             ValueError: neither.
         """
-        if self.cached() is None and (reason := hub.out_of_reach()) is not None:
+        if self.cached() is not None:
+            return
+        from huggingface_hub import get_token
+
+        if self.gated and get_token() is None:
+            raise ValueError(
+                f"{self.key}: {self.label} is gated and there is no token of the hub here; ask for access on its page "
+                f"and run `hf auth login`, or name a local copy with {self.key}="
+            )
+        if (reason := hub.out_of_reach()) is not None:
             raise ValueError(
                 f"{self.key}: {self.label} is not in the local cache of the hub, and {reason}; "
                 f"without network, name a local copy with {self.key}="
@@ -143,12 +154,64 @@ class HubFile:
             raise ValueError(f"{self.key}: {self.label} could not be fetched ({reason})") from error
 
 
+def local_or_hub(data_dir: str | None, hub_file: HubFile, *names: str) -> LocalFile | HubFile:
+    """The file of these names that is first in a folder of the user's; None: the hub's.
+
+    Args:
+        data_dir: the folder, as `task.data_dir` gives it.
+        hub_file: what is read without one.
+        names: what the file may be called; where none is there, the first is missing.
+    """
+    if data_dir is None:
+        return hub_file
+    files = [Path(str(data_dir)).expanduser() / name for name in names]
+    return LocalFile(next((file for file in files if file.is_file()), files[0]), hub_file.key)
+
+
 class Row(NamedTuple):
     """A line of a JSONL file: its data, or what is wrong with it."""
 
     line: int
     data: dict[str, Any]
     error: str = ""
+
+
+def rows_of(source: LocalFile | HubFile, fields: Mapping[str, type | tuple[type, ...]]) -> list[Row]:
+    """The rows of a table, one or more: of a JSONL file, a JSON list, a parquet or a CSV file, by its name's end.
+
+    Args:
+        source: the file; it is fetched where need be.
+        fields: names and types that every row must have.
+
+    Raises:
+        ValueError: it cannot be had, is no such file, or holds nothing.
+    """
+    path = source.path()
+    try:
+        rows = list(read_jsonl(source.label, _lines(path), fields))
+    except OSError as error:
+        raise ValueError(f"{source.key}: {path}: {error.strerror}") from error
+    except ValueError as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{source.key}: {path}: not a {path.suffix.lstrip('.')} file ({reason})") from error
+    if not rows:
+        raise ValueError(f"{source.key}: {path}: nothing in it")
+    return rows
+
+
+def _lines(path: Path) -> Iterable[bytes]:
+    """Each row of a table as a line of JSON."""
+    if path.suffix == ".json":
+        found = json.loads(path.read_bytes())
+        if not isinstance(found, list):
+            raise ValueError("expected a list")
+        return [json.dumps(row).encode() for row in found]
+    if path.suffix in (".parquet", ".csv"):
+        import pandas
+
+        frame = pandas.read_parquet(path) if path.suffix == ".parquet" else pandas.read_csv(path)
+        return frame.to_json(orient="records", lines=True).encode().splitlines()
+    return path.read_bytes().split(b"\n")
 
 
 def read_jsonl(label: str, lines: Iterable[bytes], fields: Mapping[str, type | tuple[type, ...]]) -> Iterator[Row]:

@@ -1,6 +1,8 @@
-"""Spherical k-means over many sets of points at once, and the lists of clusters' members that it needs."""
+"""k-means over many sets of points at once, and the lists of clusters' members that it needs."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch.nn.functional import embedding_bag, normalize
@@ -44,6 +46,42 @@ def spherical_kmeans(
             assigned = assigned.masked_fill(absent, clusters)
         centroids = normalize(cluster_sums(points, assigned, clusters).add_(centroids, alpha=INERTIA), dim=2)
     return centroids, assigned
+
+
+def kmeans(
+    points: torch.Tensor,
+    clusters: int,
+    iterations: int,
+    generator: torch.Generator,
+    assign: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cluster vectors around the means of the clusters (Lloyd); an empty cluster keeps its mean.
+
+    Args:
+        points: [S, M, D] fp32, S sets of M points.
+        clusters: K of every set, at most its points: a cluster begins as one of them, drawn without repeats.
+        generator: draws the first means, on the CPU.
+        assign: from points and means [S, K, D] the cluster of each point, [S, M].
+
+    Returns:
+        means [S, K, D], and assigned [S, M] int64 by them.
+    """
+    sets, count, width = points.shape
+    first = torch.rand(sets, count, generator=generator).argsort(dim=1)[:, :clusters].to(points.device)
+    means = points.gather(1, first[..., None].expand(-1, -1, width))
+    for _ in range(iterations):
+        assigned = assign(points, means)
+        sums = cluster_sums(points, assigned, means.shape[1])
+        sizes = lists_of(assigned, means.shape[1])[1].diff(dim=1)[..., None]
+        means = torch.where(sizes > 0, sums / sizes.clamp(min=1), means)
+    return means, assign(points, means)
+
+
+def nearest_point(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """As `nearest`, by Euclidean distance."""
+    half = centroids.square().sum(dim=2) / 2
+    augmented = torch.cat([centroids, -half[..., None]], dim=2)
+    return nearest(torch.nn.functional.pad(points, (0, 1), value=1.0), augmented)
 
 
 def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:

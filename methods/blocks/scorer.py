@@ -5,10 +5,13 @@ Pruning, rows of different lengths, both accountings and the rule are here; `met
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Prompt, Selection, Shape, View
+from methods.blocks.head_budgets import HeadBudgets
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import Granularity, interleave, top_earliest
 
@@ -28,10 +31,12 @@ class Scorer(Method):
     Attributes:
         window: last tokens of the prompt that stay whatever their scores, as an observation window does.
         granularity: whether a KV head keeps C tokens, or each query head.
+        heads: how these heads share out what they keep together; None: each keeps C.
     """
 
     window: int = 0
     granularity: Granularity = "kv_head"
+    heads: HeadBudgets | None = None
 
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
         """How much each prompt token is worth to each KV head, [B, Hkv, N]: the larger, the sooner it is kept.
@@ -53,9 +58,7 @@ class Scorer(Method):
 
     def protected(self, prompt: Prompt) -> torch.Tensor:
         """[B, 1, N] bool, True from the first protected token of each row on."""
-        first = [length - window for length, window in zip(prompt.lengths, self.windows, strict=True)]
-        position = torch.arange(prompt.keys.shape[2], device=prompt.keys.device)
-        return position >= torch.tensor(first, device=position.device)[:, None, None]
+        return last_tokens(prompt, self.windows)
 
     @property
     def _in_place(self) -> bool:
@@ -69,7 +72,8 @@ class Scorer(Method):
         rows = [self.layer_budgets(length) for length in shape.lengths]
         layers = dict(zip(shape.sparse_layers, zip(*rows, strict=True), strict=True))
         self.budgets: dict[int, tuple[int, ...]] = layers  # of each row, the protected tokens included
-        # of each layer and row, [H, n] that were kept for their scores; not where all that is held is attended
+        # of each layer and row, [H, n] that were kept for their scores, trailing -1; not where all that is held is
+        # attended
         self.scored: dict[int, list[torch.Tensor]] = {}
         self.steps = 0
 
@@ -79,20 +83,48 @@ class Scorer(Method):
         whole = counts == [*prompt.lengths]
         if whole and self._in_place:
             return
+        kept, _ = self.best(layer, prompt)
+        if not whole:
+            self.view.keep(layer, kept)
+        if not self._in_place:
+            self.scored[layer] = [
+                row[:, window:most]
+                for row, window, most in zip(kept, self.windows, self._kept_most(layer, prompt), strict=True)
+            ]
+
+    def best(self, layer: int, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
+        """The protected tokens and those with the best scores.
+
+        Returns:
+            Ids [B, H, n], the protected ones first, then best first, trailing -1; and the scores of all [B, H, N],
+            infinite for protected ones. H is the number of KV heads, or of query heads where each has its own.
+        """
+        counts = [min(pair) for pair in zip(self.budgets[layer], prompt.lengths, strict=True)]
         scores = self.score(layer, prompt).masked_fill(self.protected(prompt), torch.inf)
         real = prompt.valid()
         if real is not None:
             scores = scores.masked_fill(~real[:, None], -torch.inf)
         limits = torch.tensor(counts, device=scores.device)
-        kept = top_earliest(scores, max(counts), limits)  # the protected ones first
+        limits = limits[:, None].expand(scores.shape[:2]) if self.heads is None else self.heads.counts(scores, limits)
+        most = max(self._kept_most(layer, prompt))
+        kept = top_earliest(scores, most, limits)  # the protected ones first
         if self.budget.unified and self.granularity == "query_head":
-            kept = interleave(kept, self.shape.kv_heads, max(counts), limits)
-        if not whole:
-            self.view.keep(layer, kept)
-        if not self._in_place:
-            self.scored[layer] = [
-                row[:, window:count] for row, window, count in zip(kept, self.windows, counts, strict=True)
-            ]
+            of_groups = limits.unflatten(1, (self.shape.kv_heads, -1)).sum(dim=2) // self.shape.group
+            kept = interleave(kept, self.shape.kv_heads, most, of_groups)
+        return kept, scores
+
+    def _kept_most(self, layer: int, prompt: Prompt) -> list[int]:
+        """Tokens of each row that one of its heads may keep."""
+        return [
+            self._most_of_head(min(pair), pair[1]) for pair in zip(self.budgets[layer], prompt.lengths, strict=True)
+        ]
+
+    def _most_of_head(self, capacity: int, length: int) -> int:
+        """Tokens that one head may keep of a prompt of `length` tokens where heads keep `capacity` on average."""
+        if self.heads is None:
+            return capacity
+        choosing = self.shape.kv_heads if self.granularity == "kv_head" else self.shape.query_heads
+        return self.heads.most(capacity, self.recent(self.budget.tokens(length)), length, choosing)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         """All that is held, in place, or of each head what is its own and what C still holds."""
@@ -106,24 +138,39 @@ class Scorer(Method):
                 self.view.keep(layer, self._attended(layer))
 
     def _attended(self, layer: int) -> torch.Tensor:
-        """The scored tokens, the window and the generated ones, [B, H, M]; these as far as C holds them, if they count.
+        """The window and the generated tokens, as far as C holds them if they count, and the scored ones, [B, H, M].
 
         H is the number of query heads where each has its own, of KV heads where not.
         """
         rows = []
         for row, length in enumerate(self.view.lengths(layer)):
-            scored = self.scored[layer][row]
-            oldest = max(self.shape.lengths[row] - self.windows[row], 0)  # the scored part ends before it
+            scored, capacity, prompt = self.scored[layer][row], self.budgets[layer][row], self.shape.lengths[row]
+            oldest = max(prompt - self.windows[row], 0)  # the scored part ends before it
             if self.budget.counts_generated:
-                oldest = max(oldest, length - self.budgets[layer][row] + scored.shape[1])
+                oldest = max(oldest, length - capacity + max(min(capacity, prompt) - self.windows[row], 0))
             newest = torch.arange(oldest, length, device=scored.device)
-            rows.append(torch.cat([scored, newest.expand(scored.shape[0], -1)], dim=1))
+            rows.append(torch.cat([newest.expand(scored.shape[0], -1), scored], dim=1))
         return stacked(rows)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
-        """The layer's share of C, the group's union of it; generated tokens on top of it, unless they count."""
+        """The head's share of C, the group's union of it; generated tokens on top of it, unless they count."""
         capacity = self.layer_budgets(length)[self.shape.sparse_layers.index(layer)]
+        return self._most(self._most_of_head(capacity, length), length, generated)
+
+    def mean_rule(self, length: int, generated: int) -> int:
+        """The shares of layers and heads are C on average, and what comes on top is the same in each."""
+        return self._most(self.budget.tokens(length), length, generated)
+
+    def _most(self, capacity: int, length: int, generated: int) -> int:
+        """Entries that a KV head may attend of `capacity` tokens, the group's union and generated tokens included."""
         if self.granularity == "query_head" and not self.budget.unified:
             window = self.recent(self.budget.tokens(length))
             capacity = window + self.shape.group * (capacity - window)
         return capacity if self.budget.counts_generated else capacity + generated
+
+
+def last_tokens(prompt: Prompt, counts: Sequence[int]) -> torch.Tensor:
+    """[B, 1, N] bool, True from the first of the last `counts` tokens of each row on."""
+    first = [length - count for length, count in zip(prompt.lengths, counts, strict=True)]
+    position = torch.arange(prompt.keys.shape[2], device=prompt.keys.device)
+    return position >= torch.tensor(first, device=position.device)[:, None, None]

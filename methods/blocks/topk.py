@@ -15,7 +15,7 @@ def top(scores: torch.Tensor, most: int, counts: torch.Tensor | None = None) -> 
     Args:
         scores: [B, H, n]; -inf marks what must not be chosen.
         most: entries of a row at most.
-        counts: [B] int64 on the device of the scores, entries of each row; None: `most` of all.
+        counts: [B] or [B, H] int64 on the device of the scores, entries of each row or list; None: `most` of all.
 
     Returns:
         [B, H, min(most, n)] int64, trailing -1; equal scores stand in any order.
@@ -34,15 +34,16 @@ def top_earliest(scores: torch.Tensor, most: int, counts: torch.Tensor | None = 
 
 
 def _cut(values: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
-    """Ranked ids [B, H, n] with -1 in place of what must not be chosen and behind each row's count."""
+    """Ranked ids [B, H, n] with -1 in place of what must not be chosen and behind each count."""
     return _limited(torch.where(values > -torch.inf, ids, -1), counts)
 
 
 def _limited(ids: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
-    """Ids [B, H, n] with -1 after each row's count."""
+    """Ids [B, H, n] with -1 after each row's count, or each list's."""
     if counts is None:
         return ids
-    return torch.where(torch.arange(ids.shape[-1], device=ids.device) < counts[:, None, None], ids, -1)
+    limits = counts.view(counts.shape[0], -1, 1)
+    return torch.where(torch.arange(ids.shape[-1], device=ids.device) < limits, ids, -1)
 
 
 def interleave(
@@ -59,7 +60,7 @@ def interleave(
     Args:
         index: [B, Hq, M] ids, best first, -1 = none.
         most: ids to keep in a row at most.
-        counts: [B] int64 on the device of the ids, those to keep in each row; None: `most` in all.
+        counts: [B] or [B, Hkv] int64 on the device of the ids, those to keep; None: `most` in all.
         protected: [B, Hkv, P] ids that come before all others, -1 = none.
 
     Returns:

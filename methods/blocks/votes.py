@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -13,27 +14,34 @@ Pooling = Literal["max", "mean"]
 Join = Literal["before", "after"]
 
 
-def window_votes(prompt: Prompt, window: int, scaling: float) -> torch.Tensor:
-    """Attention probability each prompt key gets from the last `window` queries, summed; causal inside the window.
+def window_probabilities(prompt: Prompt, window: int, scaling: float) -> Iterator[torch.Tensor]:
+    """Attention probabilities of the last `window` queries over the prompt, causal inside the window.
 
-    Returns:
-        [B, Hq, N] fp32, 0 at and beyond a row's length.
+    Yields:
+        of each KV head, one at a time, [B, G, W, N] fp32; 0 for queries of a row that is shorter than the window.
     """
     queries = prompt.queries[:, :, -window:]
-    batch, kv_heads, count, _ = prompt.keys.shape
+    kv_heads, count = prompt.keys.shape[1:3]
     group, device = queries.shape[1] // kv_heads, queries.device
     lengths = torch.tensor(prompt.lengths, device=device)
     # position of each window query in its row; negative where the row is shorter than the window
     position = lengths[:, None] - queries.shape[2] + torch.arange(queries.shape[2], device=device)
     hidden = torch.arange(count, device=device) > position[..., None]
-    votes = []
-    for head in range(kv_heads):  # one KV head at a time: [B, G, W, N] is the largest tensor alive
+    asked = (position >= 0)[:, None, :, None]
+    for head in range(kv_heads):
         own = queries[:, head * group : (head + 1) * group].float()
         logits = own @ prompt.keys[:, head, None].float().transpose(2, 3) * scaling
         probabilities = logits.masked_fill(hidden[:, None], -torch.inf).softmax(dim=-1)
-        asked = (position >= 0)[:, None, :, None]
-        votes.append(torch.where(asked, probabilities, 0).sum(dim=2))
-    return torch.cat(votes, dim=1).view(batch, -1, count)
+        yield torch.where(asked, probabilities, 0)
+
+
+def window_votes(prompt: Prompt, window: int, scaling: float) -> torch.Tensor:
+    """Attention probability each prompt key gets from the last `window` queries, summed.
+
+    Returns:
+        [B, Hq, N] fp32, 0 at and beyond a row's length.
+    """
+    return torch.cat([attention.sum(dim=2) for attention in window_probabilities(prompt, window, scaling)], dim=1)
 
 
 def pooled_votes(votes: torch.Tensor, heads: int, kernel: int, pooling: Pooling, join: Join) -> torch.Tensor:

@@ -138,6 +138,10 @@ class IceCache(Method):
         self.memory: dict[int, int] = {}  # where the keys lie that the trees of each anchor read
         self.workspaces = [Workspace() for _ in range(torch.get_num_threads())]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy's keys lie elsewhere; its trees are bound to them before they are asked."""
+        return {**self.__dict__, "memory": dict.fromkeys(self.memory, 0)}
+
     def _regions(self, capacity: int) -> Regions:
         large, small = self.page_sizes
         fixed = self.sink_pages + self.window_pages
@@ -164,12 +168,12 @@ class IceCache(Method):
         # the first generated token may open a page, and the window leaves one behind
         count = regions.indexed(self.shape.lengths[row] + 1)
         try:
-            return self.tree(self._keys(layer)[row, head, regions.sinks :], count, layout, self._seed(layer, head))
+            return self.tree(self._keys(layer)[row, head, regions.sinks :], count, layout, self._seed(layer, row, head))
         except ValueError as error:
             raise _not_finite(layer, head, error) from error
 
-    def _seed(self, layer: int, head: int) -> int:
-        return self.context.layer_seed(layer) + head
+    def _seed(self, layer: int, row: int, head: int) -> int:
+        return self.context.layer_seed(layer, row) + head
 
     def end_prefill(self) -> None:
         """Wait for the trees, and arrange the host's memory by their pages."""

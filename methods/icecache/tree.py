@@ -106,6 +106,10 @@ class PagedTree:
         self.arrays.token[:count] = np.arange(count)
         self.arrays.node[ROOT] = (NONE, 1, NONE, 0)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no keys before it is bound to some."""
+        return {**self.__dict__, "arrays": self.arrays._replace(keys=self.arrays.keys[:0])}
+
     def __len__(self) -> int:
         return int(self.arrays.state[POINTS])
 

@@ -130,8 +130,8 @@ class LycheeCluster(Method):
                 for ids, length, capacity in zip(prompt.token_ids, prompt.lengths, self.capacities, strict=True)
             ]
         self.indexes[layer] = [
-            self._index(layer, row, keys) if row.sparse else None
-            for row, keys in zip(self.rows, prompt.keys, strict=True)
+            self._index(layer, number, keys) if row.sparse else None
+            for number, (row, keys) in enumerate(zip(self.rows, prompt.keys, strict=True))
         ]
 
     def _regions(self, ids: torch.Tensor, capacity: int) -> Regions:
@@ -140,11 +140,12 @@ class LycheeCluster(Method):
         text = Text(ids, self.cutter, buffer, self.shape.device, sinks, not self.seed_buffer, self.packing)
         return Regions(text, capacity, sinks, room)
 
-    def _index(self, layer: int, row: Regions, keys: torch.Tensor) -> ClusterIndex:
-        """An index of the chunks so far, from keys [Hkv, n, D] of all tokens up to their end."""
-        chunks = row.text.chunks
+    def _index(self, layer: int, row: int, keys: torch.Tensor) -> ClusterIndex:
+        """An index of a row's chunks so far, from keys [Hkv, n, D] of all tokens up to their end."""
+        chunks = self.rows[row].text.chunks
         representatives = pooled(keys, chunks.bounds, self.layout.pooling)
-        return ClusterIndex(representatives, chunks.lengths, self.layout, keys.dtype, self.context.generator(layer))
+        generator = self.context.generator(layer, row=row)
+        return ClusterIndex(representatives, chunks.lengths, self.layout, keys.dtype, generator)
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """Read the new tokens; a full buffer, or its oldest tokens, become chunks."""
@@ -164,7 +165,7 @@ class LycheeCluster(Method):
                     index.graft(representatives[:, chunk], length)
             elif index is None and row.sparse:
                 keys = keys_of_row(self.view, layer, number, 0, end, self.shape.device)
-                self.indexes[layer][number] = self._index(layer, row, keys)
+                self.indexes[layer][number] = self._index(layer, number, keys)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         """The buffer, newest first, the sinks, and the chunks of the best clusters."""

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+class Job(Future[T]):
+    """What a job will have found; whoever copies it waits for it, and shares it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Job[T]:
+        wait([self])
+        return self
 
 
 class Batch:
@@ -24,7 +32,7 @@ class Batch:
 
     def submit(self, job: Callable[..., T], *arguments: Any) -> Future[T]:
         """To be run after the next `flush`."""
-        future: Future[T] = Future()
+        future: Job[T] = Job()
         self._waiting.append((future, partial(job, *arguments)))
         return future
 

@@ -38,6 +38,8 @@ class Evictions:
         self._view, self.keep = view, keep
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a copy asks before it has a view
+            raise AttributeError(name)
         return getattr(self._view, name)
 
 
@@ -100,7 +102,7 @@ class RACC(Method):
         settings = {"window": prompt_window, "kernel": kernel, "pooling": pooling, "granularity": granularity}
         self.granularity = granularity
         self.compressor = compressors[compressor](**settings) if compressor != "none" else None
-        self.needs = Needs(query_window=prompt_window if self.compressor else 0, on_drop="offload")
+        self.needs = Needs(query_window=prompt_window if self.compressor else 0, queries=True, on_drop="offload")
 
     # -- a new generation ------------------------------------------------------------------------------------------
 

@@ -258,12 +258,18 @@ class Retrieval:
         self._jobs.flush()
 
     def _retriever(self, layer: int) -> Retriever:
-        def read(row: int, head: int, tokens: Tokens) -> Any:
-            return self.view.host_keys(layer)[row, head, torch.from_numpy(tokens)].float().numpy()
-
-        seed = self.context.layer_seed(layer)
+        seeds = [self.context.layer_seed(layer, row) for row in range(self.shape.batch)]
         index = [
-            [KeyIndex(self.settings, partial(read, row, head), seed + head) for head in range(self.shape.kv_heads)]
-            for row in range(self.shape.batch)
+            [
+                KeyIndex(self.settings, partial(_keys, self.view, layer, row, head), seed + head)
+                for head in range(self.shape.kv_heads)
+            ]
+            for row, seed in enumerate(seeds)
         ]
         return Retriever(layer, index, self._jobs.submit, self.link, partial(self.view.count_read, layer), self.log)
+
+
+def _keys(view: View, layer: int, row: int, head: int, tokens: Tokens) -> Floats:
+    """Keys [n, D] of tokens on the host."""
+    keys: Floats = view.host_keys(layer)[row, head, torch.from_numpy(tokens)].float().numpy()
+    return keys

@@ -1,0 +1,33 @@
+"""Sinks that a model has learned (gpt-oss): a logit of each query head, which takes its share of the softmax and adds
+nothing to the output. In a decode step a sink is one more entry, with a value of zero, which every executor knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from kvbench.method import Extra, Selection
+
+
+def softmax(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Weights of logits [B, Hkv, G, ..., n] beside sinks [Hq], which get the rest of 1; None: there are none."""
+    if sinks is None:
+        return logits.softmax(dim=-1)
+    own = sinks.to(logits.dtype).view(1, *logits.shape[1:3], *[1] * (logits.ndim - 3)).expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, own], dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def with_sinks(selection: Selection, sinks: torch.Tensor, key: torch.Tensor) -> Selection:
+    """A selection with sinks [Hq] as its last extra entry; `key` [B, Hkv, n, D] is like the stored ones."""
+    batch, kv_heads, _, head_dim = key.shape
+    nothing = key.new_zeros(batch, kv_heads, 1, head_dim)
+    sink = Extra(nothing, nothing, sinks.float().view(1, -1, 1).expand(batch, -1, 1))
+    if (extra := selection.extra) is not None:
+        sink = Extra(
+            torch.cat([extra.key, sink.key], dim=2),
+            torch.cat([extra.value, sink.value], dim=2),
+            torch.cat([extra.log_weight.float(), sink.log_weight], dim=2),
+        )
+    return replace(selection, extra=sink)

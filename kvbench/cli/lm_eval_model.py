@@ -1,0 +1,281 @@
+"""The model `kvbench` of lm-eval: its `hf` model, but every token that is scored or generated comes through a method.
+
+Texts become tokens, and tokens texts, as in lm-eval's `hf` model, which this one inherits from: with full attention
+both give the same scores. What is asked of the model goes through the measured loop (`kvbench.engine.generate`).
+
+A continuation is scored as it would have been generated. All of its context but the last token is prefilled, once for
+all continuations of that context; the last token and then the continuation's own are read one by one as decode steps,
+so that the method decides what each scored token's predecessor attends. A context of one token, as an empty one is (BOS
+alone), has nothing to choose from: the model's answer to it is every method's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
+
+import kvbench
+from kvbench.cli.lm_eval import LM_EVALS_OWN, setup_config
+from kvbench.config import HARNESS_KEYS, ConfigError, show
+from kvbench.engine.footprint import Prompts
+from kvbench.engine.generate import Generation, generate
+from kvbench.engine.packed import pack
+from kvbench.engine.prefilled import prefill_once
+from kvbench.measure.arm import Setup, ends_at
+from kvbench.runs.run import set_up
+from kvbench.runs.summary import summarise
+
+# What of the options of lm-eval's `hf` model is not about loading a model.
+HF_OPTIONS = (
+    "max_length",
+    "truncation",
+    "add_bos_token",
+    "prefix_token_id",
+    "think_end_token",
+    "enable_thinking",
+    "chat_template_args",
+)
+
+log = logging.getLogger(__name__)
+
+
+@register_model("kvbench")
+class KVBenchLM(HFLM):  # type: ignore[misc]
+    """lm-eval's model `kvbench`.
+
+    Args:
+        batch_size: contexts that are read together, a whole number.
+        device: as a run's, "auto" where lm-eval names none.
+        max_batch_size: lm-eval's own, for batch sizes that are found out; unused.
+        settings: keys of a run that say what generates (`pretrained` or `model.path`, `method`, `budget`, `dtype`,
+            `protocol.accounting`, `method.page_size`, ...), and options of lm-eval's `hf` model (`HF_OPTIONS`).
+
+    Attributes:
+        setup: what generates.
+
+    Raises:
+        ConfigError: bad settings, before a model is loaded.
+    """
+
+    def __init__(
+        self,
+        batch_size: int | str | None = 1,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+        **settings: Any,
+    ) -> None:
+        if not str(batch_size).isdecimal() or int(str(batch_size)) < 1:
+            raise ConfigError(f"--batch_size={batch_size}: expected a whole number, 1 or more")
+        options = {key: settings.pop(key) for key in HF_OPTIONS if key in settings}
+        config = setup_config({"device": device or "auto", **settings})
+        if config["threads"]:
+            torch.set_num_threads(config["threads"])
+        self.setup: Setup = set_up(config, Prompts(0))
+        loaded = self.setup.loaded
+        options["max_length"] = options.get("max_length") or loaded.window
+        logger = logging.getLogger(HFLM.__module__)
+        logger.disabled = True  # it tells at length that a model which it did not load itself is not its own
+        try:
+            super().__init__(loaded.model, "causal", tokenizer=loaded.tokenizer, batch_size=batch_size, **options)
+        finally:
+            logger.disabled = False
+        self._parameters = loaded.model.num_parameters()
+        pack(loaded.model)  # now that it has tied the weights
+        self._audits: dict[str, list[Mapping[str, Any]]] = {}
+        self._broken = False
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval's results say of the model: under "kvbench" what generated, and what was attended and moved.
+
+        The audit is one for texts generated and one for continuations scored, each as of a run's summary, with
+        `attended_share`, the entries attended over C.
+        """
+        setup, config = self.setup, self.setup.config
+        options = {key: value for key, value in config["method"].items() if key not in HARNESS_KEYS}
+        protocol = asdict(setup.protocol).items()
+        return {
+            "model_num_parameters": self._parameters,
+            "model_dtype": str(setup.loaded.model.dtype),
+            "model_revision": setup.loaded.revision,
+            "kvbench": {
+                "version": kvbench.__version__,
+                "model": setup.loaded.name,
+                "method": {"name": config["method"]["name"], **options},
+                "budget": setup.budget.size,
+                "protocol": {key: value for key, value in protocol if f"protocol.{key}" not in LM_EVALS_OWN},
+                "dense_layers": list(setup.dense_layers),
+                "seed": config["seed"],
+                "audit": {asked: _combined(audits) for asked, audits in self._audits.items()},
+            },
+        }
+
+    def _note(self, asked: str, generation: Generation, broken: str | None) -> None:
+        """Keep a generation's audit, if it had a step to audit; the first that broke the method's rule is told."""
+        if generation.step_ms:
+            self._audits.setdefault(asked, []).append(generation.audit)
+        if broken is not None and not self._broken:
+            self._broken = True
+            log.warning("over_rule: %s", broken)
+
+    # -- generating ------------------------------------------------------------------------------------------------
+
+    def _model_generate(
+        self, context: torch.Tensor, max_length: int, stop: Sequence[str], **options: Any
+    ) -> torch.Tensor:
+        """Greedy tokens after contexts [B, N], left-padded as `attention_mask` says, as [B, N + new]."""
+        kept = options.pop("attention_mask").bool()
+        if options.get("do_sample") or options.get("num_beams", 1) > 1:
+            raise ConfigError(
+                f"--gen_kwargs: the task asks for {show(options)}, and kvbench generates greedily; expected "
+                "do_sample=False num_beams=1"
+            )
+        setup, tokenizer = self.setup, self.tokenizer
+        rows = [ids[there].tolist() for ids, there in zip(context.cpu(), kept.cpu(), strict=True)]
+        new_tokens = max_length - context.shape[1]
+        engine = setup.engine(rows, new_tokens)
+        generation = generate(
+            setup.loaded.model,
+            rows,
+            engine,
+            max_new_tokens=new_tokens,
+            stop_ids=set(setup.loaded.stop_ids),
+            ends=ends_at(tokenizer, stop, skip_special_tokens=False),
+            prefill_chunk=setup.protocol.prefill_chunk,
+        )
+        self._note("generate_until", generation, engine.audit.broken())
+        longest = max(map(len, generation.tokens))
+        padded = [tokens + [tokenizer.pad_token_id] * (longest - len(tokens)) for tokens in generation.tokens]
+        return torch.cat([context, torch.tensor(padded, device=context.device)], dim=1)
+
+    # -- scoring ---------------------------------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation after its context, and whether it is the greedy one.
+
+        Args:
+            requests: what lm-eval caches the answer under, token ids of the context, and of the continuation.
+            disable_tqdm: no progress bar.
+            override_bs: contexts that are read together, in place of `batch_size`.
+        """
+        contexts: dict[tuple[int, ...], list[int]] = {}
+        for index, (_, context, continuation) in enumerate(requests):
+            contexts.setdefault(self._fitting(context, continuation), []).append(index)
+        longest_first = sorted(contexts, key=len, reverse=True)
+        answers: dict[int, tuple[float, bool]] = {}
+        size = override_bs or self.batch_size
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
+            for start in range(0, len(longest_first), size):
+                batch = longest_first[start : start + size]
+                asked = [contexts[context] for context in batch]
+                for index, answer in self._scored(batch, asked, [continuation for *_, continuation in requests]):
+                    answers[index] = answer
+                    if requests[index][0] is not None:  # else a window of a longer text, which has a key of its own
+                        self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
+                    bar.update()
+        return [answers[index] for index in range(len(requests))]
+
+    def _fitting(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[int, ...]:
+        """What of a context has room in the window before a continuation, whose last token is never read.
+
+        Raises:
+            ConfigError: there is no room for the continuation itself.
+        """
+        room = self.max_length + 1 - len(continuation)
+        if room < 1:
+            raise ConfigError(
+                f"max_length={self.max_length}: expected {len(continuation)} or more, the tokens of a continuation"
+            )
+        return tuple(context[-room:])
+
+    def _scored(
+        self, contexts: Sequence[Sequence[int]], asked: Sequence[Sequence[int]], continuations: Sequence[list[int]]
+    ) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """The answers to a batch of contexts, of each of which some continuations are asked for by their index."""
+        setup = self.setup
+        rows = [list(context[:-1] or context) for context in contexts]
+        given = [
+            [[*context[len(row) :], *continuations[index]] for index in own]
+            for context, row, own in zip(contexts, rows, asked, strict=True)
+        ]
+        longest = max(len(tokens) for own in given for tokens in own)
+        chunk = setup.protocol.prefill_chunk
+        model = setup.loaded.model
+        prefilled = prefill_once(model, rows, [setup.method.needs], max_new_tokens=longest, chunk=chunk)
+        for turn in range(max(map(len, asked))):
+            # A row whose continuations are all scored rests: it has nothing to read but its context.
+            now = [own[turn] if turn < len(own) else [0] for own in given]
+            likelihoods = Likelihoods(now)
+            engine = setup.engine(rows, longest)
+            new_tokens = max(map(len, now))
+            generation = generate(
+                model, rows, engine, max_new_tokens=new_tokens, given=now, prefilled=prefilled, watch=likelihoods
+            )
+            self._note("loglikelihood", generation, engine.audit.broken())
+            for row, own in enumerate(asked):
+                if turn < len(own):
+                    if len(contexts[row]) == 1:
+                        likelihoods.add(row, self._after_one(contexts[row][0]), now[row][0])
+                    yield own[turn], (likelihoods.sums[row], likelihoods.greedy[row])
+
+    @torch.inference_mode()
+    def _after_one(self, token: int) -> torch.Tensor:
+        """Logits [vocabulary] of what comes after a text of one token."""
+        ids = torch.tensor([[token]], device=self.device)
+        logits: torch.Tensor = self.setup.loaded.model(input_ids=ids, use_cache=False).logits
+        return logits[0, -1]
+
+
+class Likelihoods:
+    """Adds up the log-probabilities of given tokens, row by row; `watch` of `generate`.
+
+    Args:
+        given: the tokens of each row; all but the first are predicted by a step.
+
+    Attributes:
+        sums: natural logarithms of what was predicted so far, of each row.
+        greedy: whether each of these tokens was the likeliest one.
+    """
+
+    def __init__(self, given: Sequence[Sequence[int]]) -> None:
+        self._given, self._step = given, 0
+        self.sums, self.greedy = [0.0] * len(given), [True] * len(given)
+
+    def __call__(self, logits: torch.Tensor) -> None:
+        """Take the next step's logits [B, vocabulary]."""
+        self._step += 1
+        for row, tokens in enumerate(self._given):
+            if self._step < len(tokens):
+                self.add(row, logits[row], tokens[self._step])
+
+    def add(self, row: int, logits: torch.Tensor, token: int) -> None:
+        """Take the logits [vocabulary] that predict the next token of a row.
+
+        Raises:
+            FloatingPointError: they are no numbers.
+        """
+        logits = logits.float()
+        likelihood = float(logits[token] - logits.logsumexp(dim=-1))
+        if math.isnan(likelihood):
+            raise FloatingPointError("the model's logits are NaN or infinite")
+        self.sums[row] += likelihood
+        self.greedy[row] &= int(logits.argmax()) == token
+
+
+def _combined(audits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One audit of many generations, and how much of the budget was attended."""
+    audit: dict[str, Any] = summarise([{"audit": audit} for audit in audits], "")["audit"]
+    budget = audit.get("budget")
+    return {**audit, "generations": len(audits), "attended_share": audit["attended_mean"] / budget if budget else None}

@@ -1,0 +1,143 @@
+"""Later turns of a conversation, several tokens that are read at once, and tokens that are taken back.
+
+The tokens of a turn attend all that any tier still has, and themselves, causally. Behind the last layer they are stored
+one after the other, and the method learns of each as of a generated token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from kvbench.attention import torch as dense
+from kvbench.attention.executor import Executor
+from kvbench.attention.sinks import with_sinks
+from kvbench.engine.audit import Audit
+from kvbench.engine.positions import CachePositions
+from kvbench.memory.store import LayerStore
+from kvbench.method import Method, Selection, Shape
+from kvbench.spans import Spans
+
+
+class Turn:
+    """One forward pass of several tokens after the prompt.
+
+    Args:
+        token_ids: [B, q].
+        shape, method, stores, positions, executor, audit, spans: of the engine that reads it.
+    """
+
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        shape: Shape,
+        method: Method,
+        stores: Mapping[int, LayerStore],
+        positions: CachePositions | None,
+        executor: Executor,
+        audit: Audit,
+        spans: Spans,
+    ) -> None:
+        self._tokens, self._shape, self._method, self._stores = token_ids.cpu(), shape, method, stores
+        self._positions, self._executor, self._audit, self._spans = positions, executor, audit, spans
+        self._asks = method.needs.queries or method.needs.probabilities
+        # of each layer so far: query, key and value [B, H, q, D], and its sinks
+        self._read: dict[int, tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]] = {}
+        audit.start_turn()
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attention of the next layer; arguments as of `Engine.attend`."""
+        store, sparse = self._stores[layer], layer in self._shape.sparse_layers
+        self._read[layer] = (query if sparse and self._asks else query[:, :0], key, value), sinks
+        with self._spans("attention"):
+            self._audit.moved(store.host_bytes())
+            past, past_value, mask = store.remaining()
+            if self._positions is not None and sparse:
+                query, key, past = self._positions.of_turn(query, key, past, store)
+            out = dense.turn(query, key, value, (past, past_value, mask), self._shape.scaling, sinks)
+        if layer == self._shape.full_layers[-1]:
+            with self._spans("index_update"):
+                self._take_in()
+        return out
+
+    def _take_in(self) -> None:
+        """Store the tokens, and have the method learn of them: a decode step each, without its attention."""
+        everyone = torch.ones(len(self._tokens), dtype=torch.bool)
+        for at, tokens in enumerate(self._tokens.T):
+            self._method.step(tokens, torch.tensor(self._stores[self._shape.full_layers[-1]].lengths), everyone)
+            for layer, (parts, sinks) in self._read.items():
+                query, key, value = (part[:, :, at : at + 1] for part in parts)
+                self._stores[layer].append(key, value)
+                if layer in self._shape.sparse_layers:
+                    self._learn(layer, query, key, value, sinks)
+            self._method.end_step()
+        self._read.clear()
+        self._audit.end_turn(self._tokens.shape[1])
+
+    def _learn(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:
+        self._method.append(layer, key, value)
+        if not self._asks:
+            return
+        selection = self._method.select(layer, query)
+        if self._method.needs.probabilities:
+            store, attended = self._stores[layer], selection
+            if sinks is not None:
+                attended = with_sinks(selection or Selection(store.resident_ids()), sinks, key)
+            _, weights = self._executor(query, store, attended, self._shape.scaling, True)
+            assert weights is not None
+            self._method.observe(layer, selection, weights if sinks is None else weights[..., :-1])
+
+
+def take_back(method: Method, stores: Mapping[int, LayerStore], sparse_layers: Collection[int], count: int) -> None:
+    """Take the last `count` tokens of every row back.
+
+    Raises:
+        ValueError: the method cannot, or tokens were dropped.
+    """
+    if not method.needs.crops or not all(store.complete for store in stores.values()):
+        raise ValueError(
+            f"{type(method).__name__} takes no tokens back: its needs do not say crops=True, or it dropped some"
+        )
+    for layer, store in stores.items():
+        store.lengths = [length - count for length in store.lengths]
+        store.device.crop(count)
+        if layer in sparse_layers:
+            method.crop(layer)
+
+
+class Transcript:
+    """The token ids that a cache has read, which the next turn goes on from."""
+
+    def __init__(self) -> None:
+        self._parts: list[torch.Tensor] = []
+
+    def add(self, token_ids: torch.Tensor) -> None:
+        """The next columns, [B, q]; -1 where the id is not known, or is padding."""
+        self._parts.append(token_ids)
+
+    def cut(self, count: int) -> None:
+        """Forget the last `count` columns."""
+        ids = self._ids()
+        self._parts = [ids[:, : ids.shape[1] - count]]
+
+    def check(self, token_ids: torch.Tensor) -> None:
+        """Whether token_ids [B, n] begin with what was read.
+
+        Raises:
+            ValueError: they do not, or hold nothing new.
+        """
+        known, given = self._ids(), token_ids.shape[1]
+        seen, known = known.shape[1], known[:, :given]
+        differ = ((known != token_ids[:, :seen].to(known.device)) & (known >= 0)).any(dim=0)
+        if bool(differ.any()) or given <= seen:
+            why = f"column {int(differ.int().argmax())} differs" if bool(differ.any()) else f"it has {given} columns"
+            raise ValueError(
+                f"this KVCache has read {seen} tokens, and the input does not go on from them ({why}): give it the "
+                "tokens that generate returned and the new turn after them, or take a new KVCache (or reset() this one)"
+            )
+
+    def _ids(self) -> torch.Tensor:
+        self._parts = [torch.cat(self._parts, dim=1)]
+        return self._parts[0]

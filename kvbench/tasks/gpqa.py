@@ -1,0 +1,98 @@
+"""GPQA-diamond: 198 questions of science with four choices, asked and scored as simple-evals does.
+
+Its authors ask that the text appears nowhere in the open, so the data is gated and neither prompts nor choices are
+stored with results: an answer is a letter. What a model writes is stored, and may repeat a question: such results are
+not for publication.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from kvbench.tasks import Sample, Task
+from kvbench.tasks.sources import HubFile, Row, local_or_hub, rows_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FILE = "gpqa_diamond.csv"
+HUB = HubFile("Idavidrein/gpqa", FILE, megabytes=1.4, gated=True)
+
+_STRINGS: dict[str, str] = yaml.safe_load(
+    Path(__file__).with_name("data").joinpath("gpqa.yaml").read_text(encoding="utf-8")
+)
+LETTERS = "ABCD"
+CHOICES = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+FIELDS: Mapping[str, type | tuple[type, ...]] = {"Question": str} | dict.fromkeys(CHOICES, (str, int, float))
+ANSWER = re.compile(r"(?i)Answer[ \t]*:[ \t]*\$?([A-D])\$?")
+
+
+class Gpqa(Task):
+    """All questions; the order of a question's choices is simple-evals' of the first of its repeats.
+
+    Attributes:
+        sources: the file.
+    """
+
+    name = "gpqa"
+    metric = "accuracy"
+    stored = True
+
+    def __init__(self, max_new_tokens: int = 32768, data_dir: str | None = None) -> None:
+        """Check the options.
+
+        Args:
+            max_new_tokens: tokens to generate at most.
+            data_dir: folder of gpqa_diamond.csv; None: the hub's, for which a token is needed.
+        """
+        self.max_new_tokens = max_new_tokens
+        self._file = local_or_hub(data_dir, HUB, FILE)
+        self.sources = (self._file,)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def samples(self, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Iterator[Sample]:
+        """All questions, shuffled by the seed; which choice is A does not depend on it.
+
+        Raises:
+            ValueError: the file cannot be had or read as what it should be.
+        """
+        generator = random.Random(0)
+        found = [self._sample(row, generator.sample(range(4), 4)) for row in self._rows]
+        random.Random(f"gpqa/{seed}").shuffle(found)
+        yield from found
+
+    def score(self, sample: Sample, output: str) -> dict[str, float]:
+        """Whether the letter after the first "Answer:" is the right one."""
+        found = ANSWER.search(output)
+        # As officially: a letter in lower case is found, and is wrong.
+        return {"accuracy": float(found is not None and found[1] == sample.answers[0])}
+
+    @functools.cached_property
+    def _rows(self) -> list[Row]:
+        return rows_of(self._file, FIELDS)
+
+    def _sample(self, row: Row, order: list[int]) -> Sample:
+        id = f"gpqa-{row.line - 1}"
+        if row.error:
+            return Sample(id, "", (), self.max_new_tokens, error=row.error)
+        choices = [str(row.data[CHOICES[choice]]) for choice in order]
+        question = _STRINGS["question"].format(
+            question=row.data["Question"], **dict(zip(LETTERS, choices, strict=True))
+        )
+        return Sample(
+            id=id,
+            prompt=_STRINGS["before"] + question,
+            answers=(LETTERS[choices.index(str(row.data[CHOICES[0]]))],),
+            max_new_tokens=self.max_new_tokens,
+            question=question,
+            chat=True,
+        )

@@ -1,0 +1,117 @@
+"""LongBench v2: 503 questions with four choices about texts of 8k to 2M words.
+
+Prompts, cuts and the reading of an answer follow THUDM/LongBench, `pred.py` and `result.py`, without its chain of
+thought, which asks a second time. The score is that of all questions together; those of the easy and the hard, and of
+short, medium and long texts, stand beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from kvbench.tasks import Sample, Task
+from kvbench.tasks.sources import HubFile, Row, local_or_hub, rows_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HUB = HubFile("zai-org/LongBench-v2", "data.json", megabytes=465)
+
+_STRINGS: dict[str, str] = yaml.safe_load(
+    Path(__file__).with_name("data").joinpath("longbench_v2.yaml").read_text(encoding="utf-8")
+)
+NEW_TOKENS = 128
+PLACES = {
+    "$DOC$": "context",
+    "$Q$": "question",
+    "$C_A$": "choice_A",
+    "$C_B$": "choice_B",
+    "$C_C$": "choice_C",
+    "$C_D$": "choice_D",
+}
+KINDS = {"difficulty": ("easy", "hard"), "length": ("short", "medium", "long")}
+FIELDS = dict.fromkeys(("_id", *PLACES.values(), "answer", *KINDS), str)
+ANSWERS = (re.compile(r"The correct answer is \(([A-D])\)"), re.compile(r"The correct answer is ([A-D])"))
+
+
+class LongBenchV2(Task):
+    """All questions.
+
+    Attributes:
+        max_length: tokens of the longest raw prompt, whose middle is cut out; None: what the model's window has room
+            for.
+        sources: the file.
+    """
+
+    name = "longbench_v2"
+    metric = "accuracy"
+    stored = True
+
+    def __init__(self, max_length: int | None = 120_000, data_dir: str | None = None) -> None:
+        if max_length is not None and (type(max_length) is not int or max_length < 2):
+            raise ValueError(f"task.max_length={max_length}: a number of tokens, 2 or more, or null")
+        self.max_length = max_length
+        self._file = local_or_hub(data_dir, HUB, "data.json")
+        self.sources = (self._file,)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def samples(self, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Iterator[Sample]:
+        """All questions, shuffled by the seed.
+
+        Raises:
+            ValueError: the file cannot be had or read as what it should be.
+        """
+        found = [self._sample(row) for row in self._rows]
+        random.Random(f"longbench_v2/{seed}").shuffle(found)
+        yield from found
+
+    def score(self, sample: Sample, output: str) -> dict[str, float]:
+        """Right or wrong, once more by the names of the question's difficulty and of the text's length."""
+        right = float(answer_in(output) == sample.answers[0])
+        return {"accuracy": right, **{sample.meta[kind]: right for kind in KINDS}}
+
+    @functools.cached_property
+    def _rows(self) -> list[Row]:
+        return rows_of(self._file, FIELDS)
+
+    def _sample(self, row: Row) -> Sample:
+        data, error = row.data, row.error
+        for kind, names in KINDS.items():
+            if not error and data[kind] not in names:
+                error = f"{self._file.label}, line {row.line}: field {kind}: expected one of {', '.join(names)}"
+        if error:
+            return Sample(f"longbench_v2-line{row.line}", "", (), NEW_TOKENS, error=error)
+        question = _filled(_STRINGS["question"], data)
+        return Sample(
+            id=f"longbench_v2-{data['_id']}",
+            prompt=_filled(_STRINGS["before"], data) + question,
+            answers=(data["answer"],),
+            max_new_tokens=NEW_TOKENS,
+            question=question,
+            meta={kind: data[kind] for kind in KINDS},
+            chat=True,
+            truncate=True,
+            max_length=self.max_length,
+        )
+
+
+def _filled(text: str, data: dict[str, str]) -> str:
+    """The text with a question's parts in it; as officially one after the other, so that a part may hold a place."""
+    for place, field in PLACES.items():
+        text = text.replace(place, data[field].strip())
+    return text
+
+
+def answer_in(output: str) -> str | None:
+    """The letter that an output says is the correct answer, or None."""
+    plain = output.strip().replace("*", "")
+    return next((found[1] for pattern in ANSWERS if (found := pattern.search(plain))), None)

@@ -1,0 +1,208 @@
+"""Two benchmarks by the name of LongGenBench, both of one short prompt and a very long output.
+
+`longgenbench` is mozhu621's (Wu et al. 2024), which IceCache and RACC run: diaries, menus, skyscrapers and blocks of a
+town, part by part. What is counted here is how many of the parts there are, its completion rate. Whether a part tells
+what it should is for a judge, another model: `kvbench judge` writes the questions and reads its replies.
+
+`longgenbench_gsm8k` is that of Liu et al. 2024 as SCOPE runs it: thirty or sixty problems of GSM8K in one prompt.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import yaml
+
+from kvbench.tasks import Sample, Task
+from kvbench.tasks.sources import LocalFile, Row, rows_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_STRINGS: dict[str, dict[str, str]] = yaml.safe_load(
+    Path(__file__).with_name("data").joinpath("longgenbench.yaml").read_text(encoding="utf-8")
+)
+
+Size = Literal["short", "long"]
+Variant = Literal["plain", "llama3"]
+
+CHECKS = ("once", "range", "periodic")
+FIELDS = {"prompt": str, "type": str, "prefix": str, "number": int} | {f"checks_{kind}": dict for kind in CHECKS}
+
+PROBLEMS = {30: "gsm8k_30.jsonl", 60: "gsm8k_60.jsonl"}
+GOLD = re.compile(r"####\s*(\d+)")
+# As officially without a sign, a comma or a fraction, on both sides; an answer without these words lends its place to
+# the next one that has them.
+FOUND = re.compile(r"Answer_\d+:\s*.*?answer is (\d+)", re.DOTALL)
+
+
+class LongGenBench(Task):
+    """mozhu621's: four scenarios of 100 prompts, a group each. Prompts are raw and end with the output's beginning.
+
+    Attributes:
+        sources: the file.
+    """
+
+    name = "longgenbench"
+    metric = "completion"
+    stored = True
+
+    def __init__(self, size: Size = "short", max_new_tokens: int = 16000, data_dir: str | None = None) -> None:
+        """Check the options.
+
+        Args:
+            size: "short", of 52 or 100 parts, or "long", of 300 to 365.
+            max_new_tokens: tokens to generate at most; officially 16,000 of short ones and 32,000 of long ones.
+            data_dir: folder of Dataset_short.json and Dataset_long.json.
+        """
+        if size not in get_args(Size):
+            raise ValueError(f"task.size={size}: one of {', '.join(get_args(Size))}")
+        self.max_new_tokens = max_new_tokens
+        self._file = _given(data_dir, f"Dataset_{size}.json", "Dataset of the repository mozhu621/LongGenBench")
+        self.sources = (self._file,)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def samples(self, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Iterator[Sample]:
+        """All prompts, shuffled by the seed.
+
+        Raises:
+            ValueError: the file cannot be had or read as what it should be.
+        """
+        found = [self._sample(row) for row in self._rows]
+        random.Random(f"longgenbench/{seed}").shuffle(found)
+        yield from found
+
+    def score(self, sample: Sample, output: str) -> dict[str, float]:
+        """The share of the parts 1 to N that the output has."""
+        there, number = parts(sample.meta, output), sample.meta["number"]
+        return {"completion": len(there.keys() & set(range(1, number + 1))) / number}
+
+    def questions(self, sample: Sample, output: str) -> dict[str, str]:
+        """What a judge is asked, by the check's kind and its part's number; "" where the output has no such part."""
+        there, ask = parts(sample.meta, output), _STRINGS["blocks"]["judge"]
+        return {
+            f"{kind}/{part}": ask.format(block=there[int(part)], event=event) if int(part) in there else ""
+            for kind in CHECKS
+            for part, event in sample.meta[f"checks_{kind}"].items()
+        }
+
+    @functools.cached_property
+    def _rows(self) -> list[Row]:
+        return rows_of(self._file, FIELDS)
+
+    def _sample(self, row: Row) -> Sample:
+        id, data = f"longgenbench-{row.line - 1}", row.data
+        if row.error:
+            return Sample(id, "", (), self.max_new_tokens, error=row.error)
+        return Sample(
+            id=id,
+            prompt=data["prompt"],
+            answers=(),
+            max_new_tokens=self.max_new_tokens,
+            group=data["type"],
+            meta={field: data[field] for field in FIELDS if field != "prompt"},
+            stop=(_STRINGS["blocks"]["stop"],),
+        )
+
+
+def parts(meta: Mapping[str, Any], output: str) -> dict[int, str]:
+    """The parts of an output by their numbers, of each the first.
+
+    A part has its number after the first mention of its type, as in "Floor 7".
+    """
+    strings = _STRINGS["blocks"]
+    found: dict[int, str] = {}
+    for block in (meta["prefix"] + output.partition(strings["stop"])[0]).split(strings["separator"]):
+        named = re.search(rf"{meta['type']} (\d+)", block)
+        if named:
+            found.setdefault(int(named[1]), block)
+    return found
+
+
+class ManyProblems(Task):
+    """Problems of GSM8K, many in one prompt, as SCOPE runs them; the share of those with the right number.
+
+    Attributes:
+        sources: the file.
+    """
+
+    name = "longgenbench_gsm8k"
+    metric = "accuracy"
+    stored = True
+
+    def __init__(
+        self,
+        problems: int = 30,
+        variant: Variant = "llama3",
+        max_new_tokens: int = 4096,
+        data_dir: str | None = None,
+    ) -> None:
+        """Check the options.
+
+        Args:
+            problems: in one prompt, 30 or 60.
+            variant: "llama3", the task in the marks that SCOPE writes for Llama 3, or "plain", as for others.
+            max_new_tokens: tokens to generate at most; officially 4,096 for 30 problems and 7,950 for 60.
+            data_dir: folder of gsm8k_30.jsonl and gsm8k_60.jsonl.
+        """
+        if problems not in PROBLEMS:
+            raise ValueError(f"task.problems={problems}: one of {', '.join(map(str, PROBLEMS))}")
+        if variant not in get_args(Variant):
+            raise ValueError(f"task.variant={variant}: one of {', '.join(get_args(Variant))}")
+        self.variant, self.max_new_tokens = variant, max_new_tokens
+        self._file = _given(data_dir, PROBLEMS[problems], "data/LongGenBench/gsm8k of the repository Linking-ai/SCOPE")
+        self.sources = (self._file,)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def samples(self, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Iterator[Sample]:
+        """All prompts, shuffled by the seed.
+
+        Raises:
+            ValueError: the file cannot be had or read as what it should be.
+        """
+        found = [self._sample(row) for row in self._rows]
+        random.Random(f"longgenbench_gsm8k/{seed}").shuffle(found)
+        yield from found
+
+    def score(self, sample: Sample, output: str) -> dict[str, float]:
+        """The share of the problems whose number the output has in their place."""
+        pairs = zip(sample.answers, FOUND.findall(output), strict=False)
+        return {"accuracy": sum(gold == found for gold, found in pairs) / len(sample.answers)}
+
+    @functools.cached_property
+    def _rows(self) -> list[Row]:
+        return rows_of(self._file, {"prompt": str, "answers": list})
+
+    def _sample(self, row: Row) -> Sample:
+        id, error, strings = f"longgenbench_gsm8k-{row.line - 1}", row.error, _STRINGS["gsm8k"]
+        golds = [] if error else [GOLD.search(str(answer)) for answer in row.data["answers"]]
+        if not error and not golds:
+            error = f"{self._file.label}, line {row.line}: field answers: empty"
+        if error:
+            return Sample(id, "", (), self.max_new_tokens, error=error)
+        return Sample(
+            id=id,
+            prompt=strings[self.variant].format(task=strings["task"]) + row.data["prompt"],
+            answers=tuple(gold[1] if gold else "" for gold in golds),  # "": none with a number, and never right
+            max_new_tokens=self.max_new_tokens,
+        )
+
+
+def _given(data_dir: str | None, name: str, where: str) -> LocalFile:
+    """A file that is in no hub, in the user's folder.
+
+    Raises:
+        ValueError: no folder is named; says which it is.
+    """
+    if data_dir is None:
+        raise ValueError(f"task.data_dir=null: needs the folder of {name}, {where}")
+    return LocalFile(Path(str(data_dir)).expanduser() / name, "task.data_dir")

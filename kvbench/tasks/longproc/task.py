@@ -1,0 +1,198 @@
+"""LongProc (princeton-pli/LongProc, Ye et al. 2025): outputs of 500 to 8,000 tokens that follow a procedure.
+
+Data and prompts are read from the repository's own folder `data`; all is asked in a chat and scored by rules. Not here:
+its travel planning.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from kvbench.config import nearest
+from kvbench.tasks import Sample, Task
+from kvbench.tasks.longproc import countdown, cpp, scores
+from kvbench.tasks.sources import LocalFile, Row, rows_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NEW_TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 9216}
+LEVELS = {
+    "html_to_tsv": ("0.5k", "2k", "8k"),
+    "pseudo_to_code": ("0.5k", "2k"),
+    "path_traversal": ("0.5k", "2k", "8k"),
+    "tom_tracking": ("0.5k", "2k", "8k"),
+    "countdown": ("0.5k", "2k", "8k"),
+}
+SUBSETS = tuple(f"{kind}_{level}" for kind, levels in LEVELS.items() for level in levels)
+RUN = "pseudo_to_code"  # scored by running what was written
+READ = tuple(name for name in SUBSETS if not name.startswith(RUN))
+
+FIELDS: dict[str, dict[str, type]] = {
+    "html_to_tsv": dict.fromkeys(
+        ("html_path", "task_topic", "task_description", "filtering_instruction", "tsv_header", "gt"), str
+    ),
+    "pseudo_to_code": {"pseudocode_lines": list, "code_lines": list, "testcases": list},
+    "path_traversal": {"context_nl": str, "question_repr": list, "answer_nl": str},
+    "tom_tracking": {"story_components": str, "story": str, "question": str, "solution": str},
+    "countdown": {"nums": list, "target": int},
+}
+SCORES: dict[str, Callable[[str, str], dict[str, float]]] = {
+    "html_to_tsv": scores.html_to_tsv,
+    "path_traversal": scores.path_traversal,
+    "tom_tracking": scores.tom_tracking,
+}
+
+
+class LongProc(Task):
+    """All samples of some subsets, a group each; the score is the F1 of html_to_tsv, and accuracy else.
+
+    Attributes:
+        sources: the files of the subsets, and their prompts. The web pages of html_to_tsv are none of them.
+    """
+
+    name = "longproc"
+    metric = "score"
+    stored = True
+
+    def __init__(
+        self,
+        subsets: Sequence[str] = READ,
+        execute: bool = False,
+        max_new_tokens: int | None = None,
+        data_dir: str | None = None,
+    ) -> None:
+        """Check the options.
+
+        Args:
+            subsets: names, of `SUBSETS`.
+            execute: programs that a model wrote may be run here.
+            max_new_tokens: tokens to generate at most; None: the level's own.
+            data_dir: the repository's folder data.
+        """
+        if isinstance(subsets, str) or not subsets or len(set(map(str, subsets))) < len(subsets):
+            raise ValueError(f"task.subsets={subsets}: a list of different ones of {', '.join(SUBSETS)}")
+        for name in subsets:
+            if str(name) not in SUBSETS:
+                raise ValueError(f"task.subsets: no subset {name}; {nearest(str(name), SUBSETS)}")
+            if name.startswith(RUN) and not execute:
+                raise ValueError(
+                    f"task.execute=false: {name} is scored by running the programs that the model writes; use true "
+                    "where nothing is secret, or leave it out"
+                )
+        if execute and cpp.compiler() is None:
+            raise ValueError("task.execute=true: no g++ on the path; install it, or use false")
+        if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 1):
+            raise ValueError(f"task.max_new_tokens={max_new_tokens}: a whole number, 1 or more, or null")
+        if data_dir is None:
+            raise ValueError("task.data_dir=null: needs the folder data of the repository princeton-pli/LongProc")
+        self.subsets, self.max_new_tokens = tuple(subsets), max_new_tokens
+        self.data_dir = Path(str(data_dir)).expanduser()
+        files = {name: self._file(name) for name in self.subsets}
+        prompts = {kind_of(name): self._prompts(kind_of(name)) for name in self.subsets}
+        self.sources = (*files.values(), *prompts.values())
+
+    def __len__(self) -> int:
+        return sum(len(self._rows(name)) for name in self.subsets)
+
+    def samples(self, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Iterator[Sample]:
+        """One sample of every subset, then the next; in each subset shuffled by the seed, whatever the others are.
+
+        Raises:
+            ValueError: a file cannot be had or read as what it should be.
+        """
+        shuffled = []
+        for name in self.subsets:
+            template = self._template(kind_of(name))
+            found = [self._sample(name, row, template) for row in self._rows(name)]
+            random.Random(f"longproc/{seed}/{name}").shuffle(found)
+            shuffled.append(found)
+        return (sample for sample in chain.from_iterable(zip_longest(*shuffled)) if sample is not None)
+
+    def score(self, sample: Sample, output: str) -> dict[str, float]:
+        """The subset's own numbers, and the first of them as "score"."""
+        kind, (reference, *_) = kind_of(sample.group), sample.answers
+        if kind == "countdown":
+            found = _countdown(output, reference, sample.meta["nums"], sample.meta["target"])
+        elif kind == RUN:
+            program = cpp.program_in(output)
+            right = float(program is not None and cpp.passes(program, sample.meta["testcases"]))
+            found = {"accuracy": right, "partial_accuracy": right, "extraction_rate": float(program is not None)}
+        else:
+            found = SCORES[kind](output, reference)
+        return {"score": next(iter(found.values())), **found}
+
+    def _file(self, name: str) -> LocalFile:
+        kind = kind_of(name)
+        others = tuple(f"{kind}_{level}" for level in LEVELS[kind])
+        return LocalFile(self.data_dir / kind / f"{name}.json", "task.data_dir", others)
+
+    def _prompts(self, kind: str) -> LocalFile:
+        return LocalFile(self.data_dir / kind / "prompts.yaml", "task.data_dir")
+
+    @functools.cache  # noqa: B019 - a task lives as long as its run
+    def _rows(self, name: str) -> list[Row]:
+        return rows_of(self._file(name), FIELDS[kind_of(name)])
+
+    def _template(self, kind: str) -> str:
+        path = self._prompts(kind).path()
+        try:
+            template = str(yaml.safe_load(path.read_text(encoding="utf-8"))["USER_PROMPT"])
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+            raise ValueError(f"task.data_dir: {path}: no prompt by the name USER_PROMPT in it") from error
+        if kind == "countdown":
+            return template.format(demonstration=countdown.examples(), nums="{nums}", target="{target}")
+        return template
+
+    def _sample(self, name: str, row: Row, template: str) -> Sample:
+        id, kind = f"{name}-{row.line - 1}", kind_of(name)
+        new_tokens = self.max_new_tokens or NEW_TOKENS[name.rpartition("_")[2]]
+        try:
+            parts, reference, meta = ({}, "", {}) if row.error else self._filled(kind, row.data)
+            prompt = "" if row.error else template.format(**parts)
+        except (OSError, UnicodeDecodeError, ValueError, LookupError) as error:
+            row = row._replace(error=f"{name}.json, line {row.line}: {type(error).__name__}: {error}")
+        if row.error:
+            return Sample(id, "", (), new_tokens, group=name, error=row.error)
+        return Sample(id, prompt, (reference,), new_tokens, group=name, meta=meta, chat=True)
+
+    def _filled(self, kind: str, data: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, Any]]:
+        """What a prompt's places are filled with, the reference, and what scoring needs besides."""
+        if kind == "html_to_tsv":
+            page = (self.data_dir / kind / data["html_path"]).read_text(encoding="utf-8")
+            return {**data, "html_str": page}, data["gt"], {}
+        if kind == "pseudo_to_code":
+            cases = data["testcases"][: cpp.MOST_CASES]
+            return (
+                {"pseudocode": "\n".join(data["pseudocode_lines"])},
+                "\n".join(data["code_lines"]),
+                {"testcases": cases},
+            )
+        if kind == "path_traversal":
+            start, end = data["question_repr"]
+            return {"city_context": data["context_nl"], "src_city": start, "dst_city": end}, data["answer_nl"], {}
+        if kind == "tom_tracking":
+            return data, data["solution"], {}
+        problem = {"nums": data["nums"], "target": data["target"]}
+        return problem, countdown.demonstration(data["nums"], data["target"]), problem
+
+
+def kind_of(subset: str) -> str:
+    """A subset's kind, which is its name without the level."""
+    return subset.rpartition("_")[0]
+
+
+def _countdown(output: str, reference: str, numbers: Sequence[int], target: int) -> dict[str, float]:
+    """A right solution has everything; without one the search counts."""
+    solution = scores.tagged(output, "Solution")
+    if solution is not None and countdown.is_solution(numbers, target, solution):
+        return {"accuracy": 1.0, "partial_accuracy": 1.0, "extraction_rate": 1.0}
+    partly = countdown.share_of_search(output, reference) if countdown.TITLE in output else 0.0
+    return {"accuracy": 0.0, "partial_accuracy": partly, "extraction_rate": float(solution is not None)}

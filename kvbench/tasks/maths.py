@@ -1,0 +1,150 @@
+"""Mathematics with an answer in a box: the 500 problems of MATH500, and AIME's thirty of a year.
+
+A prompt is a problem and the wish to reason step by step and to box the answer. The answer is read and compared by
+math-verify (https://github.com/huggingface/Math-Verify): the last box, else the last formula, equal as text or as an
+expression of sympy's. Problems come from the hub, or from the files that R-KV and others keep.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import random
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+import yaml
+
+from kvbench.tasks import Sample, Task
+from kvbench.tasks.sources import HubFile, LocalFile, Row, local_or_hub, rows_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Variant = Literal["chat", "rkv"]
+
+_STRINGS: dict[str, dict[str, str]] = yaml.safe_load(
+    Path(__file__).with_name("data").joinpath("maths.yaml").read_text(encoding="utf-8")
+)
+FIELDS: dict[str, type | tuple[type, ...]] = {"problem": str, "answer": (str, int)}
+PATIENCE = 30  # seconds for reading, and for comparing, an answer: sympy may never end
+
+MATH500 = (HubFile("HuggingFaceH4/MATH-500", "test.jsonl", megabytes=0.5), ("test.jsonl", "math.jsonl"))
+AIME = {
+    2024: (
+        HubFile("HuggingFaceH4/aime_2024", "data/train-00000-of-00001.parquet", megabytes=0.1),
+        ("aime24.jsonl", "aime24/test.jsonl"),
+    ),
+    2025: (HubFile("math-ai/aime25", "test.jsonl", megabytes=0.1), ("aime25.jsonl", "aime25/test.jsonl")),
+}
+
+
+class BoxedAnswers(Task):
+    """Problems of one or several files, a file a group; right if math-verify finds the answer equal.
+
+    Attributes:
+        sources: the files.
+        notes: the versions of what grades.
+    """
+
+    metric = "accuracy"
+    stored = True
+
+    def __init__(self, name: str, files: dict[str, LocalFile | HubFile], variant: Variant, max_new_tokens: int) -> None:
+        """Check the options, and that answers can be graded."""
+        if variant not in get_args(Variant):
+            raise ValueError(f"task.variant={variant}: one of {', '.join(get_args(Variant))}")
+        if importlib.util.find_spec("math_verify") is None:
+            raise ValueError(f"task={name}: math-verify grades the answers; pip install 'kvbench[math]'")
+        self.name, self.variant, self.max_new_tokens = name, variant, max_new_tokens
+        self._files = files
+        self.sources = tuple(files.values())
+        self.notes = {"grader": f"math-verify {version('math-verify')}, sympy {version('sympy')}"}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._rows.values()))
+
+    def samples(self, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Iterator[Sample]:
+        """All problems, shuffled by the seed.
+
+        Raises:
+            ValueError: a file cannot be had or read as what it should be.
+        """
+        found = [self._sample(group, row) for group, rows in self._rows.items() for row in rows]
+        random.Random(f"{self.name}/{seed}").shuffle(found)
+        yield from found
+
+    def score(self, sample: Sample, output: str) -> dict[str, float]:
+        """Right or wrong."""
+        return {"accuracy": float(equal(sample.answers[0], output))}
+
+    @functools.cached_property
+    def _rows(self) -> dict[str, list[Row]]:
+        return {group: rows_of(file, FIELDS) for group, file in self._files.items()}
+
+    def _sample(self, group: str, row: Row) -> Sample:
+        id = f"{group or self.name}-{row.line - 1}"
+        if row.error:
+            return Sample(id, "", (), self.max_new_tokens, group=group, error=row.error)
+        strings, level = _STRINGS[self.variant], row.data.get("level")
+        question = row.data["problem"] + strings["after"]
+        return Sample(
+            id=id,
+            prompt=strings["before"] + question,
+            answers=(str(row.data["answer"]),),
+            max_new_tokens=self.max_new_tokens,
+            question=question,
+            group=group,
+            meta={} if level is None else {"level": level},
+            chat=self.variant == "chat",
+        )
+
+
+class Math500(BoxedAnswers):
+    """MATH500: 500 problems of the MATH benchmark's test split (Lightman et al. 2023)."""
+
+    def __init__(self, variant: Variant = "chat", max_new_tokens: int = 32768, data_dir: str | None = None) -> None:
+        """Check the options.
+
+        Args:
+            variant: "chat", or "rkv", R-KV's raw prompt.
+            max_new_tokens: tokens to generate at most.
+            data_dir: folder of test.jsonl or math.jsonl; None: the hub's copy.
+        """
+        hub_file, names = MATH500
+        super().__init__("math500", {"": local_or_hub(data_dir, hub_file, *names)}, variant, max_new_tokens)
+
+
+class Aime(BoxedAnswers):
+    """The American Invitational Mathematics Examination, I and II: thirty problems a year, whole numbers to 999."""
+
+    def __init__(
+        self,
+        years: Sequence[int] = (2025,),
+        variant: Variant = "chat",
+        max_new_tokens: int = 32768,
+        data_dir: str | None = None,
+    ) -> None:
+        """Check the options.
+
+        Args:
+            years: of 2024 and 2025, a group each.
+            variant: "chat", or "rkv", R-KV's raw prompt.
+            max_new_tokens: tokens to generate at most.
+            data_dir: folder of aime24.jsonl and aime25.jsonl, or of aime25/test.jsonl; None: the hub's copies.
+        """
+        if isinstance(years, str) or not years or len(set(years)) < len(years) or not set(years) <= set(AIME):
+            raise ValueError(f"task.years={years}: a list of different ones of {', '.join(map(str, AIME))}")
+        files = {str(year): local_or_hub(data_dir, AIME[year][0], *AIME[year][1]) for year in years}
+        super().__init__("aime", files, variant, max_new_tokens)
+
+
+def equal(gold: str, output: str) -> bool:
+    """Whether the answer in an output, its last box before all, equals the gold one."""
+    from math_verify import parse, verify
+
+    _, box, answer = output.rpartition("\\boxed")
+    expected, found = (parse(text, parsing_timeout=PATIENCE) for text in (f"\\boxed{{{gold}}}", box + answer))
+    return bool(verify(expected, found, timeout_seconds=PATIENCE))

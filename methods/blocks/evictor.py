@@ -1,0 +1,107 @@
+"""What methods that evict while they decode have in common: all but which token is worth least.
+
+A token comes with each step, and one goes from each list that is full, by what the attention of the steps has shown.
+Memory, rows of different lengths and what query heads share are here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from kvbench.budget import Budget
+from kvbench.method import Context, Method, Prompt, Selection, Shape, View
+from methods.blocks.held import Held
+from methods.blocks.scorer import Scorer
+from methods.blocks.topk import Granularity
+
+DROP_EVERY = 32  # decode steps between two evictions from memory: up to so many tokens there are attended no longer
+
+
+class Evictor(Method):
+    """Attend the tokens that are held, and let go of the ones worth least.
+
+    Subclass, and write `note`, `make_room` and `most`.
+
+    A scorer cuts the prompt to the budget. `note` gets the attention of every step, which changes the number beside
+    each token, and `make_room` evicts. Each KV head has a list, for which the attention of its query heads is averaged;
+    with granularity "query_head" each query head has one, and memory holds what any of a group does. Under unified
+    accounting the group has one in either case.
+
+    Args:
+        compressor: scores the prompt's tokens.
+        granularity: whose lists they are.
+
+    Attributes:
+        held: the lists of each layer; the numbers are the prompt's scores at first.
+    """
+
+    def __init__(self, compressor: Scorer, granularity: Granularity = "kv_head") -> None:
+        self.compressor, self.granularity = compressor, granularity
+        self.needs = replace(compressor.needs, probabilities=True)
+
+    def note_prompt(self, layer: int, held: Held, prompt: Prompt) -> None:
+        """Change the numbers of the prompt's tokens: their scores, infinite for protected ones. Here they stay."""
+
+    def note(self, held: Held, attention: torch.Tensor) -> None:
+        """Change the numbers by what each token received in this step, [B, H, held.width]."""
+        raise NotImplementedError
+
+    def make_room(self, layer: int, held: Held) -> None:
+        """Evict down to what may stay until the next token comes; after the prompt, and after every step."""
+        raise NotImplementedError
+
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """Settle whose lists there will be; none of them holds anything yet."""
+        super().begin(shape, budget, view, context)
+        per_query_head = self.granularity == "query_head" and not budget.unified
+        self.lists = shape.query_heads if per_query_head else shape.kv_heads
+        self.compressor.granularity = "query_head" if per_query_head else "kv_head"
+        self.compressor.begin(shape, self.prompt_budget(), view, context)
+        self.held: dict[int, Held] = {}
+        self.steps = 0
+
+    def prompt_budget(self) -> Budget:
+        """What the scorer leaves of the prompt. Here C tokens."""
+        return Budget(self.budget.size)
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Keep of the prompt what the scorer chooses."""
+        kept, scores = self.compressor.best(layer, prompt)
+        held = self.held[layer] = Held(kept, scores.gather(2, kept.clamp(min=0)))
+        self.note_prompt(layer, held, prompt)
+        self.make_room(layer, held)
+        self.view.keep(layer, held.ids, DROP_EVERY)
+
+    def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
+        """Count the steps."""
+        self.steps += 1
+
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """The current token comes."""
+        self.held[layer].append(self.view.seen(layer) - 1)
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection:
+        """What is held."""
+        return Selection(self.held[layer].ids)
+
+    def observe(self, layer: int, selection: Selection | None, probabilities: torch.Tensor) -> None:
+        """Note the attention of the step, and let the token worth least go."""
+        held = self.held[layer]
+        self.note(held, probabilities.unflatten(1, (self.lists, -1)).mean(dim=2))
+        self.make_room(layer, held)
+
+    def end_step(self) -> None:
+        """Now and then free the memory of what was evicted."""
+        if self.steps % DROP_EVERY == 0:
+            for layer, held in self.held.items():
+                self.view.keep(layer, held.ids, DROP_EVERY)
+
+    def rule(self, layer: int, length: int, generated: int) -> int:
+        """What each list may hold; the union of a group is no larger than all of its lists."""
+        return self.lists // self.shape.kv_heads * self.most(layer, length, generated)
+
+    def most(self, layer: int, length: int, generated: int) -> int:
+        """Most tokens of one list, arguments as for `rule`."""
+        raise NotImplementedError

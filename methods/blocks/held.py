@@ -1,0 +1,60 @@
+"""What a layer's lists hold while tokens come and go: ids in the order of the text, and a number beside each."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+GROWTH = 64  # slots added when a list is full
+
+
+class Held:
+    """The tokens of each list of a layer, and what each of them is worth.
+
+    Args:
+        ids: [B, H, M] distinct, in any order, -1 = none.
+        numbers: [B, H, M], one for each.
+
+    Attributes:
+        counts: [B, H] int64 on the device, tokens of each list.
+        width: no list has more; nothing waits for the device to know it.
+    """
+
+    def __init__(self, ids: torch.Tensor, numbers: torch.Tensor) -> None:
+        order = torch.where(ids < 0, torch.iinfo(torch.int64).max, ids).argsort(dim=2)
+        ids, numbers = ids.gather(2, order), numbers.gather(2, order)
+        self.counts, self.width = (ids >= 0).sum(dim=2), ids.shape[2]
+        self._ids = pad(ids, (0, GROWTH), value=-1)
+        self._numbers = pad(numbers.float().masked_fill(ids < 0, torch.inf), (0, GROWTH), value=torch.inf)
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """[B, H, width] int64, ascending, trailing -1."""
+        return self._ids[:, :, : self.width]
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """[B, H, width] fp32, to be changed in place; infinite where there is no token."""
+        return self._numbers[:, :, : self.width]
+
+    def append(self, tokens: torch.Tensor, number: float = 0.0) -> None:
+        """Token ids [B], later ones than all before, come to every list of their row."""
+        if self.width + 1 == self._ids.shape[2]:  # the last slot is always free
+            self._ids = pad(self._ids, (0, GROWTH), value=-1)
+            self._numbers = pad(self._numbers, (0, GROWTH), value=torch.inf)
+        slot = self.counts[..., None]
+        self._ids.scatter_(2, slot, tokens[:, None, None].expand_as(slot))
+        self._numbers.scatter_(2, slot, number)
+        self.counts, self.width = self.counts + 1, self.width + 1
+
+    def drop(self, first: torch.Tensor, count: torch.Tensor, most: int) -> None:
+        """The tokens of `count` slots from `first` on go, both [B, H, 1]; those behind them close up.
+
+        Args:
+            most: tokens that no list has more of afterwards.
+        """
+        slot = torch.arange(self._ids.shape[2], device=first.device)
+        source = (slot + count * (slot >= first)).clamp(max=len(slot) - 1)
+        # other tensors, as the selection of the step still shows the ones before
+        self._ids, self._numbers = self._ids.gather(2, source), self._numbers.gather(2, source)
+        self.counts, self.width = self.counts - count[..., 0], min(self.width, most)

@@ -1,0 +1,209 @@
+"""CAKE: layers share one budget by what each would lose (Qin et al. 2025, "CAKE: Cascading and Adaptive KV Cache
+Eviction with Layer Preferences", section 4).
+
+A layer whose attention is dispersed over the prompt, and shifts from query to query, gets more of the budget. Prompts
+are compressed as the layers are read: each new layer takes its part of the budget from those before it, which shrink
+again, so that beside the budget there is one layer's prompt at a time. While decoding each layer keeps its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import avg_pool1d
+
+from kvbench.budget import Budget
+from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
+from methods.blocks.ragged import stacked
+from methods.blocks.scorer import ROLLING_WINDOW, last_tokens
+from methods.blocks.topk import top_earliest
+from methods.blocks.votes import pooled_votes, window_probabilities
+
+DROP_EVERY = 32  # decode steps between two evictions from memory: up to so many tokens there are attended no longer
+
+
+class CAKE(Method):
+    """Keep b_l scored tokens and the W most recent in layer l; the mean of b_l + W is C.
+
+    As published, C stay after each step, and the next token is attended on top of them; a prompt of at most C + W
+    tokens is cut to C by the first step. Where generated tokens count, the next token has a place of its own among the
+    C, and W is min(32, C / 4).
+
+    Args:
+        tau1, tau2: a layer prefers H^(1 / tau1) V^(1 / tau2), of the dispersion H and the shift V of its attention.
+        gamma: what the variance over the window's queries weighs beside the mean in the importance of a token.
+        window: last queries of the prompt that are asked, and tokens that stay, W; 2 or more have a variance.
+        kernel: width of the mean pooling over neighbours, odd.
+    """
+
+    def __init__(
+        self, tau1: float = 1.6, tau2: float = 0.4, gamma: float = 200.0, window: int = 32, kernel: int = 5
+    ) -> None:
+        self.tau1, self.tau2, self.gamma = tau1, tau2, gamma
+        self.window, self.kernel = window, kernel
+        self.needs = Needs(query_window=window, probabilities=True)
+
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """Nothing is held yet, and no layer has said what it prefers."""
+        super().begin(shape, budget, view, context)
+        self.windows = [self.recent(capacity) for capacity in self.capacities]
+        self.preferences: list[list[float]] = []  # of each layer so far and row
+        self.scored: dict[int, list[int]] = {}  # b_l of each row
+        # of each row [Hkv, n], in the order of the cache: the best first, then the W most recent in theirs
+        self.held: dict[int, list[torch.Tensor]] = {}
+        self.steps = 0
+
+    # -- prefill: the cascade ------------------------------------------------------------------------------------------
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Rank the layer's tokens, and share the budget out anew between all layers so far."""
+        importance, preference = self.measure(prompt)
+        self.preferences.append(preference.tolist())
+        ranked = top_earliest(importance, importance.shape[2])
+        self.held[layer], self.scored[layer] = [], []
+        for row, length in enumerate(prompt.lengths):
+            position = torch.arange(length, device=ranked.device).expand(ranked.shape[1], -1)
+            older = length - self.windows[row]
+            evicts = self.evicts_prompt(length)
+            self.held[layer].append(torch.cat([ranked[row, :, :older], position[:, older:]], 1) if evicts else position)
+            self.scored[layer].append(self.mean_scored(length))
+        long = [row for row, length in enumerate(prompt.lengths) if self.evicts_prompt(length)]
+        shrunk = {shrinking for row in long for shrinking in self.cascade(row, prompt.lengths[row])}
+        for shrinking in shrunk:
+            self.view.keep(shrinking, stacked(self.held[shrinking]))
+
+    def measure(self, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the window's attention to the tokens before it says of them, and of the layer.
+
+        Returns:
+            The importance of each token to each KV head [B, Hkv, N], -inf where it is none or stays anyhow; and the
+            layer's preference [B].
+        """
+        lengths = torch.tensor(prompt.lengths, device=prompt.keys.device)
+        count = prompt.queries.shape[2]
+        asked = torch.arange(count, device=lengths.device) >= (count - lengths)[:, None]  # [B, W]
+        asked = asked[:, None, :, None]
+        number = asked.sum(dim=2)  # of queries, [B, 1, 1]
+        stays = last_tokens(prompt, self.windows)
+        importance = []
+        dispersion, shift = lengths.new_zeros(2, len(lengths), dtype=torch.float64)
+        for attention in window_probabilities(prompt, self.window, self.shape.scaling):  # [B, G, W, N]
+            older = attention.masked_fill(stays[:, None], 0)
+            mean = older.sum(dim=2) / number
+            deviation = (older - mean[:, :, None]).square().masked_fill(~asked, 0)
+            variance = deviation.sum(dim=2) / (number - 1).clamp(min=1)
+            importance.append(mean + self.gamma * variance)
+            dispersion = dispersion - (older * (older + 1e-10).log()).sum(dim=(1, 2, 3)).double()
+            shift = shift + variance.sum(dim=(1, 2)).double()
+        smoothed = pooled_votes(torch.cat(importance, dim=1), self.shape.kv_heads, self.kernel, "mean", "before")
+        none = stays | (torch.arange(stays.shape[2], device=stays.device) >= lengths[:, None, None])
+        preference = dispersion.clamp(min=0) ** (1 / self.tau1) * shift ** (1 / self.tau2)
+        return smoothed.masked_fill(none, -torch.inf), preference
+
+    def cascade(self, row: int, length: int) -> list[int]:
+        """Share the row's whole budget out between the layers so far; which layers hold less now."""
+        window, total = self.windows[row], self.mean_scored(length) * len(self.shape.sparse_layers)
+        budgets = layer_budgets([preference[row] for preference in self.preferences], total, length - window)
+        shrunk = []
+        for layer, budget in zip(self.held, budgets, strict=True):
+            held = self.held[layer][row]
+            older = held.shape[1] - window
+            self.scored[layer][row] = budget
+            if budget < older:
+                self.held[layer][row] = torch.cat([held[:, :budget], held[:, older:]], dim=1)
+                shrunk.append(layer)
+        return shrunk
+
+    # -- decode --------------------------------------------------------------------------------------------------------
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection:
+        """What is held, and the current token."""
+        self.held[layer] = [
+            torch.cat([held, held.new_full((held.shape[0], 1), length - 1)], dim=1)
+            for held, length in zip(self.held[layer], self.view.lengths(layer), strict=True)
+        ]
+        return Selection(stacked(self.held[layer]))
+
+    def observe(self, layer: int, selection: Selection | None, probabilities: torch.Tensor) -> None:
+        """Keep the W most recent tokens, and of the others those that received most attention in this step.
+
+        Neighbours, over which the attention is smoothed, are those in the order of the cache, as in the published code.
+        """
+        attention = probabilities.unflatten(1, (self.shape.kv_heads, -1)).mean(dim=2)
+        for row, held in enumerate(self.held[layer]):
+            older, scored = held.shape[1] - self.windows[row], self.scored[layer][row]
+            if older > scored:
+                smoothed = avg_pool1d(attention[row, :, :older], self.kernel, stride=1, padding=self.kernel // 2)
+                best = smoothed.argsort(dim=1, descending=True, stable=True)[:, :scored]
+                self.held[layer][row] = torch.cat([held.gather(1, best), held[:, older:]], dim=1)
+
+    def end_step(self) -> None:
+        """Now and then free the memory of what was evicted."""
+        self.steps += 1
+        if self.steps % DROP_EVERY == 0:
+            for layer, held in self.held.items():
+                self.view.keep(layer, stacked(held))
+
+    # -- budget --------------------------------------------------------------------------------------------------------
+
+    def recent(self, capacity: int) -> int:
+        """Most recent tokens that stay, of `capacity`."""
+        return min(ROLLING_WINDOW, capacity // 4) if self.budget.counts_generated else self.window
+
+    def mean_scored(self, length: int) -> int:
+        """Mean of b_l for a prompt of `length` tokens."""
+        capacity = self.budget.tokens(length)
+        return capacity - self.recent(capacity) - self.budget.counts_generated
+
+    def evicts_prompt(self, length: int) -> bool:
+        """Whether a prompt of `length` tokens is compressed before the first step."""
+        capacity = self.budget.tokens(length)
+        return length > (capacity - 1 if self.budget.counts_generated else capacity + self.window)
+
+    def rule(self, layer: int, length: int, generated: int) -> int:
+        """What the other layers could leave to one; the first step as published sees all of a prompt up to C + W."""
+        if generated == 1 and not self.evicts_prompt(length):
+            return length + 1
+        total = self.mean_scored(length) * len(self.shape.sparse_layers)
+        return min(length + generated, self.recent(self.budget.tokens(length)) + total + 1)
+
+    def mean_rule(self, length: int, generated: int) -> int:
+        """C, and as published the current token."""
+        if generated == 1 and not self.evicts_prompt(length):
+            return length + 1
+        return self.budget.tokens(length) + (not self.budget.counts_generated)
+
+
+def layer_budgets(preferences: Sequence[float], total: int, most: int) -> list[int]:
+    """Scored tokens of each layer in proportion to the preferences, `total` together.
+
+    Args:
+        most: tokens there are in each layer.
+    """
+    whole = sum(preferences)
+    shares = [total * (one / whole if whole else 1 / len(preferences)) for one in preferences]
+    return [min(budget, most) for budget in adjust_budgets(shares, total, most)]
+
+
+def adjust_budgets(shares: Sequence[float], total: int, most: int) -> list[int]:
+    """Shares as whole numbers that sum to `total`, as the published code makes them.
+
+    What layers would get above `most` goes in equal parts to the others, which may get above it by that.
+    """
+    budgets = [int(share) for share in shares]
+    excess = sum(max(budget - most, 0) for budget in budgets)
+    budgets = [min(budget, most) for budget in budgets]
+    budgets = _spread(budgets, excess, [budget < most for budget in budgets])
+    missing = total - sum(budgets)
+    return _spread(budgets, missing, [budget < most if missing > 0 else budget > 1 for budget in budgets])
+
+
+def _spread(budgets: Sequence[int], amount: int, takes: Sequence[bool]) -> list[int]:
+    """The budgets with an amount, which may be negative, shared out evenly; what is left over goes to the first."""
+    if not any(takes):
+        return list(budgets)
+    sign = 1 if amount > 0 else -1
+    each, left = divmod(abs(amount), sum(takes))
+    rank = [sum(takes[:at]) for at in range(len(takes))]
+    return [budget + sign * (each + (rank[at] < left)) * takes[at] for at, budget in enumerate(budgets)]

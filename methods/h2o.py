@@ -1,0 +1,103 @@
+"""H2O: heavy hitters and recent tokens (Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference
+of Large Language Models", section 4 and Algorithm 1).
+
+A heavy hitter is a token that has received much attention, summed over all queries so far. Half of the budget is for
+them, the other half for the most recent tokens; each step evicts the lightest of the others, and its sum is lost.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from kvbench.budget import Budget
+from kvbench.method import Context, Needs, Prompt, Shape, View
+from methods.blocks.evictor import Evictor
+from methods.blocks.held import Held
+from methods.blocks.scorer import Scorer
+from methods.blocks.topk import Granularity
+
+
+class HeavyHitters(Scorer):
+    """Keep the C - W prompt tokens that received most attention from the prompt, and the last W (KVCache-Factory).
+
+    Args:
+        window: last tokens of the prompt that stay, W.
+        group: of a group that chooses as one its "mean" or its "max" counts.
+        granularity: "kv_head", a set for the group; "query_head", each query head its own.
+    """
+
+    def __init__(
+        self, window: int = 8, group: Literal["mean", "max"] = "mean", granularity: Granularity = "kv_head"
+    ) -> None:
+        self.window, self.group, self.granularity = window, group, granularity
+        self.needs = Needs(attention_sums=True)
+
+    def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
+        """The attention that each token received, summed over the queries."""
+        assert prompt.attention_sums is not None
+        if self.granularity == "query_head":
+            return prompt.attention_sums
+        grouped = prompt.attention_sums.unflatten(1, (self.shape.kv_heads, -1))
+        return grouped.mean(dim=2) if self.group == "mean" else grouped.amax(dim=2)
+
+
+class RecentAndHeavy(HeavyHitters):
+    """Heavy hitters beside a share of the budget that is the most recent tokens'."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def recent(self, capacity: int) -> int:
+        """The share of the budget in tokens; at least one, and one less than all."""
+        return min(max(1, int(self.share * capacity)), capacity - 1)
+
+
+class H2O(Evictor):
+    """Keep C tokens: the most recent ones, and of the others those that received most attention so far.
+
+    As published, C stay after each step, and the next token is attended on top of them. Where generated tokens count,
+    it is one of the C, and one of the recent ones.
+
+    Args:
+        recent: share of the budget that is the most recent tokens'.
+        granularity: "kv_head", a set for the group, by its mean; "query_head", each query head its own (as published).
+
+    Raises:
+        ValueError: the share leaves nothing to heavy hitters, or nothing to recent tokens.
+    """
+
+    def __init__(self, recent: float = 0.5, granularity: Granularity = "kv_head") -> None:
+        if not 0 < recent < 1:
+            raise ValueError(f"recent={recent}: expected a share of the budget above 0 and below 1")
+        super().__init__(RecentAndHeavy(recent), granularity)
+
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """Note what stays of each row, and how much of it is recent."""
+        super().begin(shape, budget, view, context)
+        coming = int(budget.counts_generated)  # a place that the next token takes
+        self.limits = [capacity - coming for capacity in self.capacities]
+        recent = [self.compressor.recent(capacity) - coming for capacity in self.capacities]
+        self.limit, self.recent = torch.tensor([self.limits, recent], device=shape.device)[..., None]
+
+    def note_prompt(self, layer: int, held: Held, prompt: Prompt) -> None:
+        """The sums begin with the prompt's, recent tokens' too."""
+        sums = self.compressor.score(layer, prompt).gather(2, held.ids.clamp(min=0))
+        held.numbers.copy_(sums.masked_fill(held.ids < 0, torch.inf))
+
+    def note(self, held: Held, attention: torch.Tensor) -> None:
+        """Add it to the sums."""
+        held.numbers.add_(attention)
+
+    def make_room(self, layer: int, held: Held) -> None:
+        """Evict the lightest of the tokens that are not recent."""
+        if held.width > min(self.limits):
+            recent = held.ids >= (self.view.seen(layer)[:, None] - self.recent)[..., None]
+            lightest = held.numbers.masked_fill(recent, torch.inf).argmin(dim=2, keepdim=True)
+            held.drop(lightest, (held.counts > self.limit).long()[..., None], max(self.limits))
+
+    def most(self, layer: int, length: int, generated: int) -> int:
+        """C, and as published the current token."""
+        return self.budget.tokens(length) + (not self.budget.counts_generated)

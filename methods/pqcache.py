@@ -1,0 +1,128 @@
+"""PQCache: product-quantised keys find the tokens to bring up from the host (Zhang et al. 2025, "PQCache: Product
+Quantization-based KVCache for Long Context LLM Inference", section 3).
+
+The device holds a short code of every key, and a query's product with a key is looked up by it. The tokens with the
+largest estimated attention are attended, beside the first and the most recent ones.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvbench.budget import Budget
+from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
+from methods.blocks.kmeans import kmeans, nearest_point
+from methods.blocks.ragged import stacked
+from methods.blocks.topk import top_earliest
+
+SPARE = 256  # codes to make room for when the last ones have taken what there was
+
+
+class PQCache(Method):
+    """Attend sinks, the r most recent tokens before the current one, it, and the k that promise most attention.
+
+    r = k = C / 2, as published with shares of the prompt; sinks and the current token are outside C. A KV head's
+    query heads choose together: estimated probabilities are summed over the group.
+
+    Args:
+        subspaces: m parts of a key, each with a code of its own; a divisor of the head dim.
+        bits: of a code, 8 at most.
+        iterations: of k-means, over the prompt's keys. (The published code takes as many as a prefill leaves time for.)
+        sinks: first tokens, always attended; C / 8 where that is less and generated tokens count.
+
+    Raises:
+        ValueError: a code of more than 8 bits; subspaces that do not divide the head dim.
+    """
+
+    needs = Needs(home="host")
+
+    def __init__(self, subspaces: int = 2, bits: int = 6, iterations: int = 20, sinks: int = 32) -> None:
+        if bits > 8:
+            raise ValueError(f"bits={bits}: a code is a byte; expected 8 at most")
+        self.subspaces, self.centroids, self.iterations, self.sinks = subspaces, 2**bits, iterations, sinks
+
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """Share the budget of each row out; nothing is coded yet."""
+        super().begin(shape, budget, view, context)
+        if shape.head_dim % self.subspaces:
+            raise ValueError(f"subspaces={self.subspaces}: expected a divisor of the head dim, {shape.head_dim}")
+        self.zones = [self._zones(capacity) for capacity in self.capacities]
+        self.tables: dict[int, list[torch.Tensor]] = {}  # of each layer and row, centroids [Hkv, m, K, D / m] fp32
+        self.codes: dict[int, torch.Tensor] = {}  # of each layer, [B, Hkv, m, capacity] uint8, by token id
+
+    def _zones(self, capacity: int) -> tuple[int, int, int]:
+        """Sinks, recent and retrieved tokens of a budget of `capacity` tokens."""
+        sinks = self.sinks
+        if self.budget.counts_generated:
+            sinks = min(sinks, capacity // 8)
+            capacity -= sinks + 1
+        return sinks, capacity // 2, capacity - capacity // 2
+
+    # -- codes -----------------------------------------------------------------------------------------------------
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Centroids of the keys after the sinks, and the codes of all."""
+        batch, heads, count, _ = prompt.keys.shape
+        room = count + (self.context.new_tokens or SPARE)
+        self.tables[layer] = []
+        self.codes[layer] = torch.zeros(
+            batch, heads, self.subspaces, room, dtype=torch.uint8, device=prompt.keys.device
+        )
+        for row, length in enumerate(prompt.lengths):
+            parts = self._parts(prompt.keys[row, :, :length])
+            first = min(self.zones[row][0], length - 1)
+            generator = self.context.generator(layer, row=row)
+            table, _ = kmeans(parts[:, first:], self.centroids, self.iterations, generator, nearest_point)
+            self.tables[layer].append(table.unflatten(0, (heads, self.subspaces)))
+            self.codes[layer][row, :, :, :length] = self._coded(layer, row, parts)
+
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """The codes of the new keys; the centroids stay."""
+        places = [length - 1 for length in self.view.lengths(layer)]
+        codes = self.codes[layer]
+        if max(places) >= codes.shape[3]:
+            codes = self.codes[layer] = torch.nn.functional.pad(codes, (0, SPARE))
+        for row, place in enumerate(places):
+            codes[row, :, :, place] = self._coded(layer, row, self._parts(key[row]))[:, :, 0]
+
+    def _parts(self, keys: torch.Tensor) -> torch.Tensor:
+        """Keys [Hkv, n, D] as [Hkv * m, n, D / m] fp32."""
+        return keys.float().unflatten(2, (self.subspaces, -1)).transpose(1, 2).flatten(0, 1)
+
+    def _coded(self, layer: int, row: int, parts: torch.Tensor) -> torch.Tensor:
+        """Codes [Hkv, m, n] of `_parts` of keys."""
+        table = self.tables[layer][row]
+        return nearest_point(parts, table.flatten(0, 1)).view(*table.shape[:2], -1).to(torch.uint8)
+
+    # -- selection -------------------------------------------------------------------------------------------------
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection:
+        """Sinks, recent tokens, the current one, and the best of those between."""
+        return Selection(stacked([self._attended(layer, row, query[row, :, 0]) for row in range(self.shape.batch)]))
+
+    def _attended(self, layer: int, row: int, query: torch.Tensor) -> torch.Tensor:
+        """Token ids [Hkv, n] of a row for query [Hq, D], trailing -1."""
+        sinks, recent, retrieved = self.zones[row]
+        length = self.view.lengths(layer)[row]
+        start = max(length - 1 - recent, 0)
+        sinks = min(sinks, start)
+        always = torch.cat([torch.arange(sinks), torch.arange(start, length)]).to(query.device)
+        always = always.expand(self.shape.kv_heads, -1)
+        if start == sinks or not retrieved:
+            return always
+        probabilities = self._estimated(layer, row, query, sinks, start)
+        return torch.cat([always, top_earliest(probabilities[None], retrieved)[0] + sinks], dim=1)
+
+    def _estimated(self, layer: int, row: int, query: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        """Estimated attention among the tokens `first` to `stop` - 1, summed over the group: [Hkv, n]."""
+        heads, group = self.shape.kv_heads, self.shape.group
+        asked = query.float().view(heads, group, self.subspaces, -1).transpose(1, 2)  # [Hkv, m, G, D / m]
+        products = asked @ self.tables[layer][row].transpose(2, 3)  # [Hkv, m, G, K]
+        codes = self.codes[layer][row, :, :, first:stop].long()[:, :, None].expand(-1, -1, group, -1)
+        logits = products.gather(3, codes).sum(dim=1) * self.shape.scaling
+        return logits.softmax(dim=2).sum(dim=1)
+
+    def rule(self, layer: int, length: int, generated: int) -> int:
+        """C, the sinks and the current token; C alone where generated tokens count."""
+        capacity = self.budget.tokens(length)
+        return capacity if self.budget.counts_generated else capacity + self.sinks + 1

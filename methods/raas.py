@@ -1,0 +1,91 @@
+"""RaaS: what no step looks at any more goes first (Hu et al. 2025, "RaaS: Reasoning-Aware Attention Sparsity for
+Efficient LLM Reasoning").
+
+Reasoning has milestones, tokens that matter for some steps and then never again. A page gets the time of a step as its
+stamp when the step attends it with more than alpha, and the page with the oldest stamp is evicted. The prompt stays.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvbench.budget import Budget
+from kvbench.method import Context, Prompt, Shape, View
+from methods.blocks.evictor import Evictor
+from methods.blocks.held import Held
+from methods.blocks.topk import Granularity
+from methods.snapkv import SnapKV
+
+
+class RaaS(Evictor):
+    """Attend the prompt and C generated tokens, those whose pages were looked at last.
+
+    The paper estimates what a page receives from its representative, as Quest does; here it is the most that any of its
+    tokens received. No official code is known, and what becomes of a prompt beyond the budget is not said.
+
+    Args:
+        alpha: attention probability above which a page is stamped, of a group the mean.
+        page_size: tokens that share a stamp and go together; 1: each token has its own. Generated tokens begin a page.
+        pin_prompt: the prompt stays, outside C. Otherwise, and where generated tokens count, it is cut to C as SnapKV
+            does, and its pages age as others do, the ones with fewest votes first.
+        granularity: "kv_head", a list for the group; "query_head", one for each query head.
+    """
+
+    def __init__(
+        self,
+        alpha: float = 1e-4,
+        page_size: int = 16,
+        pin_prompt: bool = True,
+        granularity: Granularity = "kv_head",
+    ) -> None:
+        super().__init__(SnapKV(), granularity)
+        self.alpha, self.page_size, self.pin_prompt = alpha, page_size, pin_prompt
+
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """Settle whether the prompt is pinned, and how many tokens may stay until the next one comes."""
+        self.pinned = self.pin_prompt and not budget.counts_generated
+        super().begin(shape, budget, view, context)
+        outside = shape.lengths if self.pinned else [0] * shape.batch
+        self.limits = [capacity - 1 + prompt for capacity, prompt in zip(self.capacities, outside, strict=True)]
+        rows = torch.tensor([shape.lengths, outside, self.limits], device=shape.device)[..., None]
+        self.lengths, self.outside, self.limit = rows[0][..., None], rows[1][..., None], rows[2]
+
+    def prompt_budget(self) -> Budget:
+        """A pinned prompt stays whole."""
+        return Budget(max(self.shape.lengths)) if self.pinned else super().prompt_budget()
+
+    def note_prompt(self, layer: int, held: Held, prompt: Prompt) -> None:
+        """Stamps before those of the steps, between -1 and 0: later ones for pages with more votes."""
+        held.numbers.copy_(self._of_pages(held, -1 / (1 + held.numbers)).masked_fill(held.ids < 0, torch.inf))
+
+    def note(self, held: Held, attention: torch.Tensor) -> None:
+        """Stamp with the time of the step what was looked at, and the page that the current token is in."""
+        looked = attention.scatter(2, held.counts[..., None] - 1, torch.inf)
+        held.numbers.masked_fill_(self._of_pages(held, looked) > self.alpha, self.steps)
+
+    def make_room(self, layer: int, held: Held) -> None:
+        """Evict the page with the oldest stamp."""
+        if held.width > min(self.limits):
+            oldest = held.numbers.masked_fill(held.ids < self.outside, torch.inf).argmin(dim=2, keepdim=True)
+            pages = self._pages(held)
+            size = (pages == pages.gather(2, oldest)).sum(dim=2, keepdim=True)
+            held.drop(oldest, size * (held.counts > self.limit)[..., None], max(self.limits))
+
+    def _pages(self, held: Held) -> torch.Tensor:
+        """The page of each token, [B, H, width]; there is one that begins with the first generated token."""
+        far = torch.iinfo(torch.int64).max // 2  # where there is no token
+        return torch.where(held.ids < 0, far, held.ids - self.lengths) // self.page_size
+
+    def _of_pages(self, held: Held, each: torch.Tensor) -> torch.Tensor:
+        """The largest number of each token's page, [B, H, width]."""
+        if self.page_size == 1:
+            return each
+        pages = self._pages(held)
+        number = torch.zeros_like(pages)  # of the page in its list
+        number[..., 1:] = (pages[..., 1:] != pages[..., :-1]).cumsum(dim=2)
+        most = torch.zeros_like(each).scatter_reduce_(2, number, each, "amax", include_self=False)
+        return most.gather(2, number)
+
+    def most(self, layer: int, length: int, generated: int) -> int:
+        """C, and the prompt outside it if it is pinned."""
+        return self.budget.tokens(length) + (length if self.pinned else 0)

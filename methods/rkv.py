@@ -1,0 +1,163 @@
+"""R-KV: compression by importance and redundancy (Cai et al. 2025, "R-KV: Redundancy-aware KV Cache Compression for
+Reasoning Models", section 3).
+
+Generated tokens fill a buffer behind the cache. When it is full, those tokens stay that the last queries look at and
+whose keys few others resemble, and the buffer is empty again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from typing import Literal
+
+import torch
+from torch.nn.functional import max_pool1d
+
+from kvbench.budget import Budget
+from kvbench.method import Context, Method, Needs, Prompt, Shape, View
+from methods.blocks.ragged import stacked
+
+SIMILAR = 0.5  # cosine above which a key is a near-duplicate of another
+BLOCK = 256  # keys that are compared with all at once
+
+
+class RKV(Method):
+    """Keep C tokens, of the prompt and of what is generated, whenever the buffer is full.
+
+    Where generated tokens count, the buffer is a part of C, a quarter at most, and the window an eighth.
+
+    Args:
+        window: last queries whose attention counts, and whose tokens stay, W.
+        kernel: width of the pooling over neighbours' importance, odd.
+        mix_lambda: weight of importance against redundancy, lambda.
+        buffer: tokens that come before the cache is compressed anew.
+        order: the neighbours, and which of two similar keys is the later one, are those of the cache, where tokens that
+            were kept stand best first ("score", the public code), or those of the text ("time").
+    """
+
+    def __init__(
+        self,
+        window: int = 8,
+        kernel: int = 7,
+        mix_lambda: float = 0.07,
+        buffer: int = 128,
+        order: Literal["score", "time"] = "score",
+    ) -> None:
+        self.window, self.kernel, self.mix_lambda, self.buffer, self.order = window, kernel, mix_lambda, buffer, order
+        self.needs = Needs(query_window=window, queries=True)
+
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """Settle what is kept of each row, and how many tokens there may be before."""
+        super().begin(shape, budget, view, context)
+        inside = budget.counts_generated
+        buffers = [min(self.buffer, capacity // 4) if inside else self.buffer for capacity in self.capacities]
+        self.windows = [min(self.window, capacity // 8) if inside else self.window for capacity in self.capacities]
+        self.kept = [
+            capacity - buffer if inside else capacity for capacity, buffer in zip(self.capacities, buffers, strict=True)
+        ]
+        self.limits = [kept + buffer for kept, buffer in zip(self.kept, buffers, strict=True)]
+        self.sizes = [*shape.lengths]  # tokens of each row in the cache
+        self.queries: dict[int, deque[torch.Tensor]] = {}  # the last W of a layer, [B, Hq, D] each
+        self.cache: dict[int, list[torch.Tensor]] = {}  # ids [Hkv, n] of each row, in the order of the cache
+        self.since = shape.lengths  # later tokens stand behind them
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Compress the prompt of each row that fills the cache."""
+        self.queries[layer] = deque(prompt.queries.unbind(dim=2), maxlen=self.window)
+        lengths, heads = prompt.lengths, self.shape.kv_heads
+        self.cache[layer] = [torch.arange(length, device=self.shape.device).expand(heads, -1) for length in lengths]
+        full = [row for row, length in enumerate(lengths) if length >= self.capacities[row]]
+        self._compress(layer, full)
+        if layer == self.shape.sparse_layers[-1]:
+            self._note_sizes(full)
+
+    def select(self, layer: int, query: torch.Tensor) -> None:
+        """All that there is; the query may be one of the window's."""
+        self.queries[layer].append(query[:, :, 0])
+
+    def end_step(self) -> None:
+        """Compress the rows whose buffer is full."""
+        self.sizes = [size + 1 for size in self.sizes]
+        full = [row for row, size in enumerate(self.sizes) if size == self.limits[row]]
+        if full:
+            for layer in self.shape.sparse_layers:
+                self._append_newer(layer)
+                self._compress(layer, full)
+            self.since = self.view.lengths(self.shape.sparse_layers[0])
+            self._note_sizes(full)
+
+    def _note_sizes(self, full: Collection[int]) -> None:
+        for row in full:
+            self.sizes[row] = self.kept[row]
+
+    def _append_newer(self, layer: int) -> None:
+        """What came since the last compression stands behind the cache."""
+        for row, (first, last) in enumerate(zip(self.since, self.view.lengths(layer), strict=True)):
+            newer = torch.arange(first, last, device=self.shape.device).expand(self.shape.kv_heads, -1)
+            self.cache[layer][row] = torch.cat([self.cache[layer][row], newer], dim=1)
+
+    def _compress(self, layer: int, rows: Collection[int]) -> None:
+        """Keep the best tokens of these rows, and all of the others'."""
+        cache = self.cache[layer]
+        if rows:
+            keys = self.view.keys(layer, stacked(cache))
+            queries = torch.stack([*self.queries[layer]], dim=2).unflatten(1, (self.shape.kv_heads, -1))
+        for row in rows:
+            own = keys[row, :, : cache[row].shape[1]].float()
+            slots = self._best(queries[row, :, :, -self.windows[row] :].float(), own, self.kept[row])
+            cache[row] = cache[row].gather(1, slots)
+        room = min(limit - ids.shape[1] for limit, ids in zip(self.limits, cache, strict=True))
+        self.view.keep(layer, stacked(cache), room)
+
+    def _best(self, queries: torch.Tensor, keys: torch.Tensor, count: int) -> torch.Tensor:
+        """Slots [Hkv, count] of keys [Hkv, n, D] to keep, by queries [Hkv, G, W, D]: best first, then the window's."""
+        heads, total, window = len(keys), keys.shape[1], queries.shape[2]
+        scores = importance(queries, keys, self.shape.scaling, self.kernel) * self.mix_lambda
+        scores = scores - redundancy(keys)[:, : total - window] * (1 - self.mix_lambda)
+        best = scores.argsort(dim=1, descending=True, stable=True)[:, : count - window]
+        latest = torch.arange(total - window, total, device=keys.device).expand(heads, -1)
+        slots = torch.cat([best, latest], dim=1)
+        return slots if self.order == "score" else slots.sort(dim=1).values
+
+    def rule(self, layer: int, length: int, generated: int) -> int:
+        """C, and as published the buffer."""
+        capacity = self.budget.tokens(length)
+        return capacity if self.budget.counts_generated else capacity + min(generated, self.buffer)
+
+
+def importance(queries: torch.Tensor, keys: torch.Tensor, scaling: float, kernel: int) -> torch.Tensor:
+    """What the keys before the window receive from its queries, in the mean, the largest of `kernel` neighbours.
+
+    The logits of a group are joined by their maximum, and the softmax leaves the window's own keys out.
+
+    Args:
+        queries: [Hkv, G, W, D], of the last W tokens.
+        keys: [Hkv, n, D].
+
+    Returns:
+        [Hkv, n - W].
+    """
+    before = keys[:, None, : keys.shape[1] - queries.shape[2]]
+    logits = (queries @ before.transpose(2, 3)).amax(dim=1) * scaling
+    received = logits.softmax(dim=-1).mean(dim=1)
+    pooled: torch.Tensor = max_pool1d(received, kernel, stride=1, padding=kernel // 2)
+    return pooled
+
+
+def redundancy(keys: torch.Tensor) -> torch.Tensor:
+    """How much each of keys [H, n, D] resembles the others, a softmax over the n: [H, n].
+
+    That is its mean cosine with them, but those of whom it is the latest near-duplicate count 0. A key without any
+    leaves out its cosine with the first one, as the public code does.
+    """
+    total = keys.shape[1]
+    unit = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
+    slot = torch.arange(total, device=keys.device)
+    sums = keys.new_zeros(keys.shape[:2])
+    for start in range(0, total, BLOCK):
+        cosines = unit[:, start : start + BLOCK] @ unit.transpose(1, 2)
+        cosines.diagonal(offset=start, dim1=1, dim2=2).zero_()
+        latest = torch.where(cosines > SIMILAR, slot, 0).amax(dim=2, keepdim=True)
+        sums += cosines.scatter_(2, latest, 0).sum(dim=1)
+    return (sums / total).softmax(dim=-1)

@@ -1,0 +1,145 @@
+"""SCOPE: prefill and decoding compressed apart (Wu et al. 2025, "SCOPE: Optimizing Key-Value Cache Compression in
+Long-context Generation", section 4).
+
+What a compressor leaves of the prompt stays for good. Of the generated tokens a window stays: the most recent ones, and
+those that the current step attends most.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from kvbench.budget import Budget
+from kvbench.method import Context, Shape, View
+from methods.blocks.evictor import Evictor
+from methods.blocks.held import Held
+from methods.blocks.scorer import Scorer
+from methods.blocks.topk import Granularity
+from methods.blocks.votes import Pooling
+from methods.h2o import HeavyHitters
+from methods.pyramidkv import PyramidKV
+from methods.snapkv import SnapKV
+
+Strategy = Literal["slide", "adaptive", "discontinuous"]
+
+
+class SCOPE(Evictor):
+    """Keep C prompt tokens, and a window of generated ones.
+
+    Where generated tokens count, they share C with the prompt: it may fill C, and its tokens with the smallest scores
+    give way until a quarter of C is for generated ones, half of these recent.
+
+    Args:
+        compressor: what cuts the prompt.
+        prompt_window, kernel, pooling: its settings, see `SnapKV`; H2O has the first alone.
+        granularity: "kv_head", a set for the group, by its mean; "query_head", each query head its own (published).
+        strategy: how the window grows. "slide": it does not, once there are `window` tokens. "adaptive": it begins with
+            `recent` tokens, and grows by one in `delta` steps. "discontinuous": as adaptive, but tokens are evicted
+            only after every `delta` steps that would have done so.
+        window: generated tokens that stay, M.
+        recent: of these the most recent ones, which stay whatever their attention.
+        delta: see `strategy`; None: such that the window is full with the answer.
+
+    Raises:
+        ValueError: the window holds recent tokens alone, or delta is no number of steps.
+    """
+
+    def __init__(
+        self,
+        compressor: Literal["snapkv", "pyramidkv", "h2o"] = "snapkv",
+        prompt_window: int = 8,
+        kernel: int = 7,
+        pooling: Pooling = "max",
+        granularity: Granularity = "kv_head",
+        strategy: Strategy = "slide",
+        window: int = 512,
+        recent: int = 256,
+        delta: int | None = None,
+    ) -> None:
+        if recent >= window:
+            raise ValueError(f"recent={recent}: expected fewer tokens than the decoding window has, window={window}")
+        if delta is not None and (type(delta) is not int or delta < 1):
+            raise ValueError(f"delta={delta}: expected steps, 1 or more, or null")
+        scorer: Scorer
+        if compressor == "h2o":
+            scorer = HeavyHitters(prompt_window)
+        elif compressor == "pyramidkv":
+            scorer = PyramidKV(window=prompt_window, kernel=kernel, pooling=pooling)
+        else:
+            scorer = SnapKV(prompt_window, kernel, pooling)
+        super().__init__(scorer, granularity)
+        self.strategy, self.window, self.recent, self.asked_delta = strategy, window, recent, delta
+
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """Settle delta, and where generated tokens count their part of each layer's budget."""
+        super().begin(shape, budget, view, context)
+        self.delta = self._delta(context.new_tokens)
+        self.size = self.waited = self.excess = 0  # generated tokens that stay; steps that did not evict
+        self.generated = torch.tensor(shape.lengths, device=shape.device)[:, None, None]  # the first one of each row
+        self.prompt: dict[int, torch.Tensor] = {}  # tokens of it in each list, [B, H]
+        self.capacity: dict[int, torch.Tensor] = {}  # of each row, [B, 1], the next token's place left out
+        for layer, rows in self.compressor.budgets.items():
+            self.capacity[layer] = torch.tensor(rows, device=shape.device)[:, None] - 1
+
+    def _delta(self, new_tokens: int | None) -> int:
+        """Steps in which the window grows by one."""
+        if self.strategy == "slide" or self.asked_delta is not None:
+            return self.asked_delta or 1
+        if new_tokens is None:
+            raise ValueError(
+                f"delta=null: strategy={self.strategy} takes it from the length of the answer, which is not known "
+                "here; expected steps, such as 15"
+            )
+        return max(1, (new_tokens - self.recent) // (self.window - self.recent))
+
+    def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
+        """How many generated tokens stay after this step."""
+        super().step(tokens, positions, active)
+        most = self.window if self.strategy == "slide" else self.recent + (self.steps - 1) // self.delta
+        self.size += 1
+        waits = self.strategy == "discontinuous" and self.size >= most and self.waited < self.delta
+        if self.size >= most:
+            self.waited = self.waited + 1 if waits else 0
+        self.excess = 0 if waits else max(0, self.size - most)
+        self.size -= self.excess
+
+    def note(self, held: Held, attention: torch.Tensor) -> None:
+        """A generated token is worth what it receives in this step; the prompt's keep their scores."""
+        held.numbers.copy_(torch.where(held.ids < self.generated, held.numbers, attention))
+
+    def make_room(self, layer: int, held: Held) -> None:
+        """Evict the generated tokens of which there are too many, and where they count a prompt token."""
+        prompt = self.prompt.setdefault(layer, held.counts)
+        counted = self.budget.counts_generated
+        limit, recent = self._limits(layer)
+        for _ in range(max(self.excess, int(counted)) if self.steps else 0):
+            stay = (held.ids < self.generated) | (held.ids >= self.view.seen(layer)[:, None, None] - recent)
+            least = held.numbers.masked_fill(stay, torch.inf).argmin(dim=2, keepdim=True)
+            over = held.counts - prompt > limit
+            held.drop(least, over.long()[..., None], held.width - (not counted))
+        if counted:
+            least = held.numbers.masked_fill(held.ids >= self.generated, torch.inf).argmin(dim=2, keepdim=True)
+            over = held.counts > self.capacity[layer]
+            held.drop(least, over.long()[..., None], max(self.compressor.budgets[layer]) - 1)
+            self.prompt[layer] = prompt - over.long()
+
+    def _limits(self, layer: int) -> tuple[torch.Tensor | int, torch.Tensor | int]:
+        """Generated tokens that stay, and how many of them are recent; where they count of each row, [B, 1]."""
+        if not self.budget.counts_generated:
+            return self.size, self.recent
+        part = (self.capacity[layer] + 1) // 4
+        return (part - 1).clamp(max=self.size), (part // 2).clamp(max=self.recent)[..., None]
+
+    def most(self, layer: int, length: int, generated: int) -> int:
+        """The layer's C, and what the window has come to, with the current token."""
+        capacity = self.compressor.layer_budgets(length)[self.shape.sparse_layers.index(layer)]
+        if self.budget.counts_generated:
+            return capacity
+        if self.strategy == "slide":
+            window = self.window
+        else:
+            window = self.recent + (generated - 1) // self.delta
+        waiting = self.delta - 1 if self.strategy == "discontinuous" else 0
+        return capacity + min(generated, window + waiting + 1)

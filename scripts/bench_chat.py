@@ -1,0 +1,97 @@
+"""What a turn of a conversation costs with a kept KVCache, and what it costs to read the whole again.
+
+One conversation for each method: a long first prompt of random tokens, then turns of equal length, each with an answer
+of fixed length. Every turn goes through `model.generate` twice, one after the other: with the cache of the turns before
+it, and with a new one. Times are of the processor, all threads together, so that other work disturbs them little. The
+answers of both are compared; those of methods that choose by the prompt may differ.
+
+Prints one JSON object as its last line:
+  kept_s, again_s       by method, CPU seconds of each turn
+  ratio                 by method, of the sums over all turns but the first: again over kept
+  same_tokens           by method, turns whose answers are the same
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvbench import KVCache
+from kvbench.config import ASSETS
+
+METHODS = ("full", "snapkv", "quest", "icecache", "pariskv")
+
+
+def main() -> None:
+    """Time every turn of a conversation for each method."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(ASSETS / "tiny"), help="a folder, or a hub id")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--context", type=int, default=4096, help="tokens of the first prompt")
+    parser.add_argument("--turns", type=int, default=10, help="after the first")
+    parser.add_argument("--turn", type=int, default=64, help="tokens of a turn")
+    parser.add_argument("--answer", type=int, default=16, help="tokens of an answer")
+    parser.add_argument("--question", choices=("dense", "method"), default="dense")
+    arguments = parser.parse_args()
+
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).eval()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    result: dict[str, Any] = {
+        **vars(arguments),
+        "model": Path(arguments.model).name,
+        "kept_s": {},
+        "again_s": {},
+        "ratio": {},
+        "same_tokens": {},
+    }
+    for name in arguments.methods:
+        kept, again, same = talk(model, tokenizer, name, arguments)
+        result["kept_s"][name], result["again_s"][name] = kept, again
+        result["ratio"][name] = round(sum(again[1:]) / sum(kept[1:]), 2)
+        result["same_tokens"][name] = same
+    print(json.dumps(result))
+
+
+def talk(model: Any, tokenizer: Any, name: str, arguments: argparse.Namespace) -> tuple[list[float], list[float], int]:
+    """Seconds of each turn with the cache kept and with a new one, and how many turns were answered alike."""
+    random = torch.Generator().manual_seed(0)
+
+    def said(tokens: int) -> torch.Tensor:
+        return torch.randint(3, len(tokenizer), (1, tokens), generator=random)
+
+    def cache() -> KVCache:
+        return KVCache(model, name, arguments.budget, question=arguments.question, tokenizer=tokenizer)
+
+    kept, same = cache(), 0
+    times: tuple[list[float], list[float]] = [], []
+    ids = said(arguments.context)
+    for _ in range(arguments.turns + 1):
+        answers = []
+        for seconds, own in zip(times, (kept, cache()), strict=True):
+            start = time.process_time()
+            answers.append(
+                model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    past_key_values=own,
+                    max_new_tokens=arguments.answer,
+                    min_new_tokens=arguments.answer,
+                    do_sample=False,
+                )
+            )
+            seconds.append(round(time.process_time() - start, 4))
+        same += torch.equal(*answers)
+        ids = torch.cat([answers[0], said(arguments.turn)], dim=1)
+    return *times, same
+
+
+if __name__ == "__main__":
+    main()

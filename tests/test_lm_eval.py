@@ -1,0 +1,202 @@
+"""lm-eval's tasks with any method: the scores of lm-eval's own model, and what the results say of the method."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvbench.__main__ import main
+from kvbench.cli import lm_eval as command
+from kvbench.cli.lm_eval import setup_config
+from kvbench.config import ASSETS, ConfigError
+from kvbench.engine.hf import KVCache
+
+TINY = str(ASSETS / "tiny")
+PROSE = " ".join((ASSETS / "prose" / "1962-kennedy.txt").read_text().split())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "qest"}, "method=qest: no such method; did you mean quest"),
+        ({"method": "quest", "method.page_sze": 8}, "method.page_sze=8: no such key; did you mean page_size"),
+        ({"method": "snapkv", "budget": 8}, "budget=8: below the minimum of snapkv"),
+        ({"pretrained": "/none such"}, "model.path=/none such: no such folder"),
+        ({"task": "niah"}, "lm-eval task=niah: here that is --tasks"),
+        ({"protocol.chat": "on"}, "lm-eval protocol.chat=on: here that is --apply_chat_template"),
+        ({"protocol.temperature": 1}, "lm-eval protocol.temperature=1: here that is nothing: answers are greedy"),
+        ({"trust_remote_code": True}, "lm-eval trust_remote_code=true: expected keys of attention, budget, "),
+    ],
+)
+def test_bad_settings_are_refused_in_a_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        setup_config(settings)
+    assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
+
+
+def test_settings_are_keys_of_a_run_whatever_characters_a_folder_has(tmp_path: Path) -> None:
+    folder = tmp_path / "it's a model, (v=1)"
+    folder.symlink_to(TINY)
+    settings = {"pretrained": str(folder), "method": "quest", "budget": 0.1, "protocol.dense_layers": [0]}
+    config = setup_config({**settings, "protocol.accounting": "unified", "method.page_size": "8"})
+    assert (config["model"]["path"], config["budget"], config["method"]["page_size"]) == (str(folder), 0.1, 8)
+    assert (config["protocol"]["dense_layers"], config["protocol"]["accounting"]) == ([0], "unified")
+
+
+def test_without_lm_eval_a_line_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "NEEDED", ("no_such_package",))
+    assert main(["lm-eval", "--tasks", "gsm8k"]) == 2
+    assert capsys.readouterr().err == "kvbench: lm-eval: needs no_such_package; pip install 'kvbench[lm-eval]'\n"
+
+
+# -- with lm-eval ------------------------------------------------------------------------------------------------------
+
+Asked = list[tuple[str, str]]
+
+
+def asked() -> Asked:
+    """Contexts of unlike lengths with two continuations each, unlike in length, too; and one without a context."""
+    pairs = [(PROSE[at : at + length], PROSE[at + length :][:24]) for at, length in ((0, 400), (700, 333), (1300, 90))]
+    return [(text, end) for text, after in pairs for end in (after, " the")] + [("", "We choose to go")]
+
+
+def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+    instance = pytest.importorskip("lm_eval.api.instance")
+    return [instance.Instance(kind, {}, given, index) for index, given in enumerate(arguments)]
+
+
+def model(batch_size: int, **settings: Any) -> Any:
+    pytest.importorskip("lm_eval")
+    from kvbench.cli.lm_eval_model import KVBenchLM
+
+    return KVBenchLM(batch_size, "cpu", pretrained=TINY, dtype="float32", **settings)
+
+
+@pytest.fixture(scope="module")
+def own() -> Any:
+    """lm-eval's own model."""
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    return huggingface.HFLM(TINY, device="cpu", dtype="float32", batch_size=2)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_full_attention_answers_as_lm_evals_own_model(own: Any, batch_size: int) -> None:
+    ours = model(batch_size, method="full")
+    scored, window = instances("loglikelihood", asked()), own.max_length
+    for (expected, greedy), (found, is_greedy) in zip(
+        own.loglikelihood(scored, disable_tqdm=True), ours.loglikelihood(scored, disable_tqdm=True), strict=True
+    ):
+        assert found == pytest.approx(expected, abs=1e-4) and is_greedy == greedy
+    likely = PROSE[:300] + own.generate_until(instances("generate_until", [(PROSE[:300], {"max_gen_toks": 5})]))[0]
+    assert ours.loglikelihood(instances("loglikelihood", [(PROSE[:300], likely[300:])]), disable_tqdm=True)[0][1]
+    options = {"until": ["\n\n", " t"], "max_gen_toks": 12}
+    told = instances("generate_until", [(text, options) for text, _ in asked()[:-1:2]])
+    assert ours.generate_until(told, disable_tqdm=True) == own.generate_until(told, disable_tqdm=True)
+    own._max_length = ours._max_length = 100  # a text of several windows, and contexts that lose their beginnings
+    rolling = instances("loglikelihood_rolling", [(PROSE[:250],), (PROSE[:20],)])
+    for kind, requests in (("loglikelihood_rolling", rolling), ("loglikelihood", scored)):
+        expected, found = (getattr(lm, kind)(requests, disable_tqdm=True) for lm in (own, ours))
+        assert torch.allclose(torch.tensor(found), torch.tensor(expected), atol=1e-4, rtol=1e-6)
+    own._max_length = window
+
+
+@pytest.mark.parametrize("method", ["quest", "snapkv"])
+def test_every_scored_token_comes_through_the_method(own: Any, method: str) -> None:
+    ours = model(2, method=method, budget=64)
+    found = ours.loglikelihood(instances("loglikelihood", asked()[:4]), disable_tqdm=True)
+    full = own.loglikelihood(instances("loglikelihood", asked()[:4]), disable_tqdm=True)
+    for (context, continuation), (score, _), (dense, _) in zip(asked(), found, full, strict=False):
+        before, after = ours._encode_pair(context, continuation)
+        cache = KVCache(own.model, method, 64, dense_layers=ours.setup.dense_layers)
+        with torch.inference_mode():
+            own.model(torch.tensor([before[:-1]]), past_key_values=cache)
+            expected = 0.0
+            for token, following in zip([before[-1], *after[:-1]], after, strict=True):
+                logits = own.model(torch.tensor([[token]]), past_key_values=cache).logits
+                expected += float(logits[0, -1].log_softmax(-1)[following])
+        assert score == pytest.approx(expected, abs=1e-4)
+        assert abs(score - dense) > 1e-3  # the method is to be seen, in a continuation of one token, too
+    audit = ours.get_model_info()["kvbench"]["audit"]["loglikelihood"]
+    assert audit["budget"] == 64 and 0 < audit["attended_share"] < 4 and not audit["over_rule"]
+
+
+def test_sampling_and_batches_to_be_found_out_are_refused() -> None:
+    ours = model(1, method="full")
+    with pytest.raises(ConfigError, match=r"--gen_kwargs: .*temperature: 0.8.* kvbench generates greedily"):
+        ours.generate_until(instances("generate_until", [("A text", {"temperature": 0.8})]), disable_tqdm=True)
+    with pytest.raises(ConfigError, match="--batch_size=auto: expected a whole number"):
+        model("auto")  # type: ignore[arg-type]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+TASK = """\
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/data.json}}, cache_dir: {folder}/cache}}
+test_split: test
+doc_to_text: "{{{{context}}}}"
+metadata: {{version: 1}}
+"""
+CHOICE = """\
+output_type: multiple_choice
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+TEXT = """\
+output_type: generate_until
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["\\n\\n"], max_gen_toks: 8, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    """A folder with a multiple-choice task and one of generation, and their data."""
+    texts = [(PROSE[at : at + 300], [PROSE[at + 300 :][:20], " no", " yes, and"]) for at in (0, 500, 1500)]
+    lines = [json.dumps({"context": text, "choices": choices, "answer": 0}) for text, choices in texts]
+    (tmp_path / "data.json").write_text("\n".join(lines))
+    for name, kind in {"kv_choice": CHOICE, "kv_text": TEXT}.items():
+        (tmp_path / f"{name}.yaml").write_text(TASK.format(name=name, folder=tmp_path) + kind)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_commands_results_hold_scores_and_audit(
+    tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lm_eval, its_tasks = pytest.importorskip("lm_eval"), pytest.importorskip("lm_eval.tasks")
+    quick = partial(its_tasks.TaskManager, include_defaults=False)  # its own tasks are thousands of files
+    monkeypatch.setattr(its_tasks, "TaskManager", quick)
+    lm_evals = ["--tasks", "kv_choice,kv_text", "--include_path", str(tasks), "--batch_size", "2", "--limit", "3"]
+    found: dict[str, Any] = {}
+    for method in ("full", "quest", "icecache"):
+        ours = ["dtype=float32", "device=cpu", "--method", method, "--budget", "64", "--model-path", TINY]
+        output = tasks / method
+        assert main(["lm-eval", *ours, *lm_evals, "--output_path", str(output), "--log_samples"]) == 0
+        found[method] = json.loads(next(output.rglob("results_*.json")).read_text())
+        told = found[method]["config"]["kvbench"]
+        assert told["method"]["name"] == method and told["audit"].keys() == {"generate_until", "loglikelihood"}
+        for audit in told["audit"].values():
+            assert audit["attended_mean"] > 0 and audit["device_kv_bytes"] > 0
+            assert audit["attended_share"] is None if method == "full" else audit["attended_share"] > 0.1
+    names, manager = ["kv_choice", "kv_text"], quick(include_path=str(tasks))
+    settings = {"pretrained": TINY, "dtype": "float32"}
+    own = lm_eval.simple_evaluate("hf", settings, names, device="cpu", limit=3, task_manager=manager)
+    for task in names:
+        for metric, value in own["results"][task].items():
+            assert found["full"]["results"][task][metric] == value
+    capsys.readouterr()
+    assert main(["lm-eval", "--method", "full", "--tasks", "no_such_task"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "kvbench: lm-eval: Tasks not found: no_such_task; see lm_eval ls tasks, lm_eval run --help"
+    )

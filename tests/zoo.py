@@ -1,0 +1,100 @@
+"""Random models of transformers' classes, small enough that each test can have its own, and what they generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from driver import numbers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+WINDOW = 32
+# What comes first and last has a window: nothing may lean on layer 0, nor on the last one.
+MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 259,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,  # attention far from uniform
+    "pad_token_id": 258,
+    "bos_token_id": 256,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,  # tied, random weights repeat the last token
+}
+PLAIN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False},
+    "gemma": {},
+}
+WINDOWED: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"layer_types": MIXED, "query_pre_attn_scalar": 16},
+    "gpt_oss": {
+        "layer_types": MIXED,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "qwen2-window": {"use_sliding_window": True, "max_window_layers": 2},
+    "gemma2": {"attn_logit_softcapping": None},
+    "olmo3": {},
+    "cohere2": {"layer_types": MIXED},
+    "exaone4": {"layer_types": MIXED},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "phi3": {"sliding_window": 2047},  # beyond every position of the model: none
+    "olmo2": {},
+    "granite": {},
+    "smollm3": {},
+    "mixtral": {"num_local_experts": 4},
+    "gpt2": {"num_key_value_heads": None},
+    "gpt_neox": {"num_key_value_heads": None, "head_dim": None},
+}
+FAMILIES = {
+    **PLAIN,
+    **OTHERS,
+    **{name: {"sliding_window": WINDOW, **changes} for name, changes in WINDOWED.items()},
+}
+NEW = 8
+LENGTH = 120
+PAD = 258
+OFFSET = 37  # of the shorter of two prompts
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    return AutoConfig.for_model(family.split("-")[0], **{**SIZES, **FAMILIES.get(family, {}), **changes})
+
+
+def random_model(family: str, attention: str = "sdpa", **changes: Any) -> PreTrainedModel:
+    config = config_of(family, **changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        own = "eager" if family in ("gpt_oss", "gemma2") else attention  # transformers has no other of these
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=own).eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):  # else near 0, where few would miss them
+                torch.nn.init.normal_(parameter, mean=6.0)
+    return model.requires_grad_(False)
+
+
+def inputs(batch: int) -> dict[str, torch.Tensor]:
+    """One prompt; or two, the second left-padded."""
+    rows = [numbers(LENGTH, seed=6)]
+    if batch == 2:
+        rows.append([PAD] * OFFSET + numbers(LENGTH - OFFSET, seed=7))
+    ids = torch.tensor(rows)
+    return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+
+
+def generated(model: PreTrainedModel, given: dict[str, torch.Tensor], cache: Any = None, **options: Any) -> list:
+    """The new tokens of each row."""
+    if cache is not None:
+        options["past_key_values"] = cache
+    out = model.generate(**given, **{"max_new_tokens": NEW, "do_sample": False, **options})
+    return out[:, given["input_ids"].shape[1] :].tolist()
