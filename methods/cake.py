@@ -38,7 +38,7 @@ class CAKE(Method):
     """
 
     def __init__(
-        self, tau1: float = 1.6, tau2: float = 0.4, gamma: float = 200.0, window: int = 32, kernel: int = 5
+        self, tau1: float = 1.0, tau2: float = 1.0, gamma: float = 200.0, window: int = 32, kernel: int = 5
     ) -> None:
         self.tau1, self.tau2, self.gamma = tau1, tau2, gamma
         self.window, self.kernel = window, kernel
