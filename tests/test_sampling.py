@@ -154,6 +154,13 @@ def test_a_sweep_gives_k_answers_a_prompt_that_no_other_arm_changes(
     assert {"score", "pass_at_4", "new_tokens", "new_tokens_median"} <= shown
 
 
+def test_samples_draw_the_same_tokens_in_a_batch(configs: Any, tmp_path: Path) -> None:
+    for batch in ("1", "2"):
+        run(configs("protocol.samples=1", f"batch={batch}", folder=batch, arms=["snapkv"])[0])
+    alone = answers(tmp_path / "1", "snapkv")
+    assert answers(tmp_path / "2", "snapkv") == alone and len(set(map(tuple, alone.values()))) == 2
+
+
 def test_a_stopped_run_goes_on_with_the_answers_that_are_missing(configs: Any, tmp_path: Path) -> None:
     (config,) = configs(arms=["snapkv"])
     run(config)
