@@ -66,7 +66,7 @@ def test_an_answer_scores_its_rouge_l_and_nothing_below_three_quarters(
 
 
 def test_bad_settings_are_refused_in_a_line(folder: str) -> None:
-    with pytest.raises(ConfigError, match=r"^structext: task\.data_dir=null: needs the folder of evaluate_dataset\.jsonl"):
+    with pytest.raises(ConfigError, match=r"^structext: task\.data_dir=null: needs the folder of evaluate_dataset"):
         check(composed("task=structext"))
     with pytest.raises(ValueError, match=r"^task\.shots=7: .* has no such prompts with task\.hint=False$"):
         alone = Path(folder) / "evaluate_dataset.jsonl"
