@@ -134,6 +134,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axis.set_xlabel("new tokens")
         axis.set_title(title, fontsize=10)
         axis.set_ylim(bottom=0)
+        axis.locator_params(axis="x", nbins=5)
     axes[0].legend(fontsize=8)
     figure.savefig(path, dpi=120)
 

@@ -79,7 +79,8 @@ def model_folder(tmp_path):
     return make
 
 
-FROM_FOLDERS = ("gpqa", "longgenbench", "longgenbench_gsm8k", "longproc")  # tasks whose data no hub gives to anybody
+# Tasks whose data no hub gives to anybody.
+FROM_FOLDERS = ("gpqa", "longgenbench", "longgenbench_gsm8k", "longproc", "structext")
 ALL = [(group, name) for group in config.groups() for name in config.choices(group)]
 
 

@@ -25,7 +25,12 @@ NAMES = list(choices("experiment"))
 PUBLISHED = [id for id in published.ids() if id in NAMES]
 
 # What must be given by hand, and is nowhere to be fetched from.
-GIVEN = {"icecache_table3": "task.exemplars", "icecache_longgenbench": "task.data_dir"}
+GIVEN = {"icecache_table3": "task.exemplars"}
+GIVEN |= dict.fromkeys(("icecache_longgenbench", "racc_table2", "racc_table3"), "task.data_dir")
+IN_FOLDER = ["Dataset_short.json", "Dataset_long.json"]
+IN_FOLDER += [
+    f"{kind}/{file}" for kind in ("path_traversal", "tom_tracking") for file in (f"{kind}_8k.json", "prompts.yaml")
+]
 
 # To compose the jobs of one takes seconds: the quick tests meet every fourth.
 QUICK = NAMES[1::4]
@@ -56,7 +61,9 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[DictCo
     """The jobs of an experiment, which is given what it needs."""
     folder = tmp_path_factory.mktemp("given")
     (folder / "given").write_text("Question: 1 + 1\nLet's think step by step\nThe answer is 2\n")
-    (folder / "Dataset_short.json").write_text("[]")
+    for file in map(folder.joinpath, IN_FOLDER):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("[]")
 
     def make(name: str, smoke: str) -> list[DictConfig]:
         given = folder if GIVEN.get(name) == "task.data_dir" else folder / "given"
@@ -67,7 +74,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[DictCo
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
-    """Nothing of the hub is cached; call it with why the hub is out of reach, or None."""
+    """Nothing of the hub is cached, and it may be asked for all; call it with why it is out of reach, or None."""
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
     monkeypatch.setattr(hub, "cached_folder", lambda hub_id: None)
     monkeypatch.setattr(HubFile, "cached", lambda file: None)
     return lambda reason: monkeypatch.setattr(hub, "out_of_reach", lambda: reason)
@@ -97,7 +105,7 @@ def test_without_a_network_a_job_runs_or_names_the_key_of_a_local_copy(
             continue  # of the package registry: test_fetch
         if path is not None and "/assets/" not in path:
             key = f"model.path={path}: "
-        elif job.task.name in ("longbench", "longbench_v2", "gsm8k", "math500"):
+        elif job.task.name in ("longbench", "longbench_v2", "gsm8k", "math500", "aime", "gpqa"):
             key = "task.data_dir: "
         else:
             check(job)
@@ -145,8 +153,8 @@ def test_an_experiment_runs_the_methods_of_its_table(id: str) -> None:
 
 @pytest.mark.parametrize("id", each([id for id in PUBLISHED if published.table(id).frame["metric"].any()]))
 def test_an_experiment_makes_the_runs_that_stand_beside_published_cells_and_no_others(id: str) -> None:
-    table, made = published.table(id), jobs(id)
-    cells = table.frame[(table.frame["metric"] != "") & table.frame["method"].notna()]
+    frame, made = published.table(id).frame, jobs(id)
+    cells = frame[(frame["metric"] != "") & frame["method"].notna()]
     # A paper that does not say which Llama it took has rows of no model here; so has one whose model is not in conf.
     rows = {(row.model, row.method, row.budget, row.task) for row in cells.itertuples()}
     arms = {(job.model.name, job.method.name, job.budget, job.task.name) for job in made}
@@ -155,10 +163,14 @@ def test_an_experiment_makes_the_runs_that_stand_beside_published_cells_and_no_o
     else:
         arms = {(None, *arm[1:]) for arm in arms}
     assert arms == rows | BESIDE.get(id, set())
-    for job in made:
-        for word in table.settings:
-            key, _, value = word.partition("=")
-            assert OmegaConf.select(job, key) == yaml.safe_load(value), key
+    asked = [[word.partition("=")[::2] for word in words] for words in set(cells["settings"])]
+    met = [
+        [all(OmegaConf.select(job, key) == yaml.safe_load(value) for key, value in one) for one in asked]
+        for job in made
+    ]
+    assert all(map(any, met)) and all(map(any, zip(*met, strict=True))), (
+        "every job is of some cell, every cell has its jobs"
+    )
     groups = {group.partition("/")[0] for cell in cells["group"] if cell for group in cell.split(" + ")}
     for job in made:
         assert groups == set(job.task.subsets) if job.task.get("subsets") else True

@@ -169,6 +169,7 @@ PARAMETERS = {
     "mistral-7b-instruct-v0.3": 7248,
     "qwen3-32b": 32762,
     "qwen3-4b-instruct-2507": 4022,
+    "qwen3-4b-thinking-2507": 4022,
     "qwen3-8b": 8191,
     "smollm2-135m-instruct": 135,
     "tiny": 5,

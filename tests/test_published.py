@@ -13,6 +13,7 @@ from kvbench.cli.checks import check
 from kvbench.config import ConfigError, choices, conf_dir
 from kvbench.report import published
 from kvbench.tasks.longbench import SUBSETS
+from kvbench.tasks.longproc.task import SUBSETS as LEVELS
 from kvbench.tasks.ruler.task import ALL_SUBSETS
 
 # Averages, and the weights of the columns they are printed to be of; None: plain, over all others.
@@ -34,6 +35,8 @@ DECIMALS |= {"pariskv_longbench_v2": 2, "pariskv_ruler": 2}
 # Methods that the tables name and conf/method has no file for yet.
 COMING = {"pyramidkv", "pariskv", "lychee", "racc_code", "snapkv_racc", "pyramidkv_racc"}
 
+RUN = ["task", "group", "metric", "settings"]  # of ours that stands beside a cell
+
 each_table = pytest.mark.parametrize("id", published.ids())
 
 
@@ -41,7 +44,7 @@ each_table = pytest.mark.parametrize("id", published.ids())
 def test_every_table_is_whole(id):
     table = published.table(id)
     frame = table.frame
-    assert list(frame) == ["row", "column", "value", "note", "model", "method", "budget", "task", "group", "metric"]
+    assert list(frame) == ["row", "column", "value", "note", "model", "method", "budget", *RUN]
     assert len(frame) and table.title == published.ids()[id] and table.source
     assert not frame.duplicated(["row", "column"]).any()
     assert (frame["row"] != "").all() and (frame["column"] != "").all()
@@ -208,6 +211,7 @@ def test_mapped_groups_are_groups_of_the_task(id):
                 "longbench": part in SUBSETS,
                 "passkey": part.isdigit(),
                 "ruler": subset in ALL_SUBSETS and length.isdigit(),
+                "longproc": part in LEVELS,
                 "latency": re.fullmatch(r"\d+ x 1", part),
             }
             assert known[task], part
@@ -219,14 +223,14 @@ def runs() -> list[tuple[str, ...]]:
     """The command lines of all runs that some published cell stands beside."""
     words = set()
     for id in published.ids():
-        table = published.table(id)
-        frame = table.frame[table.frame["metric"] != ""]
-        for model, method, budget, task in zip(
-            *(frame[key] for key in ("model", "method", "budget", "task")), strict=True
+        frame = published.table(id).frame
+        frame = frame[frame["metric"] != ""]
+        for model, method, budget, task, settings in zip(
+            *(frame[key] for key in ("model", "method", "budget", "task", "settings")), strict=True
         ):
             if model and method:
                 size = "null" if budget is None else str(budget)
-                words.add((f"model={model}", f"method={method}", f"budget={size}", f"task={task}", *table.settings))
+                words.add((f"model={model}", f"method={method}", f"budget={size}", f"task={task}", *settings))
     return sorted(words)
 
 

@@ -350,11 +350,11 @@ def test_full_attention_is_of_every_accounting(tmp_path):
 # -- beside a paper ----------------------------------------------------------------------------------------------------
 
 
-def paper(*lines: dict, settings: tuple[str, ...] = ()) -> PaperTable:
+def paper(*lines: dict) -> PaperTable:
     usual = {"row": "Quest 64", "column": "A", "value": 60.0, "note": "", "model": "tiny", "method": "quest"}
-    usual |= {"budget": 64, "task": "passkey", "group": "", "metric": "score"}
+    usual |= {"budget": 64, "task": "passkey", "group": "", "metric": "score", "settings": ()}
     frame = pd.DataFrame([{**usual, **line} for line in lines], dtype=object)
-    return PaperTable("paper_table1", "A title", "A paper, Table 1", settings, frame)
+    return PaperTable("paper_table1", "A title", "A paper, Table 1", frame)
 
 
 def test_ours_stands_beside_the_published_with_its_difference(tmp_path):
@@ -413,7 +413,7 @@ def test_no_budget_in_a_paper_is_the_preset_of_the_method(tmp_path):
 )
 def test_a_run_of_another_variant_does_not_stand_beside(tmp_path, settings, fits):
     stored(tmp_path, "quest", options={"variant": "a", "lengths": [1024]})
-    assert ("score" in beside(collect([tmp_path]), paper({}, settings=settings)).cells[0, 0].numbers) == fits
+    assert ("score" in beside(collect([tmp_path]), paper({"settings": settings})).cells[0, 0].numbers) == fits
 
 
 def test_two_runs_for_one_published_cell_are_refused(tmp_path):
@@ -431,6 +431,22 @@ def test_protocols_do_not_mix_beside_a_paper(tmp_path):
     both = paper({}, {"row": "SnapKV", "method": "snapkv"})
     assert "one table mixes no protocols" in refused(beside, collect([tmp_path]), both)
     assert beside(collect([tmp_path]), both, allow_mixed=True).cells[1, 0].marks["score"] == "m"
+
+
+def test_a_paper_s_columns_may_be_of_different_runs_and_pass_at_k_stands_beside_its_like(tmp_path):
+    answers = {"a": [1.0, 0.0], "b": [0.0, 0.0], "c": [1.0, 1.0], "d": [1.0, 0.0]}
+    drawn = [
+        record(f"{prompt}#{place}", "", score, sample=prompt)
+        for prompt, scores in answers.items()
+        for place, score in enumerate(scores)
+    ]
+    stored(tmp_path, "quest")
+    stored(tmp_path, "quest", samples=drawn, task="aime", protocol={"temperature": 0.7, "samples": 2})
+    other = {"task": "aime", "settings": ("protocol.temperature=0.7", "protocol.samples=2")}
+    both = paper({}, {"column": "AIME@2", "metric": "pass_at_2", **other}, {"column": "AIME", **other})
+    table = beside(collect([tmp_path]), both)
+    assert [table.cells[0, place].numbers["score"] for place in range(3)] == [50, 75, 50]
+    assert [table.cells[0, place].numbers["difference"] for place in range(3)] == [-10, 15, -10]
 
 
 @pytest.mark.parametrize("id", published.ids())
@@ -528,7 +544,7 @@ def test_only_the_file_that_is_missing_marks_its_cells(tmp_path):
 
 def test_a_run_from_before_an_option_was_there_does_not_stand_beside(tmp_path):
     stored(tmp_path, "quest")
-    assert "score" not in beside(collect([tmp_path]), paper({}, settings=("task.variant=a",))).cells[0, 0].numbers
+    assert "score" not in beside(collect([tmp_path]), paper({"settings": ("task.variant=a",)})).cells[0, 0].numbers
 
 
 def test_a_note_of_the_paper_s_cell_is_told():

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from driver import numbers, run_loop
+from twin import device, on_device
 
 import kvbench.measure.arm
 from kvbench.cli.checks import check
@@ -94,6 +95,16 @@ def test_a_row_draws_the_same_beside_others_and_from_a_shared_prefill(tiny: Load
     shared = prefill_once(tiny.model, PROMPTS, [Needs()], max_new_tokens=9 + len(question))
     run_loop(tiny, PROMPTS, method_named("full"), None, steps=3, question=question, prefilled=shared)
     assert tokens(PROMPTS, ["a", "b"], prefilled=shared) == alone
+
+
+def test_a_draw_stays_on_the_device_of_its_logits() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    with device() as cuda:
+        draw, there = Sampler(0.8, ["a", "b", "c"], 0.9, 10), logits.to("cuda:0")
+        with cuda.no_sync():
+            tokens = draw(there)
+        assert on_device(tokens)
+        assert tokens.tolist() == Sampler(0.8, ["a", "b", "c"], 0.9, 10)(logits).tolist()
 
 
 def test_a_banned_token_is_never_drawn_first(tiny: Loaded) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,20 @@ def test_a_stopped_run_goes_on_with_what_each_arm_lacks(configs, tmp_path, monke
     calls.clear()
     run_shared(configs())
     assert not calls
+
+
+def test_one_prefill_is_held_at_a_time(configs, monkeypatch):
+    real, made = kvbench.measure.arm.prefill_shared, []
+
+    def noted(arms: Any, prompts: Any) -> Any:
+        assert not any(earlier() for earlier in made), "its memory is needed for the next"
+        prefilled = real(arms, prompts)
+        made.append(weakref.ref(prefilled))
+        return prefilled
+
+    monkeypatch.setattr(kvbench.measure.arm, "prefill_shared", noted)
+    run_shared(configs()[:2])
+    assert len(made) == 3
 
 
 def test_a_prefill_that_fails_fails_its_sample_in_every_arm_and_no_other(configs, tmp_path, monkeypatch):

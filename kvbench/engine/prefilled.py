@@ -59,7 +59,7 @@ class Prefilled:
     ) -> None:
         self.lengths = engine.shape.lengths
         self._logits, self._not_first = logits, not_first
-        self.tokens = self.first_tokens(None)
+        self.tokens = chosen_tokens(logits, not_first)
         self.seconds = time.perf_counter() - start
         self._prompts, self._similarity = recorded.prompts, recorded.similarity
         self._stores, self._windowed = engine.stores, engine.windowed
@@ -69,7 +69,7 @@ class Prefilled:
 
     def first_tokens(self, draw: Draw | None) -> torch.Tensor:
         """The first new token of each row, [B] on the CPU: the likeliest, or drawn."""
-        return chosen_tokens(self._logits, self._not_first, draw)
+        return self.tokens if draw is None else chosen_tokens(self._logits, self._not_first, draw)
 
     def lend(self, engine: Engine) -> None:
         """Let `engine`, fresh and made for these prompts, begin here. The engine that began before it must not go on.

@@ -184,7 +184,7 @@ class PromptPrefill:
 
     def __call__(self, arms: Sequence[Arm], prompts: Sequence[TokenizedSample]) -> Prefilled:
         """The prefill of a batch of prompts from which each of `arms` can begin, the same ones for all answers."""
-        of = prompts[0].sample.of  # a batch of several holds one answer to each of its prompts
+        of = prompts[0].sample.of  # "": one answer to each prompt, as in a batch of several
         self.fresh = self._prefilled is None or not of or of != self._of
         if self.fresh:
             self._prefilled = None  # its memory, before the next takes as much

@@ -13,7 +13,7 @@ from kvbench.report.frame import Runs, missing
 from kvbench.report.published import PaperTable
 from kvbench.report.seeds import over_seeds
 from kvbench.report.select import label_of, marks_of_mixed, refuse_several, scored, select
-from kvbench.runs.quantities import QUANTITIES, Quantity
+from kvbench.runs.quantities import PASSED, QUANTITIES, Quantity
 from kvbench.tasks.ruler.task import READERS
 from kvbench.tasks.ruler.texts import GENERATED
 
@@ -49,7 +49,8 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
     evidence = Evidence(runs) if runs else None
     fitting = _fitting(runs, paper, chosen) if runs else {}
     used = sorted({run for alike in fitting.values() for run in alike})
-    mixed = marks_of_mixed(runs, used, [], allow_mixed) if runs else {}
+    asked = {word.partition("=")[0] for words in frame["settings"] for word in words}
+    mixed = marks_of_mixed(runs, used, sorted(asked), allow_mixed) if runs else {}
     cells = {}
     for line in frame.itertuples():
         ours = _ours(evidence, paper, line, fitting[line.Index], mixed) if evidence and fitting[line.Index] else Cell()
@@ -72,11 +73,11 @@ def _fitting(runs: Runs, paper: PaperTable, chosen: Sequence[int]) -> dict[int, 
     for line in frame.itertuples():
         own = frame[frame["row"] == line.row]["group"]
         whole = tuple(group for groups in own for group in _groups_of(groups))
-        found[line.Index] = [run for run in chosen if _fits(runs, run, line, paper.settings, whole)]
+        found[line.Index] = [run for run in chosen if _fits(runs, run, line, whole)]
     return found
 
 
-def _fits(runs: Runs, run: int, line: Any, words: Iterable[str], whole: tuple[str, ...]) -> bool:
+def _fits(runs: Runs, run: int, line: Any, whole: tuple[str, ...]) -> bool:
     """Whether a run is one that a published cell could stand beside."""
     arm = runs.arm[run]
     if not line.metric or (arm["model"], arm["method"], arm["task"]) != (line.model, line.method, line.task):
@@ -86,7 +87,7 @@ def _fits(runs: Runs, run: int, line: Any, words: Iterable[str], whole: tuple[st
         budget = (shipped("method", line.method) or {}).get("preset")
     if arm["budget"] != budget:
         return False
-    for key, _, value in (word.partition("=") for word in words):
+    for key, _, value in (word.partition("=") for word in line.settings):
         if key not in CHOOSE_SAMPLES and label_of(runs, run, key) != value:
             return False
     needed = whole if line.metric == "macro" else _groups_of(line.group)
@@ -102,7 +103,8 @@ def _ours(evidence: Evidence, paper: PaperTable, line: Any, alike: Sequence[int]
     if paper.timed:
         return _timed_cell(runs, run, line, mixed.get(run, ""))
     marks = evidence.marks(run, groups) + "g" * _on_generated_text(runs, run, groups) + mixed.get(run, "")
-    return Cell(score_numbers(evidence, run, groups), {"score": marks}, runs_of(runs.arm[run]))
+    passed = {"score": runs.arm[run][line.metric]} if line.metric in PASSED else {}
+    return Cell(passed or score_numbers(evidence, run, groups), {"score": marks}, runs_of(runs.arm[run]))
 
 
 def _on_generated_text(runs: Runs, run: int, groups: Iterable[str]) -> bool:
@@ -143,9 +145,9 @@ def _notes(paper: PaperTable, cells: Iterable[Cell]) -> list[str]:
         notes.append(f"{'; '.join(noted['row'] + ', ' + noted['column'])}: {note}.")
     if not any(cell.mapped for cell in cells):
         return [*notes, "Published only: kvbench has no such method, model or task."]
-    task = next(line.task for line in frame.itertuples() if line.task)
+    asked = dict.fromkeys(" ".join([f"task={line.task}", *line.settings]) for line in frame.itertuples() if line.task)
     return [
         *notes,
-        f"Ours: {' '.join([f'task={task}', *paper.settings])}, with each row's model, method and budget. Rows and "
-        "cells without are published only: kvbench has no such method, model or task.",
+        f"Ours: {'; '.join(asked)}, with each row's model, method and budget. Rows and cells without are published "
+        "only: kvbench has no such method, model or task.",
     ]

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from kvbench.config import ConfigError, choices, nearest
+from kvbench.runs.quantities import PASSED
 
 if TYPE_CHECKING:
     import pandas
 
 FOLDER = Path(__file__).with_name("published")
+KINDS = ("columns", "seconds")  # of a column that ours stand beside: a score, or a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,22 +32,20 @@ class PaperTable:
         id: "icecache_table1".
         title: one line.
         source: paper and table.
-        settings: words of the command line, beside model, method, budget and task, for the runs that match.
         timed: its cells are seconds, not scores.
         frame: one line a cell. As published: `row`, `column`, `value` (NaN where nothing could be measured) and `note`
             (why, where a number was read off a picture, or where an average is not the mean of its columns). How we
             would run it: `model`, `method`, `budget` (int tokens, float share of the prompt; None: the method has
-            none, or the preset), `task`, `group` and `metric`. `metric` is "score", of the group or, where group is
-            "", of the task; or "macro", the plain mean over all groups; or "": published only. A group such as
-            "a + b" stands for the plain mean of groups a and b. Of a table of times, in seconds, it names what we
-            measured instead, such as "tpot_ms_mean"; of "a + b" the sum. `model` and `method` are None where kvbench
-            has none.
+            none, or the preset), `task`, `settings` (further words of the command line, a tuple), `group` and
+            `metric`. `metric` is "score", of the group or, where group is "", of the task; or "macro", the plain mean
+            over all groups; or a pass@k, "pass_at_8"; or "": published only. A group such as "a + b" stands for the
+            plain mean of groups a and b. Of a table of times, in seconds, `metric` names what we measured instead, such
+            as "tpot_ms_mean"; of "a + b" the sum. `model` and `method` are None where kvbench has none to compare.
     """
 
     id: str
     title: str
     source: str
-    settings: tuple[str, ...]
     frame: pandas.DataFrame
     timed: bool = False
 
@@ -70,18 +70,17 @@ def table(id: str) -> PaperTable:
     frame = cells[["row", "column"]].reset_index(drop=True)
     frame["value"] = [float(value) if value else float("nan") for value in cells["value"]]
     frame["note"] = cells["note"].to_list()
-    names, models, methods = _read("names"), choices("model"), choices("method")
-    frame["model"] = _ours(cells["model"], names["models"], models)
-    frame["method"] = _ours(cells["method"], names["methods"], methods)
+    models, methods = (_read("names")[kind] for kind in ("models", "methods"))
+    methods = {name: methods[name] for name in entry.get("methods", methods)}
+    frame["model"] = _ours(cells["model"], models, choices("model"))
+    frame["method"] = _ours(cells["method"], methods, choices("method"))
     frame["budget"] = _objects(map(_budget, cells["budget"]))
-    scores, seconds = entry.get("columns") or {}, entry.get("seconds") or {}
-    mapped = [
-        (f"{length} x 1", seconds[column]) if column in seconds else _mapped(scores.get(column), length)
-        for column, length in zip(cells["column"], cells["length"], strict=True)
-    ]
-    frame["task"] = [entry["task"] if metric else "" for _, metric in mapped]
+    runs = [_run_of(column, entry.get("runs", [entry])) for column in cells["column"]]
+    mapped = [_mapped(run, *cell) for run, cell in zip(runs, cells[["column", "length"]].to_numpy(), strict=True)]
+    frame["task"] = [run.get("task", "") for run in runs]
     frame["group"], frame["metric"] = [group for group, _ in mapped], [metric for _, metric in mapped]
-    return PaperTable(id, entry["title"], entry["source"], tuple(entry.get("settings") or ()), frame, bool(seconds))
+    frame["settings"] = _objects(tuple(run.get("settings", ())) for run in runs)
+    return PaperTable(id, entry["title"], entry["source"], frame, "seconds" in entry)
 
 
 @functools.cache
@@ -117,10 +116,18 @@ def _budget(text: str) -> int | float | None:
     return float(text) if "." in text else int(text)
 
 
-def _mapped(wanted: str | None, length: str) -> tuple[str, str]:
-    """(group, metric) of a cell in a column that `tables.yaml` maps to `wanted`, in tokens or words of `length`."""
-    if wanted is None:
+def _run_of(column: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `tables.yaml` says of our runs for a column; {}: published only."""
+    return next((run for run in runs for kind in KINDS if column in run.get(kind, ())), {})
+
+
+def _mapped(run: dict[str, Any], column: str, length: str) -> tuple[str, str]:
+    """(group, metric) of a cell in a column that is of such runs, in tokens or words of `length`."""
+    if not run:
         return "", ""
-    if wanted in ("score", "macro"):
+    if "seconds" in run:
+        return f"{length} x 1", run["seconds"][column]
+    wanted: str = run["columns"][column]
+    if wanted in ("score", "macro", *PASSED):
         return "", wanted
     return wanted.format(length=length), "score"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import yaml
 
 from kvbench.tasks import Sample, Task
-from kvbench.tasks.sources import LocalFile, Row, rows_of
+from kvbench.tasks.sources import Row, given_file, rows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,7 +63,7 @@ class LongGenBench(Task):
         if size not in get_args(Size):
             raise ValueError(f"task.size={size}: one of {', '.join(get_args(Size))}")
         self.max_new_tokens = max_new_tokens
-        self._file = _given(data_dir, f"Dataset_{size}.json", "Dataset of the repository mozhu621/LongGenBench")
+        self._file = given_file(data_dir, f"Dataset_{size}.json", "Dataset of the repository mozhu621/LongGenBench")
         self.sources = (self._file,)
 
     def __len__(self) -> int:
@@ -157,7 +157,9 @@ class ManyProblems(Task):
         if variant not in get_args(Variant):
             raise ValueError(f"task.variant={variant}: one of {', '.join(get_args(Variant))}")
         self.variant, self.max_new_tokens = variant, max_new_tokens
-        self._file = _given(data_dir, PROBLEMS[problems], "data/LongGenBench/gsm8k of the repository Linking-ai/SCOPE")
+        self._file = given_file(
+            data_dir, PROBLEMS[problems], "data/LongGenBench/gsm8k of the repository Linking-ai/SCOPE"
+        )
         self.sources = (self._file,)
 
     def __len__(self) -> int:
@@ -195,14 +197,3 @@ class ManyProblems(Task):
             answers=tuple(gold[1] if gold else "" for gold in golds),  # "": none with a number, and never right
             max_new_tokens=self.max_new_tokens,
         )
-
-
-def _given(data_dir: str | None, name: str, where: str) -> LocalFile:
-    """A file that is in no hub, in the user's folder.
-
-    Raises:
-        ValueError: no folder is named; says which it is.
-    """
-    if data_dir is None:
-        raise ValueError(f"task.data_dir=null: needs the folder of {name}, {where}")
-    return LocalFile(Path(str(data_dir)).expanduser() / name, "task.data_dir")

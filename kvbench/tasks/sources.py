@@ -168,6 +168,17 @@ def local_or_hub(data_dir: str | None, hub_file: HubFile, *names: str) -> LocalF
     return LocalFile(next((file for file in files if file.is_file()), files[0]), hub_file.key)
 
 
+def given_file(data_dir: str | None, name: str, where: str) -> LocalFile:
+    """A file that is in no hub, in the user's folder.
+
+    Raises:
+        ValueError: no folder is named; says which it is.
+    """
+    if data_dir is None:
+        raise ValueError(f"task.data_dir=null: needs the folder of {name}, {where}")
+    return LocalFile(Path(str(data_dir)).expanduser() / name, "task.data_dir")
+
+
 class Row(NamedTuple):
     """A line of a JSONL file: its data, or what is wrong with it."""
 
