@@ -137,6 +137,13 @@ class Evidence:
         scores = self.runs.scores[run]
         return sum(int(scores.failed[rows].sum()) for rows in _strata(scores, groups))
 
+    def yardstick(self, run: int) -> int | None:
+        """The run of full attention that a run is compared with first, itself where it is one; None without one."""
+        alike, arm = self._full.get(self._kind(run), []), self.runs.arm
+        return max(
+            alike, key=lambda one: (not arm[one]["probe_every"], arm[one]["n"], arm[one]["updated"]), default=None
+        )
+
     def _scored(self, run: int) -> tuple[str, str]:
         return self.runs.arm[run]["task"], self.runs.arm[run]["metric"]
 
