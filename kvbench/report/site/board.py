@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from kvbench.report.frame import YARDSTICK
@@ -84,10 +84,12 @@ def _share(site: Site, row: Row) -> str:
     return f'<td data-name="device_share" data-value="{share!r}" {runs}>{share:.1f}</td>'
 
 
-def _filters(rows: Iterable[Row]) -> str:
-    rows = list(rows)
+def _filters(rows: Sequence[Row]) -> str:
+    """The form above the table; a choice of one is none."""
 
-    def select(name: str, about: str, every: str, values: Iterable[str], shown: Callable[[str], str] = str) -> str:
+    def select(name: str, about: str, every: str, values: Sequence[str], shown: Callable[[str], str] = str) -> str:
+        if len(values) < 2:
+            return ""
         options = "".join(f'<option value="{escape(value)}">{escape(shown(value))}</option>' for value in values)
         return f'<label>{about}<select name="{name}"><option value="">{every}</option>{options}</select></label>'
 
@@ -96,7 +98,7 @@ def _filters(rows: Iterable[Row]) -> str:
 
     number = 'type="number" min="0" step="any" inputmode="decimal" placeholder="any"'
     return f"""<form id="filters">
-{select("share", "Device memory at most", "any", map(str, SHARES), lambda value: f"{value} % of full attention's")}
+{select("share", "Device memory at most", "any", list(map(str, SHARES)), "{} % of full attention's".format)}
 {select("task", "Task", "all", there("task"))}
 {select("budget", "Budget C", "any", there("budget"))}
 {select("model", "Model", "all", there("model"))}
