@@ -254,6 +254,7 @@ def _records(
         answers, meta = tuple(found.get("answers", sample.answers)), found.get("meta", sample.meta)
         scores = arm.task.score(replace(sample, id=sample.asked, answers=answers, meta=meta), found["output"])
         records.append({**prompt.record, "scores": scores, **found})
+    engine.release()  # arms live on with their methods, of which each would keep its last prompt
     return records
 
 
