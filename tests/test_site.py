@@ -203,6 +203,15 @@ def test_places_are_counted_among_sparse_methods_of_one_budget(site: Path) -> No
     assert found == {"quest": [("2", "3")], "snapkv": [("3", "3")], "pariskv": [("1", "3")], "full": []}
 
 
+def test_arms_of_other_samples_are_not_compared(tmp_path: Path) -> None:
+    for method, length in (("quest", 1024), ("snapkv", 4096), ("pariskv", 4096)):
+        stored(tmp_path, method, 64, options={"lengths": [length]}, data=f"of {length}")
+    rows = Site(collect([tmp_path]), "").rows
+    panels = {row.method: row.panel for row in rows}
+    assert panels["quest"] == "passkey, tiny, lengths=[1024]"
+    assert panels["snapkv"] == panels["pariskv"] == "passkey, tiny, lengths=[4096]"
+
+
 def test_another_score_in_a_run_is_another_number_on_the_site(results: Path, tmp_path: Path) -> None:
     (old,) = (results / "runs/passkey/tiny/snapkv-64").iterdir()
     new = tmp_path / old.name

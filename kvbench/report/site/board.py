@@ -63,11 +63,13 @@ attention (KL) or by score.</p>
 
 def _line(site: Site, row: Row, words: Iterable[str], columns: Iterable[str]) -> str:
     cells = "".join(_share(site, row) if name == "device_share" else cell_of(row, name) for name in columns)
-    keys = {"method": row.method, "budget": row.budget, "task": row.task, "model": row.model, "panel": row.table.id}
+    keys = {"method": row.method, "budget": row.budget, "task": row.task, "model": row.model, "panel": row.panel}
     data = "".join(f' data-{key}="{escape(value)}"' for key, value in keys.items())
     bare = ' class="yardstick"' if row.method == YARDSTICK else ""
     labels = "".join(f'<td class="label" data-name="{name}">{escape(keys[name])}</td>' for name in words)
-    head = f'<th scope="row" data-name="method">{linked(row.method, "")}{small(row.variant)}</th>'
+    samples = [word for word in row.panel.split(", ")[2:] if word not in row.variant]
+    apart = ", ".join(filter(None, [row.variant, *samples]))
+    head = f'<th scope="row" data-name="method">{linked(row.method, "")}{small(apart)}</th>'
     return f"<tr{bare}{data}>{head}{labels}{cells}</tr>"
 
 

@@ -40,6 +40,7 @@ class Row(NamedTuple):
 
     Attributes:
         run: index in `Site.runs`.
+        panel: name of the arms that it can be compared with, of the same samples under the same protocol.
         variant: what tells it from others of the same method and budget, or "".
         cell, table: its numbers, and how they are shown.
         full: index of the run of full attention on the same samples, or None.
@@ -50,15 +51,11 @@ class Row(NamedTuple):
     task: str
     method: str
     budget: str
+    panel: str
     variant: str
     cell: Cell
     table: Table
     full: int | None
-
-    @property
-    def panel(self) -> tuple[str, str, str]:
-        """What arms share that can be compared: model, task, and what else is said of both."""
-        return self.model, self.task, self.table.id
 
     @property
     def name(self) -> str:
@@ -108,8 +105,23 @@ class Site:
                 run = run_of[cell.run]
                 full = self.evidence.yardstick(run)
                 model, task, method, budget = (labels[key] for key in AXES)
-                rows.append(Row(run, model, task, method, budget, variant, cell, table, full))
+                panel = ", ".join(filter(None, [task, model, protocol]))
+                rows.append(Row(run, model, task, method, budget, panel, variant, cell, table, full))
+        rows = self._told_apart(rows)
         return sorted(rows, key=lambda row: (row.panel, _rank(row.cell.numbers)))
+
+    def _told_apart(self, rows: list[Row]) -> list[Row]:
+        """The rows, with what tells the samples of a panel from others of its model and task in the panel's name."""
+        kinds = {row.run: self.evidence.kind(row.run) for row in rows}
+        told = []
+        for row in rows:
+            alike = [kinds[other.run] for other in rows if other.panel == row.panel]
+            settings = [part.partition("=") for part in kinds[row.run][:-1] if any(part not in kind for kind in alike)]
+            apart = [f"{key.rpartition('.')[2]}={value}" for key, _, value in settings]
+            if not apart and any(kind[-1] != kinds[row.run][-1] for kind in alike):
+                apart = [f"data {kinds[row.run][-1]}"]  # which no setting tells from others
+            told.append(row._replace(panel=", ".join([row.panel, *apart])))
+        return told
 
     @cached_property
     def methods(self) -> list[str]:

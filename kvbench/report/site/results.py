@@ -29,8 +29,9 @@ def results(site: Site, own: Sequence[Row]) -> str:
     heads = f"<th class=label>task</th><th class=label>C</th><th>place</th>{heads}"
     lines = []
     for row in sorted(own, key=lambda row: (row.panel, order_of(row.budget))):
+        task, _, samples = row.panel.partition(", ")
         lines.append(
-            f'<tr><td class="label">{escape(row.task)}{small(row.model)}</td>'
+            f'<tr><td class="label">{escape(task)}{small(samples)}</td>'
             f'<td class="label">{escape(row.budget)}{small(row.variant)}</td>{_place(site, row)}'
             f"{''.join(cell_of(row, name) for name in names)}{_best_other(site, row)}</tr>"
         )
@@ -76,8 +77,7 @@ def by_group(site: Site, own: Sequence[Row]) -> str:
                 + "</tr>"
                 for group in groups
             ]
-            title = escape(f"{panel[1]}, {panel[0]}")
-            parts.append(f"<h3>{title}</h3>{table_of(f'<th class=label>group</th>{heads}', lines)}")
+            parts.append(f"<h3>{escape(panel)}</h3>{table_of(f'<th class=label>group</th>{heads}', lines)}")
     told = (
         "<p>Scores by budget. <span class=ahead>Ahead</span> and <span class=behind>behind</span>: "
         f"{CLEAR:g} points or more from the median of the other sparse methods with the same budget.</p>"

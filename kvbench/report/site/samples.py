@@ -1,4 +1,4 @@
-"""What arms answered, two side by side: a page for each model and task, full attention first."""
+"""What arms answered, two side by side: a page for the arms of the same samples, full attention first."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ MOST_SAMPLES = 24  # of a page: those on which the arms differ most
 
 def samples(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     """A page for each panel, and one that leads to them."""
-    panels: dict[tuple[str, str, str], list[Row]] = {}
+    panels: dict[str, list[Row]] = {}
     for row in site.rows:
         panels.setdefault(row.panel, []).append(row)
     links = []
-    for number, ((model, task, _), rows) in enumerate(panels.items(), 1):
+    for number, (title, rows) in enumerate(panels.items(), 1):
         path = f"samples/{number}.html"
-        title = f"{task}, {model}"
         links.append(f'<li><a href="{number}.html">{escape(title)}</a>: {len(rows)} arms</li>')
         yield page(path, f"Samples: {title}", site, sections, _panel(site, rows))
     body = f"<p>What two arms answered to the same prompt, side by side.</p><ul>{''.join(links)}</ul>"

@@ -65,7 +65,7 @@ const shown = (row, name) => row.querySelector(`td[data-name="${name}"][data-val
 const best = rows => {
   const box = document.getElementById("best"), list = make("ul"), panels = new Map();
   for (const row of rows) if (!row.classList.contains("yardstick")) {
-    const panel = [row.dataset.task, row.dataset.model, row.dataset.panel].join("\n");
+    const { panel } = row.dataset;
     panels.set(panel, [...(panels.get(panel) ?? []), row]);
   }
   for (const own of panels.values()) {
@@ -81,7 +81,7 @@ const best = rows => {
       shown(first, "device_share") && `${shown(first, "device_share")} % of full attention's`,
       shown(first, "tpot_ms_mean") && `${shown(first, "tpot_ms_mean")} ms / token`,
     ];
-    item.append(`${first.dataset.task}, ${first.dataset.model}: `, link, ` ${words.filter(Boolean).join("; ")}`);
+    item.append(`${first.dataset.panel}: `, link, ` ${words.filter(Boolean).join("; ")}`);
     if (even) item.append(" ", make("small", `${even} of the ${others.length} other arms that fit lie within its interval`));
     list.append(item);
   }
