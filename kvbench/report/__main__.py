@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path("results")
 SHIPPED = [Path(kvbench.__file__).parents[1] / "results" / name for name in ("fidelity", "reference")]
-FORMATS = {"console": ".txt", "markdown": ".md", "latex": ".tex", "csv": ".csv", "html": ".html"}
+FORMATS = {"console": ".txt", "markdown": ".md", "latex": ".tex", "csv": ".csv", "html": ".html", "site": ""}
 
 EXAMPLES = """\
   python -m kvbench.report                                         your runs below results/
@@ -35,6 +35,7 @@ EXAMPLES = """\
   python -m kvbench.report --paper icecache_table1 --format latex  ours beside the published numbers
   python -m kvbench.report --figure tradeoff --out tradeoff.pdf
   python -m kvbench.report --out report.html                       one page with all tables and pictures
+  python -m kvbench.report --out site/                             a folder: leaderboard, a page a method, samples
   python -m kvbench.report --list                                  what can be made
 """
 
@@ -48,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(_list())
         else:
             runs = _runs(given)
-            narrow = _draw(given, runs) if given.figure else _print(given, runs)
+            make = _draw if given.figure else _write_site if given.format == "site" else _print
+            narrow = make(given, runs)
             sys.stdout.flush()
             _say_left_out(runs, narrow)
     except (ConfigError, ResultsError) as error:
@@ -77,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--where", action="append", default=[], metavar="KEY=VALUE", help="only runs with this value, or one of V,V")
     add("--figure", metavar="NAME", help="draw a figure to --out FILE.png, .pdf or .svg")
     add("--format", choices=FORMATS, help="default: as --out ends, else console")
-    add("--out", type=Path, metavar="FILE", help="write there instead of printing")
+    add("--out", type=Path, metavar="FILE", help="write there instead of printing; a folder: a static site")
     add("--allow-mixed", action="store_true", help="let runs of several protocols into one table, marked")
     add("--unfinished", action="store_true", help="take runs that have not finished, marked")
     return parser
@@ -106,13 +108,33 @@ def _check(given: Namespace) -> None:
     if given.out and not given.figure and not given.format:
         endings = {ending: name for name, ending in FORMATS.items()}
         if given.out.suffix not in endings:
-            raise ConfigError(f"--out {given.out}: ends in none of {', '.join(endings)}; name a --format")
+            known = ", ".join(filter(None, endings))
+            raise ConfigError(f"--out {given.out}: ends in none of {known}; name a --format")
         given.format = endings[given.out.suffix]
     given.format = given.format or "console"
+    if given.format == "site":
+        _check_site(given)
     if given.paper:
         from kvbench.report import published
 
         given.paper = [published.table(id) for id in given.paper]
+
+
+def _check_site(given: Namespace) -> None:
+    """Refuse what does not go with a site, and a folder that is not one.
+
+    Raises:
+        ConfigError: names it.
+    """
+    from kvbench.report.site import check
+
+    if not given.out:
+        raise ConfigError("--format site: give a folder with --out, such as site/")
+    if given.paper or given.rows:
+        raise ConfigError(
+            f"--out {given.out}: a site shows all runs, and every published table; leave out --paper and --rows"
+        )
+    check(given.out)
 
 
 def _list() -> str:
@@ -279,6 +301,16 @@ def _outputs(runs: Runs, run: int) -> str:
     arm = runs.arm[run]
     name = ", ".join(label_of(runs, run, key) for key in ("model", "task", "method", "budget"))
     return outputs_of(name, arm["path"].name, arm["metric"], runs.samples(runs.arms.loc[run]))
+
+
+def _write_site(given: Namespace, runs: Runs | None) -> list[str]:
+    from kvbench.report import site
+    from kvbench.report.select import select
+
+    assert runs is not None
+    site.write(runs.only(select(runs, given.where)), " and ".join(map(str, given.folders)), given.out)
+    print(given.out / "index.html")
+    return []
 
 
 def _draw(given: Namespace, runs: Runs | None) -> list[str]:

@@ -72,7 +72,7 @@ class Evidence:
         self._against: dict[tuple[int, tuple[str, ...]], Estimate | None] = {}
         for run, arm in runs.arm.items():
             if arm["method"] == YARDSTICK:
-                self._full.setdefault(self._kind(run), []).append(run)
+                self._full.setdefault(self.kind(run), []).append(run)
 
     def score(self, run: int, groups: tuple[str, ...] = ()) -> Estimate:
         """The score of a run, 0-100: of these groups (all: ()), each a stratum.
@@ -137,6 +137,13 @@ class Evidence:
         scores = self.runs.scores[run]
         return sum(int(scores.failed[rows].sum()) for rows in _strata(scores, groups))
 
+    def yardstick(self, run: int) -> int | None:
+        """The run of full attention that a run is compared with first, itself where it is one; None without one."""
+        alike, arm = self._full.get(self.kind(run), []), self.runs.arm
+        return max(
+            alike, key=lambda one: (not arm[one]["probe_every"], arm[one]["n"], arm[one]["updated"]), default=None
+        )
+
     def _scored(self, run: int) -> tuple[str, str]:
         return self.runs.arm[run]["task"], self.runs.arm[run]["metric"]
 
@@ -145,7 +152,7 @@ class Evidence:
 
         Of several runs the one with the most samples counts, then the newest. What failed is not known.
         """
-        alike, arm = self._full.get(self._kind(run), []), self.runs.arm
+        alike, arm = self._full.get(self.kind(run), []), self.runs.arm
         if run in alike:
             return {}
         found = {}
@@ -156,7 +163,7 @@ class Evidence:
                     found[tuple(key)] = value
         return found
 
-    def _kind(self, run: int) -> tuple[str, ...]:
+    def kind(self, run: int) -> tuple[str, ...]:
         """All that two runs must share to be compared sample by sample; beside the seed, which samples have."""
         shared = [f"{key}={value}" for key, value in but_for_seed(self.runs, run).items() if _is_shared(key)]
         return (*shared, str(self.runs.arm[run]["data"]))

@@ -84,9 +84,12 @@ def overview(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
     return [table]
 
 
-def summary(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
+def summary(runs: Runs, where: Sequence[str] = (), values: Sequence[str] = SUMMARY) -> list[Table]:
     """Everything found, a line for each model, task, method and budget and for what else differs; a table for each
     protocol. Timed runs follow in tables of their own.
+
+    Args:
+        values: names of `kvbench.runs.quantities.NUMBERS`, of runs that are not timed.
 
     Raises:
         ConfigError: as `select`.
@@ -96,7 +99,7 @@ def summary(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
     for number, (chosen, what) in enumerate(by_protocol(runs, [run for run in found if not runs.timed(run)]), 1):
         axes = _telling_axes(runs, chosen, ["model", "task", "method", "budget"])
         id, title = (f"summary{number}", f"Runs with {what}") if what else ("summary", "All runs")
-        tables.append(_table(evidence, chosen, axes, [], SUMMARY, id, title, {}))
+        tables.append(_table(evidence, chosen, axes, [], values, id, title, {}))
     for number, (chosen, what) in enumerate(by_protocol(runs, [run for run in found if runs.timed(run)]), 1):
         tables += timed_tables(runs, chosen, str(number) if what else "", what)
     return tables

@@ -1,0 +1,83 @@
+"""A static site of run folders: a leaderboard, a page for each method, and samples side by side.
+
+`python -m kvbench.report FOLDER --out site/` writes it. Nothing of it needs a server or is fetched from elsewhere. A
+further kind of page is a function of `Site` that yields files, and a line of `PAGES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from kvbench.config import ConfigError
+from kvbench.report.frame import Runs
+from kvbench.report.site.board import board
+from kvbench.report.site.method_pages import method_pages
+from kvbench.report.site.parts import File, Site
+from kvbench.report.site.samples import samples
+
+ASSETS = ("site.css", "site.js")
+MARK = '<meta name="generator" content="kvbench">'  # of a page of ours
+
+
+class Pages(NamedTuple):
+    """One kind of page.
+
+    Attributes:
+        first: path of the page that the site's navigation leads to.
+        make: all pages and what they need, of the site and of the navigation (first pages by name).
+    """
+
+    first: str
+    make: Callable[[Site, Mapping[str, str]], Iterator[File]]
+
+
+PAGES = {
+    "Leaderboard": Pages("index.html", board),
+    "Methods": Pages("methods/index.html", method_pages),
+    "Samples": Pages("samples/index.html", samples),
+}
+
+
+def check(folder: Path) -> None:
+    """Refuse a folder that holds something else than a site of ours.
+
+    Raises:
+        ConfigError: names it.
+    """
+    if folder.is_file():
+        raise ConfigError(f"--out {folder}: is a file; a site takes a folder, or name another --format")
+    index = folder / "index.html"
+    ours = index.is_file() and MARK in index.read_text(encoding="utf-8")
+    if folder.is_dir() and any(folder.iterdir()) and not ours:
+        raise ConfigError(f"--out {folder}: holds other files than a site's; name a new or an empty folder")
+
+
+def write(runs: Runs, folders: str, out: Path) -> None:
+    """Write a site; pages of an older one there that are not of this one go away.
+
+    Args:
+        runs: all that shall be on it.
+        folders: that they are from, in words.
+
+    Raises:
+        ConfigError: the folder holds something else or cannot be written, or the runs are timed ones alone.
+    """
+    check(out)
+    site = Site(runs, folders)
+    if not site.rows:
+        raise ConfigError(f"--out {out}: timed runs alone make no site; --out report.html shows them")
+    sections = {name: pages.first for name, pages in PAGES.items()}
+    files = [file for pages in PAGES.values() for file in pages.make(site, sections)]
+    files += [File(name, Path(__file__).with_name(name).read_bytes()) for name in ASSETS]
+    try:
+        for place in {Path(file.path).parent for file in files} - {Path(".")}:
+            for old in (out / place).glob("*.*"):
+                old.unlink()
+        for path, content in files:
+            target = out / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content if isinstance(content, bytes) else content.encode())
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot write there ({error.strerror})") from error

@@ -1,0 +1,72 @@
+"""A page for each method: what it is, where it wins and loses, how near it stays, and what the papers print of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+
+from kvbench.config import choices, conf_dir, method_config, show
+from kvbench.report.site.parts import File, Row, Site, label_of, linked, page, swatch, table_of
+from kvbench.report.site.printed import Printed, all_printed, published
+from kvbench.report.site.prose import about, choices_taken
+from kvbench.report.site.results import FIGURES, by_group, pictures, results
+
+
+def method_pages(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
+    """The pages, their figures, and one page that leads to them."""
+    tables, shipped = all_printed(site.joined), choices("method")
+    lines = []
+    for method in site.methods:
+        own = [row for row in site.rows if row.method == method]
+        drawn = dict(pictures(site, own)) if own else {}
+        for name, picture in drawn.items():
+            yield File(f"methods/{method}-{name}.svg", picture)
+        body = _body(site, method, own, list(drawn), tables)
+        yield page(f"methods/{method}.html", label_of(method), site, sections, body)
+        words = (f"<code>{escape(method)}</code>", escape(shipped.get(method, "")), "ran" if own else "no run here")
+        labels = "".join(f'<td class="label">{word}</td>' for word in words)
+        lines.append(f'<tr><th scope="row">{linked(method, "../")}</th>{labels}</tr>')
+    yield page("methods/index.html", "Methods", site, sections, table_of("", lines, "methods"))
+
+
+def _body(site: Site, method: str, own: Sequence[Row], drawn: Sequence[str], tables: Sequence[Printed]) -> str:
+    shipped = choices("method")
+    figures = (
+        f'<figure><img loading="lazy" src="{escape(method)}-{name}.svg" alt="{FIGURES[name]}">'
+        f"<figcaption>{FIGURES[name]}.</figcaption></figure>"
+        for name in drawn
+    )
+    parts = {
+        "Results": results(site, own) if own else "<p>It did not run here.</p>",
+        "By group": by_group(site, own),
+        "Pictures": "".join(figures),
+        "Published beside ours": published(method, tables),
+        "Where its paper leaves a choice": choices_taken(method_config(method).target) if method in shipped else "",
+        "Settings": _settings(method) if method in shipped else "",
+    }
+    parts = {title: body for title, body in parts.items() if body}
+    ids = {title: title.lower().replace(" ", "-") for title in parts}
+    links = "".join(f'<a href="#{id}">{title}</a>' for title, id in ids.items())
+    return "\n".join(
+        [
+            f'<p class="name">{swatch(method)}<code>method={escape(method)}</code></p>',
+            about(method) or f"<p>{escape(shipped.get(method, 'A method of your own.'))}</p>",
+            f'<nav class="toc">{links}</nav>',
+            *(f'<section id="{ids[title]}"><h2>{title}</h2>{body}</section>' for title, body in parts.items()),
+        ]
+    )
+
+
+def _settings(method: str) -> str:
+    """The least budget, the preset, and the method's file as it is."""
+    harness = method_config(method).harness
+    least = harness.get("minimum") or {}
+    facts = {
+        "least C, as published": least.get("paper"),
+        "least C, everything counted": least.get("unified"),
+        "C where none is given": harness.get("preset"),
+        "layers left dense, as published": harness.get("published_dense_layers"),
+    }
+    listed = "".join(f"<dt>{name}</dt><dd><code>{escape(show(value))}</code></dd>" for name, value in facts.items())
+    source = (conf_dir() / "method" / f"{method}.yaml").read_text(encoding="utf-8")
+    return f"<dl>{listed}</dl><pre><code>{escape(source)}</code></pre>"

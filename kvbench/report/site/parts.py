@@ -1,0 +1,248 @@
+"""What the pages of a site share: the runs behind them, the frame around them, and how a number of a run is written.
+
+A number stands in a cell with its name, its whole value and its run, so that whoever reads the page can find it again;
+the script sorts and filters by these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+import kvbench
+from kvbench.config import choices
+from kvbench.report.cells import Cell, Table, runs_of
+from kvbench.report.evidence import Evidence
+from kvbench.report.formats import NONE, text
+from kvbench.report.frame import Runs
+from kvbench.report.seeds import over_seeds
+from kvbench.report.select import by_protocol
+from kvbench.report.style import STYLES, style_of
+from kvbench.report.tables import summary
+
+VALUES = ("score", "kl_mean", "device_kv_bytes", "moved_bytes_per_step", "tpot_ms_mean", "recall")
+AXES = ("model", "task", "method", "budget")
+
+
+class File(NamedTuple):
+    """One file of a site: its path from the site's folder, and what stands in it."""
+
+    path: str
+    content: str | bytes
+
+
+class Row(NamedTuple):
+    """An arm: the settings that name it, its numbers, and the table that they are from.
+
+    Attributes:
+        run: index in `Site.runs`.
+        panel: name of the arms that it can be compared with, of the same samples under the same protocol.
+        variant: what tells it from others of the same method and budget, or "".
+        cell, table: its numbers, and how they are shown.
+        full: index of the run of full attention on the same samples, or None.
+    """
+
+    run: int
+    model: str
+    task: str
+    method: str
+    budget: str
+    panel: str
+    variant: str
+    cell: Cell
+    table: Table
+    full: int | None
+
+    @property
+    def name(self) -> str:
+        """The arm in words."""
+        budget = "" if self.budget == NONE else f" {self.budget}"
+        return f"{label_of(self.method)}{budget}{f', {self.variant}' if self.variant else ''}"
+
+
+@dataclass(frozen=True)
+class Site:
+    """The runs that a site is made of.
+
+    Attributes:
+        runs: as collected.
+        folders: that they are from, in words.
+    """
+
+    runs: Runs
+    folders: str
+
+    @cached_property
+    def joined(self) -> Runs:
+        """The runs, one for all that differ in their seed alone."""
+        return over_seeds(self.runs, self.runs.arms.index)[0]
+
+    @cached_property
+    def evidence(self) -> Evidence:
+        """What can be said of them."""
+        return Evidence(self.joined)
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """A table of arms for each protocol; timed runs are in none."""
+        return summary(self.joined.only(self._untimed), values=VALUES)
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """Every arm, the nearest to full attention or with the best score first in its model and task."""
+        run_of = {runs_of(arm): run for run, arm in self.joined.arm.items()}
+        protocols = [what for _, what in by_protocol(self.joined, self._untimed)]
+        rows = []
+        for table, protocol in zip(self.tables, protocols, strict=True):
+            for (place, _), cell in table.cells.items():
+                labels = dict(zip(table.axes, table.rows[place], strict=True))
+                apart = [f"{key.rpartition('.')[2]}={value}" for key, value in labels.items() if key not in AXES]
+                variant = ", ".join(filter(None, [*apart, protocol]))
+                run = run_of[cell.run]
+                full = self.evidence.yardstick(run)
+                model, task, method, budget = (labels[key] for key in AXES)
+                panel = ", ".join(filter(None, [task, model, protocol]))
+                rows.append(Row(run, model, task, method, budget, panel, variant, cell, table, full))
+        rows = self._told_apart(rows)
+        return sorted(rows, key=lambda row: (row.panel, _rank(row.cell.numbers)))
+
+    def _told_apart(self, rows: list[Row]) -> list[Row]:
+        """The rows, with what tells the samples of a panel from others of its model and task in the panel's name."""
+        kinds = {row.run: self.evidence.kind(row.run) for row in rows}
+        told = []
+        for row in rows:
+            alike = [kinds[other.run] for other in rows if other.panel == row.panel]
+            settings = [part.partition("=") for part in kinds[row.run][:-1] if any(part not in kind for kind in alike)]
+            apart = [f"{key.rpartition('.')[2]}={value}" for key, _, value in settings]
+            if not apart and any(kind[-1] != kinds[row.run][-1] for kind in alike):
+                apart = [f"data {kinds[row.run][-1]}"]  # which no setting tells from others
+            told.append(row._replace(panel=", ".join([row.panel, *apart])))
+        return told
+
+    @cached_property
+    def methods(self) -> list[str]:
+        """The methods that ran, and all that kvbench ships, in the order in which they are drawn."""
+        known = {name: place for place, name in enumerate(STYLES)}
+        return sorted({*choices("method"), *self.ran}, key=lambda name: (known.get(name, len(known)), name))
+
+    @cached_property
+    def ran(self) -> set[str]:
+        """The methods that have an arm."""
+        return {row.method for row in self.rows}
+
+    @property
+    def timed(self) -> int:
+        """So many timed runs there are, of which no page is made."""
+        return len(self.joined.arm) - len(self._untimed)
+
+    @cached_property
+    def _untimed(self) -> list[int]:
+        return [run for run in self.joined.arm if not self.joined.timed(run)]
+
+    def run_ids(self, run: int) -> str:
+        """The ids of a run's folders, of several seeds all."""
+        return " ".join(Path(path).name for path in self.joined.arm[run]["paths"])
+
+
+def _rank(numbers: Mapping[str, float]) -> tuple[float, float]:
+    """What arms of a panel are ordered by: KL, where there is some, or the score; then device memory."""
+    return numbers.get("kl_mean", -numbers["score"]), numbers.get("device_kv_bytes", 0.0)
+
+
+def better(one: Row, other: Row) -> bool:
+    """Whether an arm is nearer to full attention, or scores higher, than another of its panel."""
+    return _rank(one.cell.numbers)[0] < _rank(other.cell.numbers)[0]
+
+
+# -- HTML --------------------------------------------------------------------------------------------------------------
+
+
+def label_of(method: str) -> str:
+    """A method's published name."""
+    return style_of(method).label
+
+
+def swatch(method: str) -> str:
+    """A dot in the colour that the method has in the figures."""
+    return f'<i class="swatch" style="--colour:{style_of(method).colour}"></i>'
+
+
+def linked(method: str, root: str) -> str:
+    """A method's name, which leads to its page."""
+    return (
+        f'<a class="method" href="{root}methods/{escape(method)}.html">{swatch(method)}{escape(label_of(method))}</a>'
+    )
+
+
+def cell_of(row: Row, name: str) -> str:
+    """A number of an arm as a report's tables show it, with its whole value and its run; a dash where there is none."""
+    numbers, run = row.cell.numbers, " ".join(Path(path).name for path in row.cell.run.split("; "))
+    column = f' data-name="{name}"'
+    if name not in numbers:
+        return f'<td{column} class="none">{NONE}</td>'
+    ends = "".join(
+        f' data-{end}="{numbers[key]!r}"'
+        for end, key in zip(("low", "high"), ends_of(name), strict=True)
+        if key in numbers
+    )
+    first, _, rest = text(row.table, row.cell, name, 0).partition(" ")
+    if name == "score" and "low" in numbers:
+        rest = f"{text(row.table, row.cell, 'interval', 0)} {rest}".rstrip()
+    return f'<td{column} data-value="{numbers[name]!r}"{ends} data-run="{run}">{escape(first)}{small(rest)}</td>'
+
+
+def ends_of(name: str) -> tuple[str, str]:
+    """What the ends of a number's interval are called in a cell."""
+    return ("low", "high") if name == "score" else (f"{name}_low", f"{name}_high")
+
+
+def small(words: str) -> str:
+    """Words that stand small behind others, or nothing."""
+    return f" <small>{escape(words)}</small>" if words else ""
+
+
+def table_of(head: str, lines: Iterable[str], look: str = "") -> str:
+    """A table that scrolls by itself where the screen is narrow.
+
+    Args:
+        head: the headings, HTML of one row; "": none.
+        lines: the rows, HTML.
+        look: its class.
+    """
+    top = f"<thead><tr>{head}</tr></thead>" if head else ""
+    return f'<div class="scroll"><table class="{look}">{top}<tbody>\n{chr(10).join(lines)}\n</tbody></table></div>'
+
+
+def page(path: str, title: str, site: Site, sections: Mapping[str, str], body: str) -> File:
+    """A whole page.
+
+    Args:
+        path: from the site's folder.
+        title: its heading.
+        site: for what stands below every page.
+        sections: of the site, their first page by their name.
+        body: HTML.
+    """
+    root = "../" * path.count("/")
+    here = path.partition("/")[0]
+    nav = "".join(
+        f'<a href="{root}{first}"{" aria-current=page" if first.partition("/")[0] == here else ""}>{escape(name)}</a>'
+        for name, first in sections.items()
+    )
+    about = f"Made by kvbench {kvbench.__version__} from {len(site.runs.arms)} runs below {site.folders}."
+    return File(
+        path,
+        f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="kvbench"><title>{escape(title)} - kvbench</title><link rel="icon" href="data:,">
+<link rel="stylesheet" href="{root}site.css"></head><body>
+<header><a class="home" href="{root}index.html">kvbench</a><nav>{nav}</nav></header>
+<main><h1>{escape(title)}</h1>
+{body}
+</main><footer>{escape(about)}</footer><script src="{root}site.js"></script></body></html>
+""",
+    )

@@ -1,0 +1,91 @@
+"""What the papers print of a method, with ours beside it where a run of ours fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+from kvbench.config import ConfigError
+from kvbench.report.beside import beside
+from kvbench.report.cells import Cell, Table
+from kvbench.report.formats import NONE, text
+from kvbench.report.frame import YARDSTICK, Runs
+from kvbench.report.published import PaperTable, ids, table
+from kvbench.report.site.parts import small, table_of
+
+LINES = {"published": "", "score": "ours", "difference": "difference"}  # of a published row
+
+
+class Printed(NamedTuple):
+    """A published table.
+
+    Attributes:
+        paper: as published.
+        made: with ours.
+        why: ours are not there, a sentence, or "".
+    """
+
+    paper: PaperTable
+    made: Table
+    why: str = ""
+
+
+def all_printed(runs: Runs) -> list[Printed]:
+    """Every published table with what these runs found."""
+    return [_printed(runs, table(id)) for id in ids()]
+
+
+def _printed(runs: Runs, paper: PaperTable) -> Printed:
+    try:
+        return Printed(paper, beside(runs, paper))
+    except ConfigError as error:  # several runs fit
+        return Printed(paper, beside(None, paper), str(error))
+
+
+def published(method: str, tables: Sequence[Printed]) -> str:
+    """Every published table that has the method, with full attention's row of the same model."""
+    parts, all_theirs, all_ours = [], 0, 0
+    for paper, made, why in tables:
+        frame = paper.frame
+        rows = set(frame["row"][frame["method"] == method])
+        if not rows:
+            continue
+        models = set(frame["model"][frame["method"] == method])
+        shown = rows | set(frame["row"][(frame["method"] == YARDSTICK) & frame["model"].isin(models)])
+        cells = [cell for (place, _), cell in made.cells.items() if made.rows[place][0] in rows]
+        theirs, ours = (sum(name in cell.numbers for cell in cells) for name in ("published", "score"))
+        all_theirs, all_ours = all_theirs + theirs, all_ours + ours
+        notes = "".join(f"<li>{escape(note)}</li>" for note in filter(None, [*made.notes, why]))
+        told = small(f"{paper.source.partition(';')[0]}: {theirs} published, {ours} run here")
+        parts.append(
+            f"<details{' open' if ours else ''}><summary>{escape(paper.title)}{told}</summary>{_table(made, shown)}"
+            f"<ul class=notes>{notes}<li><code>python -m kvbench.report --paper {paper.id}</code></li></ul></details>"
+        )
+    if not parts:
+        return "<p>No table that kvbench holds prints a number of it.</p>"
+    return (
+        f"<p>{all_theirs} published numbers in {len(parts)} tables; {all_ours} of them have a run of ours beside them. "
+        "Ours of another model, task or budget cannot be compared with them, and are not there.</p>" + "".join(parts)
+    )
+
+
+def _table(made: Table, shown: set[str]) -> str:
+    heads = "".join(f"<th>{escape(column)}</th>" for column in made.columns)
+    lines = []
+    for place, (label,) in enumerate(made.rows):
+        own = [made.cells.get((place, column), Cell()) for column in range(len(made.columns))]
+        for name, what in LINES.items():
+            if label in shown and any(name in cell.numbers for cell in own):
+                cells = "".join(_cell(made, cell, name, column) for column, cell in enumerate(own))
+                lines.append(f'<tr class="{name}"><th scope="row">{escape(what or label)}</th>{cells}</tr>')
+    return table_of(f"<th></th>{heads}", lines, "paper")
+
+
+def _cell(made: Table, cell: Cell, name: str, column: int) -> str:
+    if name not in cell.numbers:
+        return f'<td class="none">{NONE}</td>'
+    first, _, rest = text(made, cell, name, column).partition(" ")
+    run = " ".join(path.rpartition("/")[2] for path in cell.run.split("; "))
+    source = f'data-run="{run}"' if name == "score" else f'data-paper="{made.id}"'
+    return f'<td data-name="{name}" data-value="{cell.numbers[name]!r}" {source}>{escape(first)}{small(rest)}</td>'

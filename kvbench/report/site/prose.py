@@ -1,0 +1,65 @@
+"""What the pages of `methods/` say of a method, as HTML: what it is, and where its paper leaves a choice."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+from kvbench.config import PACKAGE
+
+FOLDER = PACKAGE.parent / "methods"
+CHOICE = "Where the paper"  # how the heading of a section on deviations begins
+
+
+def about(method: str) -> str:
+    """The entry of `methods/README.md` on a method, or ""."""
+    for entry in _blocks(_text(FOLDER / "README.md")):
+        names = re.match(r"- `(\w+)`(?:(?:,| and) `(\w+)`)*", entry)
+        if names and f"`{method}`" in names.group(0):
+            return html(entry.removeprefix("- "))
+    return ""
+
+
+def choices_taken(target: str) -> str:
+    """Where a method's paper or code leaves a choice and which was taken, by its folder's page; "" without one.
+
+    Args:
+        target: its class, such as "methods.icecache.IceCache".
+    """
+    parts = target.split(".")
+    readme = FOLDER / parts[1] / "README.md" if parts[0] == "methods" else FOLDER / "none"
+    sections = re.split(r"^## ", _text(readme), flags=re.MULTILINE)
+    return "".join(html(section.partition("\n")[2]) for section in sections if section.startswith(CHOICE))
+
+
+def html(markdown: str) -> str:
+    """Paragraphs and lists with code, and links as their words, for they lead to files that a site has not."""
+    out, listed = [], False
+    for block in _blocks(markdown):
+        item = block.startswith("- ")
+        if item != listed:
+            out.append("<ul>" if item else "</ul>")
+            listed = item
+        words = _inline(block.removeprefix("- "))
+        out.append(f"<li>{words}</li>" if item else f"<p>{words}</p>")
+    return "\n".join([*out, *(["</ul>"] if listed else [])])
+
+
+def _inline(words: str) -> str:
+    words = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", escape(words, quote=False))
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", words)
+
+
+def _blocks(markdown: str) -> Iterator[str]:
+    """Paragraphs and items, each on one line; tables, headings and code are left out."""
+    for block in re.split(r"\n\s*\n|\n(?=- )", markdown.strip()):
+        if block and not block.lstrip().startswith(("|", "#", "```", "!")):
+            yield " ".join(block.split())
+
+
+@functools.cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""

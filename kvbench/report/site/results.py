@@ -1,0 +1,114 @@
+"""Where a method wins and loses: its place among the others, its scores by group, and its pictures."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from kvbench.config import ConfigError
+from kvbench.report.figures import draw, drawn
+from kvbench.report.formats import NONE
+from kvbench.report.frame import YARDSTICK
+from kvbench.report.select import order_of
+from kvbench.report.site.parts import Row, Site, better, cell_of, linked, small, table_of
+
+ORACLE = "topk"  # drawn beside a method, with full attention
+FIGURES = {
+    "budget": "Score against the budget and what was attended, beside full attention and the exact top-k",
+    "fidelity": "KL from full attention, lower is nearer, beside the exact top-k",
+}
+SHOWN = ("score", "against_full", "kl_mean", "device_kv_bytes", "tpot_ms_mean", "recall")
+CLEAR = 5.0  # points from the others' median from which a score is marked
+
+
+def results(site: Site, own: Sequence[Row]) -> str:
+    """Every arm of a method, its place among the sparse methods of its panel and budget, and the best of the others."""
+    names = [name for name in SHOWN if any(name in row.cell.numbers for row in own)]
+    heads = "".join(f"<th>{own[0].table.lines[name].narrow_heading}</th>" for name in names)
+    heads = f"<th class=label>task</th><th class=label>C</th><th>place</th>{heads}"
+    lines = []
+    for row in sorted(own, key=lambda row: (row.panel, order_of(row.budget))):
+        task, _, samples = row.panel.partition(", ")
+        lines.append(
+            f'<tr><td class="label">{escape(task)}{small(samples)}</td>'
+            f'<td class="label">{escape(row.budget)}{small(row.variant)}</td>{_place(site, row)}'
+            f"{''.join(cell_of(row, name) for name in names)}{_best_other(site, row)}</tr>"
+        )
+    return (
+        "<p>Place: among the sparse methods with the same budget, by KL where there is some, else by score.</p>"
+        + table_of(f"{heads}<th class=label>best other</th><th>its score</th>", lines)
+    )
+
+
+def _rivals(site: Site, row: Row) -> list[Row]:
+    """The arms of other sparse methods in its panel, with its budget, the best first; none for full attention."""
+    return [
+        other
+        for other in site.rows
+        if (other.panel, other.budget) == (row.panel, row.budget) and len({other.method, row.method, YARDSTICK}) == 3
+    ]
+
+
+def _place(site: Site, row: Row) -> str:
+    rivals = _rivals(site, row)
+    if not rivals:
+        return f'<td class="none">{NONE}</td>'
+    place, of = 1 + sum(better(other, row) for other in rivals), 1 + len(rivals)
+    return f'<td data-place="{place}" data-of="{of}">{place} of {of}</td>'
+
+
+def _best_other(site: Site, row: Row) -> str:
+    rivals = _rivals(site, row)
+    return f'<td class="label">{linked(rivals[0].method, "../")}</td>{cell_of(rivals[0], "score")}' if rivals else ""
+
+
+def by_group(site: Site, own: Sequence[Row]) -> str:
+    """The score of each group of samples, a table for each panel: marked where it is clear of the others' median."""
+    parts = []
+    for panel in dict.fromkeys(row.panel for row in own):
+        rows = sorted((row for row in own if row.panel == panel), key=lambda row: order_of(row.budget))
+        groups = list(dict.fromkeys(group for row in rows for group in site.joined.scores[row.run].groups))
+        if len(groups) > 1:
+            heads = "".join(f"<th>{escape(row.budget)}{small(row.variant)}</th>" for row in rows)
+            lines = [
+                f'<tr><th scope="row">{escape(group)}</th>'
+                + "".join(_group_cell(site, row, group) for row in rows)
+                + "</tr>"
+                for group in groups
+            ]
+            parts.append(f"<h3>{escape(panel)}</h3>{table_of(f'<th class=label>group</th>{heads}', lines)}")
+    told = (
+        "<p>Scores by budget. <span class=ahead>Ahead</span> and <span class=behind>behind</span>: "
+        f"{CLEAR:g} points or more from the median of the other sparse methods with the same budget.</p>"
+    )
+    return told + "".join(parts) if parts else ""
+
+
+def _group_cell(site: Site, row: Row, group: str) -> str:
+    scores = site.joined.scores
+    if group not in scores[row.run].groups:
+        return f'<td class="none">{NONE}</td>'
+    score = site.evidence.score(row.run, (group,)).mean
+    there = [other.run for other in _rivals(site, row) if group in scores[other.run].groups]
+    others = [site.evidence.score(run, (group,)).mean for run in there]
+    apart = score - statistics.median(others) if others else 0.0
+    look = "ahead" if apart >= CLEAR else "behind" if apart <= -CLEAR else ""
+    return (
+        f'<td class="{look}" data-name="score" data-group="{escape(group)}" data-value="{score!r}" '
+        f'data-run="{site.run_ids(row.run)}">{score:.1f}</td>'
+    )
+
+
+def pictures(site: Site, own: Sequence[Row]) -> Iterator[tuple[str, bytes]]:
+    """The figures that a method's runs can be drawn in, by name, as SVG whose text is text."""
+    from matplotlib import rc_context
+
+    panels, beside = {row.panel for row in own}, {own[0].method, YARDSTICK, ORACLE}
+    drawable = [row.run for row in site.rows if row.panel in panels and row.method in beside]
+    for name in FIGURES:
+        try:
+            with rc_context({"svg.fonttype": "none"}):
+                yield name, drawn(draw(name, site.joined.only(drawable)), "svg")
+        except (ConfigError, LookupError, TypeError, ValueError):
+            continue  # not from these runs, or these are by an older kvbench; the tables stand

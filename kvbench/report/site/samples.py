@@ -1,0 +1,87 @@
+"""What arms answered, two side by side: a page for the arms of the same samples, full attention first."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from kvbench.report.frame import YARDSTICK
+from kvbench.report.html import MOST_LETTERS
+from kvbench.report.site.parts import File, Row, Site, page
+from kvbench.runs.folder import read_samples
+
+MOST_SAMPLES = 24  # of a page: those on which the arms differ most
+
+
+def samples(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
+    """A page for each panel, and one that leads to them."""
+    panels: dict[str, list[Row]] = {}
+    for row in site.rows:
+        panels.setdefault(row.panel, []).append(row)
+    links = []
+    for number, (title, rows) in enumerate(panels.items(), 1):
+        path = f"samples/{number}.html"
+        links.append(f'<li><a href="{number}.html">{escape(title)}</a>: {len(rows)} arms</li>')
+        yield page(path, f"Samples: {title}", site, sections, _panel(site, rows))
+    body = f"<p>What two arms answered to the same prompt, side by side.</p><ul>{''.join(links)}</ul>"
+    yield page("samples/index.html", "Samples", site, sections, body)
+
+
+def _panel(site: Site, rows: Sequence[Row]) -> str:
+    rows = sorted(rows, key=lambda row: row.method != YARDSTICK)
+    found = [_records(site, row) for row in rows]
+    ids = list(dict.fromkeys(id for records in found for id in records))
+    ids = sorted(ids, key=lambda id: -_spread([records[id]["score"] for records in found if id in records]))
+    shown = ids[:MOST_SAMPLES]
+    arms = [{"name": row.name, "run": site.run_ids(row.run)} for row in rows]
+    first = {id: next(records[id] for records in found if id in records) for id in shown}
+    entries = [
+        {
+            "id": id,
+            "group": first[id]["group"],
+            "expected": first[id]["expected"],
+            "arms": [[records[id]["score"], records[id]["output"]] if id in records else None for records in found],
+        }
+        for id in shown
+    ]
+    data = json.dumps({"arms": arms, "samples": entries}, ensure_ascii=False).replace("</", "<\\/")
+    dropped = not any(one and one[1] is not None for entry in entries for one in entry["arms"])
+    few = f" The {len(shown)} of {len(ids)} on which arms differ most." if len(shown) < len(ids) else ""
+    told = (
+        "<p class=warning>No outputs are stored in these runs: they were dropped when the runs were compacted, or the "
+        "task generates none. Scores are there.</p>"
+        if dropped
+        else ""
+    )
+    return f"""<p>One prompt, two arms.{few}</p>{told}
+<form id="compare"><label>Left<select name="left"></select></label><label>Right<select name="right"></select></label>
+<label class="check"><input type="checkbox" name="differ"> only where their scores differ</label></form>
+<div id="samples"></div><script type="application/json" id="data">{data}</script>"""
+
+
+def _records(site: Site, row: Row) -> dict[str, dict[str, Any]]:
+    """What an arm stored of each sample, by its id: score 0-100, group, what was expected, output; None: not stored."""
+    arm = site.joined.arm[row.run]
+    metric = arm["metric"]
+    found = {}
+    records = [(path, record) for path in arm["paths"] for record in read_samples(path / "samples.jsonl")[0].values()]
+    for path, record in records:
+        score = (record.get("scores") or {}).get(metric)
+        answers = record.get("answers")
+        output = record.get("error") or record.get("output")
+        seed = f", seed {1 + arm['paths'].index(path)}" if len(arm["paths"]) > 1 else ""
+        found[f"{record['id']}{seed}"] = {
+            "score": None if score is None else 100 * score,
+            "group": str(record.get("group") or ""),
+            "expected": " | ".join(map(str, answers))[:MOST_LETTERS] if answers else None,
+            "output": None if output is None else str(output)[:MOST_LETTERS],
+        }
+    return found
+
+
+def _spread(scores: Sequence[float | None]) -> float:
+    known = [score for score in scores if score is not None]
+    return statistics.pstdev(known) if known else 0.0

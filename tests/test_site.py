@@ -1,0 +1,355 @@
+"""The static site: every number on it is one of a run's, and in a browser it sorts, filters and compares."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from report_runs import record, stored
+
+import kvbench.report.site as site_package
+from kvbench.report.__main__ import main
+from kvbench.report.frame import collect
+from kvbench.report.published import FOLDER
+from kvbench.report.site.board import board
+from kvbench.report.site.parts import Site
+from kvbench.report.site.samples import samples
+
+ROOT = Path(__file__).resolve().parents[1]
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+browsed = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+
+# (method, budget) -> scores of two groups, MiB on the device, ms a token
+ARMS: dict[tuple[str, int | None], tuple[list[float], list[float], float, float]] = {
+    ("full", None): ([1, 1, 1], [1, 1, 1], 40.0, 9.0),
+    ("quest", 64): ([1, 1, 0], [0, 1, 0], 40.0, 5.0),
+    ("quest", 128): ([1, 1, 1], [0, 1, 1], 40.0, 6.0),
+    ("snapkv", 64): ([1, 0, 0], [0, 0, 0], 1.0, 3.0),
+    ("pariskv", 64): ([1, 1, 0], [1, 1, 1], 1.5, 12.0),
+}
+
+
+def answers(method: str, budget: int | None) -> list[dict[str, Any]]:
+    short, long, size, time = ARMS[method, budget]
+    audit = {"attended_mean": 80.0, "attended_max": 96, "budget": budget, "moved_bytes_per_step": 512.0}
+    more = {
+        "audit": {**audit, "device_kv_bytes": int(size * 2**20)},
+        "tpot_ms": {"mean": time},
+        "answers": ["</script>"],
+    }
+    return [
+        record(f"{group}-{number}", group, score, output=f"{method} says <b>{number}</b>", **more)
+        for group, scores in (("short", short), ("long", long))
+        for number, score in enumerate(scores)
+    ]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for method, budget in ARMS:
+        stored(folder, method, budget, answers(method, budget))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(results, tmp_path_factory.mktemp("sites") / "site")
+
+
+def made(results: Path, out: Path) -> Path:
+    assert main([str(results), "--out", str(out)]) == 0
+    return out
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+class Cells(HTMLParser):
+    """The cells of a page with their words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[dict[str, str], str]] = []
+        self.open = False
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag == "td":
+            self.found.append((dict(attrs), ""))
+            self.open = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self.open &= tag != "td"
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.found[-1] = (self.found[-1][0], self.found[-1][1] + data)
+
+
+def cells_of(page: str) -> list[tuple[dict[str, str], str]]:
+    parser = Cells()
+    parser.feed(page)
+    return parser.found
+
+
+def in_runs(results: Path) -> dict[str, dict[str, Any]]:
+    """What the runs' own files say, by run id: their summaries, and for differences to full attention their samples."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in results.rglob("summary.json"):
+        summary = json.loads(path.read_text())
+        audit, whole = summary["audit"], summary.get("macro") or summary
+        lines = map(json.loads, (path.parent / "samples.jsonl").read_text().splitlines())
+        found[path.parent.name] = {
+            "arm": path.parent.parent,
+            "score": whole["score"],
+            "groups": {name: group["score"] for name, group in summary.get("groups", {}).items()},
+            "device_kv_bytes": audit["device_kv_bytes"] / 2**20,
+            "moved_bytes_per_step": audit["moved_bytes_per_step"] / 2**10,
+            "attended_share": audit["attended_mean"] / (audit.get("budget") or 1),
+            "tpot_ms_mean": summary["latency"]["tpot_ms_mean"],
+            "recall": summary.get("probe", {}).get("recall"),
+            "kl_mean": summary.get("fidelity", {}).get("kl_mean"),
+            "samples": {line["id"]: (line["group"], 100 * next(iter(line["scores"].values()))) for line in lines},
+        }
+    return found
+
+
+def against_full(known: dict[str, dict[str, Any]], run: str) -> float:
+    own = known[run]
+    full = next(
+        other
+        for other in known.values()
+        if other["arm"].name.startswith("full-")
+        and other["arm"].parent == own["arm"].parent
+        and other["recall"] is None
+    )
+    differences: dict[str, list[float]] = {}
+    for id, (group, score) in own["samples"].items():
+        differences.setdefault(group, []).append(score - full["samples"][id][1])
+    return fmean(map(fmean, differences.values()))
+
+
+def expected(known: dict[str, dict[str, Any]], cell: dict[str, str]) -> float:
+    """The number that a cell should hold, by the files of its run."""
+    run, name = known[cell["data-run"]], cell["data-name"]
+    if "data-group" in cell:
+        return run["groups"][cell["data-group"]]
+    if name == "device_share":
+        return 100 * run[of := "device_kv_bytes"] / known[cell["data-full"]][of]
+    if name == "against_full":
+        return against_full(known, cell["data-run"])
+    if name == "recall":  # of the run with probes, beside that which has the score
+        return next(one["recall"] for one in known.values() if one["arm"] == run["arm"] and one["recall"] is not None)
+    return run[name]
+
+
+def check_numbers(site: Path, results: Path) -> int:
+    """Every number in a cell is that of its run, or printed by a paper; how many there are."""
+    known, count = in_runs(results), 0
+    printed = {
+        (line["table"], float(line["value"]))
+        for path in FOLDER.glob("*.csv")
+        for line in csv.DictReader(path.read_text().splitlines())
+        if line["value"]
+    }
+    for page in site.rglob("*.html"):
+        for cell, words in cells_of(page.read_text()):
+            if cell.get("class") == "label" or "data-place" in cell or not re.search(r"\d", words):
+                continue
+            value = float(cell["data-value"])
+            shown = words.split()[0]
+            digits = len(shown.partition(".")[2])
+            assert abs(float(shown) - value) <= 0.5 * 10**-digits + 1e-9, (page, cell, words)
+            if cell["data-name"] == "published":
+                assert (cell["data-paper"], value) in printed, (page, cell)
+            else:
+                assert value == pytest.approx(expected(known, cell), rel=2e-4, abs=1e-6), (page, cell)
+            count += 1
+        for line in re.findall(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL):
+            data = json.loads(line)
+            for sample in data["samples"]:
+                for arm, answer in zip(data["arms"], sample["arms"], strict=True):
+                    assert answer is None or answer[0] == pytest.approx(known[arm["run"]]["samples"][sample["id"]][1])
+                    count += 1
+    return count
+
+
+def test_every_number_of_the_site_is_one_of_a_run_or_of_a_paper(site: Path, results: Path) -> None:
+    assert check_numbers(site, results) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["reference", "fidelity"])
+def test_the_site_of_the_runs_that_come_with_kvbench_is_true_and_small(name: str, tmp_path: Path) -> None:
+    made(ROOT / "results" / name, tmp_path / "site")
+    assert check_numbers(tmp_path / "site", ROOT / "results" / name) > 500
+    assert sum(path.stat().st_size for path in (tmp_path / "site").rglob("*")) < 3e6
+
+
+def test_places_are_counted_among_sparse_methods_of_one_budget(site: Path) -> None:
+    found = {}
+    for name in ("quest", "snapkv", "pariskv", "full"):
+        there = [cell for cell, _ in cells_of((site / f"methods/{name}.html").read_text()) if "data-of" in cell]
+        found[name] = [(cell["data-place"], cell["data-of"]) for cell in there]
+    assert found == {"quest": [("2", "3")], "snapkv": [("3", "3")], "pariskv": [("1", "3")], "full": []}
+
+
+def test_arms_of_other_samples_are_not_compared(tmp_path: Path) -> None:
+    for method, length in (("quest", 1024), ("snapkv", 4096), ("pariskv", 4096)):
+        stored(tmp_path, method, 64, options={"lengths": [length]}, data=f"of {length}")
+    rows = Site(collect([tmp_path]), "").rows
+    panels = {row.method: row.panel for row in rows}
+    assert panels["quest"] == "passkey, tiny, lengths=[1024]"
+    assert panels["snapkv"] == panels["pariskv"] == "passkey, tiny, lengths=[4096]"
+
+
+def test_another_score_in_a_run_is_another_number_on_the_site(results: Path, tmp_path: Path) -> None:
+    (old,) = (results / "runs/passkey/tiny/snapkv-64").iterdir()
+    new = tmp_path / old.name
+    shutil.copytree(old, new)
+    lines = (new / "samples.jsonl").read_text()
+    (new / "samples.jsonl").write_text(re.sub(r'"accuracy": ?0', '"accuracy": 1', lines, count=1))
+
+    def score(folder: Path) -> str:
+        (page,) = board(Site(collect([folder]), ""), {})
+        return next(cell["data-value"] for cell, _ in cells_of(str(page.content)) if cell.get("data-name") == "score")
+
+    assert [float(score(old)), float(score(new))] == pytest.approx([100 / 6, 200 / 6])
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def test_pages_lead_to_one_another_and_nowhere_else(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        for target in re.findall(r'(?:href|src)="([^"]+)"', text):
+            path, _, part = target.partition("#")
+            assert target == "data:," or (page.parent / path if path else page).is_file(), (page, target)
+            assert not part or f'id="{part}"' in text, (page, target)
+    assert "://" not in (site / "site.css").read_text() + (site / "site.js").read_text()
+
+
+def test_a_method_has_a_page_of_what_it_is_finds_and_should_find(site: Path) -> None:
+    page = (site / "methods/quest.html").read_text()
+    for part in ("results", "by-group", "pictures", "published-beside-ours", "settings"):
+        assert f'<section id="{part}">' in page
+    assert "largest upper bound on q.k" in page and "page_size: 16" in page and "quest-budget.svg" in page
+    assert "44 published numbers in 8 tables; 0 of them have a run of ours" in page
+    assert "A budget is page slots of a KV head" in (site / "methods/icecache.html").read_text()
+    assert "It did not run here." in (site / "methods/h2o.html").read_text()
+
+
+def test_a_site_is_written_over_an_older_one_and_over_nothing_else(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(site_package.PAGES, "Methods")
+    out = made(results, tmp_path / "site")
+    first = {path: path.read_bytes() for path in out.rglob("*.*")}
+    (out / "samples/9.html").write_text("an older one's")
+    made(results, out)
+    assert {path: path.read_bytes() for path in out.rglob("*.*")} == first
+    (out / "index.html").write_text("<h1>My page</h1>")
+    assert main([str(results), "--out", str(out)]) == 2
+    assert "holds other files than a site's" in capsys.readouterr().err
+
+
+def test_runs_without_outputs_say_so(results: Path, tmp_path: Path) -> None:
+    bare = [{key: value for key, value in one.items() if key != "output"} for one in answers("quest", 64)]
+    stored(tmp_path, "quest", 64, bare)
+    told = "No outputs are stored"
+    pages = {folder: next(samples(Site(collect([folder]), ""), {})).content for folder in (tmp_path, results)}
+    assert told in pages[tmp_path] and told not in pages[results]
+
+
+# -- in a browser ------------------------------------------------------------------------------------------------------
+
+
+def browse(page: Path, script: str, tmp_path: Path) -> Any:
+    """What a script returns in a page that a browser has opened; nothing may stand on its console."""
+    copy = page.with_name(f"selftest-{page.name}")
+    ending = f"<script>document.title = JSON.stringify((() => {{ {script} }})());</script></body>"
+    copy.write_text(page.read_text().replace("</body>", ending))
+    command = [
+        str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
+        "--enable-logging=stderr", "--dump-dom", copy.as_uri(),
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    finally:
+        copy.unlink()
+    assert "CONSOLE" not in done.stderr, done.stderr
+    (title,) = re.findall(r"<title>(.*?)</title>", done.stdout, re.DOTALL)
+    return json.loads(unescape(title))
+
+
+HELPERS = """
+const visible = () => [...document.querySelectorAll("#board tbody tr")].filter(row => !row.hidden)
+  .map(row => `${row.dataset.method} ${row.dataset.budget}`);
+const set = (form, name, value) => {
+  const field = document.getElementById(form).elements[name];
+  if (field.type === "checkbox") field.checked = value; else field.value = value;
+  field.dispatchEvent(new Event("input", { bubbles: true }));
+};
+"""
+
+
+@browsed
+def test_the_leaderboard_sorts_filters_and_names_the_best_that_fits(site: Path, tmp_path: Path) -> None:
+    script = """
+    const found = { all: visible() }, head = document.querySelector('th[data-name=tpot_ms_mean] button');
+    head.click(); found.quick = visible(); head.click(); found.slow = visible();
+    set("filters", "share", "5"); found.small = visible();
+    const best = document.querySelector("#best li");
+    found.best = [best.textContent, best.querySelector("a").getAttribute("href"), location.hash];
+    set("filters", "time", "4"); found.both = visible();
+    set("filters", "method", "quest"); found.none = [visible().length, document.querySelector("#best h2").textContent];
+    return found;
+    """
+    found = browse(site / "index.html", HELPERS + script, tmp_path)
+    assert found["all"] == ["full -", "pariskv 64", "quest 128", "quest 64", "snapkv 64"]
+    assert found["quick"] == ["snapkv 64", "quest 64", "quest 128", "full -", "pariskv 64"]
+    assert found["slow"] == found["quick"][::-1]
+    assert found["small"] == ["pariskv 64", "snapkv 64"]
+    words, page, kept = found["best"]
+    assert words.startswith("passkey, tiny: ParisKV C = 64; score 83.3; 1.50 MiB on the device; 3.8 % of full")
+    assert page == "methods/pariskv.html" and kept == "#share=5"
+    assert found["both"] == ["snapkv 64"] and found["none"] == [0, "Nothing fits"]
+
+
+@browsed
+def test_two_arms_answers_stand_side_by_side(site: Path, tmp_path: Path) -> None:
+    script = """
+    const names = [...document.querySelector("[name=right]").options].map(option => option.text);
+    set("compare", "right", names.indexOf("SnapKV 64"));
+    const texts = pair => [...pair.children].map(one => one.innerText);
+    const sides = () => [...document.querySelectorAll(".pair")].map(texts);
+    const found = { names, whole: sides().length };
+    set("compare", "differ", true); found.differ = sides();
+    return found;
+    """
+    found = browse(site / "samples/1.html", HELPERS + script, tmp_path)
+    assert found["names"][0] == "Full" and found["whole"] == 6 and len(found["differ"]) == 5
+    for left, right in found["differ"]:
+        assert " ".join(left.split()).startswith("Full score 100.0 full says <b>")
+        assert " ".join(right.split()).startswith("SnapKV 64 score 0.0 snapkv says <b>")
+
+
+@browsed
+def test_a_method_s_page_opens_what_is_published(site: Path, tmp_path: Path) -> None:
+    script = """
+    location.hash = document.querySelector(".toc a[href*=published]").getAttribute("href");
+    const tables = [...document.querySelectorAll("#published-beside-ours details")];
+    tables[0].querySelector("summary").click();
+    return [document.querySelector("h1").textContent, tables.length, tables[0].open];
+    """
+    assert browse(site / "methods/quest.html", HELPERS + script, tmp_path) == ["Quest", 8, True]
