@@ -91,6 +91,8 @@ METHODS = [
     # a p below 1 prunes whatever the budget
     Case("twilight_quest", "twilight_quest", {"p": 1}),
     Case("twilight_topk", "twilight_topk", {"p": 1}),
+    # pages small enough for the budgets that the tests use
+    Case("arkvale", "arkvale", {"page_size": 8}),
     Case("pqcache", "pqcache"),
     Case("clusterkv", "clusterkv", {"cluster_size": 8, "buffer": 3}),
     Case("icecache", "icecache"),
