@@ -94,7 +94,8 @@ METHODS = [
     # pages small enough for the budgets that the tests use
     Case("arkvale", "arkvale", {"page_size": 8}),
     Case("pqcache", "pqcache"),
-    Case("clusterkv", "clusterkv", {"cluster_size": 8, "buffer": 3}),
+    Case("pqcache-lfu", "pqcache", {"cache": "lfu", "cache_tokens": 16, "cache_block": 4}),
+    Case("clusterkv", "clusterkv", {"cluster_size": 8, "buffer": 3, "cache_steps": 2}),
     Case("icecache", "icecache"),
     Case("icecache-exact", "icecache", {"index": "exact"}),
     Case("icecache_reuse", "icecache_reuse"),

@@ -17,8 +17,9 @@ import torch
 from kvbench.memory.device import DeviceTier, Located
 from kvbench.memory.host import Arrival, HostTier
 from kvbench.memory.slots import NO_TOKEN, Pool, flat, index_of, joined, lists_of, repeated, whole_pages, without
-from kvbench.memory.stage import Stage
+from kvbench.memory.stage import LAST, Stage
 from kvbench.memory.tiers import DEVICE, DROPPED, HOST, Tiers
+from kvbench.method import DeviceCache
 from kvbench.spans import Spans
 
 
@@ -32,7 +33,9 @@ class LayerStore(Tiers):
         on_drop: what `keep` does with tokens that are not named.
         grows: the final length is unknown, so memory may be reallocated; else the reserved blocks never move.
         in_place: attention reads host tokens where they lie, on a CPU; what a device would be sent is counted alone.
+        cache: of a home on the host, what stays on the device beside what a step attends.
         moved: called with the bytes that went from the host to the device.
+        found: called with the attended tokens of KV heads that were staged, and that were moved up.
         spans: where the time of transfers is counted.
         shared: a sealed store with a prompt to begin from; its memory is used in place, after the prompt too.
     """
@@ -50,7 +53,9 @@ class LayerStore(Tiers):
         on_drop: Literal["discard", "offload"] = "discard",
         grows: bool = False,
         in_place: bool = False,
+        cache: DeviceCache = LAST,
         moved: Callable[[int], None] = lambda size: None,
+        found: Callable[[int, int], None] = lambda here, moved: None,
         spans: Spans | None = None,
         shared: LayerStore | None = None,
     ) -> None:
@@ -59,7 +64,7 @@ class LayerStore(Tiers):
         else:
             super().__init__(DeviceTier(shared.device.key, shared.device.value, capacity, grows))
         self._home, self._on_drop, self._grows, self._in_place = home, on_drop, grows, in_place
-        self._moved, self._spans = moved, spans or Spans()
+        self._cache, self._moved, self._found, self._spans = cache, moved, found, spans or Spans()
         self._closed = False
         if shared is not None:
             self.seal_prompt(shared.lengths)
@@ -119,7 +124,8 @@ class LayerStore(Tiers):
         if self.host is None or self.stage is None:
             block, moved, size = self.device.key, self._moved, self.device.entry_bytes
             self.host = HostTier(block, max(self.device.reserved, *self.lengths), self._grows)
-            self.stage = Stage(self.host, block.device, partial(_moved_tokens, moved, size), self._in_place)
+            count = partial(_moved_tokens, moved, size)
+            self.stage = Stage(self.host, block.device, count, self._in_place, self._cache, self._found)
         return self.host, self.stage
 
     # -- reading ---------------------------------------------------------------------------------------------------
