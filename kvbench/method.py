@@ -28,7 +28,8 @@ from kvbench.spans import Spans
 class DeviceCache:
     """What stays on the device of tokens that were brought up from the host, beside those that the step attends.
 
-    It changes what is moved and held, never what is attended.
+    It changes what is moved and held, never what is attended. All but "last" of one step is kept account of on the CPU,
+    where a selection made on a GPU is waited for.
 
     Attributes:
         policy: "last", what the last steps attended; "lru" and "lfu", that of one step, and blocks of consecutive

@@ -64,7 +64,8 @@ class LayerStore(Tiers):
         else:
             super().__init__(DeviceTier(shared.device.key, shared.device.value, capacity, grows))
         self._home, self._on_drop, self._grows, self._in_place = home, on_drop, grows, in_place
-        self._cache, self._moved, self._found, self._spans = cache, moved, found, spans or Spans()
+        self._cache = cache if home == "host" else LAST
+        self._moved, self._found, self._spans = moved, found, spans or Spans()
         self._closed = False
         if shared is not None:
             self.seal_prompt(shared.lengths)
