@@ -63,10 +63,9 @@ class LayerStore(Tiers):
             super().__init__(DeviceTier.zeros((batch, kv_heads, capacity, head_dim), dtype, device, grows))
         else:
             super().__init__(DeviceTier(shared.device.key, shared.device.value, capacity, grows))
-        self._home, self._on_drop, self._grows, self._in_place = home, on_drop, grows, in_place
-        self._cache = cache if home == "host" else LAST
-        self._moved, self._found, self._spans = moved, found, spans or Spans()
-        self._closed = False
+        self._home, self._on_drop, self._grows = home, on_drop, grows
+        self._moved, self._spans, self._closed = moved, spans or Spans(), False
+        self._stage = partial(Stage, in_place=in_place, cache=cache if home == "host" else LAST, found=found)
         if shared is not None:
             self.seal_prompt(shared.lengths)
 
@@ -123,10 +122,9 @@ class LayerStore(Tiers):
     def _open_host(self) -> tuple[HostTier, Stage]:
         """The host tier and its stage, made where there are none yet."""
         if self.host is None or self.stage is None:
-            block, moved, size = self.device.key, self._moved, self.device.entry_bytes
+            block, count = self.device.key, partial(_moved_tokens, self._moved, self.device.entry_bytes)
             self.host = HostTier(block, max(self.device.reserved, *self.lengths), self._grows)
-            count = partial(_moved_tokens, moved, size)
-            self.stage = Stage(self.host, block.device, count, self._in_place, self._cache, self._found)
+            self.stage = self._stage(self.host, block.device, count)
         return self.host, self.stage
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -248,15 +246,11 @@ class LayerStore(Tiers):
         kept = index_of(ids)
         key, value = self.gather(kept)
         if self._on_drop == "offload":
-            self._offload_all_but(kept)
+            host, stage = self._open_host()
+            host.write(without(self.device.token_ids(), kept), *self.device.resident()[:2])
+            host.remove(kept)
+            stage.forget()
         self.device.keep(ids, used, key, value, room)
-
-    def _offload_all_but(self, kept: torch.Tensor) -> None:
-        host, stage = self._open_host()
-        key, value, _ = self.device.resident()
-        host.write(without(self.device.token_ids(), kept), key, value)
-        host.remove(kept)
-        stage.forget()
 
     def arrange(self, order: torch.Tensor) -> None:
         """Set the physical order of the host tier; see `HostTier.arrange`.
