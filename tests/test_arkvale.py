@@ -100,7 +100,7 @@ def check(fixed: Stream, size: int, slots: int, share: float, sinks: int, window
     assert driven.audit["attended_max"] <= slots * size and not driven.audit["over_rule"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=2),
     steps=st.integers(1, 14),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import drive, stream
+from driver import drive, slow, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,7 +89,7 @@ CACHES = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     cache=CACHES,
     lengths=st.lists(st.integers(1, 25), min_size=1, max_size=2),
@@ -152,7 +152,7 @@ def test_hits_misses_and_what_is_held_are_those_of_a_textbook_cache(
         ]
 
 
-@pytest.mark.parametrize("executor", ["cpu", "torch"])
+@pytest.mark.parametrize("executor", ["torch", *slow("cpu")])
 @pytest.mark.parametrize(
     ("name", "options"),
     [
