@@ -25,6 +25,37 @@ from kvbench.spans import Spans
 
 
 @dataclass(frozen=True)
+class DeviceCache:
+    """What stays on the device of tokens that were brought up from the host, beside those that the step attends.
+
+    It changes what is moved and held, never what is attended. All but "last" of one step is kept account of on the CPU,
+    where a selection made on a GPU is waited for.
+
+    Attributes:
+        policy: "last", what the last steps attended; "lru" and "lfu", that of one step, and blocks of consecutive
+            tokens in every KV head of a row, brought up whole: those used last, or most often since they came. A step
+            uses the blocks of tokens that it attends and the step before did not.
+        steps: of "last", 1: of each step only what the next one attends, too, is not moved again.
+        tokens: of "lru" and "lfu", what the blocks of a row have room for.
+        block: tokens of a block.
+
+    Raises:
+        ValueError: not one step, or no room for one block.
+    """
+
+    policy: Literal["last", "lru", "lfu"] = "last"
+    steps: int = 1
+    tokens: int = 4096
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"cache_steps={self.steps}: expected a whole number, 1 or more")
+        if self.block < 1 or self.tokens < self.block:
+            raise ValueError(f"cache_tokens={self.tokens}: expected room for a block, cache_block={self.block}")
+
+
+@dataclass(frozen=True)
 class Needs:
     """What a method asks of the harness; read once, before the first token.
 
@@ -38,6 +69,7 @@ class Needs:
         crops: the last tokens may be taken back, of which `crop` tells; then nothing may have been dropped.
         token_text: hand over the text of every vocabulary entry in `Context.pieces`.
         home: where prompt and generated tokens live: "device", or "host" with selected rows moved up.
+        cache: of a home on the host, which of the rows moved up stay on the device.
         head_scores: hand over in `Context.head_scores` what `kvbench.calibrate` has measured of the model: "auto", its
             own file, found by the weights; or the name of a file. None: nothing.
         on_drop: what `View.keep` does with the other tokens: forget them, or move them to the host.
@@ -53,6 +85,7 @@ class Needs:
     token_text: bool = False
     head_scores: str | None = None
     home: Literal["device", "host"] = "device"
+    cache: DeviceCache = DeviceCache()
     on_drop: Literal["discard", "offload"] = "discard"
     positions: Literal["original", "cache"] = "original"
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import normalize
 
 from kvbench.budget import Budget
-from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
+from kvbench.method import Context, DeviceCache, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.kmeans import kmeans, lists_of, nearest
 from methods.blocks.ragged import entries, stacked
 from methods.blocks.topk import interleave
@@ -79,9 +79,8 @@ class ClusterKV(Method):
         sinks: first tokens, always attended and inside C; C / 16 where that is less and generated tokens count.
         buffer: generated tokens that wait to be clustered, outside C; where they count inside, and C / 4 if that is
             less.
+        cache_steps: steps whose tokens stay on the device.
     """
-
-    needs = Needs(home="host")
 
     def __init__(
         self,
@@ -90,7 +89,9 @@ class ClusterKV(Method):
         iterations: int = 20,
         sinks: int = 16,
         buffer: int = 320,
+        cache_steps: int = 1,
     ) -> None:
+        self.needs = Needs(home="host", cache=DeviceCache(steps=cache_steps))
         self.clusters, self.cluster_size, self.iterations = clusters, cluster_size, iterations
         self.sinks, self.buffer = sinks, buffer
 

@@ -7,10 +7,12 @@ largest estimated attention are attended, beside the first and the most recent o
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from kvbench.budget import Budget
-from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
+from kvbench.method import Context, DeviceCache, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.kmeans import kmeans, nearest_point
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import top_earliest
@@ -29,16 +31,25 @@ class PQCache(Method):
         bits: of a code, 8 at most.
         iterations: of k-means, over the prompt's keys. (The published code takes as many as a prefill leaves time for.)
         sinks: first tokens, always attended; C / 8 where that is less and generated tokens count.
+        cache, cache_tokens, cache_block: what stays on the device, as in `DeviceCache`.
 
     Raises:
-        ValueError: a code of more than 8 bits; subspaces that do not divide the head dim.
+        ValueError: a code of more than 8 bits; subspaces that do not divide the head dim; a cache of no block.
     """
 
-    needs = Needs(home="host")
-
-    def __init__(self, subspaces: int = 2, bits: int = 6, iterations: int = 20, sinks: int = 32) -> None:
+    def __init__(
+        self,
+        subspaces: int = 2,
+        bits: int = 6,
+        iterations: int = 20,
+        sinks: int = 32,
+        cache: Literal["last", "lru", "lfu"] = "last",
+        cache_tokens: int = 4096,
+        cache_block: int = 128,
+    ) -> None:
         if bits > 8:
             raise ValueError(f"bits={bits}: a code is a byte; expected 8 at most")
+        self.needs = Needs(home="host", cache=DeviceCache(cache, tokens=cache_tokens, block=cache_block))
         self.subspaces, self.centroids, self.iterations, self.sinks = subspaces, 2**bits, iterations, sinks
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:

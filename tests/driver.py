@@ -91,8 +91,11 @@ METHODS = [
     # a p below 1 prunes whatever the budget
     Case("twilight_quest", "twilight_quest", {"p": 1}),
     Case("twilight_topk", "twilight_topk", {"p": 1}),
+    # pages small enough for the budgets that the tests use
+    Case("arkvale", "arkvale", {"page_size": 8}),
     Case("pqcache", "pqcache"),
-    Case("clusterkv", "clusterkv", {"cluster_size": 8, "buffer": 3}),
+    Case("pqcache-lfu", "pqcache", {"cache": "lfu", "cache_tokens": 16, "cache_block": 4}),
+    Case("clusterkv", "clusterkv", {"cluster_size": 8, "buffer": 3, "cache_steps": 2}),
     Case("icecache", "icecache"),
     Case("icecache-exact", "icecache", {"index": "exact"}),
     Case("icecache_reuse", "icecache_reuse"),

@@ -65,6 +65,8 @@ class Audit:
     steps: int = 0
     read_bytes: int = 0
     moved_bytes: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
     device_kv_bytes: int = 0
     device_kv_allocated_bytes: int = 0
     host_bytes: int = 0
@@ -94,6 +96,11 @@ class Audit:
     def moved(self, size: int) -> None:
         """`size` bytes of keys and values went from the host to the device."""
         self.moved_bytes += size
+
+    def found(self, here: int, moved: int) -> None:
+        """Of the host's tokens that KV heads attended, so many were on the device already, and so many were not."""
+        self.cache_hits += here
+        self.cache_misses += moved
 
     def start_turn(self) -> None:
         """Several tokens are read at once; what that moves and reads is not that of decode steps."""
@@ -210,6 +217,8 @@ class Audit:
             "dense_share": 1 - (len(self.shape.sparse_layers) + len(self.shape.windows)) / self.shape.layers,
             "over_rule": self.broken(row) is not None,
         }
+        if self.cache_hits + self.cache_misses:
+            report["cache_hit_share"] = self.cache_hits / (self.cache_hits + self.cache_misses)
         if self.turn_tokens:
             report |= {"turn_tokens": self.turn_tokens, "turn_moved_bytes": self.turn_moved_bytes}
         return report

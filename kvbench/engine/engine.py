@@ -271,7 +271,9 @@ class Engine:
                 on_drop=needs.on_drop,
                 grows=self._new_tokens is None,
                 in_place=self.executor.in_place,
+                cache=needs.cache,
                 moved=self.audit.moved,
+                found=self.audit.found,
                 spans=self.spans,
                 shared=shared,
             )

@@ -24,6 +24,7 @@ class StagePlan(NamedTuple):
         slots: [B, Hkv, M], the index in `ids` of each token asked for, -1 where none was.
         head, token: [n] each, the missing ones: row * Hkv + KV head, and id.
         complete: a token was asked for everywhere.
+        found: how many of `ids` are held.
     """
 
     ids: torch.Tensor
@@ -32,6 +33,7 @@ class StagePlan(NamedTuple):
     head: torch.Tensor
     token: torch.Tensor
     complete: bool
+    found: int
 
 
 def plan_stage(index: torch.Tensor, held: torch.Tensor | None, newest: list[int] | None) -> StagePlan:
@@ -46,11 +48,11 @@ def plan_stage(index: torch.Tensor, held: torch.Tensor | None, newest: list[int]
     have = np.empty((batch * heads, 0), np.int64) if held is None else held.reshape(batch * heads, -1).numpy()
     last = np.full(batch * heads, -1) if newest is None else np.repeat(np.asarray(newest, np.int64), heads)
     first = have.size + (0 if newest is None else last.size)
-    *found, missing, longest, complete = _plan_lists(lists, have, last, first, whole_pages(count))
+    *lists, missing, longest, complete, found = _plan_lists(lists, have, last, first, whole_pages(count))
     head, token = torch.from_numpy(missing)
-    ids, source, slots = (torch.from_numpy(part).view(batch, heads, part.shape[1]) for part in found)
+    ids, source, slots = (torch.from_numpy(part).view(batch, heads, part.shape[1]) for part in lists)
     used = whole_pages(longest)
-    return StagePlan(ids[..., :used], source[..., :used], slots, head, token, complete)
+    return StagePlan(ids[..., :used], source[..., :used], slots, head, token, complete, found)
 
 
 @cache
@@ -66,7 +68,7 @@ def _plan_lists(index, held, newest, first, width):  # type: ignore[no-untyped-d
     ids = np.full((lists, width), NO_TOKEN)
     source, slots = np.zeros((lists, width), np.int64), np.full((lists, count), -1)
     missing = np.empty((2, lists * count), np.int64)
-    moving, longest, complete = 0, 0, True
+    moving, longest, complete, found = 0, 0, True, 0
     for head in range(lists):
         used, at, last = 0, 0, -1
         for column in np.argsort(index[head]):
@@ -80,6 +82,7 @@ def _plan_lists(index, held, newest, first, width):  # type: ignore[no-untyped-d
                     at += 1
                 if at < held.shape[1] and held[head, at] == token:
                     source[head, used] = head * held.shape[1] + at
+                    found += 1
                 elif token == newest[head]:
                     source[head, used] = held.size + head
                 else:
@@ -90,4 +93,4 @@ def _plan_lists(index, held, newest, first, width):  # type: ignore[no-untyped-d
                 used += 1
             slots[head, column] = used - 1
         longest = max(longest, used)
-    return ids, source, slots, missing[:, :moving].copy(), longest, complete
+    return ids, source, slots, missing[:, :moving].copy(), longest, complete, found

@@ -13,19 +13,22 @@ from dataclasses import dataclass
 
 import torch
 
+from kvbench.memory.cache import keeper_of
 from kvbench.memory.device import Located
 from kvbench.memory.fetch import fetch
 from kvbench.memory.host import HostTier
 from kvbench.memory.plan import StagePlan, compile_kernels, plan_stage
 from kvbench.memory.slots import NO_TOKEN, PAGE, Pool, ascending, find, flat, index_of, lists_of, whole_pages
 from kvbench.memory.transfer import side_stream, uploaded
+from kvbench.method import DeviceCache
 
+LAST = DeviceCache()
 Blocks = tuple[tuple[torch.Tensor, torch.Tensor], ...]  # keys and values that lie together
 
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """Copies of host tokens that the last selection brought up.
+    """Copies of host tokens: of the last selection, and what else stays.
 
     Attributes:
         ids: [B, Hkv, U] ascending, `NO_TOKEN` after the last; on the side where the selection was made.
@@ -60,25 +63,36 @@ class Stage:
         device: where the stage is.
         moved: called with the number of tokens that were moved up, by the host or by the device.
         in_place: attention reads the host's memory, so nothing is copied; the device is the CPU.
+        cache: what stays beside the last selection.
+        found: called with the number of attended tokens, newest ones left out, that were here and that were moved up.
 
     Attributes:
         newest: keys and values [B, Hkv, 1, D] of the current token, which come from the device anyway.
     """
 
     def __init__(
-        self, host: HostTier, device: torch.device, moved: Callable[[int], None], in_place: bool = False
+        self,
+        host: HostTier,
+        device: torch.device,
+        moved: Callable[[int], None],
+        in_place: bool = False,
+        cache: DeviceCache = LAST,
+        found: Callable[[int, int], None] = lambda here, moved: None,
     ) -> None:
         compile_kernels()
         self.newest: tuple[torch.Tensor, torch.Tensor] | None = None
         self._host, self._device, self._moved, self._in_place = host, device, moved, in_place
+        self._keeper, self._found = keeper_of(cache), found
+        self._kept: torch.Tensor | None = None  # [B, Hkv, n] ids that stay, by the keeper
         self._staged: Staged | None = None
         self._noted: list[Callable[[], None]] = []  # what is still to be planned, in order
         self._coming: Coming | None = None
         self._fetched: torch.Tensor | int = 0  # tokens that the device itself has read, not yet counted as moved
+        self._here: torch.Tensor | int = 0  # and those that it had, not yet counted as found
 
     @property
     def staged(self) -> Staged | None:
-        """What the last selection brought up."""
+        """What is on the device."""
         self._settle()
         return self._staged
 
@@ -88,7 +102,7 @@ class Stage:
         self._staged = self._coming = None
 
     def locate(self, index: torch.Tensor, lengths: Sequence[int]) -> Located:
-        """Stage the tokens of index [B, Hkv, M] (-1 = none, repeats allowed), and no others.
+        """Stage the tokens of index [B, Hkv, M] (-1 = none, repeats allowed), and of others what the cache keeps.
 
         Args:
             index: on the CPU, or on the device; there it may name any token that was seen.
@@ -98,11 +112,11 @@ class Stage:
             LookupError: a token that is not in the tier. An index on a GPU aborts the kernel instead.
         """
         self.receive()
-        if index.is_cuda and not self._host.arranged:
+        if index.is_cuda and not self._host.arranged and self._keeper is None:
             self._staged, rows = self._read_by_device(index, lengths)
             slots, _ = find(self._staged.ids, index.clamp(min=0))
             return Located(Pool.of(*rows), flat(slots, rows[0].shape[2]), index >= 0)
-        plan = self._plan(index.cpu(), self._newest(lengths))
+        plan = self._plan_step(index.cpu(), lengths, self._newest(lengths))
         self._staged = self._received(self._sent(plan))
         rows = self._staged.rows or self._host.gather(index_of(self._staged.ids))
         slots, pool, count = uploaded(plan.slots, self._device), Pool.of(*rows), rows[0].shape[2]
@@ -119,7 +133,7 @@ class Stage:
 
         def begin() -> None:
             self._receive()
-            self._coming = self._sent(self._plan(index, newest), beside=True)
+            self._coming = self._sent(self._with_kept(self._plan(index, newest), index, newest), beside=True)
 
         self._noted.append(begin)
         if not self._in_place:
@@ -136,7 +150,7 @@ class Stage:
 
         def bring() -> None:
             self._receive()
-            self._staged = self._received(self._sent(self._plan(index(), newest)))
+            self._staged = self._received(self._sent(self._plan_step(index(), lengths, newest)))
 
         self._noted.append(bring)
 
@@ -148,9 +162,10 @@ class Stage:
     def count_fetched(self) -> None:
         """Count as moved what the device itself has read, for which this waits, or would have been sent."""
         self._settle()
-        tokens, self._fetched = int(self._fetched), 0
+        tokens, here, self._fetched, self._here = int(self._fetched), int(self._here), 0, 0
         if tokens:
             self._moved(tokens)
+        self._found(here, tokens)
 
     def _settle(self) -> None:
         """Plan what was noted."""
@@ -171,6 +186,21 @@ class Stage:
     def _plan(self, index: torch.Tensor, newest: list[int] | None) -> StagePlan:
         held = None if self._staged is None else self._staged.ids.cpu()
         return plan_stage(index, held, newest)
+
+    def _plan_step(self, index: torch.Tensor, lengths: Sequence[int], newest: list[int] | None) -> StagePlan:
+        """The plan of a step that attends index [B, Hkv, M]; the keeper learns of it."""
+        plan = self._plan(index, newest)
+        self._found(plan.found, len(plan.token))
+        if self._keeper is not None:
+            self._kept = self._keeper.after(index_of(plan.ids), lengths)
+        return self._with_kept(plan, index, newest)
+
+    def _with_kept(self, plan: StagePlan, index: torch.Tensor, newest: list[int] | None) -> StagePlan:
+        """The plan of `index`, with what the keeper keeps beside it."""
+        if self._kept is None:
+            return plan
+        both = self._plan(torch.cat([index, self._kept], dim=2), newest)
+        return both._replace(slots=both.slots[..., : index.shape[2]], complete=plan.complete)
 
     def _sent(self, plan: StagePlan, beside: bool = False) -> Coming:
         """Send up what is missing on the device; `beside`: on the side stream."""
@@ -212,7 +242,9 @@ class Stage:
         torch._assert_async((index < seen).all())
         ids = _distinct(index)
         near, far = self._origins(ids, seen)
+        held = 0 if self._staged is None else self._staged.ids.numel()
         self._fetched = self._fetched + (far >= 0).sum()
+        self._here = self._here + ((near >= 0) & (near < held)).sum()
         if self._host.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._host.copied)
         size = (*ids.shape, self._host.key.shape[3])

@@ -17,8 +17,9 @@ import torch
 from kvbench.memory.device import DeviceTier, Located
 from kvbench.memory.host import Arrival, HostTier
 from kvbench.memory.slots import NO_TOKEN, Pool, flat, index_of, joined, lists_of, repeated, whole_pages, without
-from kvbench.memory.stage import Stage
+from kvbench.memory.stage import LAST, Stage
 from kvbench.memory.tiers import DEVICE, DROPPED, HOST, Tiers
+from kvbench.method import DeviceCache
 from kvbench.spans import Spans
 
 
@@ -32,7 +33,9 @@ class LayerStore(Tiers):
         on_drop: what `keep` does with tokens that are not named.
         grows: the final length is unknown, so memory may be reallocated; else the reserved blocks never move.
         in_place: attention reads host tokens where they lie, on a CPU; what a device would be sent is counted alone.
+        cache: of a home on the host, what stays on the device beside what a step attends.
         moved: called with the bytes that went from the host to the device.
+        found: called with the attended tokens of KV heads that were staged, and that were moved up.
         spans: where the time of transfers is counted.
         shared: a sealed store with a prompt to begin from; its memory is used in place, after the prompt too.
     """
@@ -50,7 +53,9 @@ class LayerStore(Tiers):
         on_drop: Literal["discard", "offload"] = "discard",
         grows: bool = False,
         in_place: bool = False,
+        cache: DeviceCache = LAST,
         moved: Callable[[int], None] = lambda size: None,
+        found: Callable[[int, int], None] = lambda here, moved: None,
         spans: Spans | None = None,
         shared: LayerStore | None = None,
     ) -> None:
@@ -58,9 +63,9 @@ class LayerStore(Tiers):
             super().__init__(DeviceTier.zeros((batch, kv_heads, capacity, head_dim), dtype, device, grows))
         else:
             super().__init__(DeviceTier(shared.device.key, shared.device.value, capacity, grows))
-        self._home, self._on_drop, self._grows, self._in_place = home, on_drop, grows, in_place
-        self._moved, self._spans = moved, spans or Spans()
-        self._closed = False
+        self._home, self._on_drop, self._grows = home, on_drop, grows
+        self._moved, self._spans, self._closed = moved, spans or Spans(), False
+        self._stage = partial(Stage, in_place=in_place, cache=cache if home == "host" else LAST, found=found)
         if shared is not None:
             self.seal_prompt(shared.lengths)
 
@@ -117,9 +122,9 @@ class LayerStore(Tiers):
     def _open_host(self) -> tuple[HostTier, Stage]:
         """The host tier and its stage, made where there are none yet."""
         if self.host is None or self.stage is None:
-            block, moved, size = self.device.key, self._moved, self.device.entry_bytes
+            block, count = self.device.key, partial(_moved_tokens, self._moved, self.device.entry_bytes)
             self.host = HostTier(block, max(self.device.reserved, *self.lengths), self._grows)
-            self.stage = Stage(self.host, block.device, partial(_moved_tokens, moved, size), self._in_place)
+            self.stage = self._stage(self.host, block.device, count)
         return self.host, self.stage
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -241,15 +246,11 @@ class LayerStore(Tiers):
         kept = index_of(ids)
         key, value = self.gather(kept)
         if self._on_drop == "offload":
-            self._offload_all_but(kept)
+            host, stage = self._open_host()
+            host.write(without(self.device.token_ids(), kept), *self.device.resident()[:2])
+            host.remove(kept)
+            stage.forget()
         self.device.keep(ids, used, key, value, room)
-
-    def _offload_all_but(self, kept: torch.Tensor) -> None:
-        host, stage = self._open_host()
-        key, value, _ = self.device.resident()
-        host.write(without(self.device.token_ids(), kept), key, value)
-        host.remove(kept)
-        stage.forget()
 
     def arrange(self, order: torch.Tensor) -> None:
         """Set the physical order of the host tier; see `HostTier.arrange`.

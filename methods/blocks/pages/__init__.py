@@ -50,6 +50,28 @@ def upper_bound(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> t
     return rows.clamp(min=0) @ high.transpose(2, 3) + rows.clamp(max=0) @ low.transpose(2, 3)
 
 
+def mean_bound(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor, pool: Executor) -> torch.Tensor:
+    """Mean of `upper_bound` over all query heads: [B, P] float32. On a CPU one call into compiled code for each thread.
+
+    Args:
+        query: [B, Hq, 1, D].
+        low, high: [B, Hkv, P, D].
+        pool: where threads beside the caller's come from.
+    """
+    if not is_readable(query):
+        return upper_bound(query, low, high).float().mean(dim=(1, 2))
+    batch, kv_heads, pages, head_dim = low.shape
+    scores = np.empty((batch * kv_heads, pages), np.float32)
+    arrays = stored(query.view(batch, kv_heads, -1, head_dim)), stored(low), stored(high)
+
+    def share(first: int, stop: int, _: int) -> None:
+        kernels.mean_bounds(*arrays, first, stop, scores)
+
+    threads = range(min(torch.get_num_threads(), max(1, 2 * low.numel() // WORTH_A_THREAD)))
+    in_parts(pool, batch * kv_heads, threads, share)
+    return torch.from_numpy(scores).view(batch, kv_heads, pages).mean(dim=1)
+
+
 def take_in(key: torch.Tensor, low: torch.Tensor, high: torch.Tensor, last: Sequence[int]) -> None:
     """Widen, in place, the bounds of page last[row] of every row by its new key. On a CPU one call into compiled code.
 
@@ -113,3 +135,11 @@ def compile_kernels(dtype: torch.dtype, pool: Executor) -> None:
         take_in(key, key.clone(), key.clone(), [0])
         rows = np.array([[1, 1, 1]])
         best_tokens(key, key, key, np.array([[0, 1]]), rows, False, False, pool)
+
+
+@cache
+def compile_mean_bound(dtype: torch.dtype, pool: Executor) -> None:
+    """As `compile_kernels`, for `mean_bound` alone."""
+    key = torch.ones(1, 1, 1, 8, dtype=dtype)
+    if is_readable(key):
+        mean_bound(key, key, key, pool)

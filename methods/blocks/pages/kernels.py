@@ -54,6 +54,34 @@ def _upper_bounds(low, high, falling, rising, scores):  # type: ignore[no-untype
 
 
 @jit
+def _halves(queries, falling, rising):  # type: ignore[no-untyped-def]
+    """Add the negative and positive elements of queries [G, D] to [Q, D] each, Q = G or, for their mean, 1."""
+    asked = len(falling)
+    for g in range(len(queries)):
+        for k in range(queries.shape[1]):
+            element = widen(queries[g, k]) / np.float32(len(queries) // asked)
+            falling[g % asked, k] += min(element, np.float32(0))
+            rising[g % asked, k] += max(element, np.float32(0))
+
+
+@kernel
+def mean_bounds(queries, low, high, first, stop, scores):  # type: ignore[no-untyped-def]
+    """Mean upper bound of the group, of each page of the KV heads first .. stop - 1, counted over rows and heads.
+
+    Args:
+        queries: [B, Hkv, G, D] as stored.
+        low, high: [B, Hkv, P, D] as stored.
+        scores: [B * Hkv, P] float32; written.
+    """
+    kv_heads, _, head_dim = queries.shape[1:]
+    for at in range(first, stop):
+        row, head = at // kv_heads, at % kv_heads
+        falling, rising = np.zeros((1, head_dim), np.float32), np.zeros((1, head_dim), np.float32)
+        _halves(queries[row, head], falling, rising)
+        _upper_bounds(low[row, head], high[row, head], falling, rising, scores[at : at + 1])
+
+
+@jit
 def _joined(ranked, pages, joined):  # type: ignore[no-untyped-def]
     """Join ranked lists [Q, n] by rank, without repeats, after the last of `pages` pages; -1 behind them."""
     taken = np.zeros(pages, np.bool_)
@@ -104,11 +132,7 @@ def best_tokens(queries, low, high, starts, rows, mean, join, first, stop, found
         row, head = at // kv_heads, at % kv_heads
         pages, most, room = rows[row]
         falling, rising = np.zeros((asked, head_dim), np.float32), np.zeros((asked, head_dim), np.float32)
-        for g in range(group):
-            for k in range(head_dim):
-                element = widen(queries[row, head, g, k]) / np.float32(group // asked)
-                falling[g % asked, k] += min(element, np.float32(0))
-                rising[g % asked, k] += max(element, np.float32(0))
+        _halves(queries[row, head], falling, rising)
         scores = np.empty((asked, pages), np.float32)
         _upper_bounds(low[row, head], high[row, head], falling, rising, scores)
         most = min(most, pages)

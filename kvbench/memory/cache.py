@@ -1,0 +1,90 @@
+"""What stays on the device of tokens brought up from the host, beside those that the current step attends.
+
+Bookkeeping alone, on the CPU: a stage (`kvbench.memory.stage`) asks after each step, and holds and moves the tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kvbench.memory.slots import without
+from kvbench.method import DeviceCache
+
+
+class Keeper(Protocol):
+    """A policy, with what it remembers of one layer."""
+
+    def after(self, ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """A step attended token ids [B, Hkv, U] on the CPU, distinct, -1 = none; rows have seen `lengths` tokens.
+
+        Returns:
+            [B, Hkv, n] ids that the device holds from now on, attended or not, -1 = none.
+        """
+
+
+def keeper_of(cache: DeviceCache) -> Keeper | None:
+    """The policy; None where nothing stays but what the last step attended."""
+    if cache.policy == "last":
+        return LastSteps(cache.steps) if cache.steps > 1 else None
+    return Blocks(cache.tokens // cache.block, cache.block, counts=cache.policy == "lfu")
+
+
+class LastSteps:
+    """What the last `steps` steps attended stays."""
+
+    def __init__(self, steps: int) -> None:
+        self._attended: deque[torch.Tensor] = deque(maxlen=steps)
+
+    def after(self, ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """See `Keeper`."""
+        self._attended.append(ids)
+        return torch.cat([*self._attended], dim=2)
+
+
+class Blocks:
+    """The blocks of a row that were used last or most often stay, in all its KV heads.
+
+    A step uses a block for the tokens in it, in any KV head, that it attends and the step before did not: those that it
+    did, as sinks and recent ones, are there anyway. Of one step's blocks the fullest count, as many as there is room
+    for; the one used for the fewest tokens comes first, of equal ones the earlier in the text.
+
+    Args:
+        room: blocks of a row.
+        block: tokens of a block; one whose tokens are not all there is none yet.
+        counts: the block used least often since it came goes first, of several the one used longest ago; else the
+            latter of all.
+    """
+
+    def __init__(self, room: int, block: int, counts: bool) -> None:
+        self._room, self._block, self._counts = room, block, counts
+        self._rows: list[dict[int, tuple[int, int]]] = []  # of each block there, how often and when it was used
+        self._before: torch.Tensor | None = None  # what the last step attended
+        self._clock = 0
+
+    def after(self, ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """See `Keeper`."""
+        self._rows = self._rows or [{} for _ in lengths]
+        asked = ids if self._before is None else without(ids, self._before)
+        self._before = ids
+        for held, own, length in zip(self._rows, asked.numpy(), lengths, strict=True):
+            whole = own[(own >= 0) & (own < min(length // self._block * self._block, length - 1))]  # nor the newest
+            uses = np.bincount(whole // self._block)
+            used = uses.nonzero()[0]
+            for block in used[np.argsort(uses[used], kind="stable")][-self._room :].tolist():
+                self._use(held, block)
+        kept = np.full((len(lengths), max(map(len, self._rows)), self._block), -1)
+        for row, held in enumerate(self._rows):
+            kept[row, : len(held)] = np.array([*held], np.int64)[:, None] * self._block + np.arange(self._block)
+        return torch.from_numpy(kept).flatten(1)[:, None].expand(-1, ids.shape[1], -1)
+
+    def _use(self, held: dict[int, tuple[int, int]], block: int) -> None:
+        if block not in held and len(held) == self._room:
+            del held[min(held, key=held.__getitem__)]
+        times, _ = held.get(block, (0, 0))
+        self._clock += 1
+        held[block] = times + self._counts, self._clock
