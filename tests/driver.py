@@ -95,6 +95,7 @@ METHODS = [
     Case("clusterkv", "clusterkv", {"cluster_size": 8, "buffer": 3}),
     # filters and their followers in models of two layers
     Case("omnikv", "omnikv", {"filters": [0], "wait": 0}),
+    Case("magicpig", "magicpig"),
     Case("icecache", "icecache"),
     Case("icecache-exact", "icecache", {"index": "exact"}),
     Case("icecache_reuse", "icecache_reuse"),
