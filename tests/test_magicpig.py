@@ -171,3 +171,8 @@ def test_bytes_are_those_of_the_tables_and_of_the_keys_that_were_weighed() -> No
         len(ids) - 4 - 16 - at.step for at in driven.seen for row in range(2) for ids in at.sets(row)
     )  # by each query head
     assert driven.audit["read_bytes_per_step"] * steps == pytest.approx(weighed * 16 * 4) and weighed > 100
+
+
+def test_a_code_has_sixteen_bits_at_most() -> None:
+    with pytest.raises(ValueError, match=r"bits=17: .*; expected 16 at most$"):
+        method_named("magicpig", bits=17)

@@ -36,11 +36,16 @@ class MagicPIG(Method):
         tables: L.
         sinks: first tokens, always attended; C / 16 where that is less.
         local: last tokens of the prompt, always attended; C / 4 where that is less.
+
+    Raises:
+        ValueError: a code of more than 16 bits.
     """
 
     needs = Needs(home="host", query_window=WINDOW)
 
     def __init__(self, bits: int = 10, tables: int = 150, sinks: int = 4, local: int = 64) -> None:
+        if bits > 16:
+            raise ValueError(f"bits={bits}: a table has 2^bits buckets; expected 16 at most")
         self.bits, self.tables, self.sinks, self.local = bits, tables, sinks, local
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
