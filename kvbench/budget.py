@@ -43,7 +43,7 @@ class Budget:
         Args:
             asked: tokens (int), a fraction of the prompt (float), or None: the preset.
             method: its facts, as in its YAML: `name`; `minimum`, the smallest budget in tokens for each accounting,
-                None for any; `preset`, its own size in tokens, None where it has several. What is absent is unknown.
+                None for any; `preset`, its own size, None where it has several. What is absent is unknown.
             accounting, generated: see the attributes.
 
         Raises:
@@ -105,7 +105,7 @@ class Budget:
 
 def size_of(asked: int | float | None, method: Mapping[str, Any]) -> int | float | None:
     """The size of a budget: what was asked for, or the preset of the method, whose facts are as in its YAML."""
-    preset: int | None = method.get("preset")
+    preset: int | float | None = method.get("preset")
     return preset if asked is None else asked
 
 

@@ -68,7 +68,8 @@ class Needs:
             everything (`kvbench.engine.turn`).
         crops: the last tokens may be taken back, of which `crop` tells; then nothing may have been dropped.
         token_text: hand over the text of every vocabulary entry in `Context.pieces`.
-        home: where prompt and generated tokens live: "device", or "host" with selected rows moved up.
+        home: where prompt and generated tokens live: "device", or "host" with selected rows moved up; "by_layer": where
+            `Method.home` says of each layer.
         cache: of a home on the host, which of the rows moved up stay on the device.
         head_scores: hand over in `Context.head_scores` what `kvbench.calibrate` has measured of the model: "auto", its
             own file, found by the weights; or the name of a file. None: nothing.
@@ -84,7 +85,7 @@ class Needs:
     crops: bool = False
     token_text: bool = False
     head_scores: str | None = None
-    home: Literal["device", "host"] = "device"
+    home: Literal["device", "host", "by_layer"] = "device"
     cache: DeviceCache = DeviceCache()
     on_drop: Literal["discard", "offload"] = "discard"
     positions: Literal["original", "cache"] = "original"
@@ -333,6 +334,11 @@ class Method:
         """
         for length in self.shape.lengths:
             self.budget.check_prompt(length)
+
+    def home(self, layer: int) -> Literal["device", "host"]:
+        """Where the tokens of a sparse layer live, asked after `begin`; for who needs "by_layer" to say."""
+        assert self.needs.home != "by_layer", f"{type(self).__name__} does not say where the tokens of a layer live"
+        return self.needs.home
 
     @property
     def capacities(self) -> list[int]:

@@ -96,6 +96,9 @@ METHODS = [
     Case("pqcache", "pqcache"),
     Case("pqcache-lfu", "pqcache", {"cache": "lfu", "cache_tokens": 16, "cache_block": 4}),
     Case("clusterkv", "clusterkv", {"cluster_size": 8, "buffer": 3, "cache_steps": 2}),
+    # filters and their followers in models of two layers
+    Case("omnikv", "omnikv", {"filters": [0], "wait": 0}),
+    Case("magicpig", "magicpig"),
     Case("icecache", "icecache"),
     Case("icecache-exact", "icecache", {"index": "exact"}),
     Case("icecache_reuse", "icecache_reuse"),

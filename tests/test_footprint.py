@@ -54,37 +54,39 @@ ROOM = {"device": 8 * GIB, "host": 8 * GIB}
 
 
 @pytest.mark.parametrize(
-    ("device", "on_host", "free", "line"),
+    ("device", "home", "free", "line"),
     [
-        (GPU, False, {}, ""),
-        (GPU, False, {"device": 7 * GIB}, r"task.lengths: 100 tokens x 2: takes 8.0 GiB of device memory at least \("),
-        (GPU, True, {"device": 5 * GIB, "host": 3 * GIB}, ""),
+        (GPU, "device", {}, ""),
+        (GPU, "device", {"device": 7 * GIB}, r"task.lengths: 100 tokens x 2: takes 8.0 GiB of device memory at "),
+        (GPU, "host", {"device": 5 * GIB, "host": 3 * GIB}, ""),
         (
             GPU,
-            True,
+            "host",
             {"host": 2 * GIB},
             r"task.lengths: .* takes 3.0 GiB of host .*\(KV cache 3.0\), and 2.0 are free; ",
         ),
         (
             GPU,
-            True,
+            "host",
             {"device": 3 * GIB},
             "model=big: takes 5.0 GiB of device memory .* choose a smaller model \\(",
         ),
         (
             CPU,
-            True,
+            "host",
             {"host": 7 * GIB},
             r"weights 4.0, activations 1.0, KV cache 3.0\), and 7.0 are free; choose shorter",
         ),
-        (CPU, False, {"device": 0}, ""),
+        (CPU, "device", {"device": 0}, ""),
+        (GPU, "by_layer", {"device": 5 * GIB, "host": GIB}, ""),
+        (CPU, "by_layer", {"host": 7 * GIB}, "task.lengths: .* takes 8.0 GiB of host memory"),
     ],
 )
 def test_a_run_is_refused_where_one_of_its_memories_is_too_small(
-    device: torch.device, on_host: bool, free: dict[str, int], line: str
+    device: torch.device, home: str, free: dict[str, int], line: str
 ) -> None:
     def refuse() -> None:
-        refuse_too_large(FITS, device, on_host, "big", Prompts(100, 2), ROOM | free)
+        refuse_too_large(FITS, device, home, "big", Prompts(100, 2), ROOM | free)
 
     if not line:
         return refuse()
@@ -94,7 +96,7 @@ def test_a_run_is_refused_where_one_of_its_memories_is_too_small(
 
 
 def test_nothing_is_refused_where_what_is_free_or_the_shape_is_not_known() -> None:
-    refuse_too_large(FITS, GPU, True, "big", Prompts(100), {})
+    refuse_too_large(FITS, GPU, "host", "big", Prompts(100), {})
     assert footprint({"model_type": "llama"}, torch.float32, Prompts(10)) is None
 
 

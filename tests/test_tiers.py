@@ -180,6 +180,39 @@ def test_device_holds_no_prompt_of_a_host_home_layer(tiny: Loaded) -> None:
             assert store.allocated_bytes() >= sum(map(len, RAGGED)) * 2 * ENTRY
 
 
+class Split(Walker):
+    """A walker of whose sparse layers one has its tokens on the host."""
+
+    def __init__(self) -> None:
+        super().__init__(2, "by_layer")
+
+    def home(self, layer: int) -> Any:
+        return "host" if layer == SPARSE[1] else "device"
+
+
+def test_each_layer_s_tokens_live_where_its_method_says(tiny: Loaded) -> None:
+    options: dict[str, Any] = {"dense_layers": DENSE, "steps": STEPS}
+    _, expected = logits_of(tiny, lambda: run_loop(tiny, RAGGED, Walker(2), SMALL, **options))
+    method = Split()
+    seen = watch(method)
+    (generation, engine), logits = logits_of(tiny, lambda: run_loop(tiny, RAGGED, method, SMALL, **options))
+    assert torch.equal(logits, expected)
+    everything = sum(len(prompt) + STEPS for prompt in RAGGED) * 2 * ENTRY
+    far = SPARSE[1]
+    for layer, store in engine.stores.items():
+        store.check_integrity()
+        staged = [head for row in range(3) for head in seen[-2].sets(row)] if layer == far else []
+        assert store.host_bytes() == (everything if layer == far else 0)
+        assert store.resident_bytes() == (sum(map(len, staged)) * ENTRY if layer == far else everything)
+    moved, last = 0, dict[tuple[int, int], set[int]]()
+    for at in (at for at in seen if at.layer == far):
+        for row, length in enumerate(at.lengths):
+            for head, wanted in enumerate(at.sets(row)):
+                moved += len(wanted - last.get((row, head), set()) - {length - 1})
+                last[row, head] = wanted
+    assert generation.audit["moved_bytes_per_step"] == pytest.approx(moved * ENTRY / STEPS, rel=1e-12)
+
+
 # -- evicted to the host, and brought back -----------------------------------------------------------------------------
 
 

@@ -259,7 +259,8 @@ class Engine:
 
     def _store(self, layer: int, shared: LayerStore | None = None) -> LayerStore:
         if layer not in self.stores:
-            needs = self.method.needs if layer in self._sparse else Needs()
+            sparse = layer in self._sparse
+            needs = self.method.needs if sparse else Needs()
             self.stores[layer] = LayerStore(
                 self.shape.batch,
                 self.shape.kv_heads,
@@ -267,7 +268,7 @@ class Engine:
                 self.capacity,
                 self.shape.dtype,
                 self.shape.device,
-                home=needs.home,
+                home=self.method.home(layer) if sparse else "device",
                 on_drop=needs.on_drop,
                 grows=self._new_tokens is None,
                 in_place=self.executor.in_place,

@@ -74,14 +74,14 @@ def footprint(model_config: Mapping[str, Any], dtype: torch.dtype, prompts: Prom
 
 
 def refuse_too_large(
-    needed: Footprint, device: torch.device, on_host: bool, model: str, prompts: Prompts, free: Mapping[str, int]
+    needed: Footprint, device: torch.device, home: str, model: str, prompts: Prompts, free: Mapping[str, int]
 ) -> None:
     """Refuse a run that cannot fit.
 
     Args:
         needed: bytes of its parts.
         device: that computes.
-        on_host: keys and values have their home on the host.
+        home: of keys and values, as in `Needs.home`; "by_layer" leaves open what of them either tier takes.
         model: what messages call the model.
         prompts: those that `needed` is of.
         free: bytes free, by "device" and "host"; what is not known is absent.
@@ -92,8 +92,8 @@ def refuse_too_large(
     resting = {"weights": needed.weights, "activations": needed.activations}
     cache = {"KV cache": needed.cache}
     one_memory = device.type == "cpu"
-    tiers = {"host": resting | cache} if one_memory else {"device": resting | ({} if on_host else cache)}
-    if on_host and not one_memory:
+    tiers = {"host": resting | cache} if one_memory else {"device": resting | (cache if home == "device" else {})}
+    if home == "host" and not one_memory:
         tiers["host"] = cache
     for tier, parts in tiers.items():
         total = sum(parts.values())

@@ -252,12 +252,12 @@ def refuse_no_room(config: Config, method: Method, prompts: Prompts) -> None:
     needed = footprint(hub.shape_of(config["model"], source), models.dtype_of(config["dtype"], device), prompts)
     if needed is None:
         return
-    on_host = method.needs.home == "host"
-    if tokens and not on_host and has_budget(config["method"]):
+    home = method.needs.home
+    if tokens and home == "device" and has_budget(config["method"]):
         # Of the last chunk a method may drop what one layer has read before the next layer reads it.
         sure = max(0, tokens - (chunk or tokens))
         needed = needed._replace(cache=needed.cache * sure // tokens)
-    refuse_too_large(needed, device, on_host, source.name, prompts, free_memory(device))
+    refuse_too_large(needed, device, home, source.name, prompts, free_memory(device))
 
 
 class Work(NamedTuple):

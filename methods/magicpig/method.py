@@ -1,0 +1,179 @@
+"""MagicPIG: attention sampled by locality-sensitive hashing (Chen et al. 2024, "MagicPIG: LSH Sampling for Efficient
+LLM Generation", section 4).
+
+Tokens are drawn by hash tables, the nearer a key is to the query the more likely, and attended with the logarithm of
+that likelihood taken from their logits: an estimate of full attention, where a top-k leaves many small weights out.
+Keys, values and tables live on the host.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+
+import torch
+from torch.nn.functional import pad
+
+from kvbench.budget import Budget
+from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
+from methods.blocks.ragged import stacked
+from methods.magicpig.tables import Tables, compile_kernels, likelihood, meets
+
+WINDOW = 8  # last queries of the prompt, by which a budget is met
+
+
+class MagicPIG(Method):
+    """Attend sinks, the prompt's last tokens and generated ones, and of the others a sample, of each query head.
+
+    How many a step samples is chance. A budget C is their mean with sinks and local tokens, as far as the prompt's last
+    queries tell: each layer has the most bits of a code, up to `bits`, with which no more than `tables` tables sample
+    enough, and the fewest tables that do. Without a budget it has `bits` and `tables`.
+
+    Where generated tokens count, the local ones are the most recent of all, and the prompt's others stay in the tables.
+    With unified accounting a KV head attends C at most: its query heads look up no further table that would find more.
+
+    Args:
+        bits: K, of a code.
+        tables: L.
+        sinks: first tokens, always attended; C / 16 where that is less.
+        local: last tokens of the prompt, always attended; C / 4 where that is less.
+
+    Raises:
+        ValueError: a code of more than 16 bits.
+    """
+
+    needs = Needs(home="host", query_window=WINDOW)
+
+    def __init__(self, bits: int = 10, tables: int = 150, sinks: int = 4, local: int = 64) -> None:
+        if bits > 16:
+            raise ValueError(f"bits={bits}: a table has 2^bits buckets; expected 16 at most")
+        self.bits, self.tables, self.sinks, self.local = bits, tables, sinks, local
+
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """Draw the directions of each row, which all layers share as in the published code."""
+        super().begin(shape, budget, view, context)
+        compile_kernels(context.pool, shape.dtype)
+        self.directions = [
+            torch.randn(self.tables, self.bits, shape.head_dim, generator=context.generator(0, row=row))
+            for row in range(shape.batch)
+        ]
+        self.hashed: dict[int, list[Tables | None]] = {}  # of each layer and row
+        self.moments = [0.0, 0.0, 0.0]  # of what a query head attends of C: how many times, sum, and sum of squares
+
+    def _zones(self, row: int) -> tuple[int, int]:
+        """Sinks and local tokens of a row."""
+        if self.budget.size is None:
+            return self.sinks, self.local
+        capacity = self.capacities[row]
+        return min(self.sinks, capacity // 16), min(self.local, capacity // 4)
+
+    # -- tables ----------------------------------------------------------------------------------------------------
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Hash the keys that no step is sure to attend."""
+        self.hashed[layer] = []
+        for row, length in enumerate(prompt.lengths):
+            sinks, local = self._zones(row)
+            stop = length if self.budget.counts_generated else length - local
+            whole = stop <= sinks or not self.budget.counts_generated and self._holds(row, length)
+            keys = prompt.keys[row, :, sinks:stop]
+            queries = prompt.queries[row, :, -length:]
+            self.hashed[layer].append(None if whole else self._tables(row, keys, queries))
+
+    def _holds(self, row: int, count: int) -> bool:
+        """Whether the budget of a row has room for so many tokens."""
+        return self.budget.size is not None and count <= self.capacities[row]
+
+    def _tables(self, row: int, keys: torch.Tensor, queries: torch.Tensor) -> Tables:
+        """Tables over keys [Hkv, n, D], with as many bits as the last queries [Hq, W, D] of the prompt ask for."""
+        sinks, local = self._zones(row)
+        bits, tables = self.bits, self.tables
+        if self.budget.size is not None:
+            bits, tables = self._sizes(keys.float(), queries.float(), self.capacities[row] - sinks - local)
+        return Tables(keys, sinks, self.directions[row][:tables], bits)
+
+    def _sizes(self, keys: torch.Tensor, queries: torch.Tensor, wanted: int) -> tuple[int, int]:
+        """Bits and tables with which `wanted` of keys [Hkv, n, D] are sampled on average, by queries [Hq, W, D]."""
+        centred = keys - keys.mean(dim=1, keepdim=True)
+        grouped = queries.unflatten(0, (len(keys), -1))  # [Hkv, G, W, D]
+        products = grouped @ centred[:, None].transpose(2, 3)
+        norms = grouped.norm(dim=3)[..., None] * centred.norm(dim=2)[:, None, None]
+        cosines = products / norms.clamp(min=1e-20)
+
+        def enough(bits: int, tables: int) -> bool:
+            sampled = likelihood(meets(cosines, bits), tables)
+            if self.budget.unified:
+                sampled = 1 - (1 - sampled).prod(dim=1, keepdim=True)  # by any head of the group
+            return float(sampled.sum(dim=3, dtype=torch.float64).mean()) >= wanted
+
+        bits = 1 + bisect_right(range(2, self.bits + 1), False, key=lambda bits: not enough(bits, self.tables))
+        tables = 2 + bisect_left(range(2, self.tables), True, key=lambda tables: enough(bits, tables))
+        return bits, tables
+
+    # -- selection -------------------------------------------------------------------------------------------------
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection:
+        """Tokens that are always attended, then those that the tables sample, with their weights."""
+        asked, keys = query[:, :, 0].float().cpu(), self.view.host_keys(layer)
+        index, weights = [], []
+        for row in range(len(asked)):
+            always = self._always(layer, row)
+            sampled, weight = self._sampled(layer, row, asked[row], keys[row])
+            index.append(torch.cat([always.expand(len(sampled), -1), sampled], dim=1))
+            weights.append(pad(weight, (len(always), 0)))
+            self._count(layer, row, len(always), (sampled >= 0).sum(dim=1))
+        return Selection(stacked(index), stacked(weights).to(query.device))
+
+    def _count(self, layer: int, row: int, always: int, sampled: torch.Tensor) -> None:
+        """Note that query heads attended `always` tokens, and sampled [Hq] more, whose keys were read."""
+        self.view.count_read(layer, int(sampled.sum()))
+        free = 0 if self.budget.counts_generated else self.view.lengths(layer)[row] - self.shape.lengths[row]
+        counts = sampled.double() + always - free
+        more = len(counts), float(counts.sum()), float(counts.square().sum())
+        self.moments = [held + new for held, new in zip(self.moments, more, strict=True)]
+
+    def _attends_all(self, layer: int, row: int) -> bool:
+        """Whether a row leaves nothing to sample from, or its budget has room for all that it has seen."""
+        counted = self.budget.counts_generated and self._holds(row, self.view.lengths(layer)[row])
+        return counted or self.hashed[layer][row] is None
+
+    def _always(self, layer: int, row: int) -> torch.Tensor:
+        """Ids [n] of the tokens that a step is sure to attend."""
+        seen, (sinks, _) = self.view.lengths(layer)[row], self._zones(row)
+        if self._attends_all(layer, row):
+            return torch.arange(seen)
+        return torch.cat([torch.arange(sinks), torch.arange(self._start(layer, row), seen)])
+
+    def _start(self, layer: int, row: int) -> int:
+        """Where the most recent tokens begin that a step is sure to attend."""
+        sinks, local = self._zones(row)
+        end = self.view.lengths(layer)[row] if self.budget.counts_generated else self.shape.lengths[row]
+        return max(end - local, sinks)
+
+    def _sampled(
+        self, layer: int, row: int, query: torch.Tensor, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids [Hq, m] sampled by query [Hq, D] of a row with keys [Hkv, S, D], trailing -1, and their weights."""
+        tables = self.hashed[layer][row]
+        if tables is None or self._attends_all(layer, row):
+            nothing = torch.empty(self.shape.query_heads, 0)
+            return nothing.long(), nothing
+        room = self.capacities[row] - len(self._always(layer, row)) if self.budget.unified else None
+        return tables.sample(query, keys, self._start(layer, row), room, self.context.pool)
+
+    def rule(self, layer: int, length: int, generated: int) -> int | None:
+        """C with unified accounting; else there is no most, but a mean that the prompt's last queries have."""
+        return self.budget.tokens(length) if self.budget.unified else None
+
+    def report(self) -> dict[str, float]:
+        """Bits and tables of a layer, on average; mean and deviation of what each query head attends of C."""
+        built = [tables for rows in self.hashed.values() for tables in rows if tables is not None]
+        if not built or not self.moments[0]:
+            return {}
+        count, total, squares = self.moments
+        mean = total / count
+        return {
+            "bits": sum(tables.bits for tables in built) / len(built),
+            "tables": sum(tables.tables for tables in built) / len(built),
+            "query_head_mean": mean,
+            "query_head_deviation": max(squares / count - mean**2, 0) ** 0.5,
+        }

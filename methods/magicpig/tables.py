@@ -1,0 +1,115 @@
+"""The hash tables of one row and layer, and how likely a key is to be sampled from them.
+
+A table has a code of some bits for every key, the signs of its products with as many random directions (SimHash). Keys
+are centred before, queries are not.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Executor
+from functools import cache
+
+import numpy as np
+import torch
+
+from methods.blocks.heads import in_parts
+from methods.blocks.kernels import is_readable, stored
+from methods.magicpig import kernels
+
+CHUNK = 128  # keys that are projected together, so that their products stay in the processor's cache
+WORTH_A_THREAD = 1 << 18  # keys in the buckets of a step that take longer to look at than it takes to wake a thread
+
+
+class Tables:
+    """Hash tables over the keys of one token after the other.
+
+    Args:
+        keys: [Hkv, n, D].
+        first: token id of the first key.
+        directions: [L, K or more, D] fp32 on the CPU, of L tables.
+        bits: K, of a code.
+
+    Attributes:
+        mean: [Hkv, D] fp32, of the keys.
+        norms: [Hkv, n] fp32, of the keys less their mean.
+        starts, members: see `kernels.fill`.
+    """
+
+    def __init__(self, keys: torch.Tensor, first: int, directions: torch.Tensor, bits: int) -> None:
+        self.first, self.directions, self.bits = first, directions, bits
+        mean = keys.float().mean(dim=1, keepdim=True)
+        centred = keys.float() - mean
+        self.mean, self.norms = mean[:, 0].cpu().numpy(), centred.norm(dim=2).cpu().numpy()
+        codes = codes_of(centred, directions.to(keys.device), bits).cpu().numpy()
+        heads, tables, count = codes.shape
+        self.starts = np.zeros((heads, tables, 2**self.bits + 1), np.int32)
+        self.members = np.empty((heads, tables, count), np.int32)
+        kernels.fill(*(part.reshape(heads * tables, -1) for part in (codes, self.starts, self.members)))
+
+    @property
+    def tables(self) -> int:
+        """How many there are, L."""
+        return len(self.directions)
+
+    def sample(
+        self, query: torch.Tensor, keys: torch.Tensor, stop: int, room: int | None, pool: Executor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens before `stop` whose keys share a bucket with query [Hq, D] fp32 in two tables or more.
+
+        Args:
+            keys: [Hkv, S, D], by token id, on the CPU.
+            room: tokens that the query heads of a KV head may find between them; they look up fewer tables where all
+                would find more. None: any number.
+            pool: where threads beside the caller's come from.
+
+        Returns:
+            token ids [Hq, m] int64 with trailing -1, and what is added to their logits, [Hq, m] fp32.
+        """
+        codes = codes_of(query[None], self.directions, self.bits)[0].T.contiguous().numpy()
+        heads, tables, count = self.members.shape
+        found, counts = np.empty((len(codes), count), np.int64), np.zeros(len(codes), np.int64)
+        used, weights = np.zeros(heads, np.int64), np.zeros((len(codes), count), np.float32)
+        limit, most = min(stop - self.first, count), count if room is None else room
+        # float16, which no kernel reads, as a copy
+        held = stored(keys if is_readable(keys) else keys.float())
+        asked = query.contiguous().numpy(), held, self.mean, self.norms, self.bits, self.first
+
+        def share(first: int, last: int, _: int) -> None:
+            kernels.sample(codes, self.starts, self.members, limit, most, first, last, found, counts, used)
+            kernels.weigh(*asked, first, last, found, counts, used, weights)
+
+        looked_at = len(codes) * tables * count >> self.bits
+        in_parts(pool, heads, range(min(torch.get_num_threads(), max(1, looked_at // WORTH_A_THREAD))), share)
+        longest = int(counts.max())
+        there = torch.arange(longest) < torch.from_numpy(counts)[:, None]
+        ids = torch.where(there, torch.from_numpy(found)[:, :longest] + self.first, -1)
+        return ids, torch.from_numpy(weights)[:, :longest]
+
+
+def codes_of(vectors: torch.Tensor, directions: torch.Tensor, bits: int) -> torch.Tensor:
+    """The code of every vector [H, n, D] in every table of directions [L, K or more, D]: [H, L, n] int32."""
+    flat, powers = directions.flatten(0, 1).T, 2.0 ** torch.arange(bits, device=directions.device)
+    parts = []
+    for part in vectors.split(CHUNK, dim=1):
+        signs = (part @ flat).unflatten(2, directions.shape[:2])[..., :bits] > 0
+        parts.append((signs.float() @ powers).int())
+    return torch.cat(parts, dim=1).transpose(1, 2).contiguous()
+
+
+def meets(cosines: torch.Tensor, bits: int) -> torch.Tensor:
+    """How likely a key with these cosines is to share a query's bucket in one table of so many bits."""
+    return (1 - cosines.clamp(-1, 1).acos() / math.pi) ** bits
+
+
+def likelihood(met: torch.Tensor, tables: int) -> torch.Tensor:
+    """How likely a key is to meet a query in two of so many tables or more, if in one it is `met`."""
+    missed = 1 - met
+    return 1 - missed**tables - tables * met * missed ** (tables - 1)
+
+
+@cache
+def compile_kernels(pool: Executor, dtype: torch.dtype) -> None:
+    """Compile, or read from disk, before anything is timed."""
+    key = torch.ones(1, 1, 2)
+    Tables(key, 0, torch.ones(2, 1, 2), 1).sample(key[0], key.to(dtype), 1, None, pool)
