@@ -1,4 +1,4 @@
-"""Keys and queries at their places inside a selection (StreamingLLM, section 3.2)."""
+"""Keys and queries at other positions: at their places inside a selection (StreamingLLM, section 3.2), or at none."""
 
 from __future__ import annotations
 
@@ -26,6 +26,28 @@ class Rotary(Protocol):
     def turn(self, vectors: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Vectors [B, H, n, D], turned in float32; L is 1 or H."""
         ...
+
+
+class PromptRotation:
+    """Keys of prompt tokens without RoPE, and with it again; see `kvbench.method.Rotation`.
+
+    Args:
+        rotary: the model's.
+        length: positions 0 .. length - 1 can be asked for.
+    """
+
+    def __init__(self, rotary: Rotary, length: int, device: torch.device) -> None:
+        self._rotary = rotary
+        cos, sin = rotary.angles(torch.arange(length, device=device)[None, None])
+        self._cos, self._sin = cos[0, 0], sin[0, 0]
+
+    def back(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Keys [B, H, n, D] at positions [B, 1 or H, n], as they were before RoPE."""
+        return self._rotary.turn(keys, (self._cos[positions], -self._sin[positions]))
+
+    def turn(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Keys without RoPE, with that of their positions."""
+        return self._rotary.turn(keys, (self._cos[positions], self._sin[positions]))
 
 
 class CachePositions:

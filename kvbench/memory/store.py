@@ -19,6 +19,7 @@ from kvbench.memory.host import Arrival, HostTier
 from kvbench.memory.slots import NO_TOKEN, Pool, flat, index_of, joined, lists_of, repeated, whole_pages, without
 from kvbench.memory.stage import Stage
 from kvbench.memory.tiers import DEVICE, DROPPED, HOST, Tiers
+from kvbench.memory.transfer import uploaded
 from kvbench.spans import Spans
 
 
@@ -30,6 +31,7 @@ class LayerStore(Tiers):
         capacity: tokens a row to reserve memory for.
         home: where tokens live once the prompt is read.
         on_drop: what `keep` does with tokens that are not named.
+        rebuilds_keys: a method gives the keys of tokens off the device, so that only their values are moved.
         grows: the final length is unknown, so memory may be reallocated; else the reserved blocks never move.
         in_place: attention reads host tokens where they lie, on a CPU; what a device would be sent is counted alone.
         moved: called with the bytes that went from the host to the device.
@@ -48,6 +50,7 @@ class LayerStore(Tiers):
         *,
         home: Literal["device", "host"] = "device",
         on_drop: Literal["discard", "offload"] = "discard",
+        rebuilds_keys: bool = False,
         grows: bool = False,
         in_place: bool = False,
         moved: Callable[[int], None] = lambda size: None,
@@ -59,6 +62,7 @@ class LayerStore(Tiers):
         else:
             super().__init__(DeviceTier(shared.device.key, shared.device.value, capacity, grows))
         self._home, self._on_drop, self._grows, self._in_place = home, on_drop, grows, in_place
+        self._rebuilds_keys = rebuilds_keys
         self._moved, self._spans = moved, spans or Spans()
         self._closed = False
         if shared is not None:
@@ -117,9 +121,11 @@ class LayerStore(Tiers):
     def _open_host(self) -> tuple[HostTier, Stage]:
         """The host tier and its stage, made where there are none yet."""
         if self.host is None or self.stage is None:
-            block, moved, size = self.device.key, self._moved, self.device.entry_bytes
+            block, moved, values_only = self.device.key, self._moved, self._rebuilds_keys
+            size = self.device.entry_bytes // 2 if values_only else self.device.entry_bytes
             self.host = HostTier(block, max(self.device.reserved, *self.lengths), self._grows)
-            self.stage = Stage(self.host, block.device, partial(_moved_tokens, moved, size), self._in_place)
+            moved_tokens = partial(_moved_tokens, moved, size)
+            self.stage = Stage(self.host, block.device, moved_tokens, self._in_place, values_only)
         return self.host, self.stage
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -139,10 +145,18 @@ class LayerStore(Tiers):
     def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of token ids [B, Hkv, M] (-1: any finite content), each [B, Hkv, M, D] on the device.
 
+        Where keys are rebuilt, of tokens on the device alone, and nothing is staged.
+
         Raises:
             LookupError: as `locate`.
         """
-        return self.locate(index).rows()
+        return (self.device if self._rebuilds_keys else self).locate(index).rows()
+
+    def with_stored_keys(self, index: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Keys [B, Hkv, M, D] of token ids [B, Hkv, M]: of tokens on the device the stored ones, else those given."""
+        slots, found = self.device.find(uploaded(index, keys.device))
+        stored = self.device.pool.key[slots + self.device.first[..., None]]
+        return torch.where(found[..., None], stored, keys)
 
     def locate(self, index: torch.Tensor) -> Located:
         """Where token ids [B, Hkv, M] (-1 = none) lie on the device, on which or on the CPU the index may be.
