@@ -93,6 +93,7 @@ METHODS = [
     Case("twilight_topk", "twilight_topk", {"p": 1}),
     Case("pqcache", "pqcache"),
     Case("clusterkv", "clusterkv", {"cluster_size": 8, "buffer": 3}),
+    Case("shadowkv", "shadowkv", {"outliers": 2, "rank": 0.5}),
     Case("icecache", "icecache"),
     Case("icecache-exact", "icecache", {"index": "exact"}),
     Case("icecache_reuse", "icecache_reuse"),

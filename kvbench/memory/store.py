@@ -13,13 +13,13 @@ from functools import partial
 from typing import Literal
 
 import torch
+from torch.nn.functional import pad
 
 from kvbench.memory.device import DeviceTier, Located
 from kvbench.memory.host import Arrival, HostTier
 from kvbench.memory.slots import NO_TOKEN, Pool, flat, index_of, joined, lists_of, repeated, whole_pages, without
 from kvbench.memory.stage import Stage
 from kvbench.memory.tiers import DEVICE, DROPPED, HOST, Tiers
-from kvbench.memory.transfer import uploaded
 from kvbench.spans import Spans
 
 
@@ -62,8 +62,7 @@ class LayerStore(Tiers):
         else:
             super().__init__(DeviceTier(shared.device.key, shared.device.value, capacity, grows))
         self._home, self._on_drop, self._grows, self._in_place = home, on_drop, grows, in_place
-        self._rebuilds_keys = rebuilds_keys
-        self._moved, self._spans = moved, spans or Spans()
+        self._moved, self._spans, self._rebuilds_keys = moved, spans or Spans(), rebuilds_keys
         self._closed = False
         if shared is not None:
             self.seal_prompt(shared.lengths)
@@ -87,9 +86,8 @@ class LayerStore(Tiers):
 
     def on_host(self, count: int) -> Future[tuple[torch.Tensor, torch.Tensor]] | None:
         """The first `count` keys and values in host memory, [B, Hkv, count, D], where the home is the host."""
-        if self.host is None:
-            return None
-        return Arrival(self.host.key[:, :, :count], self.host.value[:, :, :count], self.host.copied)
+        host = self.host
+        return None if host is None else Arrival(host.key[:, :, :count], host.value[:, :, :count], host.copied)
 
     def leave_device(self) -> None:
         """Free the prompt's device copy of a store whose home is the host; nothing to do for another."""
@@ -121,11 +119,10 @@ class LayerStore(Tiers):
     def _open_host(self) -> tuple[HostTier, Stage]:
         """The host tier and its stage, made where there are none yet."""
         if self.host is None or self.stage is None:
-            block, moved, values_only = self.device.key, self._moved, self._rebuilds_keys
-            size = self.device.entry_bytes // 2 if values_only else self.device.entry_bytes
+            block, values_only, size = self.device.key, self._rebuilds_keys, self.device.entry_bytes
             self.host = HostTier(block, max(self.device.reserved, *self.lengths), self._grows)
-            moved_tokens = partial(_moved_tokens, moved, size)
-            self.stage = Stage(self.host, block.device, moved_tokens, self._in_place, values_only)
+            moved = partial(_moved_tokens, self._moved, size // 2 if values_only else size)
+            self.stage = Stage(self.host, block.device, moved, self._in_place, values_only)
         return self.host, self.stage
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -145,18 +142,10 @@ class LayerStore(Tiers):
     def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of token ids [B, Hkv, M] (-1: any finite content), each [B, Hkv, M, D] on the device.
 
-        Where keys are rebuilt, of tokens on the device alone, and nothing is staged.
-
         Raises:
-            LookupError: as `locate`.
+            LookupError: as `locate`; where keys are rebuilt, any token off the device.
         """
         return (self.device if self._rebuilds_keys else self).locate(index).rows()
-
-    def with_stored_keys(self, index: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Keys [B, Hkv, M, D] of token ids [B, Hkv, M]: of tokens on the device the stored ones, else those given."""
-        slots, found = self.device.find(uploaded(index, keys.device))
-        stored = self.device.pool.key[slots + self.device.first[..., None]]
-        return torch.where(found[..., None], stored, keys)
 
     def locate(self, index: torch.Tensor) -> Located:
         """Where token ids [B, Hkv, M] (-1 = none) lie on the device, on which or on the CPU the index may be.
@@ -178,8 +167,7 @@ class LayerStore(Tiers):
     def _locate_in_both(self, stage: Stage, index: torch.Tensor) -> Located:
         """`locate` where some tokens have left the device: all in one block, in the order asked for."""
         count = index.shape[2]
-        padded = torch.nn.functional.pad(index, (0, whole_pages(count) - count), value=-1)
-        ids, present = self.device.upload(padded)
+        ids, present = self.device.upload(pad(index, (0, whole_pages(count) - count), value=-1))
         slots, found = self.device.find(ids)
         far = stage.locate(torch.where(found, -1, ids).cpu(), self.lengths).rows()
         near = self.device.pool.at(slots + self.device.first[..., None])
@@ -260,8 +248,7 @@ class LayerStore(Tiers):
 
     def _offload_all_but(self, kept: torch.Tensor) -> None:
         host, stage = self._open_host()
-        key, value, _ = self.device.resident()
-        host.write(without(self.device.token_ids(), kept), key, value)
+        host.write(without(self.device.token_ids(), kept), *self.device.resident()[:2])
         host.remove(kept)
         stage.forget()
 

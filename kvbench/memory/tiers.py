@@ -106,6 +106,12 @@ class Tiers:
         """Token ids [B, Hkv, M], -1 for those that live on the device."""
         return index.masked_fill(self.device.find(index)[1], -1)
 
+    def with_stored_keys(self, index: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Keys [B, Hkv, M, D] of token ids [B, Hkv, M]: of tokens on the device the stored ones, else those given."""
+        slots, found = self.device.find(uploaded(index, keys.device))
+        stored = self.device.pool.key[slots + self.device.first[..., None]]
+        return torch.where(found[..., None], stored, keys)
+
     # -- bytes -----------------------------------------------------------------------------------------------------
 
     def resident_bytes(self) -> int:
