@@ -71,7 +71,7 @@ class CAKE(Method):
         long = [row for row, length in enumerate(prompt.lengths) if self.evicts_prompt(length)]
         shrunk = {shrinking for row in long for shrinking in self.cascade(row, prompt.lengths[row])}
         for shrinking in shrunk:
-            self.view.keep(shrinking, stacked(self.held[shrinking]))
+            self.view.keep(shrinking, stacked(self.held[shrinking]), DROP_EVERY)
 
     def measure(self, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
         """What the window's attention to the tokens before it says of them, and of the layer.
@@ -143,7 +143,7 @@ class CAKE(Method):
         self.steps += 1
         if self.steps % DROP_EVERY == 0:
             for layer, held in self.held.items():
-                self.view.keep(layer, stacked(held))
+                self.view.keep(layer, stacked(held), DROP_EVERY)
 
     # -- budget --------------------------------------------------------------------------------------------------------
 
