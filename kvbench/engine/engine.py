@@ -110,13 +110,10 @@ class Engine:
         self.prefilled = False
         self._turn: Turn | None = None  # that is being read
         self._positions = None
-        rotation = None
-        if method.needs.positions == "cache" or method.needs.rotation:
+        if method.needs.positions == "cache":
             assert rotary is not None, "this engine was made without the model's rotary positions"
-        if rotary is not None and method.needs.positions == "cache":
             self._positions = CachePositions(shape, rotary)
-        if rotary is not None and method.needs.rotation:
-            rotation = PromptRotation(rotary, max(shape.lengths), shape.device)
+        rotation = None if rotary is None else PromptRotation(rotary, max(shape.lengths), shape.device)
         self._shared = rotary, pieces, worker_pool()
         self._new_tokens = new_tokens
         self._sparse, self._last = frozenset(shape.sparse_layers), shape.full_layers[-1]
@@ -297,11 +294,9 @@ class Engine:
         with self.spans("select"):
             selection = self.method.select(layer, query)
         with self.spans("attention"):
-            asked, attended = query, selection
+            asked, attended = query, store.with_stored_keys(selection)
             if self._positions is not None:
                 asked, attended = self._positions(query, selection or Selection(store.resident_ids()), store)
-            if attended is not None and attended.keys is not None and self.method.needs.rebuilds_keys:
-                attended = replace(attended, keys=store.with_stored_keys(attended.index, attended.keys))
             if sinks is not None:
                 attended = with_sinks(attended or Selection(store.resident_ids()), sinks, key)
             out, weights = self.executor(asked, store, attended, self.shape.scaling, self.method.needs.probabilities)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -37,17 +38,22 @@ class PromptRotation:
     """
 
     def __init__(self, rotary: Rotary, length: int, device: torch.device) -> None:
-        self._rotary = rotary
-        cos, sin = rotary.angles(torch.arange(length, device=device)[None, None])
-        self._cos, self._sin = cos[0, 0], sin[0, 0]
+        self._rotary, self._length, self._device = rotary, length, device
+
+    @cached_property
+    def _table(self) -> Angles:
+        cos, sin = self._rotary.angles(torch.arange(self._length, device=self._device)[None, None])
+        return cos[0, 0], sin[0, 0]
 
     def back(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys [B, H, n, D] at positions [B, 1 or H, n], as they were before RoPE."""
-        return self._rotary.turn(keys, (self._cos[positions], -self._sin[positions]))
+        cos, sin = self._table
+        return self._rotary.turn(keys, (cos[positions], -sin[positions]))
 
     def turn(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys without RoPE, with that of their positions."""
-        return self._rotary.turn(keys, (self._cos[positions], self._sin[positions]))
+        cos, sin = self._table
+        return self._rotary.turn(keys, (cos[positions], sin[positions]))
 
 
 class CachePositions:

@@ -64,6 +64,7 @@ class Stage:
 
     Attributes:
         newest: keys and values [B, Hkv, 1, D] of the current token, which come from the device anyway.
+        values_only: as above.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Stage:
         compile_kernels()
         self.newest: tuple[torch.Tensor, torch.Tensor] | None = None
         self._host, self._device, self._moved, self._in_place = host, device, moved, in_place
-        self._values_only = values_only
+        self.values_only = values_only
         self._staged: Staged | None = None
         self._noted: list[Callable[[], None]] = []  # what is still to be planned, in order
         self._coming: Coming | None = None
@@ -188,7 +189,7 @@ class Stage:
         if not len(plan.token):
             return Coming(plan.ids, plan.source, blocks)
         heads = self._host.key.shape[1]
-        found = self._host.read(plan.head // heads, plan.head % heads, plan.token, self._values_only)
+        found = self._host.read(plan.head // heads, plan.head % heads, plan.token, self.values_only)
         self._moved(len(plan.token))
         aside = beside and self._device.type == "cuda"
         with torch.cuda.stream(side_stream(self._device)) if aside else nullcontext():
@@ -224,7 +225,7 @@ class Stage:
             torch.cuda.current_stream(self._device).wait_event(self._host.copied)
         size = (*ids.shape, self._host.key.shape[3])
         sides = list(zip(self._joined(self._blocks()), (self._host.key, self._host.value), strict=True))
-        moving = sides[1:] if self._values_only else sides
+        moving = sides[1:] if self.values_only else sides
         moved = [fetch(near, far, here, host.view(-1, size[3])).view(size) for here, host in moving]
         rows = moved[0], moved[-1]
         return Staged(ids, rows), rows
