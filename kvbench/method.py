@@ -68,12 +68,15 @@ class Needs:
             everything (`kvbench.engine.turn`).
         crops: the last tokens may be taken back, of which `crop` tells; then nothing may have been dropped.
         token_text: hand over the text of every vocabulary entry in `Context.pieces`.
+        rotation: hand over in `Context.rotation` the model's rotary positions, to turn keys back and on.
         home: where prompt and generated tokens live: "device", or "host" with selected rows moved up; "by_layer": where
             `Method.home` says of each layer.
         cache: of a home on the host, which of the rows moved up stay on the device.
         head_scores: hand over in `Context.head_scores` what `kvbench.calibrate` has measured of the model: "auto", its
             own file, found by the weights; or the name of a file. None: nothing.
         on_drop: what `View.keep` does with the other tokens: forget them, or move them to the host.
+        rebuilds_keys: `Selection.keys` are those of all tokens off the device, so that only their values are moved up;
+            on the device the stored keys count.
         positions: "original" RoPE positions, or "cache": re-rotated to the place inside the selection (StreamingLLM).
     """
 
@@ -84,10 +87,12 @@ class Needs:
     queries: bool = False
     crops: bool = False
     token_text: bool = False
+    rotation: bool = False
     head_scores: str | None = None
     home: Literal["device", "host", "by_layer"] = "device"
     cache: DeviceCache = DeviceCache()
     on_drop: Literal["discard", "offload"] = "discard"
+    rebuilds_keys: bool = False
     positions: Literal["original", "cache"] = "original"
 
 
@@ -145,6 +150,19 @@ class HeadScores:
     induction: tuple[tuple[float, ...], ...]
 
 
+class Rotation(Protocol):
+    """The model's rotary positions, for keys [B, H, n, D] at the positions [B, 1 or H, n] of prompt tokens.
+
+    A factor on the attention that a model has in its rotary positions stays in the keys.
+    """
+
+    def back(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Keys as they were before RoPE; in their dtype, turned in float32."""
+
+    def turn(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Keys with RoPE: `back` undone."""
+
+
 @dataclass(frozen=True)
 class Context:
     """What one generation may use besides its tensors.
@@ -158,6 +176,7 @@ class Context:
         pieces: text of every vocabulary entry, when `Needs.token_text` asked for it.
         new_tokens: decode steps to come at most; None: unknown, as under `model.generate`.
         head_scores: of the model, when `Needs.head_scores` asked for them.
+        rotation: of the model, when `Needs.rotation` asked for it.
     """
 
     seed: int
@@ -167,6 +186,7 @@ class Context:
     pieces: Sequence[str] | None = None
     new_tokens: int | None = None
     head_scores: HeadScores | None = None
+    rotation: Rotation | None = None
 
     def layer_seed(self, layer: int, row: int = 0) -> int:
         """A 63-bit seed for a row in `layer`, the same in any order, batch, process and thread count."""
@@ -234,7 +254,8 @@ class Selection:
         index: [B, Hs, M] int64 token ids, Hs in {1, Hkv, Hq}; unique in a row, best first, trailing -1 = none. On the
             device, or on the CPU where the method's index is: then nothing has to wait for the device.
         log_weight: [B, Hq, M], added to the logits (MagicPIG's sampling correction), or None.
-        keys: [B, Hkv, M, D], used in place of the stored keys (ShadowKV), or None; needs Hs in {1, Hkv}.
+        keys: [B, Hkv, M, D], used in place of the stored keys (ShadowKV), or None; needs Hs in {1, Hkv}. With
+            `Needs.rebuilds_keys` of tokens off the device alone: what stands for the others is not read.
         extra: synthetic entries in the same softmax, or None.
     """
 

@@ -14,6 +14,7 @@ from kvbench.budget import Budget
 from kvbench.config import ConfigError, shipped
 from kvbench.engine.hf import RotaryOf, engine_for, method_named
 from kvbench.engine.models import Loaded, load
+from kvbench.engine.positions import PromptRotation
 
 PROMPT = numbers(150)
 STEPS = 40  # beyond the step at which StreamingLLM next evicts
@@ -197,6 +198,27 @@ def test_rotation_moves_a_key_to_any_position(rope: dict[str, Any]) -> None:
     turned = own.turn(rope_at(position), own.angles(target - position))
     torch.testing.assert_close(turned, rope_at(target), rtol=0, atol=ANGLES)
     assert (rope_at(position) - rope_at(target)).abs().max() > 1
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, LLAMA3, YARN, LINEAR], ids=lambda rope: rope["rope_type"])
+def test_keys_are_turned_back_to_what_they_were_before_rope_and_on_again(rope: dict[str, Any]) -> None:
+    """YaRN's factor on the attention stays in them, which a turn does not change."""
+    loaded = with_rope(**rope)
+    before = torch.randn(2, 3, 20, 32, generator=torch.Generator().manual_seed(0))
+    position = torch.randint(0, 400, (2, 3, 20), generator=torch.Generator().manual_seed(1))
+    flat = before.view(6, 1, 20, 32)
+    cos, sin = loaded.model.model.rotary_emb(flat, position.view(6, 20))
+    keys = apply_rotary_pos_emb(flat, flat, cos, sin)[0].view_as(before)
+    rotation = PromptRotation(RotaryOf(loaded.model, [0]), 400, torch.device("cpu"))
+    back = rotation.back(keys, position)
+    factor = loaded.model.model.rotary_emb.attention_scaling
+    torch.testing.assert_close(back, before * factor, rtol=0, atol=CLOSE)
+    torch.testing.assert_close(rotation.turn(back, position), keys, rtol=0, atol=CLOSE)
+
+
+def test_a_model_whose_keys_cannot_be_turned_back_is_refused_by_shadowkv() -> None:
+    with pytest.raises(ConfigError, match="dynamic RoPE.*use another method"):
+        engine_for(dynamic().model, [30], method_named("shadowkv"), Budget(SMALL), ())
 
 
 def test_rotation_keeps_the_type_of_what_it_turns(tiny: Loaded) -> None:

@@ -210,9 +210,9 @@ class StoreMachine(RuleBasedStateMachine):
         if self.store.host is not None:
             read = type(self.store.host).read.__get__(self.store.host)
 
-            def counted(row: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+            def counted(row: torch.Tensor, head: torch.Tensor, token: torch.Tensor, *parts: bool) -> torch.Tensor:
                 transfers.append(len(token))
-                return read(row, head, token)
+                return read(row, head, token, *parts)
 
             self.store.host.read = counted  # type: ignore[method-assign]
         return transfers

@@ -22,7 +22,7 @@ from kvbench.attention.sinks import with_sinks
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, first_line
 from kvbench.engine.audit import Audit
-from kvbench.engine.positions import CachePositions, Rotary
+from kvbench.engine.positions import CachePositions, PromptRotation, Rotary
 from kvbench.engine.probes import Probe
 from kvbench.engine.prompt import PromptReader
 from kvbench.engine.turn import Turn
@@ -71,7 +71,7 @@ class Engine:
         new_tokens: decode steps to reserve memory for; None: unknown, the stores grow.
         audit_every: steps between two counts of per-query-head selections.
         probe_every: steps between two comparisons with full attention; 0: none.
-        rotary: the model's, for methods with positions="cache".
+        rotary: the model's, for methods with positions="cache" or rotation.
         pieces: text of every vocabulary entry, for methods that need it.
         head_scores: of the model, for methods that need them.
 
@@ -113,6 +113,7 @@ class Engine:
         if method.needs.positions == "cache":
             assert rotary is not None, "this engine was made without the model's rotary positions"
             self._positions = CachePositions(shape, rotary)
+        rotation = None if rotary is None else PromptRotation(rotary, max(shape.lengths), shape.device)
         self._shared = rotary, pieces, worker_pool()
         self._new_tokens = new_tokens
         self._sparse, self._last = frozenset(shape.sparse_layers), shape.full_layers[-1]
@@ -122,7 +123,7 @@ class Engine:
         self.offsets = self._reader.offsets
         self._active: list[bool] = [True] * shape.batch
         self.view = StoreView(self.stores, self.audit.read)
-        context = Context(seed, tuple(samples), worker_pool(), self.spans, pieces, new_tokens, head_scores)
+        context = Context(seed, tuple(samples), worker_pool(), self.spans, pieces, new_tokens, head_scores, rotation)
         try:
             method.begin(shape, budget, self.view, context)
         except ValueError as error:  # what only the model's shape or its tokenizer tells
@@ -270,6 +271,7 @@ class Engine:
                 self.shape.device,
                 home=self.method.home(layer) if sparse else "device",
                 on_drop=needs.on_drop,
+                rebuilds_keys=needs.rebuilds_keys,
                 grows=self._new_tokens is None,
                 in_place=self.executor.in_place,
                 cache=needs.cache,
@@ -295,7 +297,7 @@ class Engine:
         with self.spans("select"):
             selection = self.method.select(layer, query)
         with self.spans("attention"):
-            asked, attended = query, selection
+            asked, attended = query, store.with_stored_keys(selection)
             if self._positions is not None:
                 asked, attended = self._positions(query, selection or Selection(store.resident_ids()), store)
             if sinks is not None:

@@ -645,8 +645,9 @@ def engine_for(
         ConfigError: the method needs what this model cannot give.
     """
     shape = shape_of(model, lengths, dense_layers, model.dtype, model.device)
-    if method.needs.positions == "cache":
-        settings["rotary"] = RotaryOf(model, shape.sparse_layers)
+    if method.needs.positions == "cache" or method.needs.rotation:
+        instead = "positions=original" if method.needs.positions == "cache" else "another method"
+        settings["rotary"] = RotaryOf(model, shape.sparse_layers, instead)
     if method.needs.token_text:
         if tokenizer is None:
             raise ConfigError(f"tokenizer=None: {type(method).__name__} reads the text of tokens; pass the tokenizer")
@@ -690,13 +691,14 @@ class RotaryOf:
 
     Args:
         layers: true indices of the layers whose keys will be turned, all of them with full attention.
+        instead: what an error advises.
 
     Raises:
         ConfigError: keys of these layers have no rotary positions, or angles that depend on the length, so that a
             stored key cannot be turned to another position.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Iterable[int]) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Iterable[int], instead: str = "positions=original") -> None:
         parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
         self._kind: tuple[str, ...] = ()  # of layer, where layers with a window have other angles
         if FULL in parameters:
@@ -710,8 +712,8 @@ class RotaryOf:
             reason = "it has layers without rotary positions"
         if reason:
             raise ConfigError(
-                f"model={type(model).__name__}: {reason}, so positions inside the cache cannot be given; use "
-                "positions=original"
+                f"model={type(model).__name__}: {reason}, so stored keys cannot be turned to other positions; use "
+                f"{instead}"
             )
         self._rotary = rotary[0]
         self._scaling = getattr(self._rotary, "_".join([*self._kind, "attention_scaling"]))

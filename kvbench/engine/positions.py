@@ -1,8 +1,9 @@
-"""Keys and queries at their places inside a selection (StreamingLLM, section 3.2)."""
+"""Keys and queries at other positions: at their places inside a selection (StreamingLLM, section 3.2), or at none."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -26,6 +27,33 @@ class Rotary(Protocol):
     def turn(self, vectors: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Vectors [B, H, n, D], turned in float32; L is 1 or H."""
         ...
+
+
+class PromptRotation:
+    """Keys of prompt tokens without RoPE, and with it again; see `kvbench.method.Rotation`.
+
+    Args:
+        rotary: the model's.
+        length: positions 0 .. length - 1 can be asked for.
+    """
+
+    def __init__(self, rotary: Rotary, length: int, device: torch.device) -> None:
+        self._rotary, self._length, self._device = rotary, length, device
+
+    @cached_property
+    def _table(self) -> Angles:
+        cos, sin = self._rotary.angles(torch.arange(self._length, device=self._device)[None, None])
+        return cos[0, 0], sin[0, 0]
+
+    def back(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Keys [B, H, n, D] at positions [B, 1 or H, n], as they were before RoPE."""
+        cos, sin = self._table
+        return self._rotary.turn(keys, (cos[positions], -sin[positions]))
+
+    def turn(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Keys without RoPE, with that of their positions."""
+        cos, sin = self._table
+        return self._rotary.turn(keys, (cos[positions], sin[positions]))
 
 
 class CachePositions:

@@ -154,8 +154,12 @@ class HostTier:
         if capacity > self.capacity:
             self._grow(more_slots(capacity, self.capacity, self._grows))
 
-    def read(self, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        """Keys and values of single tokens, all three [n] on the CPU: [2, n, D] in one (pinned) buffer."""
+    def read(
+        self, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor, values_only: bool = False
+    ) -> torch.Tensor:
+        """Keys and values, or these alone, of single tokens, all three [n] on the CPU: [2 or 1, n, D] in one (pinned)
+        buffer.
+        """
         if not bool(self.present[row, head, token].all()):
             lost = token[~self.present[row, head, token]][0].item()
             raise LookupError(f"token {lost} is not in the store: dropped earlier, or not seen yet")
@@ -164,10 +168,11 @@ class HostTier:
             self._land()
         slot = self.slot_of[row, head, token]
         pinned = self._device.type == "cuda"
-        buffer = torch.empty(2, len(token), self.key.shape[3], dtype=self.key.dtype, pin_memory=pinned)
+        blocks = [self.value] if values_only else [self.key, self.value]
+        buffer = torch.empty(len(blocks), len(token), self.key.shape[3], dtype=self.key.dtype, pin_memory=pinned)
         flat = (row * self.key.shape[1] + head) * self.capacity + slot
-        torch.index_select(self.key.view(-1, self.key.shape[3]), 0, flat, out=buffer[0])
-        torch.index_select(self.value.view(-1, self.value.shape[3]), 0, flat, out=buffer[1])
+        for block, out in zip(blocks, buffer, strict=True):
+            torch.index_select(block.view(-1, block.shape[3]), 0, flat, out=out)
         return buffer
 
     def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -65,9 +65,11 @@ class Stage:
         in_place: attention reads the host's memory, so nothing is copied; the device is the CPU.
         cache: what stays beside the last selection.
         found: called with the number of attended tokens, newest ones left out, that were here and that were moved up.
+        values_only: keys are not moved; the values stand in their place.
 
     Attributes:
         newest: keys and values [B, Hkv, 1, D] of the current token, which come from the device anyway.
+        values_only: as above.
     """
 
     def __init__(
@@ -78,12 +80,14 @@ class Stage:
         in_place: bool = False,
         cache: DeviceCache = LAST,
         found: Callable[[int, int], None] = lambda here, moved: None,
+        values_only: bool = False,
     ) -> None:
         compile_kernels()
         self.newest: tuple[torch.Tensor, torch.Tensor] | None = None
         self._host, self._device, self._moved, self._in_place = host, device, moved, in_place
         self._keeper, self._found = keeper_of(cache), found
         self._kept: torch.Tensor | None = None  # [B, Hkv, n] ids that stay, by the keeper
+        self.values_only = values_only
         self._staged: Staged | None = None
         self._noted: list[Callable[[], None]] = []  # what is still to be planned, in order
         self._coming: Coming | None = None
@@ -211,13 +215,13 @@ class Stage:
         if not len(plan.token):
             return Coming(plan.ids, plan.source, blocks)
         heads = self._host.key.shape[1]
-        found = self._host.read(plan.head // heads, plan.head % heads, plan.token)
+        found = self._host.read(plan.head // heads, plan.head % heads, plan.token, self.values_only)
         self._moved(len(plan.token))
         aside = beside and self._device.type == "cuda"
         with torch.cuda.stream(side_stream(self._device)) if aside else nullcontext():
-            moved = uploaded(found, self._device)
+            moved = uploaded(found, self._device)  # keys, where they are moved, and values
             event = torch.cuda.current_stream(self._device).record_event() if aside else None
-        return Coming(plan.ids, plan.source, (*blocks, (moved[0], moved[1])), event)
+        return Coming(plan.ids, plan.source, (*blocks, (moved[0], moved[-1])), event)
 
     def _received(self, coming: Coming) -> Staged:
         """What was sent up, in one block with what was there."""
@@ -248,9 +252,11 @@ class Stage:
         if self._host.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._host.copied)
         size = (*ids.shape, self._host.key.shape[3])
-        sides = zip(self._joined(self._blocks()), (self._host.key, self._host.value), strict=True)
-        key, value = (fetch(near, far, here, host.view(-1, size[3])).view(size) for here, host in sides)
-        return Staged(ids, (key, value)), (key, value)
+        sides = list(zip(self._joined(self._blocks()), (self._host.key, self._host.value), strict=True))
+        moving = sides[1:] if self.values_only else sides
+        moved = [fetch(near, far, here, host.view(-1, size[3])).view(size) for here, host in moving]
+        rows = moved[0], moved[-1]
+        return Staged(ids, rows), rows
 
     def _origins(self, ids: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where ids [B, Hkv, U] come from: [B * Hkv * U] rows of the joined blocks, or -1, and else of the host's."""

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+from torch.nn.functional import pad
 
 from kvbench.memory.device import DeviceTier, Located
 from kvbench.memory.host import Arrival, HostTier
@@ -31,6 +32,7 @@ class LayerStore(Tiers):
         capacity: tokens a row to reserve memory for.
         home: where tokens live once the prompt is read.
         on_drop: what `keep` does with tokens that are not named.
+        rebuilds_keys: a method gives the keys of tokens off the device, so that only their values are moved.
         grows: the final length is unknown, so memory may be reallocated; else the reserved blocks never move.
         in_place: attention reads host tokens where they lie, on a CPU; what a device would be sent is counted alone.
         cache: of a home on the host, what stays on the device beside what a step attends.
@@ -51,6 +53,7 @@ class LayerStore(Tiers):
         *,
         home: Literal["device", "host"] = "device",
         on_drop: Literal["discard", "offload"] = "discard",
+        rebuilds_keys: bool = False,
         grows: bool = False,
         in_place: bool = False,
         cache: DeviceCache = LAST,
@@ -63,9 +66,10 @@ class LayerStore(Tiers):
             super().__init__(DeviceTier.zeros((batch, kv_heads, capacity, head_dim), dtype, device, grows))
         else:
             super().__init__(DeviceTier(shared.device.key, shared.device.value, capacity, grows))
-        self._home, self._on_drop, self._grows = home, on_drop, grows
+        self._home, self._on_drop, self._grows, self._rebuilds_keys = home, on_drop, grows, rebuilds_keys
         self._moved, self._spans, self._closed = moved, spans or Spans(), False
-        self._stage = partial(Stage, in_place=in_place, cache=cache if home == "host" else LAST, found=found)
+        cache = cache if home == "host" else LAST
+        self._stage = partial(Stage, in_place=in_place, cache=cache, found=found, values_only=rebuilds_keys)
         if shared is not None:
             self.seal_prompt(shared.lengths)
 
@@ -88,9 +92,8 @@ class LayerStore(Tiers):
 
     def on_host(self, count: int) -> Future[tuple[torch.Tensor, torch.Tensor]] | None:
         """The first `count` keys and values in host memory, [B, Hkv, count, D], where the home is the host."""
-        if self.host is None:
-            return None
-        return Arrival(self.host.key[:, :, :count], self.host.value[:, :, :count], self.host.copied)
+        host = self.host
+        return None if host is None else Arrival(host.key[:, :, :count], host.value[:, :, :count], host.copied)
 
     def leave_device(self) -> None:
         """Free the prompt's device copy of a store whose home is the host; nothing to do for another."""
@@ -122,9 +125,9 @@ class LayerStore(Tiers):
     def _open_host(self) -> tuple[HostTier, Stage]:
         """The host tier and its stage, made where there are none yet."""
         if self.host is None or self.stage is None:
-            block, count = self.device.key, partial(_moved_tokens, self._moved, self.device.entry_bytes)
+            block, size = self.device.key, self.device.entry_bytes // (2 if self._rebuilds_keys else 1)
             self.host = HostTier(block, max(self.device.reserved, *self.lengths), self._grows)
-            self.stage = self._stage(self.host, block.device, count)
+            self.stage = self._stage(self.host, block.device, partial(_moved_tokens, self._moved, size))
         return self.host, self.stage
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -145,9 +148,9 @@ class LayerStore(Tiers):
         """Keys and values of token ids [B, Hkv, M] (-1: any finite content), each [B, Hkv, M, D] on the device.
 
         Raises:
-            LookupError: as `locate`.
+            LookupError: as `locate`; where keys are rebuilt, any token off the device.
         """
-        return self.locate(index).rows()
+        return (self.device if self._rebuilds_keys else self).locate(index).rows()
 
     def locate(self, index: torch.Tensor) -> Located:
         """Where token ids [B, Hkv, M] (-1 = none) lie on the device, on which or on the CPU the index may be.
@@ -169,8 +172,7 @@ class LayerStore(Tiers):
     def _locate_in_both(self, stage: Stage, index: torch.Tensor) -> Located:
         """`locate` where some tokens have left the device: all in one block, in the order asked for."""
         count = index.shape[2]
-        padded = torch.nn.functional.pad(index, (0, whole_pages(count) - count), value=-1)
-        ids, present = self.device.upload(padded)
+        ids, present = self.device.upload(pad(index, (0, whole_pages(count) - count), value=-1))
         slots, found = self.device.find(ids)
         far = stage.locate(torch.where(found, -1, ids).cpu(), self.lengths).rows()
         near = self.device.pool.at(slots + self.device.first[..., None])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kvbench.memory.device import DeviceTier
@@ -9,6 +11,7 @@ from kvbench.memory.host import HostTier
 from kvbench.memory.slots import NO_TOKEN, index_of, lists_of
 from kvbench.memory.stage import Stage, Staged
 from kvbench.memory.transfer import uploaded
+from kvbench.method import Selection
 
 DROPPED, DEVICE, HOST = 0, 1, 2
 
@@ -105,6 +108,15 @@ class Tiers:
     def off_device(self, index: torch.Tensor) -> torch.Tensor:
         """Token ids [B, Hkv, M], -1 for those that live on the device."""
         return index.masked_fill(self.device.find(index)[1], -1)
+
+    def with_stored_keys(self, selection: Selection | None) -> Selection | None:
+        """A selection whose keys are the stored ones of tokens on the device, where the host's are not moved."""
+        if selection is None or selection.keys is None or self.stage is None or not self.stage.values_only:
+            return selection
+        index = uploaded(selection.index, selection.keys.device).expand(-1, self.kv_heads, -1)
+        slots, found = self.device.find(index)
+        stored = self.device.pool.key[slots + self.device.first[..., None]]
+        return replace(selection, keys=torch.where(found[..., None], stored, selection.keys))
 
     # -- bytes -----------------------------------------------------------------------------------------------------
 
