@@ -36,6 +36,7 @@ EXAMPLES = """\
   python -m kvbench.report --figure tradeoff --out tradeoff.pdf
   python -m kvbench.report --out report.html                       one page with all tables and pictures
   python -m kvbench.report --out site/                             a folder: leaderboard, a page a method, samples
+  python -m kvbench.report --claims                                 which of the papers' claims hold in your runs
   python -m kvbench.report --list                                  what can be made
 """
 
@@ -47,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check(given)
         if given.list:
             print(_list())
+        elif given.claims:
+            _print_claims(given)
         else:
             runs = _runs(given)
             make = _draw if given.figure else _write_site if given.format == "site" else _print
@@ -73,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("folders", nargs="*", type=Path, metavar="FOLDER", help="of runs, or above some; default: yours below results")
     add("--list", action="store_true", help="name the published tables, the figures, the keys and the values")
     add("--paper", action="append", metavar="ID", help="a published table with ours beside it; may be repeated")
+    add("--claims", action="store_true", help="the papers' claims: what was measured of each, and the verdict")
     add("--rows", type=_words, metavar="KEY,...", help="settings that make rows; default: method")
     add("--columns", type=_words, default=[], metavar="KEY,...", help="settings that make columns; none: the values")
     add("--values", type=_words, metavar="NAME,...", help="what stands in the cells; default: score")
@@ -103,6 +107,8 @@ def _check(given: Namespace) -> None:
         raise ConfigError(f"--paper {given.paper[0]}: has its own rows, columns and values; leave out yours")
     if given.columns or given.values:
         given.rows = given.rows or ["method"]
+    if given.claims and (given.paper or given.rows or given.figure):
+        raise ConfigError("--claims: has its own runs and values; leave out --paper, --rows, --columns and --figure")
     if given.out and not given.out.absolute().parent.is_dir():
         raise ConfigError(f"--out {given.out}: no such folder, {given.out.parent}; make it, or name another")
     if given.out and not given.figure and not given.format:
@@ -112,6 +118,8 @@ def _check(given: Namespace) -> None:
             raise ConfigError(f"--out {given.out}: ends in none of {known}; name a --format")
         given.format = endings[given.out.suffix]
     given.format = given.format or "console"
+    if given.claims and given.format in ("latex", "site"):
+        raise ConfigError(f"--format {given.format}: not of --claims; expected console, markdown, csv or html")
     if given.format == "site":
         _check_site(given)
     if given.paper:
@@ -258,15 +266,41 @@ def _print(given: Namespace, runs: Runs | None) -> list[str]:
         text = _page(given, runs, made)
     else:
         text = {"markdown": formats.markdown, "latex": latex, "csv": formats.csv_text}[given.format](made)
+    _give(given, text)
+    return narrow
+
+
+def _give(given: Namespace, text: str) -> None:
+    """Print a text, or write it to --out.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
     if not given.out:
         print(text, end="")
-    else:
-        try:
-            given.out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--out {given.out}: cannot write there ({error.strerror})") from error
-        print(given.out)
-    return narrow
+        return
+    try:
+        given.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {given.out}: cannot write there ({error.strerror})") from error
+    print(given.out)
+
+
+def _print_claims(given: Namespace) -> None:
+    """Print or write the claims with their verdicts; without runs those that need none are decided all the same."""
+    from kvbench.report.claims import page
+    from kvbench.report.frame import collect
+    from kvbench.report.select import select
+
+    named, runs = bool(given.folders), None
+    try:
+        given.folders = given.folders or _own_folders()
+        found = collect(given.folders, given.unfinished)
+        runs = found.only(select(found, given.where)) if len(found.arms) else None
+    except ResultsError:
+        if named:
+            raise
+    _give(given, page.FORMATS[given.format](page.judged(runs, given.folders)))
 
 
 def _page(given: Namespace, runs: Runs | None, made: Sequence[Table]) -> str:

@@ -72,6 +72,25 @@ def estimate(strata: Sequence[np.ndarray]) -> Estimate:
     return Estimate(mean, float(low), float(high), n)
 
 
+def ratio(above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> Estimate:
+    """The mean of the strata's means of one number over that of another, taken on the same samples (paired bootstrap).
+
+    Args:
+        above, below: [n] each, none empty. Of one sample there is no interval.
+    """
+
+    def means(values: Sequence[np.ndarray]) -> np.ndarray:
+        return sum(_weights(len(own), index) @ own for index, own in enumerate(values)) / len(values)
+
+    n = sum(map(len, above))
+    mean = sum(float(own.mean()) for own in above) / sum(float(own.mean()) for own in below)
+    if min(map(len, above)) < 2:
+        return Estimate(mean, None, None, n)
+    tail = (100 - COVERAGE) / 2
+    low, high = np.percentile(means(above) / means(below), [tail, 100 - tail])
+    return Estimate(mean, float(low), float(high), n)
+
+
 @functools.lru_cache(maxsize=32)
 def _weights(n: int, stratum: int) -> np.ndarray:
     """[RESAMPLES, n] how much of a resample of n samples each is; strata of one size are resampled apart."""

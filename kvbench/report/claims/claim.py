@@ -1,0 +1,104 @@
+"""The claims of the papers, as `published/claims.yaml` has them. Nothing here reads a run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import yaml
+
+from kvbench.report.published import FOLDER
+
+KINDS = ("runs", "printed", "file", "missing")  # where a part's number is from
+
+
+class Bed(NamedTuple):
+    """Runs of one kind, in which claims are measured.
+
+    Attributes:
+        words: that its runs share, as on the command line.
+        command: that makes them.
+    """
+
+    words: tuple[str, ...]
+    command: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """One criterion: a number, and between which bounds its whole interval must lie.
+
+    Attributes:
+        about: the number, in words.
+        kind: of `KINDS`.
+        asked: how the number is made; of "missing", the sentence that says what is not there.
+        at_least, at_most: the bounds; None: none.
+        n: samples, at least.
+    """
+
+    about: str
+    kind: str
+    asked: Any
+    at_least: float | None = None
+    at_most: float | None = None
+    n: int = 1
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says, and what decides it here.
+
+    Attributes:
+        id: "ice-1".
+        claim: in our words.
+        source: paper, sections and tables.
+        kind: "accuracy", "latency", ...
+        original: why the paper's own setting is not testable here, so that the verdict is its stand-in's; "" where it
+            is the claim's own.
+        parts: all must hold.
+        weaker: what the evidence lacks.
+    """
+
+    id: str
+    claim: str
+    source: str
+    kind: str
+    original: str
+    parts: tuple[Part, ...]
+    weaker: str
+
+
+@functools.cache
+def beds() -> dict[str, Bed]:
+    """The beds by name."""
+    return {name: Bed(tuple(bed["runs"].split()), bed["command"]) for name, bed in _read()["beds"].items()}
+
+
+@functools.cache
+def claims() -> tuple[Claim, ...]:
+    """All claims, paper after paper."""
+    return tuple(_claim(id, entry) for id, entry in _read()["claims"].items())
+
+
+@functools.cache
+def _read() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((FOLDER / "claims.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+def _claim(id: str, entry: Mapping[str, Any]) -> Claim:
+    parts = tuple(part for one in entry["parts"] for part in _parts(one))
+    words = {key: str(entry.get(key, "")) for key in ("claim", "source", "kind", "original", "weaker")}
+    return Claim(id, parts=parts, **words)
+
+
+def _parts(entry: Mapping[str, Any]) -> list[Part]:
+    """The parts of an entry: one, or one for each of its arms."""
+    (kind,) = set(KINDS) & set(entry)
+    about, asked = entry.get("about", ""), entry[kind]
+    bounds = {key: entry[key] for key in ("at_least", "at_most", "n") if key in entry}
+    if "each" not in entry:
+        return [Part(about, kind, asked, **bounds)]
+    return [Part(about.format(arm=arm), kind, {**asked, "of": arm}, **bounds) for arm in entry["each"]]

@@ -1,0 +1,140 @@
+"""Numbers of claims that need no run: of what the papers print, and of the files that the scripts in scripts/ write."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvbench.report import published
+from kvbench.report.claims.sampled import quarter_of
+from kvbench.report.claims.verdict import Finding, Missing, exactly
+
+# -- printed -----------------------------------------------------------------------------------------------------------
+
+
+def printed(asked: Mapping[str, Any]) -> Finding:
+    """A count of printed cells, or a difference of two, by one of `RULES`."""
+    (name,) = set(RULES) & set(asked)
+    return RULES[name](**asked[name])
+
+
+def _averages(tables: Sequence[str], column: str, within: float) -> Finding:
+    """Rows whose printed average is not the mean of their cells."""
+    off = []
+    for frame in map(_frame, tables):
+        for row, cells in frame.groupby("row", sort=False):
+            cells = cells.set_index("column")["value"]
+            if abs(gap := cells.drop(column).mean() - cells[column]) > within:
+                off.append(f"{row} {gap:+.1f}")
+    return exactly(len(off), "; ".join(off))
+
+
+def _below(table: str, column: str, rows: Sequence[str], floor: float) -> Finding:
+    """Cells below a floor."""
+    cells = _frame(table).set_index(["row", "column"])["value"]
+    under = [f"{row} {cells[row, column]:g}" for row in rows if cells[row, column] < floor]
+    return exactly(len(under), "; ".join(under))
+
+
+def _losses(table: str, columns: Sequence[str], of: str, less: str, above: float) -> Finding:
+    """Cells of one row that lie more than a share below those of another, in the rows of each model."""
+    cells = _cells(table)
+    lost = {
+        f"{model} {column}": 1 - cells[f"{model}, {of}", column] / cells[f"{model}, {less}", column]
+        for model in _models(table)
+        for column in columns
+    }
+    large = [f"{name} {share:.1%}" for name, share in lost.items() if share > above]
+    return exactly(len(large), f"of {len(lost)}: {'; '.join(large)}")
+
+
+def _behind(table: str, columns: Sequence[str], of: str, rivals: Sequence[str]) -> Finding:
+    """Cells of one row that a rival's exceeds, in the rows of each model."""
+    cells = _cells(table)
+    behind = []
+    for model in _models(table):
+        for column in columns:
+            own = cells[f"{model}, {of}", column]
+            best = max(rivals, key=lambda rival: cells[f"{model}, {rival}", column])
+            if (theirs := cells[f"{model}, {best}", column]) > own:
+                behind.append(f"{model} {column} {own:g}, {best} {theirs:g}")
+    return exactly(len(behind), "; ".join(behind))
+
+
+def _gain(table: str, column: str, of: str, less: str) -> Finding:
+    """A cell less another of its column."""
+    cells = _cells(table)
+    return exactly(cells[of, column] - cells[less, column], f"{cells[of, column]:g} and {cells[less, column]:g}")
+
+
+RULES: dict[str, Callable[..., Finding]] = {
+    "averages": _averages,
+    "below": _below,
+    "losses": _losses,
+    "behind": _behind,
+    "gain": _gain,
+}
+
+
+def _frame(table: str) -> pd.DataFrame:
+    return published.table(table).frame
+
+
+def _cells(table: str) -> dict[tuple[str, str], float]:
+    frame = _frame(table)
+    return {(row, column): value for row, column, value in frame[["row", "column", "value"]].itertuples(index=False)}
+
+
+def _models(table: str) -> list[str]:
+    """The models that a table's rows begin with."""
+    return list(dict.fromkeys(row.partition(", ")[0] for row in _frame(table)["row"]))
+
+
+# -- files of measurements ---------------------------------------------------------------------------------------------
+
+
+def filed(folders: Sequence[Path], asked: Mapping[str, Any]) -> Finding | Missing:
+    """A number of a script's JSON.
+
+    Args:
+        folders: where the file may lie; the first counts.
+        asked: `file`, its name; `value`, the path in it, in which * is every element and @last a list's last quarter;
+            `less`, another path, taken from it; `slope`, another path: the log-log slope over it, one number; `where`,
+            keys of the value's own record with the values wanted; `command`, which writes the file.
+    """
+    path = next((folder / asked["file"] for folder in folders if (folder / asked["file"]).is_file()), None)
+    if path is None:
+        return Missing(f"no {asked['file']}; {asked['command']} | tail -1 > results/{asked['file']}")
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    values = np.array(list(_at(whole, asked["value"], asked.get("where", {}))), float)
+    if not len(values):
+        return Missing(f"{path} has no {asked['value']}; {asked['command']} | tail -1 > results/{asked['file']}")
+    if "less" in asked:
+        values = values - np.array(list(_at(whole, asked["less"], asked.get("where", {}))), float)
+    if "slope" in asked:
+        sizes = np.array(list(_at(whole, asked["slope"], asked.get("where", {}))), float)
+        return exactly(float(np.polyfit(np.log(sizes), np.log(values), 1)[0]), f"of {len(values)} lengths, {path.name}")
+    return Finding(float(np.median(values)), float(values.min()), float(values.max()), len(values), path.name)
+
+
+def _at(value: Any, path: str, where: Mapping[str, Sequence[Any]]) -> Iterator[float]:
+    """The numbers at a path; only of records that have one of the values wanted of each key of `where`."""
+    if isinstance(value, Mapping) and any(key in value and value[key] not in some for key, some in where.items()):
+        return
+    key, _, rest = path.partition(".")
+    name, _, quarter = key.partition("@")
+    elements = list(value.values() if isinstance(value, Mapping) else value) if key == "*" else []
+    if key != "*" and isinstance(value, Mapping) and name in value:
+        elements = [quarter_of(value[name], quarter) if quarter else value[name]]
+    for element in elements:
+        if rest:
+            if isinstance(element, Mapping | list):
+                yield from _at(element, rest, where)
+        elif math.isfinite(element):
+            yield element

@@ -1,0 +1,150 @@
+"""The claims with what was measured and the verdict on each, as text for the console, Markdown, CSV and HTML."""
+
+from __future__ import annotations
+
+import csv
+import io
+import textwrap
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+import kvbench
+from kvbench.report.claims.claim import Claim, Part, claims
+from kvbench.report.claims.numbers import filed, printed
+from kvbench.report.claims.sampled import sampled
+from kvbench.report.claims.verdict import Finding, Missing, Verdict, judge, of_all
+from kvbench.report.frame import Runs
+from kvbench.report.html import STYLE
+
+SHIPPED = Path(kvbench.__file__).parents[1] / "results"
+WIDTH = 120
+
+
+class Judged(NamedTuple):
+    """A claim with its verdict.
+
+    Attributes:
+        parts: each with what was found, and its own verdict.
+    """
+
+    claim: Claim
+    verdict: Verdict
+    parts: list[tuple[Part, Finding | Missing, Verdict]]
+
+    @property
+    def shown(self) -> str:
+        """The verdict as a reader sees it; a stand-in's is said to be one, unless printed numbers alone decide."""
+        deciding = {part.kind for part, _, verdict in self.parts if verdict is self.verdict}
+        if self.claim.original and deciding != {"printed"}:
+            return f"not testable here; stand-in: {self.verdict.value}"
+        return self.verdict.value
+
+    @property
+    def measured(self) -> list[str]:
+        """Of each part what was measured, or what is missing."""
+        return [sentence(part, found) for part, found, _ in self.parts]
+
+
+def judged(runs: Runs | None, folders: Sequence[Path]) -> list[Judged]:
+    """Every claim, with its verdict by these runs and by the measurements' files in these folders, else the shipped."""
+    found = []
+    for claim in claims():
+        parts = [(part, _found(part, runs, [*folders, SHIPPED])) for part in claim.parts]
+        own = [(part, number, judge(part, number)) for part, number in parts]
+        found.append(Judged(claim, of_all([verdict for *_, verdict in own]), own))
+    return found
+
+
+def _found(part: Part, runs: Runs | None, folders: Sequence[Path]) -> Finding | Missing:
+    if part.kind == "runs":
+        return sampled(runs, part.asked)
+    if part.kind == "printed":
+        return printed(part.asked)
+    return filed(folders, part.asked) if part.kind == "file" else Missing(str(part.asked))
+
+
+def sentence(part: Part, found: Finding | Missing) -> str:
+    """What was measured for a part, with its interval and what it should be."""
+    if isinstance(found, Missing):
+        return " ".join(filter(None, [part.about and f"{part.about}:", found.why]))
+    interval = "" if found.low is None or found.low == found.high else f" [{found.low:.3g}, {found.high:.3g}]"
+    bounds = [
+        f"{word} {bound:g}"
+        for word, bound in (("at least", part.at_least), ("at most", part.at_most))
+        if bound is not None
+    ]
+    few = f", {found.n} of {part.n} samples" if found.n < part.n else ""
+    note = f" ({found.note})" if found.note else ""
+    return f"{part.about}: {found.value:.3g}{interval}{few}; wanted {' and '.join(bounds)}{note}"
+
+
+def _summary(found: Sequence[Judged]) -> str:
+    counts = {verdict.value: sum(one.verdict is verdict for one in found) for verdict in Verdict}
+    return f"{len(found)} claims: " + ", ".join(f"{count} {name}" for name, count in counts.items()) + "."
+
+
+def console(found: Sequence[Judged]) -> str:
+    """A paragraph for each claim."""
+    return "\n".join(["\n".join(_paragraph(one)) + "\n" for one in found] + [_summary(found)]) + "\n"
+
+
+def _paragraph(one: Judged) -> Iterator[str]:
+    yield from textwrap.wrap(f"{one.claim.id}  {one.shown.upper()}  {one.claim.claim} [{one.claim.source}]", WIDTH)
+    for line in one.measured:
+        yield from textwrap.wrap(line, WIDTH, initial_indent="    ", subsequent_indent="      ")
+    for name in ("original", "weaker"):
+        if text := getattr(one.claim, name):
+            yield from textwrap.wrap(f"{name}: {text}", WIDTH, initial_indent="    ", subsequent_indent="      ")
+
+
+HEADS = ("id", "claim", "source", "kind", "measured", "verdict", "original", "weaker")
+
+
+def _rows(found: Sequence[Judged], between: str) -> Iterator[list[str]]:
+    for one in found:
+        claim = one.claim
+        told = [claim.id, claim.claim, claim.source, claim.kind, between.join(one.measured), one.shown]
+        yield [*told, claim.original, claim.weaker]
+
+
+def markdown(found: Sequence[Judged]) -> str:
+    """A table with a row for each claim."""
+    lines = [HEADS, ["---"] * len(HEADS), *([cell.replace("|", r"\|") for cell in row] for row in _rows(found, "<br>"))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{_summary(found)}\n"
+
+
+def csv_text(found: Sequence[Judged]) -> str:
+    """A line for each part of each claim, numbers unrounded."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["id", "claim", "verdict", "part", "part_verdict", "value", "low", "high", "n", "wanted_n", "note"])
+    for one in found:
+        for part, number, verdict in one.parts:
+            start = [one.claim.id, one.claim.claim, one.shown, part.about, verdict.value]
+            numbers = (
+                ["", "", "", "", part.n, number.why]
+                if isinstance(number, Missing)
+                else [*number[:4], part.n, number.note]
+            )
+            writer.writerow([*start, *numbers])
+    return out.getvalue()
+
+
+def html(found: Sequence[Judged]) -> str:
+    """A page with one table; what was not measured says by which command it is."""
+    heads = "".join(f"<th class=label>{name}</th>" for name in HEADS)
+    rows = []
+    for row in _rows(found, "\n"):
+        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>claims</title>'
+        f"<style>{STYLE} td {{ max-width: 24rem; }}</style></head><body><h1>The papers' claims</h1>"
+        f"<p>{escape(_summary(found))}</p><table class=outputs><thead><tr>{heads}</tr></thead>\n<tbody>"
+        + "\n".join(rows)
+        + "</tbody></table></body></html>\n"
+    )
+
+
+FORMATS = {"console": console, "markdown": markdown, "csv": csv_text, "html": html}

@@ -1,0 +1,185 @@
+"""Numbers of claims that are measured in runs: of one arm's samples, or of two arms' on the same samples.
+
+A part asks for
+  bed         of `claims.beds`, whose words all runs share
+  value       of a sample: "score" (0..100), a key such as "fidelity.kl_mean", "A / B" of two keys, or a list's quarter,
+              such as "fidelity.steps.kl@last" (or @first)
+  of          the arm, in words of the command line
+  less, over  another arm, whose value is taken from it or divides it on the same samples; of several the best one on
+              every other sample, compared on the rest
+  among       an arm: only samples that it scores 100 on
+  lengths     prompt tokens; of two, what the value grows by from the first to the second, within a seed
+  interval    "range" of the samples, as for times; else the bootstrap's
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvbench.config import show
+from kvbench.report.claims.claim import beds
+from kvbench.report.claims.verdict import Finding, Missing
+from kvbench.report.evidence import but_for_seed
+from kvbench.report.frame import Runs, missing
+from kvbench.report.stats import estimate, is_0_1, proportion, ratio
+from kvbench.runs.folder import Record
+
+# What a run has where an arm does not say otherwise.
+USUAL = {"protocol.accounting": "paper", "protocol.question_as_decode": "false", "probe.every": "0"}
+
+Key = tuple[str, str]  # seed and id of a sample
+
+
+class Reading(NamedTuple):
+    """What one sample says.
+
+    Attributes:
+        group: of the sample.
+        value: of it.
+        below: what it is to be divided by; NaN for a plain value.
+    """
+
+    group: str
+    value: float
+    below: float = float("nan")
+
+
+def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
+    """The number that a part asks for."""
+    arms = {name: _listed(asked[name]) for name in ("of", "less", "over", "among") if name in asked}
+    found: dict[str, list[dict[Key, Reading]]] = {}
+    for name, several in arms.items():
+        value = "score" if name == "among" else asked["value"]
+        for words in several:
+            chosen = _runs_of(runs, asked["bed"], words)
+            if isinstance(chosen, Missing):
+                return chosen
+            assert runs is not None
+            found.setdefault(name, []).append(_readings(runs, chosen, value, asked.get("lengths", [])))
+    ours = found["of"][0]
+    if "among" in found:
+        ours = {
+            key: one for key, one in ours.items() if key in found["among"][0] and found["among"][0][key].value == 100
+        }
+    others = found.get("less") or found.get("over") or []
+    keys = sorted(key for key in ours if all(key in other for other in others))
+    theirs: dict[Key, Reading] = others[0] if others else {}
+    if len(others) > 1:
+        theirs = max(others, key=lambda other: sum(other[key].value for key in keys[::2]))
+        keys = keys[1::2]
+    if not keys:
+        return Missing(f"no sample of {' '.join(arms['of'][0].split())} that counts; {beds()[asked['bed']].command}")
+    groups = dict.fromkeys(ours[key].group for key in keys)
+    strata = [[key for key in keys if ours[key].group == group] for group in groups]
+    values = [np.array([ours[key].value for key in own]) for own in strata]
+    if "less" in found:
+        values = [own - [theirs[key].value for key in rows] for own, rows in zip(values, strata, strict=True)]
+    below = None
+    if "over" in found:
+        below = [np.array([theirs[key].value for key in own]) for own in strata]
+    elif "/" in asked["value"]:
+        below = [np.array([ours[key].below for key in own]) for own in strata]
+    if asked.get("interval") == "range":
+        return _ranged(values, below)
+    if below:
+        return Finding(*ratio(values, below))
+    # Scores that are all 100 have an interval, too; differences of such have the bootstrap's.
+    whole = asked["value"] == "score" and "less" not in found and all(map(is_0_1, values))
+    return Finding(*(proportion(values) if whole else estimate(values)))
+
+
+def _listed(arms: str | list[str]) -> list[str]:
+    return [arms] if isinstance(arms, str) else arms
+
+
+def _ranged(values: Sequence[np.ndarray], below: Sequence[np.ndarray] | None) -> Finding:
+    """The median with the least and the largest; of a ratio, of the samples' own ratios."""
+    every = np.concatenate(values) / (np.concatenate(below) if below else 1.0)
+    return Finding(float(np.median(every)), float(every.min()), float(every.max()), len(every))
+
+
+def _runs_of(runs: Runs | None, bed: str, words: str) -> list[int] | Missing:
+    """The runs of an arm, which differ in their seed alone."""
+    words_of_bed, command = beds()[bed]
+    wanted = USUAL | dict(word.split("=", 1) for word in (*words_of_bed, *words.split()))
+    chosen = [run for run in runs.setting if _matches(runs.setting[run], wanted)] if runs else []
+    if not runs or not chosen:
+        return Missing(f"no run of {words}; {command}")
+    kinds = [{key: show(value) for key, value in but_for_seed(runs, run).items()} for run in chosen]
+    differing = sorted(key for key in kinds[0] if len({kind.get(key) for kind in kinds}) > 1)
+    if differing:
+        return Missing(
+            f"several runs of {words}, which differ in {differing[0]}; choose with --where {differing[0]}=..."
+        )
+    return chosen
+
+
+def _matches(settings: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
+    """Whether a run has these settings; what it has no such key for, it leaves at its usual value."""
+    for key, value in wanted.items():
+        own = settings.get(key)
+        known = USUAL.get(key, "null") if missing(own) else show(own)
+        if known != value:
+            return False
+    return True
+
+
+def _readings(runs: Runs, chosen: Sequence[int], value: str, lengths: Sequence[int]) -> dict[Key, Reading]:
+    """What the samples of an arm say; of those that are the same under several seeds the first, failed ones aside.
+
+    A score of a failed sample is 0. Times of a disturbed machine are left out.
+    """
+    found: dict[Key, Reading] = {}
+    for run in chosen:
+        seed = show(runs.setting[run]["seed"])
+        own: dict[Key, Reading] = {}
+        contents = dict(zip(runs.scores[run].ids, runs.scores[run].contents, strict=True))
+        scores = dict(zip(runs.scores[run].ids, runs.scores[run].values, strict=True))
+        for record in runs.samples(runs.arms.loc[run]):
+            length = (record.get("meta") or {}).get("length")
+            if (lengths and length not in lengths) or (record.get("machine") or {}).get("disturbed"):
+                continue
+            id = record.get("sample") or record["id"]
+            group = str(record.get("group") or "")
+            if value == "score":
+                own[seed, id] = Reading(group, float(scores[id]))
+            elif not record.get("error"):
+                above, _, below = value.partition(" / ")
+                numbers = [_number(record, path) for path in (above, below) if path]
+                known = [number for number in numbers if number is not None]
+                if len(known) == len(numbers):
+                    own[seed, id] = Reading(group, *known)
+        if len(lengths) > 1:
+            own = _growth(own, seed, lengths, runs, run)
+        elif not runs.timed(run):  # repeats of a time are samples; a text that several seeds share is one
+            own = {(str(contents[id]), id): one for (_, id), one in own.items()}
+        found = own | found
+    return found
+
+
+def _growth(own: Mapping[Key, Reading], seed: str, lengths: Sequence[int], runs: Runs, run: int) -> dict[Key, Reading]:
+    """What a value grows by from the first of two lengths to the second, mean over repeats."""
+    length = {record["id"]: record["meta"]["length"] for record in runs.samples(runs.arms.loc[run])}
+    of = [[one.value for (_, id), one in own.items() if length[id] == wanted] for wanted in lengths]
+    return {(seed, "growth"): Reading("", statistics.fmean(of[1]) - statistics.fmean(of[0]))} if all(of) else {}
+
+
+def _number(record: Record, path: str) -> float | None:
+    """A number of a sample by its path; None where there is none."""
+    path, _, quarter = path.partition("@")
+    value: Any = record
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if value is None:
+        return None
+    return quarter_of(value, quarter) if quarter else float(value)
+
+
+def quarter_of(values: Sequence[float], which: str) -> float:
+    """The mean of the first or the last quarter of a list."""
+    size = max(1, len(values) // 4)
+    return statistics.fmean(values[:size] if which == "first" else values[-size:])

@@ -1,0 +1,68 @@
+"""From numbers with intervals to verdicts: whole intervals decide, and too few samples decide nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from kvbench.report.claims.claim import Part
+
+
+class Verdict(Enum):
+    """What can be said of a claim, or of one of its parts."""
+
+    HOLDS = "holds"
+    FAILS = "does not hold"
+    UNDECIDED = "undecided"
+    NOT_MEASURED = "not measured"
+
+
+# Of several parts the first of these decides: a part that fails refutes the claim whatever the others are.
+DECIDING = (Verdict.FAILS, Verdict.NOT_MEASURED, Verdict.UNDECIDED, Verdict.HOLDS)
+
+
+class Finding(NamedTuple):
+    """A number that was measured.
+
+    Attributes:
+        value: the estimate.
+        low, high: its interval; None where there are too few samples for one.
+        n: samples.
+        note: what stands behind it, in words.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+    note: str = ""
+
+
+class Missing(NamedTuple):
+    """Why a number is not there: which runs are missing, with the command that makes them, or what must be built."""
+
+    why: str
+
+
+def exactly(value: float, note: str = "") -> Finding:
+    """A number without chance: counted, or printed."""
+    return Finding(value, value, value, 1, note)
+
+
+def judge(part: Part, found: Finding | Missing) -> Verdict:
+    """Holds if the whole interval meets the bounds, fails if none of it does; fewer samples than n decide nothing."""
+    if isinstance(found, Missing):
+        return Verdict.NOT_MEASURED
+    if found.n < part.n or found.low is None or found.high is None:
+        return Verdict.UNDECIDED
+    least = float("-inf") if part.at_least is None else part.at_least
+    most = float("inf") if part.at_most is None else part.at_most
+    if least <= found.low and found.high <= most:
+        return Verdict.HOLDS
+    return Verdict.FAILS if found.high < least or found.low > most else Verdict.UNDECIDED
+
+
+def of_all(verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdict on a claim whose parts have these."""
+    return min(verdicts, key=DECIDING.index)

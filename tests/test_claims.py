@@ -1,0 +1,168 @@
+"""The papers' claims: every rule of a verdict on runs made by hand, every entry complete, printed numbers by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+from report_runs import record, stored
+from test_experiments import jobs
+
+from kvbench.config import choices, show
+from kvbench.report.__main__ import main
+from kvbench.report.claims import sampled
+from kvbench.report.claims.claim import Bed, Part, beds, claims
+from kvbench.report.claims.numbers import filed, printed
+from kvbench.report.claims.page import judged
+from kvbench.report.claims.verdict import Finding, Missing, Verdict, judge, of_all
+from kvbench.report.frame import collect
+
+HOLDS, FAILS, UNDECIDED, NOT_MEASURED = Verdict
+
+
+def part(at_least: float | None = None, at_most: float | None = None, n: int = 4) -> Part:
+    return Part("", "runs", {}, at_least, at_most, n)
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (Finding(1, 0, 2, 4), HOLDS),
+        (Finding(-2, -3, -1, 4), FAILS),
+        (Finding(0, -1, 1, 4), UNDECIDED),
+        (Finding(1, 0, 2, 3), UNDECIDED),
+        (Finding(-2, -3, -1, 3), UNDECIDED),
+        (Finding(1, None, None, 4), UNDECIDED),
+        (Missing("no run"), NOT_MEASURED),
+    ],
+)
+def test_whole_intervals_of_enough_samples_decide(found: Finding | Missing, verdict: Verdict) -> None:
+    assert judge(part(at_least=0), found) is verdict
+
+
+def test_a_part_that_fails_decides_and_all_must_hold() -> None:
+    assert of_all([HOLDS, NOT_MEASURED, FAILS, UNDECIDED]) is FAILS
+    assert of_all([HOLDS, UNDECIDED, NOT_MEASURED]) is NOT_MEASURED
+    assert of_all([HOLDS, UNDECIDED]) is UNDECIDED
+    assert of_all([HOLDS, HOLDS]) is HOLDS
+
+
+@pytest.fixture
+def bed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampled, "beds", lambda: {"made": Bed(("task=passkey",), "run it")})
+
+
+ASKED = {"bed": "made", "value": "score", "of": "method=quest budget=64", "less": "method=full"}
+
+
+def test_a_difference_is_of_the_same_samples_and_its_verdict_of_the_interval(tmp_path: Path, bed: None) -> None:
+    hard = [1.0, 0.0] * 20  # unpaired, such scores would differ by chance alone
+    stored(tmp_path, "full", None, hard)
+    stored(tmp_path, "quest", 64, hard)
+    same = sampled.sampled(collect([tmp_path]), ASKED)
+    assert isinstance(same, Finding) and (same.value, same.low, same.high, same.n) == (0, 0, 0, 40)
+    stored(tmp_path, "snapkv", 64, [0.0] * 40)
+    worse = sampled.sampled(collect([tmp_path]), {**ASKED, "of": "method=snapkv budget=64"})
+    assert isinstance(worse, Finding) and worse.value == -50 and worse.high is not None and worse.high < -30
+    assert judge(part(at_least=-3, n=40), worse) is FAILS
+    rivals = {**ASKED, "of": "method=quest budget=64", "less": ["method=full", "method=snapkv budget=64"]}
+    best = sampled.sampled(collect([tmp_path]), rivals)
+    assert isinstance(best, Finding) and (best.value, best.n) == (0, 20)  # the other half chose full
+
+
+def test_what_is_missing_is_named_with_its_command(tmp_path: Path, bed: None) -> None:
+    stored(tmp_path, "quest", 64, [1.0, 0.0])
+    stored(tmp_path, "full", None, [1.0, 0.0], protocol={"accounting": "unified"})
+    assert sampled.sampled(collect([tmp_path]), ASKED) == Missing("no run of method=full; run it")
+    stored(tmp_path, "full", None, [1.0, 0.0], batch=2)
+    stored(tmp_path, "full", None, [1.0, 0.0], dtype="bfloat16")
+    found = sampled.sampled(collect([tmp_path]), ASKED)
+    assert isinstance(found, Missing) and "differ in dtype" in found.why
+
+
+def test_times_are_ranged_over_repeats_and_ratios_resampled_over_texts(tmp_path: Path, bed: None) -> None:
+    def timed(milliseconds: list[float]) -> list[dict[str, object]]:
+        return [record(str(number), "", 1.0, tpot_ms={"mean": ms}) for number, ms in enumerate(milliseconds)]
+
+    stored(tmp_path, "full", None, timed([10.0, 20.0, 40.0]))
+    stored(tmp_path, "quest", 64, timed([5.0, 5.0, 5.0]))
+    asked = {**ASKED, "of": "method=full", "over": "method=quest budget=64", "value": "tpot_ms.mean"}
+    del asked["less"]
+    assert sampled.sampled(collect([tmp_path]), {**asked, "interval": "range"}) == Finding(4.0, 2.0, 8.0, 3)
+    ratio = sampled.sampled(collect([tmp_path]), asked)
+    assert isinstance(ratio, Finding) and ratio.value == pytest.approx(14 / 3)
+    assert ratio.low is not None and ratio.high is not None and 2 <= ratio.low < ratio.value < ratio.high <= 8
+
+
+def test_a_file_gives_elements_slopes_and_quarters(tmp_path: Path) -> None:
+    text = '{"runs": [{"n": 10, "us": 2, "r": [1, 1, 1, 5]}, {"n": 1000, "us": 20, "r": [1, 1, 1, 7]}]}'
+    (tmp_path / "one.json").write_text(text)
+    asked = {"file": "one.json", "command": "make it"}
+    assert filed([tmp_path], {**asked, "value": "runs.*.r@last"}) == Finding(6, 5, 7, 2, "one.json")
+    assert filed([tmp_path], {**asked, "value": "runs.*.us", "where": {"n": [10]}}).value == 2  # type: ignore[union-attr]
+    slope = filed([tmp_path], {**asked, "value": "runs.*.us", "slope": "runs.*.n"})
+    assert isinstance(slope, Finding) and slope.value == pytest.approx(0.5) and slope.n == 1
+    gone = filed([tmp_path], {**asked, "file": "none.json", "value": "runs"})
+    assert isinstance(gone, Missing) and "make it" in gone.why
+
+
+def test_printed_numbers_decide_as_they_do_by_hand() -> None:
+    parts = {claim.id: [printed(one.asked) for one in claim.parts if one.kind == "printed"] for claim in claims()}
+    (averages,) = parts["ice-9"]  # Mistral, full attention: 42.7 printed less than its 16 cells' mean by half a point
+    assert averages.value == 6 and "Mistral-7B-Instruct-v0.2, Full +0.5" in averages.note
+    assert parts["ice-10"][0].value == 2  # .13 and .55 s below 1.7
+    losses, behind = parts["racc-1"]
+    assert losses.value == 7 and "Mistral 16K single 13.7%" in losses.note  # 48.4 of 56.1
+    assert (behind.value, behind.note) == (1, "Llama path accuracy 1.73, SCOPE 1.84")
+    assert parts["lyc-8"][0].value == pytest.approx(30.82 - 30.02)
+
+
+def test_every_claim_is_complete_and_decided_as_far_as_its_numbers_go(tmp_path: Path) -> None:
+    all_claims = claims()
+    assert len(all_claims) == 36 == len({claim.id for claim in all_claims})
+    for claim in all_claims:
+        assert claim.claim and claim.source and claim.kind and claim.weaker and claim.parts, claim.id
+        for one in claim.parts:
+            assert one.kind == "missing" or (one.about and (one.at_least, one.at_most) != (None, None)), claim.id
+    verdicts = {one.claim.id: one.verdict for one in judged(None, [])}
+    assert all(verdicts[id] is FAILS for id in ("ice-9", "ice-10", "racc-1", "lyc-8"))
+
+
+@pytest.mark.slow
+def test_every_arm_of_a_claim_is_a_job_of_the_experiment_that_its_command_names() -> None:
+    made: dict[str, list[dict[str, str]]] = {}
+    for claim in claims():
+        for one in claim.parts:
+            if one.kind != "runs":
+                continue
+            bed = beds()[one.asked["bed"]]
+            name = bed.command.partition("+experiment=")[2].partition(" ")[0].rstrip(";")
+            arms = [arm for key in ("of", "less", "over", "among") for arm in sampled._listed(one.asked.get(key, []))]
+            for arm in arms:
+                wanted = sampled.USUAL | dict(word.split("=", 1) for word in (*bed.words, *arm.split()))
+                assert wanted["method"] in choices("method"), claim.id
+                if name and name not in made:
+                    made[name] = [_words_of(job) for job in jobs(name)]
+                matching = [job for job in made.get(name, []) if all(job.get(key) == wanted[key] for key in wanted)]
+                assert len(matching) == 1 or not name, (claim.id, wanted)
+
+
+def _words_of(job: DictConfig) -> dict[str, str]:
+    """The settings of a job, as a report has them."""
+    plain: Any = OmegaConf.to_container(job, resolve=True)
+    sections = ("protocol", "probe", "method", "task")
+    words = {f"{section}.{key}": show(value) for section in sections for key, value in plain[section].items()}
+    names = {key: plain[key]["name"] for key in ("model", "method", "task")}
+    budget = plain["method"].get("preset") if plain["budget"] is None else plain["budget"]
+    return {**words, **names, "budget": show(None if names["method"] == "full" else budget)}
+
+
+@pytest.mark.parametrize("name", ["claims.md", "claims.csv", "claims.html"])
+def test_claims_are_printed_in_every_format_of_text(tmp_path: Path, name: str) -> None:
+    stored(tmp_path / "runs")
+    assert main([str(tmp_path / "runs"), "--claims", "--out", str(tmp_path / name)]) == 0
+    text = (tmp_path / name).read_text()
+    assert all(claim.id in text for claim in claims()) and "not testable here; stand-in: not measured" in text
+    assert main([str(tmp_path / "runs"), "--claims", "--format", "latex"]) == 2
