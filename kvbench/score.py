@@ -39,6 +39,7 @@ from kvbench.runs.folder import (
     writing,
 )
 from kvbench.runs.identity import module_sources, source_hash
+from kvbench.runs.quantities import PASSED
 from kvbench.runs.summary import summarise
 from kvbench.tasks import Sample, Task, predictions, task_of
 
@@ -46,7 +47,7 @@ USAGE = """python -m kvbench.score RUN [RUN ...] [--write | task.key=value ...] 
        python -m kvbench.score --predictions longbench|ruler DIR [DIR ...] [--json]"""
 
 # Of a summary, what follows from scores.
-SCORES = ("score", "stderr", "score_ok", "scores", "n", "failed", "groups", "macro")
+SCORES = ("score", "stderr", "score_ok", "scores", "n", "failed", "groups", "macro", "prompts", *PASSED)
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,8 @@ def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -
         raise ResultsError(f"{folder}: {key} is stored without its answers, by an older kvbench; run it again")
     if not isinstance(answers, list) or not isinstance(output, str):
         raise ResultsError(f"{folder / 'samples.jsonl'}: the newest line of {key} is damaged: no answers or no output")
-    sample = Sample(key, "", tuple(answers), 0, group=record.get("group") or "", meta=record.get("meta") or {})
+    asked, group = record.get("sample") or key, record.get("group") or ""
+    sample = Sample(asked, "", tuple(answers), 0, group=group, meta=record.get("meta") or {})
     try:
         scores = task.score(sample, output)
     except (LookupError, ValueError) as error:

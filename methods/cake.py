@@ -38,7 +38,7 @@ class CAKE(Method):
     """
 
     def __init__(
-        self, tau1: float = 1.6, tau2: float = 0.4, gamma: float = 200.0, window: int = 32, kernel: int = 5
+        self, tau1: float = 1.0, tau2: float = 1.0, gamma: float = 200.0, window: int = 32, kernel: int = 5
     ) -> None:
         self.tau1, self.tau2, self.gamma = tau1, tau2, gamma
         self.window, self.kernel = window, kernel
@@ -71,7 +71,7 @@ class CAKE(Method):
         long = [row for row, length in enumerate(prompt.lengths) if self.evicts_prompt(length)]
         shrunk = {shrinking for row in long for shrinking in self.cascade(row, prompt.lengths[row])}
         for shrinking in shrunk:
-            self.view.keep(shrinking, stacked(self.held[shrinking]))
+            self.view.keep(shrinking, stacked(self.held[shrinking]), DROP_EVERY)
 
     def measure(self, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
         """What the window's attention to the tokens before it says of them, and of the layer.
@@ -143,7 +143,7 @@ class CAKE(Method):
         self.steps += 1
         if self.steps % DROP_EVERY == 0:
             for layer, held in self.held.items():
-                self.view.keep(layer, stacked(held))
+                self.view.keep(layer, stacked(held), DROP_EVERY)
 
     # -- budget --------------------------------------------------------------------------------------------------------
 

@@ -131,7 +131,7 @@ class RazorAttention(Method):
                     sums[which, row] += block[row, :, self.sinks : start].float().sum(dim=1) * own[:, None]
         self.dropped[layer] = sums
         if self._drops:
-            self.view.keep(layer, self._attended(layer))
+            self.view.keep(layer, self._attended(layer), DROP_EVERY if self.budget.counts_generated else None)
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """The recent tokens move on."""
@@ -147,7 +147,7 @@ class RazorAttention(Method):
         """Now and then drop what has left the recent tokens; between two drops it is not attended."""
         if self.budget.counts_generated and self.generated % DROP_EVERY == 0 and self._drops:
             for layer in self.shape.sparse_layers:
-                self.view.keep(layer, self._attended(layer))
+                self.view.keep(layer, self._attended(layer), DROP_EVERY)
 
     @property
     def _drops(self) -> bool:

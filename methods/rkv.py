@@ -64,7 +64,8 @@ class RKV(Method):
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Compress the prompt of each row that fills the cache."""
-        self.queries[layer] = deque(prompt.queries.unbind(dim=2), maxlen=self.window)
+        # copies, as there may be more queries in that memory than were asked for
+        self.queries[layer] = deque(prompt.queries.clone().unbind(dim=2), maxlen=self.window)
         lengths, heads = prompt.lengths, self.shape.kv_heads
         self.cache[layer] = [
             torch.arange(length, device=self.shape.device_of(layer)).expand(heads, -1) for length in lengths

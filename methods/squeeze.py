@@ -81,7 +81,7 @@ class SqueezeAttention(Method):
 
     def _drop(self, layer: int) -> None:
         if any(length > share for length, share in zip(self.view.lengths(layer), self.shares[layer], strict=True)):
-            self.view.keep(layer, self._attended(layer))
+            self.view.keep(layer, self._attended(layer), DROP_EVERY)
 
     def _attended(self, layer: int) -> torch.Tensor:
         """Token ids [B, 1, M]."""

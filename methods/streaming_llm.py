@@ -62,7 +62,7 @@ class StreamingLLM(Method):
 
     def _drop(self, layer: int) -> None:
         if any(length > capacity for length, capacity in zip(self.view.lengths(layer), self.capacities, strict=True)):
-            self.view.keep(layer, self._attended(layer))
+            self.view.keep(layer, self._attended(layer), DROP_EVERY)
 
     def _attended(self, layer: int) -> torch.Tensor:
         """Token ids [B, 1, M]: the newest first, the sinks last."""

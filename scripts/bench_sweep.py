@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
+import kvbench.measure.arm
 import kvbench.runs.shared
 from kvbench.cli.compose import composed
 from kvbench.runs.run import run
@@ -63,7 +64,7 @@ def main() -> None:
     words = ["task=ruler", f"task.lengths=[{arguments.length}]", f"task.limit={arguments.samples}", *arguments.words]
     prefills: list[float] = []
     arms: list[float] = []
-    kvbench.runs.shared.prefill_shared = timed(kvbench.runs.shared.prefill_shared, prefills)  # type: ignore[assignment]
+    kvbench.measure.arm.prefill_shared = timed(kvbench.measure.arm.prefill_shared, prefills)  # type: ignore[assignment]
     kvbench.runs.shared.measure = timed(kvbench.runs.shared.measure, arms)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
 

@@ -36,26 +36,33 @@ settings.register_profile("kvbench", deadline=None)
 settings.load_profile("kvbench")
 
 
-# Of the tests that every method goes through, one in so many meets a method with other options than its preset's: all
-# of these options are met, each by other tests. KVBENCH_EVERY_VARIANT=1: all tests meet all of them.
+# Of the tests that every method goes through, each meets every second preset in the quick suite and the others in the
+# slow one; and one in so many meets a method with other options than its preset's, so that all of these are met, each
+# by other tests. KVBENCH_EVERY_VARIANT=1: all tests meet all of them.
+PRESET_EVERY = 2
 VARIANT_EVERY = 1 if os.environ.get("KVBENCH_EVERY_VARIANT") else 4
+PRESETS = [case.id for case in METHODS if case.id == case.name]
 VARIANTS = [case.id for case in METHODS if case.id != case.name]
 
 
+@pytest.hookimpl(tryfirst=True)  # before what is marked slow is left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest test starts first: no worker is left with it when the others have ended."""
-    passed_over = [item for item in items if _is_passed_over(item)]
+    passed_over = [item for item in items if _turn(item, VARIANTS) % VARIANT_EVERY]
     config.hook.pytest_deselected(items=passed_over)
-    items[:] = [item for item in items if not _is_passed_over(item)]
+    items[:] = [item for item in items if not _turn(item, VARIANTS) % VARIANT_EVERY]
+    for item in items:
+        if _turn(item, PRESETS) % PRESET_EVERY:
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: not item.name.startswith("test_the_smoke_run_learns"))
 
 
-def _is_passed_over(item: pytest.Item) -> bool:
+def _turn(item: pytest.Item, ids: list[str]) -> int:
+    """A number of a test and the method it meets, neighbours for methods that stand beside each other in `ids`."""
     case = getattr(item, "callspec", None) and item.callspec.params.get("case")  # type: ignore[attr-defined]
-    if not isinstance(case, Case) or case.id not in VARIANTS:
-        return False
-    turn = zlib.crc32(item.originalname.encode())  # type: ignore[attr-defined]
-    return bool((turn + VARIANTS.index(case.id)) % VARIANT_EVERY)
+    if not isinstance(case, Case) or case.id not in ids:
+        return 0
+    return zlib.crc32(item.originalname.encode()) + ids.index(case.id)  # type: ignore[attr-defined]
 
 
 def pytest_collection_finish() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,9 @@ import kvbench.measure.arm
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.engine.generate import generate
-from kvbench.measure.arm import batches
-from kvbench.runs.run import largest_prompts, run
+from kvbench.measure.arm import batches, measure, prompt_of
+from kvbench.memory.store import LayerStore
+from kvbench.runs.run import largest_prompts, prepare, run, samples
 from kvbench.runs.shared import run_shared
 from kvbench.tasks import Sample, Timed
 
@@ -97,6 +99,16 @@ def test_a_row_that_fails_takes_no_other_with_it_and_is_tried_again(
         else:
             assert record["output_ids"] == alone[key]["output_ids"]
     assert run(configured("snapkv", 3))["failed"] == 0
+
+
+def test_an_arm_keeps_no_keys_and_values_of_its_last_sample(configured: Any) -> None:
+    def stores() -> int:
+        gc.collect()
+        return sum(isinstance(thing, LayerStore) for thing in gc.get_objects())
+
+    arm, before = prepare(OmegaConf.to_container(configured("quest", 1), resolve=True)), stores()
+    (record,) = measure(arm, [prompt_of(arm, next(samples(arm, 1)))])
+    assert not record["error"] and record["audit"]["device_kv_bytes"] and stores() == before
 
 
 def test_memory_is_estimated_for_the_whole_batch(configured: Any) -> None:

@@ -734,6 +734,21 @@ def test_snapkv_frees_device_memory(tiny: Loaded, accounting: str) -> None:
     assert allocated["full"] >= audited["full"]
 
 
+@pytest.mark.parametrize("name", ["streaming_llm", "snapkv", "cake", "squeeze", "razor", "h2o", "scope"])
+def test_what_drops_tokens_as_it_goes_reserves_memory_for_those_that_come_before(name: str) -> None:
+    fixed = stream(150, 150, steps=200)
+    allocated: list[int] = []
+
+    def note(engine: Engine) -> None:
+        allocated.append(sum(store.allocated_bytes() for store in engine.stores.values()))
+
+    case = next(case for case in METHODS if case.id == name)
+    note(drive(fixed, case.build(), SMALL, accounting="unified", after_prefill=note).engine)
+    token = 2 * 2 * 2 * fixed.keys.shape[4] * 4  # rows, KV heads, key and value, head size, fp32
+    most = 150 if name == "razor" else 2 * SMALL  # of a layer: some of Razor's heads keep the prompt
+    assert max(allocated) <= 2 * whole_pages(most + 32 + 1) * token
+
+
 class HeadBudgets(Method):
     """Keeps 100 tokens of one KV head and 8 of the other."""
 

@@ -29,6 +29,7 @@ PROSE = " ".join((ASSETS / "prose" / "1962-kennedy.txt").read_text().split())
         ({"pretrained": "/none such"}, "model.path=/none such: no such folder"),
         ({"task": "niah"}, "lm-eval task=niah: here that is --tasks"),
         ({"protocol.chat": "on"}, "lm-eval protocol.chat=on: here that is --apply_chat_template"),
+        ({"protocol.temperature": 1}, "lm-eval protocol.temperature=1: here that is nothing: answers are greedy"),
         ({"trust_remote_code": True}, "lm-eval trust_remote_code=true: expected keys of attention, budget, "),
     ],
 )

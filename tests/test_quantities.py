@@ -171,14 +171,16 @@ def test_a_run_s_table_has_a_line_for_each_cost_and_group():
 def test_the_arms_of_a_sweep_stand_side_by_side():
     console = Console(width=140, file=io.StringIO())
     with console.capture() as captured:
-        tell([("budget=64", Ended(summarise(records([1.0, 0.0]), "accuracy"))), ("budget=96", Ended({}))], console)
+        ran = summarise(records([1.0, 0.0], output_ids=[5, 6, 7]), "accuracy")
+        tell([("budget=64", Ended(ran)), ("budget=96", Ended({}))], console)
     head, *lines = [
         [cell.strip() for cell in line.strip("│┃").split(line[0])]
         for line in captured.get().splitlines()
         if line[0] in "│┃"
     ]
-    assert head == ["arm", "score", "samples", "failed", "attended / C", "KV on the device, MiB", "ms / token"]
-    assert lines == [["budget=64", "50.0 ± 50.0", "2", "0", "1.25", "1.00", "4.00"], ["budget=96", *[""] * 6]]
+    costs = ["attended / C", "KV on the device, MiB", "ms / token", "new tokens"]
+    assert head == ["arm", "score", "samples", "failed", *costs]
+    assert lines == [["budget=64", "50.0 ± 50.0", "2", "0", "1.25", "1.00", "4.00", "3.0"], ["budget=96", *[""] * 7]]
 
 
 def test_committed_runs_show_what_their_methods_report():

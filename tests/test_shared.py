@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 import kvbench.measure.arm
-import kvbench.runs.shared
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.engine.generate import generate
@@ -113,14 +112,14 @@ def test_a_stopped_run_goes_on_with_what_each_arm_lacks(configs, tmp_path, monke
 
 
 def test_a_prefill_that_fails_fails_its_sample_in_every_arm_and_no_other(configs, tmp_path, monkeypatch):
-    real = kvbench.runs.shared.prefill_shared
+    real = kvbench.measure.arm.prefill_shared
 
     def failing(arms: Any, prompts: Any) -> Any:
         if any(prompt.sample.id.endswith("-0-0") for prompt in prompts):
             raise MemoryError("no room")
         return real(arms, prompts)
 
-    monkeypatch.setattr(kvbench.runs.shared, "prefill_shared", failing)
+    monkeypatch.setattr(kvbench.measure.arm, "prefill_shared", failing)
     summaries = run_shared(configs())
     assert [(summary["n"], summary["failed"]) for summary in summaries] == [(3, 1)] * 4
     errors = {record["error"] for record in records(tmp_path / "shared").values()}

@@ -200,8 +200,8 @@ def test_off_a_terminal_progress_is_a_line_now_and_then(monkeypatch: pytest.Monk
         report.tokens(390, 400)
     assert out.getvalue().splitlines() == [
         "0/4 samples, 17 tokens/s, 0:00:30",
-        "1/4 samples, 10 tokens/s, 0:03:00 left",
-        "1/4 samples, 10 tokens/s, 0:03:00 left",
+        "1/4 samples, 10 tokens/s, 0:03:00 left; of this one 390 of 400 tokens, 3 tokens/s",
+        "1/4 samples, 10 tokens/s, 0:03:00 left; of this one 390 of 400 tokens, 0 tokens/s",
     ]
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-import kvbench.runs.shared
+import kvbench.measure.arm
 from kvbench import __main__ as cli
 from kvbench.cli.compose import composed
 from kvbench.cli.plan import grouped, parts, planned, told, told_apart
@@ -43,13 +43,13 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
 def prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The arms that each shared prefill was made for."""
     made: list[int] = []
-    real = kvbench.runs.shared.prefill_shared
+    real = kvbench.measure.arm.prefill_shared
 
     def noted(arms: Any, prompts: Any) -> Any:
         made.append(len(arms))
         return real(arms, prompts)
 
-    monkeypatch.setattr(kvbench.runs.shared, "prefill_shared", noted)
+    monkeypatch.setattr(kvbench.measure.arm, "prefill_shared", noted)
     return made
 
 

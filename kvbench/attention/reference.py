@@ -36,7 +36,7 @@ def attend(
         return out, None
     longest = max(weight.shape[0] for weight in weights)
     padded = [torch.nn.functional.pad(weight, (0, longest - weight.shape[0])) for weight in weights]
-    return out, torch.stack(padded).view(batch, query_heads, longest)
+    return out, torch.stack(padded).view(batch, query_heads, longest).to(query.device)
 
 
 def _head(

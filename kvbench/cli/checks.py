@@ -208,6 +208,9 @@ def _no_batch(run: Any) -> Iterator[str]:
         yield f"probe.every={run['probe']['every']} compares each sample by itself"
     if run["protocol"]["question_as_decode"]:
         yield "protocol.question_as_decode=true reads each question by itself"
+    answers = run["protocol"]["samples"]
+    if type(answers) is int and answers > 1:  # what is no number, the protocol refuses
+        yield f"protocol.samples={answers} has each prompt answered by itself, from one prefill"
 
 
 def _check_method(method: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from kvbench.cli.checks import check_setup
 from kvbench.cli.compose import composed_jobs, loader_of
 from kvbench.cli.threads import wait_briefly
 from kvbench.config import ConfigError, bind_methods, first_line, show
+from kvbench.measure.protocol import GREEDY
 
 NEEDED = ("lm_eval", "accelerate")
 MODEL = "kvbench.cli.lm_eval_model:KVBenchLM"
@@ -31,6 +32,7 @@ LM_EVALS_OWN = {
     "task": "--tasks",
     "protocol.chat": "--apply_chat_template",
     "protocol.question_as_decode": "nothing: the last token of a context is always read through the method",
+    **{f"protocol.{key}": "nothing: answers are greedy" for key in GREEDY},
     "results_dir": "--output_path",
     "batch": "--batch_size",
 }

@@ -324,6 +324,11 @@ class Engine:
         host = sum(store.host_bytes() for store in self.stores.values())
         self.audit.end_step(self.method, self.shape.lengths, self._active, device, self.allocated_bytes(), host)
 
+    def release(self) -> None:
+        """Let go of all keys and values, when nothing more is to be generated."""
+        self.stores.clear()
+        self.windowed = {}
+
     def allocated_bytes(self) -> int:
         """Bytes that keys and values of all layers take on the device."""
         return sum(layer.allocated_bytes() for layer in self._held())

@@ -1,4 +1,4 @@
-"""Prefill, then a timed greedy decode loop: the measured path of every run.
+"""Prefill, then a timed decode loop, greedy or sampled: the measured path of every run.
 
 Plain functions from token ids to a `Generation`. Prompts of unequal length stand right-padded in one batch, each row
 with its own positions; causality keeps padding out of every real token's sight. Where layers have a window, which
@@ -22,16 +22,14 @@ from kvbench.memory.transfer import uploaded
 from kvbench.spans import PARTS
 
 Progress = Callable[[int, int], None]  # (tokens done, tokens in all) of this generation
+Draw = Callable[[torch.Tensor], torch.Tensor]  # from logits [B, vocabulary] to tokens [B], such as `sampling.Sampler`
 
 
 class Lender(Protocol):
-    """A prefill made before the generation, which an engine may begin from (`kvbench.engine.prefilled`).
+    """A prefill made before the generation, which an engine may begin from (`kvbench.engine.prefilled`)."""
 
-    Attributes:
-        tokens: [B] on the CPU, the first new token of each row.
-    """
-
-    tokens: torch.Tensor
+    def first_tokens(self, draw: Draw | None) -> torch.Tensor:
+        """The first new token of each row, [B] on the CPU: the likeliest, or drawn."""
 
     def lend(self, engine: Engine) -> None:
         """Let a fresh engine begin here."""
@@ -80,11 +78,12 @@ def generate(
     question: Sequence[int] = (),
     prefilled: Lender | None = None,
     given: Sequence[Sequence[int]] | None = None,
+    draw: Draw | None = None,
     watch: Callable[[torch.Tensor], object] | None = None,
     warmup: int = 0,
     progress: Progress | None = None,
 ) -> Generation:
-    """Generate greedily for a batch of prompts.
+    """Generate for a batch of prompts.
 
     Args:
         model: with "kvbench" attention.
@@ -99,6 +98,7 @@ def generate(
         prefilled: begin from this prefill of the prompts instead of one of its own.
         given: for each row the tokens that it generates, whatever the model says, at most `max_new_tokens`: their end
             is the row's, and nothing else.
+        draw: chooses every new token, fresh for this generation; None: the likeliest is taken.
         watch: called after every step with its logits [B, vocabulary], outside the times.
         warmup: first decode steps that the breakdown leaves out.
         progress: called after every chunk and step.
@@ -121,15 +121,16 @@ def generate(
                 prefill_chunk,
                 lambda done: progress and progress(done, total),
                 () if question else not_first,
+                None if question else draw,
             )
         else:
             prefilled.lend(engine)
-            tokens = prefilled.tokens
+            tokens = prefilled.first_tokens(None if question else draw)
     counting = 0.0
     for index, token in enumerate(question, 1):
-        banned = not_first if index == len(question) else ()
+        banned, drawn = (not_first, draw) if index == len(question) else ((), None)
         with engine.spans("other"):
-            tokens = decode_step(model, torch.full_like(tokens, token), cache, [True] * len(prompts), banned)
+            tokens = decode_step(model, torch.full_like(tokens, token), cache, [True] * len(prompts), banned, drawn)
         stopped = time.perf_counter()
         engine.settle()
         counting += time.perf_counter() - stopped
@@ -153,7 +154,7 @@ def generate(
         began = time.perf_counter()
         with engine.spans("other"):
             logits = step_logits(model, tokens, cache, active)
-            tokens = _greedy(logits) if forced is None else forced[:, step]
+            tokens = chosen_tokens(logits, draw=draw) if forced is None else forced[:, step]
             new = tokens.tolist()
         generation.step_ms.append((time.perf_counter() - began) * 1e3)
         engine.settle()
@@ -183,15 +184,27 @@ def prefill(
     chunk: int | None = None,
     progress: Callable[[int], object] = lambda done: None,
     not_first: Collection[int] = (),
+    draw: Draw | None = None,
 ) -> torch.Tensor:
     """Read the prompts; returns each row's first new token, [B] on the CPU, none of `not_first`."""
+    return chosen_tokens(prefill_logits(model, prompts, cache, chunk, progress), not_first, draw)
+
+
+def prefill_logits(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    cache: EngineCache,
+    chunk: int | None = None,
+    progress: Callable[[int], object] = lambda done: None,
+) -> torch.Tensor:
+    """Read the prompts; returns the logits of each row's first new token, [B, vocabulary]."""
     engine = cache.engine
     ends = [offset + len(prompt) for offset, prompt in zip(engine.offsets, prompts, strict=True)]
     ids = torch.zeros(len(prompts), max(ends), dtype=torch.int64)
     for row, prompt in enumerate(prompts):
         ids[row, ends[row] - len(prompt) : ends[row]] = torch.tensor(prompt)
     ids = ids.to(model.device)
-    tokens = torch.zeros(len(prompts), dtype=torch.int64)
+    last: dict[int, torch.Tensor] = {}
     with residuals_watched(model, engine.method.needs):
         for column in range(0, ids.shape[1], chunk or ids.shape[1]):
             part = ids[:, column : column + (chunk or ids.shape[1])]
@@ -203,10 +216,9 @@ def prefill(
             positions = (torch.arange(column, end, device=ids.device) - first).clamp(min=0)
             logits = _forward(model, part, positions, cache, columns, end)
             for row in ending:
-                last = logits[row : row + 1, columns.index(ends[row] - 1 - column)]
-                tokens[row] = _greedy(last, not_first)[0]
+                last[row] = logits[row, columns.index(ends[row] - 1 - column)].clone()  # and no more of the chunk's
             progress(end)
-    return tokens
+    return torch.stack([last[row] for row in range(len(prompts))])
 
 
 def decode_step(
@@ -215,9 +227,10 @@ def decode_step(
     cache: EngineCache,
     active: Sequence[bool],
     banned: Collection[int] = (),
+    draw: Draw | None = None,
 ) -> torch.Tensor:
     """One step: tokens [B] on the CPU in, the next tokens [B] out, none of them banned."""
-    return _greedy(step_logits(model, tokens, cache, active), banned)
+    return chosen_tokens(step_logits(model, tokens, cache, active), banned, draw)
 
 
 def step_logits(
@@ -258,11 +271,17 @@ def _forward(
     return logits
 
 
-def _greedy(logits: torch.Tensor, banned: Collection[int] = ()) -> torch.Tensor:
-    """Greedy tokens [B] of logits [B, vocabulary], on the CPU; NaN and inf reach the maximum: one test finds them."""
+def chosen_tokens(logits: torch.Tensor, banned: Collection[int] = (), draw: Draw | None = None) -> torch.Tensor:
+    """Tokens [B] of logits [B, vocabulary], on the CPU: the likeliest, or drawn.
+
+    Raises:
+        FloatingPointError: NaN or inf in the logits; both reach the maximum, so one test finds them.
+    """
     if banned:
         logits = logits.index_fill(-1, uploaded(torch.tensor(sorted(banned)), logits.device), -torch.inf)
     best, tokens = logits.max(dim=-1)
+    if draw is not None:
+        tokens = draw(logits)
     tokens, finite = torch.stack([tokens, torch.isfinite(best).long()]).cpu()
     if not bool(finite.all()):
         raise FloatingPointError("the model's logits are NaN or infinite")

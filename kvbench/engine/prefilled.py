@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
-from kvbench.engine.generate import prefill
+from kvbench.engine.generate import Draw, chosen_tokens, prefill_logits
 from kvbench.engine.hf import EngineCache, shape_of
 from kvbench.memory.store import LayerStore
 from kvbench.method import Method, Needs, Prompt
@@ -48,20 +48,28 @@ class Prefilled:
 
     Attributes:
         lengths: prompt tokens of each row.
-        tokens: [B], the first new token of each row.
+        tokens: [B], the likeliest first new token of each row.
         seconds: what the prefill took.
         reference: [T, vocabulary] fp32, what full attention says after each token of a text that is given (see
             `kvbench.measure.fidelity`); None: nobody asked.
     """
 
-    def __init__(self, tokens: torch.Tensor, recorded: Recorder, engine: Engine, seconds: float) -> None:
+    def __init__(
+        self, logits: torch.Tensor, not_first: Collection[int], recorded: Recorder, engine: Engine, start: float
+    ) -> None:
         self.lengths = engine.shape.lengths
-        self.tokens, self.seconds = tokens, seconds
+        self._logits, self._not_first = logits, not_first
+        self.tokens = self.first_tokens(None)
+        self.seconds = time.perf_counter() - start
         self._prompts, self._similarity = recorded.prompts, recorded.similarity
         self._stores, self._windowed = engine.stores, engine.windowed
         self._capacity = engine.capacity
         self.reference: torch.Tensor | None = None
         self._lent: list[LayerStore] = []
+
+    def first_tokens(self, draw: Draw | None) -> torch.Tensor:
+        """The first new token of each row, [B] on the CPU: the likeliest, or drawn."""
+        return chosen_tokens(self._logits, self._not_first, draw)
 
     def lend(self, engine: Engine) -> None:
         """Let `engine`, fresh and made for these prompts, begin here. The engine that began before it must not go on.
@@ -124,8 +132,8 @@ def prefill_once(
     shape = shape_of(model, [len(prompt) for prompt in prompts], (), model.dtype, model.device)
     recorder = Recorder(union(needs))
     engine = Engine(shape, recorder, Budget(None), new_tokens=max_new_tokens)
-    tokens = prefill(model, prompts, EngineCache(engine), chunk, not_first=not_first)
-    return Prefilled(tokens, recorder, engine, time.perf_counter() - start)
+    logits = prefill_logits(model, prompts, EngineCache(engine), chunk)
+    return Prefilled(logits, not_first, recorder, engine, start)
 
 
 def union(needs: Iterable[Needs]) -> Needs:

@@ -20,6 +20,7 @@ from kvbench.engine.generate import Generation, Progress, generate
 from kvbench.engine.heads import Calibration
 from kvbench.engine.hf import engine_for
 from kvbench.engine.prefilled import Prefilled, prefill_once
+from kvbench.engine.sampling import Sampler
 from kvbench.engine.spread import devices_under
 from kvbench.measure import fidelity, latency, machine
 from kvbench.measure.protocol import Protocol, Rendered, render
@@ -101,6 +102,7 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
     chat = _token_ids(sample) is None and arm.protocol.uses_chat(sample, tokenizer)
     record: dict[str, Any] = {
         "id": sample.id,
+        **({"sample": sample.of} if sample.of else {}),
         "group": sample.group,
         "meta": dict(sample.meta),
         "answers": list(sample.answers),
@@ -169,11 +171,35 @@ def prefill_shared(arms: Sequence[Arm], prompts: Sequence[TokenizedSample]) -> P
     )
 
 
+class PromptPrefill:
+    """One prefill for all answers to a prompt that come one after the other; it holds the newest alone.
+
+    Attributes:
+        fresh: the newest call made one.
+    """
+
+    def __init__(self) -> None:
+        self.fresh = False
+        self._of = ""
+        self._prefilled: Prefilled | None = None
+
+    def __call__(self, arms: Sequence[Arm], prompts: Sequence[TokenizedSample]) -> Prefilled:
+        """The prefill of a batch of prompts from which each of `arms` can begin, the same ones for all answers."""
+        of = prompts[0].sample.of  # a batch of several holds one answer to each of its prompts
+        self.fresh = self._prefilled is None or not of or of != self._of
+        if self.fresh:
+            self._prefilled = None  # its memory, before the next takes as much
+            self._prefilled, self._of = prefill_shared(arms, prompts), of
+        assert self._prefilled is not None
+        return self._prefilled
+
+
 def measure(
     arm: Arm,
     prompts: Sequence[TokenizedSample],
     progress: Progress | None = None,
     prefilled: Prefilled | None = None,
+    prefill: PromptPrefill | None = None,
 ) -> list[dict[str, Any]]:
     """Generate for a batch of samples and score them: their records in samples.jsonl.
 
@@ -185,9 +211,12 @@ def measure(
         prompts: `prompt_of` each sample, as `batches` puts them together.
         progress: called with tokens done and tokens in all.
         prefilled: begin from this prefill of those of the prompts that can run; a timed sample always has its own.
+        prefill: makes it, where the prompt has several answers.
     """
     running = [prompt for prompt in prompts if not prompt.record["error"]]
     try:
+        if prefill is not None and running and running[0].sample.of:
+            prefilled = prefill([arm], running)
         records = iter(_records(arm, running, progress, prefilled) if running else [])
     except Exception as error:
         if not is_failed_sample(error):
@@ -224,8 +253,9 @@ def _records(
             records.append({**failure(arm, prompt, f"over_rule: {broken}"), **found})
             continue
         answers, meta = tuple(found.get("answers", sample.answers)), found.get("meta", sample.meta)
-        scores = arm.task.score(replace(sample, answers=answers, meta=meta), found["output"])
+        scores = arm.task.score(replace(sample, id=sample.asked, answers=answers, meta=meta), found["output"])
         records.append({**prompt.record, "scores": scores, **found})
+    engine.release()  # arms live on with their methods, of which each would keep its last prompt
     return records
 
 
@@ -236,8 +266,8 @@ def _generated(
     prompt, model = prompts[0], arm.loaded.model
     sample, rows = prompt.sample, [one.ids for one in prompts]
     synthetic = sample.timed and sample.timed.keys == "synthetic_attention"
-    ids = [one.sample.id for one in prompts]
-    make = partial(arm.engine, samples=ids, kind=SyntheticEngine if synthetic else Engine)
+    asked = [one.sample.asked for one in prompts]
+    make = partial(arm.engine, samples=asked, kind=SyntheticEngine if synthetic else Engine)
     if sample.timed:
         # a share of a shorter prompt may be less than the method can do with
         rehearsed = len(prompt.ids) if isinstance(arm.budget.size, float) else latency.REHEARSED
@@ -264,9 +294,19 @@ def _generated(
             prefill_chunk=arm.protocol.prefill_chunk,
             question=prompt.question,
             prefilled=prefilled,
+            draw=draw_of(arm, [one.sample for one in prompts]),
             progress=progress,
         )
     return generation, engine, {"machine": measured_on}
+
+
+def draw_of(arm: Arm, samples: Sequence[Sample]) -> Sampler | None:
+    """How the tokens of samples that are generated together are drawn; None: greedily."""
+    protocol = arm.protocol
+    if not protocol.temperature:
+        return None
+    seeds = [f"{arm.config['seed']}/{sample.asked}/{sample.answer}" for sample in samples]
+    return Sampler(protocol.temperature, seeds, protocol.top_p, protocol.top_k)
 
 
 def _compared(

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 Chat = Literal["auto", "on", "off"]
 Generated = Literal["free", "counted"]
 
+# How tokens are drawn by default. A run id holds what is otherwise, and else nothing: greedy runs keep theirs.
+GREEDY: dict[str, float] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "samples": 1}
+
 
 @dataclass(frozen=True)
 class Protocol:
@@ -38,6 +41,10 @@ class Protocol:
         question_as_decode: the prompt ends before the question, which is read token by token through the method.
         generated: "free", generated tokens stay outside the budget where a method's published rule leaves them;
             "counted", they count for every method.
+        temperature: of the softmax that tokens are drawn from; 0: the likeliest is taken.
+        top_p: the fewest likeliest tokens with this probability together are drawn from.
+        top_k: so many likeliest tokens are drawn from; 0: all.
+        samples: answers to each prompt, all from one prefill.
 
     Raises:
         ValueError: a value outside these, named by its key.
@@ -49,6 +56,10 @@ class Protocol:
     prefill_chunk: int | None = None
     question_as_decode: bool = False
     generated: Generated = "free"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    samples: int = 1
 
     def __post_init__(self) -> None:
         _one_of("protocol.accounting", self.accounting, ("paper", "unified"))
@@ -60,10 +71,35 @@ class Protocol:
             raise ValueError(f"protocol.prefill_chunk={self.prefill_chunk!r}: a number of tokens, 1 or more, or null")
         if self.dense_layers not in ("auto", "method"):
             object.__setattr__(self, "dense_layers", _layers(self.dense_layers))
+        self._check_drawing()
+
+    def _check_drawing(self) -> None:
+        """How tokens are drawn; 1 and 1.0 are one protocol."""
+        if not _is_real(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise ValueError(f"protocol.temperature={self.temperature!r}: 0 (greedy) or more, such as 0.6")
+        if not _is_real(self.top_p) or not 0 < self.top_p <= 1:
+            raise ValueError(f"protocol.top_p={self.top_p!r}: a probability above 0, 1 at most (all tokens)")
+        if not _is_int(self.top_k) or self.top_k < 0:
+            raise ValueError(f"protocol.top_k={self.top_k!r}: a number of tokens, 1 or more, or 0 (all)")
+        if not _is_int(self.samples) or self.samples < 1:
+            raise ValueError(f"protocol.samples={self.samples!r}: a number of answers to each prompt, 1 or more")
+        object.__setattr__(self, "temperature", float(self.temperature))
+        object.__setattr__(self, "top_p", float(self.top_p))
+        needless = next((key for key, value in self.drawn().items() if key != "temperature"), None)
+        if needless and not self.temperature:
+            raise ValueError(
+                f"protocol.{needless}={getattr(self, needless)}: nothing is drawn with protocol.temperature=0; set a "
+                "temperature, such as 0.6"
+            )
+
+    def drawn(self) -> dict[str, float]:
+        """How tokens are drawn, where that is not greedily: the fields of `GREEDY` with other values than there."""
+        return {key: getattr(self, key) for key, value in GREEDY.items() if getattr(self, key) != value}
 
     def digest(self) -> str:
         """12 hex digits, the same for equal protocols in any process and version."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+        values = {key: value for key, value in asdict(self).items() if key not in GREEDY} | self.drawn()
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
     def dense_layers_of(self, auto: Sequence[int], published: Sequence[int], layers: int) -> tuple[int, ...]:
         """The true indices of the dense layers of a model, sorted.
@@ -196,6 +232,10 @@ def _layers(values: object) -> tuple[int, ...]:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return _is_int(value) or isinstance(value, float)
 
 
 def _one_of(key: str, value: object, choices: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from kvbench.engine.engine import Engine
+from kvbench.engine.generate import Draw
 from kvbench.engine.prefilled import Prefilled
 from kvbench.method import Shape
 
@@ -217,6 +218,10 @@ class Filled(Prefilled):
     def __init__(self, engine: SyntheticEngine, rows: Sequence[Sequence[int]]) -> None:
         self.tokens = torch.tensor([row[-1] for row in rows])
         self._engine, self._rows = engine, rows
+
+    def first_tokens(self, draw: Draw | None) -> torch.Tensor:
+        """The last of each prompt; nothing has said what comes after it."""
+        return self.tokens
 
     def lend(self, engine: Engine) -> None:
         """Fill the engine that this was made for."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,13 @@ import yaml
 
 from kvbench.budget import has_budget, size_of
 from kvbench.config import FACTS, first_line, show
+from kvbench.measure.protocol import GREEDY
 from kvbench.runs.folder import FORMAT, Record, ResultsError, read_samples, runs_in, tear_of
 from kvbench.runs.quantities import QUANTITIES, is_number, measured
-from kvbench.runs.summary import by_machine, machine_name, summarise, summarise_repeats
+from kvbench.runs.summary import answers_of, by_machine, machine_name, summarise, summarise_repeats
 
 YARDSTICK = "full"  # the method that all others are compared with
-PROTOCOL = ("accounting", "dense_layers", "chat", "prefill_chunk", "question_as_decode", "generated")
+PROTOCOL = ("accounting", "dense_layers", "chat", "prefill_chunk", "question_as_decode", "generated", *GREEDY)
 CELL = {"task.lengths", "task.batch", "task.repeats"}  # settings that the length and batch of a timed cell stand for
 
 
@@ -51,13 +53,13 @@ class TimedCell(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """The main score of every sample of a run, in the order they were first written.
+    """The main score of every sample of a run, in the order they were first written; of several answers the mean.
 
     Attributes:
         ids: of the samples.
         groups: the group of each.
         values: [n] 0..100; a failed sample counts 0.
-        failed: [n] bool.
+        failed: [n] bool; whether any of several answers has.
         seeds: of the run that each sample is from; several where runs stand together (`kvbench.report.seeds`).
         contents: [n] the same number for what is the same sample under several seeds: by its id, answers and length.
         kl: [n] mean KL divergence from full attention; NaN where there is none.
@@ -271,7 +273,8 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         "dense_layers": show(identity.get("dense_layers") or []),
         "shared_prefill": bool(identity.get("shared_prefill")),
     }
-    sections = {"protocol": own["protocol"], "probe": own.get("probe") or {}, "method": method, "task": task}
+    protocol = {**GREEDY, **own["protocol"]}
+    sections = {"protocol": protocol, "probe": own.get("probe") or {}, "method": method, "task": task}
     for section, values in sections.items():
         for key, value in values.items():
             if key not in FACTS | {"name", "_target_", "preset"}:
@@ -295,21 +298,28 @@ def _only_score(records: Iterable[Record]) -> str:
 
 def _scores(records: Iterable[Record], metric: str, seed: str) -> Scores:
     ids, groups, values, failed, contents, kl = [], [], [], [], [], []
-    for record in records:
-        lost = bool(record.get("error"))
-        value = 0.0 if lost else (record.get("scores") or {}).get(metric)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ResultsError(f"sample {record['id']} has no number as its {metric}, but {show(value)}")
-        ids.append(record["id"])
+    for answers in answers_of(records):
+        record = answers[0]
+        asked: str = record.get("sample") or record["id"]
+        lost = any(answer.get("error") for answer in answers)
+        ids.append(asked)
         groups.append(str(record.get("group") or ""))
-        values.append(100.0 * value)
+        values.append(100.0 * statistics.fmean(_score(answer, metric) for answer in answers))
         failed.append(lost)
-        contents.append(hash(repr((record["id"], record.get("answers"), record.get("prompt_tokens")))))
+        contents.append(hash(repr((asked, record.get("answers"), record.get("prompt_tokens")))))
         near = (record.get("fidelity") or {}).get("kl_mean")
         kl.append(near if is_number(near) and not lost else math.nan)
     return Scores(
         ids, groups, np.array(values), np.array(failed), [seed] * len(ids), np.array(contents), np.array(kl, float)
     )
+
+
+def _score(record: Record, metric: str) -> float:
+    """The main score of a record, 0..1; 0 where it failed."""
+    value = 0.0 if record.get("error") else (record.get("scores") or {}).get(metric)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ResultsError(f"sample {record['id']} has no number as its {metric}, but {show(value)}")
+    return float(value)
 
 
 def _arm(

@@ -42,11 +42,16 @@ from kvbench.report.select import (
     value_of,
 )
 from kvbench.report.timed import timed_tables
-from kvbench.runs.quantities import Quantity, named
+from kvbench.runs.quantities import PASSED, Quantity, named
 
-SUMMARY = ("score", "device_kv_bytes", "moved_bytes_per_step", "ttft_s", "tpot_ms_mean", "recall")
+SEVERAL = tuple(PASSED)[1:]  # of one answer it is the score
+COSTS = ("device_kv_bytes", "moved_bytes_per_step", "ttft_s", "tpot_ms_mean", "recall")
+SUMMARY = ("score", *SEVERAL, *COSTS, "new_tokens", "new_tokens_median", "looped")
 # The most telling first: what has no room on a console is left out from the end.
-OVERVIEW = ("score", "kl_mean", "attended_share", "device_kv_bytes", "tpot_ms_mean", "recall", *SUMMARY[2:4])
+OVERVIEW = (
+    *("score", *SEVERAL, "kl_mean", "attended_share", "device_kv_bytes", "tpot_ms_mean", "recall"),
+    *("moved_bytes_per_step", "ttft_s", "new_tokens", "new_tokens_median"),
+)
 MOST_ROWS = 40  # of an overview with a row for each budget
 
 # A row's labels, a column's, and the groups that the cell there is of: () for the whole run.

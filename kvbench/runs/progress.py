@@ -38,6 +38,14 @@ class TimeLeft(ProgressColumn):
         return Text(time_left(bar.elapsed, bar.fields.get("share") or 0.0), style="progress.remaining")
 
 
+class Speed(ProgressColumn):
+    """Tokens a second inside a sample, of the last half minute."""
+
+    def render(self, bar: Bar) -> Text:
+        """The speed, "" of a bar over samples."""
+        return Text(f"{bar.speed:.0f} tokens/s" if bar.fields.get("tokens") and bar.speed else "")
+
+
 class Reporter:
     """What a run tells while it goes on.
 
@@ -48,30 +56,35 @@ class Reporter:
     def __init__(self, bars: Progress, total: int, done: int) -> None:
         self.bars, self.share = bars, 0.0
         self._samples = bars.add_task("samples", total=total, completed=min(done, total), share=0.0)
-        self._inside = bars.add_task("tokens of this sample", total=None, visible=False)
+        self._inside = bars.add_task("tokens of this sample", total=None, visible=False, tokens=True)
         self._said: set[str] = set()
-        self._tokens = self._at = 0
+        self._tokens = self._at = self._of = 0
+        self._told_tokens = 0
         self._began = self._told = time.monotonic()
 
     def begin(self, at: int = 0) -> None:
         """A generation begins, with `at` tokens of its prompt read already."""
-        self._at = at
+        self._at, self._of = at, 0
 
     def tokens(self, done: int, total: int) -> None:
         """`done` of `total` tokens of the current generation are read or written."""
         self._tokens += done - self._at
-        self._at = done
+        self._at, self._of = done, total
         self.bars.update(self._inside, completed=done, total=total, visible=True)
         if self.bars.disable and time.monotonic() - self._told >= LINE_SECONDS:
             self.line()
 
     def line(self) -> None:
-        """How far it is, as a line."""
-        self._told = time.monotonic()
-        elapsed, samples = self._told - self._began, self.bars.tasks[self._samples]
+        """How far it is, as a line: over all samples, and inside the one that runs, its speed since the last line."""
+        now = time.monotonic()
+        elapsed, samples = now - self._began, self.bars.tasks[self._samples]
         left = time_left(elapsed, self.share) or str(timedelta(seconds=round(elapsed)))
         rate = self._tokens / max(elapsed, 1e-3)
         line = f"{samples.completed:.0f}/{samples.total:.0f} samples, {rate:.0f} tokens/s, {left}"
+        if self._at < self._of:
+            speed = (self._tokens - self._told_tokens) / max(now - self._told, 1e-3)
+            line += f"; of this one {self._at:,} of {self._of:,} tokens, {speed:.0f} tokens/s"
+        self._told, self._told_tokens = now, self._tokens
         self.bars.console.print(line, highlight=False)
 
     def sample(self, record: dict[str, Any], share: float) -> None:
@@ -88,6 +101,7 @@ class Reporter:
 
     def advance(self, share: float) -> None:
         """One more sample is done, `share` of the work; one that ended early has no tokens to come."""
+        self._of = 0
         self.share += share
         self.bars.update(self._samples, advance=1, share=self.share)
         self.bars.update(self._inside, completed=self.bars.tasks[self._inside].total)
@@ -132,7 +146,7 @@ def progress(console: Console, total: int, done: int) -> Iterator[Reporter]:
     """
     drawn = console.is_terminal or console.is_jupyter
     columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), TimeLeft(), console=console, disable=not drawn) as bars:
+    with Progress(*columns, TimeElapsedColumn(), TimeLeft(), Speed(), console=console, disable=not drawn) as bars:
         report = Reporter(bars, total, done)
         with event.install_listener("numba:compile", _Compilations(report)):
             yield report

@@ -30,6 +30,8 @@ PERCENT = Unit("%", 100)
 MORE: Literal["more"] = "more"
 LESS: Literal["less"] = "less"
 
+PASSED = {f"pass_at_{k}": k for k in (1, 2, 4, 8, 16, 32, 64)}  # the k of each pass@k, by its name
+
 
 class Quantity(NamedTuple):
     """One recorded number, flag or word.
@@ -162,6 +164,11 @@ _LISTED = (
     Quantity("perplexity_full", "fidelity", "perplexity under full attention", PLAIN, 2),
     Quantity("score_samples", "", "score, mean over samples", PLAIN, 1, MORE, key="score"),
     Quantity("score_ok", "", "score without failed", PLAIN, 1, MORE),
+    *(Quantity(name, "", f"pass@{k}", PLAIN, 1, MORE) for name, k in PASSED.items()),
+    Quantity("prompts", "", "prompts with several answers", PLAIN, 0),
+    Quantity("new_tokens", "output", "new tokens, mean", PLAIN, 1, label="new tokens", key="tokens_mean"),
+    Quantity("new_tokens_median", "output", "new tokens, median", PLAIN, 0, key="tokens_median"),
+    Quantity("looped", "output", "outputs that end in a loop", PERCENT, 0, LESS, short="looped, %"),
     Quantity("stderr", "macro", "standard error of the score", PLAIN, 1, LESS),
     Quantity("n", "", "samples", PLAIN, 0),
     Quantity("failed", "", "failed", PLAIN, 0, LESS),
@@ -217,7 +224,7 @@ def _parts(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """What a summary holds, by part; at its top, where much else stands, only what has a line."""
     latency = summary.get("latency") or {}
     times = {key: value for key, value in latency.items() if key != "breakdown_ms"}
-    parts = {part: summary.get(part) or {} for part in ("machine", "audit", "hardware", "probe", "fidelity")}
+    parts = {part: summary.get(part) or {} for part in ("machine", "audit", "hardware", "output", "probe", "fidelity")}
     top = {"": summary, "macro": summary.get("macro") or summary}
     listed = {part: {key: values.get(key) for known, key in _BY_KEY if known == part} for part, values in top.items()}
     return {**listed, "latency": times, "breakdown_ms": latency.get("breakdown_ms") or {}, **parts}

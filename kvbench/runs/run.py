@@ -22,8 +22,8 @@ from kvbench.engine.footprint import Prompts, footprint, free_memory, refuse_too
 from kvbench.engine.heads import calibration_for
 from kvbench.engine.packed import pack
 from kvbench.measure import machine
-from kvbench.measure.arm import Arm, Setup, batches, measure, prompt_of
-from kvbench.measure.protocol import Protocol
+from kvbench.measure.arm import Arm, PromptPrefill, Setup, batches, measure, prompt_of
+from kvbench.measure.protocol import GREEDY, Protocol
 from kvbench.method import Method
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
@@ -38,7 +38,7 @@ from kvbench.runs.identity import (
 from kvbench.runs.progress import progress
 from kvbench.runs.summary import machine_name, summarise
 from kvbench.runs.table import table
-from kvbench.tasks import Sample, take, task_of
+from kvbench.tasks import Sample, several, take, task_of
 
 Config = dict[str, Any]
 
@@ -72,11 +72,13 @@ def run(cfg: DictConfig, shard: Shard = WHOLE) -> dict[str, Any]:
             console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)
         work = work_of(arm, config["task"].get("limit"), folder.done, shard)
         folder.expect(work.whole)
+        prefill = PromptPrefill()
         with progress(console, work.total, work.done) as report:
             for batch in batches(work.samples, config["batch"]):
                 prompts = [prompt_of(arm, sample) for sample in batch]
                 report.begin()
-                for sample, record in zip(batch, measure(arm, prompts, report.tokens), strict=True):
+                records = measure(arm, prompts, report.tokens, prefill=prefill)
+                for sample, record in zip(batch, records, strict=True):
                     folder.add(record, report.share + work.share(sample))
                     report.sample(record, work.share(sample))
                     if _attends_whole(arm, record):
@@ -93,7 +95,8 @@ def run(cfg: DictConfig, shard: Shard = WHOLE) -> dict[str, Any]:
     console.print(table(title, arm.task.metric, summary))
     console.print(f"results: {folder.path}", soft_wrap=True)
     if summary["n"] < len(folder.records):
-        console.print(f"task.limit={summary['n']}: of the {len(folder.records)} samples there these are the first")
+        limit = config["task"]["limit"]
+        console.print(f"task.limit={limit}: of the {len(folder.records)} samples there these are the first")
     if summary["failed"]:
         console.print(
             f"{summary['failed']} of {summary['n']} samples failed and scored 0: {folder.path / 'samples.jsonl'} says "
@@ -177,7 +180,9 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
 
     def try_out(tokenizer: PreTrainedTokenizerBase) -> None:
         protocol.check_chat(tokenizer)
-        next(iter(task.samples(tokenizer, config["seed"])), None)  # reads the files, and tries the lengths
+        first = next(iter(task.samples(tokenizer, config["seed"])), None)  # reads the files, and tries the lengths
+        if protocol.temperature and first is not None and (first.timed or first.given):
+            raise ValueError(f"protocol.temperature={protocol.temperature}: task={task.name} draws no tokens; use 0")
 
     setup = set_up(config, largest_prompts(config), loaded, try_out)
     if loaded is None:
@@ -285,40 +290,48 @@ def work_of(arm: Arm, limit: int | None, done: Collection[str], shard: Shard = W
     What is wrong with a task's settings or data shows here or at the first sample.
     """
     ids: list[str] = []
-    pending = _pending(samples(arm, limit), ids, done, shard)
+    each = arm.protocol.samples
+    pending = _pending(samples(arm, limit), ids, done, shard, each)
     if not arm.task.stored:
-        whole = min(len(arm.task), limit or len(arm.task))
-        total = shard.share(whole)
+        prompts = min(len(arm.task), limit or len(arm.task))
+        whole, total = each * prompts, each * shard.share(prompts)
         # Whose a finished sample is shows only when it is made anew: of those there this shard has its share.
         finished = total * min(len(done), whole) // max(1, whole)
         left = max(1, total - finished)
-        return Work(pending, ids, whole, total, finished, whole < (limit or math.inf), lambda sample: 1 / left)
+        return Work(pending, ids, whole, total, finished, prompts < (limit or math.inf), lambda sample: 1 / left)
     longest_first = sorted(pending, key=lambda sample: -len(sample.prompt))
     characters = max(1, sum(len(sample.prompt) for sample in longest_first))
-    total = shard.share(len(ids))
+    total = each * shard.share(len(ids) // each)
     return Work(
         longest_first,
         ids,
         len(ids),
         total,
         total - len(longest_first),
-        len(ids) < (limit or math.inf),
+        len(ids) // each < (limit or math.inf),
         lambda sample: len(sample.prompt) / characters,
     )
 
 
-def _pending(samples: Iterable[Sample], ids: list[str], done: Collection[str], shard: Shard) -> Iterator[Sample]:
-    """The samples of a shard that are not done; the ids of all are noted as they come."""
+def _pending(
+    samples: Iterable[Sample], ids: list[str], done: Collection[str], shard: Shard, each: int
+) -> Iterator[Sample]:
+    """The samples of a shard that are not done; the ids of all are noted as they come.
+
+    Args:
+        each: so many of them, one after the other, are answers to one prompt, which one shard has.
+    """
     for place, sample in enumerate(samples):
         ids.append(sample.id)
-        if shard.has(place) and sample.id not in done:
+        if shard.has(place // each) and sample.id not in done:
             yield sample
 
 
 def samples(arm: Arm, limit: int | None) -> Iterator[Sample]:
-    """The samples of this run, as the task orders them."""
+    """The samples of this run, as the task orders them, and each answer to one."""
     try:
-        yield from take(arm.task.samples(arm.loaded.tokenizer, arm.config["seed"]), limit)
+        taken = take(arm.task.samples(arm.loaded.tokenizer, arm.config["seed"]), limit)
+        yield from several(taken, arm.protocol.samples)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -331,6 +344,8 @@ def identity(arm: Arm) -> dict[str, Any]:
     """
     config = {key: value for key, value in arm.config.items() if key not in NOT_IDENTITY}
     config["budget"] = budget_of(config)
+    written = {key: value for key, value in config["protocol"].items() if key not in GREEDY}
+    config["protocol"] = written | arm.protocol.drawn()
     for group in ("method", "task"):
         config[group] = {key: value for key, value in config[group].items() if key not in NOT_IDENTITY_OF_GROUP}
     random_weights = arm.loaded.revision.startswith("dummy-")

@@ -19,12 +19,12 @@ from kvbench.config import ConfigError, bind_methods
 from kvbench.engine.prefilled import Prefilled
 from kvbench.measure.arm import (
     Arm,
+    PromptPrefill,
     TokenizedSample,
     batches,
     failure,
     is_failed_sample,
     measure,
-    prefill_shared,
     prompt_of,
 )
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
@@ -132,6 +132,7 @@ def _run(
         if folder.tear:
             console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)
         folder.expect(work.whole)
+    prefill = PromptPrefill()
     with progress(console, work.total, work.done) as report:
         for batch in batches(work.samples, first.config["batch"]):
             waiting = {
@@ -142,7 +143,9 @@ def _run(
             if len(ended) == len(running):
                 break
             prompts = [prompt_of(first, sample) for sample in batch]
-            for part, prefilled, failed in _prefilled([arm for arm, _ in waiting.values()], prompts, report):
+            # An arm that waits for no answer now may wait for the next one to this prompt.
+            served = [arm for arm, _ in (running if batch[0].of else waiting).values()] if waiting else []
+            for part, prefilled, failed in _prefilled(served, prompts, report, prefill):
                 read = max(len(prompt.ids) for prompt in part)
                 for index, (arm, folder) in waiting.items():
                     if index in ended:
@@ -159,13 +162,14 @@ def _run(
                         with suppress(ResultsError):  # where nothing can be written, that is the error
                             folder.leave(interrupted=True)
                         report.bars.console.print(f"{arm_name(arm.config)} ends: {type(error).__name__}: {error}")
+            prefilled = None  # its memory, before the next takes as much
             for sample in batch:
                 report.advance(work.share(sample))
     return ended, work
 
 
 def _prefilled(
-    arms: Sequence[Arm], prompts: Sequence[TokenizedSample], report: Reporter
+    arms: Sequence[Arm], prompts: Sequence[TokenizedSample], report: Reporter, prefill: PromptPrefill
 ) -> Iterator[tuple[Sequence[TokenizedSample], Prefilled | None, str]]:
     """A batch with its prefill, or why that failed; a failed batch of several falls into its samples."""
     running = [prompt for prompt in prompts if not prompt.record["error"]]
@@ -173,16 +177,17 @@ def _prefilled(
     report.begin()
     if arms and running:
         try:
-            prefilled = prefill_shared(arms, running)
+            prefilled = prefill(arms, running)
             read = max(len(prompt.ids) for prompt in running)
-            report.tokens(read, read + running[0].sample.max_new_tokens)
+            if prefill.fresh:
+                report.tokens(read, read + running[0].sample.max_new_tokens)
         except Exception as error:
             if not is_failed_sample(error):
                 raise
             failed = f"{type(error).__name__}: {error}"
     if failed and len(prompts) > 1:
         for prompt in prompts:
-            yield from _prefilled(arms, [prompt], report)
+            yield from _prefilled(arms, [prompt], report, prefill)
     else:
         yield prompts, prefilled, failed
 

@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from kvbench.runs.quantities import QUANTITIES, find, is_number
+from kvbench.runs.quantities import PASSED, QUANTITIES, find, is_number
 
 Record = TypeVar("Record", bound=Mapping[str, Any])
+LOOP_TIMES, LOOP_LEAST, LOOP_MOST = 4, 32, 128  # of a loop: repeats, tokens in all, and tokens of its n-gram
 DISTURBED = 0.1  # of the threads' cores, taken away by others: beyond that a time is not the method's
 
 
@@ -17,10 +18,11 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
     """What summary.json holds, from sample records alone.
 
     Scores are means x 100 over all samples, a failed one counting 0; `score_ok` leaves the failed out; `stderr` is the
-    standard error of the mean in the same units. Timings, audit, hardware and probes are over samples that did not
-    fail, and timings and hardware over those of one machine (`timed_alike`); a broken budget rule, which fails its
-    sample, still shows in the audit. Where samples belong to several groups (subsets, lengths), `groups` has each one's
-    own, and `macro` the plain mean of theirs. What no sample measured is None or absent.
+    standard error of the mean in the same units. Where a prompt has several answers, its score is their mean, the error
+    is over prompts, and `pass_at_<k>` is there. Timings, audit, hardware and probes are over samples that did not fail,
+    and timings and hardware over those of one machine (`timed_alike`); a broken budget rule, which fails its sample,
+    still shows in the audit. Where samples belong to several groups (subsets, lengths), `groups` has each one's own,
+    and `macro` the plain mean of theirs. What no sample measured is None or absent.
 
     Args:
         records: one record a sample, as in samples.jsonl.
@@ -29,30 +31,91 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
     records = list(records)
     finished = [record for record in records if not record.get("error")]
     names = sorted({metric}.union(*(record.get("scores") or {} for record in finished)))
-    main = [_score(record, metric) for record in records]
+    main = _of_prompts(records, metric)
     groups = _groups(records, metric)
     timed = timed_alike(finished)
     summary: dict[str, Any] = {
         "score": _percent(main),
-        "score_ok": _percent([_score(record, metric) for record in finished]),
+        "score_ok": _percent(_of_prompts(finished, metric)),
         "scores": {name: _percent(_scores(records, name)) for name in names},
         "n": len(records),
         "failed": len(records) - len(finished),
         **_cut(records),
+        **_passed(records, metric),
         "stderr": _percent_error(main),
         "groups": groups,
         "macro": _macro(groups),
         "latency": _latency(timed),
         "machine": _machine(timed, sum(map(len, by_machine(finished).values()))),
         "hardware": _combined("hardware", timed),
+        "output": _written(finished),
         **{part: _combined(part, finished) for part in ("audit", "probe", "fidelity")},
     }
     if any((record.get("audit") or {}).get("over_rule") for record in records):
         summary["audit"] = {**summary["audit"], "over_rule": True}
     if summary["fidelity"]:
         summary["fidelity"] |= _of_stretches(summary["fidelity"], [record["fidelity"] for record in finished])
-    optional = ("groups", "macro", "machine", "audit", "hardware", "probe", "fidelity")
+    optional = ("groups", "macro", "machine", "audit", "hardware", "output", "probe", "fidelity")
     return {key: value for key, value in summary.items() if value or key not in optional}
+
+
+def answers_of(records: Iterable[Record]) -> list[list[Record]]:
+    """The answers to each prompt, in order of appearance; each record is one where prompts have one answer."""
+    found: dict[Any, list[Record]] = {}
+    for place, record in enumerate(records):
+        found.setdefault(record.get("sample", record.get("id", place)), []).append(record)
+    return list(found.values())
+
+
+def _passed(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
+    """How many prompts there are, and pass@k, 0-100, where prompts have several answers; {} where they have one.
+
+    pass@k is the chance that one of k answers is right, which has a score of 1: of a prompt with n answers, c of them
+    right, 1 - C(n - c, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (Evaluating Large Language Models
+    Trained on Code, eq. 1), and its mean over prompts.
+    """
+    prompts = answers_of(records)
+    if len(prompts) == len(records):
+        return {}
+    counts = [(len(own), sum(_score(record, metric) > 1 - 1e-9 for record in own)) for own in prompts]
+    least = min(n for n, _ in counts)
+    found = {
+        name: math.fsum(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) / len(counts)
+        for name, k in PASSED.items()
+        if k <= least
+    }
+    return {"prompts": len(prompts), **{name: 100 * share for name, share in found.items()}}
+
+
+def _written(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """How long the outputs are that a model wrote, and how many of them ended in a loop; {} where it wrote none."""
+    outputs = [
+        record["output_ids"]
+        for record in records
+        if record.get("output_ids") and not record.get("fidelity") and not record.get("hardware")
+    ]
+    if not outputs:
+        return {}
+    lengths = [len(output) for output in outputs]
+    return {
+        "tokens_mean": statistics.fmean(lengths),
+        "tokens_median": statistics.median(lengths),
+        "looped": statistics.fmean(map(is_looped, outputs)),
+    }
+
+
+def is_looped(output: Sequence[int]) -> bool:
+    """Whether the ids of an output end in one n-gram over and over: four times or more, and for 32 tokens or more.
+
+    n is at most 128. An output that a stop token has ended does not end in a loop.
+    """
+    for n in range(1, min(LOOP_MOST, len(output) // LOOP_TIMES) + 1):
+        if output[-1] != output[-1 - n]:
+            continue
+        tail = output[-max(LOOP_TIMES * n, LOOP_LEAST) :]
+        if len(tail) >= LOOP_LEAST and tail[n:] == tail[:-n]:
+            return True
+    return False
 
 
 def _cut(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -138,11 +201,17 @@ def _scores(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     """
     having = [name in (record.get("scores") or {}) for record in records]
     groups = {record.get("group") for record, has in zip(records, having, strict=True) if has}
-    return [
-        _score(record, name)
+    counted = [
+        record
         for record, has in zip(records, having, strict=True)
         if has or not groups or (record.get("error") and record.get("group") in groups)
     ]
+    return _of_prompts(counted, name)
+
+
+def _of_prompts(records: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    """The score of each prompt, 0..1: the mean over its answers."""
+    return [statistics.fmean(_score(record, name) for record in own) for own in answers_of(records)]
 
 
 def _percent(scores: Sequence[float]) -> float | None:
@@ -173,7 +242,7 @@ def _groups(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, dict
         return {}
     found = {}
     for group, own in members.items():
-        scores = [_score(record, metric) for record in own]
+        scores = _of_prompts(own, metric)
         failed = sum(bool(record.get("error")) for record in own)
         found[group] = {"score": _percent(scores), "stderr": _percent_error(scores), "n": len(own), "failed": failed}
     return found

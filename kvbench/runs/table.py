@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.runs.quantities import QUANTITIES, measured, named
+from kvbench.runs.quantities import PASSED, QUANTITIES, measured, named
 from kvbench.runs.summary import machine_name
 
 SCORE, ALLOCATED = QUANTITIES["score"], QUANTITIES["device_kv_allocated_bytes"]
@@ -24,13 +24,14 @@ COSTS = (  # of a run, a line each
 )
 # How tokens came to the device where there was none.
 NOT_SENT = {"simulated": "simulated", "in place": "counted, not copied"}
-COMPARED = ("attended_share", "device_kv_bytes", "tpot_ms_mean")  # of the arms of a sweep, a column each
+COMPARED = ("attended_share", "device_kv_bytes", "tpot_ms_mean", "new_tokens")  # of the arms of a sweep, a column each
 
 
 def table(title: str, metric: str, summary: Mapping[str, Any]) -> Table:
     """What a run found, a line each, narrow enough for any terminal and log."""
     found = measured(summary)
     lines = [
+        _answers(found),
         _fidelity(found),
         _costs(found),
         _hardware(found),
@@ -52,7 +53,19 @@ def table(title: str, metric: str, summary: Mapping[str, Any]) -> Table:
 def _scored(group: Mapping[str, Any]) -> str:
     """A score, its standard error, and how many samples it is of: of a summary, or of one of its groups."""
     failed = f", {group['failed']} failed" if group["failed"] else ""
-    return f"{with_error(group['score'], group.get('stderr'))} ({group['n']} samples{failed})"
+    answered = f"answers to {group['prompts']} prompts" if "prompts" in group else "samples"
+    return f"{with_error(group['score'], group.get('stderr'))} ({group['n']} {answered}{failed})"
+
+
+def _answers(found: Mapping[str, Any]) -> dict[str, str]:
+    """What several answers to a prompt come to, how long they are, and whether they end in loops."""
+    rows = {QUANTITIES[name].title: QUANTITIES[name].amount(found[name]) for name in PASSED if name in found}
+    if "new_tokens" in found:
+        mean, median = (QUANTITIES[name].number(found[name]) for name in ("new_tokens", "new_tokens_median"))
+        rows["new tokens"] = f"{mean} on average, {median} in the middle"
+    if found.get("looped"):
+        rows[QUANTITIES["looped"].title] = QUANTITIES["looped"].amount(found["looped"])
+    return rows
 
 
 def _costs(found: Mapping[str, Any]) -> dict[str, str]:
@@ -138,7 +151,10 @@ def tell(ends: Sequence[tuple[str, Ended]], console: Console | None = None) -> N
     """
     table = Table()
     table.add_column("arm", overflow="fold", min_width=min(40, max(len(words) for words, _ in ends)))
-    add_numbers(table, [SCORE.heading, "samples", "failed", *(QUANTITIES[name].heading for name in COMPARED)])
+    # pass@k is in the largest k that prompts have answers for, and there only where they have several.
+    passed = [name for name in PASSED if any(name in summary for _, (summary, _) in ends)][1:][-1:]
+    compared = (*passed, *COMPARED)
+    add_numbers(table, [SCORE.heading, "samples", "failed", *(QUANTITIES[name].heading for name in compared)])
     for words, (summary, error) in ends:
         if error:
             table.add_row(words, "did not finish")
@@ -147,7 +163,7 @@ def tell(ends: Sequence[tuple[str, Ended]], console: Console | None = None) -> N
         table.add_row(
             words,
             with_error(summary.get("score"), summary.get("stderr"), missing=""),
-            *(QUANTITIES[name].number(found.get(name), missing="") for name in ("n", "failed", *COMPARED)),
+            *(QUANTITIES[name].number(found.get(name), missing="") for name in ("n", "failed", *compared)),
         )
     (console or wide_console()).print(table)
     unfinished = [f"{words}: {error}" for words, (_, error) in ends if error]

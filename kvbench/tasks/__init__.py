@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -74,6 +74,8 @@ class Sample:
         timed: its generation is timed, and it has no prompt but this.
         given: its output is given, and compared with full attention's; it has no prompt but this.
         error: why it cannot run (a bad line in a data file), or ""; it then counts as failed.
+        of: where several answers to a prompt are asked for, the id of the task's sample; `id` is then the answer's.
+        answer: which of them it is, from 0 on.
     """
 
     id: str
@@ -93,6 +95,13 @@ class Sample:
     timed: Timed | None = None
     given: Given | None = None
     error: str = ""
+    of: str = ""
+    answer: int = 0
+
+    @property
+    def asked(self) -> str:
+        """The id that the task gave it, whichever of several answers it is."""
+        return self.of or self.id
 
 
 class Task(ABC):
@@ -157,3 +166,10 @@ def take(samples: Iterable[Sample], limit: int | None) -> Iterator[Sample]:
         if limit is not None and count >= limit:
             return
         yield sample
+
+
+def several(samples: Iterable[Sample], count: int) -> Iterator[Sample]:
+    """Each sample as often as answers to it are asked for, one after the other; a single answer is the sample."""
+    for sample in samples:
+        for answer in range(count):
+            yield sample if count == 1 else replace(sample, id=f"{sample.id}#{answer + 1}", of=sample.id, answer=answer)

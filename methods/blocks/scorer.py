@@ -85,7 +85,7 @@ class Scorer(Method):
             return
         kept, _ = self.best(layer, prompt)
         if not whole:
-            self.view.keep(layer, kept)
+            self.view.keep(layer, kept, ROLLING_WINDOW if self.budget.counts_generated else None)
         if not self._in_place:
             self.scored[layer] = [
                 row[:, window:most]
@@ -135,7 +135,7 @@ class Scorer(Method):
         self.steps += 1
         if self.budget.counts_generated and self.steps % ROLLING_WINDOW == 0:
             for layer in self.shape.sparse_layers:
-                self.view.keep(layer, self._attended(layer))
+                self.view.keep(layer, self._attended(layer), ROLLING_WINDOW)
 
     def _attended(self, layer: int) -> torch.Tensor:
         """The window and the generated tokens, as far as C holds them if they count, and the scored ones, [B, H, M].

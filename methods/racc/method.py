@@ -34,7 +34,7 @@ FIRST_INDEXED = 2  # the published code, which links at compressions, indexes fr
 class Evictions:
     """The view that the prompt's compressor gets: as the store's own, but that `keep` has the rest indexed, too."""
 
-    def __init__(self, view: View, keep: Callable[[int, torch.Tensor], None]) -> None:
+    def __init__(self, view: View, keep: Callable[..., None]) -> None:
         self._view, self.keep = view, keep
 
     def __getattr__(self, name: str) -> Any:
@@ -161,11 +161,11 @@ class RACC(Method):
             self.retrieval.flush()
         residents.end_prompt()
 
-    def _keep(self, layer: int, ids: torch.Tensor) -> None:
+    def _keep(self, layer: int, ids: torch.Tensor, room: int | None = None) -> None:
         """Evict all but `ids` [B, H, M] to the host, and have the rest indexed."""
         if self.budget.counts_generated:  # a budget of at least the current length drops nothing
             ids = self._of_long_rows(layer, ids)
-        self.view.keep(layer, ids)
+        self.view.keep(layer, ids, room)
         self.residents[layer].hold(ids, self.view.lengths(layer))
         if not self.link.beta or (self.moves and self.compressions < FIRST_INDEXED):
             return
