@@ -103,11 +103,13 @@ class Shape:
     Attributes:
         layers, query_heads, kv_heads, head_dim: counts.
         lengths: prompt tokens of each row.
-        dtype, device: of keys, values and queries.
+        dtype: of keys, values and queries.
+        device: where they are, and the model's first layers.
         scaling: attention logits are `scaling * (query . key)`.
         sparse_layers: true indices of the layers a method is asked about; the others stay dense and are never shown.
         windows: true indices of layers that attend the most recent tokens alone, and how many; the model computes and
             keeps them itself.
+        elsewhere: true indices of layers that lie on another device, and which.
     """
 
     layers: int
@@ -120,6 +122,16 @@ class Shape:
     scaling: float
     sparse_layers: tuple[int, ...]
     windows: Mapping[int, int] = field(default_factory=dict)
+    elsewhere: Mapping[int, torch.device] = field(default_factory=dict)
+
+    def device_of(self, layer: int) -> torch.device:
+        """Where keys, values and queries of `layer` are."""
+        return self.elsewhere.get(layer, self.device)
+
+    def for_layers(self, values: torch.Tensor) -> dict[int, torch.Tensor]:
+        """A tensor for every layer, where the layer is; those of one device share it."""
+        placed = {device: values.to(device) for device in {self.device, *self.elsewhere.values()}}
+        return {layer: placed[self.device_of(layer)] for layer in range(self.layers)}
 
     @property
     def full_layers(self) -> tuple[int, ...]:

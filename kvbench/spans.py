@@ -19,10 +19,11 @@ class Spans:
             ...
 
     On a CPU that is wall time. A GPU computes behind the program's back, so there the stream itself notes the time
-    where a span begins and ends; where it stands still because the host is busy, that is time of the host's span.
+    where a span begins and ends; where it stands still because the host is busy, that is time of the host's span. Of
+    several GPUs one notes at a time, see `on`.
 
     Args:
-        device: what computes; None: a CPU.
+        device: what computes first; None: a CPU.
 
     Attributes:
         seconds: time by name since `reset`, on a GPU as of the last `fold`.
@@ -32,9 +33,9 @@ class Spans:
         self.seconds: dict[str, float] = defaultdict(float)
         self._open: list[str] = []
         self._since: Any = 0.0
-        self._on_stream = device is not None and device.type == "cuda"
-        self._noted: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._idle: list[torch.cuda.Event] = []  # events to use again
+        self._gpu = device if device is not None and device.type == "cuda" else None  # whose stream notes the time
+        self._noted: list[tuple[torch.device, str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._idle: dict[Any, list[torch.cuda.Event]] = defaultdict(list)  # events to use again, which are a device's
 
     def __call__(self, name: str) -> _Span:
         return _Span(self, name)
@@ -45,29 +46,38 @@ class Spans:
         seconds, self.seconds = dict(self.seconds), defaultdict(float)
         return seconds
 
+    def on(self, device: torch.device) -> None:
+        """What follows is computed by this GPU; what it did before this call, it did in no span."""
+        if self._gpu is not None and device != self._gpu:
+            self._switch()
+            self._gpu = device
+            self._since = self._note()
+
     def fold(self) -> None:
-        """Read the times that the stream has noted; waits for it."""
-        if not self._noted:
-            return
-        self._noted[-1][2].synchronize()
-        for name, start, end in self._noted:
-            self.seconds[name] += start.elapsed_time(end) / 1e3
-        over = {id(event): event for _, *ends in self._noted for event in ends if event is not self._since}
-        self._idle.extend(over.values())
+        """Read the times that the streams have noted; waits for them."""
+        for end in {gpu: end for gpu, _, _, end in self._noted}.values():
+            end.synchronize()
+        over: dict[int, tuple[Any, torch.cuda.Event]] = {}
+        for gpu, name, *ends in self._noted:
+            self.seconds[name] += ends[0].elapsed_time(ends[1]) / 1e3
+            over |= {id(event): (gpu, event) for event in ends if event is not self._since}
+        for gpu, event in over.values():
+            self._idle[gpu].append(event)
         self._noted.clear()
 
     def _switch(self) -> None:
-        now: Any = self._note() if self._on_stream else time.perf_counter()
+        now: Any = time.perf_counter() if self._gpu is None else self._note()
         if self._open:
-            if self._on_stream:
-                self._noted.append((self._open[-1], self._since, now))
+            if self._gpu is not None:
+                self._noted.append((self._gpu, self._open[-1], self._since, now))
             else:
                 self.seconds[self._open[-1]] += now - self._since
         self._since = now
 
     def _note(self) -> torch.cuda.Event:
-        event = self._idle.pop() if self._idle else torch.cuda.Event(enable_timing=True)
-        event.record()
+        idle = self._idle[self._gpu]
+        event = idle.pop() if idle else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._gpu))
         return event
 
 

@@ -80,23 +80,23 @@ class H2O(Evictor):
         coming = int(budget.counts_generated)  # a place that the next token takes
         self.limits = [capacity - coming for capacity in self.capacities]
         recent = [self.compressor.recent(capacity) - coming for capacity in self.capacities]
-        self.limit, self.recent = torch.tensor([self.limits, recent], device=shape.device)[..., None]
+        self.limit, self.recent = (shape.for_layers(torch.tensor(rows)[:, None]) for rows in (self.limits, recent))
 
     def note_prompt(self, layer: int, held: Held, prompt: Prompt) -> None:
         """The sums begin with the prompt's, recent tokens' too."""
         sums = self.compressor.score(layer, prompt).gather(2, held.ids.clamp(min=0))
         held.numbers.copy_(sums.masked_fill(held.ids < 0, torch.inf))
 
-    def note(self, held: Held, attention: torch.Tensor) -> None:
+    def note(self, layer: int, held: Held, attention: torch.Tensor) -> None:
         """Add it to the sums."""
         held.numbers.add_(attention)
 
     def make_room(self, layer: int, held: Held) -> None:
         """Evict the lightest of the tokens that are not recent."""
         if held.width > min(self.limits):
-            recent = held.ids >= (self.view.seen(layer)[:, None] - self.recent)[..., None]
+            recent = held.ids >= (self.view.seen(layer)[:, None] - self.recent[layer])[..., None]
             lightest = held.numbers.masked_fill(recent, torch.inf).argmin(dim=2, keepdim=True)
-            held.drop(lightest, (held.counts > self.limit).long()[..., None], max(self.limits))
+            held.drop(lightest, (held.counts > self.limit[layer]).long()[..., None], max(self.limits))
 
     def most(self, layer: int, length: int, generated: int) -> int:
         """C, and as published the current token."""

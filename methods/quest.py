@@ -77,7 +77,7 @@ class Quest(Method):
         for row, length in enumerate(self.view.lengths(layer)):
             page = self._pages(length) - 1
             first = page * self.page_size
-            keys = keys_of_row(self.view, layer, row, first, length, self.shape.device)
+            keys = keys_of_row(self.view, layer, row, first, length, self.shape.device_of(layer))
             edges = torch.tensor([0, length - first], device=keys.device)
             low[row, :, page : page + 1], high[row, :, page : page + 1] = bounds(keys, edges, self.page_size)
             low[row, :, page + 1 :], high[row, :, page + 1 :] = torch.inf, -torch.inf
@@ -85,7 +85,7 @@ class Quest(Method):
     def _starts(self, prompt: Prompt) -> list[torch.Tensor]:
         """Where each page of each row begins and the last one ends, [P + 1]."""
         return [
-            (torch.arange(self._pages(length) + 1, device=self.shape.device) * self.page_size).clamp(max=length)
+            (torch.arange(self._pages(length) + 1, device=prompt.keys.device) * self.page_size).clamp(max=length)
             for length in prompt.lengths
         ]
 

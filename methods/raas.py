@@ -47,8 +47,10 @@ class RaaS(Evictor):
         super().begin(shape, budget, view, context)
         outside = shape.lengths if self.pinned else [0] * shape.batch
         self.limits = [capacity - 1 + prompt for capacity, prompt in zip(self.capacities, outside, strict=True)]
-        rows = torch.tensor([shape.lengths, outside, self.limits], device=shape.device)[..., None]
-        self.lengths, self.outside, self.limit = rows[0][..., None], rows[1][..., None], rows[2]
+        self.lengths, self.outside = (
+            shape.for_layers(torch.tensor(rows)[:, None, None]) for rows in (shape.lengths, outside)
+        )
+        self.limit = shape.for_layers(torch.tensor(self.limits)[:, None])
 
     def prompt_budget(self) -> Budget:
         """A pinned prompt stays whole."""
@@ -56,31 +58,31 @@ class RaaS(Evictor):
 
     def note_prompt(self, layer: int, held: Held, prompt: Prompt) -> None:
         """Stamps before those of the steps, between -1 and 0: later ones for pages with more votes."""
-        held.numbers.copy_(self._of_pages(held, -1 / (1 + held.numbers)).masked_fill(held.ids < 0, torch.inf))
+        held.numbers.copy_(self._of_pages(layer, held, -1 / (1 + held.numbers)).masked_fill(held.ids < 0, torch.inf))
 
-    def note(self, held: Held, attention: torch.Tensor) -> None:
+    def note(self, layer: int, held: Held, attention: torch.Tensor) -> None:
         """Stamp with the time of the step what was looked at, and the page that the current token is in."""
         looked = attention.scatter(2, held.counts[..., None] - 1, torch.inf)
-        held.numbers.masked_fill_(self._of_pages(held, looked) > self.alpha, self.steps)
+        held.numbers.masked_fill_(self._of_pages(layer, held, looked) > self.alpha, self.steps)
 
     def make_room(self, layer: int, held: Held) -> None:
         """Evict the page with the oldest stamp."""
         if held.width > min(self.limits):
-            oldest = held.numbers.masked_fill(held.ids < self.outside, torch.inf).argmin(dim=2, keepdim=True)
-            pages = self._pages(held)
+            oldest = held.numbers.masked_fill(held.ids < self.outside[layer], torch.inf).argmin(dim=2, keepdim=True)
+            pages = self._pages(layer, held)
             size = (pages == pages.gather(2, oldest)).sum(dim=2, keepdim=True)
-            held.drop(oldest, size * (held.counts > self.limit)[..., None], max(self.limits))
+            held.drop(oldest, size * (held.counts > self.limit[layer])[..., None], max(self.limits))
 
-    def _pages(self, held: Held) -> torch.Tensor:
+    def _pages(self, layer: int, held: Held) -> torch.Tensor:
         """The page of each token, [B, H, width]; there is one that begins with the first generated token."""
         far = torch.iinfo(torch.int64).max // 2  # where there is no token
-        return torch.where(held.ids < 0, far, held.ids - self.lengths) // self.page_size
+        return torch.where(held.ids < 0, far, held.ids - self.lengths[layer]) // self.page_size
 
-    def _of_pages(self, held: Held, each: torch.Tensor) -> torch.Tensor:
+    def _of_pages(self, layer: int, held: Held, each: torch.Tensor) -> torch.Tensor:
         """The largest number of each token's page, [B, H, width]."""
         if self.page_size == 1:
             return each
-        pages = self._pages(held)
+        pages = self._pages(layer, held)
         number = torch.zeros_like(pages)  # of the page in its list
         number[..., 1:] = (pages[..., 1:] != pages[..., :-1]).cumsum(dim=2)
         most = torch.zeros_like(each).scatter_reduce_(2, number, each, "amax", include_self=False)

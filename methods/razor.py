@@ -67,7 +67,7 @@ class RazorAttention(Method):
         for layer in shape.sparse_layers:
             ranks = [rank.get((layer, head), self.heads) for head in range(shape.kv_heads)]
             own = torch.tensor(ranks) < counts
-            self.retrieves[layer] = own.to(shape.device)
+            self.retrieves[layer] = own.to(shape.device_of(layer))
             self.kinds[layer] = [set(row) for row in own.tolist()]
         # of each layer, the sums [2, B, Hkv, D] of the keys and of the values that its heads have dropped
         self.dropped: dict[int, torch.Tensor] = {}
@@ -166,7 +166,7 @@ class RazorAttention(Method):
 
     def _first(self, layer: int, starts: list[tuple[int, int]]) -> torch.Tensor:
         """The first recent token of each head, [B, Hkv]."""
-        other, retrieval = torch.tensor(starts, device=self.shape.device).T[..., None]
+        other, retrieval = torch.tensor(starts, device=self.shape.device_of(layer)).T[..., None]
         return torch.where(self.retrieves[layer], retrieval, other)
 
     def _take_in(self, layer: int) -> None:

@@ -67,7 +67,9 @@ class RKV(Method):
         # copies, as there may be more queries in that memory than were asked for
         self.queries[layer] = deque(prompt.queries.clone().unbind(dim=2), maxlen=self.window)
         lengths, heads = prompt.lengths, self.shape.kv_heads
-        self.cache[layer] = [torch.arange(length, device=self.shape.device).expand(heads, -1) for length in lengths]
+        self.cache[layer] = [
+            torch.arange(length, device=self.shape.device_of(layer)).expand(heads, -1) for length in lengths
+        ]
         full = [row for row, length in enumerate(lengths) if length >= self.capacities[row]]
         self._compress(layer, full)
         if layer == self.shape.sparse_layers[-1]:
@@ -95,7 +97,7 @@ class RKV(Method):
     def _append_newer(self, layer: int) -> None:
         """What came since the last compression stands behind the cache."""
         for row, (first, last) in enumerate(zip(self.since, self.view.lengths(layer), strict=True)):
-            newer = torch.arange(first, last, device=self.shape.device).expand(self.shape.kv_heads, -1)
+            newer = torch.arange(first, last, device=self.shape.device_of(layer)).expand(self.shape.kv_heads, -1)
             self.cache[layer][row] = torch.cat([self.cache[layer][row], newer], dim=1)
 
     def _compress(self, layer: int, rows: Collection[int]) -> None:

@@ -77,11 +77,11 @@ class SCOPE(Evictor):
         super().begin(shape, budget, view, context)
         self.delta = self._delta(context.new_tokens)
         self.size = self.waited = self.excess = 0  # generated tokens that stay; steps that did not evict
-        self.generated = torch.tensor(shape.lengths, device=shape.device)[:, None, None]  # the first one of each row
+        self.generated = shape.for_layers(torch.tensor(shape.lengths)[:, None, None])  # the first one of each row
         self.prompt: dict[int, torch.Tensor] = {}  # tokens of it in each list, [B, H]
         self.capacity: dict[int, torch.Tensor] = {}  # of each row, [B, 1], the next token's place left out
         for layer, rows in self.compressor.budgets.items():
-            self.capacity[layer] = torch.tensor(rows, device=shape.device)[:, None] - 1
+            self.capacity[layer] = torch.tensor(rows, device=shape.device_of(layer))[:, None] - 1
 
     def _delta(self, new_tokens: int | None) -> int:
         """Steps in which the window grows by one."""
@@ -105,9 +105,9 @@ class SCOPE(Evictor):
         self.excess = 0 if waits else max(0, self.size - most)
         self.size -= self.excess
 
-    def note(self, held: Held, attention: torch.Tensor) -> None:
+    def note(self, layer: int, held: Held, attention: torch.Tensor) -> None:
         """A generated token is worth what it receives in this step; the prompt's keep their scores."""
-        held.numbers.copy_(torch.where(held.ids < self.generated, held.numbers, attention))
+        held.numbers.copy_(torch.where(held.ids < self.generated[layer], held.numbers, attention))
 
     def make_room(self, layer: int, held: Held) -> None:
         """Evict the generated tokens of which there are too many, and where they count a prompt token."""
@@ -115,12 +115,12 @@ class SCOPE(Evictor):
         counted = self.budget.counts_generated
         limit, recent = self._limits(layer)
         for _ in range(max(self.excess, int(counted)) if self.steps else 0):
-            stay = (held.ids < self.generated) | (held.ids >= self.view.seen(layer)[:, None, None] - recent)
+            stay = (held.ids < self.generated[layer]) | (held.ids >= self.view.seen(layer)[:, None, None] - recent)
             least = held.numbers.masked_fill(stay, torch.inf).argmin(dim=2, keepdim=True)
             over = held.counts - prompt > limit
             held.drop(least, over.long()[..., None], held.width - (not counted))
         if counted:
-            least = held.numbers.masked_fill(held.ids >= self.generated, torch.inf).argmin(dim=2, keepdim=True)
+            least = held.numbers.masked_fill(held.ids >= self.generated[layer], torch.inf).argmin(dim=2, keepdim=True)
             over = held.counts > self.capacity[layer]
             held.drop(least, over.long()[..., None], max(self.compressor.budgets[layer]) - 1)
             self.prompt[layer] = prompt - over.long()

@@ -60,7 +60,7 @@ class SqueezeAttention(Method):
             self.squeezed += len(least_changed) / len(self.shape.lengths)
         self.shares = dict(zip(self.shape.sparse_layers, map(list, zip(*rows, strict=True)), strict=True))
         self.counts = {
-            layer: torch.tensor(own, device=similarity.device)[:, None] for layer, own in self.shares.items()
+            layer: torch.tensor(own, device=self.shape.device_of(layer))[:, None] for layer, own in self.shares.items()
         }
 
     def end_prefill(self) -> None:

@@ -35,9 +35,9 @@ class StreamingLLM(Method):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Note the budget of each row."""
         super().begin(shape, budget, view, context)
-        self.counts = torch.tensor(self.capacities, device=shape.device)[:, None]
+        self.counts = shape.for_layers(torch.tensor(self.capacities)[:, None])
         self.steps = 0
-        self.window: Selection | None = None  # of this step, the same in every layer
+        self.windows: dict[torch.device, Selection] = {}  # of this step, the same in every layer
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Drop all of the prompt but sinks and window."""
@@ -45,13 +45,13 @@ class StreamingLLM(Method):
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """The window moves on."""
-        self.window = None
+        self.windows = {}
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """The window, newest first, and the sinks."""
-        if self.window is None:
-            self.window = Selection(self._attended(layer))
-        return self.window
+        if query.device not in self.windows:
+            self.windows[query.device] = Selection(self._attended(layer))
+        return self.windows[query.device]
 
     def end_step(self) -> None:
         """Now and then drop what has left the window; between two drops it is not attended."""
@@ -67,4 +67,4 @@ class StreamingLLM(Method):
     def _attended(self, layer: int) -> torch.Tensor:
         """Token ids [B, 1, M]: the newest first, the sinks last."""
         most = max(map(min, zip(self.capacities, self.view.lengths(layer), strict=True)))
-        return sinks_and_recent(self.view.seen(layer), self.counts, self.sinks, most)
+        return sinks_and_recent(self.view.seen(layer), self.counts[layer], self.sinks, most)

@@ -29,7 +29,7 @@ class TopK(Method):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Note the budget of each row."""
         super().begin(shape, budget, view, context)
-        self.counts = torch.tensor(self.capacities, device=shape.device)
+        self.counts = shape.for_layers(torch.tensor(self.capacities))
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """Score every key seen so far, and take the C best."""
@@ -42,10 +42,10 @@ class TopK(Method):
         most = max(map(min, zip(self.capacities, self.view.lengths(layer), strict=True)))
         if self.granularity == "kv_head":
             shared = logits.softmax(dim=-1).sum(dim=2).masked_fill(~past[:, None], -torch.inf)
-            return Selection(top(shared, most, self.counts))
-        index = top(logits.flatten(1, 2), most, self.counts)
+            return Selection(top(shared, most, self.counts[layer]))
+        index = top(logits.flatten(1, 2), most, self.counts[layer])
         if self.budget.unified:
-            index = interleave(index, kv_heads, most, self.counts)
+            index = interleave(index, kv_heads, most, self.counts[layer])
         return Selection(index)
 
     def rule(self, layer: int, length: int, generated: int) -> int | None:

@@ -108,7 +108,7 @@ def test_every_file_is_named_as_itself_and_says_what_it_is(group, name):
 @pytest.mark.parametrize(("group", "name"), ALL, ids=lambda value: value)
 def test_a_file_read_without_hydra_is_what_hydra_composes(composed, group, name):
     """Presets name the file that they differ from in their defaults."""
-    read = OmegaConf.create({group: config.shipped(group, name)})
+    read = OmegaConf.create({group: config.root_keys().get(group, {}) | config.shipped(group, name)})
     told = composed(f"{group}={name}", "budget=1024")
     assert OmegaConf.to_container(read[group], resolve=True) == OmegaConf.to_container(told[group], resolve=True)
 
@@ -188,6 +188,7 @@ def test_a_budget_passes_exactly_where_the_rules_allow_it(budget, least):
         ("dtype=fp16", "dtype=fp16: expected auto | float32 | bfloat16 | float16"),
         ("attention=fast", "attention=fast: expected auto | reference | torch | cpu | flashinfer"),
         ("device=gpu", "device=gpu: expected auto | cpu | cuda | cuda:N"),
+        ("model.device_map=even", "model.device_map=even: expected null | balanced | auto"),
         ("model.weights=none", "model.weights=none: expected pretrained | dummy"),
         ("protocol.accounting=fair", "protocol.accounting="),
         ("protocol.prefill_chunk=0", "protocol.prefill_chunk=0: "),
@@ -422,8 +423,16 @@ def test_cuda_is_refused_where_there_is_plainly_none_and_torch_decides_elsewhere
     check(composed("device=cuda"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert refusal("device=cuda").startswith("device=cuda: CUDA_VISIBLE_DEVICES hides every device; ")
+    assert refusal("model.device_map=auto").startswith("model.device_map=auto: CUDA_VISIBLE_DEVICES hides every ")
     check(composed("device=cpu"))
     check(composed("device=auto"))
+
+
+def test_a_spread_model_takes_all_devices_and_is_not_timed_as_one(refusal):
+    line = refusal("model.device_map=balanced", "device=cuda:1")
+    assert line == "device=cuda:1: model.device_map=balanced is about all GPUs; expected auto | cuda"
+    line = refusal("model.device_map=balanced", "task=latency")
+    assert line == "model.device_map=balanced: task=latency measures one device; expected null"
 
 
 def test_flashinfer_is_refused_where_it_plainly_cannot_run(refusal, composed, monkeypatch):

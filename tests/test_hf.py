@@ -181,10 +181,10 @@ def test_model_that_would_run_wrong_is_refused_by_name(family: str, changes: dic
     assert model.config._attn_implementation == "eager", "a refused model stays as it was"
 
 
-def test_model_on_several_devices_is_refused(pairs: Any) -> None:
+def test_model_with_layers_off_its_devices_is_refused(pairs: Any) -> None:
     model = copy.copy(pairs("llama").sdpa)
-    model.hf_device_map = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1}
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM: .* devices 0, 1 \(hf_device_map\)"):
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers.0": 1, "model.layers.1": "disk"}
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM: some of its layers wait on disk \(hf_device_map\)"):
         KVCache(model)
 
 

@@ -439,3 +439,46 @@ def test_memory_counts_living_storages_once(cuda: Twin) -> None:
     assert torch.cuda.memory_allocated() == before
     torch.cuda.reset_peak_memory_stats()
     assert torch.cuda.max_memory_allocated() == before
+
+
+# -- two devices -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two() -> Iterator[Twin]:
+    with device(2) as cuda:
+        yield cuda
+
+
+def test_two_devices_do_not_mix(two: Twin) -> None:
+    first, second = normal(4).cuda(), normal(4).to("cuda:1")
+    assert (first + 1).device == CUDA and (second + 1).device == torch.device("cuda:1") == second.clone().device
+    for mix in (
+        lambda: first + second,
+        lambda: torch.cat([first, second]),
+        lambda: first * second.sum(),  # of the devices not even a scalar
+        lambda: first[torch.zeros(1, dtype=torch.int64, device="cuda:1")],
+    ):
+        with pytest.raises(RuntimeError, match="cuda:0 and cuda:1"):
+            mix()
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.zeros(1, device="cuda:2")
+    with pytest.raises(RuntimeError, match="a kernel is launched on cuda:0"):
+        two.kernel(torch.neg)(second)
+    with torch.cuda.device(1):
+        assert torch.zeros(1, device="cuda").device == two.kernel(torch.neg)(second).device == second.device
+
+
+def test_a_copy_between_devices_makes_their_streams_wait_and_not_the_host(two: Twin) -> None:
+    first = normal(4).cuda()
+    two.syncs.clear()
+    with two.no_sync():
+        there = first.to("cuda:1")
+        first.copy_(there + 1)
+    assert torch.equal(first.cpu(), normal(4) + 1)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(torch.cuda.current_stream(0))
+    end.record(torch.cuda.current_stream(1))
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="events of two devices"):
+        begin.elapsed_time(end)

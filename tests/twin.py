@@ -1,13 +1,14 @@
-"""A CUDA device that is not there, for tests without a GPU: `with twin.device() as cuda: ...`.
+"""CUDA devices that are not there, for tests without a GPU: `with twin.device() as cuda: ...`, or `device(2)` for two.
 
-Tensors of this device are CPU tensors whose storage carries a mark. A torch function mode sees every call from Python,
+Tensors of a device are CPU tensors whose storage carries a mark. A torch function mode sees every call from Python,
 answers `.device` and its like by the mark, refuses what CUDA refuses, computes on the CPU (the same bits as for CPU
 tensors), and marks the results. A dispatch mode below it sees the ATen operations of a call, to count host syncs and to
 follow which stream reads and writes what.
 
 Modelled: devices that must not mix; host syncs, by a list of operations; streams and events, as partial orders; copies
-that are not done before something waits for them; device memory, by living storages. Nothing is asynchronous in fact:
-work runs at once, and what CUDA leaves to chance is decided against the program.
+that are not done before something waits for them; device memory, by living storages, of all devices
+together. Nothing is asynchronous in fact: work runs at once, and what CUDA leaves to chance is decided against the
+program.
 - Two streams that meet in one tensor without a wait between them, or in freed memory that a stream hands out again:
   RuntimeError at the second one.
 - A copy down into pinned memory: poison (NaN, or the smallest integer) until the host has waited for it.
@@ -15,10 +16,10 @@ work runs at once, and what CUDA leaves to chance is decided against the program
   or at the end of the `with`.
 `cuda.finish()` is time passing: all that is in flight completes, and no wait is counted.
 
-Not modelled: kernels, their numerics and their time, CUDA graphs, more than one device, autograd. Memory is counted
+Not modelled: kernels, their numerics and their time, CUDA graphs, autograd. Memory is counted
 without rounding. A syncing operation that is not in `SYNCING` goes unseen, as does what reads or writes memory behind
 torch's back: numpy, and kernels of our own, for which `cuda.kernel` stands in; for the one that reads rows of host
-memory it does so from the start.
+memory it does so from the start, and refuses tensors of another device than the current one, as Triton's launch does.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvbench.memory import fetch, pinned
 from kvbench.memory.transfer import side_stream
 
-CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
+CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")  # the first device, and the host
 CAPACITY = 80 << 30  # bytes of device memory that the device claims to have
 INSIDE = (str(Path(torch.__file__).parent), __file__)  # files that no sync is noted in
 
@@ -76,7 +77,8 @@ class Stream:
     """Twin of torch.cuda.Stream: counts its operations and knows which of the other streams' come before its next."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.device, self.clock = CUDA, {self: 0}
+        self.device = _the_device("cuda" if device is None else device)
+        self.clock = {self: 0}
         self.freed: Clock = {}  # last uses, by other streams, of memory that this one may hand out again
         _streams.add(self)
 
@@ -107,14 +109,18 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self.timing, self.clock, self.at = enable_timing, dict[Stream, int](), 0.0
+        self.device: torch.device | None = None  # that of its first stream
 
     def record(self, stream: Stream | None = None) -> None:
-        stream = stream or _here[-1].stream
+        stream = stream or _here[-1].stream()
+        if self.device not in (None, stream.device):
+            raise RuntimeError(f"the event is of {self.device}, and the stream of {stream.device}")
+        self.device = stream.device
         stream.tick()
         self.clock, self.at = dict(stream.clock), time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
-        (stream or _here[-1].stream).wait_event(self)
+        (stream or _here[-1].stream()).wait_event(self)
 
     def synchronize(self) -> None:
         _here[-1].sync("Event.synchronize", self.clock)
@@ -125,6 +131,8 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         if not (self.timing and end.timing and self.clock and end.clock):
             raise ValueError("both events need enable_timing=True and must be recorded")
+        if self.device != end.device:
+            raise RuntimeError("no time passes between events of two devices")
         if not (self.query() and end.query()):
             raise RuntimeError("device not ready: the events are not complete")
         return (end.at - self.at) * 1e3
@@ -143,12 +151,12 @@ def _before(clock: Clock, *others: Clock) -> bool:
 class Allocation:
     """The mark of a device storage: its size while it lives, and which streams have used it last."""
 
-    def __init__(self, cuda: Twin, size: int) -> None:
-        self.cuda, self.size, self.home = cuda, 0, cuda.stream
+    def __init__(self, cuda: Twin, size: int, device: torch.device) -> None:
+        self.cuda, self.device, self.size, self.home = cuda, device, 0, cuda.stream(device)
         self.recorded: set[Stream] = set()
         self.writes, self.reads = {self.home: self.home.tick()}, dict[Stream, int]()
         freed, self.home.freed = self.home.freed, {}
-        if not cuda.ordered(freed):
+        if not cuda.ordered(freed, device):
             raise RuntimeError("memory is handed out again that another stream may still use: record_stream or a wait")
         self.size = size
         cuda.allocated += size
@@ -156,9 +164,10 @@ class Allocation:
 
     def use(self, write: bool) -> None:
         """The current stream reads or writes; refuses what is not ordered after all that it must come after."""
-        if not (self.cuda.ordered(self.writes) and (not write or self.cuda.ordered(self.reads))):
+        earlier = [self.writes, self.reads] if write else [self.writes]
+        if not all(self.cuda.ordered(uses, self.device) for uses in earlier):
             raise RuntimeError("a stream meets another one's tensor without a wait between them")
-        stream = self.cuda.stream
+        stream = self.cuda.stream(self.device)
         if write:
             self.writes, self.reads = {stream: stream.tick()}, {}
         else:
@@ -184,7 +193,10 @@ class Flight(NamedTuple):
 
 
 class Twin(TorchFunctionMode):
-    """The device, as `device()` gives it.
+    """The devices, as `device()` gives them.
+
+    Args:
+        count: how many there are.
 
     Attributes:
         syncs: (operation, "file:line") of every time the host waited.
@@ -192,39 +204,65 @@ class Twin(TorchFunctionMode):
         known: of each stream, the operations that the host knows to be over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 1) -> None:
         super().__init__()
+        self.count = count
         self.syncs: list[tuple[str, str]] = []
         self.allocated = self.peak = 0
         self.known: Clock = {}
-        self.default, self._local = Stream(), threading.local()
+        _here.append(self)
+        self.defaults = {at: Stream(at) for at in (torch.device("cuda", index) for index in range(count))}
+        self._local = threading.local()
         self._flights: list[Flight] = []
         self._landing = threading.Lock()
         self._forbidden = False
 
     @property
-    def stream(self) -> Stream:
-        """The current stream of this thread."""
-        return getattr(self._local, "stream", self.default)
+    def current(self) -> torch.device:
+        """The current device of this thread."""
+        return getattr(self._local, "device", CUDA)
+
+    @property
+    def default(self) -> Stream:
+        """The current device's stream, where nobody has set another."""
+        return self.defaults[self.current]
+
+    def stream(self, device: Any = None) -> Stream:
+        """The current stream of a device, the current one by default, in this thread."""
+        at = self.current if device is None else _the_device(device)
+        return self._streams.get(at, self.defaults[at])
+
+    @property
+    def _streams(self) -> dict[torch.device, Stream]:
+        return self._local.__dict__.setdefault("streams", {})
 
     def set_stream(self, stream: Stream) -> None:
-        self._local.stream = stream
+        self._local.device, self._streams[stream.device] = stream.device, stream
 
     @contextlib.contextmanager
-    def use_stream(self, stream: Stream | None) -> Iterator[None]:
-        before = self.stream
-        self.set_stream(stream or before)
+    def use_device(self, device: Any) -> Iterator[None]:
+        before, self._local.device = self.current, self.current if device is None else _the_device(device)
         try:
             yield
         finally:
-            self.set_stream(before)
+            self._local.device = before
 
-    def ordered(self, uses: Clock) -> bool:
-        """The current stream's next operation comes after all of these."""
-        return _before(uses, self.stream.clock, self.known)
+    @contextlib.contextmanager
+    def use_stream(self, stream: Stream | None) -> Iterator[None]:
+        with self.use_device(stream and stream.device):
+            before = self.stream()
+            self.set_stream(stream or before)
+            try:
+                yield
+            finally:
+                self.set_stream(before)
 
-    def sync(self, name: str, clock: Clock | None = None) -> None:
-        """The host waits, for the current stream by default; notes where."""
+    def ordered(self, uses: Clock, device: torch.device) -> bool:
+        """The next operation of the device's current stream comes after all of these."""
+        return _before(uses, self.stream(device).clock, self.known)
+
+    def sync(self, name: str, clock: Clock) -> None:
+        """The host waits for these operations; notes where."""
         frame = sys._getframe(1)
         while frame.f_back and frame.f_code.co_filename.startswith(INSIDE):
             frame = frame.f_back
@@ -232,7 +270,7 @@ class Twin(TorchFunctionMode):
         self.syncs.append((name, where))
         if self._forbidden:
             raise RuntimeError(f"{name} at {where}: the host waits for the device")
-        self._complete(self.stream.clock if clock is None else clock)
+        self._complete(clock)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -244,7 +282,7 @@ class Twin(TorchFunctionMode):
             self._forbidden = before
 
     def synchronize(self, device: Any = None) -> None:
-        self.sync("cuda.synchronize")
+        self.sync("cuda.synchronize", self.stream(device).clock)
         self.finish()
 
     def finish(self) -> None:
@@ -264,13 +302,22 @@ class Twin(TorchFunctionMode):
                 flight.land()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        """target.copy_(source), one of them on the device and one on the host."""
+        """target.copy_(source), from the host to a device, from there to the host, or between two devices."""
         if not source.numel():
             return target
+        if on_device(target) and on_device(source):
+            ends = [(end, self.stream(device_of(end))) for end in (target, source)]
+            for _, stream in ends:  # torch has each of the two wait for the other
+                _merge(stream.clock, {**ends[0][1].clock, **ends[1][1].clock})
+            for end, _ in ends:
+                end.untyped_storage().twin.use(write=end is target)
+            return target.copy_(source)
         up = on_device(target)
-        (target if up else source).untyped_storage().twin.use(write=up)
+        here = (target if up else source).untyped_storage().twin
+        here.use(write=up)
+        stream = self.stream(here.device)
         if not (non_blocking and is_pinned(source if up else target)):
-            self.sync("copy up" if up else "copy down")
+            self.sync("copy up" if up else "copy down", stream.clock)
             return target.copy_(source)
         before = source.clone()
 
@@ -278,23 +325,23 @@ class Twin(TorchFunctionMode):
             now, then = (side.contiguous().view(-1).view(torch.uint8) for side in (source, before))
             assert torch.equal(now, then), "pinned memory was overwritten while a copy from it might be in flight"
 
-        self._flights.append(Flight(self.stream, self.stream.tick(), up, check if up else lambda: target.copy_(before)))
+        self._flights.append(Flight(stream, stream.tick(), up, check if up else lambda: target.copy_(before)))
         return target.copy_(source if up else _poison(before))
 
     def move(self, source: torch.Tensor, device: torch.device, non_blocking: bool, **layout: Any) -> torch.Tensor:
         """A copy on the other side; what comes down without blocking comes into pinned memory, as CUDA has it."""
         target = torch.empty_like(source, **layout)
-        if device == CUDA:
-            self.mark(target)
+        if device.type == "cuda":
+            self.mark(target, device)
         elif non_blocking:
             target.untyped_storage().twin = "pinned"
         return self.copy(target, source, non_blocking)
 
-    def mark(self, tensor: torch.Tensor) -> None:
-        """This tensor's storage is on the device."""
+    def mark(self, tensor: torch.Tensor, device: torch.device) -> None:
+        """This tensor's storage is on a device."""
         if not on_device(tensor):
             storage = tensor.untyped_storage()
-            storage.twin = Allocation(self, storage.nbytes())
+            storage.twin = Allocation(self, storage.nbytes(), device)
 
     def kernel(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """`func` instead of a kernel of our own, which may read pinned memory from the device.
@@ -303,7 +350,10 @@ class Twin(TorchFunctionMode):
         """
 
         def launch(*args: Any) -> Any:
-            self._land(lambda flight: not flight.up and self.ordered({flight.stream: flight.tick}))
+            places = {device_of(one) for one in _tensors(args) if on_device(one)}
+            if places != {self.current}:
+                raise RuntimeError(f"a kernel is launched on {self.current} with tensors of {places}")
+            self._land(lambda flight: not flight.up and self.ordered({flight.stream: flight.tick}, self.current))
             with torch._C.DisableTorchFunction():
                 return self.call(func, args, {}, mixes=True)
 
@@ -320,25 +370,31 @@ class Twin(TorchFunctionMode):
         asked = kwargs.get("device")
         if asked is not None:
             asked = _the_device(asked)
-            kwargs["device"] = CPU if asked == CUDA else asked
+            kwargs["device"] = CPU if asked.type == "cuda" else asked
         pinned, tensors = kwargs.pop("pin_memory", False), [*_tensors(args), *_tensors(tuple(kwargs.values()))]
-        there = any(map(on_device, tensors))
+        there = {device_of(tensor) for tensor in tensors if on_device(tensor)}
         if not there:
             out = func(*args, **kwargs)
+        elif len(there) > 1 and func.__name__ not in SHAPE_ONLY:
+            raise RuntimeError(
+                f"{func.__name__}: expected all tensors to be on the same device, but found at least two devices, "
+                f"{' and '.join(sorted(map(str, there)))}!"
+            )
         else:
             least = 0 if func.__name__ in JOINING else 1
             mixes = mixes or func.__name__ in SHAPE_ONLY
             if not mixes and any(tensor.dim() >= least and on_host(tensor) for tensor in tensors):
                 raise RuntimeError(
                     f"{func.__name__}: expected all tensors to be on the same device, but found at least two devices, "
-                    "cuda:0 and cpu!"
+                    f"{next(iter(there))} and cpu!"
                 )
             with _Watch(self, tensors):
                 out = func(*args, **kwargs)
-        if asked == CUDA or (there and asked is None):
+        at = asked if asked is not None else device_of(next(filter(on_device, tensors))) if there else CPU
+        if at.type == "cuda":
             for tensor in _tensors(out):
                 if not tensor.is_meta:
-                    self.mark(tensor)
+                    self.mark(tensor, at)
         elif pinned:
             out.untyped_storage().twin = "pinned"
         return out
@@ -350,6 +406,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, cuda: Twin, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.cuda = cuda
+        self.stream = cuda.stream(device_of(next(filter(on_device, tensors))))
         self.host = {tensor.untyped_storage()._cdata for tensor in tensors if on_host(tensor)}
 
     @classmethod
@@ -365,11 +422,11 @@ class _Watch(TorchDispatchMode):
         out = func(*args, **kwargs)
         name = func._opname
         if name in SYNCING and args[0].untyped_storage()._cdata not in self.host:
-            self.cuda.sync(name)
+            self.cuda.sync(name, self.stream.clock)
         elif name in INDEXING and any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1]):
-            self.cuda.sync(f"{name} with a mask")
+            self.cuda.sync(f"{name} with a mask", self.stream.clock)
         elif func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
-            self.cuda.sync(name)
+            self.cuda.sync(name, self.stream.clock)
         return out
 
 
@@ -390,24 +447,26 @@ def _to(cuda: Twin, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) 
     if args and isinstance(args[0], torch.Tensor):
         other, *rest = args
         kwargs |= {"dtype": other.dtype, **dict(zip(("non_blocking", "copy"), rest, strict=False))}
-        args = (CUDA if on_device(other) else CPU,)
+        args = (device_of(other),)
+    if args and isinstance(args[0], int):
+        args = (_the_device(args[0]), *args[1:])
     always = kwargs.pop("copy", False)
     device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
     wanted: dict[str, Any] = {"dtype": tensor.dtype if dtype is None else dtype}
     if layout is not None:
         wanted["memory_format"] = layout
     device = _the_device(device) if device is not None else None
-    if device is None or "meta" in (device.type, tensor.device.type) or on_device(tensor) == (device == CUDA):
+    if device is None or "meta" in (device.type, tensor.device.type) or device_of(tensor) == device:
         return cuda.call(func, (tensor,), {**wanted, "device": device, "copy": always})
     return cuda.move(tensor, device, non_blocking, **wanted)
 
 
-def _up(cuda: Twin, func: Any, tensor: torch.Tensor, device: Any = CUDA, non_blocking: bool = False) -> torch.Tensor:
+def _up(cuda: Twin, func: Any, tensor: torch.Tensor, device: Any = "cuda", non_blocking: bool = False) -> torch.Tensor:
     return _to(cuda, torch.Tensor.to, tensor, device, non_blocking=non_blocking)
 
 
 def _copy(cuda: Twin, func: Any, target: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:
-    if on_device(target) == on_device(source):
+    if device_of(target) == device_of(source):
         return cuda.call(func, (target, source), {})
     return cuda.copy(target, source, non_blocking)
 
@@ -419,9 +478,12 @@ def _getitem(cuda: Twin, func: Any, tensor: torch.Tensor, index: Any) -> torch.T
 
 def _setitem(cuda: Twin, func: Any, tensor: torch.Tensor, index: Any, value: Any, *args: Any) -> Any:
     _check_index(cuda, tensor, index)
-    if isinstance(value, torch.Tensor) and value.dim() and on_device(value) != on_device(tensor):
+    if isinstance(value, torch.Tensor) and value.dim() and device_of(value) != device_of(tensor):
         if any(one.dim() for one in _tensors(index)):
-            raise RuntimeError("index_put_: expected values on the same device as self, but found cuda:0 and cpu")
+            both = sorted([str(device_of(value)), str(device_of(tensor))], reverse=True)
+            raise RuntimeError(
+                f"index_put_: expected values on the same device as self, but found {' and '.join(both)}"
+            )
         return cuda.copy(tensor[index], value)
     return cuda.call(func, (tensor, index, value, *args), {}, mixes=True)
 
@@ -433,7 +495,7 @@ def _check_index(cuda: Twin, tensor: torch.Tensor, index: Any) -> None:
         parts = index if isinstance(index, tuple) else (index,)
         lists = any(hasattr(part, "__len__") and not isinstance(part, torch.Tensor) for part in parts)
         if lists or any(map(on_host, indices)):
-            cuda.sync("indexing from the host")
+            cuda.sync("indexing from the host", cuda.stream(device_of(tensor)).clock)
     elif any(map(on_device, indices)):
         raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
 
@@ -441,18 +503,20 @@ def _check_index(cuda: Twin, tensor: torch.Tensor, index: Any) -> None:
 def _from_data(cuda: Twin, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     if func == torch.Tensor.new_tensor:
         like, *args = args
-        kwargs = {"dtype": like.dtype, "device": CUDA if on_device(like) else CPU, **kwargs}
+        kwargs = {"dtype": like.dtype, "device": device_of(like), **kwargs}
     data = args[0] if args else kwargs["data"]
     device = kwargs.pop("device", None)
     if not isinstance(data, torch.Tensor):
-        return _to(cuda, torch.Tensor.to, cuda.call(torch.tensor, args, kwargs, mixes=True), device or CPU)
+        return _to(
+            cuda, torch.Tensor.to, cuda.call(torch.tensor, args, kwargs, mixes=True), CPU if device is None else device
+        )
     always = func not in (torch.as_tensor, torch.asarray) or bool(kwargs.get("copy"))
     return _to(cuda, torch.Tensor.to, data, device, kwargs.get("dtype"), copy=always)
 
 
 def _numpy(cuda: Twin, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if on_device(tensor):
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor first.")
+        raise TypeError(f"can't convert {device_of(tensor)} device type tensor to numpy. Use Tensor.cpu() first.")
     return func(tensor, *args, **kwargs)
 
 
@@ -470,16 +534,16 @@ def _pin_memory(cuda: Twin, func: Any, tensor: torch.Tensor, device: Any = None)
     return pinned
 
 
-def _says(answer: Any) -> Callable[..., Any]:
-    """What a device tensor answers; a CPU tensor answers itself."""
-    return lambda cuda, func, tensor, *args: answer if on_device(tensor) else func(tensor, *args)
+def _says(answer: Callable[[torch.device], Any]) -> Callable[..., Any]:
+    """What a tensor of a device answers; a CPU tensor answers itself."""
+    return lambda cuda, func, tensor, *args: answer(device_of(tensor)) if on_device(tensor) else func(tensor, *args)
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.device.__get__: _says(CUDA),
-    torch.Tensor.is_cuda.__get__: _says(True),
-    torch.Tensor.is_cpu.__get__: _says(False),
-    torch.Tensor.get_device: _says(0),
+    torch.Tensor.device.__get__: _says(lambda device: device),
+    torch.Tensor.is_cuda.__get__: _says(lambda device: True),
+    torch.Tensor.is_cpu.__get__: _says(lambda device: False),
+    torch.Tensor.get_device: _says(lambda device: device.index),
     torch.Tensor.is_pinned: lambda cuda, func, tensor, device=None: is_pinned(tensor),
     torch.Tensor.pin_memory: _pin_memory,
     torch.Tensor.to: _to,
@@ -502,6 +566,10 @@ def on_device(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and isinstance(getattr(tensor.untyped_storage(), "twin", None), Allocation)
 
 
+def device_of(tensor: torch.Tensor) -> torch.device:
+    return tensor.untyped_storage().twin.device if on_device(tensor) else CPU
+
+
 def on_host(tensor: torch.Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, CausalBias) or on_device(tensor))
 
@@ -513,10 +581,12 @@ def is_pinned(tensor: torch.Tensor) -> bool:
 
 
 def _the_device(device: Any) -> torch.device:
-    device = torch.device(device)
-    if device.type == "cuda" and device.index not in (None, 0):
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return _here[-1].current
+    if device.type == "cuda" and device.index >= _here[-1].count:
         raise RuntimeError(f"CUDA error: invalid device ordinal ({device})")
-    return CUDA if device.type == "cuda" else device
+    return device
 
 
 def _tensors(thing: Any) -> list[torch.Tensor]:
@@ -540,9 +610,9 @@ class _Generator(torch.Generator):
 
 
 @contextlib.contextmanager
-def device() -> Iterator[Twin]:
-    """Inside, torch has one CUDA device; the worker threads of thread pools have it too."""
-    cuda, submit = Twin(), ThreadPoolExecutor.submit
+def device(count: int = 1) -> Iterator[Twin]:
+    """Inside, torch has so many CUDA devices; the worker threads of thread pools have them too."""
+    cuda, submit = Twin(count), ThreadPoolExecutor.submit
 
     def submit_inside(pool: ThreadPoolExecutor, job: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         def inside() -> Any:
@@ -561,9 +631,9 @@ def device() -> Iterator[Twin]:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_bf16_supported": lambda *_: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "device": lambda device=None: contextlib.nullcontext(),
+        "device_count": lambda: count,
+        "current_device": lambda: cuda.current.index,
+        "device": cuda.use_device,
         "get_device_name": lambda device=None: "twin",
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: (9, 0),
@@ -574,8 +644,8 @@ def device() -> Iterator[Twin]:
         "Event": Event,
         "stream": cuda.use_stream,
         "set_stream": cuda.set_stream,
-        "current_stream": lambda device=None: cuda.stream,
-        "default_stream": lambda device=None: cuda.default,
+        "current_stream": cuda.stream,
+        "default_stream": lambda device=None: cuda.defaults[cuda.current if device is None else _the_device(device)],
         "synchronize": cuda.synchronize,
         "memory_allocated": lambda device=None: cuda.allocated,
         "max_memory_allocated": lambda device=None: cuda.peak,
@@ -592,7 +662,6 @@ def device() -> Iterator[Twin]:
         mock.patch.object(ThreadPoolExecutor, "submit", submit_inside),
         cuda,
     ):
-        _here.append(cuda)
         side_stream.cache_clear()
         try:
             yield cuda

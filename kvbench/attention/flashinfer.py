@@ -11,6 +11,7 @@ What the comments here say of FlashInfer is from the source of flashinfer-python
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,7 +25,7 @@ from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
 
 WORKSPACE = 128 << 20  # bytes for the partial results of one call, FlashInfer's own advice
-PLANS = 8  # plans kept; each holds 8 MiB on the device and as much pinned host memory
+PLANS = 8  # plans kept of a device; each holds 8 MiB on the device and as much pinned host memory
 SHORTEST = 64  # a list of tokens is planned for this many or more
 
 
@@ -44,7 +45,7 @@ class FlashInfer:
 
     def __init__(self, shape: Shape, dense: str = "sdpa") -> None:
         self._shape, self._dense = shape, dense
-        self._plans: dict[tuple[int, int, int, int, float], Plan] = {}
+        self._plans: dict[tuple[torch.device, int, int, int, int, float], Plan] = {}
         self._used: set[str] = set()
 
     def __call__(
@@ -73,7 +74,7 @@ class FlashInfer:
         if not store.device.capacity:
             store.resident()  # says why there is nothing to attend
         device = store.device
-        plan = self._plan(device.used.numel(), self._shape.group, device.capacity // PAGE, PAGE, scaling)
+        plan = self._plan(query.device, device.used.numel(), self._shape.group, device.capacity // PAGE, PAGE, scaling)
         pages = device.first.view(-1, 1) // PAGE + torch.arange(device.capacity // PAGE, device=device.first.device)
         plan.write(pages.clamp(max=len(device.pool.key) // PAGE - 1))  # a shorter list's last pages are not attended
         return plan.attend(query, device.pool, device.filled)
@@ -85,18 +86,18 @@ class FlashInfer:
         if heads in (1, kv_heads):
             index, heads = index.expand(batch, kv_heads, count), kv_heads
         here = store.locate(index.reshape(batch, kv_heads, -1))
-        plan = self._plan(batch * heads, self._shape.query_heads // heads, planned(count), 1, scaling)
+        plan = self._plan(query.device, batch * heads, self._shape.query_heads // heads, planned(count), 1, scaling)
         plan.write(here.slots.reshape(batch * heads, count))
         # -1 is trailing, so that a list is its first part
         lengths = count if here.present is None else here.present.reshape(batch * heads, count).sum(dim=1)
         return plan.attend(query, here.pool, lengths)
 
-    def _plan(self, requests: int, group: int, pages: int, page: int, scaling: float) -> Plan:
+    def _plan(self, device: torch.device, requests: int, group: int, pages: int, page: int, scaling: float) -> Plan:
         """The plan for these sizes, made where there is none yet; the longest unused one goes when there are many."""
         sizes = (requests, group, pages, page, scaling)
-        plan = self._plans.pop(sizes, None) or Plan(self._shape, *sizes)
-        self._plans[sizes] = plan
-        if len(self._plans) > PLANS:
+        plan = self._plans.pop((device, *sizes), None) or Plan(replace(self._shape, device=device), *sizes)
+        self._plans[device, *sizes] = plan
+        if len(self._plans) > PLANS * (1 + len(set(self._shape.elsewhere.values()))):
             del self._plans[next(iter(self._plans))]
         return plan
 
@@ -147,8 +148,8 @@ class Plan:
     part of the result has the weight 0; a list without tokens gives zeros. The kernel without them (decode.cuh) takes
     the start of a chunk from the length unchecked, and would run on far beyond it.
 
-    A plan serves all layers, and the workspace all plans: on one stream a run has ended before its buffers are written
-    again.
+    A plan serves all layers of a device, and the workspace all its plans: on one stream a run has ended before its
+    buffers are written again.
 
     Args:
         shape: of the generation, for device, dtype and head dim.

@@ -115,7 +115,7 @@ def check_setup(cfg: DictConfig, here: bool = True) -> tuple[dict[str, Any], hub
     _budget(run)
     if here:
         calibration_for(run)
-        _check_device(run["device"])
+        _check_device(run)
         if source.path is not None and source.gguf is None and source.folder is None:
             hub.refuse_out_of_reach(source.path)
     return run, source, shape
@@ -181,10 +181,23 @@ def _check_values(run: Any) -> None:
             raise ConfigError(f"{key}={show(given[key])}: expected true | false")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(run["device"])):
         raise ConfigError(f"device={show(run['device'])}: expected auto | cpu | cuda | cuda:N")
+    _check_device_map(run)
     if run["batch"] > 1 and (reason := next(_no_batch(run), None)):
         raise ConfigError(f"batch={run['batch']}: {reason}; expected 1")
     for group in ("method", "task"):
         check_valid(group, run[group], run[group].get("valid") or {})
+
+
+def _check_device_map(run: Any) -> None:
+    device_map, device = run["model"]["device_map"], run["device"]
+    if device_map not in (None, "balanced", "auto"):
+        raise ConfigError(f"model.device_map={show(device_map)}: expected null | balanced | auto")
+    if device_map is not None and device not in ("auto", "cuda"):
+        raise ConfigError(f"device={device}: model.device_map={device_map} is about all GPUs; expected auto | cuda")
+    if device_map is not None and run["task"].get("own_prefill"):
+        raise ConfigError(
+            f"model.device_map={device_map}: task={run['task']['name']} measures one device; expected null"
+        )
 
 
 def _no_batch(run: Any) -> Iterator[str]:
@@ -249,10 +262,13 @@ def _model_shape(model: Mapping[str, Any], source: hub.ModelSource) -> Mapping[s
     return text_config(shape)
 
 
-def _check_device(device: str) -> None:
+def _check_device(run: Any) -> None:
     """Refuse CUDA where there is plainly none; `engine.models` asks torch itself, which takes long to import."""
+    device, device_map = run["device"], run["model"]["device_map"]
     if device.startswith("cuda") and (reason := _no_cuda()):
         raise ConfigError(f"device={device}: {reason}; use device=cpu or device=auto")
+    if device_map is not None and (reason := _no_cuda()):
+        raise ConfigError(f"model.device_map={device_map}: {reason}; expected null")
 
 
 def _no_cuda() -> str | None:

@@ -27,6 +27,7 @@ from kvbench.engine.probes import Probe
 from kvbench.engine.prompt import PromptReader
 from kvbench.engine.turn import Turn
 from kvbench.memory.store import LayerStore
+from kvbench.memory.transfer import computing_on
 from kvbench.memory.view import StoreView
 from kvbench.method import Context, HeadScores, Method, Needs, Prompt, Selection, Shape
 from kvbench.spans import Spans
@@ -185,11 +186,13 @@ class Engine:
         Returns:
             [B, Hq, q, D].
         """
-        if self._turn is not None:
-            return self._turn.attend(layer, query, key, value, sinks)
-        if self.prefilled:
-            return self._decode(layer, query, key, value, sinks)
-        return self._prefill(layer, query, key, value, sinks)
+        self.spans.on(query.device)
+        with computing_on(query.device):
+            if self._turn is not None:
+                return self._turn.attend(layer, query, key, value, sinks)
+            if self.prefilled:
+                return self._decode(layer, query, key, value, sinks)
+            return self._prefill(layer, query, key, value, sinks)
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
@@ -268,7 +271,7 @@ class Engine:
                 self.shape.head_dim,
                 self.capacity,
                 self.shape.dtype,
-                self.shape.device,
+                self.shape.device_of(layer),
                 home=self.method.home(layer) if sparse else "device",
                 on_drop=needs.on_drop,
                 rebuilds_keys=needs.rebuilds_keys,

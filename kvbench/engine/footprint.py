@@ -109,11 +109,11 @@ def refuse_too_large(
         )
 
 
-def free_memory(device: torch.device) -> dict[str, int]:
-    """Bytes free on the host and, where it is another memory, on the device; what cannot be told is absent."""
+def free_memory(*devices: torch.device) -> dict[str, int]:
+    """Bytes free on the host and, where it is another memory, on the devices; what cannot be told is absent."""
     free = {"host": host} if (host := _free_on_host()) is not None else {}
-    if device.type == "cuda":
-        free["device"] = torch.cuda.mem_get_info(device)[0]
+    if devices[0].type == "cuda":
+        free["device"] = sum(torch.cuda.mem_get_info(device)[0] for device in devices)
     return free
 
 

@@ -253,7 +253,8 @@ def _forward(
     end: int,
 ) -> torch.Tensor:
     """Logits [B, len(columns), vocabulary]; None or [] = the last column, which is column end - 1 of all so far."""
-    keep = torch.tensor(columns, device=ids.device) if columns else 1
+    spread = bool(cache.engine.shape.elsewhere)  # the last layer's device is another one than that of the ids
+    keep = torch.tensor(columns, device="cpu" if spread else ids.device) if columns else 1
     padding, offsets = None, cache.engine.offsets
     if any(offsets):
         padding = torch.arange(end, device=ids.device) >= uploaded(torch.tensor(offsets), ids.device)[:, None]

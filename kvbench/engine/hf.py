@@ -488,7 +488,7 @@ class KVCache(_CountingCache):
         if self.engine.prefilled:
             self._watched.close()  # of the prompt all is known
         if not self.engine.prefilled:
-            ids = ids if padding is None else ids.masked_fill(padding[:, -width:] == 0, -1)
+            ids = ids if padding is None else ids.masked_fill(padding[:, -width:].to(ids.device) == 0, -1)
             self.engine.start_chunk(ids)
         elif width == 1:
             self._unsettled = True
@@ -517,10 +517,10 @@ def use_kvbench_attention(model: PreTrainedModel) -> None:
     name = type(model).__name__
     refuse_unsupported(model.config.to_dict(), name)
     refuse_own_attention(type(model), name)
-    devices = sorted({str(device) for device in getattr(model, "hf_device_map", {}).values()})
-    if len(devices) > 1:
+    devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
+    if len(devices) > 1 and (away := sorted(devices & {"cpu", "disk"})):
         raise ConfigError(
-            f"{name}: its layers lie on devices {', '.join(devices)} (hf_device_map); kvbench runs a model on one"
+            f"{name}: some of its layers wait on {' and '.join(away)} (hf_device_map); expected all of them on GPUs"
         )
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
@@ -548,8 +548,8 @@ def shape_of(
 ) -> Shape:
     """The Shape of a generation on `model` for prompts of these lengths."""
     config = model.config.get_text_config()
-    windowed = windows(config.to_dict())
-    full = [module for layer, module in enumerate(_attention_modules(model)) if layer not in windowed]
+    windowed, modules = windows(config.to_dict()), _attention_modules(model)
+    full = [module for layer, module in enumerate(modules) if layer not in windowed]
     sizes = {(_head_dim(module), float(module.scaling)) for module in full}
     if len(sizes) > 1:
         raise ConfigError(
@@ -569,7 +569,14 @@ def shape_of(
             layer for layer in range(config.num_hidden_layers) if layer not in {*dense_layers, *windowed}
         ),
         windows=windowed,
+        elsewhere=_elsewhere(modules, device),
     )
+
+
+def _elsewhere(modules: Iterable[torch.nn.Module], device: torch.device) -> dict[int, torch.device]:
+    """The layers of a spread model that are not on its first device, and where each is."""
+    places = (next(module.parameters()).device for module in modules)
+    return {layer: place for layer, place in enumerate(places) if place != device}
 
 
 def _windowed(sizes: Mapping[int, int]) -> dict[int, _WindowedLayer]:
@@ -723,7 +730,7 @@ class RotaryOf:
         """cos and sin [B, L, n, D] of a turn by [B, L, n] positions."""
         flat = by.flatten(0, 1)
         parts = self._rotary(torch.empty(0, device=by.device), flat, *self._kind)  # read for its dtype and device
-        cos, sin = (part.unflatten(0, by.shape[:2]) / self._scaling for part in parts)
+        cos, sin = (part.to(by.device).unflatten(0, by.shape[:2]) / self._scaling for part in parts)
         return cos, sin
 
     def turn(self, vectors: torch.Tensor, angles: Angles) -> torch.Tensor:
@@ -751,6 +758,7 @@ def _turns(attention: Any, rotary: Any, kind: tuple[str, ...]) -> bool:
     keys = []
     for position in (0, 1):
         angles = rotary(hidden, torch.tensor([[position]], device=hidden.device), *kind)
+        angles = tuple(part.to(hidden.device) for part in angles)
         try:
             attention(hidden, position_embeddings=angles, attention_mask=None, past_key_values=_FirstKey())
         except _FirstKey as stored:

@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 
 from kvbench import hub
 from kvbench.config import ConfigError, first_line
-from kvbench.engine import hf
+from kvbench.engine import hf, spread
 from kvbench.engine.support import refuse_unsupported, window
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -76,8 +76,9 @@ def load(
     """The model that the `model` group of a run asks for.
 
     Args:
-        config: plain mapping with name, path (hub id, folder or None), weights ("pretrained" or "dummy"), dense_layers
-            and config (transformers' config of the shape, used for random weights).
+        config: plain mapping with name, path (hub id, folder or None), weights ("pretrained" or "dummy"), dense_layers,
+            config (transformers' config of the shape, used for random weights) and device_map (see
+            `kvbench.engine.spread`; absent or None: one device).
         device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:N".
         dtype: "auto" (bfloat16 on CUDA and where `quick_in_bfloat16`, float32 elsewhere), or a key of `DTYPES`.
         seed: of random weights.
@@ -86,8 +87,22 @@ def load(
     Raises:
         ConfigError: no such folder, hub id not reachable, no such device or dtype, or an unsupported model.
     """
-    where = device_of(device)
-    kind = dtype_of(dtype, where)
+    if (device_map := config.get("device_map")) is None:
+        where = device_of(device)
+        return _load(config, where, dtype_of(dtype, where), seed, try_out)
+    gpus = spread.devices_for(device_map)
+    loaded = _load(config, torch.device("cpu"), dtype_of(dtype, gpus[0]), seed, try_out)
+    spread.spread(loaded.model, spread.places_of(loaded.model, device_map, gpus))
+    return loaded
+
+
+def _load(
+    config: Mapping[str, Any],
+    where: torch.device,
+    kind: torch.dtype,
+    seed: int,
+    try_out: Callable[[PreTrainedTokenizerBase], None],
+) -> Loaded:
     if config["weights"] not in ("pretrained", "dummy"):
         raise ConfigError(f"model.weights={config['weights']}: expected pretrained or dummy")
     source = hub.source_of(config)

@@ -66,7 +66,8 @@ class CachePositions:
 
     def __init__(self, shape: Shape, rotary: Rotary) -> None:
         self._shape, self._rotary = shape, rotary
-        self._index: torch.Tensor | None = None  # the selection that the angles are of
+        self._index: torch.Tensor | None = None  # the selection that the angles are of,
+        self._device: torch.device | None = None  # and where they are
 
     def start_step(self) -> None:
         """The current token changes, and with it every angle."""
@@ -74,9 +75,9 @@ class CachePositions:
 
     def __call__(self, query: torch.Tensor, selection: Selection, store: LayerStore) -> tuple[torch.Tensor, Selection]:
         """The query [B, Hq, 1, D] and the selection with its keys, at those positions."""
-        if selection.index is not self._index:
-            self._of_query, self._of_keys = self._angles(selection.index, store)
-            self._index = selection.index
+        if selection.index is not self._index or query.device != self._device:
+            self._of_query, self._of_keys = self._angles(uploaded(selection.index, query.device), store)
+            self._index, self._device = selection.index, query.device
         index = uploaded(selection.index, query.device).expand(-1, self._shape.kv_heads, -1)
         keys = self._rotary.turn(store.gather(index)[0], self._of_keys)
         return self._rotary.turn(query, self._of_query), replace(selection, keys=keys)
@@ -101,7 +102,6 @@ class CachePositions:
         lists = index.shape[1]
         if lists not in (1, self._shape.kv_heads):
             raise ValueError('positions="cache" needs one selection per KV head: its keys are rotated once')
-        index = uploaded(index, self._shape.device)
         present = index >= 0
         place = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)
         newest = (present.sum(dim=2, keepdim=True) - 1).repeat_interleave(self._shape.query_heads // lists, dim=1)

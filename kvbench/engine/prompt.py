@@ -75,7 +75,8 @@ class PromptReader:
 
     def observe_residual(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
         """Compare a chunk's hidden states [B, q, E] before a layer's attention with those after, without padding."""
-        device = before.device
+        device = after.device  # a layer's own; the hidden states before it may lie with another layer
+        before = before.to(device)
         columns = torch.arange(self.column, self.column + self.width, device=device)
         first = torch.tensor(self.offsets, device=device)[:, None]
         real = (columns >= first) & (columns < first + torch.tensor(self.lengths, device=device)[:, None])
@@ -84,7 +85,8 @@ class PromptReader:
 
     def similarity(self) -> torch.Tensor:
         """[layers, B] fp32, the mean cosine of each row's hidden states before and after each layer's attention."""
-        sums = torch.stack([self._cosines[layer] for layer in sorted(self._cosines)])
+        first = self._cosines[min(self._cosines)].device
+        sums = torch.stack([self._cosines[layer].to(first) for layer in sorted(self._cosines)])
         return (sums / torch.tensor(self.lengths, device=sums.device)).float()
 
     def prompt(self, layer: int, store: LayerStore) -> Prompt:

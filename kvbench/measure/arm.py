@@ -21,6 +21,7 @@ from kvbench.engine.heads import Calibration
 from kvbench.engine.hf import engine_for
 from kvbench.engine.prefilled import Prefilled, prefill_once
 from kvbench.engine.sampling import Sampler
+from kvbench.engine.spread import devices_under
 from kvbench.measure import fidelity, latency, machine
 from kvbench.measure.protocol import Protocol, Rendered, render
 from kvbench.measure.synthetic import SyntheticEngine
@@ -283,7 +284,7 @@ def _generated(
     if sample.given:
         return _compared(arm, prompt, sample.given, make, progress, prefilled)
     engine = make(rows, len(prompt.question) + sample.max_new_tokens)
-    with machine.observed(model.device) as measured_on:
+    with machine.observed(model.device, devices_under(model)) as measured_on:
         generation = generate(
             model,
             rows,
@@ -323,7 +324,7 @@ def _compared(
     assert prefilled.reference is not None
     comparison = fidelity.Comparison(prefilled.reference, given.tokens[1:])
     engine = make([prompt.ids], len(given.tokens))
-    with machine.observed(model.device) as measured_on:
+    with machine.observed(model.device, devices_under(model)) as measured_on:
         generation = generate(
             model,
             [prompt.ids],

@@ -23,8 +23,12 @@ STAT, CPUINFO = Path("/proc/stat"), Path("/proc/cpuinfo")  # where there are suc
 
 
 @contextmanager
-def observed(device: torch.device) -> Iterator[dict[str, Any]]:
+def observed(device: torch.device, count: int = 1) -> Iterator[dict[str, Any]]:
     """What the machine is, and what it does while the block runs: the `machine` part of a sample's record.
+
+    Args:
+        device: that computes.
+        count: such devices, of a model that is spread over them.
 
     Yields:
         A dict, whole once the block has ended: `device` (the GPU's or the CPU's name), `threads` of torch, `cores` that
@@ -32,7 +36,7 @@ def observed(device: torch.device) -> Iterator[dict[str, Any]]:
         these cores were taken away in the mean: by `others`, processes that are not this one, and by `steal`, other
         guests of the same host.
     """
-    told = {"device": name_of(device), "threads": torch.get_num_threads(), "cores": len(_cores())}
+    told = {"device": name_of(device, count), "threads": torch.get_num_threads(), "cores": len(_cores())}
     told["load"] = round(os.getloadavg()[0], 2)
     before = _spent()
     yield told
@@ -44,9 +48,10 @@ def observed(device: torch.device) -> Iterator[dict[str, Any]]:
         told["steal"] = round(max(0.0, stolen) / wall, 3)
 
 
-def name_of(device: torch.device) -> str:
-    """The name of the card, or of the CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
+def name_of(device: torch.device, count: int = 1) -> str:
+    """The name of the card, with how many there are where they are several, or of the CPU."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
+    return name if count == 1 else f"{count} x {name}"
 
 
 @cache

@@ -1,10 +1,16 @@
-"""Copies between host and device that nothing waits for."""
+"""Copies between host and device that nothing waits for, and which device computes."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
+
+
+def computing_on(device: torch.device) -> AbstractContextManager[object]:
+    """Meanwhile a GPU is the current one, on which kernels that are no operations of torch run."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

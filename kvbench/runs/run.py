@@ -17,7 +17,7 @@ import kvbench
 from kvbench import hub
 from kvbench.budget import Budget, has_budget
 from kvbench.config import ConfigError, bind_methods, build
-from kvbench.engine import models
+from kvbench.engine import models, spread
 from kvbench.engine.footprint import Prompts, footprint, free_memory, refuse_too_large
 from kvbench.engine.heads import calibration_for
 from kvbench.engine.packed import pack
@@ -146,7 +146,7 @@ def open_folder(arm: Arm, shard: Shard = WHOLE) -> RunFolder:
     config, own = arm.config, identity(arm)
     facts = {
         "versions": versions(),
-        "device_name": device_name(arm.loaded.model.device),
+        "device_name": device_name(arm.loaded.model.device, spread.devices_under(arm.loaded.model)),
         "model_name": arm.loaded.name,
         "metric": arm.task.metric,
     }
@@ -248,7 +248,9 @@ def refuse_no_room(config: Config, method: Method, prompts: Prompts) -> None:
     """
     source = hub.source_of(config["model"])
     tokens, _, chunk = prompts
-    device = models.device_of(config["device"])
+    device_map = config["model"].get("device_map")
+    devices = spread.devices_for(device_map) if device_map else [models.device_of(config["device"])]
+    device = devices[0]
     needed = footprint(hub.shape_of(config["model"], source), models.dtype_of(config["dtype"], device), prompts)
     if needed is None:
         return
@@ -257,7 +259,7 @@ def refuse_no_room(config: Config, method: Method, prompts: Prompts) -> None:
         # Of the last chunk a method may drop what one layer has read before the next layer reads it.
         sure = max(0, tokens - (chunk or tokens))
         needed = needed._replace(cache=needed.cache * sure // tokens)
-    refuse_too_large(needed, device, home, source.name, prompts, free_memory(device))
+    refuse_too_large(needed, device, home, source.name, prompts, free_memory(*devices))
 
 
 class Work(NamedTuple):
@@ -380,6 +382,6 @@ def versions() -> dict[str, str]:
     return {"kvbench": kvbench.__version__, **libraries}
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device: torch.device, count: int = 1) -> str:
     """What computes: the card's or the CPU's name, and the threads. Of a sample, its own record says so."""
-    return machine_name({"device": machine.name_of(device), "threads": torch.get_num_threads()})
+    return machine_name({"device": machine.name_of(device, count), "threads": torch.get_num_threads()})

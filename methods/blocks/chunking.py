@@ -158,6 +158,10 @@ class Chunks:
         """[M], tokens of each chunk."""
         return self.bounds.diff()
 
+    def on(self, device: torch.device) -> Chunks:
+        """The same on a device, for a layer that is there."""
+        return self if self.bounds.device == device else Chunks(self.bounds.to(device, non_blocking=True))
+
     def extended(self, end: int) -> Chunks:
         """With one chunk more, up to `end`."""
         return Chunks(pad(self.bounds, (0, 1), value=end))

@@ -44,7 +44,7 @@ class Evictor(Method):
     def note_prompt(self, layer: int, held: Held, prompt: Prompt) -> None:
         """Change the numbers of the prompt's tokens: their scores, infinite for protected ones. Here they stay."""
 
-    def note(self, held: Held, attention: torch.Tensor) -> None:
+    def note(self, layer: int, held: Held, attention: torch.Tensor) -> None:
         """Change the numbers by what each token received in this step, [B, H, held.width]."""
         raise NotImplementedError
 
@@ -89,7 +89,7 @@ class Evictor(Method):
     def observe(self, layer: int, selection: Selection | None, probabilities: torch.Tensor) -> None:
         """Note the attention of the step, and let the token worth least go."""
         held = self.held[layer]
-        self.note(held, probabilities.unflatten(1, (self.lists, -1)).mean(dim=2))
+        self.note(layer, held, probabilities.unflatten(1, (self.lists, -1)).mean(dim=2))
         self.make_room(layer, held)
 
     def end_step(self) -> None:

@@ -142,7 +142,7 @@ class LycheeCluster(Method):
 
     def _index(self, layer: int, row: int, keys: torch.Tensor) -> ClusterIndex:
         """An index of a row's chunks so far, from keys [Hkv, n, D] of all tokens up to their end."""
-        chunks = self.rows[row].text.chunks
+        chunks = self.rows[row].text.chunks.on(keys.device)
         representatives = pooled(keys, chunks.bounds, self.layout.pooling)
         generator = self.context.generator(layer, row=row)
         return ClusterIndex(representatives, chunks.lengths, self.layout, keys.dtype, generator)
@@ -158,13 +158,13 @@ class LycheeCluster(Method):
         for number, (row, index) in enumerate(zip(self.rows, self.indexes[layer], strict=True)):
             end, cut = row.text.end, row.text.cut
             if index is not None and cut:
-                keys = keys_of_row(self.view, layer, number, end - sum(cut), end, self.shape.device)
+                keys = keys_of_row(self.view, layer, number, end - sum(cut), end, self.shape.device_of(layer))
                 bounds = torch.tensor([0, *accumulate(cut)], device=keys.device)
                 representatives = pooled(keys, bounds, self.layout.pooling)
                 for chunk, length in enumerate(cut):
                     index.graft(representatives[:, chunk], length)
             elif index is None and row.sparse:
-                keys = keys_of_row(self.view, layer, number, 0, end, self.shape.device)
+                keys = keys_of_row(self.view, layer, number, 0, end, self.shape.device_of(layer))
                 self.indexes[layer][number] = self._index(layer, number, keys)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
@@ -178,7 +178,7 @@ class LycheeCluster(Method):
             return Selection(self._compiled(layer, grouped.numpy(), heads))
         lists = []
         for row, fixed, index, queries in zip(self.rows, self.fixed, self.indexes[layer], grouped, strict=True):
-            tokens = fixed.expand(heads, -1)
+            tokens = fixed.to(query.device, non_blocking=True).expand(heads, -1)
             if index is not None:
                 tokens = torch.cat([tokens, self._best(row, index, queries)], dim=1)
             lists.append(tokens)
@@ -206,7 +206,7 @@ class LycheeCluster(Method):
         norms = queries.norm(dim=2)
         if self.selection == "kv_head":
             queries, norms = queries.mean(dim=1, keepdim=True), norms.mean(dim=1, keepdim=True)
-        chunks = row.text.chunks
+        chunks = row.text.chunks.on(queries.device)
         best = index.best_chunks(queries, norms, row.room, self._search(row))
         if self.selection == "query_head" and self.budget.counts_generated:
             heads, group, count = best.shape

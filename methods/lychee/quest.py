@@ -37,7 +37,7 @@ class StructureQuest(Quest):
                 for ids, length in zip(prompt.token_ids, prompt.lengths, strict=True)
             ]
             self._part()
-        return [pages.bounds for pages in self.parts]
+        return [pages.on(prompt.keys.device).bounds for pages in self.parts]
 
     def _part(self) -> None:
         self.parts = [text.chunks.extended(text.length) for text in self.texts]
@@ -57,8 +57,8 @@ class StructureQuest(Quest):
         for row, (text, pages) in enumerate(zip(self.texts, self.parts, strict=True)):
             if text.cut and text.length - text.end > 1:
                 first, both = text.end - sum(text.cut), slice(len(pages) - 2, len(pages))
-                keys = keys_of_row(self.view, layer, row, first, text.length, self.shape.device)
-                low, high = bounds(keys, pages.bounds[-3:] - first, self.page_size)
+                keys = keys_of_row(self.view, layer, row, first, text.length, self.shape.device_of(layer))
+                low, high = bounds(keys, pages.on(keys.device).bounds[-3:] - first, self.page_size)
                 self.low[layer][row, :, both], self.high[layer][row, :, both] = low, high
 
     def _edges(self, lengths: Sequence[int]) -> NDArray[np.int64]:
@@ -68,5 +68,5 @@ class StructureQuest(Quest):
         return room // self.cutter.shortest + 2  # the last two may be shorter
 
     def _tokens(self, row: int, room: int, length: int, scores: torch.Tensor) -> torch.Tensor:
-        pages = self.parts[row]
+        pages = self.parts[row].on(scores.device)
         return pages.tokens(pages.fitting(self._ranked(scores, self._most(room)), room), room)

@@ -97,11 +97,12 @@ class ParisKV(Method):
         if self.on_cpu:
             compile_kernels(context.pool)
         signs = random_signs(shape.head_dim, context.seed)
-        self.signs = signs if self.on_cpu else signs.to(shape.device)
+        self.signs = dict.fromkeys(range(shape.layers), signs) if self.on_cpu else shape.for_layers(signs)
         self.workspaces = [Workspace() for _ in range(torch.get_num_threads() if self.on_cpu else 0)]
         self.index: dict[int, Index] = {}
         self.norms: dict[int, torch.Tensor] = {}  # with theta: [B, Hkv, capacity], of the values
-        self.whole = [((0, 0), torch.empty(0))] * shape.batch  # of each row, for which length and end
+        # of each row and device, for which length and end
+        self.whole: dict[tuple[int, torch.device], tuple[tuple[int, int], torch.Tensor]] = {}
         self.searches = self.candidates = 0  # of one row in one layer at one step; in all
         self.retrieved = 0.0
 
@@ -117,15 +118,13 @@ class ParisKV(Method):
         k = capacity - sinks - local - (update if self.budget.counts_generated else 0)
         return Zones(sinks, local, update, max(1, k), capacity)
 
-    def _new_index(self) -> Index:
-        batch, kv_heads = self.shape.batch, self.shape.kv_heads
-        if self.on_cpu:
-            return KernelIndex(batch, kv_heads, self.signs, self.context.pool, self.workspaces)
-        return VectorIndex(batch, kv_heads, self.signs)
+    def _new_index(self, layer: int) -> Index:
+        sizes = self.shape.batch, self.shape.kv_heads, self.signs[layer]
+        return KernelIndex(*sizes, self.context.pool, self.workspaces) if self.on_cpu else VectorIndex(*sizes)
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Encode the prompt's tokens between sinks and window."""
-        self.index[layer] = self._new_index()
+        self.index[layer] = self._new_index(layer)
         if self.theta is not None:
             self.norms[layer] = prompt.values.float().norm(dim=3)
         for row, (zones, length) in enumerate(zip(self.zones, prompt.lengths, strict=True)):
@@ -191,7 +190,7 @@ class ParisKV(Method):
         assert self.theta is not None
         zones, norms = self.zones[row], self.norms[layer][row].to(tokens.device)
         end = zones.sinks + self.index[layer].lengths[row]
-        whole = self._whole(row, self.view.lengths(layer)[row], end, zones.sinks)
+        whole = self._whole(layer, row, self.view.lengths(layer)[row], end, zones.sinks)
         ids = torch.full((self.shape.batch, *whole.shape), -1, device=whole.device)
         ids[row] = whole
         keys = self.view.keys(layer, ids)[row].to(tokens.device)
@@ -214,18 +213,20 @@ class ParisKV(Method):
         """
         length, zones = self.view.lengths(layer)[row], self.zones[row]
         if retrieved is None:
-            return self._whole(row, length, 0, 0).expand(self.shape.kv_heads, -1)
-        whole = self._whole(row, length, zones.sinks + self.index[layer].lengths[row], zones.sinks)
+            return self._whole(layer, row, length, 0, 0).expand(self.shape.kv_heads, -1)
+        whole = self._whole(layer, row, length, zones.sinks + self.index[layer].lengths[row], zones.sinks)
         found = torch.where(retrieved < 0, -1, zones.sinks + retrieved)
         return torch.cat([whole.expand(self.shape.kv_heads, -1), found], dim=1)
 
-    def _whole(self, row: int, length: int, end: int, sinks: int) -> torch.Tensor:
-        """[1, n] the tokens from `end` on, newest first, and the sinks; the same in all layers of a step."""
-        if self.whole[row][0] != (length, end):
-            device = self.signs.device
+    def _whole(self, layer: int, row: int, length: int, end: int, sinks: int) -> torch.Tensor:
+        """[1, n] the tokens from `end` on, newest first, and the sinks; the same in all layers of a device."""
+        device = self.signs[layer].device
+        known, whole = self.whole.get((row, device), ((0, 0), torch.empty(0)))
+        if known != (length, end):
             recent = torch.arange(length - 1, end - 1, -1, device=device)
-            self.whole[row] = (length, end), torch.cat([recent, torch.arange(sinks, device=device)])[None]
-        return self.whole[row][1]
+            whole = torch.cat([recent, torch.arange(sinks, device=device)])[None]
+            self.whole[row, device] = (length, end), whole
+        return whole
 
     def report(self) -> dict[str, float]:
         """Mean tokens reranked and retrieved by a search of a row's zone; {} where all was attended whole."""

@@ -154,7 +154,7 @@ class RACC(Method):
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Have the prompt compressed, and what it drops indexed beside the prefill of later layers."""
         shape = self.shape
-        sizes = prompt.lengths, shape.kv_heads, shape.device, self.group
+        sizes = prompt.lengths, shape.kv_heads, shape.device_of(layer), self.group
         residents = self.residents[layer] = Residents(*sizes, search_prompt=self.search_prompt)
         if self.of_prompt is not None:
             self.of_prompt.prefill(layer, prompt)

@@ -46,7 +46,7 @@ class Twilight(Method):
         if shape.device.type == "cpu":
             compile_kernels(context.pool)
         self.coded: dict[int, FourBitKeys] = {}
-        self.proposed = self.kept = torch.zeros((), dtype=torch.int64, device=shape.device)
+        self.counted = shape.for_layers(torch.zeros(2, dtype=torch.int64))  # tokens proposed, and tokens kept, so far
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """The selector's index, and every key in four bits."""
@@ -64,8 +64,8 @@ class Twilight(Method):
         assert proposed is not None, "a selector of Twilight names its tokens"
         kept = self.coded[layer].top_p(query, proposed.index, self.shape.scaling, self.p, self.context.pool)
         share = self.shape.query_heads // proposed.index.shape[1]
-        self.proposed = self.proposed + share * (proposed.index >= 0).sum()
-        self.kept = self.kept + (kept >= 0).sum()
+        counts = torch.stack([share * (proposed.index >= 0).sum(), (kept >= 0).sum()])
+        self.counted[layer] = self.counted[layer] + counts
         return Selection(kept)
 
     def rule(self, layer: int, length: int, generated: int) -> int | None:
@@ -74,4 +74,5 @@ class Twilight(Method):
 
     def report(self) -> dict[str, float]:
         """Share of the proposed tokens that was attended, the mean over query heads, layers and steps."""
-        return {"kept_share": float(self.kept) / max(float(self.proposed), 1.0)}
+        proposed, kept = map(sum, zip(*(counts.tolist() for counts in self.counted.values()), strict=True))
+        return {"kept_share": kept / max(proposed, 1)}
