@@ -209,7 +209,7 @@ def test_keys_are_turned_back_to_what_they_were_before_rope_and_on_again(rope: d
     flat = before.view(6, 1, 20, 32)
     cos, sin = loaded.model.model.rotary_emb(flat, position.view(6, 20))
     keys = apply_rotary_pos_emb(flat, flat, cos, sin)[0].view_as(before)
-    rotation = PromptRotation(RotaryOf(loaded.model, [0]), 400, torch.device("cpu"))
+    rotation = PromptRotation(RotaryOf(loaded.model, [0]), 400)
     back = rotation.back(keys, position)
     factor = loaded.model.model.rotary_emb.attention_scaling
     torch.testing.assert_close(back, before * factor, rtol=0, atol=CLOSE)

@@ -29,7 +29,7 @@ from kvbench.engine.turn import Turn
 from kvbench.memory.store import LayerStore
 from kvbench.memory.transfer import computing_on
 from kvbench.memory.view import StoreView
-from kvbench.method import Context, HeadScores, Method, Needs, Prompt, Selection, Shape
+from kvbench.method import Context, HeadScores, Method, Prompt, Selection, Shape
 from kvbench.spans import Spans
 
 
@@ -114,7 +114,7 @@ class Engine:
         if method.needs.positions == "cache":
             assert rotary is not None, "this engine was made without the model's rotary positions"
             self._positions = CachePositions(shape, rotary)
-        rotation = None if rotary is None else PromptRotation(rotary, max(shape.lengths), shape.device)
+        rotation = None if rotary is None else PromptRotation(rotary, max(shape.lengths))
         self._shared = rotary, pieces, worker_pool()
         self._new_tokens = new_tokens
         self._sparse, self._last = frozenset(shape.sparse_layers), shape.full_layers[-1]
@@ -263,8 +263,6 @@ class Engine:
 
     def _store(self, layer: int, shared: LayerStore | None = None) -> LayerStore:
         if layer not in self.stores:
-            sparse = layer in self._sparse
-            needs = self.method.needs if sparse else Needs()
             self.stores[layer] = LayerStore(
                 self.shape.batch,
                 self.shape.kv_heads,
@@ -272,12 +270,9 @@ class Engine:
                 self.capacity,
                 self.shape.dtype,
                 self.shape.device_of(layer),
-                home=self.method.home(layer) if sparse else "device",
-                on_drop=needs.on_drop,
-                rebuilds_keys=needs.rebuilds_keys,
+                **(_wishes(self.method, layer) if layer in self._sparse else {}),
                 grows=self._new_tokens is None,
                 in_place=self.executor.in_place,
-                cache=needs.cache,
                 moved=self.audit.moved,
                 found=self.audit.found,
                 spans=self.spans,
@@ -364,3 +359,10 @@ class Engine:
             copied = "measured" if self.shape.device.type == "cuda" else "simulated"
             report["transfer"] = "in place" if self.executor.in_place else copied
         return report
+
+
+def _wishes(method: Method, layer: int) -> dict[str, Any]:
+    """What the method needs of the store of a layer."""
+    needs, home = method.needs, method.home(layer)
+    cache = {"cache": needs.cache} if home == "host" else {}
+    return {"home": home, "on_drop": needs.on_drop, "rebuilds_keys": needs.rebuilds_keys, **cache}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -37,23 +36,26 @@ class PromptRotation:
         length: positions 0 .. length - 1 can be asked for.
     """
 
-    def __init__(self, rotary: Rotary, length: int, device: torch.device) -> None:
-        self._rotary, self._length, self._device = rotary, length, device
-
-    @cached_property
-    def _table(self) -> Angles:
-        cos, sin = self._rotary.angles(torch.arange(self._length, device=self._device)[None, None])
-        return cos[0, 0], sin[0, 0]
+    def __init__(self, rotary: Rotary, length: int) -> None:
+        self._rotary, self._length = rotary, length
+        self._tables: dict[torch.device, torch.Tensor] = {}  # cos and sin [2, length, D] on each device
 
     def back(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys [B, H, n, D] at positions [B, 1 or H, n], as they were before RoPE."""
-        cos, sin = self._table
-        return self._rotary.turn(keys, (cos[positions], -sin[positions]))
+        cos, sin = self._angles(positions)
+        return self._rotary.turn(keys, (cos, -sin))
 
     def turn(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys without RoPE, with that of their positions."""
-        cos, sin = self._table
-        return self._rotary.turn(keys, (cos[positions], sin[positions]))
+        return self._rotary.turn(keys, self._angles(positions))
+
+    def _angles(self, positions: torch.Tensor) -> Angles:
+        device = positions.device
+        if device not in self._tables:
+            parts = self._rotary.angles(torch.arange(self._length, device=device)[None, None])
+            self._tables[device] = torch.cat(parts)[:, 0]
+        cos, sin = self._tables[device]
+        return cos[positions], sin[positions]
 
 
 class CachePositions:

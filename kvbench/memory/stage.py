@@ -87,7 +87,7 @@ class Stage:
         self._host, self._device, self._moved, self._in_place = host, device, moved, in_place
         self._keeper, self._found = keeper_of(cache), found
         self._kept: torch.Tensor | None = None  # [B, Hkv, n] ids that stay, by the keeper
-        self.values_only = values_only
+        self.values_only, self._nothing = values_only, host.key.new_empty(0, host.key.shape[3], device=device)
         self._staged: Staged | None = None
         self._noted: list[Callable[[], None]] = []  # what is still to be planned, in order
         self._coming: Coming | None = None
@@ -233,7 +233,7 @@ class Stage:
             coming.blocks[-1][0].record_stream(stream)
         source = uploaded(coming.source.reshape(-1), self._device)
         size = (*coming.ids.shape, self._host.key.shape[3])
-        key, value = (side.index_select(0, source).view(size) for side in self._joined(coming.blocks))
+        key, value = (side.index_select(0, source).view(size) for side in _joined(coming.blocks, self._nothing))
         return Staged(coming.ids, (key, value))
 
     # -- on the device alone ---------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class Stage:
         if self._host.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._host.copied)
         size = (*ids.shape, self._host.key.shape[3])
-        sides = list(zip(self._joined(self._blocks()), (self._host.key, self._host.value), strict=True))
+        sides = list(zip(_joined(self._blocks(), self._nothing), (self._host.key, self._host.value), strict=True))
         moving = sides[1:] if self.values_only else sides
         moved = [fetch(near, far, here, host.view(-1, size[3])).view(size) for here, host in moving]
         rows = moved[0], moved[-1]
@@ -279,16 +279,6 @@ class Stage:
         staged = () if self._staged is None or self._staged.rows is None else (self._staged.rows,)
         return staged if self.newest is None else (*staged, self.newest)
 
-    def _joined(self, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of all blocks, keys and values, [n, D] each."""
-        width = self._host.key.shape[3]
-        nothing = self._host.key.new_empty(0, width, device=self._device)
-        key, value = (
-            torch.cat([part.reshape(-1, width) for part in side])
-            for side in (zip(*blocks, strict=True) if blocks else ((nothing,), (nothing,)))
-        )
-        return key, value
-
     # -- for tests -------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
@@ -309,6 +299,13 @@ class Stage:
         assert ascending(ids), "tokens ascend without holes, none of them twice"
         lives = self._host.present.gather(2, ids.clamp(max=self._host.capacity - 1))
         assert bool((lives | (ids == NO_TOKEN)).all()), "what is staged lives on the host"
+
+
+def _joined(blocks: Blocks, nothing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of all blocks, keys and values, [n, D] each; where there are none, `nothing` [0, D]."""
+    sides = zip(*blocks, strict=True) if blocks else ((nothing,), (nothing,))
+    key, value = (torch.cat([part.reshape(-1, nothing.shape[1]) for part in side]) for side in sides)
+    return key, value
 
 
 def _distinct(index: torch.Tensor) -> torch.Tensor:

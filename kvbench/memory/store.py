@@ -68,7 +68,6 @@ class LayerStore(Tiers):
             super().__init__(DeviceTier(shared.device.key, shared.device.value, capacity, grows))
         self._home, self._on_drop, self._grows, self._rebuilds_keys = home, on_drop, grows, rebuilds_keys
         self._moved, self._spans, self._closed = moved, spans or Spans(), False
-        cache = cache if home == "host" else LAST
         self._stage = partial(Stage, in_place=in_place, cache=cache, found=found, values_only=rebuilds_keys)
         if shared is not None:
             self.seal_prompt(shared.lengths)
