@@ -3,7 +3,7 @@
     python scripts/compact_runs.py results/sweep_reference results/reference
 
 Of each arm the newest run is kept: run.yaml, status.json, summary.json, and of each sample all but the prompt's answers
-and the output. Numbers have five digits, and of a path from the root its last part is left. `python -m kvbench.report`
+and the output, of which it says how long it was. Numbers have five digits, and of a path from the root its last part is left. `python -m kvbench.report`
 reads the copies as it reads the runs.
 """
 
@@ -19,6 +19,7 @@ import yaml
 
 from kvbench.report.frame import collect
 from kvbench.runs.folder import ResultsError
+from kvbench.runs.summary import written
 
 DROPPED = ("answers", "output", "output_ids")
 
@@ -43,7 +44,7 @@ def without_paths(value: Any) -> Any:
 
 def compact(source: Path, target: Path) -> list[Path]:
     """Copy the runs below `source` to the same places below `target`; the folders written."""
-    written = []
+    folders = []
     for path in map(Path, collect([source]).arms["path"]):
         folder = target / path.relative_to(source)
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,10 +55,12 @@ def compact(source: Path, target: Path) -> list[Path]:
         (folder / "run.yaml").write_text(yaml.safe_dump(told, sort_keys=False, allow_unicode=True))
         with open(path / "samples.jsonl") as lines, open(folder / "samples.jsonl", "w") as out:
             for record in map(json.loads, lines):
-                kept = {key: value for key, value in record.items() if key not in DROPPED}
+                kept = {key: value for key, value in record.items() if key not in DROPPED} | {
+                    "written": written(record)
+                }
                 out.write(json.dumps(rounded(kept), separators=(",", ":")) + "\n")
-        written.append(folder)
-    return written
+        folders.append(folder)
+    return folders
 
 
 def main() -> None:

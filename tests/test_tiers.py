@@ -162,9 +162,11 @@ def count_transfers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     transfers: list[int] = []
     read = HostTier.read
 
-    def counted(self: HostTier, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    def counted(
+        self: HostTier, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor, *parts: bool
+    ) -> torch.Tensor:
         transfers.append(len(token))
-        return read(self, row, head, token)
+        return read(self, row, head, token, *parts)
 
     monkeypatch.setattr(HostTier, "read", counted)
     return transfers

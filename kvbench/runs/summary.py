@@ -90,18 +90,24 @@ def _passed(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, floa
 def _written(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """How long the outputs are that a model wrote, and how many of them ended in a loop; {} where it wrote none."""
     outputs = [
-        record["output_ids"]
+        told
         for record in records
-        if record.get("output_ids") and not record.get("fidelity") and not record.get("hardware")
+        if not (record.get("fidelity") or record.get("hardware")) and (told := written(record))
     ]
     if not outputs:
         return {}
-    lengths = [len(output) for output in outputs]
+    lengths = [output["length"] for output in outputs]
     return {
         "tokens_mean": statistics.fmean(lengths),
         "tokens_median": statistics.median(lengths),
-        "looped": statistics.fmean(map(is_looped, outputs)),
+        "looped": statistics.fmean(output["looped"] for output in outputs),
     }
+
+
+def written(record: Mapping[str, Any]) -> dict[str, int]:
+    """How long a sample's output is, and whether it ended in a loop; a copy without the output has it written down."""
+    output = record.get("output_ids")
+    return {"length": len(output), "looped": is_looped(output)} if output else record.get("written") or {}
 
 
 def is_looped(output: Sequence[int]) -> bool:
