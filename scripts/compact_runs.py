@@ -3,8 +3,8 @@
     python scripts/compact_runs.py results/sweep_reference results/reference
 
 Of each arm the newest run is kept: run.yaml, status.json, summary.json, and of each sample all but the prompt's answers
-and the output, of which it says how long it was. Numbers have five digits, and of a path from the root its last part is left. `python -m kvbench.report`
-reads the copies as it reads the runs.
+and the output, of which it says how long it was. Numbers have five digits, and of a path from the root its last part is
+left. `python -m kvbench.report` reads the copies as it reads the runs.
 """
 
 from __future__ import annotations
