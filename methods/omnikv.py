@@ -65,7 +65,7 @@ class OmniKV(Method):
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         """What the filter before this layer chose, or everything; a filter chooses."""
         if layer in self.filter_of:
-            return self.chosen[self.filter_of[layer]]
+            return Selection(self.chosen[self.filter_of[layer]].index.to(query.device))
         if layer in self.filter_of.values():
             self.chosen[layer] = self._choose(layer, query)
         return None

@@ -101,6 +101,18 @@ def test_first_chunk_that_is_all_padding_is_refused(pairs: Any) -> None:
         generated(model, inputs(2), KVCache(model, "quest", SMALL, prompt_length=LENGTH), prefill_chunk_size=30)
 
 
+@pytest.mark.parametrize("name", ["streaming_llm", "snapkv", "icecache"])
+def test_what_is_read_in_inference_mode_goes_on_outside_of_it(pairs: Any, name: str) -> None:
+    model, prompt = pairs("llama").ours, inputs(1)["input_ids"]
+    found = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        cache = KVCache(model, name, SMALL)
+        with mode():
+            model(prompt[:, :-1], past_key_values=cache, logits_to_keep=1)
+        found.append(model.generate(prompt, past_key_values=cache, max_new_tokens=4, do_sample=False).tolist())
+    assert found[0] == found[1]
+
+
 def test_method_by_name_takes_its_options(pairs: Any, tokenizer: Any) -> None:
     model = pairs("llama").ours
     for case in METHODS:

@@ -144,6 +144,7 @@ class DeviceTier:
         """The first `lengths[b]` slots of row b are used from now on."""
         self.used = torch.tensor(lengths).unsqueeze(1).repeat(1, self.room.shape[1])
 
+    @torch.inference_mode()  # what began in it may go on outside
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1, D]."""
         first = int(self.used[0, 0])

@@ -98,6 +98,7 @@ class HostTier:
         self.arrived()
         self._land()
 
+    @torch.inference_mode()  # what began in it may go on outside
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1, D].
 
@@ -112,8 +113,7 @@ class HostTier:
             return
         buffer = torch.empty(new.shape, dtype=new.dtype, pin_memory=True)
         buffer.copy_(new, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+        event = torch.cuda.current_stream(new.device).record_event()
         self._landing.append(_Landing(tuple(lengths), buffer, event))
 
     def _land(self) -> None:
