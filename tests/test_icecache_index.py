@@ -195,6 +195,12 @@ def test_an_insertion_keeps_each_key_once(start: int, more: int, layout: Layout,
     check_structure(grown(some_keys(start + more, seed, kind), layout, start, [1, 16, 3]))
 
 
+def test_a_narrow_search_for_a_parent_finds_one_where_the_best_nodes_above_have_no_children_yet() -> None:
+    layout = Layout(2, promotion=(0.5, 0.5), levels="random", exhaustive_below=0, fov=1, reparent=False)
+    for seed in range(60):
+        check_structure(grown(some_keys(120, seed), layout, 10))
+
+
 @quick
 @given(st.integers(1, 200), layouts, kinds, seeds)
 def test_parents_of_an_exhaustive_build_minimise_delta(count: int, layout: Layout, kind: str, seed: int) -> None:

@@ -84,6 +84,9 @@ def nearest_nodes(tree, rows, level, fov, exhaustive_below, work, parents):  # t
         first, found = rank_nodes(
             tree, queries[:size], heights[:size], level, False, fov, exhaustive_below, False, work
         )
+        if first == found:  # the best nodes above are new and have no children yet: all nodes of the level compete
+            nodes = np.int64(tree.state[NODES])
+            first, found = rank_nodes(tree, queries[:size], heights[:size], level, False, fov, nodes, False, work)
         for g in range(size):
             highest = np.float32(-np.inf)
             for i in range(first, found):
