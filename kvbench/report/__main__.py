@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from kvbench.runs.quantities import Quantity
 
 FOLDER = Path("results")
-SHIPPED = [Path(kvbench.__file__).parents[1] / "results" / name for name in ("fidelity", "reference")]
+RESULTS = Path(kvbench.__file__).parents[1] / "results"
+SHIPPED = [RESULTS / name for name in ("fidelity", "fidelity_budgets", "reference")]
 FORMATS = {"console": ".txt", "markdown": ".md", "latex": ".tex", "csv": ".csv", "html": ".html", "site": ""}
 
 EXAMPLES = """\
