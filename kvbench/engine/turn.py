@@ -52,7 +52,7 @@ class Turn:
         store, sparse = self._stores[layer], layer in self._shape.sparse_layers
         self._read[layer] = (query if sparse and self._asks else query[:, :0], key, value), sinks
         with self._spans("attention"):
-            self._audit.moved(store.host_bytes())
+            self._audit.moved(store.remote_bytes())
             past, past_value, mask = store.remaining()
             if self._positions is not None and sparse:
                 query, key, past = self._positions.of_turn(query, key, past, store)

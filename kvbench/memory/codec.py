@@ -1,15 +1,15 @@
 """How a token's key or value is held in fewer bits: pure functions between rows [..., D] and rows of bytes.
 
 `Native` holds rows as they are. `Int8` and `Fp8` code a row with a scale of its own. `KiviValues` and `KiviKeys` are
-KIVI's (Liu et al. 2024, "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", section 3): asymmetric, values
-in groups of channels, keys in groups of tokens. Who holds the bytes knows their width alone; only who writes a token and
-who attends it asks a codec. The width of coded rows is a multiple of 4, so that a kernel reads whole words.
+KIVI's (Liu et al. 2024, "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", section 3): asymmetric,
+values in groups of channels, keys in groups of tokens. Who holds the bytes knows their width alone; only who writes a
+token and who attends it asks a codec. The width of coded rows is a multiple of 4, so that a kernel reads whole words.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -37,6 +37,11 @@ class Codec:
     def width(self) -> int:
         """Elements of a held row."""
         raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Of a held row."""
+        return self.width * self.stored.itemsize
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [..., D] as they are held, [..., width]."""
@@ -84,7 +89,7 @@ class _Scaled(Codec):
         rows = rows.float()
         scale = rows.abs().amax(dim=-1, keepdim=True) / self.largest
         codes = (rows / torch.where(scale > 0, scale, 1)).clamp(-self.largest, self.largest)
-        return torch.cat([self._coded(codes).view(torch.uint8), scale.view(torch.uint8)], dim=-1)
+        return torch.cat([as_bytes(self._coded(codes)), as_bytes(scale)], dim=-1)
 
     def decode(self, held: torch.Tensor) -> torch.Tensor:
         """Codes times the scale."""
@@ -122,6 +127,40 @@ class Fp8(_Scaled):
         return codes.view(torch.float8_e4m3fn).float()
 
 
+class Codecs(NamedTuple):
+    """How a tier holds keys and how it holds values, each a row a token."""
+
+    key: Codec
+    value: Codec
+
+    @classmethod
+    def of(cls, kind: str, head_dim: int, dtype: torch.dtype) -> Codecs:
+        """Those called `kind`, one of `ROWS`, for keys and values alike."""
+        codec = ROWS[kind](head_dim, dtype)
+        return cls(codec, codec)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a token's key and value in one KV head."""
+        return self.key.nbytes + self.value.nbytes
+
+    def encode(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [..., D] as they are held."""
+        return self.key.encode(key), self.value.encode(value)
+
+    def decode(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Held keys and values as [..., D]."""
+        return self.key.decode(key), self.value.decode(value)
+
+    def recoded(self, key: torch.Tensor, value: torch.Tensor, target: Codecs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Held keys and values as `target` holds them; between equals no bit changes."""
+        return (key, value) if self == target else target.encode(*self.decode(key, value))
+
+
+# Kinds of row that any token can have by itself.
+ROWS: dict[str, type[Codec]] = {"native": Native, "fp8": Fp8, "int8": Int8}
+
+
 @dataclass(frozen=True)
 class KiviValues(Codec):
     """A value's channels in groups: packed codes, then of each group its scale, then of each its minimum.
@@ -145,7 +184,7 @@ class KiviValues(Codec):
         """Codes, scales, minima."""
         codes, scale, least = quantised(rows.unflatten(-1, (-1, GROUP)), -1, self.bits)
         parts = packed(codes.flatten(-2), self.bits), scale.squeeze(-1), least.squeeze(-1)
-        return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
+        return torch.cat([as_bytes(part) for part in parts], dim=-1)
 
     def decode(self, held: torch.Tensor) -> torch.Tensor:
         """Codes times their group's scale, and its minimum."""
@@ -208,3 +247,10 @@ def unpacked(held: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes [..., D] of bytes [..., D * bits / 8]."""
     places = bits * torch.arange(8 // bits, dtype=torch.uint8, device=held.device)
     return ((held.unsqueeze(-1) >> places) & (2**bits - 1)).flatten(-2)
+
+
+def as_bytes(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers [..., n] as their bytes, the lowest first."""
+    if not numbers.numel():  # strides of an empty tensor are any, and torch asks for 1
+        return numbers.new_zeros(*numbers.shape[:-1], numbers.shape[-1] * numbers.itemsize, dtype=torch.uint8)
+    return numbers.contiguous().view(torch.uint8)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvbench.memory.codec import Codecs
 from kvbench.memory.slots import (
     NO_TOKEN,
     PAGE,
@@ -35,14 +36,20 @@ class Located:
         pool: what holds them all.
         slots: [B, Hkv, M] int64, the pool's slot of each token asked for; any where none was.
         present: [B, Hkv, M] bool, whether one was; None: everywhere.
+        codecs: how the pool holds them.
     """
 
     pool: Pool
     slots: torch.Tensor
     present: torch.Tensor | None
+    codecs: Codecs
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the tokens, gathered: [B, Hkv, M, D] each; any finite content where none was asked for."""
+        return self.codecs.decode(*self.held())
+
+    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `rows`, in the rows that the pool holds them in."""
         return self.pool.at(self.slots)
 
 
@@ -50,15 +57,16 @@ class DeviceTier:
     """Keys and values on the device.
 
     Slots of a row and head are filled from 0 without holes, in ascending order of token id. Slots after them are
-    zero or stale, finite, and never attended.
+    zero or stale, finite, and never attended. The prompt is held as it came until `encode` says otherwise.
 
     Args:
         key, value: [B, Hkv, capacity, D], whole pages; used in place.
         reserved: slots that may be used.
-        grows: the blocks may be reallocated when they are full; else they move in `keep` only.
+        grows: the blocks may be reallocated when they are full; else they move in `keep` and `encode` only.
 
     Attributes:
         pool: all slots.
+        codecs: how they hold keys and values.
         first: [B, Hkv] int64 on the device, where the room of each KV head begins in the pool.
         room: [B, Hkv] int64 on the CPU, slots of each KV head, whole pages.
         ids: [B, Hkv, capacity] int64, the token in each slot (`NO_TOKEN` after the used ones), or None: slot = id.
@@ -67,6 +75,7 @@ class DeviceTier:
     """
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, reserved: int, grows: bool = False) -> None:
+        self.codecs = Codecs.of("native", key.shape[3], key.dtype)
         self._hold(Pool.of(key, value), torch.full(key.shape[:2], key.shape[2]))
         self.ids: torch.Tensor | None = None
         self.used = torch.zeros_like(self.room)
@@ -91,7 +100,7 @@ class DeviceTier:
 
     @property
     def key(self) -> torch.Tensor:
-        """Keys in place, [B, Hkv, capacity, D], of a tier whose KV heads have equal room."""
+        """Keys as they are held, in place, [B, Hkv, capacity, width], of a tier whose KV heads have equal room."""
         return self._block(self.pool.key)
 
     @property
@@ -111,7 +120,7 @@ class DeviceTier:
     @property
     def entry_bytes(self) -> int:
         """Bytes of one token's key and value in one KV head."""
-        return 2 * self.pool.key.shape[1] * self.pool.key.element_size()
+        return self.codecs.nbytes
 
     @property
     def filled(self) -> torch.Tensor:
@@ -148,6 +157,7 @@ class DeviceTier:
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1, D]."""
         first = int(self.used[0, 0])
+        key, value = self.codecs.encode(key, value)
         self.reserve(int(self.used.max()) + 1)
         if self.uniform:
             self.key[:, :, first : first + 1] = key
@@ -176,7 +186,7 @@ class DeviceTier:
             key, value = self.key[:, :, :held], self.value[:, :, :held]
         else:
             room = self._room()
-            key, value, _ = self.resident()
+            key, value, _ = self.held()
         self._hold(_packed(key, value, self.used, room), room)
         if self.ids is not None:
             self.ids = with_free_slots(self.ids[:, :, : min(held, self.ids.shape[2])], self.capacity)
@@ -193,7 +203,7 @@ class DeviceTier:
         Args:
             ids: [B, Hkv, M] ascending, `NO_TOKEN` after.
             used: [B, Hkv] on the CPU, tokens in each list; M is the most.
-            key, value: [B, Hkv, M, D].
+            key, value: [B, Hkv, M, width], as they are held here.
             room: slots to reserve for tokens to come; None: as many as were.
         """
         free = self.reserved - int(self.used.max()) if room is None else room
@@ -201,6 +211,17 @@ class DeviceTier:
         rooms = self._room()
         self._hold(_packed(key, value, used, rooms), rooms)
         self.ids = with_free_slots(ids, self.capacity)
+
+    def encode(self, codecs: Codecs) -> None:
+        """Hold what is here, and what comes, in other rows: in newly allocated memory, but for those of now."""
+        if codecs == self.codecs:
+            return
+        key, value = codecs.encode(*self.resident()[:2])
+        room = torch.full_like(self.room, whole_pages(self.reserved)) if self.even else self._room()
+        self.codecs = codecs
+        self._hold(_packed(key, value, self.used, room), room)
+        if self.ids is not None:
+            self.ids = with_free_slots(self.ids[:, :, : key.shape[2]], self.capacity)
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens of every KV head, where none was dropped."""
@@ -217,8 +238,13 @@ class DeviceTier:
     def resident(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Keys and values, [B, Hkv, n, D], n = most used slots, and a mask [B, Hkv, n] (None: all used).
 
-        They are in place where KV heads have equal room, else a copy.
+        They are in place where KV heads have equal room and nothing is coded, else a copy.
         """
+        key, value, mask = self.held()
+        return *self.codecs.decode(key, value), mask
+
+    def held(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """As `resident`, in the rows that they are held in."""
         longest = int(self.used.max())
         if self.uniform:
             return self.key[:, :, :longest], self.value[:, :, :longest], None
@@ -241,7 +267,8 @@ class DeviceTier:
         """Ids [n] ascending, keys and values [n, D], of the tokens of one KV head, on the CPU."""
         used, first = int(self.used[row, head]), int(self.first[row, head])
         ids = torch.arange(used) if self.ids is None else self.ids[row, head, :used].cpu()
-        return ids, self.pool.key[first : first + used].cpu(), self.pool.value[first : first + used].cpu()
+        key, value = self.codecs.decode(*(part[first : first + used] for part in self.pool))
+        return ids, key.cpu(), value.cpu()
 
     def locate(self, index: torch.Tensor) -> Located:
         """Where token ids [B, Hkv, M] (-1 = none) lie, on the device or on the CPU as the index may be.
@@ -252,7 +279,7 @@ class DeviceTier:
         index, present = self.upload(index)
         slots, found = self.find(index)
         self._check(index, found)
-        return Located(self.pool, slots + self.first[..., None], present)
+        return Located(self.pool, slots + self.first[..., None], present, self.codecs)
 
     def upload(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """An index on the device, and where it names a token (None: everywhere, as far as the host knows)."""
@@ -282,14 +309,14 @@ class DeviceTier:
 
     def check_integrity(self) -> None:
         """Assert what holds between any two calls; waits for the device."""
-        assert self.pool.key.shape == self.pool.value.shape, "a key has a value"
+        assert len(self.pool.key) == len(self.pool.value), "a key has a value"
         assert len(self.pool.key) == int(self.room.sum()), "every slot is some head's"
         assert bool((self.room % PAGE == 0).all()), "room is whole pages"
         assert 0 <= self.reserved <= self.capacity, "what is reserved is there"
         assert int(self.used.min()) >= 0 and int(self.used.max()) <= self.reserved, "what is used was reserved"
         free = self.reserved - int(self.used.max())
         assert bool((self.used + free <= self.room).all()), "every head has room for the tokens to come"
-        assert all(bool(part.isfinite().all()) for part in self.pool), "every slot is finite"
+        assert all(bool(part.isfinite().all()) for part in self.codecs.decode(*self.pool)), "every slot is finite"
         if self.ids is not None:
             assert self.ids.shape == (*self.room.shape, self.capacity), "a slot has an id"
             assert ascending(self.ids), "tokens ascend from slot 0 without holes, none of them twice"

@@ -1,0 +1,103 @@
+"""Keys and values in fewer bits: whatever method reads them, from whichever tier."""
+
+import math
+
+import pytest
+import torch
+from driver import CLOSE, SMALL, Case, Driven, drive, each_method, same_attended, stream
+
+from kvbench.engine.hf import method_named
+from kvbench.kv import KV
+from kvbench.memory.store import LayerStore
+
+INT8, FP8 = KV("int8", "int8"), KV("fp8", "fp8")
+FIXED = stream(150, 97, steps=6)
+D = FIXED.keys.shape[-1]
+ROW = 2 * (D + 4)  # bytes of a token's key and value in one KV head: codes, and a scale each
+
+
+def rounded(part: torch.Tensor) -> torch.Tensor:
+    """Numbers [..., D] as symmetric 8-bit integers with a scale a row give them back, by the formula."""
+    scale = part.abs().amax(dim=-1, keepdim=True) / 127
+    return (part / scale).round() * scale
+
+
+@each_method
+def test_every_method_attends_what_the_codes_say(case: Case) -> None:
+    """In every tier: against the oracle, which reads each token from where it lies."""
+    fast, slow = (drive(FIXED, case.build(), SMALL, kv=INT8, executor=name) for name in ("torch", "reference"))
+    assert same_attended(fast.seen, slow.seen)
+    torch.testing.assert_close(fast.outputs, slow.outputs, rtol=0, atol=CLOSE)
+    for store in fast.engine.stores.values():
+        store.check_integrity()
+    check_bytes(fast)
+
+
+def check_bytes(driven: Driven) -> None:
+    """What is allocated, held and moved is the coded rows and nothing else."""
+    audit, stores = driven.audit, driven.engine.stores.values()
+    assert audit["device_kv_bytes"] % ROW == audit["host_bytes"] % 4 == 0
+    for store in stores:
+        slots = len(store.device.pool.key)
+        assert sum(part.untyped_storage().nbytes() for part in store.device.pool) == slots * ROW
+        if store.host is not None:
+            coded = store.host.key.untyped_storage().nbytes() + store.host.value.untyped_storage().nbytes()
+            assert coded == store.host.present.numel() * ROW
+    moved = driven.engine.audit.moved_bytes
+    values_only = any(store.stage is not None and store.stage.values_only for store in stores)
+    assert moved % (ROW // 2 if values_only else ROW) == 0
+
+
+@pytest.mark.parametrize("kv", [INT8, FP8, KV("int8", "native"), KV("native", "fp8")], ids=str)
+@pytest.mark.parametrize("name", ["full", "topk", "snapkv", "icecache", "pariskv", "racc"])
+def test_a_method_with_room_for_everything_is_as_near_as_its_numbers(name: str, kv: KV) -> None:
+    """To full attention in full precision; where no tier that it uses is coded, the same."""
+    budget = None if name == "full" else 500
+    expected = drive(FIXED, method_named("full"), None, executor="torch").outputs
+    found = drive(FIXED, method_named(name), budget, kv=kv, executor="torch")
+    home = found.engine.method.needs.home
+    error = (found.outputs - expected).abs().max()
+    step = {"native": 0, "int8": 4 / 127 / 2, "fp8": 4 / 16}[getattr(kv, home)]  # half of the largest step of a row
+    assert error <= max(CLOSE, 3 * step)
+    assert (error > CLOSE) == (step > 0)
+
+
+def test_full_attention_over_int8_is_that_over_rounded_numbers() -> None:
+    """Written from the formula, for prompt tokens and generated ones; the newest one is coded, too."""
+    driven = drive(FIXED, method_named("full"), None, kv=INT8, executor="torch")
+    for row, length in enumerate(FIXED.lengths):
+        for step in range(FIXED.steps):
+            seen = slice(0, length + step + 1)
+            key, value = (rounded(part[1, row, :, seen]) for part in (FIXED.keys, FIXED.values))
+            query = FIXED.queries[1, row, :, length + step].unflatten(0, (2, 2))
+            weights = (query @ key.transpose(1, 2) / math.sqrt(D)).softmax(dim=2)
+            torch.testing.assert_close(driven.outputs[step, 1, row], (weights @ value).flatten(0, 1))
+
+
+def test_what_moves_between_tiers_of_one_kind_is_not_coded_again() -> None:
+    """A token that leaves the device and comes back has the bytes that it had, however often."""
+    store = LayerStore(1, 2, 16, 40, torch.bfloat16, torch.device("cpu"), on_drop="offload", kv=INT8)
+    key, value = torch.randn(2, 1, 2, 30, 16).bfloat16()
+    store.write_prompt(key, value, 0, [0])
+    store.seal_prompt([30])
+    store.encode()
+    everyone = torch.arange(30).expand(1, 2, 30)
+    first = store.device.pool.at(store.device.find(everyone)[0] + store.device.first[..., None])
+    for turn in range(3):
+        store.keep(everyone[..., turn::2])
+        store.keep(everyone)
+    store.check_integrity()
+    again = store.device.pool.at(store.device.find(everyone)[0] + store.device.first[..., None])
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+def test_moved_bytes_are_of_coded_rows() -> None:
+    """As many tokens move as without codes, and each takes fewer bytes; keys that an index reads are held twice."""
+    coded = drive(FIXED, method_named("pqcache"), SMALL, kv=INT8, executor="torch")
+    engine = coded.engine
+    assert engine.audit.moved_bytes == engine.audit.cache_misses * ROW > 0
+    held = sum(store.host.present.sum() for store in engine.stores.values() if store.host is not None)
+    assert coded.audit["host_bytes"] == held * ROW
+    assert not any(part.dtype == torch.float32 for store in engine.stores.values() for part in store.tensors())
+    indexed = drive(FIXED, method_named("icecache"), SMALL, kv=INT8, executor="torch")
+    assert indexed.audit["host_bytes"] == held * (ROW + D * 4), "IceCache's trees read the keys where they lie"
