@@ -101,7 +101,7 @@ def executor(name: str, shape: Shape, kv: KV = NATIVE) -> Executor:
     """The executor called `name` for a generation of this shape, or for "auto" the best one that can run it.
 
     Args:
-        kv: how keys and values are held; `torch` and `reference` decode whatever it is.
+        kv: how keys and values are held; `flashinfer` reads none in fewer bits.
 
     Raises:
         ConfigError: there is no such executor, or the one asked for cannot run here.
@@ -111,22 +111,18 @@ def executor(name: str, shape: Shape, kv: KV = NATIVE) -> Executor:
     if name == "torch":
         return Plain(name, torch_executor.attend)
     if name == "cpu" or (name == "auto" and shape.device.type == "cpu"):
-        reason = _coded(kv) or cpu.unfit(shape)
+        reason = cpu.unfit(shape)
         if reason is None:
-            cpu.compile_kernels(shape.dtype)
+            cpu.compile_kernels(shape.dtype, kv)
             return Plain("cpu", cpu.attend, in_place=True)
         if name == "cpu":
             raise ConfigError(f"attention=cpu: {reason}; attention=auto takes what runs")
         return Plain("torch", torch_executor.attend, note=f"cpu: {reason}")
     if name not in ("auto", "flashinfer"):
         raise ConfigError(f"attention={name}: no such executor; one of auto, {', '.join(EXECUTORS)}, flashinfer")
-    reason = _coded(kv) or flashinfer.unfit(shape)
+    reason = f"reads no keys and values held as kv={kv}" if kv.coded else flashinfer.unfit(shape)
     if reason is None:
         return flashinfer.FlashInfer(shape)
     if name == "flashinfer":
         raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
     return Plain("torch", torch_executor.attend, note=f"flashinfer: {reason}")
-
-
-def _coded(kv: KV) -> str | None:
-    return f"reads no keys and values held as kv={kv}" if kv.coded else None
