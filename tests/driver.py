@@ -25,7 +25,7 @@ from kvbench.engine.engine import Engine
 from kvbench.engine.generate import Generation, generate
 from kvbench.engine.hf import engine_for
 from kvbench.engine.models import Loaded
-from kvbench.kv import KV, NATIVE
+from kvbench.memory.kinds import KV, NATIVE
 from kvbench.method import HeadScores, Method, Shape
 
 

@@ -1,13 +1,16 @@
 """Keys and values in fewer bits: whatever method reads them, from whichever tier."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from driver import CLOSE, SMALL, Case, Driven, drive, each_method, same_attended, stream
 
-from kvbench.engine.hf import method_named
-from kvbench.kv import KV
+from kvbench.config import ConfigError
+from kvbench.engine.hf import KVCache, method_named
+from kvbench.engine.models import Loaded
+from kvbench.memory.kinds import KV, unfit
 from kvbench.memory.store import LayerStore
 
 INT8, FP8 = KV("int8", "int8"), KV("fp8", "fp8")
@@ -101,3 +104,41 @@ def test_moved_bytes_are_of_coded_rows() -> None:
     assert not any(part.dtype == torch.float32 for store in engine.stores.values() for part in store.tensors())
     indexed = drive(FIXED, method_named("icecache"), SMALL, kv=INT8, executor="torch")
     assert indexed.audit["host_bytes"] == held * (ROW + D * 4), "IceCache's trees read the keys where they lie"
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"kv": "int3"}, "kv=int3: expected native | fp8 | int8"),
+        ({"kv": {"disk": "int8"}}, "kv.disk=int8: no such tier; one of device, host"),
+        ({"kv": "int8", "attention": "cpu"}, "attention=cpu: reads no keys and values held as kv=int8; attention=auto"),
+    ],
+)
+def test_what_cannot_be_held_so_is_refused_in_a_line(tiny: Loaded, asked: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        cache = KVCache(tiny.model, method="full", **asked)
+        tiny.model.generate(torch.tensor([[5, 6, 7, 8]]), past_key_values=cache, max_new_tokens=1)
+    assert str(refused.value).startswith(expected) and "\n" not in str(refused.value)
+
+
+def test_heads_that_make_no_whole_words_are_refused() -> None:
+    assert [*unfit(INT8, 64), *unfit(INT8, None), *unfit(KV(), 6)] == []
+    (why,) = unfit(KV("native", "fp8"), 6)
+    assert why.startswith("kv=native-fp8: ") and "6 channels" in why
+
+
+def test_a_cache_of_codes_goes_through_generate_and_later_turns(tiny: Loaded) -> None:
+    """The second turn attends decoded tokens of both tiers; the bytes are those of a native cache, but for the rows."""
+    found = {}
+    for kv in ("native", "int8"):
+        cache = KVCache(tiny.model, method="pqcache", budget=32, dense_layers=(), kv=kv)
+        out = tiny.model.generate(torch.arange(80)[None], past_key_values=cache, max_new_tokens=4, do_sample=False)
+        out = torch.cat([out, torch.arange(5)[None]], dim=1)
+        tiny.model.generate(out, past_key_values=cache, max_new_tokens=3, do_sample=False)
+        found[kv] = cache.audit()
+    assert found["int8"]["kv"] == "int8" and found["native"]["kv"] == "native"
+    assert found["int8"]["executor"] == "torch" and "kv=int8" in found["int8"]["executor_note"]
+    native, coded = (found[kv]["host_bytes"] / found[kv]["turn_moved_bytes"] for kv in found)
+    assert native == coded
+    head_dim = tiny.model.config.head_dim
+    assert found["int8"]["host_bytes"] * head_dim * 4 == found["native"]["host_bytes"] * (head_dim + 4)

@@ -15,7 +15,7 @@ CHECKOUT = Path(__file__).parents[1]
 
 # From the ground up: a file imports of its own room and of those before it.
 ROOMS = (
-    ("config", "hub", "spans", "budget", "kv", "method"),
+    ("config", "hub", "spans", "budget", "method"),
     ("memory",),
     ("attention",),
     ("engine",),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvbench.attention import cpu, flashinfer, reference
 from kvbench.attention import torch as torch_executor
 from kvbench.config import ConfigError
-from kvbench.kv import KV, NATIVE
+from kvbench.memory.kinds import KV, NATIVE
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
 

@@ -26,7 +26,7 @@ from kvbench.engine.positions import CachePositions, PromptRotation, Rotary
 from kvbench.engine.probes import Probe
 from kvbench.engine.prompt import PromptReader
 from kvbench.engine.turn import Turn
-from kvbench.kv import KV, NATIVE
+from kvbench.memory.kinds import KV, NATIVE
 from kvbench.memory.store import LayerStore
 from kvbench.memory.transfer import computing_on
 from kvbench.memory.view import StoreView

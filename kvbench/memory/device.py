@@ -278,7 +278,7 @@ class DeviceTier:
         """
         index, present = self.upload(index)
         slots, found = self.find(index)
-        self._check(index, found)
+        _check_found(index, found)
         return Located(self.pool, slots + self.first[..., None], present, self.codecs)
 
     def upload(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -298,29 +298,34 @@ class DeviceTier:
         found = found & (index >= 0)
         return slots.masked_fill(~found, 0), found
 
-    def _check(self, index: torch.Tensor, found: torch.Tensor) -> None:
-        found = found | (index < 0)
-        if index.is_cuda:
-            torch._assert_async(found.all())
-        elif not bool(found.all()):
-            raise LookupError(f"token {index[~found][0].item()} is not in the store: dropped earlier, or not seen")
-
     # -- for tests -------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Assert what holds between any two calls; waits for the device."""
-        assert len(self.pool.key) == len(self.pool.value), "a key has a value"
-        assert len(self.pool.key) == int(self.room.sum()), "every slot is some head's"
-        assert bool((self.room % PAGE == 0).all()), "room is whole pages"
-        assert 0 <= self.reserved <= self.capacity, "what is reserved is there"
-        assert int(self.used.min()) >= 0 and int(self.used.max()) <= self.reserved, "what is used was reserved"
-        free = self.reserved - int(self.used.max())
-        assert bool((self.used + free <= self.room).all()), "every head has room for the tokens to come"
-        assert all(bool(part.isfinite().all()) for part in self.codecs.decode(*self.pool)), "every slot is finite"
-        if self.ids is not None:
-            assert self.ids.shape == (*self.room.shape, self.capacity), "a slot has an id"
-            assert ascending(self.ids), "tokens ascend from slot 0 without holes, none of them twice"
-            assert torch.equal((self.ids != NO_TOKEN).sum(dim=2).cpu(), self.used), "a used slot has a token"
+        _check_slots(self)
+
+
+def _check_found(index: torch.Tensor, found: torch.Tensor) -> None:
+    found = found | (index < 0)
+    if index.is_cuda:
+        torch._assert_async(found.all())
+    elif not bool(found.all()):
+        raise LookupError(f"token {index[~found][0].item()} is not in the store: dropped earlier, or not seen")
+
+
+def _check_slots(tier: DeviceTier) -> None:
+    assert len(tier.pool.key) == len(tier.pool.value), "a key has a value"
+    assert len(tier.pool.key) == int(tier.room.sum()), "every slot is some head's"
+    assert bool((tier.room % PAGE == 0).all()), "room is whole pages"
+    assert 0 <= tier.reserved <= tier.capacity, "what is reserved is there"
+    assert int(tier.used.min()) >= 0 and int(tier.used.max()) <= tier.reserved, "what is used was reserved"
+    free = tier.reserved - int(tier.used.max())
+    assert bool((tier.used + free <= tier.room).all()), "every head has room for the tokens to come"
+    assert all(bool(part.isfinite().all()) for part in tier.codecs.decode(*tier.pool)), "every slot is finite"
+    if tier.ids is not None:
+        assert tier.ids.shape == (*tier.room.shape, tier.capacity), "a slot has an id"
+        assert ascending(tier.ids), "tokens ascend from slot 0 without holes, none of them twice"
+        assert torch.equal((tier.ids != NO_TOKEN).sum(dim=2).cpu(), tier.used), "a used slot has a token"
 
 
 def _first(room: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,10 @@ from typing import Literal
 import torch
 from torch.nn.functional import pad
 
-from kvbench.kv import KV, NATIVE
 from kvbench.memory.codec import Codecs
 from kvbench.memory.device import DeviceTier, Located
 from kvbench.memory.host import HostTier
+from kvbench.memory.kinds import KV, NATIVE
 from kvbench.memory.slots import NO_TOKEN, Pool, flat, index_of, joined, lists_of, repeated, whole_pages, without
 from kvbench.memory.stage import LAST, Stage
 from kvbench.memory.tiers import DEVICE, DROPPED, HOST, Tiers

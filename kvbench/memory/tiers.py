@@ -8,10 +8,10 @@ from typing import Literal
 
 import torch
 
-from kvbench.kv import KV, NATIVE
 from kvbench.memory.codec import Codecs
 from kvbench.memory.device import DeviceTier
 from kvbench.memory.host import Arrival, HostTier
+from kvbench.memory.kinds import KV, NATIVE
 from kvbench.memory.slots import NO_TOKEN, index_of, lists_of
 from kvbench.memory.stage import Stage, Staged
 from kvbench.memory.transfer import uploaded

@@ -24,6 +24,7 @@ from kvbench.engine.packed import pack
 from kvbench.measure import machine
 from kvbench.measure.arm import Arm, PromptPrefill, Setup, batches, measure, prompt_of
 from kvbench.measure.protocol import GREEDY, Protocol
+from kvbench.memory.kinds import kv_in
 from kvbench.method import Method
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
@@ -251,10 +252,13 @@ def refuse_no_room(config: Config, method: Method, prompts: Prompts) -> None:
     device_map = config["model"].get("device_map")
     devices = spread.devices_for(device_map) if device_map else [models.device_of(config["device"])]
     device = devices[0]
-    needed = footprint(hub.shape_of(config["model"], source), models.dtype_of(config["dtype"], device), prompts)
+    home = method.needs.home
+    # The device holds the whole prompt as it came, and codes what is left of it when it is over.
+    kind = kv_in(config).host if home == "host" else "native"
+    dtype = models.dtype_of(config["dtype"], device)
+    needed = footprint(hub.shape_of(config["model"], source), dtype, prompts, kind)
     if needed is None:
         return
-    home = method.needs.home
     if tokens and home == "device" and has_budget(config["method"]):
         # Of the last chunk a method may drop what one layer has read before the next layer reads it.
         sure = max(0, tokens - (chunk or tokens))
@@ -344,6 +348,7 @@ def identity(arm: Arm) -> dict[str, Any]:
     """
     config = {key: value for key, value in arm.config.items() if key not in NOT_IDENTITY}
     config["budget"] = budget_of(config)
+    config["kv"] = kv_in(config)._asdict()
     written = {key: value for key, value in config["protocol"].items() if key not in GREEDY}
     config["protocol"] = written | arm.protocol.drawn()
     for group in ("method", "task"):

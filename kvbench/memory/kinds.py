@@ -6,7 +6,7 @@ Rows (`ROWS`) code each token by itself. KIVI's (`GROUPED`) share parameters amo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvbench.config import ConfigError, show
 
@@ -45,6 +45,11 @@ def kv_of(asked: str | Mapping[str, str]) -> KV:
             key = "kv" if isinstance(asked, str) else f"kv.{tier}"
             raise ConfigError(f"{key}={show(kind)}: expected {' | '.join(ROWS)}")
     return KV(**tiers)
+
+
+def kv_in(config: Mapping[str, Any]) -> KV:
+    """That of a composed config; of one from before there was a choice, native."""
+    return KV(**{tier: kind for tier, kind in (config.get("kv") or {}).items() if tier in KV._fields})
 
 
 def unfit(kv: KV, head_dim: int | None) -> Iterator[str]:
