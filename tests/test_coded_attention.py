@@ -10,8 +10,8 @@ from driver import CLOSE
 
 from kvbench.attention import cpu
 from kvbench.attention import executor as attention
-from kvbench.kv import KV
 from kvbench.memory.codec import KiviKeys, KiviValues, Native
+from kvbench.memory.kinds import KV
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
 

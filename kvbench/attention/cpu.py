@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from kvbench.attention import kernels
 from kvbench.attention import torch as torch_executor
-from kvbench.kv import KV, NATIVE
 from kvbench.memory.codec import Codec, Fp8, Int8, KiviKeys, KiviValues, Native
+from kvbench.memory.kinds import KV, NATIVE
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
 
