@@ -38,7 +38,7 @@ from kvbench.config import (
 from kvbench.engine.heads import calibration_for
 from kvbench.engine.support import refuse_impossible, refuse_unsupported, text_config, window
 from kvbench.measure.protocol import Protocol
-from kvbench.memory.kinds import ROWS, kv_in, unfit
+from kvbench.memory.kinds import KINDS, kv_in, unfit
 from kvbench.runs.folder import refuse_other_formats
 from kvbench.runs.identity import arm_name
 from kvbench.tasks import task_of
@@ -49,8 +49,7 @@ ONE_OF = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "attention": ("auto", "reference", "torch", "cpu", "flashinfer"),
     "model.weights": ("pretrained", "dummy"),
-    "kv.device": ROWS,
-    "kv.host": ROWS,
+    **{f"kv.{tier}": kinds for tier, kinds in KINDS.items()},
 }
 
 # The lowest value of each whole number, and whether null will do.

@@ -89,5 +89,5 @@ class StoreView(View):
         if ids is not None:
             ids = ids.expand(ids.shape[0], store.kv_heads, ids.shape[2])
         read = store.read(ids)[which]
-        self._metered(read.shape[:3].numel() * store.codecs[which].nbytes)
+        self._metered(read.shape[:3].numel() * store.sizes[which])
         return read
