@@ -283,7 +283,7 @@ class DeviceTier(Slotted):
         self.ids = with_free_slots(ids, self.capacity)
 
     def encode(self, codecs: Codecs) -> None:
-        """Hold what is here, and what comes, in other rows: in newly allocated memory, but for those of now."""
+        """Hold what is here, and what comes, as `codecs` say, in newly allocated memory."""
         if codecs == self.codecs:
             return
         key, value = codecs.encode(*self.resident()[:2])
