@@ -344,9 +344,15 @@ class Method:
 
     Tokens of a later turn are decode steps without an attention of their own: `step`, `append` and `end_step` of each,
     and where `needs` has `queries` or `probabilities`, `select` and `observe`, too.
+
+    Attributes:
+        needs: what it asks of the harness.
+        evicts: whether `View.keep` drops tokens after the prompt: where generated tokens count inside the budget, or
+            always.
     """
 
     needs: Needs = Needs()
+    evicts: Literal["never", "counted", "always"] = "never"
     shape: Shape
     budget: Budget
     view: View

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from driver import CLOSE, SMALL, Case, Driven, drive, each_method, same_attended, stream
+from driver import CLOSE, SMALL, Case, Driven, drive, each_method, same_attended, slow, stream
 
 from kvbench.config import ConfigError
 from kvbench.engine.hf import KVCache, method_named
 from kvbench.engine.models import Loaded
+from kvbench.memory.grouped import GroupedTier
 from kvbench.memory.kinds import KV, unfit
 from kvbench.memory.store import LayerStore
 
@@ -28,11 +29,11 @@ def rounded(part: torch.Tensor) -> torch.Tensor:
 @each_method
 def test_every_method_attends_what_the_codes_say(case: Case) -> None:
     """In every tier: against the oracle, which reads each token from where it lies."""
-    slow = drive(FIXED, case.build(), SMALL, kv=INT8, executor="reference")
+    oracle = drive(FIXED, case.build(), SMALL, kv=INT8, executor="reference")
     for name in ("torch", "cpu"):
         fast = drive(FIXED, case.build(), SMALL, kv=INT8, executor=name)
-        assert same_attended(fast.seen, slow.seen)
-        torch.testing.assert_close(fast.outputs, slow.outputs, rtol=0, atol=CLOSE)
+        assert same_attended(fast.seen, oracle.seen)
+        torch.testing.assert_close(fast.outputs, oracle.outputs, rtol=0, atol=CLOSE)
         for store in fast.engine.stores.values():
             store.check_integrity()
         check_bytes(fast)
@@ -111,17 +112,19 @@ def test_moved_bytes_are_of_coded_rows() -> None:
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ({"kv": "int3"}, "kv=int3: expected native | fp8 | int8"),
+        ({"kv": "int3"}, "kv=int3: expected native | fp8 | int8 | kivi4 | kivi2"),
         ({"kv": {"disk": "int8"}}, "kv.disk=int8: no such tier; one of device, host"),
-        (
-            {"kv": "int8", "attention": "flashinfer"},
-            "attention=flashinfer: reads no keys and values held as kv=int8; ",
-        ),
+        ({"kv": {"host": "kivi2"}}, "kv.host=kivi2: expected native | fp8 | int8"),
+        ({"kv": "kivi2", "method": "quest", "budget": 64, "attention": "cpu"}, "attention=cpu: reads no keys"),
+        ({"kv": "kivi2", "method": "icecache", "budget": 64}, "kv=kivi2: IceCache keeps tokens on the host"),
+        ({"kv": "kivi4", "method": "h2o", "budget": 64}, "kv=kivi4: H2O drops tokens out of their groups"),
+        ({"kv": "kivi4", "method": "snapkv", "budget": 64, "accounting": "unified"}, "kv=kivi4: SnapKV drops tokens"),
+        ({"kv": "int8", "attention": "flashinfer"}, "attention=flashinfer: reads no keys and values held as kv=int8; "),
     ],
 )
 def test_what_cannot_be_held_so_is_refused_in_a_line(tiny: Loaded, asked: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        cache = KVCache(tiny.model, method="full", **asked)
+        cache = KVCache(tiny.model, **{"method": "full", **asked})
         tiny.model.generate(torch.tensor([[5, 6, 7, 8]]), past_key_values=cache, max_new_tokens=1)
     assert str(refused.value).startswith(expected) and "\n" not in str(refused.value)
 
@@ -147,3 +150,65 @@ def test_a_cache_of_codes_goes_through_generate_and_later_turns(tiny: Loaded) ->
     assert native == coded
     head_dim = tiny.model.config.head_dim
     assert found["int8"]["host_bytes"] * head_dim * 4 == found["native"]["host_bytes"] * (head_dim + 4)
+
+
+KIVI = stream(260, 170, steps=40, head_dim=32)
+
+
+def kivi(numbers: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
+    """What KIVI makes of groups along `dim`, by the paper's formula."""
+    least, most = numbers.amin(dim, keepdim=True), numbers.amax(dim, keepdim=True)
+    scale = (most - least) / (2**bits - 1)
+    return ((numbers - least) / scale).clamp(0, 2**bits - 1).round() * scale + least
+
+
+def with_window(key: torch.Tensor, value: torch.Tensor, bits: int, prompt: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [Hkv, n, D] of which the oldest are coded: groups of 32 go as the window would exceed 128."""
+    coded, key, value = 0, key.clone(), value.clone()
+    for tokens in range(prompt, key.shape[1] + 1):
+        while tokens - coded > 128:
+            group = slice(coded, coded + 32)
+            key[:, group] = kivi(key[:, group], 1, bits)  # a channel of 32 tokens
+            value[:, group] = kivi(value[:, group].unflatten(2, (-1, 32)), 3, bits).flatten(2)  # 32 channels of a token
+            coded += 32
+    return key, value
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_full_attention_over_kivi_is_that_over_the_papers_groups(bits: int) -> None:
+    """Step by step, as groups leave the window; the prompt's own attention was in full precision."""
+    driven = drive(KIVI, method_named("full"), None, kv=KV(f"kivi{bits}"), executor="torch")
+    exact = drive(KIVI, method_named("full"), None, executor="torch")
+    assert float((driven.outputs - exact.outputs).abs().max()) > 0.1 / 2**bits
+    for row, length in enumerate(KIVI.lengths):
+        for step in range(KIVI.steps):
+            seen = slice(0, length + step + 1)
+            key, value = with_window(*(part[1, row, :, seen] for part in (KIVI.keys, KIVI.values)), bits, length)
+            query = KIVI.queries[1, row, :, length + step].unflatten(0, (2, 2))
+            weights = (query @ key.transpose(1, 2) / math.sqrt(32)).softmax(dim=2)
+            torch.testing.assert_close(driven.outputs[step, 1, row], (weights @ value).flatten(0, 1), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "left"), [("adakv_snapkv", True), ("quest", False), *slow(("full", True), ("snapkv", False))]
+)
+def test_executors_agree_over_groups_of_what_a_method_keeps(name: str, left: bool) -> None:
+    """What it drops at the prompt's end is in no group; memory of unknown length grows; bytes are the packed ones."""
+    fixed = stream(400, 170, steps=36, head_dim=32)
+    fast, oracle = (
+        drive(fixed, method_named(name), 180, kv=KV("kivi2"), executor=to, left=left) for to in ("torch", "reference")
+    )
+    assert same_attended(fast.seen, oracle.seen)
+    torch.testing.assert_close(fast.outputs, oracle.outputs, rtol=0, atol=CLOSE)
+    for store in fast.engine.stores.values():
+        store.check_integrity()
+        tier = store.device
+        assert isinstance(tier, GroupedTier)
+        room = len(tier.pool.key)
+        codes, parameters = 2 * 32 * 2 // 8, 4 * 2  # of a key and a value; a scale and a minimum in float32
+        packed = room * (codes + parameters) + room // 32 * 32 * parameters
+        window = tier.used.numel() * 128 * 2 * 32 * 4
+        assert store.allocated_bytes() == packed + window
+        coded, whole = int(tier.coded.sum()), int((tier.used - tier.coded).sum())
+        assert coded > 0
+        assert store.resident_bytes() == coded * (codes + 2 * parameters) + whole * 2 * 32 * 4

@@ -7,9 +7,7 @@ ways are parts of one attention, a call of a kernel each.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,24 +18,26 @@ from numpy.typing import NDArray
 from kvbench.attention import kernels
 from kvbench.attention import torch as torch_executor
 from kvbench.memory.codec import Codec, Fp8, Int8, KiviKeys, KiviValues, Native
-from kvbench.memory.kinds import KV, NATIVE
+from kvbench.memory.kinds import GROUPED, KV, NATIVE
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
 
-Claims = NDArray[np.int64]  # [1], the next piece
-Part = Callable[..., bool]  # of a layer's attention, see `_Work.run`
+Claims = NDArray[np.int64]  # the next piece, see `kernels.attend_lists`
+Part = Callable[..., None]  # of a layer's attention, see `_Work.run`
 
 # A number of each dtype that the kernels read, of the type in which they read it: NumPy has no bfloat16.
 STORED: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
-WORTH_A_THREAD = 2**22  # bytes of keys and values; for fewer a thread takes too long to wake
+WORTH_A_THREAD = 2**18  # bytes of keys and values; fewer are read before another thread has begun
 # Bytes of keys and values attended as a whole from which on the kernel is quicker than sdpa, in either dtype.
-WORTH_STREAMING = 2**23
+WORTH_STREAMING = 2**19
 
 
-def unfit(shape: Shape) -> str | None:
+def unfit(shape: Shape, kv: KV) -> str | None:
     """Why this executor cannot run a generation of this shape, or None."""
     if shape.device.type != "cpu":
         return f"the device is {shape.device.type}"
+    if kv.device in GROUPED:
+        return f"reads no keys and values held as kv={kv}"
     return (
         None if shape.dtype in STORED else f"reads float32 and bfloat16, not {str(shape.dtype).removeprefix('torch.')}"
     )
@@ -158,9 +158,9 @@ def _slots_part(slots: Slots) -> Part:
     used, first, column = (each.reshape(-1).numpy() for each in slots[1:])
     held = used, first, column, slots.rows.addresses(), _stored(slots.rows.codecs)
 
-    def part(claims: Claims, pieces: int, query: NDArray[np.float32], *results: NDArray[np.float32]) -> bool:
-        kernels.attend_resident(claims, pieces, query, *held, *results)
-        return True
+    def part(threads: int, claims: Claims, pieces: int, *given: NDArray[np.float32]) -> None:
+        query, *results = given
+        kernels.attend_resident(threads, claims, pieces, query, *held, *results)
 
     return part
 
@@ -222,9 +222,9 @@ def attend_lists(
         address = 0 if keys is None else keys.data_ptr()
         held = tokens.numpy(), bias, part.device, part.host, address, entries, _stored(codecs)
 
-        def one(claims: Claims, pieces: int, query: NDArray[np.float32], *results: NDArray[np.float32]) -> bool:
-            there: bool = kernels.attend_lists(claims, pieces, query, *held, *results)
-            return there
+        def one(threads: int, claims: Claims, pieces: int, *given: NDArray[np.float32]) -> None:
+            query, *results = given
+            kernels.attend_lists(threads, claims, pieces, query, *held, *results)
 
         return one
 
@@ -311,25 +311,18 @@ class _Work:
         self._results = [[np.empty((lists * count, *size), np.float32) for size in sizes] for count in pieces]
 
     def run(self, parts: Sequence[Part], size: int) -> bool:
-        """Do all pieces; whether every part, which takes pieces until none is left, says that it could.
-
-        A thread that has not come by then, as those of a busy machine may not, is not waited for.
+        """Do all pieces, one part after the other; whether every token that was named was there.
 
         Args:
-            parts: each is given its claims, its pieces of a list, the query, the logits to keep, and `most`, `total`
-                and `sums` as the kernels write them.
+            parts: each is given threads, claims, its pieces of a list, the query, the logits to keep, and `most`,
+                `total` and `sums` as the kernels write them.
             size: bytes to read.
         """
-        claims = [np.zeros(1, np.int64) for _ in parts]
-
-        def work() -> bool:
-            every = zip(parts, claims, self.pieces, self._results, strict=True)
-            return all(part(own, pieces, self.query, self._logits, *results) for part, own, pieces, results in every)
-
-        threads = min(torch.get_num_threads(), len(self.query) * sum(self.pieces), size // WORTH_A_THREAD)
-        others = [_helpers().submit(work) for _ in range(threads - 1)]
-        done = work()
-        return all([done, *(other.result() for other in others if not other.cancel())])
+        claims = np.zeros((len(parts), 2), np.int64)
+        for part, own, pieces, results in zip(parts, claims, self.pieces, self._results, strict=True):
+            threads = max(1, min(torch.get_num_threads(), len(results[0]), size // WORTH_A_THREAD))
+            part(threads, own, pieces, self.query, self._logits, *results)
+        return not claims[:, 1].any()
 
     def merged(self, batch: int, query_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Output [L, R, D] and, where the logits were kept, probabilities [B, Hq, columns]."""
@@ -342,12 +335,6 @@ class _Work:
         out = np.empty_like(self.query)
         kernels.merge(*joined, out, self._logits)
         return torch.from_numpy(out), torch.from_numpy(self._logits).view(batch, query_heads, -1) if columns else None
-
-
-@cache
-def _helpers() -> ThreadPoolExecutor:
-    """Threads beside the one that asks; not those of background work, behind which attention would wait."""
-    return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="kvbench-attention")
 
 
 @cache

@@ -38,7 +38,7 @@ from kvbench.config import (
 from kvbench.engine.heads import calibration_for
 from kvbench.engine.support import refuse_impossible, refuse_unsupported, text_config, window
 from kvbench.measure.protocol import Protocol
-from kvbench.memory.kinds import ROWS, kv_in, unfit
+from kvbench.memory.kinds import GROUPED, KINDS, kv_in, unfit
 from kvbench.runs.folder import refuse_other_formats
 from kvbench.runs.identity import arm_name
 from kvbench.tasks import task_of
@@ -49,8 +49,7 @@ ONE_OF = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "attention": ("auto", "reference", "torch", "cpu", "flashinfer"),
     "model.weights": ("pretrained", "dummy"),
-    "kv.device": ROWS,
-    "kv.host": ROWS,
+    **{f"kv.{tier}": kinds for tier, kinds in KINDS.items()},
 }
 
 # The lowest value of each whole number, and whether null will do.
@@ -250,9 +249,10 @@ def _check_kv(run: Any, shape: Mapping[str, Any]) -> None:
     kv = kv_in(run)
     if reason := next(unfit(kv, _head_dim(shape)), None):
         raise ConfigError(reason)
-    if kv.coded and run["attention"] == "flashinfer":
+    attention = run["attention"]
+    if (kv.coded and attention == "flashinfer") or (kv.device in GROUPED and attention == "cpu"):
         raise ConfigError(
-            f"attention=flashinfer: reads no keys and values held as kv={kv}; attention=auto takes what runs"
+            f"attention={attention}: reads no keys and values held as kv={kv}; attention=auto takes what runs"
         )
 
 

@@ -52,8 +52,8 @@ class Footprint(NamedTuple):
 def footprint(
     model_config: Mapping[str, Any], dtype: torch.dtype, prompts: Prompts, kind: str = "native"
 ) -> Footprint | None:
-    """The bytes of a model and its prompts, with keys and values held as `kind` (`kvbench.kv`) says; None where the
-    shape does not tell.
+    """The bytes of a model and its prompts, with keys and values held as `kind` says (`kvbench.memory.kinds`); None
+    where the shape does not tell.
     """
     shape = text_config(model_config)
     if not all(shape.get(key) for key in NEEDED):

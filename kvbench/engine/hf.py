@@ -33,7 +33,7 @@ from kvbench.engine.engine import Engine, worker_pool
 from kvbench.engine.positions import Angles
 from kvbench.engine.support import refuse_unsupported, windows
 from kvbench.engine.turn import Transcript, take_back
-from kvbench.memory.kinds import NATIVE, kv_of, unfit
+from kvbench.memory.kinds import NATIVE, kv_of, unfit, unfit_for
 from kvbench.method import HeadScores, Method, Needs, Shape
 
 NAME = "kvbench"
@@ -235,7 +235,7 @@ class KVCache(_CountingCache):
             dropped, or "method", one by one, as decode steps (the logits are then the last token's alone).
         prompt_length: columns of the prompt, padding included, where it is prefilled in several forward passes.
         attention: the executor, "auto", "cpu", "torch", "reference" or "flashinfer".
-        kv: what keys and values are held in, "native", "int8" or "fp8", or {"device": ..., "host": ...}.
+        kv: what keys and values are held in, "native", "int8", "fp8", "kivi4", "kivi2", or {"device": .., "host": ..}.
         tokenizer: for methods that read the text of tokens.
         seed: what the method's randomness derives from.
 
@@ -656,7 +656,8 @@ def engine_for(
         ConfigError: the method needs what this model cannot give.
     """
     shape = shape_of(model, lengths, dense_layers, model.dtype, model.device)
-    if reason := next(unfit(settings.get("kv", NATIVE), shape.head_dim), None):
+    kv, name = settings.get("kv", NATIVE), type(method).__name__
+    for reason in (*unfit(kv, shape.head_dim), *unfit_for(kv, method, name, budget.counts_generated)):
         raise ConfigError(reason)
     if method.needs.positions == "cache" or method.needs.rotation:
         instead = "positions=original" if method.needs.positions == "cache" else "another method"

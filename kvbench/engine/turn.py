@@ -101,8 +101,8 @@ def take_back(method: Method, stores: Mapping[int, LayerStore], sparse_layers: C
             f"{type(method).__name__} takes no tokens back: its needs do not say crops=True, or it dropped some"
         )
     for layer, store in stores.items():
-        store.lengths = [length - count for length in store.lengths]
         store.device.crop(count)
+        store.lengths = [length - count for length in store.lengths]
         if layer in sparse_layers:
             method.crop(layer)
 

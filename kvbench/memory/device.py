@@ -53,7 +53,77 @@ class Located:
         return self.pool.at(self.slots)
 
 
-class DeviceTier:
+class Slotted:
+    """Which token is in which slot: those of a row and head are filled from 0 without holes, in order of token id.
+
+    Attributes:
+        first: [B, Hkv] int64 on the device, where the room of each KV head begins in the pool.
+        ids: [B, Hkv, capacity] int64, the token in each slot (`NO_TOKEN` after the used ones), or None: slot = id.
+        used: [B, Hkv] int64 on the CPU, slots filled.
+    """
+
+    first: torch.Tensor
+    ids: torch.Tensor | None
+    used: torch.Tensor
+
+    @property
+    def filled(self) -> torch.Tensor:
+        """[B, Hkv] int64 on the device, slots filled; nothing waits for it."""
+        return uploaded(self.used, self.first.device)
+
+    @property
+    def uniform(self) -> bool:
+        """All KV heads of all rows have filled as many slots."""
+        return int(self.used.min()) == int(self.used.max())
+
+    def seal_prompt(self, lengths: Sequence[int]) -> None:
+        """The first `lengths[b]` slots of row b are used from now on."""
+        self.used = torch.tensor(lengths).unsqueeze(1).repeat(1, self.used.shape[1])
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` tokens of every KV head, where none was dropped."""
+        self.used = self.used - count
+
+    def token_ids(self) -> torch.Tensor:
+        """Ids of the tokens here, ascending, [B, Hkv, n] on the device with trailing -1."""
+        longest = int(self.used.max())
+        if self.ids is not None:
+            return index_of(self.ids[:, :, :longest])
+        slots = torch.arange(longest, device=self.first.device).expand(*self.used.shape, longest)
+        return slots if self.uniform else torch.where(slots < self.filled[..., None], slots, -1)
+
+    def upload(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """An index on the device, and where it names a token (None: everywhere, as far as the host knows)."""
+        present = index >= 0
+        if not index.is_cuda and bool(present.all()):
+            return uploaded(index, self.first.device), None
+        return uploaded(index, self.first.device), uploaded(present, self.first.device)
+
+    def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots, in the room of their head, of token ids [B, Hkv, M] on the device (0: none), and which are here."""
+        wanted = index.clamp(min=0)
+        if self.ids is None:
+            slots, found = wanted, wanted < (int(self.used[0, 0]) if self.uniform else self.filled[..., None])
+        else:
+            slots, found = find(self.ids, wanted)
+        found = found & (index >= 0)
+        return slots.masked_fill(~found, 0), found
+
+    @staticmethod
+    def refuse_lost(index: torch.Tensor, found: torch.Tensor) -> None:
+        """Refuse token ids [B, Hkv, M] that are not here.
+
+        Raises:
+            LookupError: one is not. On a GPU the kernel is aborted instead.
+        """
+        found = found | (index < 0)
+        if index.is_cuda:
+            torch._assert_async(found.all())
+        elif not bool(found.all()):
+            raise LookupError(f"token {index[~found][0].item()} is not in the store: dropped earlier, or not seen")
+
+
+class DeviceTier(Slotted):
     """Keys and values on the device.
 
     Slots of a row and head are filled from 0 without holes, in ascending order of token id. Slots after them are
@@ -67,18 +137,14 @@ class DeviceTier:
     Attributes:
         pool: all slots.
         codecs: how they hold keys and values.
-        first: [B, Hkv] int64 on the device, where the room of each KV head begins in the pool.
         room: [B, Hkv] int64 on the CPU, slots of each KV head, whole pages.
-        ids: [B, Hkv, capacity] int64, the token in each slot (`NO_TOKEN` after the used ones), or None: slot = id.
-        used: [B, Hkv] int64 on the CPU, slots filled.
         reserved: slots asked for, of the KV head that has filled most; whole pages may be a few more.
     """
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, reserved: int, grows: bool = False) -> None:
         self.codecs = Codecs.of("native", key.shape[3], key.dtype)
         self._hold(Pool.of(key, value), torch.full(key.shape[:2], key.shape[2]))
-        self.ids: torch.Tensor | None = None
-        self.used = torch.zeros_like(self.room)
+        self.ids, self.used = None, torch.zeros_like(self.room)
         self.reserved = reserved
         self._grows = grows
 
@@ -123,14 +189,18 @@ class DeviceTier:
         return self.codecs.nbytes
 
     @property
-    def filled(self) -> torch.Tensor:
-        """[B, Hkv] int64 on the device, slots filled; nothing waits for it."""
-        return uploaded(self.used, self.pool.key.device)
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a key, and of a value."""
+        return self.codecs.key.nbytes, self.codecs.value.nbytes
 
     @property
-    def uniform(self) -> bool:
-        """All KV heads of all rows have filled as many slots."""
-        return int(self.used.min()) == int(self.used.max())
+    def nbytes(self) -> int:
+        """Bytes of the tokens here; not those of slots without one."""
+        return int(self.used.sum()) * self.entry_bytes
+
+    def blocks(self) -> list[torch.Tensor]:
+        """All that is held."""
+        return [*self.pool]
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -149,16 +219,21 @@ class DeviceTier:
                 self.key[row, :, slots] = key[row, :, skip:]
                 self.value[row, :, slots] = value[row, :, skip:]
 
-    def seal_prompt(self, lengths: Sequence[int]) -> None:
-        """The first `lengths[b]` slots of row b are used from now on."""
-        self.used = torch.tensor(lengths).unsqueeze(1).repeat(1, self.room.shape[1])
-
     @torch.inference_mode()  # what began in it may go on outside
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1, D]."""
+        self.reserve(int(self.used.max()) + 1)
+        self._put(key, value)
+        if self.ids is not None:
+            token = torch.tensor(lengths)[:, None].expand_as(self.used)
+            slot, token = uploaded(torch.stack([self.used, token]), key.device)
+            self.ids.scatter_(2, slot[..., None], token[..., None])
+        self.used = self.used + 1
+
+    def _put(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put tokens [B, Hkv, 1, D] into the slots after the used ones."""
         first = int(self.used[0, 0])
         key, value = self.codecs.encode(key, value)
-        self.reserve(int(self.used.max()) + 1)
         if self.uniform:
             self.key[:, :, first : first + 1] = key
             self.value[:, :, first : first + 1] = value
@@ -166,11 +241,6 @@ class DeviceTier:
             slot = (self.first + self.filled).view(-1)
             self.pool.key.index_copy_(0, slot, key.flatten(0, 2))
             self.pool.value.index_copy_(0, slot, value.flatten(0, 2))
-        if self.ids is not None:
-            token = torch.tensor(lengths)[:, None].expand_as(self.used)
-            slot, token = uploaded(torch.stack([self.used, token]), key.device)
-            self.ids.scatter_(2, slot[..., None], token[..., None])
-        self.used = self.used + 1
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots, in newly allocated memory where they are not there.
@@ -187,7 +257,7 @@ class DeviceTier:
         else:
             room = self._room()
             key, value, _ = self.held()
-        self._hold(_packed(key, value, self.used, room), room)
+        self._hold(packed_pool(key, value, self.used, room), room)
         if self.ids is not None:
             self.ids = with_free_slots(self.ids[:, :, : min(held, self.ids.shape[2])], self.capacity)
 
@@ -209,23 +279,19 @@ class DeviceTier:
         free = self.reserved - int(self.used.max()) if room is None else room
         self.reserved, self.used = ids.shape[2] + free, used
         rooms = self._room()
-        self._hold(_packed(key, value, used, rooms), rooms)
+        self._hold(packed_pool(key, value, used, rooms), rooms)
         self.ids = with_free_slots(ids, self.capacity)
 
     def encode(self, codecs: Codecs) -> None:
-        """Hold what is here, and what comes, in other rows: in newly allocated memory, but for those of now."""
+        """Hold what is here, and what comes, as `codecs` say, in newly allocated memory."""
         if codecs == self.codecs:
             return
         key, value = codecs.encode(*self.resident()[:2])
         room = torch.full_like(self.room, whole_pages(self.reserved)) if self.even else self._room()
         self.codecs = codecs
-        self._hold(_packed(key, value, self.used, room), room)
+        self._hold(packed_pool(key, value, self.used, room), room)
         if self.ids is not None:
             self.ids = with_free_slots(self.ids[:, :, : key.shape[2]], self.capacity)
-
-    def crop(self, count: int) -> None:
-        """Forget the last `count` tokens of every KV head, where none was dropped."""
-        self.used = self.used - count
 
     def clear(self) -> None:
         """Free the blocks; nothing comes here any more."""
@@ -255,14 +321,6 @@ class DeviceTier:
         key, value = self.pool.at(self.first[..., None] + within)
         return key, value, slots < filled
 
-    def token_ids(self) -> torch.Tensor:
-        """Ids of the tokens here, ascending, [B, Hkv, n] on the device with trailing -1."""
-        longest = int(self.used.max())
-        if self.ids is not None:
-            return index_of(self.ids[:, :, :longest])
-        slots = torch.arange(longest, device=self.first.device).expand(*self.used.shape, longest)
-        return slots if self.uniform else torch.where(slots < self.filled[..., None], slots, -1)
-
     def tokens(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids [n] ascending, keys and values [n, D], of the tokens of one KV head, on the CPU."""
         used, first = int(self.used[row, head]), int(self.first[row, head])
@@ -278,39 +336,14 @@ class DeviceTier:
         """
         index, present = self.upload(index)
         slots, found = self.find(index)
-        _check_found(index, found)
+        self.refuse_lost(index, found)
         return Located(self.pool, slots + self.first[..., None], present, self.codecs)
-
-    def upload(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """An index on the device, and where it names a token (None: everywhere, as far as the host knows)."""
-        present = index >= 0
-        if not index.is_cuda and bool(present.all()):
-            return uploaded(index, self.first.device), None
-        return uploaded(index, self.first.device), uploaded(present, self.first.device)
-
-    def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots, in the room of their head, of token ids [B, Hkv, M] on the device (0: none), and which are here."""
-        wanted = index.clamp(min=0)
-        if self.ids is None:
-            slots, found = wanted, wanted < (int(self.used[0, 0]) if self.uniform else self.filled[..., None])
-        else:
-            slots, found = find(self.ids, wanted)
-        found = found & (index >= 0)
-        return slots.masked_fill(~found, 0), found
 
     # -- for tests -------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Assert what holds between any two calls; waits for the device."""
         _check_slots(self)
-
-
-def _check_found(index: torch.Tensor, found: torch.Tensor) -> None:
-    found = found | (index < 0)
-    if index.is_cuda:
-        torch._assert_async(found.all())
-    elif not bool(found.all()):
-        raise LookupError(f"token {index[~found][0].item()} is not in the store: dropped earlier, or not seen")
 
 
 def _check_slots(tier: DeviceTier) -> None:
@@ -333,7 +366,7 @@ def _first(room: torch.Tensor) -> torch.Tensor:
     return room.view(-1).cumsum(0).view_as(room) - room
 
 
-def _packed(key: torch.Tensor, value: torch.Tensor, used: torch.Tensor, room: torch.Tensor) -> Pool:
+def packed_pool(key: torch.Tensor, value: torch.Tensor, used: torch.Tensor, room: torch.Tensor) -> Pool:
     """A newly allocated pool with room [B, Hkv] for each head, its first slots from blocks [B, Hkv, n, D].
 
     Args:

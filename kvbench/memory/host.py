@@ -66,7 +66,10 @@ class HostTier:
         self._landing: deque[_Landing] = deque()
 
     def _zeros(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return pinned_zeros(size, dtype, self) if self._device.type == "cuda" else torch.zeros(size, dtype=dtype)
+        if self._device.type != "cuda":
+            return torch.zeros(size, dtype=dtype)
+        block = pinned_zeros(size, dtype, self)
+        return block.zero_() if dtype == torch.uint8 else block  # bytes of an earlier use may be no numbers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostTier:
         """A tier of its own, pinned where this one is."""

@@ -8,10 +8,11 @@ from typing import Literal
 
 import torch
 
-from kvbench.memory.codec import Codecs
+from kvbench.memory.codec import Codecs, KiviKeys
 from kvbench.memory.device import DeviceTier
+from kvbench.memory.grouped import GroupedTier
 from kvbench.memory.host import Arrival, HostTier
-from kvbench.memory.kinds import KV, NATIVE
+from kvbench.memory.kinds import GROUPED, KV, NATIVE
 from kvbench.memory.slots import NO_TOKEN, index_of, lists_of
 from kvbench.memory.stage import Stage, Staged
 from kvbench.memory.transfer import uploaded
@@ -158,7 +159,11 @@ class Tiers:
 
     def encode(self) -> None:
         """The prompt is over, and what a method drops then is gone: the device holds tokens as its kind says."""
-        self.device.encode(self._codecs(self._kinds.device))
+        kind, plain = self._kinds.device, self.device.codecs.key
+        if kind in GROUPED:
+            self.device = GroupedTier(self.device, KiviKeys(plain.head_dim, plain.dtype, GROUPED[kind]))
+        else:
+            self.device.encode(self._codecs(kind))
 
     def _codecs(self, kind: str) -> Codecs:
         plain = self.device.codecs.key
@@ -168,9 +173,8 @@ class Tiers:
 
     def resident_bytes(self) -> int:
         """Bytes of the tokens on the device, staged ones included; not those of slots without a token."""
-        here = int(self.device.used.sum())
-        staged = 0 if self.host is None else (int(self.resident_counts().sum()) - here) * self.host.codecs.nbytes
-        return here * self.device.entry_bytes + staged
+        staged = int(self.resident_counts().sum() - self.device.used.sum())
+        return self.device.nbytes + (0 if self.host is None else staged * self.host.codecs.nbytes)
 
     def remote_bytes(self) -> int:
         """Bytes that it takes to bring up all tokens that live on the host."""
@@ -190,16 +194,18 @@ class Tiers:
         """
         each = 0 if self.host is None else self.host.codecs.nbytes
         staged = 0 if self._staged is None else self._staged.ids.numel() * each
-        return staged + sum(part.untyped_storage().nbytes() for part in self.device.pool)
+        return staged + sum(part.untyped_storage().nbytes() for part in self.device.blocks())
 
     def tensors(self) -> list[torch.Tensor]:
         """The keys and values of both tiers."""
-        return [*self.device.pool] + ([] if self.host is None else self.host.blocks())
+        return self.device.blocks() + ([] if self.host is None else self.host.blocks())
 
     @property
-    def codecs(self) -> Codecs:
-        """How the tier that tokens live in holds them."""
-        return self.device.codecs if self.host is None or self.home == "device" else self.host.codecs
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a key, and of a value, in the tier that tokens live in."""
+        if self.host is None or self.home == "device":
+            return self.device.sizes
+        return self.host.codecs.key.nbytes, self.host.codecs.value.nbytes
 
     # -- for tests -------------------------------------------------------------------------------------------------
 

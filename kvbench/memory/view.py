@@ -51,7 +51,7 @@ class StoreView(View):
     def host_keys(self, layer: int) -> torch.Tensor:
         """All host keys in place, [B, Hkv, capacity, D] in physical order; waits until the prompt is there.
 
-        Of coded keys it is a copy, for methods whose `Needs.host_keys` say that they read them.
+        Coded keys are in place for a method whose `Needs` say `host_keys`, else a decoded copy.
 
         Raises:
             ValueError: nothing of this layer has its home on the host.
@@ -65,8 +65,8 @@ class StoreView(View):
     def count_read(self, layer: int, keys: int) -> None:
         """Meter `keys` keys, of one KV head each, that were read in `host_keys`."""
         host = self._stores[layer].host
-        assert host is not None
-        self._metered(keys * (host.decoded_bytes or host.codecs.key.nbytes))
+        size = self._stores[layer].sizes[0] if host is None else host.decoded_bytes or host.codecs.key.nbytes
+        self._metered(keys * size)
 
     def resident(self, layer: int) -> torch.Tensor:
         """Ids of the tokens on the device, ascending, [B, Hkv, M] with trailing -1."""
@@ -89,5 +89,5 @@ class StoreView(View):
         if ids is not None:
             ids = ids.expand(ids.shape[0], store.kv_heads, ids.shape[2])
         read = store.read(ids)[which]
-        self._metered(read.shape[:3].numel() * store.codecs[which].nbytes)
+        self._metered(read.shape[:3].numel() * store.sizes[which])
         return read

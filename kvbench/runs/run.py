@@ -24,7 +24,7 @@ from kvbench.engine.packed import pack
 from kvbench.measure import machine
 from kvbench.measure.arm import Arm, PromptPrefill, Setup, batches, measure, prompt_of
 from kvbench.measure.protocol import GREEDY, Protocol
-from kvbench.memory.kinds import kv_in
+from kvbench.memory.kinds import kv_in, unfit_for
 from kvbench.method import Method
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
@@ -217,6 +217,9 @@ def set_up(
         if config["task"].get("prefill") is False and (method.needs.attention_sums or method.needs.layer_similarity):
             name = config["method"]["name"]
             raise ConfigError(f"task.prefill=false: {name} needs what only a prefill shows; expected true")
+        budget = Budget.of(budget_of(config), config["method"], protocol.accounting, protocol.generated)
+        if reason := next(unfit_for(kv_in(config), method, config["method"]["name"], budget.counts_generated), None):
+            raise ConfigError(reason)
         if loaded is None:
             if config["memory_check"]:
                 refuse_no_room(config, method, prompts)
@@ -227,7 +230,6 @@ def set_up(
         calibration = calibration_for(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    budget = Budget.of(budget_of(config), config["method"], protocol.accounting, protocol.generated)
     return Setup(config, protocol, loaded, method, budget, dense_layers, calibration)
 
 
