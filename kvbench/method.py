@@ -72,6 +72,7 @@ class Needs:
         home: where prompt and generated tokens live: "device", or "host" with selected rows moved up; "by_layer": where
             `Method.home` says of each layer.
         cache: of a home on the host, which of the rows moved up stay on the device.
+        host_keys: the index reads `View.host_keys` as it works, so that coded keys are there decoded, too.
         head_scores: hand over in `Context.head_scores` what `kvbench.calibrate` has measured of the model: "auto", its
             own file, found by the weights; or the name of a file. None: nothing.
         on_drop: what `View.keep` does with the other tokens: forget them, or move them to the host.
@@ -90,6 +91,7 @@ class Needs:
     rotation: bool = False
     head_scores: str | None = None
     home: Literal["device", "host", "by_layer"] = "device"
+    host_keys: bool = False
     cache: DeviceCache = DeviceCache()
     on_drop: Literal["discard", "offload"] = "discard"
     rebuilds_keys: bool = False
@@ -342,9 +344,15 @@ class Method:
 
     Tokens of a later turn are decode steps without an attention of their own: `step`, `append` and `end_step` of each,
     and where `needs` has `queries` or `probabilities`, `select` and `observe`, too.
+
+    Attributes:
+        needs: what it asks of the harness.
+        evicts: whether `View.keep` drops tokens after the prompt: where generated tokens count inside the budget, or
+            always.
     """
 
     needs: Needs = Needs()
+    evicts: Literal["never", "counted", "always"] = "never"
     shape: Shape
     budget: Budget
     view: View

@@ -37,6 +37,8 @@ class CAKE(Method):
         kernel: width of the mean pooling over neighbours, odd.
     """
 
+    evicts = "always"
+
     def __init__(
         self, tau1: float = 1.0, tau2: float = 1.0, gamma: float = 200.0, window: int = 32, kernel: int = 5
     ) -> None:

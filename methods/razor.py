@@ -34,6 +34,8 @@ class RazorAttention(Method):
         window, ratio: see above (S_0 and C in the paper).
     """
 
+    evicts = "counted"
+
     def __init__(
         self,
         heads: str = "auto",

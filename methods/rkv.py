@@ -36,6 +36,8 @@ class RKV(Method):
             were kept stand best first ("score", the public code), or those of the text ("time").
     """
 
+    evicts = "always"
+
     def __init__(
         self,
         window: int = 8,

@@ -34,6 +34,8 @@ class SqueezeAttention(Method):
         sinks: first tokens that always stay, with base "streaming_llm".
     """
 
+    evicts = "always"
+
     def __init__(
         self, p: float = 0.38, base: Literal["streaming_llm", "window"] = "streaming_llm", sinks: int = 4
     ) -> None:

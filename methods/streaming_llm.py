@@ -26,6 +26,8 @@ class StreamingLLM(Method):
             before RoPE); "original", they keep the positions of the text (KVCache-Factory).
     """
 
+    evicts = "always"
+
     def __init__(self, sinks: int = 4, positions: Literal["cache", "original"] = "cache") -> None:
         if positions not in ("cache", "original"):
             raise ValueError(f"positions={positions}: cache or original")

@@ -6,13 +6,16 @@ turn, so that a noisy machine disturbs both alike. Steps in which an index grows
 
     python scripts/bench_decode.py                     # 4k to 128k tokens, half an hour
     python scripts/bench_decode.py --cells 32768:1024 --methods quest icecache --dtypes bfloat16 --executors cpu torch
+    python scripts/bench_decode.py --cells 32768:1024 --methods icecache --kv native int8 fp8
 
-Prints one JSON object as its last line; by dtype, cell (tokens:budget) and method, and with several executors by those:
+Prints one JSON object as its last line; by dtype, cell (tokens:budget) and method, and with several executors or ways
+to hold keys and values by those:
   tpot, tpot_p50, tpot_p95   of a step, ms: the mean, the median and the 95th percentile
   p95_over_mean              of tpot
   model, attention, transfer, select, ...   parts of it, means
   rest                       tpot without the model's part
   rest_over_full             over that of full attention, measured in the same turns
+  tpot_over_first            over that of the first executor and `--kv`, median of turns; so attention_over_first
   must_read_ms, rest_over_must_read   keys and values attended, in bytes, over the bandwidth of a copy; rest over that
   floor_ms                   the same with the weights that the model reads
   attended_mean, moved_bytes_per_step   by the audit
@@ -43,6 +46,7 @@ from kvbench.engine.hf import EngineCache, engine_for, method_named  # noqa: E40
 from kvbench.engine.packed import pack  # noqa: E402
 from kvbench.measure import hardware  # noqa: E402
 from kvbench.measure.synthetic import SyntheticEngine  # noqa: E402
+from kvbench.memory.kinds import kv_of  # noqa: E402
 
 METHODS = ("snapkv", "quest", "lychee", "pariskv", "icecache")
 CELLS = ((4096, 256), (16384, 1024), (32768, 1024), (131072, 1024))
@@ -50,16 +54,19 @@ WARM = 4  # steps that are not counted
 
 
 class Side:
-    """One method with one executor.
+    """One method with one executor, and keys and values held in one way.
 
     Attributes:
         ms: of each part, the times of all steps.
     """
 
-    def __init__(self, loaded: models.Loaded, method: str, executor: str, tokens: int, budget: int, steps: int) -> None:
+    def __init__(
+        self, loaded: models.Loaded, method: str, executor: str, kv: str, tokens: int, budget: int, steps: int
+    ) -> None:
         self.model = loaded.model
         own = Budget(None if method == "full" else budget)
-        common: dict[str, Any] = {"new_tokens": WARM + steps, "attention": executor, "kind": SyntheticEngine}
+        common: dict[str, Any] = {"new_tokens": WARM + steps, "attention": executor, "kv": kv_of(kv)}
+        common["kind"] = SyntheticEngine
         self.engine = engine_for(self.model, [tokens], method_named(method), own, (), loaded.tokenizer, **common)
         assert isinstance(self.engine, SyntheticEngine)
         prompt = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(0))
@@ -80,7 +87,7 @@ class Side:
             for name, seconds in {**parts, "tpot": spent, "rest": spent - parts["model"]}.items():
                 self.ms[name].append(1e3 * seconds)
 
-    def report(self, full: Side, bandwidth: float) -> dict[str, float]:
+    def report(self, full: Side, first: Side, bandwidth: float) -> dict[str, float]:
         """What the module's docstring names."""
         steps = len(self.ms["tpot"])
         found = {name: sum(times) / steps for name, times in self.ms.items()}  # a part that a step had not took 0
@@ -88,6 +95,9 @@ class Side:
         found["tpot_p95"] = statistics.quantiles(self.ms["tpot"], n=20)[-1]
         found["p95_over_mean"] = found["tpot_p95"] / found["tpot"]
         found["rest_over_full"] = found["rest"] * steps / sum(full.ms["rest"])
+        for name in ("tpot", "attention"):
+            ratios = (ours / theirs for ours, theirs in zip(self.ms[name], first.ms[name], strict=True))
+            found[f"{name}_over_first"] = statistics.median(ratios)
         audit = self.engine.report()
         attended = hardware.attended_bytes(self.engine.shape, audit["attended_mean"], self.engine.audit.steps)
         found["must_read_ms"] = 1e3 * attended / bandwidth
@@ -98,21 +108,21 @@ class Side:
         return {name: round(value, 3) for name, value in found.items()}
 
 
-def beside_full(loaded: models.Loaded, method: str, executors: list[str], *sizes: int) -> dict[str, Any]:
-    """A method and full attention, each with every executor: their reports by executor, full's as "full".
+def beside_full(loaded: models.Loaded, method: str, ways: list[tuple[str, str]], *sizes: int) -> dict[str, Any]:
+    """A method and full attention, each in every way, an executor and a `kv`: their reports by these, full's as "full".
 
     Args:
         sizes: tokens of the prompt, budget, steps.
     """
     gc.collect()
     bandwidth = hardware.bandwidth(torch.device("cpu")).copy
-    sides = {(name, one): Side(loaded, name, one, *sizes) for one in executors for name in ("full", method)}
+    sides = {(name, *way): Side(loaded, name, *way, *sizes) for way in ways for name in ("full", method)}
     for turn in range(WARM + sizes[-1]):
         for side in sides.values():
             side.step(counts=turn >= WARM)
-    full = sides["full", executors[0]]
-    reports = {key: side.report(full, bandwidth) for key, side in sides.items()}
-    return {one: {**reports[method, one], "full": reports["full", one]} for one in executors}
+    full, first = (sides[name, *ways[0]] for name in ("full", method))
+    reports = {key: side.report(full, first if key[0] == method else full, bandwidth) for key, side in sides.items()}
+    return {"-".join(way): {**reports[method, *way], "full": reports["full", *way]} for way in ways}
 
 
 def main() -> None:
@@ -123,8 +133,10 @@ def main() -> None:
     parser.add_argument("--cells", type=_cell, nargs="+", default=list(CELLS), help="prompt tokens:budget")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=choices("method"))
     parser.add_argument("--executors", nargs="+", default=["cpu"], choices=("cpu", "torch"))
+    parser.add_argument("--kv", nargs="+", default=["native"], choices=choices("kv"))
     parser.add_argument("--steps", type=int, default=64, help="that are counted, of each engine")
     given = parser.parse_args()
+    ways = [(executor, kv) for executor in given.executors for kv in given.kv]
     found: dict[str, Any] = {}
     for dtype in given.dtypes:
         config = {**(shipped("model", given.model) or {}), "weights": "dummy"}
@@ -133,9 +145,9 @@ def main() -> None:
         for tokens, budget in given.cells:
             for method in given.methods:
                 with torch.inference_mode():
-                    reports = beside_full(loaded, method, given.executors, tokens, budget, given.steps)
+                    reports = beside_full(loaded, method, ways, tokens, budget, given.steps)
                 found.setdefault(dtype, {}).setdefault(f"{tokens}:{budget}", {})[method] = (
-                    reports if len(reports) > 1 else reports[given.executors[0]]
+                    reports if len(reports) > 1 else reports["-".join(ways[0])]
                 )
                 for one, report in reports.items():
                     print(dtype, f"{tokens}:{budget}", method, one, json.dumps(report), flush=True)

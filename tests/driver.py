@@ -25,6 +25,7 @@ from kvbench.engine.engine import Engine
 from kvbench.engine.generate import Generation, generate
 from kvbench.engine.hf import engine_for
 from kvbench.engine.models import Loaded
+from kvbench.memory.kinds import KV, NATIVE
 from kvbench.method import HeadScores, Method, Shape
 
 
@@ -369,6 +370,7 @@ def drive(
     chunk: int | None = None,
     left: bool = False,
     executor: str = "auto",
+    kv: KV = NATIVE,
     dense_layers: Sequence[int] = (),
     after_prefill: Callable[[Engine], None] = lambda engine: None,
 ) -> Driven:
@@ -393,6 +395,7 @@ def drive(
         Budget(budget, accounting),
         offsets=offsets,
         attention=executor,
+        kv=kv,
         new_tokens=None if left else fixed.steps,
         rotary=LlamaRotary(head_dim, shape.device),
         pieces=PIECES if method.needs.token_text else None,

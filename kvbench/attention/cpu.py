@@ -1,33 +1,43 @@
-"""The CPU executor: attends tokens where they lie, in either tier, with nothing gathered.
+"""The CPU executor: attends tokens where they lie, in either tier, and decodes as it reads; nothing is gathered.
 
 On a CPU "device" and "host" are the same memory, so that nothing has to move; the store is told what was attended, and
-counts later what a device would have been brought. `kernels.py` has the compiled half.
+counts later what a device would have been brought. `kernels.py` has the compiled half. Rows that are held in several
+ways are parts of one attention, a call of a kernel each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvbench.attention import kernels
 from kvbench.attention import torch as torch_executor
+from kvbench.memory.codec import Codec, Fp8, Int8, KiviKeys, KiviValues, Native
+from kvbench.memory.kinds import GROUPED, KV, NATIVE
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
 
+Claims = NDArray[np.int64]  # the next piece, see `kernels.attend_lists`
+Part = Callable[..., None]  # of a layer's attention, see `_Work.run`
+
 # A number of each dtype that the kernels read, of the type in which they read it: NumPy has no bfloat16.
-STORED = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+STORED: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 WORTH_A_THREAD = 2**18  # bytes of keys and values; fewer are read before another thread has begun
 # Bytes of keys and values attended as a whole from which on the kernel is quicker than sdpa, in either dtype.
 WORTH_STREAMING = 2**19
 
 
-def unfit(shape: Shape) -> str | None:
+def unfit(shape: Shape, kv: KV) -> str | None:
     """Why this executor cannot run a generation of this shape, or None."""
     if shape.device.type != "cpu":
         return f"the device is {shape.device.type}"
+    if kv.device in GROUPED:
+        return f"reads no keys and values held as kv={kv}"
     return (
         None if shape.dtype in STORED else f"reads float32 and bfloat16, not {str(shape.dtype).removeprefix('torch.')}"
     )
@@ -41,8 +51,9 @@ def attend(
     probabilities: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `kvbench.attention.executor.Executor`."""
-    size = int(store.device.used.sum()) * store.device.entry_bytes
-    if selection is None and size < WORTH_STREAMING and store.device.even:
+    device = store.device
+    size, native = int(device.used.sum()) * device.entry_bytes, device.codecs.key.stored in STORED
+    if selection is None and size < WORTH_STREAMING and device.even and native:
         return torch_executor.attend(query, store, None, scaling, probabilities)
     asked = query.float() * scaling
     if selection is None:
@@ -52,27 +63,125 @@ def attend(
     return out.view(query.shape).to(query.dtype), weights
 
 
+# -- how rows are held -------------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Stored rows of one kind, where they lie.
+
+    Attributes:
+        key, value: [..., width], as their codecs hold them.
+        codecs: of keys and of values.
+        parameters: [groups, 2, D], of keys that have them by groups of tokens.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    codecs: tuple[Codec | KiviKeys, Codec]
+    parameters: torch.Tensor | None = None
+
+    def addresses(self) -> tuple[int, int, int]:
+        """Of keys, values and parameters."""
+        parts = self.key, self.value, self.parameters
+        assert all(part is None or part.is_contiguous() for part in parts), "a kernel finds a row by its number alone"
+        key, value, parameters = (0 if part is None else part.data_ptr() for part in parts)
+        return key, value, parameters
+
+
+def _stored(codecs: tuple[Codec | KiviKeys, Codec]) -> tuple[Any, ...]:
+    """How keys and values are held, as `kernels.attend_resident` takes it."""
+    (key_kind, *key_sizes), (value_kind, *value_sizes) = (_kind(codec) for codec in codecs)
+    group = 2 * codecs[0].head_dim * codecs[0].dtype.itemsize
+    return key_kind, value_kind, tuple(key_sizes), tuple(value_sizes), group
+
+
+def _kind(codec: Codec | KiviKeys) -> tuple[Any, int, int]:
+    """What the kernels call rows of a codec, bytes of such a row, and of the codes that it begins with."""
+    number = STORED[codec.dtype]
+    match codec:
+        case Int8():
+            return kernels.Int8(), codec.width, codec.head_dim
+        case Fp8():
+            return kernels.Fp8(), codec.width, codec.head_dim
+        case KiviKeys(bits=bits) | KiviValues(bits=bits):
+            return {2: kernels.Kivi2, 4: kernels.Kivi4}[bits](number), codec.width, codec.head_dim * bits // 8
+    return number, codec.head_dim * number.itemsize, 0
+
+
+def _entry_bytes(codecs: tuple[Codec | KiviKeys, Codec]) -> int:
+    """Bytes of a token's key and value in one KV head."""
+    return sum(_kind(codec)[1] for codec in codecs)
+
+
+# -- all slots ---------------------------------------------------------------------------------------------------------
+
+
+class Slots(NamedTuple):
+    """Slots of a pool that are attended as a whole.
+
+    Attributes:
+        rows: the pool.
+        used, first: [B, Hkv] int64, how many of each KV head, and which of the pool is its first.
+        column: [B, Hkv] int64, of that slot among all that are attended.
+    """
+
+    rows: Rows
+    used: torch.Tensor
+    first: torch.Tensor
+    column: torch.Tensor
+
+
 def _attend_resident(
     query: torch.Tensor, store: LayerStore, probabilities: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output [B, Hkv, G, D] and probabilities [B, Hq, n], n = most used slots, for all slots that are used."""
-    batch, query_heads, _, head_dim = query.shape
-    longest = int(store.device.used.max())
-    heads = store.kv_heads
-    work = _Work(
-        query.reshape(batch * heads, -1, head_dim),
-        kernels.pieces_of(longest, kernels.DENSE_PIECE),
-        longest if probabilities else 0,
-    )
     device = store.device
-    _check(*device.pool)
-    key, value = device.pool
-    used, first = device.used.view(-1).numpy(), device.first.view(-1).numpy()
-    pool = first, key.data_ptr(), value.data_ptr(), STORED[key.dtype]
+    rows = Rows(*device.pool, device.codecs)
+    return attend_slots(query, [Slots(rows, device.used, device.first, torch.zeros_like(device.used))], probabilities)
 
-    threads = work.threads(int(used.sum()) * device.entry_bytes)
-    kernels.attend_resident(threads, work.claims, work.pieces, work.query, used, *pool, *work.results)
+
+def attend_slots(
+    query: torch.Tensor, parts: Sequence[Slots], probabilities: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `_attend_resident`, for slots that may be of several pools."""
+    batch, query_heads, _, head_dim = query.shape
+    lists = parts[0].used.numel()
+    columns = max(int((part.column + part.used).max()) for part in parts) if probabilities else 0
+    pieces = [kernels.pieces_of(int(part.used.max()), kernels.DENSE_PIECE) for part in parts]
+    work = _Work(query.reshape(lists, -1, head_dim), pieces, columns)
+    size = sum(int(part.used.sum()) * _entry_bytes(part.rows.codecs) for part in parts)
+    work.run([_slots_part(part) for part in parts], size)
     return work.merged(batch, query_heads)
+
+
+def _slots_part(slots: Slots) -> Part:
+    used, first, column = (each.reshape(-1).numpy() for each in slots[1:])
+    held = used, first, column, slots.rows.addresses(), _stored(slots.rows.codecs)
+
+    def part(threads: int, claims: Claims, pieces: int, *given: NDArray[np.float32]) -> None:
+        query, *results = given
+        kernels.attend_resident(threads, claims, pieces, query, *held, *results)
+
+    return part
+
+
+# -- lists of tokens ---------------------------------------------------------------------------------------------------
+
+
+class Lists(NamedTuple):
+    """Where those tokens are that are held in one way.
+
+    Attributes:
+        codecs: of keys and of values.
+        device, host: the tiers, as `kernels.attend_lists` takes them; both know all tokens, attended here or not.
+    """
+
+    codecs: tuple[Codec | KiviKeys, Codec]
+    device: tuple[Any, ...]
+    host: tuple[Any, ...]
+
+
+NO_HOST = 0, 0, 0, np.empty((0, 0), np.int64), np.empty((0, 0), np.bool_), True
 
 
 def _attend_lists(
@@ -83,34 +192,54 @@ def _attend_lists(
     Raises:
         LookupError: as `LayerStore.locate`.
     """
-    batch, query_heads, _, head_dim = query.shape
-    index, heads, dtype = selection.index.contiguous(), store.kv_heads, store.device.pool.key.dtype
-    count, lists = index.shape[2], max(index.shape[1], heads)
-    extra = selection.extra
-    extras = 0 if extra is None else extra.key.shape[2]
-    pieces = kernels.pieces_of(count, kernels.LIST_PIECE) + (extras > 0)
-    work = _Work(query.reshape(batch * lists, -1, head_dim), pieces, count + extras if probabilities else 0)
-    bias = _bias(selection, batch, query_heads).view(*work.query.shape[:2], -1).numpy()
-    own = None if selection.keys is None else selection.keys.to(dtype).contiguous()
-    more = None if extra is None else (extra.key.to(dtype).contiguous(), extra.value.to(dtype).contiguous())
-    arguments = (
-        index.numpy(),
-        bias,
-        _device(store),
-        _host(store),
-        0 if own is None else own.data_ptr(),
-        (0, 0, 0) if more is None else (more[0].data_ptr(), more[1].data_ptr(), extras),
-        STORED[dtype],
-    )
-
-    threads = work.threads(batch * lists * count * store.device.entry_bytes)
-    kernels.attend_lists(threads, work.claims, work.pieces, work.query, *arguments, *work.results)
-    shared = (index if lists == heads else index.view(batch, heads, -1)).expand(batch, heads, -1)
-    if work.claims[1]:
+    batch, index, heads = len(query), selection.index, store.kv_heads
+    shared = (index if index.shape[1] in (1, heads) else index.reshape(batch, heads, -1)).expand(batch, heads, -1)
+    found = attend_lists(query, _tiers(store), selection, heads, probabilities)
+    if found is None:
         store.locate(shared)  # raises, and names the token
         raise AssertionError("a token that the store locates was not found")
     store.attended(shared)
-    return work.merged(batch, query_heads)
+    return found
+
+
+def attend_lists(
+    query: torch.Tensor, parts: Sequence[Lists], selection: Selection, heads: int, probabilities: bool
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """As `_attend_lists`, for `heads` KV heads; None: a token is nowhere."""
+    batch, query_heads, _, head_dim = query.shape
+    index, extra = selection.index.contiguous(), selection.extra
+    count, lists = index.shape[2], max(index.shape[1], heads)
+    extras = 0 if extra is None else extra.key.shape[2]
+    plain = Native(head_dim, parts[0].codecs[0].dtype)
+    # both must live until the work is done
+    own = None if selection.keys is None else selection.keys.to(plain.dtype).contiguous()
+    more = () if extra is None else (extra.key.to(plain.dtype).contiguous(), extra.value.to(plain.dtype).contiguous())
+    entries = (*(part.data_ptr() for part in more), extras, count) if extras else (0, 0, 0, 0)
+    bias = _bias(selection, batch, query_heads).view(batch * lists, query_heads // lists, -1).numpy()
+
+    def call(tokens: torch.Tensor, part: Lists, keys: torch.Tensor | None, entries: tuple[int, ...]) -> Part:
+        codecs = part.codecs if keys is None else (plain, part.codecs[1])
+        address = 0 if keys is None else keys.data_ptr()
+        held = tokens.numpy(), bias, part.device, part.host, address, entries, _stored(codecs)
+
+        def one(threads: int, claims: Claims, pieces: int, *given: NDArray[np.float32]) -> None:
+            query, *results = given
+            kernels.attend_lists(threads, claims, pieces, query, *held, *results)
+
+        return one
+
+    each, nothing = kernels.pieces_of(count, kernels.LIST_PIECE), (0, 0, 0, 0)
+    last = parts[-1]
+    if extras and all(codec == plain for codec in last.codecs):  # extra entries come with rows that are held as they
+        pieces = [each] * (len(parts) - 1) + [each + 1]
+        calls = [*(call(index, part, own, nothing) for part in parts[:-1]), call(index, last, own, entries)]
+    else:
+        pieces = [each] * len(parts) + [1] * (extras > 0)
+        alone = [call(index[..., :0], last._replace(codecs=(plain, plain)), None, entries)] if extras else []
+        calls = [*(call(index, part, own, nothing) for part in parts), *alone]
+    work = _Work(query.reshape(batch * lists, -1, head_dim), pieces, count + extras if probabilities else 0)
+    there = work.run(calls, batch * lists * count * max(_entry_bytes(part.codecs) for part in parts))
+    return work.merged(batch, query_heads) if there else None
 
 
 def _bias(selection: Selection, batch: int, query_heads: int) -> torch.Tensor:
@@ -123,66 +252,101 @@ def _bias(selection: Selection, batch: int, query_heads: int) -> torch.Tensor:
     return torch.cat([weight.float(), extra.log_weight.float()], dim=2)
 
 
-def _device(store: LayerStore) -> tuple[Any, ...]:
-    """The device tier as `kernels.attend_lists` takes it."""
-    device = store.device
-    _check(*device.pool)
-    used, first = device.used.view(-1).numpy(), device.first.view(-1).numpy()
-    ids = np.empty((len(used), 0), np.int64) if device.ids is None else device.ids.view(len(used), -1).numpy()
-    return device.pool.key.data_ptr(), device.pool.value.data_ptr(), first, ids, used
-
-
-def _host(store: LayerStore) -> tuple[Any, ...]:
-    """The host tier, with no slots where there is none."""
-    host = store.host
+def _tiers(store: LayerStore) -> list[Lists]:
+    """Tokens of a store: of both tiers together where these hold them alike or the device has none, else apart."""
+    device, host = store.device, store.host
+    rows = Rows(*device.pool, device.codecs)
+    near = device_tier(rows, device.used, device.first, device.ids)
     if host is None:
-        return 0, 0, 0, np.empty((0, 0), np.int64), np.empty((0, 0), np.bool_)
-    _check(host.key, host.value)
+        return [Lists(device.codecs, near, NO_HOST)]
     slots = host.capacity
-    slot_of, present = host.slot_of.view(-1, slots).numpy(), host.present.view(-1, slots).numpy()
-    return host.key.data_ptr(), host.value.data_ptr(), slots, slot_of, present
+    ids = host.slot_of.view(-1, slots).numpy(), host.present.view(-1, slots).numpy()
+    far = *Rows(host.key, host.value, host.codecs).addresses()[:2], slots, *ids
+    if device.codecs == host.codecs or not device.used.any():
+        return [Lists(host.codecs, near, (*far, True))]
+    passed = device_tier(rows, device.used, device.first, device.ids, end=torch.zeros_like(device.used))
+    return [Lists(host.codecs, passed, (*far, True)), Lists(device.codecs, near, (*far, False))]
 
 
-def _check(*blocks: torch.Tensor) -> None:
-    """A kernel finds a row by its number alone."""
-    assert all(block.is_contiguous() for block in blocks), "a tier's blocks have no holes"
+def device_tier(
+    rows: Rows,
+    used: torch.Tensor,
+    first: torch.Tensor,
+    ids: torch.Tensor | None,
+    begin: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
+) -> tuple[Any, ...]:
+    """The device tier as `kernels.attend_lists` takes it.
+
+    Args:
+        rows: the pool.
+        used, first: [B, Hkv] int64, slots of each KV head, and which of the pool would be its slot 0.
+        ids: [B, Hkv, S] int64, the token in each slot, or None: slot = id.
+        begin, end: [B, Hkv] int64, the first slot that is attended and the one after the last; None: all are.
+    """
+    heads = used.numel()
+    begin, end = torch.zeros_like(used) if begin is None else begin, used if end is None else end
+    tokens = np.empty((heads, 0), np.int64) if ids is None else ids.view(heads, -1).numpy()
+    firsts, filled, begins, ends = (each.reshape(-1).numpy() for each in (first, used, begin, end))
+    return *rows.addresses(), firsts, tokens, filled, begins, ends
+
+
+# -- the work ----------------------------------------------------------------------------------------------------------
 
 
 class _Work:
-    """Pieces of a layer's attention, and their results.
+    """A layer's attention in parts, these in pieces, spread over threads, and their results.
 
     Args:
         query: [L, R, D].
-        pieces: of each list.
+        pieces: of each list, one number for each part.
         columns: of the logits to keep; 0: none.
     """
 
-    def __init__(self, query: torch.Tensor, pieces: int, columns: int) -> None:
-        self.query, self.pieces, self.claims = query.numpy(), pieces, np.zeros(2, np.int64)
+    def __init__(self, query: torch.Tensor, pieces: Sequence[int], columns: int) -> None:
+        self.query, self.pieces = query.numpy(), pieces
         lists, rows, head_dim = self.query.shape
-        most, total = (np.empty((lists * pieces, rows), np.float32) for _ in range(2))
         self._logits = np.full((lists, rows, columns), -np.inf, np.float32)
-        self.results = self._logits, most, total, np.empty((lists * pieces, rows, head_dim), np.float32)
+        sizes: tuple[tuple[int, ...], ...] = (rows,), (rows,), (rows, head_dim)
+        self._results = [[np.empty((lists * count, *size), np.float32) for size in sizes] for count in pieces]
 
-    def threads(self, size: int) -> int:
-        """Threads that `size` bytes to read are worth."""
-        return max(1, min(torch.get_num_threads(), len(self.results[1]), size // WORTH_A_THREAD))
+    def run(self, parts: Sequence[Part], size: int) -> bool:
+        """Do all pieces, one part after the other; whether every token that was named was there.
+
+        Args:
+            parts: each is given threads, claims, its pieces of a list, the query, the logits to keep, and `most`,
+                `total` and `sums` as the kernels write them.
+            size: bytes to read.
+        """
+        claims = np.zeros((len(parts), 2), np.int64)
+        for part, own, pieces, results in zip(parts, claims, self.pieces, self._results, strict=True):
+            threads = max(1, min(torch.get_num_threads(), len(results[0]), size // WORTH_A_THREAD))
+            part(threads, own, pieces, self.query, self._logits, *results)
+        return not claims[:, 1].any()
 
     def merged(self, batch: int, query_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Output [L, R, D] and, where the logits were kept, probabilities [B, Hq, columns]."""
+        lists, rows, columns = self._logits.shape
+        # a list's pieces one after the other, whatever their part
+        apart = [
+            [each.reshape(lists, -1, *each.shape[1:]) for each in same] for same in zip(*self._results, strict=True)
+        ]
+        joined = [same[0] if len(same) == 1 else np.concatenate(same, axis=1) for same in apart]
         out = np.empty_like(self.query)
-        kernels.merge(self.pieces, *self.results[1:], out, self._logits)
-        kept = self._logits.shape[2] > 0
-        return torch.from_numpy(out), torch.from_numpy(self._logits).view(batch, query_heads, -1) if kept else None
+        kernels.merge(*joined, out, self._logits)
+        return torch.from_numpy(out), torch.from_numpy(self._logits).view(batch, query_heads, -1) if columns else None
 
 
 @cache
-def compile_kernels(dtype: torch.dtype) -> None:
-    """Compile, or read from disk, before anything is timed."""
-    store = LayerStore(1, 1, kernels.LANES, 1, dtype, torch.device("cpu"))
-    token = torch.zeros(1, 1, 1, kernels.LANES, dtype=dtype)
-    store.write_prompt(token, token, 0, [0])
-    store.seal_prompt([1])
-    extra = Extra(token, token, torch.zeros(1, 1, 1))
-    _attend_resident(token.float(), store, probabilities=True)
-    _attend_lists(token.float(), store, Selection(torch.zeros(1, 1, 1, dtype=torch.int64), extra=extra), True)
+def compile_kernels(dtype: torch.dtype, kv: KV = NATIVE) -> None:
+    """Compile, or read from disk, before anything is timed: what reads rows as they are, and as a tier holds them."""
+    for kind in sorted({"native", *kv}):
+        store = LayerStore(1, 1, kernels.GROUP, 1, dtype, torch.device("cpu"), kv=KV(kind, kind))
+        token = torch.zeros(1, 1, 1, kernels.GROUP, dtype=dtype)
+        store.write_prompt(token, token, 0, [0])
+        store.seal_prompt([1])
+        store.encode()
+        if kind in ("native", kv.device):
+            _attend_resident(token.float(), store, probabilities=True)
+        selection = Selection(torch.zeros(1, 1, 1, dtype=torch.int64), extra=Extra(token, token, torch.zeros(1, 1, 1)))
+        _attend_lists(token.float(), store, selection, probabilities=True)

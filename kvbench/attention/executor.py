@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvbench.attention import cpu, flashinfer, reference
 from kvbench.attention import torch as torch_executor
 from kvbench.config import ConfigError
+from kvbench.memory.kinds import KV, NATIVE
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
 
@@ -96,8 +97,11 @@ class Plain:
         return self.name
 
 
-def executor(name: str, shape: Shape) -> Executor:
+def executor(name: str, shape: Shape, kv: KV = NATIVE) -> Executor:
     """The executor called `name` for a generation of this shape, or for "auto" the best one that can run it.
+
+    Args:
+        kv: how keys and values are held; `flashinfer` reads none in fewer bits, `cpu` none of KIVI's.
 
     Raises:
         ConfigError: there is no such executor, or the one asked for cannot run here.
@@ -107,16 +111,16 @@ def executor(name: str, shape: Shape) -> Executor:
     if name == "torch":
         return Plain(name, torch_executor.attend)
     if name == "cpu" or (name == "auto" and shape.device.type == "cpu"):
-        reason = cpu.unfit(shape)
+        reason = cpu.unfit(shape, kv)
         if reason is None:
-            cpu.compile_kernels(shape.dtype)
+            cpu.compile_kernels(shape.dtype, kv)
             return Plain("cpu", cpu.attend, in_place=True)
         if name == "cpu":
             raise ConfigError(f"attention=cpu: {reason}; attention=auto takes what runs")
         return Plain("torch", torch_executor.attend, note=f"cpu: {reason}")
     if name not in ("auto", "flashinfer"):
         raise ConfigError(f"attention={name}: no such executor; one of auto, {', '.join(EXECUTORS)}, flashinfer")
-    reason = flashinfer.unfit(shape)
+    reason = f"reads no keys and values held as kv={kv}" if kv.coded else flashinfer.unfit(shape)
     if reason is None:
         return flashinfer.FlashInfer(shape)
     if name == "flashinfer":

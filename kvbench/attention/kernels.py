@@ -4,14 +4,15 @@ Work is cut into pieces of a list or of a sequence; each leaves the largest logi
 weighted sum of the values, and `merge` joins those of a list (flash-decoding). Pieces do not depend on the number of
 threads, so neither does what comes out. Kernels hold no state and release the GIL.
 
-A stored row is an address: of a device block, a host block, replaced keys or extra entries. Arithmetic is float32 in
-vectors of 16 that are spelt out (`Vector`), as no loop over a row would be compiled as well. All kernels are in this
-file, since Numba does not see that a kernel of another file has changed.
+A stored row is an address: of a device block, a host block, replaced keys or extra entries. Rows in fewer bits
+(`kvbench.memory.codec`) become numbers in the registers into which they are read. Arithmetic is float32 in vectors of
+16 that are spelt out (`Vector`), as no loop over a row would be compiled as well. All kernels are in this file, since
+Numba does not see that a kernel of another file has changed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit, types
@@ -26,12 +27,50 @@ LINE = 64  # bytes of a cache's line
 BLOCK = 64  # rows whose logits are made before their values are read
 LIST_PIECE = 256  # entries of a selected list
 DENSE_PIECE = 512
+GROUP = 32  # tokens whose keys, and channels of a value, that share a scale and a minimum in KIVI
 
 LOWEST = np.finfo(np.float32).min  # finite, so that its difference from a logit of -inf is one
 NOTHING, ONE = np.float32(0), np.float32(1)
 
 kernel = njit(nogil=True, cache=True, error_model="numpy")
 inner = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+# -- how a row is stored -----------------------------------------------------------------------------------------------
+# A number in its type (float32, or bfloat16 as uint16), or one of these: kernels are compiled for its type alone. Codes
+# stand first in a row, and their scale (of KIVI's values: scales, then minima) after them.
+
+
+class Int8(NamedTuple):
+    """Symmetric integers, a scale a row."""
+
+    scale: np.float32 = np.float32(0)
+
+
+class Fp8(NamedTuple):
+    """e4m3fn, a scale a row."""
+
+    scale: np.float32 = np.float32(0)
+
+
+class Kivi4(NamedTuple):
+    """Codes of 4 bits, scales and minima as wide as the model's numbers; those of keys, by group, lie elsewhere."""
+
+    parameter: Any
+
+
+class Kivi2(NamedTuple):
+    """As `Kivi4`, of 2 bits."""
+
+    parameter: Any
+
+
+SCALED, KIVI = (Int8, Fp8), {Kivi4: 4, Kivi2: 2}  # bits of a code
+
+
+def _kind(stored: Any) -> Any:
+    """Which of the above a Numba type is of; None: of numbers."""
+    return getattr(stored, "instance_class", None)
 
 
 # -- vectors -----------------------------------------------------------------------------------------------------------
@@ -90,38 +129,42 @@ def _widened(builder: Any, word: Any, to: Any) -> Any:
 
 
 @intrinsic
-def size_of(_context, stored):  # type: ignore[no-untyped-def]
-    """Bytes of a stored number."""
+def grouped(_context, stored):  # type: ignore[no-untyped-def]
+    """Whether keys of this kind have their parameters by groups of tokens."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return context.get_constant(types.intp, signature.args[0].bitwidth // 8)
+        return context.get_constant(types.boolean, _kind(signature.args[0]) in KIVI)
 
-    return types.intp(stored), generate
+    return types.boolean(stored), generate
 
 
 @intrinsic
-def load(_context, address, stored):  # type: ignore[no-untyped-def]
-    """The vector of 16 numbers at an address, of the type of `stored`: float32, or bfloat16 as uint16."""
+def load(_context, address):  # type: ignore[no-untyped-def]
+    """The vector of 16 float32 at an address."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return _numbers(builder, arguments[0], signature.args[1])
+        return _numbers(builder, arguments[0], types.float32)
 
-    return vector(types.intp, stored), generate
+    return vector(types.intp), generate
 
 
 @intrinsic
-def load_one(_context, address, stored):  # type: ignore[no-untyped-def]
-    """The number at an address, as `load`."""
+def load_one(_context, row, beside, channel, stored):  # type: ignore[no-untyped-def]
+    """One number of the row at an address, its parameters at another; not of KIVI's, whose rows are whole vectors."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         from llvmlite import ir
 
-        if signature.args[1] == types.float32:
-            return builder.load(_pointer(builder, arguments[0], ir.FloatType()), align=4)
-        word = builder.load(_pointer(builder, arguments[0], ir.IntType(16)), align=2)
-        return _widened(builder, word, ir.FloatType())
+        row, beside, channel, _ = arguments
+        stored = signature.args[3]
+        if _kind(stored) is None:
+            return _number(builder, row, channel, stored)
+        if _kind(stored) in KIVI:
+            return ir.FloatType()(ir.Undefined)
+        code = builder.load(_pointer(builder, builder.add(row, channel), ir.IntType(8)), align=1)
+        return builder.fmul(_decoded(builder, code, ir.FloatType(), stored), _scale(builder, beside, stored))
 
-    return types.float32(types.intp, stored), generate
+    return types.float32(types.intp, types.intp, types.intp, stored), generate
 
 
 @intrinsic
@@ -246,46 +289,121 @@ def _numbers(builder: Any, address: Any, stored: Any) -> Any:
     return _widened(builder, builder.load(_pointer(builder, address, words), align=2), lanes)
 
 
+def _number(builder: Any, address: Any, place: Any, stored: Any) -> Any:
+    """One of the numbers from an address on, as `_numbers`."""
+    from llvmlite import ir
+
+    size = stored.bitwidth // 8
+    at = builder.add(address, builder.mul(place, place.type(size)))
+    if stored == types.float32:
+        return builder.load(_pointer(builder, at, ir.FloatType()), align=size)
+    return _widened(builder, builder.load(_pointer(builder, at, ir.IntType(16)), align=size), ir.FloatType())
+
+
+def _decoded(builder: Any, codes: Any, to: Any, stored: Any) -> Any:
+    """Codes of 8 bits, of a row or one of them, as numbers: what their scale (`_scale`) is to be multiplied with."""
+    from llvmlite import ir
+
+    if _kind(stored) is Int8:
+        return builder.sitofp(codes, to)
+    # e4m3 as float16, whose exponent is one bit longer: the sign fills it, and is taken out but for the highest
+    vector = isinstance(to, ir.VectorType)
+    words, halves = (ir.VectorType(kind, LANES) if vector else kind for kind in (ir.IntType(16), ir.HalfType()))
+    shift, mask = (ir.Constant(words, [value] * LANES if vector else value) for value in (7, 0xBFFF))
+    return builder.fpext(
+        builder.bitcast(builder.and_(builder.shl(builder.sext(codes, words), shift), mask), halves), to
+    )
+
+
+def _scale(builder: Any, beside: Any, stored: Any) -> Any:
+    """The scale of a row's decoded codes, stored at an address."""
+    from llvmlite import ir
+
+    scale = builder.load(_pointer(builder, beside, ir.FloatType()), align=1)
+    return builder.fmul(scale, scale.type(256.0)) if _kind(stored) is Fp8 else scale  # between the exponents' biases
+
+
+def _channels(builder: Any, row: Any, beside: Any, block: Any, whole: Any, stored: Any, by_channel: bool) -> Any:
+    """A vector of a row, the `block`-th, but for the scale that the whole row has.
+
+    Args:
+        row, beside: addresses of the codes and of the parameters.
+        whole: numbers of the row.
+        by_channel: KIVI's parameters are of each channel, as those of keys, or of each group of channels.
+    """
+    from llvmlite import ir
+
+    kind, word, lanes = _kind(stored), row.type, ir.VectorType(ir.FloatType(), LANES)
+    if kind is None:
+        step = LANES * stored.bitwidth // 8
+        return _numbers(builder, builder.add(row, builder.mul(block, word(step))), stored)
+    if kind not in KIVI:
+        bytes_ = ir.VectorType(ir.IntType(8), LANES)
+        at = _pointer(builder, builder.add(row, builder.mul(block, word(LANES))), bytes_)
+        return _decoded(builder, builder.load(at, align=1), lanes, stored)
+    bits, parameter, words = KIVI[kind], stored.dtype, ir.VectorType(ir.IntType(32), LANES)
+    at = builder.add(row, builder.mul(block, word(LANES * bits // 8)))
+    held = builder.load(_pointer(builder, at, ir.VectorType(ir.IntType(32), LANES * bits // 32)), align=1)
+    held = builder.shuffle_vector(held, held, ir.Constant(words, [lane * bits // 32 for lane in range(LANES)]))
+    places = ir.Constant(words, [lane * bits % 32 for lane in range(LANES)])
+    codes = builder.and_(builder.lshr(held, places), ir.Constant(words, [2**bits - 1] * LANES))
+    if by_channel:
+        first = builder.add(beside, builder.mul(block, word(LANES * parameter.bitwidth // 8)))
+        past = builder.mul(whole, word(parameter.bitwidth // 8))
+        scale, least = (_numbers(builder, at, parameter) for at in (first, builder.add(first, past)))
+    else:
+        group = builder.udiv(block, word(GROUP // LANES))
+        places = group, builder.add(group, builder.udiv(whole, word(GROUP)))
+        scale, least = (_splat(builder, _number(builder, beside, place, parameter)) for place in places)
+    return _fma(builder, builder.sitofp(codes, lanes), scale, least)
+
+
 @intrinsic(prefer_literal=True)
-def score_four(_context, queries, apart, rows, whole, stored, logits, count):  # type: ignore[no-untyped-def]
+def score_four(_context, queries, apart, rows, beside, whole, stored, logits, count):  # type: ignore[no-untyped-def]
     """Write the products of `count` queries with four rows, a vector of 4 to each row of logits [count, BLOCK].
 
     A row is read once for all queries: their sums stay in registers, which is why `count` is a literal.
 
     Args:
         queries, logits: addresses of the first; a query is `apart` bytes from the next.
-        rows: addresses of the four rows.
+        rows, beside: addresses of the four rows and of their parameters.
         whole: numbers of a row that are read, a multiple of `LANES`.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         from llvmlite import ir
 
-        queries, apart, rows, whole, _, logits, _ = arguments
-        of, lanes, word = signature.args[4], ir.VectorType(ir.FloatType(), LANES), queries.type
-        width = 4 if of == types.float32 else 2
+        queries, apart, rows, beside, whole, _, logits, _ = arguments
+        of, lanes, word = signature.args[5], ir.VectorType(ir.FloatType(), LANES), queries.type
+        rows, beside = ([builder.extract_value(four, n) for n in range(4)] for four in (rows, beside))
         nothing = ir.Constant(lanes, [0.0] * LANES)
-        asked = [builder.add(queries, builder.mul(apart, word(q))) for q in range(signature.args[6].literal_value)]
+        asked = [builder.add(queries, builder.mul(apart, word(q))) for q in range(signature.args[7].literal_value)]
         sums = [[cgutils.alloca_once_value(builder, nothing) for _ in range(4)] for _ in asked]
         with cgutils.for_range(builder, builder.udiv(whole, word(LANES))) as loop:
-            at = builder.mul(loop.index, word(width * LANES))
-            read = [_numbers(builder, builder.add(builder.extract_value(rows, n), at), of) for n in range(4)]
+            read = [_channels(builder, *one, loop.index, whole, of, True) for one in zip(rows, beside, strict=True)]
             for query, own in zip(asked, sums, strict=True):
                 place = builder.add(query, builder.mul(loop.index, word(4 * LANES)))
                 x = _numbers(builder, place, types.float32)
                 for sum, y in zip(own, read, strict=True):
                     builder.store(_fma(builder, x, y, builder.load(sum)), sum)
+        scales = None
+        if _kind(of) in SCALED:
+            scales = ir.Constant(ir.VectorType(ir.FloatType(), 4), ir.Undefined)
+            for n, at in enumerate(beside):
+                scales = builder.insert_element(scales, _scale(builder, at, of), ir.IntType(32)(n))
         for q, own in enumerate(sums):
             found = _sums(builder, *(builder.load(sum) for sum in own))
+            if scales is not None:
+                found = builder.fmul(found, scales)
             builder.store(found, _pointer(builder, builder.add(logits, word(4 * BLOCK * q)), found.type), align=4)
         return context.get_dummy_value()
 
     four = types.UniTuple(types.intp, 4)
-    return types.void(types.intp, types.intp, four, types.intp, stored, types.intp, count), generate
+    return types.void(types.intp, types.intp, four, four, types.intp, stored, types.intp, count), generate
 
 
 @intrinsic(prefer_literal=True)
-def add_four(_context, weights, rows, whole, stored, sums, apart, count):  # type: ignore[no-untyped-def]
+def add_four(_context, weights, rows, beside, whole, stored, sums, apart, count):  # type: ignore[no-untyped-def]
     """Add four rows to each of `count` sums, by weights [count, BLOCK] of which 4 a row are read; see `score_four`.
 
     Args:
@@ -295,18 +413,19 @@ def add_four(_context, weights, rows, whole, stored, sums, apart, count):  # typ
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         from llvmlite import ir
 
-        weights, rows, whole, _, sums, apart, _ = arguments
-        of, lanes, word = signature.args[3], ir.VectorType(ir.FloatType(), LANES), weights.type
-        width, many = 4 if of == types.float32 else 2, signature.args[6].literal_value
+        weights, rows, beside, whole, _, sums, apart, _ = arguments
+        of, lanes, word = signature.args[4], ir.VectorType(ir.FloatType(), LANES), weights.type
+        rows, beside = ([builder.extract_value(four, n) for n in range(4)] for four in (rows, beside))
+        scales = [_scale(builder, at, of) for at in beside] if _kind(of) in SCALED else None
 
         def weight(q: int, row: int) -> Any:
             at = builder.add(weights, word(4 * (BLOCK * q + row)))
-            return _splat(builder, builder.load(_pointer(builder, at, ir.FloatType()), align=4))
+            found = builder.load(_pointer(builder, at, ir.FloatType()), align=4)
+            return _splat(builder, found if scales is None else builder.fmul(found, scales[row]))
 
-        by = [[weight(q, row) for row in range(4)] for q in range(many)]
+        by = [[weight(q, row) for row in range(4)] for q in range(signature.args[7].literal_value)]
         with cgutils.for_range(builder, builder.udiv(whole, word(LANES))) as loop:
-            at = builder.mul(loop.index, word(width * LANES))
-            read = [_numbers(builder, builder.add(builder.extract_value(rows, n), at), of) for n in range(4)]
+            read = [_channels(builder, *one, loop.index, whole, of, False) for one in zip(rows, beside, strict=True)]
             place = builder.add(sums, builder.mul(loop.index, word(4 * LANES)))
             for q, own in enumerate(by):
                 pointer = _pointer(builder, builder.add(place, builder.mul(apart, word(q))), lanes)
@@ -317,7 +436,7 @@ def add_four(_context, weights, rows, whole, stored, sums, apart, count):  # typ
         return context.get_dummy_value()
 
     four = types.UniTuple(types.intp, 4)
-    return types.void(types.intp, four, types.intp, stored, types.intp, types.intp, count), generate
+    return types.void(types.intp, four, four, types.intp, stored, types.intp, types.intp, count), generate
 
 
 # exp(x) = 2^n exp(r), n = x / ln 2 to the nearest, r = x - n ln 2: Cephes' expf, whose relative error is below 2e-7
@@ -375,29 +494,37 @@ def fetch(_context, address):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _score(query, keys, count, ahead, logits, stored):  # type: ignore[no-untyped-def]
-    """logits [R, BLOCK]: query [R, D] . each of the rows at the addresses keys[:count]; -inf up to a whole vector."""
+def _score(query, keys, groups, layout, count, ahead, logits, stored):  # type: ignore[no-untyped-def]
+    """logits [R, BLOCK]: query [R, D] . each of the rows at the addresses keys[:count]; -inf up to a whole vector.
+
+    Args:
+        groups: addresses of the parameters of each key's group, where this kind has groups.
+        layout: bytes from a row to its parameters; those of a row that is fetched `ahead`.
+    """
     many, head_dim = query.shape
-    size, whole = size_of(stored), head_dim // LANES * LANES
-    last = count - 1
+    beside, size = layout
+    whole, last = head_dim // LANES * LANES, count - 1
     for i in range(0, count, 4):
-        _fetch_four(ahead, i, size * head_dim)
-        rows = keys[i], keys[min(i + 1, last)], keys[min(i + 2, last)], keys[min(i + 3, last)]
+        _fetch_four(ahead, i, size)
+        a, b, c, d = keys[i], keys[min(i + 1, last)], keys[min(i + 2, last)], keys[min(i + 3, last)]
+        rows, by = (a, b, c, d), (a + beside, b + beside, c + beside, d + beside)
+        if grouped(stored):
+            by = groups[i], groups[min(i + 1, last)], groups[min(i + 2, last)], groups[min(i + 3, last)]
         for r in range(0, many, 4):
             asked, to, left = query.ctypes.data + 4 * r * head_dim, logits.ctypes.data + 4 * (r * BLOCK + i), many - r
             if left >= 4:
-                score_four(asked, 4 * head_dim, rows, whole, stored, to, 4)
+                score_four(asked, 4 * head_dim, rows, by, whole, stored, to, 4)
             elif left == 3:
-                score_four(asked, 4 * head_dim, rows, whole, stored, to, 3)
+                score_four(asked, 4 * head_dim, rows, by, whole, stored, to, 3)
             elif left == 2:
-                score_four(asked, 4 * head_dim, rows, whole, stored, to, 2)
+                score_four(asked, 4 * head_dim, rows, by, whole, stored, to, 2)
             else:
-                score_four(asked, 4 * head_dim, rows, whole, stored, to, 1)
+                score_four(asked, 4 * head_dim, rows, by, whole, stored, to, 1)
     for r in range(len(query)):
         if whole < head_dim:
             for i in range(count):
                 for j in range(whole, head_dim):
-                    logits[r, i] += query[r, j] * load_one(keys[i] + size * j, stored)
+                    logits[r, i] += query[r, j] * load_one(keys[i], keys[i] + beside, j, stored)
         for i in range(count, _vectors(count)):
             logits[r, i] = -np.inf
 
@@ -408,9 +535,9 @@ def _weigh(logits, count, most, total, sums):  # type: ignore[no-untyped-def]
     head_dim = sums.shape[1]
     for r in range(len(most)):
         at, end = logits.ctypes.data + 4 * r * BLOCK, logits.ctypes.data + 4 * (r * BLOCK + count)
-        found = load(at, NOTHING)
+        found = load(at)
         for here in range(at, end, 4 * LANES):
-            found = larger(found, load(here, NOTHING))
+            found = larger(found, load(here))
         largest = largest_of(found)
         if largest > most[r]:
             shrink = first_of(exponential(splat(most[r] - largest)))
@@ -421,36 +548,37 @@ def _weigh(logits, count, most, total, sums):  # type: ignore[no-untyped-def]
         below = splat(-most[r])
         added = splat(NOTHING)
         for here in range(at, end, 4 * LANES):
-            weight = exponential(plus(load(here, NOTHING), below))
+            weight = exponential(plus(load(here), below))
             store(here, weight)
             added = plus(added, weight)
         total[r] += sum_of(added)
 
 
 @inner
-def _add_values(weights, values, count, ahead, sums, stored):  # type: ignore[no-untyped-def]
+def _add_values(weights, values, layout, count, ahead, sums, stored):  # type: ignore[no-untyped-def]
     """Add to sums [R, D] the rows at the addresses values[:count], by weights [R, BLOCK] that are 0 after them."""
     many, head_dim = sums.shape
-    size, whole = size_of(stored), head_dim // LANES * LANES
-    last = count - 1
+    beside, size = layout
+    whole, last = head_dim // LANES * LANES, count - 1
     for i in range(0, count, 4):
-        _fetch_four(ahead, i, size * head_dim)
-        rows = values[i], values[min(i + 1, last)], values[min(i + 2, last)], values[min(i + 3, last)]
+        _fetch_four(ahead, i, size)
+        a, b, c, d = values[i], values[min(i + 1, last)], values[min(i + 2, last)], values[min(i + 3, last)]
+        rows, with_ = (a, b, c, d), (a + beside, b + beside, c + beside, d + beside)
         for r in range(0, many, 4):
             by, to, left = weights.ctypes.data + 4 * (r * BLOCK + i), sums.ctypes.data + 4 * r * head_dim, many - r
             if left >= 4:
-                add_four(by, rows, whole, stored, to, 4 * head_dim, 4)
+                add_four(by, rows, with_, whole, stored, to, 4 * head_dim, 4)
             elif left == 3:
-                add_four(by, rows, whole, stored, to, 4 * head_dim, 3)
+                add_four(by, rows, with_, whole, stored, to, 4 * head_dim, 3)
             elif left == 2:
-                add_four(by, rows, whole, stored, to, 4 * head_dim, 2)
+                add_four(by, rows, with_, whole, stored, to, 4 * head_dim, 2)
             else:
-                add_four(by, rows, whole, stored, to, 4 * head_dim, 1)
+                add_four(by, rows, with_, whole, stored, to, 4 * head_dim, 1)
     if whole < head_dim:
         for r in range(len(sums)):
             for i in range(count):
                 for j in range(whole, head_dim):
-                    sums[r, j] += weights[r, i] * load_one(values[i] + size * j, stored)
+                    sums[r, j] += weights[r, i] * load_one(values[i], values[i] + beside, j, stored)
 
 
 @inner
@@ -483,7 +611,7 @@ def _own(query):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def attend_resident(threads, claims, pieces, query, used, first, key, value, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
+def attend_resident(threads, claims, pieces, query, used, first, column, held, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
     """Attention over all used slots of each KV head, in so many threads.
 
     Args:
@@ -492,22 +620,24 @@ def attend_resident(threads, claims, pieces, query, used, first, key, value, sto
         query: [L, R, D], times the scaling; list l is a KV head of a row.
         used: [L] int64, slots of each list that are attended.
         first: [L] int64, where the slots of each list begin in the pool.
-        key, value: addresses of the pool [T, D].
-        stored: a number of the pool's type.
+        column: [L] int64, of the logits, that the first slot of each list has.
+        held: address of the pool's keys, of its values, and of the parameters of its groups of keys; see `_score`.
+        stored: how keys, and how values are stored, see there; bytes of a row and to its parameters, of each.
         logits: [L, R, n], where they are wanted, else [L, R, 0].
         most, total, sums: [L * pieces, R], the same, and [L * pieces, R, D], written for each piece.
     """
-    arguments = claims, pieces, query, used, first, key, value, stored, logits, most, total, sums
+    arguments = claims, pieces, query, used, first, column, held, stored, logits, most, total, sums
     together(threads, _attend_resident, arguments)
 
 
 @inner
-def _attend_resident(_, claims, pieces, query, used, first, key, value, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
+def _attend_resident(_, claims, pieces, query, used, first, column, held, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
     """As many pieces of a layer's attention as other threads leave."""
+    key, value, parameters = held
+    key_kind, value_kind, (key_size, key_beside), (value_size, value_beside), group_size = stored
     block = np.empty((query.shape[1], BLOCK), np.float32)
-    keys, values = np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp)
+    keys, values, groups = np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp)
     own_most, own_total, own_sums = _own(query)
-    row = query.shape[2] * size_of(stored)
     item = claim(claims)
     while item < len(most):
         head, piece = item // pieces, item % pieces
@@ -516,14 +646,17 @@ def _attend_resident(_, claims, pieces, query, used, first, key, value, stored, 
         for start in range(piece * DENSE_PIECE, end, BLOCK):
             count = min(BLOCK, end - start)
             for i in range(count):
-                at = (first[head] + start + i) * row
-                keys[i], values[i] = key + at, value + at
-            _score(query[head], keys, count, values[:count], block, stored)
+                slot = first[head] + start + i
+                keys[i], values[i] = key + slot * key_size, value + slot * value_size
+                if grouped(key_kind):
+                    groups[i] = parameters + slot // GROUP * group_size
+            _score(query[head], keys, groups, (key_beside, value_size), count, values[:count], block, key_kind)
             if logits.shape[2]:
-                logits[head, :, start : start + count] = block[:, :count]
+                at = column[head] + start
+                logits[head, :, at : at + count] = block[:, :count]
             _weigh(block, count, own_most, own_total, own_sums)
-            keys += BLOCK * row
-            _add_values(block, values, count, keys[:count], own_sums, stored)
+            keys += BLOCK * key_size
+            _add_values(block, values, (value_beside, key_size), count, keys[:count], own_sums, value_kind)
         most[item], total[item], sums[item] = own_most, own_total, own_sums
         item = claim(claims)
 
@@ -534,19 +667,22 @@ def attend_lists(  # type: ignore[no-untyped-def]
 ):
     """Attention over lists of tokens, in so many threads.
 
+    Tokens are attended where they are stored as `stored` says; those that are held elsewhere are for another call.
+
     Args:
         claims: [2] int64, the next piece, 0, and how many pieces named a token that is in neither tier, 0.
         pieces: of each list: `LIST_PIECE` entries each, and one of extra entries, where there are any.
         query: [L, R, D], times the scaling; a row of the batch has L / B lists, one for each KV head or more.
         index: [B, 1 or L / B, M] int64 token ids, -1 = none.
         bias: [L, R, M + E], added to the logits, or [L, R, 0].
-        device: addresses of the keys and values [T, D] of all H KV heads of all rows, where those of each begin [H],
-            the ids in their slots [H, S], or [H, 0] where slot = id, and [H] slots used.
-        host: addresses of the keys and values [H, S', D], S', the slots of the ids [H, S'], and whether a token is
-            there [H, S'].
+        device: addresses of the keys, values and parameters of all H KV heads of all rows (see `attend_resident`),
+            where those of each begin [H], the ids in their slots [H, S], or [H, 0] where slot = id, [H] slots used, and
+            [H] the first slot and the slot after the last that are attended.
+        host: addresses of the keys and values [H, S', D], S', the slots of the ids [H, S'], whether a token is there
+            [H, S'], and whether those that are there are attended.
         own: address of keys [H, M, D] in place of the stored ones, or 0.
-        extra: addresses of the keys and values [H, E, D] of extra entries, and E.
-        stored: a number of the type of all these rows.
+        extra: addresses of the keys and values [H, E, D] of extra entries, E, and which of the logits is their first.
+        stored: as of `attend_resident`, of all these rows.
         logits: [L, R, M + E], where they are wanted, else [L, R, 0]; an entry that is absent is not written.
         most, total, sums: [L * pieces, R], the same, and [L * pieces, R, D], written for each piece.
     """
@@ -557,14 +693,15 @@ def attend_lists(  # type: ignore[no-untyped-def]
 @inner
 def _attend_lists(_, claims, pieces, query, index, bias, device, host, own, extra, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
     """As many pieces of a layer's lists as other threads leave."""
-    extra_key, extra_value, extras = extra
+    extra_key, extra_value, extras, column = extra
+    key_kind, value_kind, (key_size, key_beside), (value_size, value_beside), group_size = stored
     count = index.shape[2]
     room = max(LIST_PIECE, extras)
     keys, values, rank = np.empty(room, np.intp), np.empty(room, np.intp), np.empty(room, np.intp)
-    block = np.empty((query.shape[1], BLOCK), np.float32)
+    groups = np.empty(room, np.intp)
     own_most, own_total, own_sums = _own(query)
-    size = query.shape[2] * size_of(stored)
-    lists, heads = len(query) // len(index), len(device[4]) // len(index)
+    block = np.empty((query.shape[1], BLOCK), np.float32)
+    lists, heads = len(query) // len(index), len(device[5]) // len(index)
     item = claim(claims)
     while item < len(most):
         at, piece = item // pieces, item % pieces
@@ -574,22 +711,23 @@ def _attend_lists(_, claims, pieces, query, index, bias, device, host, own, extr
         if extras and piece == pieces - 1:
             found = extras
             for i in range(extras):
-                step = (head * extras + i) * size
-                keys[i], values[i], rank[i] = extra_key + step, extra_value + step, count + i
+                place = head * extras + i
+                keys[i], values[i], rank[i] = extra_key + place * key_size, extra_value + place * value_size, column + i
         else:
             start = piece * LIST_PIECE
             tokens = index[row, min(at % lists, index.shape[1] - 1), start : start + LIST_PIECE]
-            found = _find(tokens, head, device, host, size, keys, values, rank)
+            found = _find(tokens, head, device, host, stored, keys, values, groups, rank)
             if found < 0:
                 claim(claims[1:])
                 found = 0
             for i in range(found):
                 rank[i] += start
                 if own:
-                    keys[i] = own + (head * count + rank[i]) * size
+                    keys[i] = own + (head * count + rank[i]) * key_size
         for start in range(0, found, BLOCK):
             rows = min(BLOCK, found - start)
-            _score(query[at], keys[start:], rows, values[start : start + rows], block, stored)
+            ahead = values[start : start + rows]
+            _score(query[at], keys[start:], groups[start:], (key_beside, value_size), rows, ahead, block, key_kind)
             for r in range(query.shape[1]):
                 if bias.shape[2]:
                     for i in range(rows):
@@ -598,20 +736,22 @@ def _attend_lists(_, claims, pieces, query, index, bias, device, host, own, extr
                     for i in range(rows):
                         logits[at, r, rank[start + i]] = block[r, i]
             _weigh(block, rows, own_most, own_total, own_sums)
-            _add_values(block, values[start:], rows, keys[start + rows : found], own_sums, stored)
+            ahead = keys[start + rows : found]
+            _add_values(block, values[start:], (value_beside, key_size), rows, ahead, own_sums, value_kind)
         most[item], total[item], sums[item] = own_most, own_total, own_sums
         item = claim(claims)
 
 
 @inner
-def _find(tokens, head, device, host, size, keys, values, rank):  # type: ignore[no-untyped-def]
-    """Where tokens lie: addresses of their keys and values, and the place of each in the list.
+def _find(tokens, head, device, host, stored, keys, values, groups, rank):  # type: ignore[no-untyped-def]
+    """Where tokens lie: addresses of their keys, values and groups' parameters, and the place of each in the list.
 
     Returns:
-        How many there are, -1 where one is in neither tier.
+        How many of them are to be attended, -1 where one is in neither tier.
     """
-    near_key, near_value, first, ids, used = device
-    far_key, far_value, far_slots, slot_of, present = host
+    near_key, near_value, parameters, first, ids, used, begin, end = device
+    far_key, far_value, far_slots, slot_of, present, far_too = host
+    key_kind, _, (key_size, _), (value_size, _), group_size = stored
     here = ids[head, : used[head]]
     found, guess = 0, 0
     for i in range(len(tokens)):
@@ -628,15 +768,21 @@ def _find(tokens, head, device, host, size, keys, values, rank):  # type: ignore
         elif token < used[head]:
             slot = token
         if slot >= 0:
-            at = (first[head] + slot) * size
-            keys[found], values[found] = near_key + at, near_value + at
+            if not begin[head] <= slot < end[head]:
+                continue
+            at = first[head] + slot
+            keys[found], values[found] = near_key + at * key_size, near_value + at * value_size
+            if grouped(key_kind):
+                groups[found] = parameters + at // GROUP * group_size
         elif token < far_slots and present[head, token]:
-            at = (head * far_slots + slot_of[head, token]) * size
-            keys[found], values[found] = far_key + at, far_value + at
+            if not far_too:
+                continue
+            at = head * far_slots + slot_of[head, token]
+            keys[found], values[found] = far_key + at * key_size, far_value + at * value_size
         else:
             return -1
         if found < BLOCK:
-            for line in range(0, size, LINE):
+            for line in range(0, key_size, LINE):
                 fetch(keys[found] + line)
         rank[found] = i
         found += 1
@@ -644,20 +790,20 @@ def _find(tokens, head, device, host, size, keys, values, rank):  # type: ignore
 
 
 @kernel
-def merge(pieces, most, total, sums, out, logits):  # type: ignore[no-untyped-def]
-    """Join the pieces of each list: out [L, R, D], and logits [L, R, n] become probabilities."""
+def merge(most, total, sums, out, logits):  # type: ignore[no-untyped-def]
+    """Join the pieces of each list, [L, pieces, ...]: out [L, R, D], and logits [L, R, n] become probabilities."""
     lists, rows, head_dim = out.shape
     for head in range(lists):
         for r in range(rows):
             largest, whole = LOWEST, NOTHING
-            for item in range(head * pieces, (head + 1) * pieces):
-                largest = max(largest, most[item, r])
+            for piece in range(most.shape[1]):
+                largest = max(largest, most[head, piece, r])
             out[head, r] = 0
-            for item in range(head * pieces, (head + 1) * pieces):
-                weight = first_of(exponential(splat(most[item, r] - largest)))
-                whole += weight * total[item, r]
+            for piece in range(most.shape[1]):
+                weight = first_of(exponential(splat(most[head, piece, r] - largest)))
+                whole += weight * total[head, piece, r]
                 for j in range(head_dim):
-                    out[head, r, j] += weight * sums[item, r, j]
+                    out[head, r, j] += weight * sums[head, piece, r, j]
             for j in range(head_dim):
                 out[head, r, j] /= whole
             for i in range(logits.shape[2]):

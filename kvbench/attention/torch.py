@@ -45,7 +45,6 @@ def _selected(
     """Keys, values [B, Hs, M (+ E), D] with Hs = Hkv or Hq, and a bias that broadcasts over the rows (None: none)."""
     index, kv_heads = selection.index, store.kv_heads
     batch, heads, count = index.shape
-    head_dim = store.device.pool.key.shape[1]
     if heads == query_heads and heads != kv_heads:
         shared = index.reshape(batch, kv_heads, -1)
     else:
@@ -53,7 +52,7 @@ def _selected(
         heads = kv_heads
     located = store.locate(shared)
     key, value = located.rows()
-    key, value = (block.view(batch, heads, count, head_dim) for block in (key, value))
+    key, value = (block.view(batch, heads, count, -1) for block in (key, value))
     if selection.keys is not None:
         key = selection.keys
     bias = None if located.present is None else located.present.reshape(batch, heads, 1, count)

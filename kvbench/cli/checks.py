@@ -38,6 +38,7 @@ from kvbench.config import (
 from kvbench.engine.heads import calibration_for
 from kvbench.engine.support import refuse_impossible, refuse_unsupported, text_config, window
 from kvbench.measure.protocol import Protocol
+from kvbench.memory.kinds import GROUPED, KINDS, kv_in, unfit
 from kvbench.runs.folder import refuse_other_formats
 from kvbench.runs.identity import arm_name
 from kvbench.tasks import task_of
@@ -48,6 +49,7 @@ ONE_OF = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "attention": ("auto", "reference", "torch", "cpu", "flashinfer"),
     "model.weights": ("pretrained", "dummy"),
+    **{f"kv.{tier}": kinds for tier, kinds in KINDS.items()},
 }
 
 # The lowest value of each whole number, and whether null will do.
@@ -112,6 +114,7 @@ def check_setup(cfg: DictConfig, here: bool = True) -> tuple[dict[str, Any], hub
     _check_protocol(run, shape, source)
     if run["attention"] == "flashinfer" and (reason := next(_no_flashinfer(run, shape, here), None)):
         raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
+    _check_kv(run, shape)
     _budget(run)
     if here:
         calibration_for(run)
@@ -240,6 +243,17 @@ def _check_protocol(run: Any, shape: Mapping[str, Any], source: hub.ModelSource)
             protocol.dense_layers_of(source.dense_layers, published, shape["num_hidden_layers"])
     except ValueError as error:
         raise ConfigError(first_line(error)) from error
+
+
+def _check_kv(run: Any, shape: Mapping[str, Any]) -> None:
+    kv = kv_in(run)
+    if reason := next(unfit(kv, _head_dim(shape)), None):
+        raise ConfigError(reason)
+    attention = run["attention"]
+    if (kv.coded and attention == "flashinfer") or (kv.device in GROUPED and attention == "cpu"):
+        raise ConfigError(
+            f"attention={attention}: reads no keys and values held as kv={kv}; attention=auto takes what runs"
+        )
 
 
 def _model_shape(model: Mapping[str, Any], source: hub.ModelSource) -> Mapping[str, Any]:

@@ -27,7 +27,10 @@ NEEDED = ("lm_eval", "accelerate")
 MODEL = "kvbench.cli.lm_eval_model:KVBenchLM"
 
 # Keys of a run that say what generates; all others are of tasks and results, which are lm-eval's here.
-KEYS = {"model", "method", "budget", "seed", "device", "dtype", "attention", "threads", "memory_check", "protocol"}
+KEYS = {
+    *("model", "method", "budget", "kv", "protocol", "seed"),
+    *("device", "dtype", "attention", "threads", "memory_check"),
+}
 LM_EVALS_OWN = {
     "task": "--tasks",
     "protocol.chat": "--apply_chat_template",

@@ -30,6 +30,7 @@ from kvbench.engine.generate import Generation, generate
 from kvbench.engine.packed import pack
 from kvbench.engine.prefilled import prefill_once
 from kvbench.measure.arm import Setup, ends_at
+from kvbench.memory.kinds import kv_in
 from kvbench.runs.run import set_up
 from kvbench.runs.summary import summarise
 
@@ -110,6 +111,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
                 "model": setup.loaded.name,
                 "method": {"name": config["method"]["name"], **options},
                 "budget": setup.budget.size,
+                "kv": str(kv_in(config)),
                 "protocol": {key: value for key, value in protocol if f"protocol.{key}" not in LM_EVALS_OWN},
                 "dense_layers": list(setup.dense_layers),
                 "seed": config["seed"],

@@ -1,7 +1,7 @@
 """How the arms of a sweep fall into jobs, and why. No torch, and no launcher: those run what is planned here.
 
-Arms that differ in method, budget and probe alone share each prefill, so they become one job. Where more jobs are asked
-for, such a group is split: by its samples (`sweep.shards`), which computes nothing twice, or by its arms
+Arms that differ in method, budget, kv and probe alone share each prefill, so they become one job. Where more jobs are
+asked for, such a group is split: by its samples (`sweep.shards`), which computes nothing twice, or by its arms
 (`hydra.launcher.jobs`), each of whose jobs prefills for itself.
 """
 

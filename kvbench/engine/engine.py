@@ -26,6 +26,7 @@ from kvbench.engine.positions import CachePositions, PromptRotation, Rotary
 from kvbench.engine.probes import Probe
 from kvbench.engine.prompt import PromptReader
 from kvbench.engine.turn import Turn
+from kvbench.memory.kinds import KV, NATIVE
 from kvbench.memory.store import LayerStore
 from kvbench.memory.transfer import computing_on
 from kvbench.memory.view import StoreView
@@ -68,6 +69,7 @@ class Engine:
             layers have a window, which counts columns, so that all rows end in the last one.
         columns: width of the whole prompt there, padding included; None: the longest row.
         attention: which executor: "auto", "cpu", "torch", "reference" or "flashinfer".
+        kv: how keys and values are held once the prompt is over.
         seed, samples: what the method's randomness derives from, see `kvbench.method.Context`.
         new_tokens: decode steps to reserve memory for; None: unknown, the stores grow.
         audit_every: steps between two counts of per-query-head selections.
@@ -93,6 +95,7 @@ class Engine:
         offsets: Sequence[int] | None = None,
         columns: int | None = None,
         attention: str = "auto",
+        kv: KV = NATIVE,
         seed: int = 0,
         samples: Sequence[str] = ("",),
         new_tokens: int | None = None,
@@ -103,7 +106,7 @@ class Engine:
         head_scores: HeadScores | None = None,
     ) -> None:
         self.shape, self.method, self.budget = shape, method, budget
-        self._attention, self.executor = attention, executor(attention, shape)
+        self._attention, self.kv, self.executor = attention, kv, executor(attention, shape, kv)
         self.spans, self.audit = Spans(shape.device), Audit(shape, audit_every)
         self.stores: dict[int, LayerStore] = {}
         self.windowed: Mapping[int, Windowed] = {}
@@ -133,7 +136,8 @@ class Engine:
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """An engine that goes on from here by itself, between two forward passes; it times anew."""
         memo.update({id(thing): thing for thing in self._shared})
-        memo[id(self.executor)], memo[id(self.spans)] = executor(self._attention, self.shape), Spans(self.shape.device)
+        memo[id(self.spans)] = Spans(self.shape.device)
+        memo[id(self.executor)] = executor(self._attention, self.shape, self.kv)
         twin = memo[id(self)] = object.__new__(type(self))
         twin.__dict__ = copy.deepcopy(self.__dict__, memo)
         return twin
@@ -259,6 +263,9 @@ class Engine:
             if similarity is not None:
                 self.method.observe_layers(similarity[list(self.shape.sparse_layers)])
             self.method.end_prefill()
+        with self.spans("attention"):
+            for store in self.stores.values():
+                store.encode()
         self.prefilled = True
 
     def _store(self, layer: int, shared: LayerStore | None = None) -> LayerStore:
@@ -273,6 +280,7 @@ class Engine:
                 **(_wishes(self.method, layer) if layer in self._sparse else {}),
                 grows=self._new_tokens is None,
                 in_place=self.executor.in_place,
+                kv=self.kv,
                 moved=self.audit.moved,
                 found=self.audit.found,
                 spans=self.spans,
@@ -344,25 +352,33 @@ class Engine:
         size, lengths = self.budget.size, self.shape.lengths
         budget = None if size is None else self.budget.tokens(max(lengths) if row is None else lengths[row])
         stored = [tensor for store in self.stores.values() for tensor in store.tensors()]
-        report = {
+        return {
             **self.method.report(),
             **self.audit.report(self.method, budget, stored, row),
             "executor": self.executor.used(),
             "dtype": str(self.shape.dtype).removeprefix("torch."),
+            "kv": str(self.kv),
+            **_remarks(self),
         }
-        if self.executor.note:
-            report["executor_note"] = self.executor.note
-        if self.windowed:
-            report["windowed_share"] = len(self.windowed) / self.shape.layers
-            report["windowed_kv_bytes"] = sum(layer.resident_bytes() for layer in self.windowed.values())
-        if any(store.host is not None for store in self.stores.values()):
-            copied = "measured" if self.shape.device.type == "cuda" else "simulated"
-            report["transfer"] = "in place" if self.executor.in_place else copied
-        return report
+
+
+def _remarks(engine: Engine) -> dict[str, Any]:
+    """What a report tells where it applies: why no other executor, layers with a window, and how tokens come up."""
+    told: dict[str, Any] = {}
+    if engine.executor.note:
+        told["executor_note"] = engine.executor.note
+    if engine.windowed:
+        told["windowed_share"] = len(engine.windowed) / engine.shape.layers
+        told["windowed_kv_bytes"] = sum(layer.resident_bytes() for layer in engine.windowed.values())
+    if any(store.host is not None for store in engine.stores.values()):
+        copied = "measured" if engine.shape.device.type == "cuda" else "simulated"
+        told["transfer"] = "in place" if engine.executor.in_place else copied
+    return told
 
 
 def _wishes(method: Method, layer: int) -> dict[str, Any]:
     """What the method needs of the store of a layer."""
     needs, home = method.needs, method.home(layer)
     cache = {"cache": needs.cache} if home == "host" else {}
-    return {"home": home, "on_drop": needs.on_drop, "rebuilds_keys": needs.rebuilds_keys, **cache}
+    keys = {"rebuilds_keys": needs.rebuilds_keys, "host_keys": needs.host_keys}
+    return {"home": home, "on_drop": needs.on_drop, **keys, **cache}

@@ -15,6 +15,7 @@ import torch
 
 from kvbench.config import ConfigError
 from kvbench.engine.support import text_config, windows
+from kvbench.memory.codec import Codecs
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 GIB = 2**30
@@ -48,8 +49,12 @@ class Footprint(NamedTuple):
     activations: int
 
 
-def footprint(model_config: Mapping[str, Any], dtype: torch.dtype, prompts: Prompts) -> Footprint | None:
-    """The bytes of a model and its prompts; None where the shape does not tell."""
+def footprint(
+    model_config: Mapping[str, Any], dtype: torch.dtype, prompts: Prompts, kind: str = "native"
+) -> Footprint | None:
+    """The bytes of a model and its prompts, with keys and values held as `kind` says (`kvbench.memory.kinds`); None
+    where the shape does not tell.
+    """
     shape = text_config(model_config)
     if not all(shape.get(key) for key in NEEDED):
         return None
@@ -65,12 +70,11 @@ def footprint(model_config: Mapping[str, Any], dtype: torch.dtype, prompts: Prom
     at_once = min(prompts.tokens, prompts.chunk or prompts.tokens)
     # Beside the hidden states, the two inner ones of the MLP and their product.
     wide = 2 * width + 3 * inner
-    counts = (
-        layers * layer + embeddings,
-        2 * kv_heads * head_dim * entries * prompts.rows,
-        wide * at_once * prompts.rows,
+    return Footprint(
+        (layers * layer + embeddings) * dtype.itemsize,
+        Codecs.of(kind, head_dim, dtype).nbytes * kv_heads * entries * prompts.rows,
+        wide * at_once * prompts.rows * dtype.itemsize,
     )
-    return Footprint(*(count * dtype.itemsize for count in counts))
 
 
 def refuse_too_large(

@@ -33,6 +33,7 @@ from kvbench.engine.engine import Engine, worker_pool
 from kvbench.engine.positions import Angles
 from kvbench.engine.support import refuse_unsupported, windows
 from kvbench.engine.turn import Transcript, take_back
+from kvbench.memory.kinds import NATIVE, kv_of, unfit, unfit_for
 from kvbench.method import HeadScores, Method, Needs, Shape
 
 NAME = "kvbench"
@@ -234,6 +235,7 @@ class KVCache(_CountingCache):
             dropped, or "method", one by one, as decode steps (the logits are then the last token's alone).
         prompt_length: columns of the prompt, padding included, where it is prefilled in several forward passes.
         attention: the executor, "auto", "cpu", "torch", "reference" or "flashinfer".
+        kv: what keys and values are held in, "native", "int8", "fp8", "kivi4", "kivi2", or {"device": .., "host": ..}.
         tokenizer: for methods that read the text of tokens.
         seed: what the method's randomness derives from.
 
@@ -252,6 +254,7 @@ class KVCache(_CountingCache):
         question: Question = "dense",
         prompt_length: int | None = None,
         attention: str = "auto",
+        kv: str | Mapping[str, str] = "native",
         tokenizer: PreTrainedTokenizerBase | None = None,
         seed: int = 0,
         **options: Any,
@@ -276,7 +279,7 @@ class KVCache(_CountingCache):
         self._head_scores = _head_scores(model, self._method)
         super().__init__(config.num_hidden_layers, self._windowed)
         self._model, self._question, self._prompt_length = model, question, prompt_length
-        self._attention, self._tokenizer, self._seed = attention, tokenizer, seed
+        self._attention, self._kv, self._tokenizer, self._seed = attention, kv_of(kv), tokenizer, seed
         self.engine: Engine | None = None
         self._transcript = Transcript()
         self._offsets: list[int] = []
@@ -477,6 +480,7 @@ class KVCache(_CountingCache):
                 offsets=self._offsets,
                 columns=columns,
                 attention=self._attention,
+                kv=self._kv,
                 seed=self._seed,
                 audit_every=AUDIT_EVERY,
                 head_scores=self._head_scores,
@@ -652,6 +656,9 @@ def engine_for(
         ConfigError: the method needs what this model cannot give.
     """
     shape = shape_of(model, lengths, dense_layers, model.dtype, model.device)
+    kv, name = settings.get("kv", NATIVE), type(method).__name__
+    for reason in (*unfit(kv, shape.head_dim), *unfit_for(kv, method, name, budget.counts_generated)):
+        raise ConfigError(reason)
     if method.needs.positions == "cache" or method.needs.rotation:
         instead = "positions=original" if method.needs.positions == "cache" else "another method"
         settings["rotary"] = RotaryOf(model, shape.sparse_layers, instead)

@@ -52,7 +52,7 @@ class Turn:
         store, sparse = self._stores[layer], layer in self._shape.sparse_layers
         self._read[layer] = (query if sparse and self._asks else query[:, :0], key, value), sinks
         with self._spans("attention"):
-            self._audit.moved(store.host_bytes())
+            self._audit.moved(store.remote_bytes())
             past, past_value, mask = store.remaining()
             if self._positions is not None and sparse:
                 query, key, past = self._positions.of_turn(query, key, past, store)
@@ -101,8 +101,8 @@ def take_back(method: Method, stores: Mapping[int, LayerStore], sparse_layers: C
             f"{type(method).__name__} takes no tokens back: its needs do not say crops=True, or it dropped some"
         )
     for layer, store in stores.items():
-        store.lengths = [length - count for length in store.lengths]
         store.device.crop(count)
+        store.lengths = [length - count for length in store.lengths]
         if layer in sparse_layers:
             method.crop(layer)
 

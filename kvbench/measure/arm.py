@@ -25,6 +25,7 @@ from kvbench.engine.spread import devices_under
 from kvbench.measure import fidelity, latency, machine
 from kvbench.measure.protocol import Protocol, Rendered, render
 from kvbench.measure.synthetic import SyntheticEngine
+from kvbench.memory.kinds import kv_in
 from kvbench.method import Method
 from kvbench.tasks import Given, Sample, Task
 
@@ -62,6 +63,7 @@ class Setup:
             kind,
             new_tokens=new_tokens,
             attention=self.config["attention"],
+            kv=kv_in(self.config),
             seed=self.config["seed"],
             samples=samples,
             probe_every=self.config["probe"]["every"],

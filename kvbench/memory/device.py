@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvbench.memory.codec import Codecs
 from kvbench.memory.slots import (
     NO_TOKEN,
     PAGE,
@@ -35,41 +36,115 @@ class Located:
         pool: what holds them all.
         slots: [B, Hkv, M] int64, the pool's slot of each token asked for; any where none was.
         present: [B, Hkv, M] bool, whether one was; None: everywhere.
+        codecs: how the pool holds them.
     """
 
     pool: Pool
     slots: torch.Tensor
     present: torch.Tensor | None
+    codecs: Codecs
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the tokens, gathered: [B, Hkv, M, D] each; any finite content where none was asked for."""
+        return self.codecs.decode(*self.held())
+
+    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `rows`, in the rows that the pool holds them in."""
         return self.pool.at(self.slots)
 
 
-class DeviceTier:
+class Slotted:
+    """Which token is in which slot: those of a row and head are filled from 0 without holes, in order of token id.
+
+    Attributes:
+        first: [B, Hkv] int64 on the device, where the room of each KV head begins in the pool.
+        ids: [B, Hkv, capacity] int64, the token in each slot (`NO_TOKEN` after the used ones), or None: slot = id.
+        used: [B, Hkv] int64 on the CPU, slots filled.
+    """
+
+    first: torch.Tensor
+    ids: torch.Tensor | None
+    used: torch.Tensor
+
+    @property
+    def filled(self) -> torch.Tensor:
+        """[B, Hkv] int64 on the device, slots filled; nothing waits for it."""
+        return uploaded(self.used, self.first.device)
+
+    @property
+    def uniform(self) -> bool:
+        """All KV heads of all rows have filled as many slots."""
+        return int(self.used.min()) == int(self.used.max())
+
+    def seal_prompt(self, lengths: Sequence[int]) -> None:
+        """The first `lengths[b]` slots of row b are used from now on."""
+        self.used = torch.tensor(lengths).unsqueeze(1).repeat(1, self.used.shape[1])
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` tokens of every KV head, where none was dropped."""
+        self.used = self.used - count
+
+    def token_ids(self) -> torch.Tensor:
+        """Ids of the tokens here, ascending, [B, Hkv, n] on the device with trailing -1."""
+        longest = int(self.used.max())
+        if self.ids is not None:
+            return index_of(self.ids[:, :, :longest])
+        slots = torch.arange(longest, device=self.first.device).expand(*self.used.shape, longest)
+        return slots if self.uniform else torch.where(slots < self.filled[..., None], slots, -1)
+
+    def upload(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """An index on the device, and where it names a token (None: everywhere, as far as the host knows)."""
+        present = index >= 0
+        if not index.is_cuda and bool(present.all()):
+            return uploaded(index, self.first.device), None
+        return uploaded(index, self.first.device), uploaded(present, self.first.device)
+
+    def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots, in the room of their head, of token ids [B, Hkv, M] on the device (0: none), and which are here."""
+        wanted = index.clamp(min=0)
+        if self.ids is None:
+            slots, found = wanted, wanted < (int(self.used[0, 0]) if self.uniform else self.filled[..., None])
+        else:
+            slots, found = find(self.ids, wanted)
+        found = found & (index >= 0)
+        return slots.masked_fill(~found, 0), found
+
+    @staticmethod
+    def refuse_lost(index: torch.Tensor, found: torch.Tensor) -> None:
+        """Refuse token ids [B, Hkv, M] that are not here.
+
+        Raises:
+            LookupError: one is not. On a GPU the kernel is aborted instead.
+        """
+        found = found | (index < 0)
+        if index.is_cuda:
+            torch._assert_async(found.all())
+        elif not bool(found.all()):
+            raise LookupError(f"token {index[~found][0].item()} is not in the store: dropped earlier, or not seen")
+
+
+class DeviceTier(Slotted):
     """Keys and values on the device.
 
     Slots of a row and head are filled from 0 without holes, in ascending order of token id. Slots after them are
-    zero or stale, finite, and never attended.
+    zero or stale, finite, and never attended. The prompt is held as it came until `encode` says otherwise.
 
     Args:
         key, value: [B, Hkv, capacity, D], whole pages; used in place.
         reserved: slots that may be used.
-        grows: the blocks may be reallocated when they are full; else they move in `keep` only.
+        grows: the blocks may be reallocated when they are full; else they move in `keep` and `encode` only.
 
     Attributes:
         pool: all slots.
-        first: [B, Hkv] int64 on the device, where the room of each KV head begins in the pool.
+        codecs: how they hold keys and values.
         room: [B, Hkv] int64 on the CPU, slots of each KV head, whole pages.
-        ids: [B, Hkv, capacity] int64, the token in each slot (`NO_TOKEN` after the used ones), or None: slot = id.
-        used: [B, Hkv] int64 on the CPU, slots filled.
         reserved: slots asked for, of the KV head that has filled most; whole pages may be a few more.
     """
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, reserved: int, grows: bool = False) -> None:
+        self.codecs = Codecs.of("native", key.shape[3], key.dtype)
         self._hold(Pool.of(key, value), torch.full(key.shape[:2], key.shape[2]))
-        self.ids: torch.Tensor | None = None
-        self.used = torch.zeros_like(self.room)
+        self.ids, self.used = None, torch.zeros_like(self.room)
         self.reserved = reserved
         self._grows = grows
 
@@ -91,7 +166,7 @@ class DeviceTier:
 
     @property
     def key(self) -> torch.Tensor:
-        """Keys in place, [B, Hkv, capacity, D], of a tier whose KV heads have equal room."""
+        """Keys as they are held, in place, [B, Hkv, capacity, width], of a tier whose KV heads have equal room."""
         return self._block(self.pool.key)
 
     @property
@@ -111,17 +186,21 @@ class DeviceTier:
     @property
     def entry_bytes(self) -> int:
         """Bytes of one token's key and value in one KV head."""
-        return 2 * self.pool.key.shape[1] * self.pool.key.element_size()
+        return self.codecs.nbytes
 
     @property
-    def filled(self) -> torch.Tensor:
-        """[B, Hkv] int64 on the device, slots filled; nothing waits for it."""
-        return uploaded(self.used, self.pool.key.device)
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a key, and of a value."""
+        return self.codecs.key.nbytes, self.codecs.value.nbytes
 
     @property
-    def uniform(self) -> bool:
-        """All KV heads of all rows have filled as many slots."""
-        return int(self.used.min()) == int(self.used.max())
+    def nbytes(self) -> int:
+        """Bytes of the tokens here; not those of slots without one."""
+        return int(self.used.sum()) * self.entry_bytes
+
+    def blocks(self) -> list[torch.Tensor]:
+        """All that is held."""
+        return [*self.pool]
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -140,15 +219,21 @@ class DeviceTier:
                 self.key[row, :, slots] = key[row, :, skip:]
                 self.value[row, :, slots] = value[row, :, skip:]
 
-    def seal_prompt(self, lengths: Sequence[int]) -> None:
-        """The first `lengths[b]` slots of row b are used from now on."""
-        self.used = torch.tensor(lengths).unsqueeze(1).repeat(1, self.room.shape[1])
-
     @torch.inference_mode()  # what began in it may go on outside
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1, D]."""
-        first = int(self.used[0, 0])
         self.reserve(int(self.used.max()) + 1)
+        self._put(key, value)
+        if self.ids is not None:
+            token = torch.tensor(lengths)[:, None].expand_as(self.used)
+            slot, token = uploaded(torch.stack([self.used, token]), key.device)
+            self.ids.scatter_(2, slot[..., None], token[..., None])
+        self.used = self.used + 1
+
+    def _put(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put tokens [B, Hkv, 1, D] into the slots after the used ones."""
+        first = int(self.used[0, 0])
+        key, value = self.codecs.encode(key, value)
         if self.uniform:
             self.key[:, :, first : first + 1] = key
             self.value[:, :, first : first + 1] = value
@@ -156,11 +241,6 @@ class DeviceTier:
             slot = (self.first + self.filled).view(-1)
             self.pool.key.index_copy_(0, slot, key.flatten(0, 2))
             self.pool.value.index_copy_(0, slot, value.flatten(0, 2))
-        if self.ids is not None:
-            token = torch.tensor(lengths)[:, None].expand_as(self.used)
-            slot, token = uploaded(torch.stack([self.used, token]), key.device)
-            self.ids.scatter_(2, slot[..., None], token[..., None])
-        self.used = self.used + 1
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots, in newly allocated memory where they are not there.
@@ -176,8 +256,8 @@ class DeviceTier:
             key, value = self.key[:, :, :held], self.value[:, :, :held]
         else:
             room = self._room()
-            key, value, _ = self.resident()
-        self._hold(_packed(key, value, self.used, room), room)
+            key, value, _ = self.held()
+        self._hold(packed_pool(key, value, self.used, room), room)
         if self.ids is not None:
             self.ids = with_free_slots(self.ids[:, :, : min(held, self.ids.shape[2])], self.capacity)
 
@@ -193,18 +273,25 @@ class DeviceTier:
         Args:
             ids: [B, Hkv, M] ascending, `NO_TOKEN` after.
             used: [B, Hkv] on the CPU, tokens in each list; M is the most.
-            key, value: [B, Hkv, M, D].
+            key, value: [B, Hkv, M, width], as they are held here.
             room: slots to reserve for tokens to come; None: as many as were.
         """
         free = self.reserved - int(self.used.max()) if room is None else room
         self.reserved, self.used = ids.shape[2] + free, used
         rooms = self._room()
-        self._hold(_packed(key, value, used, rooms), rooms)
+        self._hold(packed_pool(key, value, used, rooms), rooms)
         self.ids = with_free_slots(ids, self.capacity)
 
-    def crop(self, count: int) -> None:
-        """Forget the last `count` tokens of every KV head, where none was dropped."""
-        self.used = self.used - count
+    def encode(self, codecs: Codecs) -> None:
+        """Hold what is here, and what comes, as `codecs` say, in newly allocated memory."""
+        if codecs == self.codecs:
+            return
+        key, value = codecs.encode(*self.resident()[:2])
+        room = torch.full_like(self.room, whole_pages(self.reserved)) if self.even else self._room()
+        self.codecs = codecs
+        self._hold(packed_pool(key, value, self.used, room), room)
+        if self.ids is not None:
+            self.ids = with_free_slots(self.ids[:, :, : key.shape[2]], self.capacity)
 
     def clear(self) -> None:
         """Free the blocks; nothing comes here any more."""
@@ -217,8 +304,13 @@ class DeviceTier:
     def resident(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Keys and values, [B, Hkv, n, D], n = most used slots, and a mask [B, Hkv, n] (None: all used).
 
-        They are in place where KV heads have equal room, else a copy.
+        They are in place where KV heads have equal room and nothing is coded, else a copy.
         """
+        key, value, mask = self.held()
+        return *self.codecs.decode(key, value), mask
+
+    def held(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """As `resident`, in the rows that they are held in."""
         longest = int(self.used.max())
         if self.uniform:
             return self.key[:, :, :longest], self.value[:, :, :longest], None
@@ -229,19 +321,12 @@ class DeviceTier:
         key, value = self.pool.at(self.first[..., None] + within)
         return key, value, slots < filled
 
-    def token_ids(self) -> torch.Tensor:
-        """Ids of the tokens here, ascending, [B, Hkv, n] on the device with trailing -1."""
-        longest = int(self.used.max())
-        if self.ids is not None:
-            return index_of(self.ids[:, :, :longest])
-        slots = torch.arange(longest, device=self.first.device).expand(*self.used.shape, longest)
-        return slots if self.uniform else torch.where(slots < self.filled[..., None], slots, -1)
-
     def tokens(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids [n] ascending, keys and values [n, D], of the tokens of one KV head, on the CPU."""
         used, first = int(self.used[row, head]), int(self.first[row, head])
         ids = torch.arange(used) if self.ids is None else self.ids[row, head, :used].cpu()
-        return ids, self.pool.key[first : first + used].cpu(), self.pool.value[first : first + used].cpu()
+        key, value = self.codecs.decode(*(part[first : first + used] for part in self.pool))
+        return ids, key.cpu(), value.cpu()
 
     def locate(self, index: torch.Tensor) -> Located:
         """Where token ids [B, Hkv, M] (-1 = none) lie, on the device or on the CPU as the index may be.
@@ -251,49 +336,29 @@ class DeviceTier:
         """
         index, present = self.upload(index)
         slots, found = self.find(index)
-        self._check(index, found)
-        return Located(self.pool, slots + self.first[..., None], present)
-
-    def upload(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """An index on the device, and where it names a token (None: everywhere, as far as the host knows)."""
-        present = index >= 0
-        if not index.is_cuda and bool(present.all()):
-            return uploaded(index, self.first.device), None
-        return uploaded(index, self.first.device), uploaded(present, self.first.device)
-
-    def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots, in the room of their head, of token ids [B, Hkv, M] on the device (0: none), and which are here."""
-        wanted = index.clamp(min=0)
-        if self.ids is None:
-            slots, found = wanted, wanted < (int(self.used[0, 0]) if self.uniform else self.filled[..., None])
-        else:
-            slots, found = find(self.ids, wanted)
-        found = found & (index >= 0)
-        return slots.masked_fill(~found, 0), found
-
-    def _check(self, index: torch.Tensor, found: torch.Tensor) -> None:
-        found = found | (index < 0)
-        if index.is_cuda:
-            torch._assert_async(found.all())
-        elif not bool(found.all()):
-            raise LookupError(f"token {index[~found][0].item()} is not in the store: dropped earlier, or not seen")
+        self.refuse_lost(index, found)
+        return Located(self.pool, slots + self.first[..., None], present, self.codecs)
 
     # -- for tests -------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Assert what holds between any two calls; waits for the device."""
-        assert self.pool.key.shape == self.pool.value.shape, "a key has a value"
-        assert len(self.pool.key) == int(self.room.sum()), "every slot is some head's"
-        assert bool((self.room % PAGE == 0).all()), "room is whole pages"
-        assert 0 <= self.reserved <= self.capacity, "what is reserved is there"
-        assert int(self.used.min()) >= 0 and int(self.used.max()) <= self.reserved, "what is used was reserved"
-        free = self.reserved - int(self.used.max())
-        assert bool((self.used + free <= self.room).all()), "every head has room for the tokens to come"
-        assert all(bool(part.isfinite().all()) for part in self.pool), "every slot is finite"
-        if self.ids is not None:
-            assert self.ids.shape == (*self.room.shape, self.capacity), "a slot has an id"
-            assert ascending(self.ids), "tokens ascend from slot 0 without holes, none of them twice"
-            assert torch.equal((self.ids != NO_TOKEN).sum(dim=2).cpu(), self.used), "a used slot has a token"
+        _check_slots(self)
+
+
+def _check_slots(tier: DeviceTier) -> None:
+    assert len(tier.pool.key) == len(tier.pool.value), "a key has a value"
+    assert len(tier.pool.key) == int(tier.room.sum()), "every slot is some head's"
+    assert bool((tier.room % PAGE == 0).all()), "room is whole pages"
+    assert 0 <= tier.reserved <= tier.capacity, "what is reserved is there"
+    assert int(tier.used.min()) >= 0 and int(tier.used.max()) <= tier.reserved, "what is used was reserved"
+    free = tier.reserved - int(tier.used.max())
+    assert bool((tier.used + free <= tier.room).all()), "every head has room for the tokens to come"
+    assert all(bool(part.isfinite().all()) for part in tier.codecs.decode(*tier.pool)), "every slot is finite"
+    if tier.ids is not None:
+        assert tier.ids.shape == (*tier.room.shape, tier.capacity), "a slot has an id"
+        assert ascending(tier.ids), "tokens ascend from slot 0 without holes, none of them twice"
+        assert torch.equal((tier.ids != NO_TOKEN).sum(dim=2).cpu(), tier.used), "a used slot has a token"
 
 
 def _first(room: torch.Tensor) -> torch.Tensor:
@@ -301,7 +366,7 @@ def _first(room: torch.Tensor) -> torch.Tensor:
     return room.view(-1).cumsum(0).view_as(room) - room
 
 
-def _packed(key: torch.Tensor, value: torch.Tensor, used: torch.Tensor, room: torch.Tensor) -> Pool:
+def packed_pool(key: torch.Tensor, value: torch.Tensor, used: torch.Tensor, room: torch.Tensor) -> Pool:
     """A newly allocated pool with room [B, Hkv] for each head, its first slots from blocks [B, Hkv, n, D].
 
     Args:

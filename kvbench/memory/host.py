@@ -12,10 +12,12 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from kvbench.memory.codec import Codecs
 from kvbench.memory.pinned import pinned_zeros
 from kvbench.memory.slots import more_slots, rows
 from kvbench.memory.transfer import side_stream
@@ -25,23 +27,38 @@ class HostTier:
     """Keys and values in host memory, a slot reserved for every token.
 
     Args:
-        like: [B, Hkv, any, D], a block of the device tier.
+        rows: B and Hkv.
+        codecs: how it holds keys and values.
+        device: that its tokens go to.
         capacity: token ids to make room for.
         grows: more may come; the blocks are then reallocated.
+        read_in_place: a method reads the keys in place, so coded ones are there decoded, too.
 
     Attributes:
-        key, value: [B, Hkv, capacity, D], pinned where there is a GPU.
+        key, value: [B, Hkv, capacity, width], pinned where there is a GPU.
+        codecs: how they hold keys and values.
         slot_of: [B, Hkv, capacity] int64, slot of each token id.
         present: [B, Hkv, capacity] bool, token ids that live here.
         arranged: slots are no longer in the order of the ids.
         copied: over once the prompt has left the device; None: it has. Who reads the prompt waits for it.
     """
 
-    def __init__(self, like: torch.Tensor, capacity: int, grows: bool = False) -> None:
-        batch, kv_heads, _, head_dim = like.shape
-        size = (batch, kv_heads, capacity, head_dim)
-        self._device, self._grows = like.device, grows
-        self.key, self.value = self._zeros(size, like.dtype), self._zeros(size, like.dtype)
+    def __init__(
+        self,
+        rows: tuple[int, int],
+        codecs: Codecs,
+        device: torch.device,
+        capacity: int,
+        grows: bool = False,
+        read_in_place: bool = False,
+    ) -> None:
+        batch, kv_heads = rows
+        self.codecs, self._device, self._grows = codecs, device, grows
+        size = (batch, kv_heads, capacity)
+        self.key, self.value = (self._zeros((*size, codec.width), codec.stored) for codec in codecs)
+        plain = codecs.key
+        mirrored = read_in_place and plain.stored != plain.dtype
+        self._decoded = self._zeros((*size, plain.head_dim), plain.dtype) if mirrored else None
         self.slot_of = torch.arange(capacity).repeat(batch, kv_heads, 1)
         self.present = torch.zeros(batch, kv_heads, capacity, dtype=torch.bool)
         self.arranged = False
@@ -49,13 +66,18 @@ class HostTier:
         self._landing: deque[_Landing] = deque()
 
     def _zeros(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return pinned_zeros(size, dtype, self) if self._device.type == "cuda" else torch.zeros(size, dtype=dtype)
+        if self._device.type != "cuda":
+            return torch.zeros(size, dtype=dtype)
+        block = pinned_zeros(size, dtype, self)
+        return block.zero_() if dtype == torch.uint8 else block  # bytes of an earlier use may be no numbers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostTier:
         """A tier of its own, pinned where this one is."""
         self.settle()
         twin = memo[id(self)] = copy.copy(self)
         twin.key, twin.value = (twin._zeros(block.shape, block.dtype).copy_(block) for block in (self.key, self.value))
+        if self._decoded is not None:
+            twin._decoded = twin._zeros(self._decoded.shape, self._decoded.dtype).copy_(self._decoded)
         twin.slot_of, twin.present, twin._landing = self.slot_of.clone(), self.present.clone(), deque()
         return twin
 
@@ -64,27 +86,45 @@ class HostTier:
         """Token ids that there is room for."""
         return self.key.shape[2]
 
+    @property
+    def plain_keys(self) -> torch.Tensor:
+        """[B, Hkv, capacity, D], the keys decoded; in place where they are not coded, or are read in place."""
+        return self.codecs.key.decode(self.key) if self._decoded is None else self._decoded
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes that a key takes in one KV head beside its coded form."""
+        return 0 if self._decoded is None else self._decoded.shape[3] * self._decoded.element_size()
+
+    def blocks(self) -> list[torch.Tensor]:
+        """All that is held."""
+        return [self.key, self.value] + ([] if self._decoded is None else [self._decoded])
+
     def write_prompt(self, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int]) -> None:
         """Store the first `lengths[b]` tokens of each row of blocks [B, Hkv, capacity, D].
 
-        From a GPU they are copied on a side stream, beside what the device computes next.
+        They are coded first. From a GPU they are copied on a side stream, beside what the device computes next.
         """
         for row, length in enumerate(lengths):
             self.present[row, :, :length] = True
+        parts = [*self.codecs.encode(key, value)]
+        if self._decoded is not None:
+            parts.append(self.codecs.key.decode(parts[0]))
         if not key.is_cuda:
-            for row, length in enumerate(lengths):
-                self.key[row, :, :length], self.value[row, :, :length] = key[row, :, :length], value[row, :, :length]
+            for block, part in zip(self.blocks(), parts, strict=True):
+                for row, length in enumerate(lengths):
+                    block[row, :, :length] = part[row, :, :length]
             return
         side = side_stream(key.device)
         side.wait_stream(torch.cuda.current_stream(key.device))
         with torch.cuda.stream(side):
             for row, length in enumerate(lengths):
                 for head in range(key.shape[1]):  # each a contiguous block: one copy without a buffer between
-                    self.key[row, head, :length].copy_(key[row, head, :length], non_blocking=True)
-                    self.value[row, head, :length].copy_(value[row, head, :length], non_blocking=True)
+                    for block, part in zip(self.blocks(), parts, strict=True):
+                        block[row, head, :length].copy_(part[row, head, :length], non_blocking=True)
             self.copied = side.record_event()
-        key.record_stream(side)  # freed earlier, it is not used again before the copies are through
-        value.record_stream(side)
+        for part in parts:
+            part.record_stream(side)  # freed earlier, it is not used again before the copies are through
 
     def arrived(self) -> None:
         """Wait until the prompt is here."""
@@ -100,7 +140,7 @@ class HostTier:
 
     @torch.inference_mode()  # what began in it may go on outside
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1, D].
+        """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1, width], as held here.
 
         From a GPU it lands in a buffer and is in its slot when the next one is appended, or when it is read.
         """
@@ -127,17 +167,22 @@ class HostTier:
     def _put(self, lengths: Sequence[int], tokens: torch.Tensor) -> None:
         rows, heads = (torch.arange(size) for size in self.key.shape[:2])
         slot = torch.stack([self.slot_of[row, :, length] for row, length in enumerate(lengths)])
-        self.key[rows[:, None], heads, slot], self.value[rows[:, None], heads, slot] = tokens[0], tokens[1]
+        self._set((rows[:, None], heads, slot), tokens[0], tokens[1])
+
+    def _set(self, at: tuple[torch.Tensor, ...], key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put held rows [..., width], on the CPU, into slots at (row, head, slot)."""
+        self.key[at], self.value[at] = key, value
+        if self._decoded is not None:
+            self._decoded[at] = self.codecs.key.decode(key)
 
     def write(self, ids: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store tokens; ids [B, Hkv, M] (-1 = none), key and value [B, Hkv, M, D] from either side."""
+        """Store tokens; ids [B, Hkv, M] (-1 = none), key and value [B, Hkv, M, width] of either side, as held here."""
         at = (ids >= 0).cpu().nonzero(as_tuple=True)
         row, head, _ = at
         token = ids.cpu()[at]
         slot = self.slot_of[row, head, token]
         on_device = tuple(axis.to(key.device) for axis in at)
-        self.key[row, head, slot] = key[on_device].cpu()
-        self.value[row, head, slot] = value[on_device].cpu()
+        self._set((row, head, slot), key[on_device].cpu(), value[on_device].cpu())
         self.present[row, head, token] = True
 
     def remove(self, ids: torch.Tensor) -> None:
@@ -157,8 +202,8 @@ class HostTier:
     def read(
         self, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor, values_only: bool = False
     ) -> torch.Tensor:
-        """Keys and values, or these alone, of single tokens, all three [n] on the CPU: [2 or 1, n, D] in one (pinned)
-        buffer.
+        """Keys and values, or these alone, of single tokens, all three [n] on the CPU: [2 or 1, n, width] in one
+        (pinned) buffer, as they are held.
         """
         if not bool(self.present[row, head, token].all()):
             lost = token[~self.present[row, head, token]][0].item()
@@ -176,7 +221,7 @@ class HostTier:
         return buffer
 
     def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of token ids [B, Hkv, M] on the CPU, [B, Hkv, M, D] each; any finite content for -1."""
+        """As they are held, [B, Hkv, M, width] each, token ids [B, Hkv, M] on the CPU; any finite content for -1."""
         self.settle()
         slot = self.slot_of.gather(2, index.clamp(min=0))
         return rows(self.key, slot), rows(self.value, slot)
@@ -186,13 +231,15 @@ class HostTier:
         self.settle()
         ids = self.present[row, head].nonzero()[:, 0]
         slot = self.slot_of[row, head, ids]
-        return ids, self.key[row, head, slot], self.value[row, head, slot]
+        return ids, *self.codecs.decode(self.key[row, head, slot], self.value[row, head, slot])
 
     def _grow(self, capacity: int) -> None:
         self.settle()
         held, more = self.capacity, capacity - self.capacity
-        for name in ("key", "value"):
+        for name in ("key", "value", "_decoded"):
             old = getattr(self, name)
+            if old is None:
+                continue
             grown = self._zeros((*old.shape[:2], capacity, old.shape[3]), old.dtype)
             grown[:, :, :held] = old
             setattr(self, name, grown)
@@ -211,7 +258,7 @@ class HostTier:
         held = self.slot_of[:, :, :count].sort(dim=2).values
         if not torch.equal(held, torch.arange(count).expand_as(held)):
             raise ValueError(f"arrange named {count} tokens, fewer than an earlier arrange")
-        for tensor in (self.key, self.value):
+        for tensor in self.blocks():
             rows = source[..., None].expand(*source.shape, tensor.shape[3])
             tensor[:, :, :count] = tensor.gather(2, rows)
         self.slot_of.scatter_(2, order, torch.arange(count).expand_as(order))
@@ -219,7 +266,9 @@ class HostTier:
 
     def check_integrity(self) -> None:
         """Assert what holds between any two calls; for tests."""
-        assert self.key.shape == self.value.shape, "a key has a value"
+        assert self.key.shape[:3] == self.value.shape[:3], "a key has a value"
+        if self._decoded is not None:
+            assert torch.equal(self._decoded, self.codecs.key.decode(self.key)), "keys read in place are those held"
         assert self.slot_of.shape == self.present.shape == self.key.shape[:3], "a slot for every token id"
         identity = torch.arange(self.capacity).expand_as(self.slot_of)
         assert torch.equal(self.slot_of.sort(dim=2).values, identity), "no two tokens have one slot"
@@ -235,7 +284,7 @@ class _Landing:
 
     Attributes:
         lengths: their ids, one a row.
-        tokens: [2, B, Hkv, D], pinned; there once `event` is over.
+        tokens: [2, B, Hkv, width], pinned; there once `event` is over.
     """
 
     lengths: tuple[int, ...]
@@ -244,15 +293,19 @@ class _Landing:
 
 
 class Arrival(Future[tuple[torch.Tensor, torch.Tensor]]):
-    """Keys and values in host memory; `result` waits until their copies have arrived, in the thread that asks."""
+    """Held keys and values in host memory; `result` waits until their copies have arrived, in the thread that asks."""
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, copied: torch.cuda.Event | None) -> None:
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, codecs: Codecs, copied: torch.cuda.Event | None) -> None:
         super().__init__()
-        self._copied = copied
+        self._copied, self._codecs = copied, codecs
         self.set_result((key, value))
 
     def result(self, timeout: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys, values); waits as long as it takes."""
+        """(keys, values), decoded; waits as long as it takes."""
         if self._copied is not None:
             self._copied.synchronize()
-        return super().result(timeout)
+        return self._plain
+
+    @cached_property
+    def _plain(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._codecs.decode(*super().result())

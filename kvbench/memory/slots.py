@@ -35,23 +35,24 @@ def more_slots(slots: int, reserved: int, grows: bool) -> int:
 
 
 class Pool(NamedTuple):
-    """Keys and values in slots of all rows and heads, [T, D] each, without holes; T is whole pages."""
+    """Keys and values in slots of all rows and heads, [T, width] each, without holes; T is whole pages."""
 
     key: torch.Tensor
     value: torch.Tensor
 
     @classmethod
     def of(cls, key: torch.Tensor, value: torch.Tensor) -> Pool:
-        """Blocks [B, H, n, D] as they lie, in place."""
+        """Blocks [B, H, n, width] as they lie, in place."""
         return cls(key.view(-1, key.shape[3]), value.view(-1, value.shape[3]))
 
     def at(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of slots [B, H, M] of the pool, [B, H, M, D] each; zeros where the pool has none."""
-        size = (*slots.shape, self.key.shape[1])
-        if not len(self.key):
-            return self.key.new_zeros(size), self.value.new_zeros(size)
-        slots = slots.reshape(-1)
-        return self.key.index_select(0, slots).view(size), self.value.index_select(0, slots).view(size)
+        """What slots [B, H, M] of the pool hold, [B, H, M, width] each; zeros where the pool has none."""
+
+        def at(part: torch.Tensor) -> torch.Tensor:
+            size = (*slots.shape, part.shape[1])
+            return part.index_select(0, slots.reshape(-1)).view(size) if len(part) else part.new_zeros(size)
+
+        return at(self.key), at(self.value)
 
 
 def flat(slots: torch.Tensor, count: int) -> torch.Tensor:

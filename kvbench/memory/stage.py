@@ -32,7 +32,7 @@ class Staged:
 
     Attributes:
         ids: [B, Hkv, U] ascending, `NO_TOKEN` after the last; on the side where the selection was made.
-        rows: keys and values [B, Hkv, U, D] on the device; None where attention is in place.
+        rows: keys and values [B, Hkv, U, width] on the device, as held on the host; None where attention is in place.
     """
 
     ids: torch.Tensor
@@ -68,7 +68,7 @@ class Stage:
         values_only: keys are not moved; the values stand in their place.
 
     Attributes:
-        newest: keys and values [B, Hkv, 1, D] of the current token, which come from the device anyway.
+        newest: keys and values [B, Hkv, 1, width] of the current token, which come from the device anyway.
         values_only: as above.
     """
 
@@ -119,14 +119,14 @@ class Stage:
         if index.is_cuda and not self._host.arranged and self._keeper is None:
             self._staged, rows = self._read_by_device(index, lengths)
             slots, _ = find(self._staged.ids, index.clamp(min=0))
-            return Located(Pool.of(*rows), flat(slots, rows[0].shape[2]), index >= 0)
+            return Located(Pool.of(*rows), flat(slots, rows[0].shape[2]), index >= 0, self._host.codecs)
         plan = self._plan_step(index.cpu(), lengths, self._newest(lengths))
         self._staged = self._received(self._sent(plan))
         rows = self._staged.rows or self._host.gather(index_of(self._staged.ids))
         slots, pool, count = uploaded(plan.slots, self._device), Pool.of(*rows), rows[0].shape[2]
         if plan.complete:
-            return Located(pool, flat(slots, count), None)
-        return Located(pool, flat(slots.clamp(min=0), count), slots >= 0)
+            return Located(pool, flat(slots, count), None, self._host.codecs)
+        return Located(pool, flat(slots.clamp(min=0), count), slots >= 0, self._host.codecs)
 
     def prefetch(self, index: torch.Tensor, lengths: Sequence[int]) -> None:
         """Begin to bring up what of index [B, Hkv or 1, M], on the CPU, is in the tier."""

@@ -8,15 +8,16 @@ last step is not moved again. The store knows no method, no model and no attenti
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Literal
 
 import torch
 from torch.nn.functional import pad
 
+from kvbench.memory.codec import Codecs
 from kvbench.memory.device import DeviceTier, Located
-from kvbench.memory.host import Arrival, HostTier
+from kvbench.memory.host import HostTier
+from kvbench.memory.kinds import KV, NATIVE
 from kvbench.memory.slots import NO_TOKEN, Pool, flat, index_of, joined, lists_of, repeated, whole_pages, without
 from kvbench.memory.stage import LAST, Stage
 from kvbench.memory.tiers import DEVICE, DROPPED, HOST, Tiers
@@ -33,6 +34,8 @@ class LayerStore(Tiers):
         home: where tokens live once the prompt is read.
         on_drop: what `keep` does with tokens that are not named.
         rebuilds_keys: a method gives the keys of tokens off the device, so that only their values are moved.
+        host_keys: a method reads the host's keys in place.
+        kv: see `Tiers`.
         grows: the final length is unknown, so memory may be reallocated; else the reserved blocks never move.
         in_place: attention reads host tokens where they lie, on a CPU; what a device would be sent is counted alone.
         cache: of a home on the host, what stays on the device beside what a step attends.
@@ -54,6 +57,8 @@ class LayerStore(Tiers):
         home: Literal["device", "host"] = "device",
         on_drop: Literal["discard", "offload"] = "discard",
         rebuilds_keys: bool = False,
+        host_keys: bool = False,
+        kv: KV = NATIVE,
         grows: bool = False,
         in_place: bool = False,
         cache: DeviceCache = LAST,
@@ -63,10 +68,10 @@ class LayerStore(Tiers):
         shared: LayerStore | None = None,
     ) -> None:
         if shared is None:
-            super().__init__(DeviceTier.zeros((batch, kv_heads, capacity, head_dim), dtype, device, grows))
+            super().__init__(DeviceTier.zeros((batch, kv_heads, capacity, head_dim), dtype, device, grows), home, kv)
         else:
-            super().__init__(DeviceTier(shared.device.key, shared.device.value, capacity, grows))
-        self._home, self._on_drop, self._grows, self._rebuilds_keys = home, on_drop, grows, rebuilds_keys
+            super().__init__(DeviceTier(shared.device.key, shared.device.value, capacity, grows), home, kv)
+        self._on_drop, self._grows, self._rebuilds_keys, self._host_keys = on_drop, grows, rebuilds_keys, host_keys
         self._moved, self._spans, self._closed = moved, spans or Spans(), False
         self._stage = partial(Stage, in_place=in_place, cache=cache, found=found, values_only=rebuilds_keys)
         if shared is not None:
@@ -86,17 +91,12 @@ class LayerStore(Tiers):
         """The prompt is complete; row b has `lengths[b]` tokens. With a host tier it is there from now on."""
         self.lengths = list(lengths)
         self.device.seal_prompt(self.lengths)
-        if self._home == "host":
+        if self.home == "host":
             self._open_host()[0].write_prompt(self.device.key, self.device.value, self.lengths)
-
-    def on_host(self, count: int) -> Future[tuple[torch.Tensor, torch.Tensor]] | None:
-        """The first `count` keys and values in host memory, [B, Hkv, count, D], where the home is the host."""
-        host = self.host
-        return None if host is None else Arrival(host.key[:, :, :count], host.value[:, :, :count], host.copied)
 
     def leave_device(self) -> None:
         """Free the prompt's device copy of a store whose home is the host; nothing to do for another."""
-        if self._home == "host":
+        if self.home == "host":
             self.device.clear()
 
     def close(self) -> None:
@@ -113,10 +113,10 @@ class LayerStore(Tiers):
             raise RuntimeError("another method has begun from the prefill that this store shares")
         if self.host is not None:
             self.host.reserve(max(self.lengths) + 1)
-        if self._home == "host":
+        if self.home == "host":
             assert self.host is not None and self.stage is not None
-            self.host.append(self.lengths, key, value)
-            self.stage.newest = (key, value)
+            self.stage.newest = held = self.host.codecs.encode(key, value)
+            self.host.append(self.lengths, *held)
         else:
             self.device.append(self.lengths, key, value)
         self.lengths = [length + 1 for length in self.lengths]
@@ -124,24 +124,15 @@ class LayerStore(Tiers):
     def _open_host(self) -> tuple[HostTier, Stage]:
         """The host tier and its stage, made where there are none yet."""
         if self.host is None or self.stage is None:
-            block, size = self.device.key, self.device.entry_bytes // (2 if self._rebuilds_keys else 1)
-            self.host = HostTier(block, max(self.device.reserved, *self.lengths), self._grows)
-            self.stage = self._stage(self.host, block.device, partial(_moved_tokens, self._moved, size))
+            codecs, device = self._codecs(self._kinds.host), self.device.first.device
+            capacity = max(self.device.reserved, *self.lengths)
+            rows = len(self.lengths), self.kv_heads
+            self.host = HostTier(rows, codecs, device, capacity, self._grows, self._host_keys)
+            size = codecs.value.nbytes if self._rebuilds_keys else codecs.nbytes
+            self.stage = self._stage(self.host, device, partial(_moved_tokens, self._moved, size))
         return self.host, self.stage
 
     # -- reading ---------------------------------------------------------------------------------------------------
-
-    def resident(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keys and values, [B, Hkv, n, D], n = most used slots, and a mask [B, Hkv, n] (None: all used).
-
-        They are in place but where KV heads were left unequal numbers of tokens.
-
-        Raises:
-            LookupError: the home is the host.
-        """
-        if self._home == "host":
-            raise LookupError("a method whose tokens live on the host must select: nothing is resident to attend")
-        return self.device.resident()
 
     def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of token ids [B, Hkv, M] (-1: any finite content), each [B, Hkv, M, D] on the device.
@@ -164,20 +155,26 @@ class LayerStore(Tiers):
         if self.stage is None:
             return self.device.locate(index)
         with self._spans("transfer"):
-            if self._home == "device":
+            if self.home == "device":
                 return self._locate_in_both(self.stage, index)
             return self.stage.locate(index, self.lengths)
 
-    def _locate_in_both(self, stage: Stage, index: torch.Tensor) -> Located:
-        """`locate` where some tokens have left the device: all in one block, in the order asked for."""
+    def _locate_in_both(self, stage: Stage, index: torch.Tensor, codecs: Codecs | None = None) -> Located:
+        """`locate` where some tokens have left the device: all in one block, in the order asked for.
+
+        Args:
+            codecs: how the block holds them; None: as both tiers do, or else decoded.
+        """
+        theirs, ours = self._codecs(self._kinds.host), self.device.codecs
+        codecs = codecs or (ours if ours == theirs else self._codecs("native"))
         count = index.shape[2]
         ids, present = self.device.upload(pad(index, (0, whole_pages(count) - count), value=-1))
         slots, found = self.device.find(ids)
-        far = stage.locate(torch.where(found, -1, ids).cpu(), self.lengths).rows()
-        near = self.device.pool.at(slots + self.device.first[..., None])
+        far = theirs.recoded(*stage.locate(torch.where(found, -1, ids).cpu(), self.lengths).held(), codecs)
+        near = ours.recoded(*self.device.pool.at(slots + self.device.first[..., None]), codecs)
         both = Pool.of(*(torch.where(found[..., None], here, there) for here, there in zip(near, far, strict=True)))
         order = flat(torch.arange(count, device=found.device).expand(*index.shape), ids.shape[2])
-        return Located(both, order, None if present is None else present[..., :count])
+        return Located(both, order, None if present is None else present[..., :count], codecs)
 
     def prefetch(self, index: torch.Tensor) -> None:
         """Begin to bring up host tokens of index [B, Hkv or 1, M] on the CPU, beside what the device computes.
@@ -213,16 +210,17 @@ class LayerStore(Tiers):
         Raises:
             LookupError: as `gather`.
         """
-        if self._home == "device":
+        if self.home == "device":
             return self.resident()[:2] if index is None else self.gather(index)
         assert self.host is not None
         if index is None:
-            return self.host.gather(torch.arange(max(self.lengths)).expand(*self.device.used.shape, -1))
+            index = torch.arange(max(self.lengths)).expand(*self.device.used.shape, -1)
+            return self.host.codecs.decode(*self.host.gather(index))
         index = index.cpu()
         unseen = index >= torch.tensor(self.lengths)[:, None, None]
         if bool(unseen.any()):
             raise LookupError(f"token {index[unseen][0].item()} is not in the store: not seen yet")
-        return self.host.gather(index)
+        return self.host.codecs.decode(*self.host.gather(index))
 
     # -- evicting --------------------------------------------------------------------------------------------------
 
@@ -236,7 +234,7 @@ class LayerStore(Tiers):
             ValueError: a token id twice in one list, or the home is the host.
             LookupError: as `locate`.
         """
-        if self._home == "host":
+        if self.home == "host":
             raise ValueError("keep is for stores whose home is the device; this one's tokens live on the host")
         ids = lists_of(index.to(self.device.first.device))
         if bool(repeated(ids).any()):
@@ -245,30 +243,28 @@ class LayerStore(Tiers):
         used = (ids != NO_TOKEN).sum(dim=2).cpu()
         ids = ids[:, :, : int(used.max())]
         kept = index_of(ids)
-        key, value = self.gather(kept)
+        key, value = self._held(kept)
         if self._on_drop == "offload":
             host, stage = self._open_host()
-            host.write(without(self.device.token_ids(), kept), *self.device.resident()[:2])
+            leaving = self.device.codecs.recoded(*self.device.held()[:2], host.codecs)
+            host.write(without(self.device.token_ids(), kept), *leaving)
             host.remove(kept)
             stage.forget()
         self.device.keep(ids, used, key, value, room)
 
-    def arrange(self, order: torch.Tensor) -> None:
-        """Set the physical order of the host tier; see `HostTier.arrange`.
-
-        Raises:
-            ValueError: there is no host tier, or the order is no permutation.
-        """
-        if self.host is None:
-            raise ValueError("arrange sets the order of host memory; declare Needs(home='host')")
-        self.host.arrange(order)
+    def _held(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `gather`, in the rows that the device holds them in."""
+        if self.stage is None or self._rebuilds_keys:
+            return self.device.locate(index).held()
+        with self._spans("transfer"):
+            return self._locate_in_both(self.stage, index, self.device.codecs).held()
 
     def check_integrity(self) -> None:
         """Assert what holds between any two calls once the prompt has left; waits for the device."""
         super().check_integrity()
         tiers = self.tiers()
         seen = (torch.arange(tiers.shape[2]) < torch.tensor(self.lengths)[:, None, None]).expand_as(tiers)
-        if self._home == "host":
+        if self.home == "host":
             assert bool((tiers[seen] == HOST).all()), "a token whose home is the host is there"
         elif self._on_drop == "offload":
             assert bool((tiers[seen] != DROPPED).all()), "a token that left the device is on the host"

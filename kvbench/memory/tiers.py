@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
+from kvbench.memory.codec import Codecs, KiviKeys
 from kvbench.memory.device import DeviceTier
-from kvbench.memory.host import HostTier
+from kvbench.memory.grouped import GroupedTier
+from kvbench.memory.host import Arrival, HostTier
+from kvbench.memory.kinds import GROUPED, KV, NATIVE
 from kvbench.memory.slots import NO_TOKEN, index_of, lists_of
 from kvbench.memory.stage import Stage, Staged
 from kvbench.memory.transfer import uploaded
@@ -21,19 +26,23 @@ class Tiers:
 
     Args:
         device: the device tier.
+        home: where tokens live once the prompt is read.
+        kinds: how the tiers hold keys and values once the prompt is over; until then the device has them as they came.
 
     Attributes:
+        home: as above.
         lengths: tokens seen by each row, kept or not.
         device: the device tier.
         host: the host tier, where there is one.
         stage: what of the host tier is on the device, where there is one.
     """
 
-    def __init__(self, device: DeviceTier) -> None:
+    def __init__(self, device: DeviceTier, home: Literal["device", "host"] = "device", kinds: KV = NATIVE) -> None:
         self.lengths = [0] * len(device.used)
         self.device = device
         self.host: HostTier | None = None
         self.stage: Stage | None = None
+        self.home, self._kinds = home, kinds
 
     @property
     def kv_heads(self) -> int:
@@ -86,6 +95,25 @@ class Tiers:
         ids, order = ids.sort()
         return ids, key[order], value[order]
 
+    def on_host(self, count: int) -> Future[tuple[torch.Tensor, torch.Tensor]] | None:
+        """The first `count` keys and values in host memory, [B, Hkv, count, D], where the home is the host."""
+        host = self.host
+        if host is None:
+            return None
+        return Arrival(host.key[:, :, :count], host.value[:, :, :count], host.codecs, host.copied)
+
+    def resident(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Keys and values, [B, Hkv, n, D], n = most used slots, and a mask [B, Hkv, n] (None: all used).
+
+        They are in place but where KV heads were left unequal numbers of tokens.
+
+        Raises:
+            LookupError: the home is the host.
+        """
+        if self.home == "host":
+            raise LookupError("a method whose tokens live on the host must select: nothing is resident to attend")
+        return self.device.resident()
+
     @property
     def complete(self) -> bool:
         """Every token seen is on the device."""
@@ -100,7 +128,8 @@ class Tiers:
             return key, value, mask
         everyone = torch.arange(max(self.lengths)).expand(*self.device.used.shape, -1)
         there = self.host.present[:, :, : everyone.shape[2]]
-        more = [uploaded(block, key.device) for block in (*self.host.gather(everyone), there)]
+        far = self.host.codecs.decode(*self.host.gather(everyone))
+        more = [uploaded(block, key.device) for block in (*far, there)]
         here = torch.ones(key.shape[:3], dtype=torch.bool, device=key.device) if mask is None else mask
         key, value, mask = (torch.cat(both, dim=2) for both in zip((key, value, here), more, strict=True))
         return key, value, None if bool(there.all()) and not self.device.used.any() else mask
@@ -115,18 +144,46 @@ class Tiers:
             return selection
         index = uploaded(selection.index, selection.keys.device).expand(-1, self.kv_heads, -1)
         slots, found = self.device.find(index)
-        stored = self.device.pool.key[slots + self.device.first[..., None]]
+        stored = self.device.codecs.key.decode(self.device.pool.key[slots + self.device.first[..., None]])
         return replace(selection, keys=torch.where(found[..., None], stored, selection.keys))
+
+    def arrange(self, order: torch.Tensor) -> None:
+        """Set the physical order of the host tier; see `HostTier.arrange`.
+
+        Raises:
+            ValueError: there is no host tier, or the order is no permutation.
+        """
+        if self.host is None:
+            raise ValueError("arrange sets the order of host memory; declare Needs(home='host')")
+        self.host.arrange(order)
+
+    def encode(self) -> None:
+        """The prompt is over, and what a method drops then is gone: the device holds tokens as its kind says."""
+        kind, plain = self._kinds.device, self.device.codecs.key
+        if kind in GROUPED:
+            self.device = GroupedTier(self.device, KiviKeys(plain.head_dim, plain.dtype, GROUPED[kind]))
+        else:
+            self.device.encode(self._codecs(kind))
+
+    def _codecs(self, kind: str) -> Codecs:
+        plain = self.device.codecs.key
+        return Codecs.of(kind, plain.head_dim, plain.dtype)
 
     # -- bytes -----------------------------------------------------------------------------------------------------
 
     def resident_bytes(self) -> int:
         """Bytes of the tokens on the device, staged ones included; not those of slots without a token."""
-        return int(self.resident_counts().sum()) * self.device.entry_bytes
+        staged = int(self.resident_counts().sum() - self.device.used.sum())
+        return self.device.nbytes + (0 if self.host is None else staged * self.host.codecs.nbytes)
+
+    def remote_bytes(self) -> int:
+        """Bytes that it takes to bring up all tokens that live on the host."""
+        return 0 if self.host is None else int(self.host.present.sum()) * self.host.codecs.nbytes
 
     def host_bytes(self) -> int:
-        """Bytes of the tokens that live on the host."""
-        return 0 if self.host is None else int(self.host.present.sum()) * self.device.entry_bytes
+        """Bytes of the tokens that live on the host; of a key that is there decoded, too, both."""
+        beside = 0 if self.host is None else int(self.host.present.sum()) * self.host.decoded_bytes
+        return self.remote_bytes() + beside
 
     def allocated_bytes(self) -> int:
         """Bytes that the layer's keys and values take on the device, staged copies included.
@@ -135,12 +192,20 @@ class Tiers:
         last page, and where the prompts of a batch are of unequal length and nothing was evicted: each row takes as
         much as the longest.
         """
-        staged = 0 if self._staged is None else self._staged.ids.numel() * self.device.entry_bytes
-        return staged + sum(part.untyped_storage().nbytes() for part in self.device.pool)
+        each = 0 if self.host is None else self.host.codecs.nbytes
+        staged = 0 if self._staged is None else self._staged.ids.numel() * each
+        return staged + sum(part.untyped_storage().nbytes() for part in self.device.blocks())
 
     def tensors(self) -> list[torch.Tensor]:
         """The keys and values of both tiers."""
-        return [*self.device.pool] + ([] if self.host is None else [self.host.key, self.host.value])
+        return self.device.blocks() + ([] if self.host is None else self.host.blocks())
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a key, and of a value, in the tier that tokens live in."""
+        if self.host is None or self.home == "device":
+            return self.device.sizes
+        return self.host.codecs.key.nbytes, self.host.codecs.value.nbytes
 
     # -- for tests -------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,8 @@ class StoreView(View):
     def host_keys(self, layer: int) -> torch.Tensor:
         """All host keys in place, [B, Hkv, capacity, D] in physical order; waits until the prompt is there.
 
+        Coded keys are in place for a method whose `Needs` say `host_keys`, else a decoded copy.
+
         Raises:
             ValueError: nothing of this layer has its home on the host.
         """
@@ -58,11 +60,13 @@ class StoreView(View):
         if host is None:
             raise ValueError("host_keys are those of host memory; declare Needs(home='host')")
         host.arrived()
-        return host.key
+        return host.plain_keys
 
     def count_read(self, layer: int, keys: int) -> None:
         """Meter `keys` keys, of one KV head each, that were read in `host_keys`."""
-        self._metered(keys * self._stores[layer].device.entry_bytes // 2)
+        host = self._stores[layer].host
+        size = self._stores[layer].sizes[0] if host is None else host.decoded_bytes or host.codecs.key.nbytes
+        self._metered(keys * size)
 
     def resident(self, layer: int) -> torch.Tensor:
         """Ids of the tokens on the device, ascending, [B, Hkv, M] with trailing -1."""
@@ -85,5 +89,5 @@ class StoreView(View):
         if ids is not None:
             ids = ids.expand(ids.shape[0], store.kv_heads, ids.shape[2])
         read = store.read(ids)[which]
-        self._metered(read.numel() * read.element_size())
+        self._metered(read.shape[:3].numel() * store.sizes[which])
         return read

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvbench.memory.kinds import NATIVE
 from kvbench.report.frame import YARDSTICK, Runs, Scores, missing
 from kvbench.report.stats import COVERAGE, Estimate, estimate, is_0_1, proportion
 from kvbench.runs.summary import DISTURBED
@@ -71,7 +72,7 @@ class Evidence:
         self._partial = {self._scored(run) for run in runs.arm if not is_0_1(runs.scores[run].values)}
         self._against: dict[tuple[int, tuple[str, ...]], Estimate | None] = {}
         for run, arm in runs.arm.items():
-            if arm["method"] == YARDSTICK:
+            if arm["method"] == YARDSTICK and runs.setting[run]["kv"] == str(NATIVE):
                 self._full.setdefault(self.kind(run), []).append(run)
 
     def score(self, run: int, groups: tuple[str, ...] = ()) -> Estimate:
@@ -186,7 +187,7 @@ def _samples(scores: Scores, values: np.ndarray, rows: np.ndarray) -> np.ndarray
 
 
 def _is_shared(key: str) -> bool:
-    return key != "method" and not key.startswith("method.") and key not in NOT_OF_FULL
+    return key not in ("method", "kv") and not key.startswith("method.") and key not in NOT_OF_FULL
 
 
 def _strata(scores: Scores, groups: tuple[str, ...]) -> list[np.ndarray]:

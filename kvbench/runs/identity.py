@@ -13,17 +13,20 @@ from typing import Any
 
 from kvbench.budget import has_budget
 from kvbench.config import PACKAGE
+from kvbench.memory.kinds import kv_in
 
 
 def arm_name(config: Mapping[str, Any]) -> str:
-    """The folder of a run's method and budget, for people: "quest-256", and "full" of a method without a budget."""
+    """The folder of a run's method and budget, for people: "quest-256", "full" of a method without a budget, and
+    "quest-256-int8" where keys and values are coded.
+    """
     budget = f"-{_size(config)}" if has_budget(config["method"]) else ""
-    return f"{config['method']['name']}{budget}{_accounting(config)}"
+    return f"{config['method']['name']}{budget}{_accounting(config)}{_kv(config)}"
 
 
 def former_arm_name(config: Mapping[str, Any]) -> str:
     """The same before methods without a budget had one folder for all: "full-256"."""
-    return f"{config['method']['name']}-{_size(config)}{_accounting(config)}"
+    return f"{config['method']['name']}-{_size(config)}{_accounting(config)}{_kv(config)}"
 
 
 def _size(config: Mapping[str, Any]) -> Any:
@@ -34,13 +37,18 @@ def _accounting(config: Mapping[str, Any]) -> str:
     return "-unified" if config["protocol"]["accounting"] == "unified" else ""
 
 
+def _kv(config: Mapping[str, Any]) -> str:
+    kv = kv_in(config)
+    return f"-{kv}" if kv.coded else ""
+
+
 def budget_of(config: Mapping[str, Any]) -> Any:
     """The budget that a run was asked for; None where its method has none: whatever was asked for is one run."""
     return config["budget"] if has_budget(config["method"]) else None
 
 
 # What arms that share a prefill may differ in.
-APART = ("method", "budget", "probe")
+APART = ("method", "budget", "kv", "probe")
 
 
 def run_id(identity: Mapping[str, Any]) -> str:

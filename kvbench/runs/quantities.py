@@ -119,6 +119,7 @@ _LISTED = (
     Quantity("over_rule", "audit", "over the method's own rule", combine="any"),
     Quantity("executor", "audit", "executor", combine="words"),
     Quantity("computed_in", "audit", "computed in", combine="words", key="dtype"),
+    Quantity("held_as", "audit", "keys and values held as", combine="words", key="kv"),
     Quantity("executor_note", "audit", "why not another executor", combine="words"),
     Quantity("transfer", "audit", "transfers", combine="words"),
     Quantity("ttft_s", "latency", "time to first token", SECONDS, 3, LESS, "to first token, s", "TTFT, s"),

@@ -24,6 +24,7 @@ from kvbench.engine.packed import pack
 from kvbench.measure import machine
 from kvbench.measure.arm import Arm, PromptPrefill, Setup, batches, measure, prompt_of
 from kvbench.measure.protocol import GREEDY, Protocol
+from kvbench.memory.kinds import kv_in, unfit_for
 from kvbench.method import Method
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
@@ -216,6 +217,9 @@ def set_up(
         if config["task"].get("prefill") is False and (method.needs.attention_sums or method.needs.layer_similarity):
             name = config["method"]["name"]
             raise ConfigError(f"task.prefill=false: {name} needs what only a prefill shows; expected true")
+        budget = Budget.of(budget_of(config), config["method"], protocol.accounting, protocol.generated)
+        if reason := next(unfit_for(kv_in(config), method, config["method"]["name"], budget.counts_generated), None):
+            raise ConfigError(reason)
         if loaded is None:
             if config["memory_check"]:
                 refuse_no_room(config, method, prompts)
@@ -226,7 +230,6 @@ def set_up(
         calibration = calibration_for(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    budget = Budget.of(budget_of(config), config["method"], protocol.accounting, protocol.generated)
     return Setup(config, protocol, loaded, method, budget, dense_layers, calibration)
 
 
@@ -251,10 +254,13 @@ def refuse_no_room(config: Config, method: Method, prompts: Prompts) -> None:
     device_map = config["model"].get("device_map")
     devices = spread.devices_for(device_map) if device_map else [models.device_of(config["device"])]
     device = devices[0]
-    needed = footprint(hub.shape_of(config["model"], source), models.dtype_of(config["dtype"], device), prompts)
+    home = method.needs.home
+    # The device holds the whole prompt as it came, and codes what is left of it when it is over.
+    kind = kv_in(config).host if home == "host" else "native"
+    dtype = models.dtype_of(config["dtype"], device)
+    needed = footprint(hub.shape_of(config["model"], source), dtype, prompts, kind)
     if needed is None:
         return
-    home = method.needs.home
     if tokens and home == "device" and has_budget(config["method"]):
         # Of the last chunk a method may drop what one layer has read before the next layer reads it.
         sure = max(0, tokens - (chunk or tokens))
@@ -344,6 +350,7 @@ def identity(arm: Arm) -> dict[str, Any]:
     """
     config = {key: value for key, value in arm.config.items() if key not in NOT_IDENTITY}
     config["budget"] = budget_of(config)
+    config["kv"] = kv_in(config)._asdict()
     written = {key: value for key, value in config["protocol"].items() if key not in GREEDY}
     config["protocol"] = written | arm.protocol.drawn()
     for group in ("method", "task"):

@@ -69,7 +69,7 @@ def run_arms(configs: Sequence[DictConfig], console: Console | None = None, shar
     An arm that fails, or whose folder another process holds, ends alone and the others go on.
 
     Args:
-        configs: alike but for method, budget and probe.
+        configs: alike but for method, budget, kv and probe.
         console: where progress is drawn.
         shard: which of the samples to run.
 

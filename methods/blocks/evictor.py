@@ -37,6 +37,8 @@ class Evictor(Method):
         held: the lists of each layer; the numbers are the prompt's scores at first.
     """
 
+    evicts = "always"
+
     def __init__(self, compressor: Scorer, granularity: Granularity = "kv_head") -> None:
         self.compressor, self.granularity = compressor, granularity
         self.needs = replace(compressor.needs, probabilities=True)

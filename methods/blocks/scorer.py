@@ -34,6 +34,7 @@ class Scorer(Method):
         heads: how these heads share out what they keep together; None: each keeps C.
     """
 
+    evicts = "counted"
     window: int = 0
     granularity: Granularity = "kv_head"
     heads: HeadBudgets | None = None

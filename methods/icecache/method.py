@@ -71,7 +71,7 @@ class IceCache(Method):
         reuse: the first of so many sparse layers has trees; the others attend the tokens it found (section 4.3).
     """
 
-    needs = Needs(home="host")
+    needs = Needs(home="host", host_keys=True)
 
     def __init__(
         self,

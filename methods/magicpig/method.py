@@ -41,7 +41,7 @@ class MagicPIG(Method):
         ValueError: a code of more than 16 bits.
     """
 
-    needs = Needs(home="host", query_window=WINDOW)
+    needs = Needs(home="host", host_keys=True, query_window=WINDOW)
 
     def __init__(self, bits: int = 10, tables: int = 150, sinks: int = 4, local: int = 64) -> None:
         if bits > 16:

@@ -102,7 +102,9 @@ class RACC(Method):
         settings = {"window": prompt_window, "kernel": kernel, "pooling": pooling, "granularity": granularity}
         self.granularity = granularity
         self.compressor = compressors[compressor](**settings) if compressor != "none" else None
-        self.needs = Needs(query_window=prompt_window if self.compressor else 0, queries=True, on_drop="offload")
+        self.needs = Needs(
+            query_window=prompt_window if self.compressor else 0, queries=True, on_drop="offload", host_keys=True
+        )
 
     # -- a new generation ------------------------------------------------------------------------------------------
 
