@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvbench.cli.compose import composed
 from kvbench.runs.run import run
+from kvbench.tasks import longbench
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (DATA / "longbench_mini").is_dir(), reason="needs the sample data folder")
-def test_every_longbench_subset_runs_and_is_scored(tmp_path):
+def test_every_longbench_subset_runs_and_is_scored(tmp_path, monkeypatch):
+    short = {name: replace(subset, new_tokens=16) for name, subset in longbench.SUBSETS.items()}
+    monkeypatch.setattr(longbench, "SUBSETS", short)
     data = [f"task.data_dir={DATA / 'longbench_mini'}", "task.limit=16", "task.max_length=500"]
     summary = run(composed("task=longbench", *data, "method=snapkv", "budget=128", f"results_dir={tmp_path}"))
     assert (summary["n"], summary["failed"], len(summary["groups"])) == (16, 0, 16)

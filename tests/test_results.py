@@ -255,7 +255,7 @@ def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_changed(tmp_path, 
 OUTPUTS = st.lists(st.text(st.characters(exclude_categories=()), max_size=6), min_size=1, max_size=5)
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(OUTPUTS, st.data())
 def test_cutting_the_file_anywhere_loses_no_whole_line_and_appending_stays_valid(outputs, data):
     records = [{"id": str(number), "output": output} for number, output in enumerate(outputs)]

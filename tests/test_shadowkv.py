@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from driver import CLOSE, Driven, LlamaRotary, Stream, drive, stream
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.engine.hf import method_named
@@ -52,6 +52,7 @@ def reference(
     return attended
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(20, 150), min_size=1, max_size=3),
     st.sampled_from([1, 2, 4]),
