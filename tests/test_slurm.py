@@ -63,12 +63,8 @@ def slurm() -> bool:
 
 
 LOCAL = ["hydra/launcher=local", "hydra.launcher.jobs=2"]
-# jobs of a real SLURM where there is one
-SUBMITTED = (
-    ["hydra/launcher=slurm", "hydra.launcher.gpus_per_node=null", "hydra.launcher.cpus_per_task=1"]
-    if slurm()
-    else LOCAL
-)
+SLURM = ["hydra/launcher=slurm", "hydra.launcher.gpus_per_node=null", "hydra.launcher.cpus_per_task=1"]
+SUBMITTED = SLURM if slurm() else LOCAL
 
 
 @pytest.fixture
