@@ -56,9 +56,8 @@ class HostTier:
         self.codecs, self._device, self._grows = codecs, device, grows
         size = (batch, kv_heads, capacity)
         self.key, self.value = (self._zeros((*size, codec.width), codec.stored) for codec in codecs)
-        plain = codecs.key
-        mirrored = read_in_place and plain.stored != plain.dtype
-        self._decoded = self._zeros((*size, plain.head_dim), plain.dtype) if mirrored else None
+        twice = read_in_place and codecs.key.stored != codecs.key.dtype
+        self._decoded = self._zeros((*size, codecs.key.head_dim), codecs.key.dtype) if twice else None
         self.slot_of = torch.arange(capacity).repeat(batch, kv_heads, 1)
         self.present = torch.zeros(batch, kv_heads, capacity, dtype=torch.bool)
         self.arranged = False
@@ -236,10 +235,8 @@ class HostTier:
     def _grow(self, capacity: int) -> None:
         self.settle()
         held, more = self.capacity, capacity - self.capacity
-        for name in ("key", "value", "_decoded"):
+        for name in ("key", "value", "_decoded")[: len(self.blocks())]:
             old = getattr(self, name)
-            if old is None:
-                continue
             grown = self._zeros((*old.shape[:2], capacity, old.shape[3]), old.dtype)
             grown[:, :, :held] = old
             setattr(self, name, grown)
