@@ -131,9 +131,9 @@ def test_every_experiment_and_launcher_stands_on_the_configuration_s_page() -> N
 
 def test_every_figure_and_executor_stands_on_its_page() -> None:
     from kvbench.attention.executor import EXECUTORS
-    from kvbench.report.figures import FIGURES
+    from kvbench.report.figures import FIGURES, OF_FILES
 
-    assert set(table("kvbench/report/README.md", "`--figure`")) == set(FIGURES)
+    assert set(table("kvbench/report/README.md", "`--figure`")) == {*FIGURES, *OF_FILES}
     assert set(table("kvbench/attention/README.md", "`attention=`")) == {*EXECUTORS, "flashinfer", "auto"}
 
 
