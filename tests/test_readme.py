@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -119,6 +120,11 @@ def test_the_tables_of_budgets_have_every_method_with_its_minimum() -> None:
         rows = table("methods/README.md", f"method | {page_part}")
         shown = {name: None if rest[-1] == "none" else int(rest[-1]) for name, rest in rows.items()}
         assert shown == {name: least[accounting] for name, least in minima.items()}
+
+
+def test_the_table_of_what_methods_come_to_is_that_of_the_committed_runs() -> None:
+    written = runpy.run_path(str(ROOT / "scripts" / "method_table.py"))["written"]
+    assert f"\n\n{written()}\n\n" in PAGES["methods/README.md"], "python scripts/method_table.py writes it anew"
 
 
 def test_every_experiment_and_launcher_stands_on_the_configuration_s_page() -> None:
