@@ -130,15 +130,13 @@ def _draw(axis: Any, series: Sequence[Series], name: str, found: Callable[[int],
             continue
         near = [value if name == "score" else _at_least(value) for value in known.values()]
         own = one.arms.loc[list(known)]
-        read, index = MIB.scale * own["read"], MIB.scale * own["index_bytes"].astype(float).fillna(0)
-        draw_intervals(axis, one, read, near)
-        axis.hlines(
-            [value.mean for value in near], read, read + index, color=one.style.colour, linewidth=0.6, alpha=0.6
-        )
-        last = int(read.to_numpy().argmax())
+        x, index = MIB.scale * own["read"], MIB.scale * own["index_bytes"].astype(float).fillna(0)
+        draw_intervals(axis, one, x, near)
+        axis.hlines([value.mean for value in near], x, x + index, color=one.style.colour, linewidth=0.6, alpha=0.6)
+        last = int(x.to_numpy().argmax())
         below = f" (below {LEAST_KL:g})" if name != "score" and near[last].mean == LEAST_KL else ""
-        ends.append(End(f"{one.label()}{below}", one.style, read.iloc[last], near[last].mean))
-        costs += list(read)
+        ends.append(End(f"{one.label()}{below}", one.style, x.iloc[last], near[last].mean))
+        costs += list(x)
         values += [value.mean for value in near]
     if not costs:
         axis.set_title("")

@@ -20,7 +20,7 @@ from kvbench.report.stats import COVERAGE
 from kvbench.report.style import Style, style_of
 from kvbench.report.tradeoff import FRONT
 
-SAMPLED = "b"  # the one letter that says nothing of samples or protocol
+BETTER = "b"  # the one letter that says nothing of samples or protocol
 
 
 class _Point(NamedTuple):
@@ -45,7 +45,7 @@ def published(runs: Runs) -> Figure:
         )
     refuse_crowd("published", len(panels), "tables", MOST_PANELS)
     across = min(2, len(panels))
-    title = "ours against the published score; on the line they agree, and open marks are of what a letter says"
+    title = "ours against the published score; on the line they agree; what an open mark's letter is stands below"
     figure, axes = grid(math.ceil(len(panels) / across), across, title, (5.5, 5.2))
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
@@ -64,7 +64,7 @@ def _points(runs: Runs, paper: PaperTable) -> list[_Point]:
     made = beside(runs, paper)
     method = dict(zip(paper.frame["row"], paper.frame["method"], strict=True))
     return [
-        _Point(style_of(method[made.rows[row][0]]), cell, cell.marks["score"].replace(SAMPLED, ""))
+        _Point(style_of(method[made.rows[row][0]]), cell, cell.marks["score"].replace(BETTER, ""))
         for (row, _), cell in made.cells.items()
         if {"published", "score"} <= cell.numbers.keys()
     ]

@@ -31,7 +31,7 @@ def name_ends(axis: Any, ends: Sequence[End], tall: float) -> None:
         tall: height of the axis in inches.
     """
     to_axis = axis.transData + axis.transAxes.inverted()
-    placed = sorted((float(to_axis.transform((end.x, end.y))[1]), end) for end in ends)
+    placed = sorted(((float(to_axis.transform((end.x, end.y))[1]), end) for end in ends), key=lambda one: one[0])
     for height, (_, end) in zip(apart([wanted for wanted, _ in placed], GAP / tall), placed, strict=True):
         colour = end.style.colour
         line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.4, "shrinkA": 0, "shrinkB": 4}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
@@ -62,7 +63,7 @@ def _cell(fitting: Sequence[Row]) -> str:
     numbers = first.cell.numbers
     name = "kl_mean" if "kl_mean" in numbers else "score"
     low, high = (numbers.get(end, numbers[name]) for end in ends_of(name))
-    alike = sum(low <= row.cell.numbers[name] <= high for row in others)
+    alike = sum(low <= row.cell.numbers.get(name, math.nan) <= high for row in others)
     told = f"{'KL' if name == 'kl_mean' else name} {numbers[name]:.{QUANTITIES[name].digits}f}"
     budget = "" if first.budget == NONE else f" {first.budget}"
     return (
@@ -80,7 +81,7 @@ def _claimed(site: Site) -> str:
             lines.append(f'<tr><th scope="row">{linked(method, "", "#claims")}</th>{counts}</tr>')
     heads = "".join(f"<th class=label>{verdict}</th>" for verdict in counted([]))
     return (
-        "<p>Claims of the papers that are about a method, each with what decides it and what was measured. A method "
-        "opens its claims; below them is what the papers print of it, with ours beside it.</p>"
-        + table_of(f"<th class=label>method</th>{heads}", lines, "verdicts")
+        "<p>Claims of the papers that are about a method, each with what decides it and what was measured; what only "
+        "a stand-in can test here counts by that, and says so. A method opens its claims; below them is what papers "
+        "print of it, with ours beside it.</p>" + table_of(f"<th class=label>method</th>{heads}", lines, "verdicts")
     )
