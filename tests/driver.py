@@ -91,6 +91,7 @@ METHODS = [
     # a p below 1 prunes whatever the budget
     Case("twilight_quest", "twilight_quest", {"p": 1}),
     Case("twilight_topk", "twilight_topk", {"p": 1}),
+    Case("twilight_quest-calibrated", "twilight_quest", {"calibrated": True}),
     # pages small enough for the budgets that the tests use
     Case("arkvale", "arkvale", {"page_size": 8}),
     Case("pqcache", "pqcache"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -592,6 +593,7 @@ def test_audit_equals_a_recount(tiny: Loaded, case: Case, accounting: str) -> No
     ]
     audit = generation.audit
     assert audit["attended_mean"] == pytest.approx(sum(counts) / len(counts), rel=1e-12)
+    assert audit["attended_std"] == pytest.approx(statistics.pstdev(counts), rel=1e-6)
     assert audit["attended_max"] == max(counts)
     assert audit["device_kv_bytes"] == max(held)
     assert audit["dense_share"] == 1 / 4

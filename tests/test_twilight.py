@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from concurrent.futures import ThreadPoolExecutor
+import statistics
 
 import pytest
 import torch
@@ -17,8 +18,6 @@ from kvbench.engine.hf import method_named
 bind_methods()
 
 from methods.twilight.estimate import FourBitKeys, quantised, restored  # noqa: E402
-
-POOL = ThreadPoolExecutor(1)
 
 
 def wave(heads: int, phase: float) -> torch.Tensor:
@@ -37,20 +36,24 @@ def test_four_bits_are_those_of_the_published_code() -> None:
 def test_what_is_kept_of_everything_is_what_an_exact_sort_keeps() -> None:
     query = wave(4, 0.5)[:, :, 39:] * (torch.arange(4)[:, None, None] + 1) / 2
     everything = torch.arange(40).expand(1, 1, 40)
-    kept = FourBitKeys(wave(2, 1.0), 0).top_p(query, everything, 8**-0.5, 0.85, POOL)[0].tolist()
+    kept = FourBitKeys(wave(2, 1.0), 0).top_p(query, everything, 8**-0.5, [0.85])[0].tolist()
     sets = [{token for token in head if token >= 0} for head in kept]
     assert len(sets[0]) == 20
     assert sets[1:] == [{4, 17, 23, 33, 39}, {16, 21, 34, 39}, {16, 34}]
+
+
+def coded_as(key: list[float]) -> list[float]:
+    """A key as four bits tell it."""
+    low, high = min(key), max(key)
+    step = max((high - low) / 15, 1e-9)
+    return [low + step * min(max(round((number - low) / step), 0), 15) for number in key]
 
 
 def reference(query: list[float], keys: list[list[float]], tokens: list[int], scaling: float, p: float) -> list[int]:
     """One query head's tokens, from the paper: estimated weights from the largest on, until they hold p of all."""
     weights = {}
     for token in tokens:
-        low, high = min(keys[token]), max(keys[token])
-        step = max((high - low) / 15, 1e-9)
-        coded = [low + step * min(max(round((number - low) / step), 0), 15) for number in keys[token]]
-        weights[token] = math.exp(scaling * sum(q * k for q, k in zip(query, coded, strict=True)))
+        weights[token] = math.exp(scaling * sum(q * k for q, k in zip(query, coded_as(keys[token]), strict=True)))
     total, held, kept = sum(weights.values()), 0.0, []
     for token in sorted(tokens, key=lambda token: -weights[token]):
         if held >= p * total:
@@ -85,7 +88,7 @@ def test_both_ways_keep_what_the_paper_keeps(
     coded = FourBitKeys(keys[:, :, :longest], None)
     for token in range(longest, longest + 3):
         coded.write([token] * batch, keys[:, :, token : token + 1])
-    found = coded.top_p_compiled(query, index, 0.7, p, POOL), coded.top_p_in_torch(query, index, 0.7, p)
+    found = [way(query, index, 0.7, [p] * batch) for way in (coded.top_p_compiled, coded.top_p_in_torch)]
     for row in range(batch):
         for head in range(kv_heads * group):
             own = index[row, head * heads // (kv_heads * group)]
@@ -127,3 +130,31 @@ def test_memory_that_grows_changes_nothing() -> None:
 def test_a_share_that_is_none_is_refused(p: object) -> None:
     with pytest.raises(ConfigError, match="p=.*: expected a number"):
         method_config("twilight_quest", p=p)
+
+
+def test_calibrated_the_prompts_last_queries_keep_the_budget_on_average() -> None:
+    """By a plain reading: the largest of a thousand p with which their best 4 C tokens are pruned to C or fewer."""
+    length, budget = 120, 12
+    fixed = stream(length, seed=3, steps=6)
+    method = method_named("twilight_topk", calibrated=True)
+    driven = drive(fixed, method, budget)
+    asked = []  # of each layer, query head and query the weights of its best tokens
+    for layer, head, back in itertools.product(range(2), range(4), range(8)):
+        query = fixed.queries[layer, 0, head, length - 8 + back].tolist()
+        keys = [coded_as(key) for key in fixed.keys[layer, 0, head // 2, : length - 7 + back].tolist()]
+        weights = [math.exp(0.25 * sum(q * k for q, k in zip(query, key, strict=True))) for key in keys]
+        asked.append(sorted(weights, reverse=True)[: 4 * budget])
+
+    def kept(p: float) -> float:
+        counts = []
+        for weights in asked:
+            held = list(itertools.accumulate(weights, initial=0.0))
+            counts.append(sum(before < p * held[-1] for before in held[:-1]))
+        return statistics.mean(counts)
+
+    (p,) = method.shares
+    assert method.shape.scaling == 0.25
+    assert kept(p) <= budget < kept(p + 0.001)
+    assert budget / 2 < driven.audit["attended_mean"] and driven.audit["attended_max"] > budget
+    whole = drive(fixed, method, budget, accounting="unified")
+    assert method.shares == [1.0] and whole.audit["attended_max"] <= budget

@@ -29,13 +29,15 @@ class _Attended:
 
 @dataclass
 class Tally:
-    """Entries attended by the KV heads of some rows: their sum, how many counts that is of, and the most.
+    """Entries attended by the KV heads of some rows: their sum and that of their squares, how many counts these are of,
+    and the most.
 
     Attributes:
         broken: where the method first attended more than one of its rules allows; None: nowhere.
     """
 
     total: float = 0.0
+    squares: float = 0.0
     count: int = 0
     most: int = 0
     broken: str | None = None
@@ -43,6 +45,7 @@ class Tally:
     def add(self, counts: torch.Tensor) -> None:
         """Take the counts of a layer and step."""
         self.total += float(counts.sum())
+        self.squares += float(counts.double().square().sum())
         self.count += counts.numel()
         self.most = max(self.most, int(counts.max()))
 
@@ -203,9 +206,12 @@ class Audit:
             row: whose entries attended are told; None: those of all. Bytes are of all rows.
         """
         rows = self._rows if row is None else self._rows[row : row + 1]
-        count = sum(tally.count for tally in rows)
+        count = max(sum(tally.count for tally in rows), 1)
+        mean = sum(tally.total for tally in rows) / count
+        variance = sum(tally.squares for tally in rows) / count - mean**2
         report = {
-            "attended_mean": sum(tally.total for tally in rows) / count if count else 0.0,
+            "attended_mean": mean,
+            "attended_std": max(variance, 0.0) ** 0.5,
             "attended_max": max((tally.most for tally in rows), default=0),
             "budget": budget,
             "device_kv_bytes": self.device_kv_bytes,

@@ -103,6 +103,7 @@ _LISTED = (
     Quantity("score", "macro", "score", PLAIN, 1, MORE),
     Quantity("attended_share", "", "attended / C", ratio=("attended_mean", "budget_tokens")),
     Quantity("attended_mean", "audit", "attended entries per KV head", PLAIN, 1),
+    Quantity("attended_std", "audit", "attended entries, spread over layers, heads and steps", PLAIN, 1),
     Quantity("attended_max", "audit", "attended entries, most", PLAIN, 0, combine="max"),
     Quantity("budget_tokens", "audit", "C, tokens", PLAIN, 0, key="budget"),
     Quantity("device_kv_bytes", "audit", "KV on the device", MIB, 2, LESS, combine="max"),

@@ -70,6 +70,8 @@ def _answers(found: Mapping[str, Any]) -> dict[str, str]:
 
 def _costs(found: Mapping[str, Any]) -> dict[str, str]:
     rows = {name: QUANTITIES[name].amount(found.get(name)) for name in COSTS}
+    if "attended_std" in found:
+        rows["attended_mean"] += f" ± {QUANTITIES['attended_std'].number(found['attended_std'])}"
     if "attended_share" in found:
         rows["attended_mean"] += f" = {QUANTITIES['attended_share'].number(found['attended_share'])} C"
     if ALLOCATED.name in found:

@@ -5,18 +5,17 @@ As in the published code a key has a step s = (max - min) / 15 over its numbers,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from functools import cache
 
 import numpy as np
 import torch
 
-from methods.blocks.heads import in_parts
 from methods.twilight import kernels
 
 SPARE = 256  # keys to make room for when the last ones have taken what there was
-WORTH_A_THREAD = 1 << 21  # multiplications that take longer than it takes to wake a thread
+WORTH_A_THREAD = 1 << 16  # multiplications; fewer are done before another thread has begun
 LEVELS = 15
 
 
@@ -45,21 +44,23 @@ class FourBitKeys:
         for row, place in enumerate(places):
             self.codes[row, :, place], self.steps[row, :, place] = codes[row, :, 0], steps[row, :, 0]
 
-    def top_p(self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: float, pool: Executor) -> torch.Tensor:
+    def top_p(self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]) -> torch.Tensor:
         """Of the tokens index [B, Hs, M] the fewest whose estimated weights sum to p or more, of each query head.
 
         Args:
             query: [B, Hq, 1, D].
-            pool: where threads beside the caller's come from.
+            p: of each row.
 
         Returns:
             [B, Hq, n] int64, the largest weight first, trailing -1. With p = 1 all tokens.
         """
         if query.device.type == "cpu":
-            return self.top_p_compiled(query, index, scaling, p, pool)
+            return self.top_p_compiled(query, index, scaling, p)
         return self.top_p_in_torch(query, index, scaling, p)
 
-    def top_p_in_torch(self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: float) -> torch.Tensor:
+    def top_p_in_torch(
+        self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]
+    ) -> torch.Tensor:
         """As `top_p`, on any device."""
         batch, query_heads, _, head_dim = query.shape
         kv_heads, per = self.codes.shape[1], query_heads // index.shape[1]
@@ -72,24 +73,40 @@ class FourBitKeys:
         weights = logits.masked_fill(lists < 0, -torch.inf).double().softmax(dim=2)
         ranked, order = weights.sort(dim=2, descending=True, stable=True)
         found = lists.gather(2, order)
-        return found if p == 1 else found.masked_fill(ranked.cumsum(dim=2) - ranked >= p, -1)
+        enough = torch.tensor([math.inf if share == 1 else share for share in p], device=found.device)
+        return found.masked_fill(ranked.cumsum(dim=2) - ranked >= enough[:, None, None], -1)
 
     def top_p_compiled(
-        self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: float, pool: Executor
+        self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]
     ) -> torch.Tensor:
         """As `top_p`, on a CPU."""
         batch, query_heads, _, head_dim = query.shape
         lists, count = batch * query_heads, index.shape[2]
         found, kept = np.empty((lists, count), np.int64), np.zeros(lists, np.int64)
         asked = (query.float() * scaling).view(batch, query_heads, head_dim).numpy()
-        arrays = asked, self.codes.numpy(), self.steps.numpy(), index.numpy(), p
-
-        def share(first: int, stop: int, _: int) -> None:
-            kernels.top_p(*arrays, first, stop, found, kept)
-
-        threads = range(min(torch.get_num_threads(), max(1, lists * count * head_dim // WORTH_A_THREAD)))
-        in_parts(pool, lists, threads, share)
+        arrays = asked, self.codes.numpy(), self.steps.numpy(), index.numpy(), np.array(p, float)
+        threads = min(torch.get_num_threads(), max(1, lists * count * head_dim // WORTH_A_THREAD))
+        kernels.top_p(threads, *arrays, found, kept)
         return torch.from_numpy(found).view(batch, query_heads, count)[..., : int(kept.max())]
+
+    def counts(
+        self, row: int, queries: torch.Tensor, length: int, most: int, scaling: float, p: torch.Tensor
+    ) -> torch.Tensor:
+        """How many of the `most` best tokens hold each share p [S] of their estimated weights: [S], means over queries.
+
+        Args:
+            queries: [Hq, W, D], the last of the row's `length` tokens, each of which sees those up to its own.
+        """
+        codes, steps = self.codes[row, :, :length], self.steps[row, :, :length]
+        asked = queries.float().unflatten(0, (codes.shape[0], -1))
+        logits = asked @ restored(codes, steps)[:, None].transpose(2, 3) * scaling
+        position = torch.arange(length, device=logits.device)
+        logits = logits.masked_fill(position > position[-queries.shape[1] :, None], -torch.inf)
+        weights = logits.topk(min(most, length), dim=3).values.double().softmax(dim=3)
+        before = (weights.cumsum(dim=3) - weights).flatten(0, 2)
+        there = weights.flatten(0, 2) > 0
+        held = torch.searchsorted(before, p.expand(len(before), -1).contiguous())
+        return torch.minimum(held, there.sum(dim=1, keepdim=True)).double().mean(dim=0)
 
 
 def quantised(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +130,7 @@ def _with_room(block: torch.Tensor, slots: int) -> torch.Tensor:
 
 
 @cache
-def compile_kernels(pool: Executor) -> None:
+def compile_kernels() -> None:
     """Compile, or read from disk, before anything is timed."""
     key = torch.ones(1, 1, 1, 2)
-    FourBitKeys(key, 0).top_p(key, torch.zeros(1, 1, 1, dtype=torch.int64), 1.0, 0.5, pool)
+    FourBitKeys(key, 0).top_p(key, torch.zeros(1, 1, 1, dtype=torch.int64), 1.0, [0.5])

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import numpy as np
 
-from methods.blocks.kernels import kernel, sort
+from kvbench.team import claim, together
+from methods.blocks.kernels import jit, kernel, sort
 
 
 @kernel
-def top_p(query, codes, steps, index, p, first, stop, found, kept):  # type: ignore[no-untyped-def]
-    """Write the fewest tokens whose estimated weights sum to p or more, for the query heads `first` to `stop` - 1.
+def top_p(threads, query, codes, steps, index, p, found, kept):  # type: ignore[no-untyped-def]
+    """Write the fewest tokens whose estimated weights sum to p or more, for all query heads, in so many threads.
 
     Args:
         query: [B, Hq, D] float32, times the scaling.
         codes: [B, Hkv, S, D / 2] uint8, two numbers each, the first in the low half.
         steps: [B, Hkv, S, 2] float32, the step and the smallest number of each key.
         index: [B, Hs, M] int64 token ids, trailing -1.
+        p: [B] float64, of each row.
         found: [B * Hq, M] int64, written: the largest weight first, trailing -1.
         kept: [B * Hq] int64, written: how many.
     """
+    together(threads, _top_p, (np.zeros(1, np.int64), query, codes, steps, index, p, found, kept))
+
+
+@jit
+def _top_p(_, claims, query, codes, steps, index, p, found, kept):  # type: ignore[no-untyped-def]
     query_heads, count = query.shape[1], index.shape[2]
     weights, order = np.empty(count, np.float32), np.empty(count, np.int32)
     low, high = np.empty(codes.shape[3], np.float32), np.empty(codes.shape[3], np.float32)
-    for at in range(first, stop):
+    at = claim(claims)
+    while at < len(found):
         row, head = at // query_heads, at % query_heads
         kv_head, tokens = head * codes.shape[1] // query_heads, index[row, head * index.shape[1] // query_heads]
         whole = np.float32(0)
@@ -43,10 +51,11 @@ def top_p(query, codes, steps, index, p, first, stop, found, kept):  # type: ign
             weights[i] = -np.exp(weights[i] - most)
             held -= weights[i]
         sort(weights, order, asked)
-        enough, found[at] = p * held, -1
+        enough, found[at] = p[row] * held, -1
         held, used = 0.0, 0
-        while used < asked and (p == 1 or held < enough):
+        while used < asked and (p[row] == 1 or held < enough):
             found[at, used] = tokens[order[used]]
             held -= weights[used]
             used += 1
         kept[at] = used
+        at = claim(claims)

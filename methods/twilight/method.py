@@ -7,17 +7,21 @@ keys of four bits, and the fewest tokens that hold a share p of them are attende
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from kvbench.budget import Budget
-from kvbench.method import Context, Method, Prompt, Selection, Shape, View
+from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.quest import Quest
 from methods.topk import TopK
 from methods.twilight.estimate import FourBitKeys, compile_kernels
 
 SELECTORS = {"quest": Quest, "topk": TopK}
+PROPOSED = 4  # tokens that are proposed for one of the budget, where the budget says how many are attended
+WINDOW = 8  # last queries of the prompt, by which a budget is met
+SHARES = 1000  # p is a whole number of these parts
 
 
 class Twilight(Method):
@@ -26,32 +30,56 @@ class Twilight(Method):
     The budget C is the selector's: what is attended is at most that, and as a rule far less. With unified accounting
     the query heads of a group choose from one list of C tokens.
 
+    Calibrated, the budget is what a query head attends on average, as far as the prompt's last queries tell: the
+    selector proposes 4 C, and p is the largest with which these queries, in all layers, would keep no more than C of
+    the best 4 C. Under unified accounting, where C is the most, nothing is left to prune then: p = 1.
+
     Args:
         selector: what proposes tokens: "quest", or "topk", the oracle.
         p: share of the estimated attention that is enough; 1 keeps whatever is proposed.
+        calibrated: each prompt has a p of its own, which follows from the budget.
 
     Raises:
         ValueError: p is outside of (0, 1].
     """
 
-    def __init__(self, selector: Literal["quest", "topk"] = "quest", p: float = 0.85) -> None:
+    def __init__(self, selector: Literal["quest", "topk"] = "quest", p: float = 0.85, calibrated: bool = False) -> None:
         if not 0 < p <= 1:
             raise ValueError(f"p={p}: a share of the attention; expected a number above 0, at most 1")
-        self.selector, self.p = SELECTORS[selector](), p
+        self.selector, self.p, self.calibrated = SELECTORS[selector](), p, calibrated
+        self.needs = Needs(query_window=WINDOW if calibrated else 0)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """The selector begins, and no key is coded yet."""
         super().begin(shape, budget, view, context)
-        self.selector.begin(shape, budget, view, context)
+        self.calibrates = self.calibrated and not budget.unified
+        self.selector.begin(shape, _times(budget, PROPOSED) if self.calibrates else budget, view, context)
         if shape.device.type == "cpu":
-            compile_kernels(context.pool)
+            compile_kernels()
         self.coded: dict[int, FourBitKeys] = {}
+        self.shares = [1.0 if self.calibrated else self.p] * shape.batch  # p of each row
+        self.sums = torch.zeros(shape.batch, SHARES, dtype=torch.float64)  # over layers, of what each p would keep
         self.counted = shape.for_layers(torch.zeros(2, dtype=torch.int64))  # tokens proposed, and tokens kept, so far
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """The selector's index, and every key in four bits."""
         self.selector.prefill(layer, prompt)
-        self.coded[layer] = FourBitKeys(prompt.keys, self.context.new_tokens)
+        self.coded[layer] = coded = FourBitKeys(prompt.keys, self.context.new_tokens)
+        if self.calibrates:
+            shares = torch.arange(1, SHARES + 1, dtype=torch.float64, device=prompt.keys.device) / SHARES
+            for row, (length, capacity) in enumerate(zip(prompt.lengths, self.capacities, strict=True)):
+                queries = prompt.queries[row, :, -length:]
+                self.sums[row] += coded.counts(
+                    row, queries, length, PROPOSED * capacity, self.shape.scaling, shares
+                ).cpu()
+
+    def end_prefill(self) -> None:
+        """Where p follows from the budget, find it."""
+        self.selector.end_prefill()
+        if self.calibrates:
+            means = self.sums / len(self.shape.sparse_layers)
+            within = (means <= torch.tensor(self.capacities)[:, None]).sum(dim=1)
+            self.shares = (within.clamp(min=1) / SHARES).tolist()
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """The new key, in the selector's index and in four bits."""
@@ -62,7 +90,7 @@ class Twilight(Method):
         """What the selector proposes, pruned."""
         proposed = self.selector.select(layer, query)
         assert proposed is not None, "a selector of Twilight names its tokens"
-        kept = self.coded[layer].top_p(query, proposed.index, self.shape.scaling, self.p, self.context.pool)
+        kept = self.coded[layer].top_p(query, proposed.index, self.shape.scaling, self.shares)
         share = self.shape.query_heads // proposed.index.shape[1]
         counts = torch.stack([share * (proposed.index >= 0).sum(), (kept >= 0).sum()])
         self.counted[layer] = self.counted[layer] + counts
@@ -73,6 +101,12 @@ class Twilight(Method):
         return self.selector.rule(layer, length, generated)
 
     def report(self) -> dict[str, float]:
-        """Share of the proposed tokens that was attended, the mean over query heads, layers and steps."""
+        """Share of the proposed tokens that was attended, the mean over query heads, layers and steps; and p."""
         proposed, kept = map(sum, zip(*(counts.tolist() for counts in self.counted.values()), strict=True))
-        return {"kept_share": kept / max(proposed, 1)}
+        return {"kept_share": kept / max(proposed, 1), "p": sum(self.shares) / len(self.shares)}
+
+
+def _times(budget: Budget, factor: int) -> Budget:
+    """So many times the budget; a share at most 1."""
+    size = budget.size
+    return replace(budget, size=min(1.0, factor * size) if isinstance(size, float) else size and factor * size)
