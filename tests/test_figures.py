@@ -26,6 +26,7 @@ from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.report import figures
 from kvbench.report.frame import Runs, collect
+from kvbench.report.maps import passkey_cells
 from kvbench.report.style import STYLES, style_of
 from kvbench.report.tradeoff import front
 from kvbench.runs.run import run
@@ -105,7 +106,7 @@ def overprinted(figure: Figure) -> list[tuple[str, str]]:
     return [(one, other) for (one, here), (other, there) in pairs if here.overlaps(there)]
 
 
-OF_OTHER_RUNS = {"fidelity", "drift", "breakeven"}  # drawn in test_fidelity and test_breakeven
+OF_OTHER_RUNS = {"fidelity", "drift", "breakeven", "published"}  # drawn in their own tests
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_forty_arms_fit_a_page_and_their_words_do_not_overprint(tmp_path, name):
 def test_the_passkey_map_has_a_cell_for_each_depth_and_length(runs):
     sample = {"meta": {"depth": 50.0, "length": 300}, "scores": {"accuracy": 1.0}}
     other = {"meta": {"depth": 0.0, "length": 600}, "scores": {"accuracy": 1.0}}
-    cells = figures._passkey_cells([sample, {**sample, "scores": {"accuracy": 0.0}}, other, {**other, "error": "NaN"}])
+    cells = passkey_cells([sample, {**sample, "scores": {"accuracy": 0.0}}, other, {**other, "error": "NaN"}])
     assert cells.index.to_list() == [0, 50] and cells.columns.to_list() == [300, 600]
     assert cells.loc[50, 300] == 50 and cells.loc[0, 600] == 50, "a failed sample found nothing"
     figure = figures.draw("passkey", only(runs, runs.arms["accounting"] == "paper"))
@@ -331,18 +332,18 @@ def test_what_cannot_be_drawn_is_said(runs, name, keep, said):
 
 def test_more_than_a_picture_can_show_is_refused_before_samples_are_read(runs, monkeypatch):
     timed = runs.arms[(runs.arms["probe_every"] == 0) & (runs.arms["accounting"] == "paper")]
-    many = pd.concat([timed] * 10, ignore_index=True)
-    settings = pd.concat([runs.settings.loc[timed.index]] * 10, ignore_index=True)
+    many = pd.concat([timed] * 12, ignore_index=True)
+    settings = pd.concat([runs.settings.loc[timed.index]] * 12, ignore_index=True)
     settings["method.seed"] = range(len(many))
-    scores = dict(enumerate([runs.scores[run] for run in timed.index] * 10))
+    scores = dict(enumerate([runs.scores[run] for run in timed.index] * 12))
     monkeypatch.setattr(Runs, "samples", lambda self, arm: pytest.fail("samples read"))
     crowd = replace(runs, arms=many, settings=settings, scores=scores)
     with pytest.raises(
-        ConfigError, match=r"^figure=length: 70 arms in a panel, and a picture shows 60 at most; --where"
+        ConfigError, match=r"^figure=length: 84 arms in a panel, and a picture shows 80 at most; --where"
     ):
         figures.draw("length", crowd)
-    threads = replace(crowd, settings=settings.assign(threads=range(70)))
-    with pytest.raises(ConfigError, match=r"^figure=budget: 70 tasks, models and protocols, .* 8 at most"):
+    threads = replace(crowd, settings=settings.assign(threads=range(84)))
+    with pytest.raises(ConfigError, match=r"^figure=budget: 84 tasks, models and protocols, .* 8 at most"):
         figures.draw("budget", threads)
     few = replace(crowd, arms=many[:28], settings=settings[:28])
     with pytest.raises(ConfigError, match=r"^figure=passkey: 28 arms, .* 24 at most"):

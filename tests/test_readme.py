@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -121,6 +122,11 @@ def test_the_tables_of_budgets_have_every_method_with_its_minimum() -> None:
         assert shown == {name: least[accounting] for name, least in minima.items()}
 
 
+def test_the_table_of_what_methods_come_to_is_that_of_the_committed_runs() -> None:
+    written = runpy.run_path(str(ROOT / "scripts" / "method_table.py"))["written"]
+    assert f"\n\n{written()}\n\n" in PAGES["methods/README.md"], "python scripts/method_table.py writes it anew"
+
+
 def test_every_experiment_and_launcher_stands_on_the_configuration_s_page() -> None:
     page = "conf/README.md"
     cells = " ".join(cell for row in table(page, "paper").values() for cell in row)
@@ -131,9 +137,9 @@ def test_every_experiment_and_launcher_stands_on_the_configuration_s_page() -> N
 
 def test_every_figure_and_executor_stands_on_its_page() -> None:
     from kvbench.attention.executor import EXECUTORS
-    from kvbench.report.figures import FIGURES
+    from kvbench.report.figures import FIGURES, OF_FILES
 
-    assert set(table("kvbench/report/README.md", "`--figure`")) == set(FIGURES)
+    assert set(table("kvbench/report/README.md", "`--figure`")) == {*FIGURES, *OF_FILES}
     assert set(table("kvbench/attention/README.md", "`attention=`")) == {*EXECUTORS, "flashinfer", "auto"}
 
 

@@ -21,8 +21,10 @@ from kvbench.report.__main__ import main
 from kvbench.report.frame import collect
 from kvbench.report.published import FOLDER
 from kvbench.report.site.board import board
+from kvbench.report.site.front import front
 from kvbench.report.site.parts import Site
 from kvbench.report.site.samples import samples
+from kvbench.report.style import style_of
 
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -234,14 +236,42 @@ def test_pages_lead_to_one_another_and_nowhere_else(site: Path) -> None:
         text = page.read_text()
         for target in re.findall(r'(?:href|src)="([^"]+)"', text):
             path, _, part = target.partition("#")
-            assert target == "data:," or (page.parent / path if path else page).is_file(), (page, target)
-            assert not part or f'id="{part}"' in text, (page, target)
+            other = page.parent / path if path else page
+            assert target == "data:," or other.is_file(), (page, target)
+            assert not part or "=" in part or f'id="{part}"' in other.read_text(), (page, target)
     assert "://" not in (site / "site.css").read_text() + (site / "site.js").read_text()
+
+
+def test_the_front_door_answers_which_method_fits_a_share_of_the_memory(site: Path) -> None:
+    text = (site / "index.html").read_text()
+    cells = [(cell.get("data-method"), words) for cell, words in cells_of(text.partition('class="best"')[2])]
+    shares = [2, 5, 10, 25, 50]
+    assert re.findall(r'href="leaderboard.html#share=(\d+)"', text) == list(map(str, shares))
+    full = ARMS["full", None][2]
+    for share, (method, words) in zip(shares, cells, strict=False):
+        fits = [
+            (arm, fmean(short + long)) for arm, (short, long, size, _) in ARMS.items() if 100 * size <= share * full
+        ]
+        fits = sorted((one for one in fits if one[0][0] != "full"), key=lambda one: -one[1])
+        assert (method is None) == (not fits) and (not fits or words.startswith(style_of(method).label))
+        if fits:
+            assert method == fits[0][0][0] and f"score {100 * fits[0][1]:.1f}" in words
+            assert "in its interval" not in words, "1 of 6 is not in that of 5 of 6"
+
+
+def test_the_front_door_says_how_many_are_as_good(tmp_path: Path) -> None:
+    sizes = {"full": 2**24, "quest": 2**20, "snapkv": 2**20}
+    for method, size in sizes.items():
+        lines = [record(f"s{score}", "", score, audit={"device_kv_bytes": size}) for score in (0.0, 1.0)]
+        stored(tmp_path, method, None if method == "full" else 64, lines)
+    *_, start = front(Site(collect([tmp_path]), ""), {"Leaderboard": "leaderboard.html"})
+    cells = [words for cell, words in cells_of(str(start.content)) if "data-method" in cell]
+    assert cells == ["Quest 64score 50.0, 1 more in its interval"] * 3
 
 
 def test_a_method_has_a_page_of_what_it_is_finds_and_should_find(site: Path) -> None:
     page = (site / "methods/quest.html").read_text()
-    for part in ("results", "by-group", "pictures", "published-beside-ours", "settings"):
+    for part in ("results", "by-group", "pictures", "claims", "published-beside-ours", "settings"):
         assert f'<section id="{part}">' in page
     assert "largest upper bound on q.k" in page and "page_size: 16" in page and "quest-budget.svg" in page
     assert "44 published numbers in 8 tables; 0 of them have a run of ours" in page
@@ -274,14 +304,14 @@ def test_runs_without_outputs_say_so(results: Path, tmp_path: Path) -> None:
 # -- in a browser ------------------------------------------------------------------------------------------------------
 
 
-def browse(page: Path, script: str, tmp_path: Path) -> Any:
-    """What a script returns in a page that a browser has opened; nothing may stand on its console."""
+def browse(page: Path, script: str, tmp_path: Path, part: str = "", wide: int = 1200) -> Any:
+    """What a script returns in a page, or a part of it, that a browser so wide has opened; its console stays empty."""
     copy = page.with_name(f"selftest-{page.name}")
     ending = f"<script>document.title = JSON.stringify((() => {{ {script} }})());</script></body>"
     copy.write_text(page.read_text().replace("</body>", ending))
     command = [
         str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
-        "--enable-logging=stderr", "--dump-dom", copy.as_uri(),
+        "--enable-logging=stderr", f"--window-size={wide},900", "--dump-dom", copy.as_uri() + part,
     ]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, text=True)
@@ -315,7 +345,7 @@ def test_the_leaderboard_sorts_filters_and_names_the_best_that_fits(site: Path, 
     set("filters", "method", "quest"); found.none = [visible().length, document.querySelector("#best h2").textContent];
     return found;
     """
-    found = browse(site / "index.html", HELPERS + script, tmp_path)
+    found = browse(site / "leaderboard.html", HELPERS + script, tmp_path)
     assert found["all"] == ["full -", "pariskv 64", "quest 128", "quest 64", "snapkv 64"]
     assert found["quick"] == ["snapkv 64", "quest 64", "quest 128", "full -", "pariskv 64"]
     assert found["slow"] == found["quick"][::-1]
@@ -324,6 +354,36 @@ def test_the_leaderboard_sorts_filters_and_names_the_best_that_fits(site: Path, 
     assert words.startswith("passkey, tiny: ParisKV C = 64; score 83.3; 1.50 MiB on the device; 3.8 % of full")
     assert page == "methods/pariskv.html" and kept == "#share=5"
     assert found["both"] == ["snapkv 64"] and found["none"] == [0, "Nothing fits"]
+
+
+@browsed
+def test_both_questions_are_answered_within_three_clicks(site: Path, tmp_path: Path) -> None:
+    """On a phone; a click is a link's address, which the next page is opened with."""
+    script = """
+    const link = words => [...document.querySelectorAll("main a")].find(one => one.textContent.trim() === words);
+    return [...["5 %", "Quest"].map(word => link(word).getAttribute("href")), document.body.scrollWidth <= innerWidth];
+    """
+    small, claims, narrow = browse(site / "index.html", HELPERS + script, tmp_path, wide=390)
+    assert narrow and claims == "methods/quest.html#claims"
+    page, _, part = small.partition("#")
+    script = """
+    const first = document.querySelector("#best a").getAttribute("href");
+    return [visible(), first, document.body.scrollWidth <= innerWidth];
+    """
+    rows, best, narrow = browse(site / page, HELPERS + script, tmp_path, f"#{part}", wide=390)
+    assert rows == ["pariskv 64", "snapkv 64"] and best == "methods/pariskv.html" and narrow
+    script = """
+    const [first] = document.querySelectorAll("#claims details");
+    first.querySelector("summary").click();
+    return [first.open, first.querySelector("b").textContent, first.innerText.includes("wanted"),
+      document.body.scrollWidth <= innerWidth];
+    """
+    assert browse(site / "methods/pariskv.html", script, tmp_path, "#claims", wide=390) == [
+        True,
+        "undecided",
+        True,
+        True,
+    ]
 
 
 @browsed

@@ -19,6 +19,8 @@ from kvbench.runs.folder import ResultsError
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from matplotlib.figure import Figure
+
     from kvbench.report.cells import Table
     from kvbench.report.frame import LeftOut, Runs
     from kvbench.runs.quantities import Quantity
@@ -51,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(_list())
         elif given.claims:
             _print_claims(given)
+        elif given.figure and _drawn_from_file(given):
+            print(given.out)
         else:
             runs = _runs(given)
             make = _draw if given.figure else _write_site if given.format == "site" else _print
@@ -148,13 +152,13 @@ def _check_site(given: Namespace) -> None:
 
 def _list() -> str:
     """All that can be asked for, each with a line on what it is."""
-    from kvbench.report.figures import FIGURES
+    from kvbench.report.figures import FIGURES, OF_FILES
     from kvbench.report.published import ids
     from kvbench.runs.quantities import NUMBERS
 
     parts = {
         "published tables (--paper)": ids(),
-        "figures (--figure)": {name: title for name, (_, title) in FIGURES.items()},
+        "figures (--figure)": {name: title for name, (_, title) in (FIGURES | OF_FILES).items()},
         "values (--values)": {
             **{name: quantity.heading + _better(quantity) for name, quantity in NUMBERS.items()},
             "breakdown_ms.PART": "a part of a decode step, such as breakdown_ms.select",
@@ -349,17 +353,32 @@ def _write_site(given: Namespace, runs: Runs | None) -> list[str]:
 
 
 def _draw(given: Namespace, runs: Runs | None) -> list[str]:
-    from kvbench.report.figures import draw, write
+    from kvbench.report.figures import draw
     from kvbench.report.select import select
 
     assert runs is not None
-    figure = draw(given.figure, runs.only(select(runs, given.where)))
+    _write_figure(given, draw(given.figure, runs.only(select(runs, given.where))))
+    print(given.out)
+    return []
+
+
+def _drawn_from_file(given: Namespace) -> bool:
+    """Whether the figure is one of a script's JSON, which then is drawn."""
+    from kvbench.report.figures import OF_FILES
+
+    if given.figure not in OF_FILES:
+        return False
+    _write_figure(given, OF_FILES[given.figure][0](given.folders))
+    return True
+
+
+def _write_figure(given: Namespace, figure: Figure) -> None:
+    from kvbench.report.figures import write
+
     try:
         write(figure, given.out)
     except OSError as error:
         raise ConfigError(f"--out {given.out}: cannot write there ({error.strerror})") from error
-    print(given.out)
-    return []
 
 
 if __name__ == "__main__":

@@ -19,13 +19,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from kvbench.config import ConfigError, nearest
+from kvbench.report.audited import attended, read
 from kvbench.report.bars import latency
 from kvbench.report.breakeven import breakeven
+from kvbench.report.diagonal import published
 from kvbench.report.evidence import Evidence
 from kvbench.report.frame import YARDSTICK, Runs
+from kvbench.report.maps import lost, passkey
 from kvbench.report.nearness import drift, fidelity
 from kvbench.report.panels import (
-    MOST_MAPS,
     arms_for,
     curves_of,
     draw_intervals,
@@ -35,15 +37,14 @@ from kvbench.report.panels import (
     line_look,
     mark_powers,
     panels_of,
-    refuse_crowd,
-    rows_of,
     series_of,
-    thousands,
 )
+from kvbench.report.searching import search
 from kvbench.report.seeds import over_seeds
 from kvbench.report.stats import COVERAGE
 from kvbench.report.style import Style
 from kvbench.report.tradeoff import draw_front, tradeoff
+from kvbench.report.written import written
 from kvbench.runs.quantities import QUANTITIES
 from kvbench.runs.summary import timed_alike
 
@@ -60,7 +61,7 @@ def draw(name: str, runs: Runs) -> Figure:
         ConfigError: no such figure (names the nearest), or no run to draw it from.
     """
     if name not in FIGURES:
-        raise ConfigError(f"figure={name}: no such figure; {nearest(name, FIGURES)}")
+        raise ConfigError(f"figure={name}: no such figure; {nearest(name, FIGURES | OF_FILES)}")
     return FIGURES[name][0](over_seeds(runs, runs.arms.index)[0])
 
 
@@ -114,51 +115,6 @@ def budget(runs: Runs) -> Figure:
             known = arms[arms["budget"].notna() & arms[x].notna()]
             draw_front(axis, known[x].astype(float), known["score"].astype(float), more_is_better=True)
     return finished(figure, axes, [arms for _, arms in panels])
-
-
-def passkey(runs: Runs) -> Figure:
-    """Share of the passkeys found, by depth and prompt length; a panel for each arm (IceCache, Fig. 6)."""
-    arms = arms_for(runs, "passkey", probed=False, task="passkey")
-    panels = panels_of("passkey", runs, arms)
-    found = [
-        (one.label(arm.budget) if len(panels) == 1 else f"{one.label(arm.budget)}\n{title}", arm)
-        for title, own in panels
-        for one in series_of(runs, own)
-        for arm in rows_of(one.arms)
-    ]
-    refuse_crowd("passkey", len(found), "arms", MOST_MAPS)
-    columns = min(4, len(found))
-    title = "passkeys found by depth and length" + (f": {panels[0][0]}" if len(panels) == 1 else "")
-    figure, axes = grid(math.ceil(len(found) / columns), columns, title, (3.1, 2.6))
-    for axis in axes.flat[len(found) :]:
-        axis.set_axis_off()
-    for axis, (title, arm) in zip(axes.flat, found, strict=False):
-        cells = _passkey_cells(runs.samples(arm))
-        image = axis.imshow(cells, aspect="auto", cmap="cividis", vmin=0, vmax=100, interpolation="nearest")
-        axis.set_xticks(range(cells.shape[1]), [thousands(length) for length in cells.columns], rotation=45)
-        step = max(1, cells.shape[0] // 5)
-        axis.set_yticks(range(0, cells.shape[0], step), [f"{depth:g}" for depth in cells.index[::step]])
-        axis.set_title(title, fontsize=9)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("depth (%)")
-    units = " or ".join(sorted({str(unit) for unit in runs.settings.loc[arms.index, "task.unit"]}))
-    for axis in axes.flat[max(0, len(found) - columns) : len(found)]:
-        axis.set_xlabel(f"prompt length ({units})")
-    figure.colorbar(image, ax=axes, label="found (%)", aspect=40, pad=0.01)
-    return finished(figure, axes, [arms])
-
-
-def _passkey_cells(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """Percent found, depths by lengths; a failed sample found nothing."""
-    lines = [
-        {
-            "depth": sample["meta"]["depth"],
-            "length": sample["meta"]["length"],
-            "found": 0.0 if sample.get("error") else 100 * sample["scores"]["accuracy"],
-        }
-        for sample in samples
-    ]
-    return pd.DataFrame(lines).pivot_table("found", "depth", "length")
 
 
 def length(runs: Runs) -> Figure:
@@ -290,6 +246,8 @@ def clusters(runs: Runs) -> Figure:
 
 FIGURES: dict[str, tuple[Callable[[Runs], Figure], str]] = {
     "budget": (budget, "score against budget, and against what was attended"),
+    "attended": (attended, "nominal against measured budget: attended / C"),
+    "read": (read, "score and KL from full attention against the bytes of KV that a step reads"),
     "tradeoff": (tradeoff, "score against device memory and time per token (IceCache, Fig. 1)"),
     "passkey": (passkey, "passkeys found by depth and length (IceCache, Fig. 6)"),
     "latency": (latency, "second token, time per token and its parts (IceCache, Fig. 7; LycheeCluster, Fig. 5)"),
@@ -302,5 +260,12 @@ FIGURES: dict[str, tuple[Callable[[Runs], Figure], str]] = {
     ),
     "fidelity": (fidelity, "KL from full attention against budget, attended entries and memory, from task=fidelity"),
     "drift": (drift, "KL from full attention over decode steps, from task=fidelity"),
+    "lost": (lost, "attention mass lost by layer and query head, from runs with probe.every"),
+    "written": (written, "new tokens of an answer, and how many end in a loop, against the budget"),
+    "published": (published, "published scores against ours, with what differs"),
     "clusters": (clusters, "recall against cluster or page size, from runs with probe.every (LycheeCluster, Fig. 10)"),
+}
+# Drawn from JSON that a script printed, in place of runs.
+OF_FILES: dict[str, tuple[Callable[[Sequence[Path]], Figure], str]] = {
+    "search": (search, "recall against microseconds a query, with the bandwidth floor, from scripts/bench_index.py"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from kvbench.report.stats import Estimate
 from kvbench.report.style import STYLES, Style, style_of
 
 LINES = ("-", "--", ":", "-.")
-MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 60, 24  # that one picture can show
+MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 80, 24  # that one picture can show
 # Settings in which the arms of a panel may differ; in all others they are alike, or they stand in panels of their own.
 # What begins like one of these makes a variant of a method, and is named in the legend.
 OF_VARIANTS = ("method.", "attention", "shared_prefill")
@@ -58,14 +59,21 @@ class Series(NamedTuple):
 def arms_for(
     runs: Runs, name: str, probed: bool, column: str | None = None, task: str | None = None, scored: bool = False
 ) -> pd.DataFrame:
-    """The arms a figure can use; `scored`: those that have a score, and are no timed runs.
+    """The arms a figure can use.
+
+    Args:
+        probed: those with probes, else those without; of task=fidelity, whose numbers no probe changes, then also those
+            that ran with probes alone.
+        column: which has a value.
+        task: the one that they are of.
+        scored: those that have a score, and are no timed runs.
 
     Raises:
         ConfigError: there is none.
     """
     arms = runs.arms
     if len(arms):
-        arms = arms[(arms["probe_every"] > 0) == probed]
+        arms = arms[(arms["probe_every"] > 0) == probed] if probed else arms[_without_probes(runs, arms)]
     if len(arms) and scored:
         arms = arms[arms["floor_ms"].isna()]
     if len(arms) and task:
@@ -78,6 +86,13 @@ def arms_for(
             f"figure={name}: no run{f' of task={task}' if task else ''}{kind} among {len(runs.arms)} runs"
         )
     return arms
+
+
+def _without_probes(runs: Runs, arms: pd.DataFrame) -> pd.Series:
+    """Whether an arm ran without probes, or is of `task=fidelity` and did not run without them as well."""
+    bare = arms["probe_every"] == 0
+    others = runs.settings.loc[arms.index].drop(columns="probe.every", errors="ignore").map(str).apply(tuple, axis=1)
+    return bare | ((arms["task"] == "fidelity") & ~others.isin(set(others[bare])))
 
 
 def panels_of(
@@ -218,18 +233,38 @@ def mark_powers(axis: Any, ticks: Iterable[float]) -> None:
     axis.grid(alpha=0.3)
 
 
-def finished(figure: Figure, axes: Any, arms: Sequence[pd.DataFrame], times: bool = False) -> Figure:
-    """One legend for all panels, and what a reader must know of the runs; where `times` are drawn, of them too."""
+def finished(
+    figure: Figure,
+    axes: Any,
+    arms: Sequence[pd.DataFrame],
+    times: bool = False,
+    named: bool = False,
+    told: Sequence[str] = (),
+) -> Figure:
+    """One legend for all panels, but for lines `named` at their ends, and what a reader must know of the runs; where
+    `times` are drawn, of them too. What is `told` besides has lines of its own.
+    """
     whole = pd.concat(arms)
     caveats = " | ".join(filter(None, [*(_of_times(whole) if times else []), *_caveats(whole)]))
-    named = {name: handle for axis in axes.flat for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
-    if not named:
-        figure.supxlabel(caveats, fontsize=8)
+    below = "\n".join(textwrap.fill(words, int(19 * figure.get_figwidth())) for words in [*told, caveats])
+    if named:
+        figure.supxlabel(below, fontsize=8)
         return figure
-    columns = max(1, min(len(named), int(figure.get_figwidth() * 11 / (max(map(len, named)) + 6))))
-    figure.set_figheight(figure.get_figheight() + 0.24 * max(0, math.ceil(len(named) / columns) - 3))
+    return legend(figure, axes, below)
+
+
+def legend(figure: Figure, axes: Any, title: str, more: Sequence[Any] = ()) -> Figure:
+    """One legend for all axes and for `more` handles, under a title; where there is none of them the title alone."""
+    lines = {name: handle for axis in axes.flat for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+    lines |= {handle.get_label(): handle for handle in more}
+    if not lines:
+        figure.supxlabel(title, fontsize=8)
+        return figure
+    columns = max(1, min(len(lines), int(figure.get_figwidth() * 11 / (max(map(len, lines)) + 6))))
+    rows = math.ceil(len(lines) / columns) + title.count("\n")
+    figure.set_figheight(figure.get_figheight() + 0.24 * max(0, rows - 3))
     look = {"loc": "outside lower center", "ncols": columns, "frameon": False}
-    figure.legend(named.values(), named.keys(), title=caveats, title_fontsize=8, handlelength=3, **look)
+    figure.legend(lines.values(), lines.keys(), title=title, title_fontsize=8, handlelength=3, **look)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""The first page: every arm in one table that sorts and filters, and above it the best that fits."""
+"""The leaderboard: every arm in one table that sorts and filters, and above it the best that fits."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from html import escape
 
 from kvbench.report.frame import YARDSTICK
 from kvbench.report.select import order_of
-from kvbench.report.site.parts import File, Row, Site, cell_of, linked, page, small
-from kvbench.runs.quantities import QUANTITIES
+from kvbench.report.site.front import SHARES
+from kvbench.report.site.parts import File, Row, Site, cell_of, linked, page, share_of, small
 
-SHARES = (50, 25, 10, 5, 2)  # per cent of full attention's device memory, to choose from
 # Column -> (heading, whether a small screen has no room for it).
 COLUMNS = {
     "score": ("score", False),
@@ -45,7 +44,7 @@ def board(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     timed = f"<li>{site.timed} timed runs are not here: --format html shows them.</li>" if site.timed else ""
     left_out = "".join(f"<li>{escape(f'{path.name}: {why}')}</li>" for path, why in site.runs.left_out)
     yield page(
-        "index.html",
+        "leaderboard.html",
         "Which method, at which cost?",
         site,
         sections,
@@ -75,13 +74,10 @@ def _line(site: Site, row: Row, words: Iterable[str], columns: Iterable[str]) ->
 
 def _share(site: Site, row: Row) -> str:
     """Its KV on the device as a share of what full attention held there for the same samples."""
-    name = QUANTITIES["device_kv_bytes"].name
-    whole = site.joined.arm[row.full][name] if row.full is not None else None
-    own = site.joined.arm[row.run][name]
-    if not whole or own is None or own != own or whole != whole:
+    share = share_of(site, row)
+    if share is None:
         return '<td data-name="device_share" class="none">-</td>'
     assert row.full is not None
-    share = 100 * own / whole
     runs = f'data-run="{site.run_ids(row.run)}" data-full="{site.run_ids(row.full)}"'
     return f'<td data-name="device_share" data-value="{share!r}" {runs}>{share:.1f}</td>'
 

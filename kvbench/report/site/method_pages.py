@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from kvbench.config import choices, conf_dir, method_config, show
-from kvbench.report.site.parts import File, Row, Site, label_of, linked, page, swatch, table_of
+from kvbench.report.site.claimed import claims_section
+from kvbench.report.site.parts import File, Row, Site, figure, label_of, linked, page, swatch, table_of
 from kvbench.report.site.printed import Printed, all_printed, published
 from kvbench.report.site.prose import about, choices_taken
 from kvbench.report.site.results import FIGURES, by_group, pictures, results
@@ -31,15 +32,12 @@ def method_pages(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
 
 def _body(site: Site, method: str, own: Sequence[Row], drawn: Sequence[str], tables: Sequence[Printed]) -> str:
     shipped = choices("method")
-    figures = (
-        f'<figure><img loading="lazy" src="{escape(method)}-{name}.svg" alt="{FIGURES[name]}">'
-        f"<figcaption>{FIGURES[name]}.</figcaption></figure>"
-        for name in drawn
-    )
+    figures = (figure(f"{method}-{name}.svg", FIGURES[name]) for name in drawn)
     parts = {
         "Results": results(site, own) if own else "<p>It did not run here.</p>",
         "By group": by_group(site, own),
         "Pictures": "".join(figures),
+        "Claims": claims_section(site, method),
         "Published beside ours": published(method, tables),
         "Where its paper leaves a choice": choices_taken(method_config(method).target) if method in shipped else "",
         "Settings": _settings(method) if method in shipped else "",

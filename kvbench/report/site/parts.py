@@ -16,13 +16,15 @@ from typing import NamedTuple
 import kvbench
 from kvbench.config import choices
 from kvbench.report.cells import Cell, Table, runs_of
+from kvbench.report.claims.page import Judged, judged
 from kvbench.report.evidence import Evidence
 from kvbench.report.formats import NONE, text
-from kvbench.report.frame import Runs
+from kvbench.report.frame import Runs, missing
 from kvbench.report.seeds import over_seeds
 from kvbench.report.select import by_protocol
 from kvbench.report.style import STYLES, style_of
 from kvbench.report.tables import summary
+from kvbench.runs.quantities import QUANTITIES
 
 VALUES = ("score", "kl_mean", "device_kv_bytes", "moved_bytes_per_step", "tpot_ms_mean", "recall")
 AXES = ("model", "task", "method", "budget")
@@ -85,6 +87,11 @@ class Site:
     def evidence(self) -> Evidence:
         """What can be said of them."""
         return Evidence(self.joined)
+
+    @cached_property
+    def judged(self) -> list[Judged]:
+        """The papers' claims, with the verdicts by these runs and the measurements that kvbench ships."""
+        return judged(self.runs, [])
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -171,11 +178,18 @@ def swatch(method: str) -> str:
     return f'<i class="swatch" style="--colour:{style_of(method).colour}"></i>'
 
 
-def linked(method: str, root: str) -> str:
-    """A method's name, which leads to its page."""
-    return (
-        f'<a class="method" href="{root}methods/{escape(method)}.html">{swatch(method)}{escape(label_of(method))}</a>'
-    )
+def linked(method: str, root: str, part: str = "") -> str:
+    """A method's name, which leads to its page, or to a part of it such as "#claims"."""
+    page = f"{root}methods/{escape(method)}.html{part}"
+    return f'<a class="method" href="{page}">{swatch(method)}{escape(label_of(method))}</a>'
+
+
+def share_of(site: Site, row: Row) -> float | None:
+    """Per cent of what full attention held on the device for the same samples; None without such a run."""
+    name = QUANTITIES["device_kv_bytes"].name
+    whole = site.joined.arm[row.full][name] if row.full is not None else None
+    own = site.joined.arm[row.run][name]
+    return None if missing(whole) or not whole or missing(own) else 100 * own / whole
 
 
 def cell_of(row: Row, name: str) -> str:
@@ -203,6 +217,15 @@ def ends_of(name: str) -> tuple[str, str]:
 def small(words: str) -> str:
     """Words that stand small behind others, or nothing."""
     return f" <small>{escape(words)}</small>" if words else ""
+
+
+def figure(path: str, words: str) -> str:
+    """A picture with words below it, which a small screen opens alone to look at it closely."""
+    path = escape(path)
+    return (
+        f'<figure><a href="{path}"><img loading="lazy" src="{path}" alt="{words}"></a>'
+        f"<figcaption>{words}.</figcaption></figure>"
+    )
 
 
 def table_of(head: str, lines: Iterable[str], look: str = "") -> str:

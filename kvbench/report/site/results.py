@@ -101,14 +101,20 @@ def _group_cell(site: Site, row: Row, group: str) -> str:
 
 
 def pictures(site: Site, own: Sequence[Row]) -> Iterator[tuple[str, bytes]]:
-    """The figures that a method's runs can be drawn in, by name, as SVG whose text is text."""
-    from matplotlib import rc_context
-
+    """The figures that a method's runs can be drawn in, by name."""
     panels, beside = {row.panel for row in own}, {own[0].method, YARDSTICK, ORACLE}
     drawable = [row.run for row in site.rows if row.panel in panels and row.method in beside]
     for name in FIGURES:
-        try:
-            with rc_context({"svg.fonttype": "none"}):
-                yield name, drawn(draw(name, site.joined.only(drawable)), "svg")
-        except (ConfigError, LookupError, TypeError, ValueError):
-            continue  # not from these runs, or these are by an older kvbench; the tables stand
+        if drawing := picture(site, name, drawable):
+            yield name, drawing
+
+
+def picture(site: Site, name: str, drawable: Sequence[int]) -> bytes:
+    """A figure of these runs as SVG whose text is text; b"" where they are not to be drawn in it."""
+    from matplotlib import rc_context
+
+    try:
+        with rc_context({"svg.fonttype": "none"}):
+            return drawn(draw(name, site.joined.only(drawable)), "svg")
+    except (ConfigError, LookupError, TypeError, ValueError):
+        return b""  # not from these runs, or these are by an older kvbench; the tables stand

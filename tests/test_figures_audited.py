@@ -1,0 +1,167 @@
+"""Figures of stored runs, their numbers computed by hand: of the audit, probes, outputs, papers and a script."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.colors import to_hex
+from report_runs import record, stored
+from test_figures import overprinted
+
+from kvbench.config import ConfigError
+from kvbench.report import diagonal, figures
+from kvbench.report.__main__ import main
+from kvbench.report.frame import collect
+from kvbench.report.labels import apart
+from kvbench.report.published import PaperTable
+from kvbench.report.style import STYLES, style_of
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKEN = 1024  # bytes of a token's keys and values in all layers
+LENGTH = 1000  # tokens at the end
+
+
+def measured(attended: float, budget: int | None, kl: float, scanned: float = 0.0, index: int = 0) -> dict[str, Any]:
+    """What a sample of `task=fidelity` says; a fifth of the layers is dense."""
+    audit = {"attended_mean": attended, "attended_max": LENGTH, "budget": budget, "dense_share": 0.2}
+    audit |= {"device_kv_bytes": TOKEN * LENGTH, "read_bytes_per_step": scanned, "index_bytes": index}
+    return {"audit": audit, "fidelity": {"kl_mean": kl, "nll": 2.0, "nll_full": 2.0}}
+
+
+def lines_of(axis: Any) -> dict[str, tuple[list[float], list[float]]]:
+    """The points of every named line of an axis."""
+    handles = zip(*axis.get_legend_handles_labels(), strict=True)
+    lines = {name: getattr(handle, "lines", [handle])[0] for handle, name in handles}
+    return {
+        name: (list(map(float, line.get_xdata())), list(map(float, line.get_ydata()))) for name, line in lines.items()
+    }
+
+
+def test_a_step_reads_what_is_attended_in_all_layers_and_what_is_scanned(tmp_path: Path) -> None:
+    probes = {"config": {"probe": {"every": 16}}}
+    stored(tmp_path, "full", None, [record("s", "", 1.0, **measured(990.0, None, 0.0))], task="fidelity")
+    for budget, attended, kl in ((64, 80.0, 0.25), (128, 160.0, 1e-9)):
+        line = record("s", "", 0.5, **measured(attended, budget, kl, 2048.0, 3 * 2**20))
+        stored(tmp_path, "quest", budget, [line], task="fidelity", **(probes if budget == 128 else {}))
+    scores, near = figures.draw("read", collect([tmp_path])).axes
+    expected = [(TOKEN * (0.8 * attended + 0.2 * 990) + 2048) / 2**20 for attended in (80, 160)]
+    assert lines_of(scores)["Quest"] == (pytest.approx(expected), [50, 50])
+    assert lines_of(scores)["Full"][0] == pytest.approx([TOKEN * 990 / 2**20])
+    assert lines_of(near)["Quest"] == (pytest.approx(expected), [0.25, 1e-5]), "what is nearer stands at the edge"
+    assert "Full" not in lines_of(near) and "Quest (below 1e-05)" in {text.get_text() for text in near.texts}
+    (with_index,) = (
+        marks for marks in near.collections if np.shape(marks.get_segments()) == (2, 2, 2) and marks.get_alpha()
+    )
+    assert [segment[1][0] - segment[0][0] for segment in with_index.get_segments()] == pytest.approx([3, 3])
+
+
+def test_bytes_read_need_a_yardstick(tmp_path: Path) -> None:
+    stored(tmp_path, "quest", 64)
+    with pytest.raises(ConfigError, match="figure=read: no sparse run with an audit beside one of method=full"):
+        figures.draw("read", collect([tmp_path]))
+
+
+def test_what_was_attended_stands_over_its_budget_in_tokens_and_no_words_on_one_another(tmp_path: Path) -> None:
+    methods = [method for method in STYLES if method != "full"][:14]
+    for place, method in enumerate(methods):
+        for budget in (64, 128):
+            line = record("s", "", 1.0, audit={"attended_mean": budget * (1 + place / 50), "budget": budget})
+            stored(tmp_path, method, budget, [line])
+    line = record("s", "", 1.0, audit={"attended_mean": 150.0, "budget": 100})
+    stored(tmp_path, "rkv", 0.1, [line])
+    stored(tmp_path, "full", None)
+    figure = figures.draw("attended", collect([tmp_path]))
+    (axis,) = figure.axes
+    curves = {
+        tuple(line.get_xdata()): line.get_ydata().tolist() for line in axis.lines if line.get_color() == "#882255"
+    }
+    assert curves[100.0,] == [1.5], "a share of the prompt stands at its tokens"
+    assert {text.get_text() for text in axis.texts} >= {style_of(method).label for method in methods}
+    assert overprinted(figure) == []
+    with pytest.raises(ConfigError, match="figure=attended: no run with a budget among 1 runs"):
+        runs = collect([tmp_path])
+        figures.draw("attended", runs.only(list(runs.arms.index[runs.arms["method"] == "full"])))
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(0.01, 0.08))
+def test_names_keep_their_order_and_a_gap_and_move_no_more_than_they_must(wanted: list[float], gap: float) -> None:
+    wanted = sorted(wanted)
+    found = apart(wanted, gap)
+    assert all(above - below >= gap - 1e-9 for below, above in zip(found, found[1:], strict=False))
+    assert found[0] >= -1e-9 and found[-1] <= 1 + 1e-9
+    if all(above - below >= gap for below, above in zip(wanted, wanted[1:], strict=False)):
+        assert found == pytest.approx(wanted)
+
+
+def test_lost_mass_is_what_the_probes_did_not_see_selected(tmp_path: Path) -> None:
+    def probed(low: float, high: float) -> dict[str, Any]:
+        return {"mass": 0.5, "layers": {"10": {"mass": [low, 1.0]}, "2": {"mass": [high, 0.25]}}}
+
+    lines = [record("one", "", 1.0, probe=probed(0.5, 0.9)), record("two", "", 1.0, probe=probed(0.7, 0.7))]
+    stored(tmp_path, "quest", 64, lines, config={"probe": {"every": 1}})
+    figure = figures.draw("lost", collect([tmp_path]))
+    axis, _scale = figure.axes
+    assert axis.images[0].get_array().tolist() == [pytest.approx([20, 75]), pytest.approx([40, 0])], "layer 2 above 10"
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["2", "10"]
+    assert axis.get_title() == "Quest 64: 33.8 %"
+
+
+def test_lengths_of_outputs_stand_at_their_budget(tmp_path: Path) -> None:
+    stored(tmp_path, "full", None, [record(f"s{size}", "", 1.0, output_ids=[*range(size)]) for size in (10, 20)])
+    looped = [
+        record("loops", "", 1.0, output_ids=[7] * 60),
+        record("told", "", 1.0, written={"length": 40, "looped": 0}),
+    ]
+    stored(tmp_path, "quest", 64, looped)
+    length, loops = figures.draw("written", collect([tmp_path])).axes
+    assert lines_of(length)["Quest"] == ([64], [50]) and set(lines_of(length)["Full"][1]) == {15}
+    assert lines_of(loops)["Quest"] == ([64], [50]) and set(lines_of(loops)["Full"][1]) == {0}
+    bare = stored(tmp_path / "bare", "quest", 64)
+    with pytest.raises(
+        ConfigError, match="figure=written: no run stored its outputs or how long they are among 1 runs"
+    ):
+        figures.draw("written", collect([bare]))
+
+
+def test_ours_stands_over_the_published_and_says_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = {"row": "Quest", "column": "A", "value": 60.0, "note": "", "model": "tiny", "method": "quest", "budget": 64}
+    line |= {"task": "ruler", "group": "a", "metric": "score", "settings": ()}
+    other = {**line, "column": "S1", "value": 70.0, "group": "niah_single_2/1024"}
+    unfit = {**line, "row": "SnapKV", "method": "snapkv"}
+    paper = PaperTable("p_table1", "A title", "A paper", pd.DataFrame([line, other, unfit], dtype=object))
+    monkeypatch.setattr(diagonal, "ids", lambda: ["p_table1"])
+    monkeypatch.setattr(diagonal, "table", {"p_table1": paper}.get)
+    stored(tmp_path, "quest", 64, {"a": [1.0, 0.0], "niah_single_2/1024": [1.0, 1.0]}, task="ruler")
+    figure = figures.draw("published", collect([tmp_path]))
+    marks = {tuple(bar.lines[0].get_xydata()[0]): bar.lines[0] for bar in figure.axes[0].containers}
+    assert marks.keys() == {(60, 50), (70, 100)}
+    assert to_hex(marks[60, 50].get_markerfacecolor()) == style_of("quest").colour.lower()
+    assert marks[70, 100].get_markerfacecolor() == "none", "on texts that kvbench generates"
+    assert [text.get_text() for text in figure.axes[0].texts] == ["g"]
+    assert figure.legends[0].get_title().get_text().startswith("g: on texts that kvbench generates")
+    stored(tmp_path / "other", "snapkv", 128)
+    with pytest.raises(ConfigError, match="figure=published: none of these 1 runs is of a published cell's model"):
+        figures.draw("published", collect([tmp_path / "other"]))
+
+
+def test_a_search_is_drawn_from_what_its_script_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = [{"recall": 0.9, "query_us": 40.0, "floor_us": 30.0}, {"recall": 0.5, "query_us": 20.0, "floor_us": 10.0}]
+    group = {"group": 1, "flat_us": 90.0, "stream_us": 80.0, "points": {"dci point": points, "faiss_ivf": points[:1]}}
+    path = tmp_path / "index.json"
+    path.write_text(json.dumps({"runs": [{"keys": "made", "n": 100, "groups": [group]}]}))
+    (axis,) = figures.OF_FILES["search"][0]([path]).axes
+    assert lines_of(axis)["IceCache"] == ([20, 40], [0.5, 0.9]) and lines_of(axis)["faiss, IVF"] == ([40], [0.9])
+    assert [10, 30] in [list(line.get_xdata()) for line in axis.lines], "the floor"
+    assert lines_of(axis)["one pass over all keys"][0] == [80, 80]
+    assert main([str(path), "--figure", "search", "--out", str(tmp_path / "search.png")]) == 0
+    path.write_text("{}")
+    for words in ([str(path)], [str(tmp_path)], []):
+        assert main([*words, "--figure", "search", "--out", str(tmp_path / "search.png")]) == 2
+        assert "expected one file, what scripts/bench_index.py prints last" in capsys.readouterr().err
