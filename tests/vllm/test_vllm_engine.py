@@ -13,10 +13,10 @@ from test_vllm_requests import Checked
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own: make test-vllm")
 os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
 
-from vllm import LLM, SamplingParams  # noqa: E402
+from vllm import LLM, SamplingParams
 
-from kvbench.config import ASSETS, ConfigError  # noqa: E402
-from kvbench.engine.vllm.plan import Plan, vllm_options  # noqa: E402
+from kvbench.config import ASSETS, ConfigError
+from kvbench.engine.vllm.plan import Plan, vllm_options
 
 STEPS = 8
 
