@@ -28,10 +28,10 @@ class Served:
         self.llm = LLM(
             str(ASSETS / "tiny"),
             dtype=dtype,
-            max_model_len=1024,
             enforce_eager=True,
             max_num_seqs=8,
-            **{"max_num_batched_tokens": 256, "enable_prefix_caching": False, **settings},
+            max_num_batched_tokens=256,
+            **{"max_model_len": 1024, "enable_prefix_caching": False, **settings},
             **vllm_options("full", None),
         )
 
@@ -75,7 +75,8 @@ def served(request: pytest.FixtureRequest, checked: None) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def crowded(checked: None) -> Iterator[Served]:
     """Room for some of the requests alone, and prompts that begin alike are found again."""
-    yield from _served("float32", num_gpu_blocks_override=11, block_size=32, enable_prefix_caching=True)
+    room = {"num_gpu_blocks_override": 11, "block_size": 32, "max_model_len": 256}
+    yield from _served("float32", **room, enable_prefix_caching=True)
 
 
 def _served(dtype: str, **settings: Any) -> Iterator[Served]:
