@@ -65,7 +65,7 @@ class ArkVale(Method):
         """Share the cache of each row out; no page is summed up yet."""
         super().begin(shape, budget, view, context)
         if shape.device.type == "cpu":
-            compile_mean_bound(shape.dtype, context.pool)
+            compile_mean_bound(shape.dtype)
         self.rooms = [self._room(capacity) for capacity in self.capacities]
         self.low: dict[int, torch.Tensor] = {}  # of each layer, [B, Hkv, pages, D]; of full pages alone
         self.high: dict[int, torch.Tensor] = {}
@@ -116,9 +116,7 @@ class ArkVale(Method):
 
     def _scores(self, layer: int, query: torch.Tensor) -> NDArray[np.float32]:
         """[B, pages], the mean over all heads of the largest logit in each page; query [B, Hq, 1, D]."""
-        scores: NDArray[np.float32] = (
-            mean_bound(query, self.low[layer], self.high[layer], self.context.pool).cpu().numpy()
-        )
+        scores: NDArray[np.float32] = mean_bound(query, self.low[layer], self.high[layer]).cpu().numpy()
         return scores
 
     # -- cache -----------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class Quest(Method):
         """No page is summed up yet."""
         super().begin(shape, budget, view, context)
         if shape.device.type == "cpu":
-            compile_kernels(shape.dtype, context.pool)
+            compile_kernels(shape.dtype)
         self.low: dict[int, torch.Tensor] = {}  # of each layer, [B, Hkv, pages, D]; +inf in a page without a key
         self.high: dict[int, torch.Tensor] = {}  # -inf in a page without a key
 
@@ -106,8 +106,7 @@ class Quest(Method):
         low, high, mean = self.low[layer], self.high[layer], self.selection == "kv_head"
         if is_readable(query):
             rows = np.array([(count, self._most(room), room) for count, room in zip(counts, rooms, strict=True)])
-            how = mean, self.budget.unified, self.context.pool
-            return Selection(best_tokens(query, low, high, self._edges(lengths), rows, *how))
+            return Selection(best_tokens(query, low, high, self._edges(lengths), rows, mean, self.budget.unified))
         score = upper_bound(query, low[:, :, : max(counts)], high[:, :, : max(counts)])
         score = score.mean(dim=2) if mean else score.flatten(1, 2)
         per_row = enumerate(zip(rooms, lengths, counts, score, strict=True))

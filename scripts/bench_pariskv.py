@@ -43,7 +43,7 @@ from capture_trace import load
 
 from methods.pariskv import kernels
 from methods.pariskv.codebook import Quotas, quotas, random_signs
-from methods.pariskv.index import KernelIndex, Workspace
+from methods.pariskv.index import KernelIndex
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -77,31 +77,34 @@ class Head:
 
     def __init__(self, keys: Floats) -> None:
         self.signs = random_signs(keys.shape[1], 0)
-        self.index = KernelIndex(1, 1, self.signs, ThreadPoolExecutor(1), [Workspace()])
+        self.index = KernelIndex(1, 1, self.signs, ThreadPoolExecutor(1))
         start = time.process_time()
         self.index.extend(0, torch.from_numpy(keys)[None])
         self.encode_us = 1e6 * (time.process_time() - start) / len(keys)
         self.ids, self.codes, self.halves, self.counts = self.index.head(0, 0)
-        self.work = Workspace()
-        self.work.fit(self.ids.shape[1], len(keys), len(self.ids))
+        subspaces, count = len(self.ids), len(keys)
+        self.votes, self.votes_of = np.empty(self.ids.shape[1], np.uint8), np.empty((subspaces, 256), np.uint8)
+        self.products = np.empty((subspaces, 4, 256), np.float32)
+        self.candidates, self.picked = np.empty(count, np.int32), np.empty(count, np.int32)
+        self.estimates = np.empty(count, np.float32)
 
     def tables(self, group: Floats, asked: Quotas) -> None:
         """What vote and rerank look up."""
         spans = np.array(asked.tiers)
-        kernels.tables(group, self.signs.numpy(), self.counts, spans, self.work.votes_of, self.work.products)
+        kernels.tables(group, self.signs.numpy(), self.counts, spans, self.votes_of, self.products)
 
     def vote(self, asked: Quotas) -> Any:
         """The candidates, ascending."""
-        candidates = self.work.candidates[: asked.candidates]
+        candidates = self.candidates[: asked.candidates]
         most = len(asked.tiers) * len(self.ids)
-        kernels.vote(self.ids, self.index.lengths[0], self.work.votes_of, most, self.work.votes, candidates)
+        kernels.vote(self.ids, self.index.lengths[0], self.votes_of, most, self.votes, candidates)
         return candidates
 
     def rerank(self, asked: Quotas) -> Any:
         """The k retrieved of the candidates of the last vote, best first."""
         tokens, scores = np.empty(asked.retrieved, np.int32), np.empty(asked.retrieved, np.float32)
-        work, candidates = self.work, self.work.candidates[: asked.candidates]
-        kernels.rerank(self.codes, self.halves, work.products, candidates, work.estimates, work.picked, tokens, scores)
+        candidates, work = self.candidates[: asked.candidates], (self.estimates, self.picked)
+        kernels.rerank(self.codes, self.halves, self.products, candidates, *work, tokens, scores)
         return tokens
 
 
@@ -196,7 +199,7 @@ def _captured(path: str, queries: int) -> list[Data]:
 
 
 def _bytes(dim: int) -> dict[str, float]:
-    index = KernelIndex(1, 1, random_signs(dim, 0), ThreadPoolExecutor(1), [Workspace()])
+    index = KernelIndex(1, 1, random_signs(dim, 0), ThreadPoolExecutor(1))
     index.extend(0, torch.zeros(1, 1, dim))
     ids, codes = index.ids[0, 0, :, 0].nbytes, index.codes[0, 0, 0].nbytes
     weights = 2 * ids  # a subspace's id takes one byte, its weight two

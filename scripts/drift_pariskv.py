@@ -41,7 +41,7 @@ from capture_trace import capture, load
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from methods.pariskv.codebook import quotas, random_signs
-from methods.pariskv.index import KernelIndex, Workspace
+from methods.pariskv.index import KernelIndex
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -88,7 +88,7 @@ class ParisKV(Arm):
     """The method's own index."""
 
     def __init__(self, dim: int) -> None:
-        self.index = KernelIndex(1, 1, random_signs(dim, 0), ThreadPoolExecutor(1), [Workspace()])
+        self.index = KernelIndex(1, 1, random_signs(dim, 0), ThreadPoolExecutor(1))
 
     def extend(self, keys: Floats) -> None:
         self.index.extend(0, torch.from_numpy(keys)[None])

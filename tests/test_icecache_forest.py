@@ -89,7 +89,8 @@ def test_each_head_attends_what_a_plain_reading_of_its_tree_says(kind: type[DCIT
 
 
 def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forest_module, "WORTH_A_THREAD", 1)
+    for name in ("WORTH_A_THREAD", "WORTH_A_TEAM"):
+        monkeypatch.setattr(forest_module, name, 1)
     layout, found = Layout(**SMALL), []
     for threads in (1, 2, 3, 8):
         trees = planted([[200] * 3, [150] * 3], layout)

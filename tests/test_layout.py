@@ -15,7 +15,7 @@ CHECKOUT = Path(__file__).parents[1]
 
 # From the ground up: a file imports of its own room and of those before it.
 ROOMS = (
-    ("config", "hub", "spans", "budget", "method"),
+    ("config", "hub", "spans", "budget", "team", "method"),
     ("memory",),
     ("attention",),
     ("engine",),
@@ -77,13 +77,17 @@ def test_no_import_runs_up() -> None:
 
 def test_the_top_of_the_package_is_seen_at_a_glance() -> None:
     top = [path.name for path in (CHECKOUT / "kvbench").iterdir() if path.name not in ("__pycache__", "README.md")]
-    assert len(top) <= 21
+    assert len(top) <= 22
     assert {path.removesuffix(".py") for path in top} - {"assets"} == FLOOR.keys()
 
 
 def test_a_method_knows_the_interface_alone_and_the_harness_no_method() -> None:
     theirs = {other for module, others in IMPORTS.items() if module.startswith("methods") for other in others}
-    assert {module for module in theirs if module.startswith("kvbench")} == {"kvbench.method", "kvbench.budget"}
+    assert {module for module in theirs if module.startswith("kvbench")} == {
+        "kvbench.method",
+        "kvbench.budget",
+        "kvbench.team",
+    }
     ours = {other for module, others in IMPORTS.items() if module.startswith("kvbench") for other in others}
     assert not {module for module in ours if module.startswith("methods")}
 

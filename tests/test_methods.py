@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -239,12 +238,11 @@ def test_best_tokens_are_those_of_a_plain_reading_in_any_number_of_threads(data:
     for row, own in enumerate(lengths):
         starts[row, : len(own) + 1] = np.cumsum([0, *own])
     with (
-        ThreadPoolExecutor(2) as pool,
         patch.object(page_blocks, "WORTH_A_THREAD", 1),
         patch.object(torch, "get_num_threads", lambda: threads),
     ):
         numbers = [one.to(dtype) for one in (query, low, high)]
-        found = best_tokens(*numbers, starts, np.array(rows), mean, join, pool)
+        found = best_tokens(*numbers, starts, np.array(rows), mean, join)
     for row, (pages, most, room) in enumerate(rows):
         asked = query[row].view(2, group, 1, 6)
         limits = torch.maximum(asked * low[row, :, None], asked * high[row, :, None]).sum(dim=3)[..., :pages]

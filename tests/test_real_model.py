@@ -18,24 +18,10 @@ pytestmark = [
 ]
 CHATS = [
     "What is the capital of France?",
-    "Name three primary colours.",
     "Write a haiku about the sea.",
-    "How do I boil an egg?",
-    "Translate 'good morning' into Spanish.",
-    "Why is the sky blue?",
-    "List the planets of the solar system.",
-    "Give me a short recipe for pancakes.",
     "What is 17 + 25?",
-    "Explain photosynthesis to a child.",
-    "Who wrote Hamlet?",
     "Write a Python function that adds two numbers.",
-    "What is the opposite of hot?",
-    "Suggest a name for a cat, and say why it fits.",
-    "How many days has a leap year?",
     "Summarise the story of Cinderella in two sentences.",
-    "What does HTTP stand for?",
-    "Give one reason to learn to swim.",
-    "Which animal is the fastest on land?",
     "Write a polite email that declines an invitation.",
 ]
 

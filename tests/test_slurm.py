@@ -62,14 +62,9 @@ def slurm() -> bool:
     return subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True, text=True).stdout.strip() != ""
 
 
-CLUSTERS = [
-    pytest.param(["hydra/launcher=local", "hydra.launcher.jobs=2"], id="local"),
-    pytest.param(
-        ["hydra/launcher=slurm", "hydra.launcher.gpus_per_node=null", "hydra.launcher.cpus_per_task=1"],
-        id="slurm",
-        marks=pytest.mark.skipif(not slurm(), reason="no SLURM here"),
-    ),
-]
+LOCAL = ["hydra/launcher=local", "hydra.launcher.jobs=2"]
+SLURM = ["hydra/launcher=slurm", "hydra.launcher.gpus_per_node=null", "hydra.launcher.cpus_per_task=1"]
+SUBMITTED = SLURM if slurm() else LOCAL
 
 
 @pytest.fixture
@@ -98,23 +93,21 @@ def sweep(tmp_path: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", CLUSTERS)
-def test_a_killed_job_stops_no_other_and_the_same_command_goes_on(sweep: Any, words: list[str]) -> None:
-    broken = sweep("SIGKILL", *words)
+def test_a_killed_job_stops_no_other_and_the_same_command_goes_on(sweep: Any) -> None:
+    broken = sweep("SIGKILL", *SUBMITTED)
     assert broken.code == 1, broken.err
     lost, last = broken.err.splitlines()[-2:]
     assert lost.startswith("kvbench: seed=2: job ") and " was lost " in lost and lost.endswith("_log.err")
     assert last == "kvbench: 1 of 2 arms did not finish; the same command goes on with them"
     assert sorted(broken.states) == ["finished", "running"] and sorted(broken.samples) == [1, 2]
-    whole = sweep("SIGKILL", *words)
+    whole = sweep("SIGKILL", *SUBMITTED)
     assert whole.code == 0, whole.err
     assert whole.states == ["finished"] * 2 and whole.samples == [2] * 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", CLUSTERS)
-def test_a_killed_shard_is_made_up_for_and_every_sample_is_there_once(sweep: Any, words: list[str]) -> None:
-    shards = [*words, "sweep.shards=2", "task.limit=4"]
+def test_a_killed_shard_is_made_up_for_and_every_sample_is_there_once(sweep: Any) -> None:
+    shards = [*LOCAL, "sweep.shards=2", "task.limit=4"]
     broken = sweep("SIGKILL", *shards)
     assert broken.code == 1, broken.err
     assert (
@@ -129,7 +122,7 @@ def test_a_killed_shard_is_made_up_for_and_every_sample_is_there_once(sweep: Any
 
 @pytest.mark.slow
 def test_a_job_that_gets_sigterm_leaves_its_run_stopped(sweep: Any) -> None:
-    broken = sweep("SIGTERM", *CLUSTERS[0].values[0])
+    broken = sweep("SIGTERM", *LOCAL)
     assert broken.code == 1 and sorted(broken.states) == ["finished", "stopped"]
 
 

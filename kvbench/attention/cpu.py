@@ -6,28 +6,22 @@ counts later what a device would have been brought. `kernels.py` has the compile
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvbench.attention import kernels
 from kvbench.attention import torch as torch_executor
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
 
-Claims = NDArray[np.int64]  # [1], the next piece
-
 # A number of each dtype that the kernels read, of the type in which they read it: NumPy has no bfloat16.
 STORED = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
-WORTH_A_THREAD = 2**22  # bytes of keys and values; for fewer a thread takes too long to wake
+WORTH_A_THREAD = 2**18  # bytes of keys and values; fewer are read before another thread has begun
 # Bytes of keys and values attended as a whole from which on the kernel is quicker than sdpa, in either dtype.
-WORTH_STREAMING = 2**23
+WORTH_STREAMING = 2**19
 
 
 def unfit(shape: Shape) -> str | None:
@@ -76,11 +70,8 @@ def _attend_resident(
     used, first = device.used.view(-1).numpy(), device.first.view(-1).numpy()
     pool = first, key.data_ptr(), value.data_ptr(), STORED[key.dtype]
 
-    def part(claims: Claims) -> bool:
-        kernels.attend_resident(claims, work.pieces, work.query, used, *pool, *work.results)
-        return True
-
-    work.run(part, int(used.sum()) * device.entry_bytes)
+    threads = work.threads(int(used.sum()) * device.entry_bytes)
+    kernels.attend_resident(threads, work.claims, work.pieces, work.query, used, *pool, *work.results)
     return work.merged(batch, query_heads)
 
 
@@ -112,12 +103,10 @@ def _attend_lists(
         STORED[dtype],
     )
 
-    def part(claims: Claims) -> bool:
-        found: bool = kernels.attend_lists(claims, work.pieces, work.query, *arguments, *work.results)
-        return found
-
+    threads = work.threads(batch * lists * count * store.device.entry_bytes)
+    kernels.attend_lists(threads, work.claims, work.pieces, work.query, *arguments, *work.results)
     shared = (index if lists == heads else index.view(batch, heads, -1)).expand(batch, heads, -1)
-    if not work.run(part, batch * lists * count * store.device.entry_bytes):
+    if work.claims[1]:
         store.locate(shared)  # raises, and names the token
         raise AssertionError("a token that the store locates was not found")
     store.attended(shared)
@@ -160,7 +149,7 @@ def _check(*blocks: torch.Tensor) -> None:
 
 
 class _Work:
-    """Pieces of a layer's attention, spread over threads, and their results.
+    """Pieces of a layer's attention, and their results.
 
     Args:
         query: [L, R, D].
@@ -169,25 +158,15 @@ class _Work:
     """
 
     def __init__(self, query: torch.Tensor, pieces: int, columns: int) -> None:
-        self.query, self.pieces = query.numpy(), pieces
+        self.query, self.pieces, self.claims = query.numpy(), pieces, np.zeros(2, np.int64)
         lists, rows, head_dim = self.query.shape
         most, total = (np.empty((lists * pieces, rows), np.float32) for _ in range(2))
         self._logits = np.full((lists, rows, columns), -np.inf, np.float32)
         self.results = self._logits, most, total, np.empty((lists * pieces, rows, head_dim), np.float32)
 
-    def run(self, part: Callable[[Claims], bool], size: int) -> bool:
-        """Do all pieces; whether every `part`, which takes pieces until none is left, says that it could.
-
-        A thread that has not come by then, as those of a busy machine may not, is not waited for.
-
-        Args:
-            size: bytes to read.
-        """
-        claims = np.zeros(1, np.int64)
-        threads = min(torch.get_num_threads(), len(self.results[1]), size // WORTH_A_THREAD)
-        others = [_helpers().submit(part, claims) for _ in range(threads - 1)]
-        done = part(claims)
-        return all([done, *(other.result() for other in others if not other.cancel())])
+    def threads(self, size: int) -> int:
+        """Threads that `size` bytes to read are worth."""
+        return max(1, min(torch.get_num_threads(), len(self.results[1]), size // WORTH_A_THREAD))
 
     def merged(self, batch: int, query_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Output [L, R, D] and, where the logits were kept, probabilities [B, Hq, columns]."""
@@ -195,12 +174,6 @@ class _Work:
         kernels.merge(self.pieces, *self.results[1:], out, self._logits)
         kept = self._logits.shape[2] > 0
         return torch.from_numpy(out), torch.from_numpy(self._logits).view(batch, query_heads, -1) if kept else None
-
-
-@cache
-def _helpers() -> ThreadPoolExecutor:
-    """Threads beside the one that asks; not those of background work, behind which attention would wait."""
-    return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="kvbench-attention")
 
 
 @cache

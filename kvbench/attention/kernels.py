@@ -19,11 +19,13 @@ from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
+from kvbench.team import claim, together
+
 LANES = 16
 LINE = 64  # bytes of a cache's line
 BLOCK = 64  # rows whose logits are made before their values are read
 LIST_PIECE = 256  # entries of a selected list
-DENSE_PIECE = 2048  # tokens of a sequence attended as a whole
+DENSE_PIECE = 512
 
 LOWEST = np.finfo(np.float32).min  # finite, so that its difference from a logit of -inf is one
 NOTHING, ONE = np.float32(0), np.float32(1)
@@ -369,19 +371,6 @@ def fetch(_context, address):  # type: ignore[no-untyped-def]
     return types.void(types.intp), generate
 
 
-@intrinsic
-def claim(_context, address):  # type: ignore[no-untyped-def]
-    """The int64 at an address, which grows by one: no two threads get the same."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        from llvmlite import ir
-
-        number = ir.IntType(64)
-        return builder.atomic_rmw("add", _pointer(builder, arguments[0], number), number(1), "monotonic")
-
-    return types.intp(types.intp), generate
-
-
 # -- one block of rows -------------------------------------------------------------------------------------------------
 
 
@@ -486,12 +475,19 @@ def pieces_of(count: int, size: int) -> int:
     return -(-count // size)
 
 
+@inner
+def _own(query):  # type: ignore[no-untyped-def]
+    """The results of a piece, while it is at work: in lines of the cache that no other thread writes."""
+    rows, head_dim = query.shape[1:]
+    return np.empty(rows, np.float32), np.empty(rows, np.float32), np.empty((rows, head_dim), np.float32)
+
+
 @kernel
-def attend_resident(claims, pieces, query, used, first, key, value, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
-    """Attention over all used slots of each KV head: as many pieces of it as other threads leave.
+def attend_resident(threads, claims, pieces, query, used, first, key, value, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
+    """Attention over all used slots of each KV head, in so many threads.
 
     Args:
-        claims: [1] int64, the next piece, 0 before the first thread.
+        claims: [1] int64, the next piece, 0.
         pieces: of each list, `DENSE_PIECE` slots each.
         query: [L, R, D], times the scaling; list l is a KV head of a row.
         used: [L] int64, slots of each list that are attended.
@@ -501,13 +497,21 @@ def attend_resident(claims, pieces, query, used, first, key, value, stored, logi
         logits: [L, R, n], where they are wanted, else [L, R, 0].
         most, total, sums: [L * pieces, R], the same, and [L * pieces, R, D], written for each piece.
     """
+    arguments = claims, pieces, query, used, first, key, value, stored, logits, most, total, sums
+    together(threads, _attend_resident, arguments)
+
+
+@inner
+def _attend_resident(_, claims, pieces, query, used, first, key, value, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
+    """As many pieces of a layer's attention as other threads leave."""
     block = np.empty((query.shape[1], BLOCK), np.float32)
     keys, values = np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp)
+    own_most, own_total, own_sums = _own(query)
     row = query.shape[2] * size_of(stored)
-    item = claim(claims.ctypes.data)
+    item = claim(claims)
     while item < len(most):
         head, piece = item // pieces, item % pieces
-        most[item], total[item], sums[item] = LOWEST, 0, 0
+        own_most[:], own_total[:], own_sums[:] = LOWEST, 0, 0
         end = min((piece + 1) * DENSE_PIECE, used[head])
         for start in range(piece * DENSE_PIECE, end, BLOCK):
             count = min(BLOCK, end - start)
@@ -517,18 +521,21 @@ def attend_resident(claims, pieces, query, used, first, key, value, stored, logi
             _score(query[head], keys, count, values[:count], block, stored)
             if logits.shape[2]:
                 logits[head, :, start : start + count] = block[:, :count]
-            _weigh(block, count, most[item], total[item], sums[item])
+            _weigh(block, count, own_most, own_total, own_sums)
             keys += BLOCK * row
-            _add_values(block, values, count, keys[:count], sums[item], stored)
-        item = claim(claims.ctypes.data)
+            _add_values(block, values, count, keys[:count], own_sums, stored)
+        most[item], total[item], sums[item] = own_most, own_total, own_sums
+        item = claim(claims)
 
 
 @kernel
-def attend_lists(claims, pieces, query, index, bias, device, host, own, extra, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
-    """Attention over lists of tokens: as many pieces of it as other threads leave.
+def attend_lists(  # type: ignore[no-untyped-def]
+    threads, claims, pieces, query, index, bias, device, host, own, extra, stored, logits, most, total, sums
+):
+    """Attention over lists of tokens, in so many threads.
 
     Args:
-        claims: [1] int64, the next piece, 0 before the first thread.
+        claims: [2] int64, the next piece, 0, and how many pieces named a token that is in neither tier, 0.
         pieces: of each list: `LIST_PIECE` entries each, and one of extra entries, where there are any.
         query: [L, R, D], times the scaling; a row of the batch has L / B lists, one for each KV head or more.
         index: [B, 1 or L / B, M] int64 token ids, -1 = none.
@@ -542,23 +549,28 @@ def attend_lists(claims, pieces, query, index, bias, device, host, own, extra, s
         stored: a number of the type of all these rows.
         logits: [L, R, M + E], where they are wanted, else [L, R, 0]; an entry that is absent is not written.
         most, total, sums: [L * pieces, R], the same, and [L * pieces, R, D], written for each piece.
-
-    Returns:
-        Whether every token was there.
     """
+    arguments = claims, pieces, query, index, bias, device, host, own, extra, stored, logits, most, total, sums
+    together(threads, _attend_lists, arguments)
+
+
+@inner
+def _attend_lists(_, claims, pieces, query, index, bias, device, host, own, extra, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
+    """As many pieces of a layer's lists as other threads leave."""
     extra_key, extra_value, extras = extra
     count = index.shape[2]
     room = max(LIST_PIECE, extras)
     keys, values, rank = np.empty(room, np.intp), np.empty(room, np.intp), np.empty(room, np.intp)
     block = np.empty((query.shape[1], BLOCK), np.float32)
+    own_most, own_total, own_sums = _own(query)
     size = query.shape[2] * size_of(stored)
     lists, heads = len(query) // len(index), len(device[4]) // len(index)
-    item = claim(claims.ctypes.data)
+    item = claim(claims)
     while item < len(most):
         at, piece = item // pieces, item % pieces
         row = at // lists
         head = row * heads + at % lists * heads // lists
-        most[item], total[item], sums[item] = LOWEST, 0, 0
+        own_most[:], own_total[:], own_sums[:] = LOWEST, 0, 0
         if extras and piece == pieces - 1:
             found = extras
             for i in range(extras):
@@ -569,7 +581,8 @@ def attend_lists(claims, pieces, query, index, bias, device, host, own, extra, s
             tokens = index[row, min(at % lists, index.shape[1] - 1), start : start + LIST_PIECE]
             found = _find(tokens, head, device, host, size, keys, values, rank)
             if found < 0:
-                return False
+                claim(claims[1:])
+                found = 0
             for i in range(found):
                 rank[i] += start
                 if own:
@@ -584,10 +597,10 @@ def attend_lists(claims, pieces, query, index, bias, device, host, own, extra, s
                 if logits.shape[2]:
                     for i in range(rows):
                         logits[at, r, rank[start + i]] = block[r, i]
-            _weigh(block, rows, most[item], total[item], sums[item])
-            _add_values(block, values[start:], rows, keys[start + rows : found], sums[item], stored)
-        item = claim(claims.ctypes.data)
-    return True
+            _weigh(block, rows, own_most, own_total, own_sums)
+            _add_values(block, values[start:], rows, keys[start + rows : found], own_sums, stored)
+        most[item], total[item], sums[item] = own_most, own_total, own_sums
+        item = claim(claims)
 
 
 @inner

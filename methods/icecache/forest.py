@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import cache
@@ -20,7 +20,8 @@ from methods.icecache.tree import Floats, Workspace
 
 Tokens = NDArray[np.int64]
 
-WORTH_A_THREAD = 1 << 22  # multiplications that take longer than it takes to wake a thread
+WORTH_A_THREAD = 1 << 22  # multiplications that take longer than it takes to wake a thread of the pool
+WORTH_A_TEAM = 1 << 17  # multiplications; fewer are done before a thread of torch's has begun
 
 
 class RefusedError(ValueError):
@@ -70,21 +71,15 @@ class Forest:
         batch, kv_heads, group, head_dim = queries.shape
         flat = queries.reshape(batch * kv_heads, group, head_dim)
         index, read = np.full((len(flat), longest), NONE, np.int64), np.zeros(len(flat), np.int64)
+        refused = np.zeros(len(flat), np.bool_)
         exact, p_dci = isinstance(self._trees[0], ExactScan), self._trees[0].p_dci(search)
         how = (search.fov, search.exhaustive_below, search.rank_by == "centroid", exact)
         directory, stored = self._find(), self._stored
-
-        def ask(first: int, stop: int, workspace: Workspace) -> int:
-            work = workspace.fit(self._trees[0].arrays, group)
-            return int(
-                kernels.attend(
-                    directory, stored, first, stop, flat, regions, how, p_dci, float(fov_share), work, index, read
-                )
-            )
-
-        refused = self._shared(ask, self._scored * group * head_dim)
-        if refused != NONE:
-            raise RefusedError(refused, "a query is not finite")
+        threads = self._workspaces[: max(1, self._scored * group * head_dim // WORTH_A_TEAM)]
+        works = np.array([_line(workspace.fit(self._trees[0].arrays, group)) for workspace in threads])
+        kernels.attend(works, directory, stored, flat, regions, how, p_dci, float(fov_share), index, read, refused)
+        if refused.any():
+            raise RefusedError(int(refused.argmax()), "a query is not finite")
         self._scored = int(read.sum())
         used = longest - int((index == NONE).sum(axis=1).min())
         return index[:, :used].reshape(batch, kv_heads, used), self._scored
@@ -130,9 +125,7 @@ class Forest:
         for at, (tree, known) in enumerate(zip(self._trees, self._known, strict=True)):
             if tree.arrays is not known:
                 self._known[at] = tree.arrays
-                self._directory[at] = [
-                    number for array in tree.arrays for number in (array.ctypes.data, *array.shape, 1)[:SIZES]
-                ]
+                self._directory[at] = _line(tree.arrays)
                 for workspace in self._workspaces:
                     workspace.fit(tree.arrays, 1)
         return self._directory
@@ -146,6 +139,11 @@ class Forest:
         threads = self._workspaces[: max(1, work // WORTH_A_THREAD)]
         refused = in_parts(self._pool, len(self._trees), threads, do)
         return min((head for head in refused if head != NONE), default=NONE)
+
+
+def _line(arrays: Iterable[NDArray[Any]]) -> list[int]:
+    """Where arrays are, and their sizes: a line of a directory."""
+    return [number for array in arrays for number in (array.ctypes.data, *array.shape, 1)[:SIZES]]
 
 
 @cache

@@ -173,7 +173,8 @@ class ClusterIndex:
             none = np.empty((len(self.centroids), 0, self.centroids.shape[2]), np.int8)
             self._read = units, clusters, none if self.codes is None else self.codes.numpy()
         how = search.units, search.ub_weight, search.most(room)
-        return int(kernels.best_tokens(queries, mean, *self._read, chunks.bounds.numpy(), how, room, fixed, found))
+        threads, bounds = torch.get_num_threads(), chunks.bounds.numpy()
+        return int(kernels.best_tokens(threads, queries, mean, *self._read, bounds, how, room, fixed, found))
 
     def graft(self, representative: torch.Tensor, length: int) -> None:
         """Add a chunk to its nearest cluster (algorithm 1, lazy update): no cluster is split, none is new.

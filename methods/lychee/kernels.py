@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvbench.team import claim, together
 from methods.blocks.kernels import jit, kernel, sort, widen, write_best
 
 
@@ -71,8 +72,10 @@ def _asked(queries, asks, mean, query):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def best_tokens(queries, mean, units, clusters, codes, bounds, search, room, fixed, found):  # type: ignore[no-untyped-def]
+def best_tokens(threads, queries, mean, units, clusters, codes, bounds, search, room, fixed, found):  # type: ignore[no-untyped-def]
     """`fixed` tokens and, of the best clusters' chunks, as many whole chunks as fit into `room` tokens.
+
+    KV heads are shared out between so many threads.
 
     Args:
         queries: [H, G, D] float32.
@@ -88,8 +91,16 @@ def best_tokens(queries, mean, units, clusters, codes, bounds, search, room, fix
     Returns:
         tokens of the longest list.
     """
+    lengths = np.zeros(len(queries), np.int64)
+    given = queries, mean, units, clusters, codes, bounds, search, room, fixed, found, lengths
+    together(threads, _best_tokens, (np.zeros(1, np.int64), *given))
+    return lengths.max()
+
+
+@jit
+def _best_tokens(_, claims, queries, mean, units, clusters, codes, bounds, search, room, fixed, found, lengths):  # type: ignore[no-untyped-def]
     searched, weight, most_ranked = search
-    many, asked, longest = clusters[1].shape[1], 1 if mean else queries.shape[1], 0
+    many, asked = clusters[1].shape[1], 1 if mean else queries.shape[1]
     chosen, picked, scores = np.empty(many, np.int32), np.empty(many, np.int32), np.empty(many, np.float32)
     most = clusters[3].shape[1]
     chunks, falling, query = (
@@ -97,7 +108,8 @@ def best_tokens(queries, mean, units, clusters, codes, bounds, search, room, fix
         np.empty(most, np.float32),
         np.empty(queries.shape[2], np.float32),
     )
-    for head in range(queries.shape[0]):
+    head = claim(claims)
+    while head < len(queries):
         own = clusters[0][head], clusters[1][head], clusters[2][head], clusters[3][head]
         above = units[0][head], units[1][head], units[2][head], units[3][head]
         for asks in range(asked):
@@ -125,5 +137,5 @@ def best_tokens(queries, mean, units, clusters, codes, bounds, search, room, fix
                         out[end] = token
                         end += 1
             out[end:] = -1
-            longest = max(longest, end)
-    return longest
+            lengths[head] = max(lengths[head], end)
+        head = claim(claims)

@@ -7,7 +7,7 @@ The tokens of a row's zone are numbered from 0. `VectorIndex` computes in torch 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from functools import cache
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from methods.blocks.heads import each_head, in_parts
+from methods.blocks.heads import each_head
 from methods.blocks.lanes import LANES
 from methods.pariskv import kernels, vectorised
 from methods.pariskv.codebook import CENTROIDS, SUBSPACE, Quotas, quotas, random_signs
@@ -23,7 +23,7 @@ from methods.pariskv.codebook import CENTROIDS, SUBSPACE, Quotas, quotas, random
 BLOCK = 4096  # keys that are encoded at once
 SPARE = 16  # one part in so many is reserved for tokens to come
 
-WORTH_A_THREAD = 1 << 16  # tokens whose votes take longer than it takes to wake a thread
+WORTH_A_THREAD = 1 << 11  # tokens; the votes of fewer are counted before another thread has begun
 
 
 class Index(ABC):
@@ -107,51 +107,16 @@ class VectorIndex(Index):
         return found
 
 
-class Workspace:
-    """Memory for one search at a time.
-
-    Attributes:
-        votes: [n] uint8.
-        candidates, picked, estimates: [C] int32, int32 and float32.
-        votes_of, products: [S, 256] uint8 and [S, 4, 256] float32, see `kernels.tables`.
-    """
-
-    def __init__(self) -> None:
-        self.votes, self.votes_of = np.empty(0, np.uint8), np.empty((0, CENTROIDS), np.uint8)
-        self.candidates = self.picked = np.empty(0, np.int32)
-        self.estimates, self.products = np.empty(0, np.float32), np.empty((0, 4, CENTROIDS), np.float32)
-
-    @property
-    def arrays(self) -> tuple[Any, ...]:
-        """Votes, votes of centroids, candidates, picked ones, estimates and products, as kernels take them."""
-        return self.votes, self.votes_of, self.candidates, self.picked, self.estimates, self.products
-
-    def fit(self, count: int, candidates: int, subspaces: int) -> None:
-        """Make room for a zone with a capacity of `count` tokens."""
-        if count > len(self.votes):
-            self.votes = np.empty(count, np.uint8)
-        if candidates > len(self.candidates):
-            room = candidates + candidates // SPARE
-            self.candidates, self.picked = np.empty(room, np.int32), np.empty(room, np.int32)
-            self.estimates = np.empty(room, np.float32)
-        if subspaces != len(self.products):
-            self.votes_of = np.empty((subspaces, CENTROIDS), np.uint8)
-            self.products = np.empty((subspaces, 4, CENTROIDS), np.float32)
-
-
 class KernelIndex(Index):
     """One KV head after the other in each thread, in Numba.
 
     Args:
-        pool: where threads beside the caller's come from.
-        workspaces: one for each thread; several indexes may share them.
+        pool: where threads that encode a prompt come from.
     """
 
-    def __init__(
-        self, batch: int, kv_heads: int, signs: torch.Tensor, pool: Executor, workspaces: Sequence[Workspace]
-    ) -> None:
+    def __init__(self, batch: int, kv_heads: int, signs: torch.Tensor, pool: Executor) -> None:
         super().__init__(batch, kv_heads, signs)
-        self._pool, self._workspaces = pool, workspaces
+        self._pool = pool
 
     def head(self, row: int, head: int) -> tuple[Any, ...]:
         """What the kernels read of one KV head, in place: ids, codes, halves, counts (as arrays)."""
@@ -159,10 +124,10 @@ class KernelIndex(Index):
         return self.ids[row, head].numpy(), codes.view(np.uint32), codes.view(np.uint16), self.counts[row, head].numpy()
 
     def _encode(self, row: int, start: int, keys: torch.Tensor) -> None:
-        def encode(_: int, head: int, __: Workspace) -> int:
+        def encode(_: int, head: int, __: int) -> int:
             return kernels.encode(keys[head].float().numpy(), self.signs.numpy(), start, *self.head(row, head))
 
-        (wrong,) = each_head(self._pool, 1, keys.shape[0], self._workspaces, encode)
+        (wrong,) = each_head(self._pool, 1, keys.shape[0], range(torch.get_num_threads()), encode)
         if max(wrong) >= 0:
             raise ValueError("a key is not finite, or too large to square")
 
@@ -178,13 +143,8 @@ class KernelIndex(Index):
         found = np.full((len(rows) * heads, int(rows[:, 3].max())), -1)
         estimated = np.full(found.shape, -np.inf, np.float32)
         asked, signs, zone = queries.float().cpu().contiguous().numpy(), self.signs.numpy(), self._zone()
-
-        def search(first: int, stop: int, work: Workspace) -> None:
-            work.fit(self.ids.shape[3], int(rows[:, 2].max()), self.ids.shape[2])
-            kernels.search(zone, asked, signs, first, stop, rows, spans, work.arrays, found, estimated)
-
-        threads = max(1, heads * int(rows[:, 1].sum()) // WORTH_A_THREAD)
-        in_parts(self._pool, len(found), self._workspaces[:threads], search)
+        threads = min(torch.get_num_threads(), max(1, heads * int(rows[:, 1].sum()) // WORTH_A_THREAD))
+        kernels.search(threads, zone, asked, signs, rows, spans, found, estimated)
         answers = [torch.from_numpy(array).unflatten(0, (len(rows), heads)) for array in (found, estimated)]
         return {
             row: (tokens[:, : of.retrieved], estimates[:, : of.retrieved])
@@ -201,7 +161,7 @@ class KernelIndex(Index):
 def compile_kernels(pool: Executor) -> None:
     """Run every kernel once on a few keys: compiled, or read from disk, before anything is timed."""
     keys, signs = torch.zeros(1, 8, 32), random_signs(32, 0)
-    index = KernelIndex(1, 1, signs, pool, [Workspace()])
+    index = KernelIndex(1, 1, signs, pool)
     index.extend(0, keys)
     index.search(keys[None, :, :1], {0: quotas(8, 1)})
 

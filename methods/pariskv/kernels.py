@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from kvbench.team import claim, together
 from methods.blocks.kernels import prefetch, sort, widen, write_best
 from methods.blocks.lanes import ALL, LANES, at_least, look_up, lowest, lowest_ones, ones
 from methods.pariskv import codebook
@@ -225,21 +226,30 @@ def rerank(codes, halves, products, candidates, estimates, picked, tokens, score
 
 
 @exact
-def search(zone, queries, signs, first, stop, rows, spans, work, found, estimated):  # type: ignore[no-untyped-def]
-    """Search the zones of the KV heads first .. stop - 1, counted over the rows that ask.
+def search(threads, zone, queries, signs, rows, spans, found, estimated):  # type: ignore[no-untyped-def]
+    """Search the zones of all KV heads of the rows that ask, in so many threads.
 
     Args:
         zone: ids [B, Hkv, S, n], codes, halves and counts of all rows.
         queries: [B, Hkv, G, head_dim].
         rows: [R, 4], of each row that asks: which, tokens of its zone, candidates, and tokens to retrieve.
         spans: [R, tiers] int64, `Quotas.tiers`.
-        work: the arrays of a `Workspace`, in their order.
         found: [R * Hkv, k] int64, filled with -1; written: tokens of the zone, best first.
         estimated: [R * Hkv, k] float32, filled with -inf; written: their estimates.
     """
+    together(threads, _search, (np.zeros(1, np.int64), zone, queries, signs, rows, spans, found, estimated))
+
+
+@inner
+def _search(_, claims, zone, queries, signs, rows, spans, found, estimated):  # type: ignore[no-untyped-def]
     ids, codes, halves, counts = zone
-    votes, votes_of, candidates, picked, estimates, products = work
-    for at in range(first, stop):
+    subspaces, most_wanted = ids.shape[2], rows[:, 2].max()
+    votes, votes_of = np.empty(ids.shape[3], np.uint8), np.empty((subspaces, CENTROIDS), np.uint8)
+    candidates, picked = np.empty(most_wanted, np.int32), np.empty(most_wanted, np.int32)
+    estimates = np.empty(most_wanted, np.float32)
+    products = np.empty((subspaces, 4, CENTROIDS), np.float32)
+    at = claim(claims)
+    while at < len(found):
         row, length, wanted, k = rows[at // ids.shape[1]]
         head = at % ids.shape[1]
         tokens, scores = np.empty(k, np.int32), np.empty(k, np.float32)
@@ -249,3 +259,4 @@ def search(zone, queries, signs, first, stop, rows, spans, work, found, estimate
         of_zone = codes[row, head, :length], halves[row, head, :length]
         rerank(of_zone[0], of_zone[1], products, candidates[:wanted], estimates, picked, tokens, scores)
         found[at, :k], estimated[at, :k] = tokens, scores
+        at = claim(claims)

@@ -19,7 +19,7 @@ from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, Vie
 from methods.blocks.ragged import stacked
 from methods.pariskv.adaptive import enough
 from methods.pariskv.codebook import quotas, random_signs
-from methods.pariskv.index import Index, KernelIndex, VectorIndex, Workspace, compile_kernels
+from methods.pariskv.index import Index, KernelIndex, VectorIndex, compile_kernels
 
 # A budget of so many tokens or more has the sizes of the published runs at equal budgets; a smaller one, shares of it.
 ALIGNED, ALIGNED_SINKS, ALIGNED_LOCAL, ALIGNED_UPDATE = 420, 64, 256, 512
@@ -98,7 +98,6 @@ class ParisKV(Method):
             compile_kernels(context.pool)
         signs = random_signs(shape.head_dim, context.seed)
         self.signs = dict.fromkeys(range(shape.layers), signs) if self.on_cpu else shape.for_layers(signs)
-        self.workspaces = [Workspace() for _ in range(torch.get_num_threads() if self.on_cpu else 0)]
         self.index: dict[int, Index] = {}
         self.norms: dict[int, torch.Tensor] = {}  # with theta: [B, Hkv, capacity], of the values
         # of each row and device, for which length and end
@@ -120,7 +119,7 @@ class ParisKV(Method):
 
     def _new_index(self, layer: int) -> Index:
         sizes = self.shape.batch, self.shape.kv_heads, self.signs[layer]
-        return KernelIndex(*sizes, self.context.pool, self.workspaces) if self.on_cpu else VectorIndex(*sizes)
+        return KernelIndex(*sizes, self.context.pool) if self.on_cpu else VectorIndex(*sizes)
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Encode the prompt's tokens between sinks and window."""

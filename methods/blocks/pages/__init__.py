@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from functools import cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from methods.blocks.heads import in_parts
 from methods.blocks.kernels import is_readable, stored
 from methods.blocks.pages import kernels
 
-WORTH_A_THREAD = 1 << 22  # multiplications that take longer than it takes to wake a thread
+WORTH_A_THREAD = 1 << 17  # multiplications; fewer are done before another thread has begun
 
 
 def bounds(keys: torch.Tensor, pages: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,25 +48,20 @@ def upper_bound(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> t
     return rows.clamp(min=0) @ high.transpose(2, 3) + rows.clamp(max=0) @ low.transpose(2, 3)
 
 
-def mean_bound(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor, pool: Executor) -> torch.Tensor:
-    """Mean of `upper_bound` over all query heads: [B, P] float32. On a CPU one call into compiled code for each thread.
+def mean_bound(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Mean of `upper_bound` over all query heads: [B, P] float32. On a CPU one call into compiled code.
 
     Args:
         query: [B, Hq, 1, D].
         low, high: [B, Hkv, P, D].
-        pool: where threads beside the caller's come from.
     """
     if not is_readable(query):
         return upper_bound(query, low, high).float().mean(dim=(1, 2))
     batch, kv_heads, pages, head_dim = low.shape
     scores = np.empty((batch * kv_heads, pages), np.float32)
     arrays = stored(query.view(batch, kv_heads, -1, head_dim)), stored(low), stored(high)
-
-    def share(first: int, stop: int, _: int) -> None:
-        kernels.mean_bounds(*arrays, first, stop, scores)
-
-    threads = range(min(torch.get_num_threads(), max(1, 2 * low.numel() // WORTH_A_THREAD)))
-    in_parts(pool, batch * kv_heads, threads, share)
+    threads = min(torch.get_num_threads(), max(1, 2 * low.numel() // WORTH_A_THREAD))
+    kernels.mean_bounds(threads, *arrays, scores)
     return torch.from_numpy(scores).view(batch, kv_heads, pages).mean(dim=1)
 
 
@@ -95,7 +88,6 @@ def best_tokens(
     rows: NDArray[np.int64],
     mean: bool,
     join: bool,
-    pool: Executor,
 ) -> torch.Tensor:
     """The tokens of the pages with the largest upper bounds, as many whole pages as fit. For tensors `is_readable`.
 
@@ -108,7 +100,6 @@ def best_tokens(
         rows: [B, 3], of each row: its pages, the most that a list ranks, and the tokens that fit.
         mean: rank pages by the mean bound over the query group, one list for each KV head.
         join: join the lists of the group by rank, without repeats, the last page first.
-        pool: where threads beside the caller's come from.
 
     Returns:
         [B, Hq or, with `mean` or `join`, Hkv, n] int64, best page first, trailing -1.
@@ -118,28 +109,24 @@ def best_tokens(
     found = np.empty((batch * kv_heads, 1 if mean or join else group, int(rows[:, 2].max())), np.int64)
     arrays = stored(query.view(batch, kv_heads, group, head_dim)), stored(low), stored(high), starts, rows
     work = 2 * batch * group * kv_heads * starts.shape[1] * head_dim
-
-    def share(first: int, stop: int, _: int) -> int:
-        return int(kernels.best_tokens(*arrays, mean, join, first, stop, found))
-
-    threads = range(min(torch.get_num_threads(), max(1, work // WORTH_A_THREAD)))
-    longest = max(in_parts(pool, batch * kv_heads, threads, share))
-    return torch.from_numpy(found).view(batch, -1, found.shape[2])[:, :, :longest]
+    threads, longest = min(torch.get_num_threads(), max(1, work // WORTH_A_THREAD)), np.empty(len(found), np.int64)
+    kernels.best_tokens(threads, *arrays, mean, join, found, longest)
+    return torch.from_numpy(found).view(batch, -1, found.shape[2])[:, :, : int(longest.max())]
 
 
 @cache
-def compile_kernels(dtype: torch.dtype, pool: Executor) -> None:
+def compile_kernels(dtype: torch.dtype) -> None:
     """Run every kernel once, for keys of this dtype: compiled, or read from disk, before anything is timed."""
     key = torch.ones(1, 1, 1, 8, dtype=dtype)
     if is_readable(key):
         take_in(key, key.clone(), key.clone(), [0])
         rows = np.array([[1, 1, 1]])
-        best_tokens(key, key, key, np.array([[0, 1]]), rows, False, False, pool)
+        best_tokens(key, key, key, np.array([[0, 1]]), rows, False, False)
 
 
 @cache
-def compile_mean_bound(dtype: torch.dtype, pool: Executor) -> None:
+def compile_mean_bound(dtype: torch.dtype) -> None:
     """As `compile_kernels`, for `mean_bound` alone."""
     key = torch.ones(1, 1, 1, 8, dtype=dtype)
     if is_readable(key):
-        mean_bound(key, key, key, pool)
+        mean_bound(key, key, key)

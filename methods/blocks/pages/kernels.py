@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvbench.team import claim, together
 from methods.blocks.kernels import jit, kernel, prefetch, widen, write_best
 
 AHEAD = 16  # pages whose bounds are on their way while one is scored
@@ -65,20 +66,27 @@ def _halves(queries, falling, rising):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def mean_bounds(queries, low, high, first, stop, scores):  # type: ignore[no-untyped-def]
-    """Mean upper bound of the group, of each page of the KV heads first .. stop - 1, counted over rows and heads.
+def mean_bounds(threads, queries, low, high, scores):  # type: ignore[no-untyped-def]
+    """Mean upper bound of the group, of each page of all KV heads, in so many threads.
 
     Args:
         queries: [B, Hkv, G, D] as stored.
         low, high: [B, Hkv, P, D] as stored.
         scores: [B * Hkv, P] float32; written.
     """
+    together(threads, _mean_bounds, (np.zeros(1, np.int64), queries, low, high, scores))
+
+
+@jit
+def _mean_bounds(_, claims, queries, low, high, scores):  # type: ignore[no-untyped-def]
     kv_heads, _, head_dim = queries.shape[1:]
-    for at in range(first, stop):
+    at = claim(claims)
+    while at < len(scores):
         row, head = at // kv_heads, at % kv_heads
         falling, rising = np.zeros((1, head_dim), np.float32), np.zeros((1, head_dim), np.float32)
         _halves(queries[row, head], falling, rising)
         _upper_bounds(low[row, head], high[row, head], falling, rising, scores[at : at + 1])
+        at = claim(claims)
 
 
 @jit
@@ -110,8 +118,8 @@ def _tokens(ranked, starts, room, tokens):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def best_tokens(queries, low, high, starts, rows, mean, join, first, stop, found):  # type: ignore[no-untyped-def]
-    """The tokens of the best pages of the KV heads first .. stop - 1, counted over rows and heads.
+def best_tokens(threads, queries, low, high, starts, rows, mean, join, found, longest):  # type: ignore[no-untyped-def]
+    """The tokens of the best pages of all KV heads, in so many threads.
 
     Args:
         queries: [B, Hkv, G, D] as stored.
@@ -120,15 +128,19 @@ def best_tokens(queries, low, high, starts, rows, mean, join, first, stop, found
         rows: [B, 3], of each row: pages, those that are ranked, tokens that fit.
         mean: pages are ranked by the mean bound of the group.
         join: the lists of the group are joined by rank, after the last page.
-        found: [B * Hkv, lists, longest] int64; written, trailing -1.
-
-    Returns:
-        tokens of the longest list.
+        found: [B * Hkv, lists, most] int64; written, trailing -1.
+        longest: [B * Hkv] int64; written, tokens of the longest list of each.
     """
+    given = np.zeros(1, np.int64), queries, low, high, starts, rows, mean, join, found, longest
+    together(threads, _best_tokens, given)
+
+
+@jit
+def _best_tokens(_, claims, queries, low, high, starts, rows, mean, join, found, longest):  # type: ignore[no-untyped-def]
     kv_heads, group, head_dim = queries.shape[1:]
     asked = 1 if mean else group
-    longest = 0
-    for at in range(first, stop):
+    at = claim(claims)
+    while at < len(found):
         row, head = at // kv_heads, at % kv_heads
         pages, most, room = rows[row]
         falling, rising = np.zeros((asked, head_dim), np.float32), np.zeros((asked, head_dim), np.float32)
@@ -140,9 +152,11 @@ def best_tokens(queries, low, high, starts, rows, mean, join, first, stop, found
         for asks in range(asked):
             write_best(scores[asks], pages, ranked[asks], values, picked)
         if join:
-            together = np.empty((1, asked * most + 1), np.int32)
-            _joined(ranked, pages, together[0])
-            ranked = together
+            joined = np.empty((1, asked * most + 1), np.int32)
+            _joined(ranked, pages, joined[0])
+            ranked = joined
+        most = 0
         for one in range(len(ranked)):
-            longest = max(longest, _tokens(ranked[one], starts[row], room, found[at, one]))
-    return longest
+            most = max(most, _tokens(ranked[one], starts[row], room, found[at, one]))
+        longest[at] = most
+        at = claim(claims)

@@ -10,8 +10,9 @@ import numpy as np
 from numba import carray, types
 from numba.extending import intrinsic
 
+from kvbench.team import claim, together
 from methods.blocks.kernels import jit, kernel
-from methods.icecache.kernels.arrays import NODE, NONE, PAGE, PAGES, POINT, POINTS, TOP, Tree
+from methods.icecache.kernels.arrays import NODE, NONE, PAGE, PAGES, POINT, POINTS, TOP, Tree, Workspace
 from methods.icecache.kernels.choosing import best_pages, interleave
 from methods.icecache.kernels.levels import assign_levels, nearest_nodes
 from methods.icecache.kernels.p_dci import p_dci_pages
@@ -66,6 +67,26 @@ def _tree(line, stored):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _work(line):  # type: ignore[no-untyped-def]
+    """The workspace of a line of a directory."""
+    return Workspace(
+        _list(line, 0, np.int32),
+        _matrix(line, 1, np.float32),
+        _list(line, 2, np.uint8),
+        _list(line, 3, np.uint8),
+        _list(line, 4, np.int32),
+        _list(line, 5, np.float32),
+        _matrix(line, 6, np.float32),
+        _list(line, 7, np.int32),
+        _list(line, 8, np.int32),
+        _list(line, 9, np.float32),
+        _list(line, 10, np.int32),
+        _list(line, 11, np.int32),
+        _matrix(line, 12, np.float32),
+    )
+
+
+@jit
 def _finite(queries):  # type: ignore[no-untyped-def]
     for g in range(queries.shape[0]):
         for k in range(queries.shape[1]):
@@ -92,32 +113,41 @@ def _fixed(region, attended):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def attend(directory, stored, first, stop, queries, regions, how, p_dci, fov_share, work, index, read):  # type: ignore[no-untyped-def]
-    """What the KV heads first .. stop - 1 attend: window, sinks, and the members of the best pages.
+def attend(works, directory, stored, queries, regions, how, p_dci, fov_share, index, read, refused):  # type: ignore[no-untyped-def]
+    """What all KV heads attend: window, sinks, and the members of the best pages.
 
     Args:
+        works: a line of a directory for the workspace of each thread.
         queries: [T, G, D].
         regions: [B, 5], of each row its budget, sinks, first token of the window, length and most pages recalled.
         how: fov, exhaustive_below, by_centroid, exact scan, as of `search`.
         p_dci: None, or as of `p_dci_pages`, which are asked instead: only one of the two is compiled.
         index: [T, M] int64, filled with -1: tokens, those always attended first, then page by page, best first.
         read: [T], keys scored, by their sketches.
-
-    Returns:
-        the first KV head that was asked what is not finite, or `NONE`.
+        refused: [T] bool, written: this head was asked what is not finite.
     """
+    asked = works, directory, stored, queries, regions, how, p_dci, fov_share
+    together(len(works), _attend, (np.zeros(1, np.int64), *asked, index, read, refused))
+
+
+@jit
+def _attend(number, claims, works, directory, stored, queries, regions, how, p_dci, fov_share, index, read, refused):  # type: ignore[no-untyped-def]
     fov, exhaustive_below, by_centroid, exact = how
-    heads = len(directory) // len(regions)
-    for head in range(first, stop):
+    heads, work = len(directory) // len(regions), _work(works[number])
+    for _ in range(len(directory)):
+        head = claim(claims)
+        if head >= len(directory):
+            break
         region, own = regions[head // heads], queries[head]
         count = _fixed(region, index[head])
         tree = _tree(directory[head], stored)
         pages = min(region[SLOTS], tree.state[PAGES])
-        read[head] = 0
+        read[head], refused[head] = 0, False
         if region[CAPACITY] >= region[LENGTH] or pages <= 0:
             continue
-        if not _finite(own):
-            return head
+        refused[head] = not _finite(own)
+        if refused[head]:
+            continue
         wide = max(fov, pages, int(np.ceil(fov_share * tree.state[POINTS])))
         found, scores = np.empty((len(own), pages), np.int32), np.empty((len(own), pages), np.float32)
         if p_dci is not None:
@@ -133,7 +163,6 @@ def attend(directory, stored, first, stop, queries, regions, how, p_dci, fov_sha
                 if count < region[CAPACITY]:
                     index[head, count] = tree.token[tree.slots[page, slot]] + region[SINKS]
                     count += 1
-    return NONE
 
 
 @kernel
