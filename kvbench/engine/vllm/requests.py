@@ -165,7 +165,7 @@ class Requests:
 
     Attributes:
         memory: of each layer; who knows it puts it here before the layer's first attention.
-        reports: of requests that have ended, by id.
+        reports: audits of requests that have ended, by id.
     """
 
     def __init__(self, plan: Plan, shape: Shape, **settings: Any) -> None:
@@ -183,6 +183,11 @@ class Requests:
                 self.reports[request] = engine.report()
         while len(self.reports) > REPORTS:
             del self.reports[next(iter(self.reports))]
+
+    def audits(self) -> dict[str, dict[str, Any]]:
+        """Of requests that have ended, the last ones, and of those that decode now; by id."""
+        going = {request: engine.report() for request, engine in self._engines.items() if engine.prefilled}
+        return {**self.reports, **going}
 
     def start_pass(self, rows: Sequence[Scheduled]) -> None:
         """A forward pass of these requests begins."""

@@ -67,8 +67,8 @@ class Worker(CPUWorker):  # type: ignore[misc]
         return Requests(plan, shape, **settings)
 
     def kvbench_reports(self) -> dict[str, dict[str, Any]]:
-        """The audits of requests that have ended, by request id; see `LLM.collective_rpc`."""
-        return {} if self._requests is None else self._requests.reports
+        """The audits of requests, by their ids; see `LLM.collective_rpc`."""
+        return {} if self._requests is None else self._requests.audits()
 
 
 def _refuse(vllm_config: Any, plan: Plan) -> None:
