@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvbench.config import ConfigError
+from kvbench.memory.codec import Codecs
 from kvbench.memory.device import DeviceTier, Located
 from kvbench.memory.slots import Pool, with_free_slots
 from kvbench.memory.store import LayerStore
@@ -93,8 +94,8 @@ class _InBlocks(Located):
 
     tier: PagedTier
 
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Located.rows`."""
+    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Located.held`."""
         return self.tier.memory.rows(self.tier.table.blocks, self.slots)
 
 
@@ -111,6 +112,7 @@ class PagedTier(DeviceTier):
     def __init__(self, memory: Memory, table: Table) -> None:
         self.memory, self.table = memory, table
         heads = 1, memory.kv_heads
+        self.codecs = Codecs.of("native", memory.head_dim, memory.whole.dtype)
         # Sizes are read of it, and bytes; its rows are not those of tokens
         self.pool = Pool(*(memory.whole.view(-1, memory.head_dim),) * 2)
         self.room, self.used = (torch.zeros(heads, dtype=torch.int64) for _ in range(2))
@@ -162,8 +164,8 @@ class PagedTier(DeviceTier):
     def locate(self, index: torch.Tensor) -> Located:
         """Where token ids [1, Hkv, M] (-1 = none) lie; see `DeviceTier.locate`."""
         index, present = self.upload(index)
-        self._check(index, self.find(index)[1])
-        return _InBlocks(self.pool, index.clamp(min=0), present, self)
+        self.refuse_lost(index, self.find(index)[1])
+        return _InBlocks(self.pool, index.clamp(min=0), present, self.codecs, self)
 
 
 class PagedStore(LayerStore):
