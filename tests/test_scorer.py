@@ -67,7 +67,7 @@ def test_the_example_runs_from_a_folder_of_ones_own(folder: Path) -> None:
     words = [*command.split(), "task.lengths=[300]", "task.limit=1"]
     done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "32.0 = 1.00 C" in done.stdout
+    assert "32.0 ± 0.0 = 1.00 C" in done.stdout
 
 
 def test_the_example_keeps_the_shortest_keys(keynorm: Callable[[], Method]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvbench.config import shipped
+from kvbench.memory.kinds import NATIVE
 from kvbench.report.cells import WITH_SCORE, Cell, Table, notes_of, runs_of, score_numbers, seeds_of, tell_machines
 from kvbench.report.evidence import Evidence, time_marks, transfer_marks
 from kvbench.report.frame import Runs, missing
@@ -87,9 +88,9 @@ def _fits(runs: Runs, run: int, line: Any, whole: tuple[str, ...]) -> bool:
         budget = (shipped("method", line.method) or {}).get("preset")
     if arm["budget"] != budget:
         return False
-    for key, _, value in (word.partition("=") for word in line.settings):
-        if key not in CHOOSE_SAMPLES and label_of(runs, run, key) != value:
-            return False
+    asked = {"kv": str(NATIVE)} | {key: value for key, _, value in (word.partition("=") for word in line.settings)}
+    if any(label_of(runs, run, key) != value for key, value in asked.items() if key not in CHOOSE_SAMPLES):
+        return False
     needed = whole if line.metric == "macro" else _groups_of(line.group)
     return set(needed) <= set(runs.scores[run].groups)
 

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from kvbench.config import ConfigError
+from kvbench.memory.kinds import NATIVE
 from kvbench.report.evidence import Evidence
 from kvbench.report.frame import YARDSTICK, Runs
 from kvbench.report.panels import (
@@ -78,13 +79,14 @@ def drift(runs: Runs) -> Figure:
 
 
 def _panels(runs: Runs, name: str) -> list[tuple[str, pd.DataFrame]]:
-    """The sparse arms of `task=fidelity`, those that can be compared together.
+    """The arms of `task=fidelity` that are not full attention itself, those that can be compared together.
 
     Raises:
         ConfigError: there is none.
     """
     arms = arms_for(runs, name, probed=False, task="fidelity")
-    sparse = arms[arms["method"] != YARDSTICK]
-    if not len(sparse):
+    coded = runs.settings.loc[arms.index, "kv"] != str(NATIVE)
+    others = arms[(arms["method"] != YARDSTICK) | coded]
+    if not len(others):
         raise ConfigError(f"figure={name}: of the runs of task=fidelity none is sparse")
-    return panels_of(name, runs, sparse)
+    return panels_of(name, runs, others)

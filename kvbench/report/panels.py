@@ -23,7 +23,7 @@ LINES = ("-", "--", ":", "-.")
 MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 80, 24  # that one picture can show
 # Settings in which the arms of a panel may differ; in all others they are alike, or they stand in panels of their own.
 # What begins like one of these makes a variant of a method, and is named in the legend.
-OF_VARIANTS = ("method.", "attention", "shared_prefill")
+OF_VARIANTS = ("method.", "attention", "kv", "shared_prefill")
 NOT_COMPARED = {"method", "budget", "probe.every", "seed"}
 
 

@@ -79,7 +79,10 @@ def table(id: str) -> PaperTable:
     mapped = [_mapped(run, *cell) for run, cell in zip(runs, cells[["column", "length"]].to_numpy(), strict=True)]
     frame["task"] = [run.get("task", "") for run in runs]
     frame["group"], frame["metric"] = [group for group, _ in mapped], [metric for _, metric in mapped]
-    frame["settings"] = _objects(tuple(run.get("settings", ())) for run in runs)
+    own = _read("names")["settings"]
+    frame["settings"] = _objects(
+        (*run.get("settings", ()), *own.get(name, ())) for run, name in zip(runs, cells["method"], strict=True)
+    )
     return PaperTable(id, entry["title"], entry["source"], frame, "seconds" in entry)
 
 
