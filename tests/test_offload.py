@@ -19,6 +19,7 @@ from kvbench.engine.engine import Engine
 from kvbench.engine.hf import method_named
 from kvbench.measure.arm import is_failed_sample
 from kvbench.memory import pinned
+from kvbench.memory.codec import Codecs
 from kvbench.memory.fetch import fetch
 from kvbench.memory.host import Arrival, HostTier
 from kvbench.method import Method, Needs, Prompt, Shape
@@ -37,11 +38,15 @@ def block(*size: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
+def hosted(batch: int, kv_heads: int, width: int, capacity: int) -> HostTier:
+    return HostTier((batch, kv_heads), Codecs.of("native", width, torch.float32), torch.device(CUDA), capacity)
+
+
 # -- pinned memory -----------------------------------------------------------------------------------------------------
 
 
 def test_blocks_are_pinned_in_pages_of_their_own(cuda: twin.Twin) -> None:
-    tiers = [HostTier(block(1, 2, 16, 3).to(CUDA), capacity) for capacity in (37, 3700)]
+    tiers = [hosted(1, 2, 3, capacity) for capacity in (37, 3700)]
     assert all(tier.key.is_pinned() and tier.value.is_pinned() and not tier.key.any() for tier in tiers)
     assert all(at % mmap.PAGESIZE == size % mmap.PAGESIZE == 0 for at, size in twin._registered.items())
     for tier in tiers:
@@ -50,14 +55,13 @@ def test_blocks_are_pinned_in_pages_of_their_own(cuda: twin.Twin) -> None:
 
 
 def test_a_block_is_lent_again_once_its_owner_is_gone(cuda: twin.Twin) -> None:
-    like = block(1, 2, 16, 5).to(CUDA)
-    first = HostTier(like, 41)
+    first = hosted(1, 2, 5, 41)
     held = {first.key.data_ptr(), first.value.data_ptr()}
-    second = HostTier(like, 41)
+    second = hosted(1, 2, 5, 41)
     assert not held & {second.key.data_ptr(), second.value.data_ptr()}, "a block has one owner"
     del first
     gc.collect()
-    third = HostTier(like, 41)
+    third = hosted(1, 2, 5, 41)
     assert {third.key.data_ptr(), third.value.data_ptr()} == held
 
 
@@ -94,7 +98,7 @@ def test_memory_that_the_system_does_not_give_fails_the_sample(cuda: twin.Twin) 
 
 def test_nobody_waits_for_a_new_token_before_it_is_read(cuda: twin.Twin) -> None:
     prompt, new = block(2, 2, 16, 4), block(2, 2, 3, 4, seed=1)
-    tier = HostTier(prompt.to(CUDA), 12)
+    tier = hosted(2, 2, 4, 12)
     tier.write_prompt(prompt.to(CUDA), prompt.to(CUDA), [5, 3])
     key, row, head = new.to(CUDA), torch.tensor([1, 0]), torch.tensor([0, 1])
     tier.append([5, 3], key[:, :, :1], -key[:, :, :1])
@@ -110,11 +114,11 @@ def test_nobody_waits_for_a_new_token_before_it_is_read(cuda: twin.Twin) -> None
 
 def test_an_arrival_is_waited_for_by_who_asks(cuda: twin.Twin) -> None:
     prompt = block(1, 1, 16, 4)
-    tier = HostTier(prompt.to(CUDA), 16)
+    tier = hosted(1, 1, 4, 16)
     there = prompt.to(CUDA)
     cuda.syncs.clear()
     tier.write_prompt(there, there, [16])
-    arrival = Arrival(tier.key, tier.value, tier.copied)
+    arrival = Arrival(tier.key, tier.value, tier.codecs, tier.copied)
     assert not cuda.syncs and not tier.key.equal(prompt)
     assert arrival.result()[0].equal(prompt)
 

@@ -144,5 +144,6 @@ def test_a_prefill_that_fails_fails_its_sample_in_every_arm_and_no_other(configs
 @pytest.mark.parametrize("words", [["seed=1"], ["protocol.accounting=unified"], ["task.lengths=[401]"]])
 def test_arms_that_no_prefill_can_serve_are_refused(configs, words):
     key = words[0].partition("=")[0].partition(".")[0]
-    with pytest.raises(ConfigError, match=rf"^{key}: arms that share a prefill differ in method, budget, probe alone"):
+    told = rf"^{key}: arms that share a prefill differ in method, budget, kv, probe alone"
+    with pytest.raises(ConfigError, match=told):
         run_shared([*configs(arms=ARMS[:1]), *configs(*words, arms=ARMS[1:2])])

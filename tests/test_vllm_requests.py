@@ -1,7 +1,7 @@
 """Requests that share a paged memory, as a vLLM engine schedules them, beside engines that have each request alone.
 
 Nothing here needs vLLM: the memory is written as its CPU attention does, and the schedule is drawn at random.
-`tests/vllm` runs the same over vLLM itself.
+`tests/in_vllm` runs the same over vLLM itself.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def _selected(
         heads = kv_heads
     located = store.locate(shared)
     key, value = located.rows()
-    key, value = (block.view(batch, heads, count, -1) for block in (key, value))
+    key, value = (block.view(batch, heads, count, block.shape[-1]) for block in (key, value))
     if selection.keys is not None:
         key = selection.keys
     bias = None if located.present is None else located.present.reshape(batch, heads, 1, count)
