@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from omegaconf import DictConfig
 
+TITLES = {"kv": "keys and values"}  # of groups whose plural is no word
 USAGE = """\
 kvbench: KV-cache methods compared on the same model, prompt, attention kernel and budget.
 
@@ -104,7 +105,7 @@ def help_text() -> str:
     parts = [USAGE, _table("commands", [(name, about) for name, (_, about) in COMMANDS.items()])]
     for group in ["method", "task", "model", *(name for name in groups() if name not in ("method", "task", "model"))]:
         rows = [(f"{group}={name}", about) for name, about in choices(group).items()]
-        parts.append(_table(f"{group}s", rows))
+        parts.append(_table(TITLES.get(group, f"{group}s"), rows))
     rows = [(f"+experiment={name}", about) for name, about in choices("experiment").items()]
     parts.append(_table("experiments", rows))
     parts.append(_table("keys", [(f"{key}={default}", about) for key, default, about in documented_keys()]))

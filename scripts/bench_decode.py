@@ -99,7 +99,7 @@ class Side:
             ratios = (ours / theirs for ours, theirs in zip(self.ms[name], first.ms[name], strict=True))
             found[f"{name}_over_first"] = statistics.median(ratios)
         audit = self.engine.report()
-        attended = hardware.attended_bytes(self.engine.shape, audit["attended_mean"], self.engine.audit.steps)
+        attended = audit["attended_bytes_per_step"]
         found["must_read_ms"] = 1e3 * attended / bandwidth
         found["rest_over_must_read"] = found["rest"] / found["must_read_ms"]
         weights = hardware.read_weight_bytes(self.model, rows=1)

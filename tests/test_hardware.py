@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbench.engine.audit import attended_bytes
 from kvbench.engine.models import Loaded, load
 from kvbench.measure import hardware
-from kvbench.measure.hardware import attended_bytes, bandwidth, floor_seconds, union_length
+from kvbench.measure.hardware import bandwidth, floor_seconds, union_length
 from kvbench.method import Shape
 
 CPU = torch.device("cpu")
@@ -26,6 +27,8 @@ def test_attended_bytes_by_hand() -> None:
     assert attended_bytes(shape(), 10.0, steps=9) == 2 * 2 * 64 * (3 * 10 + 1 * 105)
     assert attended_bytes(shape(dense=0), 10.0, steps=9) == 2 * 2 * 64 * 4 * 10
     assert attended_bytes(shape(dense=4), 0.0, steps=1) == 2 * 2 * 64 * 4 * 101, "a first step attends itself too"
+    coded = {0: 20.0, 1: 36.5, 2: 36.5, 3: 36.0}
+    assert attended_bytes(shape(), 10.0, 9, coded) == 2 * 2 * ((36.5 + 36.5 + 36) * 10 + 20 * 105), "by layer"
     assert attended_bytes(shape(lengths=(50, 150)), 10.0, steps=9) == attended_bytes(shape(), 10.0, steps=9)
 
 

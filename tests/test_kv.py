@@ -8,6 +8,7 @@ import torch
 from driver import CLOSE, SMALL, Case, Driven, drive, each_method, same_attended, slow, stream
 
 from kvbench.config import ConfigError
+from kvbench.engine.audit import attended_bytes
 from kvbench.engine.hf import KVCache, method_named
 from kvbench.engine.models import Loaded
 from kvbench.memory.grouped import GroupedTier
@@ -49,6 +50,8 @@ def check_bytes(driven: Driven) -> None:
         if store.host is not None:
             coded = store.host.key.untyped_storage().nbytes() + store.host.value.untyped_storage().nbytes()
             assert coded == store.host.present.numel() * ROW
+    of_native = attended_bytes(driven.engine.shape, audit["attended_mean"], FIXED.steps)
+    assert audit["attended_bytes_per_step"] == pytest.approx(of_native * ROW / (2 * D * 4))
     moved = driven.engine.audit.moved_bytes
     values_only = any(store.stage is not None and store.stage.values_only for store in stores)
     assert moved % (ROW // 2 if values_only else ROW) == 0

@@ -7,7 +7,7 @@ store's tensors and from the memory a method object holds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,6 +86,11 @@ class Audit:
     def generated(self) -> int:
         """Tokens of each row after its prompt, but for those of a step or turn that goes on."""
         return self.steps + self.turn_tokens
+
+    @property
+    def attended_mean(self) -> float:
+        """Entries that a KV head attends in a sparse layer, the mean over heads, layers, rows and steps."""
+        return _mean(self._rows)
 
     def broken(self, row: int | None = None) -> str | None:
         """Where the method first attended more than its rule allows, in any row or in this one; None: nowhere."""
@@ -206,8 +211,7 @@ class Audit:
             row: whose entries attended are told; None: those of all. Bytes are of all rows.
         """
         rows = self._rows if row is None else self._rows[row : row + 1]
-        count = max(sum(tally.count for tally in rows), 1)
-        mean = sum(tally.total for tally in rows) / count
+        count, mean = max(sum(tally.count for tally in rows), 1), _mean(rows)
         variance = sum(tally.squares for tally in rows) / count - mean**2
         report = {
             "attended_mean": mean,
@@ -228,6 +232,34 @@ class Audit:
         if self.turn_tokens:
             report |= {"turn_tokens": self.turn_tokens, "turn_moved_bytes": self.turn_moved_bytes}
         return report
+
+
+def _mean(rows: Iterable[Tally]) -> float:
+    rows = list(rows)
+    return sum(tally.total for tally in rows) / max(sum(tally.count for tally in rows), 1)
+
+
+def attended_bytes(
+    shape: Shape, attended_mean: float, steps: int, entry_bytes: Mapping[int, float] | None = None
+) -> float:
+    """Bytes of keys and values that a decode step attends, the mean over `steps` steps.
+
+    In each of the B rows and Hkv KV heads a sparse layer attends `attended_mean` entries, as the audit counted them,
+    and a dense one all: N + s at step s of a prompt of N tokens, N + (steps + 1) / 2 in the mean; one with a window
+    its tokens at most:
+
+        B * Hkv * (sum of sparse layers' entry bytes * attended_mean + of dense ones' * (N + (steps + 1) / 2)
+            + of windowed ones' * min(window, N + (steps + 1) / 2))
+
+    Args:
+        entry_bytes: of a key and a value in a layer, where they are not D numbers each in the dtype of the model.
+    """
+    plain = 2.0 * shape.head_dim * shape.dtype.itemsize
+    each = dict.fromkeys(shape.full_layers, plain) | dict(entry_bytes or {})
+    length = sum(shape.lengths) / shape.batch + (steps + 1) / 2
+    full = sum(each[layer] * (attended_mean if layer in shape.sparse_layers else length) for layer in shape.full_layers)
+    windowed = plain * sum(min(window, length) for window in shape.windows.values())
+    return shape.batch * shape.kv_heads * (full + windowed)
 
 
 def extra_entries(extra: Extra | None, kv_heads: int) -> torch.Tensor | int:

@@ -21,7 +21,7 @@ from kvbench.attention.executor import executor
 from kvbench.attention.sinks import with_sinks
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, first_line
-from kvbench.engine.audit import Audit
+from kvbench.engine.audit import Audit, attended_bytes
 from kvbench.engine.positions import CachePositions, PromptRotation, Rotary
 from kvbench.engine.probes import Probe
 from kvbench.engine.prompt import PromptReader
@@ -363,8 +363,13 @@ class Engine:
 
 
 def _remarks(engine: Engine) -> dict[str, Any]:
-    """What a report tells where it applies: why no other executor, layers with a window, and how tokens come up."""
+    """What a report tells where it applies: bytes attended, why no other executor, windows, and how tokens come up."""
     told: dict[str, Any] = {}
+    if engine.audit.steps:
+        each = {layer: store.entry_bytes for layer, store in engine.stores.items()}
+        told["attended_bytes_per_step"] = attended_bytes(
+            engine.shape, engine.audit.attended_mean, engine.audit.steps, each
+        )
     if engine.executor.note:
         told["executor_note"] = engine.executor.note
     if engine.windowed:

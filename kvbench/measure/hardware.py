@@ -87,24 +87,6 @@ def read_weight_bytes(model: Any, rows: int) -> int:
     return weight_bytes(model) - embedding.shape[0] * row + rows * row
 
 
-def attended_bytes(shape: Shape, attended_mean: float, steps: int) -> float:
-    """Bytes of keys and values that a decode step attends, the mean over `steps` steps.
-
-    In each of the B rows and Hkv KV heads a sparse layer attends `attended_mean` entries, as the audit counted them,
-    and a dense one all: N + s at step s of a prompt of N tokens, N + (steps + 1) / 2 in the mean; one with a window
-    its tokens at most. An entry is a key and a value of D numbers:
-
-        B * Hkv * 2 * D * bytes of a number * (sparse layers * attended_mean + dense layers * (N + (steps + 1) / 2)
-            + sum of min(window, N + (steps + 1) / 2))
-    """
-    sparse = len(shape.sparse_layers)
-    length = sum(shape.lengths) / shape.batch + (steps + 1) / 2
-    dense = (len(shape.full_layers) - sparse) * length
-    windowed = sum(min(window, length) for window in shape.windows.values())
-    entries = shape.batch * shape.kv_heads * (sparse * attended_mean + dense + windowed)
-    return entries * 2 * shape.head_dim * shape.dtype.itemsize
-
-
 def whole_kv_bytes(shape: Shape, steps: int) -> int:
     """Bytes that full attention holds on the device after `steps` steps: every key and value of all layers.
 

@@ -76,7 +76,7 @@ def time_sample(
     busy = _busy_ms(model, generation, engine, watched) if watched else None
     audit, shape = generation.audit, engine.shape
     read = hardware.read_weight_bytes(model, shape.batch)
-    attended = hardware.attended_bytes(shape, audit["attended_mean"], steps)
+    attended = audit["attended_bytes_per_step"]
     weights = hardware.weight_bytes(model)
     told = {
         "copy_bandwidth": bandwidth.copy,

@@ -201,6 +201,12 @@ class Tiers:
         return self.device.blocks() + ([] if self.host is None else self.host.blocks())
 
     @property
+    def entry_bytes(self) -> float:
+        """Bytes of a token's key and value in one KV head, the mean over the tokens of both tiers."""
+        tokens = int(self.device.used.sum()) + (0 if self.host is None else int(self.host.present.sum()))
+        return (self.device.nbytes + self.remote_bytes()) / max(1, tokens)
+
+    @property
     def sizes(self) -> tuple[int, int]:
         """Bytes of a key, and of a value, in the tier that tokens live in."""
         if self.host is None or self.home == "device":

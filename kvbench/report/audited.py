@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
+from kvbench.memory.kinds import NATIVE
 from kvbench.report.evidence import Evidence
 from kvbench.report.frame import YARDSTICK, Runs, missing
 from kvbench.report.labels import GAP, End, name_ends
@@ -100,21 +101,27 @@ def _tall(lines: Sequence[Sequence[Series]]) -> float:
 def bytes_read(evidence: Evidence, run: int) -> float:
     """Bytes of KV that a decode step of a run reads on average; NaN where it or its yardstick does not say.
 
-    The entries attended in sparse layers, all of them in layers left dense, and what the method scanned of the stored
-    keys. An entry's bytes are those of full attention, which attends all that its device holds. What a method reads of
-    an index of its own is in no audit.
+    What is attended in all layers, as it is held (`kv=`), and what the method scanned of the stored keys. What a method
+    reads of an index of its own is in no audit.
     """
-    full = evidence.yardstick(run)
-    if full is None:
+    own = evidence.runs.arm[run]
+    attended = own["attended_bytes_per_step"]
+    scanned = 0.0 if missing(own["read_bytes_per_step"]) else own["read_bytes_per_step"]
+    return float((_attended_bytes(evidence, run) if missing(attended) else attended) + scanned)
+
+
+def _attended_bytes(evidence: Evidence, run: int) -> float:
+    """Of a run whose audit did not say: from the entries, and the bytes of one that full attention's device holds."""
+    full, coded = evidence.yardstick(run), evidence.runs.setting[run]["kv"] != str(NATIVE)
+    if full is None or coded:
         return math.nan
     own, whole = evidence.runs.arm[run], evidence.runs.arm[full]
     needed = (own["attended_mean"], whole["attended_mean"], whole["attended_max"], whole["device_kv_bytes"])
     if any(map(missing, needed)) or not whole["attended_max"]:
         return math.nan
     dense, windowed = (own[name] if not missing(own[name]) else 0.0 for name in ("dense_share", "windowed_share"))
-    scanned = 0.0 if missing(own["read_bytes_per_step"]) else own["read_bytes_per_step"]
     entries = (1 - dense - windowed) * own["attended_mean"] + dense * whole["attended_mean"]
-    return float(whole["device_kv_bytes"] / whole["attended_max"] * entries / (1 - windowed) + scanned)
+    return float(whole["device_kv_bytes"] / whole["attended_max"] * entries / (1 - windowed))
 
 
 Found = Callable[[Evidence, int], Estimate | None]

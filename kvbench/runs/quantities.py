@@ -112,6 +112,7 @@ _LISTED = (
     Quantity("index_bytes", "audit", "index", MIB, 2, LESS, combine="max"),
     Quantity("moved_bytes_per_step", "audit", "moved up per step", KIB, 1, LESS),
     Quantity("cache_hit_share", "audit", "attended from the host, on the device already, share", better=MORE),
+    Quantity("attended_bytes_per_step", "audit", "KV attended per step", MIB, 2, LESS),
     Quantity("read_bytes_per_step", "audit", "read by the index per step", KIB, 1, LESS),
     Quantity("dense_share", "audit", "dense layers, share"),
     Quantity("windowed_share", "audit", "layers with a window, share"),
