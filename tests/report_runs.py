@@ -77,6 +77,7 @@ def stored(
         "budget": budget,
         "seed": 0,
         "attention": "auto",
+        "kv": {"device": "native", "host": "native"},
         "protocol": {**whole, "question_as_decode": False, "generated": "free", **(protocol or {})},
         "probe": {"every": 0},
         "method": {"name": method, "minimum": {"paper": None if method == "full" else 16}, "preset": 256},

@@ -68,6 +68,33 @@ def test_bytes_read_need_a_yardstick(tmp_path: Path) -> None:
         figures.draw("read", collect([tmp_path]))
 
 
+def test_the_front_of_bytes_held_and_read_is_named_with_its_budget_and_kv(tmp_path: Path) -> None:
+    """Of the arms at 64 tokens the one in fewer bits is cheaper and as near; all share a method, and are told apart."""
+
+    def arm(method: str, budget: int | None, kv: str, held: float, attended: float, kl: float, score: float) -> None:
+        line = measured(attended, budget, kl)
+        line["audit"] |= {"device_kv_bytes": held * LENGTH, "host_bytes": 24 * LENGTH, "moved_bytes_per_step": 2.0**19}
+        line["audit"]["attended_bytes_per_step"] = attended * 2.0**20
+        coded = {"config": {"kv": {"device": kv, "host": "native"}}}
+        stored(tmp_path, method, budget, [record("s", "", score, **line)], task="fidelity", **coded)
+
+    arm("full", None, "native", 1000.0, 64.0, 0.0, 1.0)
+    arm("snapkv", 64, "native", 100.0, 4.0, 0.5, 0.6)
+    arm("snapkv", 64, "int8", 50.0, 2.0, 0.5, 0.6)
+    arm("snapkv", 128, "kivi2", 40.0, 3.0, 0.25, 0.8)
+    figure = figures.draw("frontier", collect([tmp_path]))
+    found = [{text.get_text(): text.xy for text in axis.texts} for axis in figure.axes]
+    assert [set(names) for names in found] == [
+        {"SnapKV 128, kivi2", "Full"},
+        {"SnapKV 64, int8-native", "SnapKV 128, kivi2", "Full"},
+        {"SnapKV 128, kivi2"},
+        {"SnapKV 64, int8-native", "SnapKV 128, kivi2"},
+    ], "score over bytes held and read, then KL, whose level of full attention is a line"
+    assert found[0]["SnapKV 128, kivi2"] == (pytest.approx(64 / 2**10), 80)
+    assert found[3]["SnapKV 64, int8-native"] == (pytest.approx(2.5), 0.5)
+    assert overprinted(figure) == []
+
+
 def test_what_was_attended_stands_over_its_budget_in_tokens_and_no_words_on_one_another(tmp_path: Path) -> None:
     methods = [method for method in STYLES if method != "full"][:14]
     for place, method in enumerate(methods):

@@ -80,7 +80,7 @@ def read(runs: Runs) -> Figure:
     panels = panels_of("read", runs, arms)
     lines = [list(series_of(runs, own)) for _, own in panels]
     both = arms[KL.name].notna().any()
-    measures = _MEASURES if both else _MEASURES[:1]
+    measures = MEASURES if both else MEASURES[:1]
     title = (
         f"nearness over bytes read, with {COVERAGE} % intervals; left and {'up or down' if both else 'up'} is better"
     )
@@ -125,7 +125,7 @@ def _attended_bytes(evidence: Evidence, run: int) -> float:
 
 
 Found = Callable[[Evidence, int], Estimate | None]
-_MEASURES: Sequence[tuple[str, Found]] = (("score", Evidence.score), (KL.name, Evidence.kl))
+MEASURES: Sequence[tuple[str, Found]] = (("score", Evidence.score), (KL.name, Evidence.kl))
 
 
 def _draw(axis: Any, series: Sequence[Series], name: str, found: Callable[[int], Estimate | None], tall: float) -> None:
@@ -135,7 +135,7 @@ def _draw(axis: Any, series: Sequence[Series], name: str, found: Callable[[int],
         known = {run: value for run in one.arms.index if (value := found(run)) and (name == "score" or value.mean > 0)}
         if not known:
             continue
-        near = [value if name == "score" else _at_least(value) for value in known.values()]
+        near = [value if name == "score" else at_least(value) for value in known.values()]
         own = one.arms.loc[list(known)]
         x, index = MIB.scale * own["read"], MIB.scale * own["index_bytes"].astype(float).fillna(0)
         draw_intervals(axis, one, x, near)
@@ -156,7 +156,7 @@ def _draw(axis: Any, series: Sequence[Series], name: str, found: Callable[[int],
     name_ends(axis, ends, tall)
 
 
-def _at_least(kl: Estimate) -> Estimate:
+def at_least(kl: Estimate) -> Estimate:
     """A KL divergence as a log axis has room for it."""
     low, high = (None if end is None else max(end, LEAST_KL) for end in (kl.low, kl.high))
     return Estimate(max(kl.mean, LEAST_KL), low, high, kl.n)

@@ -25,6 +25,7 @@ from kvbench.report.breakeven import breakeven
 from kvbench.report.diagonal import published
 from kvbench.report.evidence import Evidence
 from kvbench.report.frame import YARDSTICK, Runs
+from kvbench.report.frontier import frontier
 from kvbench.report.maps import lost, passkey
 from kvbench.report.nearness import drift, fidelity
 from kvbench.report.panels import (
@@ -248,6 +249,7 @@ FIGURES: dict[str, tuple[Callable[[Runs], Figure], str]] = {
     "budget": (budget, "score against budget, and against what was attended"),
     "attended": (attended, "nominal against measured budget: attended / C"),
     "read": (read, "score and KL from full attention against the bytes of KV that a step reads"),
+    "frontier": (frontier, "score and KL against bytes held and bytes of a step, over methods, budgets and kv"),
     "tradeoff": (tradeoff, "score against device memory and time per token (IceCache, Fig. 1)"),
     "passkey": (passkey, "passkeys found by depth and length (IceCache, Fig. 6)"),
     "latency": (latency, "second token, time per token and its parts (IceCache, Fig. 7; LycheeCluster, Fig. 5)"),
