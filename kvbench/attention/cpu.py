@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvbench.attention import kernels
 from kvbench.attention import torch as torch_executor
 from kvbench.memory.codec import Codec, Fp8, Int8, KiviKeys, KiviValues, Native
+from kvbench.memory.device import DeviceTier
 from kvbench.memory.kinds import GROUPED, KV, NATIVE
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
@@ -51,9 +52,7 @@ def attend(
     probabilities: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `kvbench.attention.executor.Executor`."""
-    device = store.device
-    size, native = int(device.used.sum()) * device.entry_bytes, device.codecs.key.stored in STORED
-    if selection is None and size < WORTH_STREAMING and device.even and native:
+    if selection is None and _for_torch(store.device):
         return torch_executor.attend(query, store, None, scaling, probabilities)
     asked = query.float() * scaling
     if selection is None:
@@ -61,6 +60,12 @@ def attend(
     else:
         out, weights = _attend_lists(asked, store, selection, probabilities)
     return out.view(query.shape).to(query.dtype), weights
+
+
+def _for_torch(device: DeviceTier) -> bool:
+    """Whether sdpa is as quick as the kernel where all of the tier is attended."""
+    native = device.codecs.key.stored in STORED
+    return native and device.even and int(device.used.sum()) * device.entry_bytes < WORTH_STREAMING
 
 
 # -- how rows are held -------------------------------------------------------------------------------------------------
@@ -88,6 +93,7 @@ class Rows(NamedTuple):
         return key, value, parameters
 
 
+@cache
 def _stored(codecs: tuple[Codec | KiviKeys, Codec]) -> tuple[Any, ...]:
     """How keys and values are held, as `kernels.attend_resident` takes it."""
     (key_kind, *key_sizes), (value_kind, *value_sizes) = (_kind(codec) for codec in codecs)
@@ -108,6 +114,7 @@ def _kind(codec: Codec | KiviKeys) -> tuple[Any, int, int]:
     return number, codec.head_dim * number.itemsize, 0
 
 
+@cache
 def _entry_bytes(codecs: tuple[Codec | KiviKeys, Codec]) -> int:
     """Bytes of a token's key and value in one KV head."""
     return sum(_kind(codec)[1] for codec in codecs)
@@ -147,9 +154,11 @@ def attend_slots(
     batch, query_heads, _, head_dim = query.shape
     lists = parts[0].used.numel()
     columns = max(int((part.column + part.used).max()) for part in parts) if probabilities else 0
-    pieces = [kernels.pieces_of(int(part.used.max()), kernels.DENSE_PIECE) for part in parts]
-    work = _Work(query.reshape(lists, -1, head_dim), pieces, columns)
-    size = sum(int(part.used.sum()) * _entry_bytes(part.rows.codecs) for part in parts)
+    longest = [int(part.used.max()) for part in parts]
+    work = _Work(
+        query.reshape(lists, -1, head_dim), [kernels.pieces_of(most, kernels.DENSE_PIECE) for most in longest], columns
+    )
+    size = sum(lists * most * _entry_bytes(part.rows.codecs) for most, part in zip(longest, parts, strict=True))
     work.run([_slots_part(part) for part in parts], size)
     return work.merged(batch, query_heads)
 
