@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from kvbench.attention import kernels
 from kvbench.attention import torch as torch_executor
 from kvbench.memory.codec import Codec, Fp8, Int8, KiviKeys, KiviValues, Native
-from kvbench.memory.device import DeviceTier
-from kvbench.memory.kinds import GROUPED, KV, NATIVE
+from kvbench.memory.device import DeviceTier, Span
+from kvbench.memory.kinds import KV, NATIVE
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
 
@@ -33,12 +33,10 @@ WORTH_A_THREAD = 2**18  # bytes of keys and values; fewer are read before anothe
 WORTH_STREAMING = 2**19
 
 
-def unfit(shape: Shape, kv: KV) -> str | None:
+def unfit(shape: Shape) -> str | None:
     """Why this executor cannot run a generation of this shape, or None."""
     if shape.device.type != "cpu":
         return f"the device is {shape.device.type}"
-    if kv.device in GROUPED:
-        return f"reads no keys and values held as kv={kv}"
     return (
         None if shape.dtype in STORED else f"reads float32 and bfloat16, not {str(shape.dtype).removeprefix('torch.')}"
     )
@@ -52,45 +50,29 @@ def attend(
     probabilities: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `kvbench.attention.executor.Executor`."""
-    if selection is None and _for_torch(store.device):
-        return torch_executor.attend(query, store, None, scaling, probabilities)
     asked = query.float() * scaling
     if selection is None:
-        out, weights = _attend_resident(asked, store, probabilities)
+        spans = store.device.spans()
+        if store.device.even and _quicker_in_torch(spans):
+            return torch_executor.attend(query, store, None, scaling, probabilities)
+        out, weights = _attend_resident(asked, spans, probabilities)
     else:
         out, weights = _attend_lists(asked, store, selection, probabilities)
     return out.view(query.shape).to(query.dtype), weights
 
 
-def _for_torch(device: DeviceTier) -> bool:
-    """Whether sdpa is as quick as the kernel where all of the tier is attended."""
-    native = device.codecs.key.stored in STORED
-    return native and device.even and int(device.used.sum()) * device.entry_bytes < WORTH_STREAMING
+def _quicker_in_torch(spans: Sequence[Span]) -> bool:
+    """Whether so little is attended that sdpa is quicker, and nothing is to be decoded for it."""
+    return all(isinstance(span.codecs[0], Native) for span in spans) and sum(map(_span_bytes, spans)) < WORTH_STREAMING
 
 
 # -- how rows are held -------------------------------------------------------------------------------------------------
 
 
-class Rows(NamedTuple):
-    """Stored rows of one kind, where they lie.
-
-    Attributes:
-        key, value: [..., width], as their codecs hold them.
-        codecs: of keys and of values.
-        parameters: [groups, 2, D], of keys that have them by groups of tokens.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    codecs: tuple[Codec | KiviKeys, Codec]
-    parameters: torch.Tensor | None = None
-
-    def addresses(self) -> tuple[int, int, int]:
-        """Of keys, values and parameters."""
-        parts = self.key, self.value, self.parameters
-        assert all(part is None or part.is_contiguous() for part in parts), "a kernel finds a row by its number alone"
-        key, value, parameters = (0 if part is None else part.data_ptr() for part in parts)
-        return key, value, parameters
+def _addresses(*parts: torch.Tensor | None) -> tuple[int, ...]:
+    """Of keys, values and parameters; 0 of what there is none of."""
+    assert all(part is None or part.is_contiguous() for part in parts), "a kernel finds a row by its number alone"
+    return tuple(0 if part is None else part.data_ptr() for part in parts)
 
 
 @cache
@@ -123,49 +105,28 @@ def _entry_bytes(codecs: tuple[Codec | KiviKeys, Codec]) -> int:
 # -- all slots ---------------------------------------------------------------------------------------------------------
 
 
-class Slots(NamedTuple):
-    """Slots of a pool that are attended as a whole.
-
-    Attributes:
-        rows: the pool.
-        used, first: [B, Hkv] int64, how many of each KV head, and which of the pool is its first.
-        column: [B, Hkv] int64, of that slot among all that are attended.
-    """
-
-    rows: Rows
-    used: torch.Tensor
-    first: torch.Tensor
-    column: torch.Tensor
-
-
 def _attend_resident(
-    query: torch.Tensor, store: LayerStore, probabilities: bool
+    query: torch.Tensor, spans: Sequence[Span], probabilities: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output [B, Hkv, G, D] and probabilities [B, Hq, n], n = most used slots, for all slots that are used."""
-    device = store.device
-    rows = Rows(*device.pool, device.codecs)
-    return attend_slots(query, [Slots(rows, device.used, device.first, torch.zeros_like(device.used))], probabilities)
-
-
-def attend_slots(
-    query: torch.Tensor, parts: Sequence[Slots], probabilities: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `_attend_resident`, for slots that may be of several pools."""
     batch, query_heads, _, head_dim = query.shape
-    lists = parts[0].used.numel()
-    columns = max(int((part.column + part.used).max()) for part in parts) if probabilities else 0
-    longest = [int(part.used.max()) for part in parts]
-    work = _Work(
-        query.reshape(lists, -1, head_dim), [kernels.pieces_of(most, kernels.DENSE_PIECE) for most in longest], columns
-    )
-    size = sum(lists * most * _entry_bytes(part.rows.codecs) for most, part in zip(longest, parts, strict=True))
-    work.run([_slots_part(part) for part in parts], size)
+    lists = spans[0].end.numel()
+    columns = max(int(span.end.max()) for span in spans) if probabilities else 0
+    pieces = [kernels.pieces_of(int((span.end - span.begin).max()), kernels.DENSE_PIECE) for span in spans]
+    work = _Work(query.reshape(lists, -1, head_dim), pieces, columns)
+    work.run([_span_part(span) for span in spans], sum(map(_span_bytes, spans)))
     return work.merged(batch, query_heads)
 
 
-def _slots_part(slots: Slots) -> Part:
-    used, first, column = (each.reshape(-1).numpy() for each in slots[1:])
-    held = used, first, column, slots.rows.addresses(), _stored(slots.rows.codecs)
+def _span_bytes(span: Span) -> int:
+    """Of all its tokens."""
+    return int((span.end - span.begin).sum()) * _entry_bytes(span.codecs)
+
+
+def _span_part(span: Span) -> Part:
+    each = span.end - span.begin, span.first + span.begin, span.begin
+    used, first, column = (numbers.reshape(-1).numpy() for numbers in each)
+    held = used, first, column, _addresses(*span.pool, span.parameters), _stored(span.codecs)
 
     def part(threads: int, claims: Claims, pieces: int, *given: NDArray[np.float32]) -> None:
         query, *results = given
@@ -203,7 +164,7 @@ def _attend_lists(
     """
     batch, index, heads = len(query), selection.index, store.kv_heads
     shared = (index if index.shape[1] in (1, heads) else index.reshape(batch, heads, -1)).expand(batch, heads, -1)
-    found = attend_lists(query, _tiers(store), selection, heads, probabilities)
+    found = _attend_parts(query, _tiers(store), selection, heads, probabilities)
     if found is None:
         store.locate(shared)  # raises, and names the token
         raise AssertionError("a token that the store locates was not found")
@@ -211,7 +172,7 @@ def _attend_lists(
     return found
 
 
-def attend_lists(
+def _attend_parts(
     query: torch.Tensor, parts: Sequence[Lists], selection: Selection, heads: int, probabilities: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """As `_attend_lists`, for `heads` KV heads; None: a token is nowhere."""
@@ -264,40 +225,28 @@ def _bias(selection: Selection, batch: int, query_heads: int) -> torch.Tensor:
 def _tiers(store: LayerStore) -> list[Lists]:
     """Tokens of a store: of both tiers together where these hold them alike or the device has none, else apart."""
     device, host = store.device, store.host
-    rows = Rows(*device.pool, device.codecs)
-    near = device_tier(rows, device.used, device.first, device.ids)
+    spans = device.spans()
     if host is None:
-        return [Lists(device.codecs, near, NO_HOST)]
+        return [Lists(span.codecs, _near(device, span), NO_HOST) for span in spans]
     slots = host.capacity
     ids = host.slot_of.view(-1, slots).numpy(), host.present.view(-1, slots).numpy()
-    far = *Rows(host.key, host.value, host.codecs).addresses()[:2], slots, *ids
-    if device.codecs == host.codecs or not device.used.any():
-        return [Lists(host.codecs, near, (*far, True))]
-    passed = device_tier(rows, device.used, device.first, device.ids, end=torch.zeros_like(device.used))
-    return [Lists(host.codecs, passed, (*far, True)), Lists(device.codecs, near, (*far, False))]
+    far = *_addresses(host.key, host.value), slots, *ids
+    if spans[0].codecs == host.codecs or not device.used.any():
+        return [Lists(host.codecs, _near(device, spans[0]), (*far, True))]
+    passed = _near(device, spans[0]._replace(end=torch.zeros_like(device.used)))
+    return [
+        Lists(host.codecs, passed, (*far, True)),
+        *(Lists(span.codecs, _near(device, span), (*far, False)) for span in spans),
+    ]
 
 
-def device_tier(
-    rows: Rows,
-    used: torch.Tensor,
-    first: torch.Tensor,
-    ids: torch.Tensor | None,
-    begin: torch.Tensor | None = None,
-    end: torch.Tensor | None = None,
-) -> tuple[Any, ...]:
-    """The device tier as `kernels.attend_lists` takes it.
-
-    Args:
-        rows: the pool.
-        used, first: [B, Hkv] int64, slots of each KV head, and which of the pool would be its slot 0.
-        ids: [B, Hkv, S] int64, the token in each slot, or None: slot = id.
-        begin, end: [B, Hkv] int64, the first slot that is attended and the one after the last; None: all are.
-    """
-    heads = used.numel()
-    begin, end = torch.zeros_like(used) if begin is None else begin, used if end is None else end
+def _near(device: DeviceTier, span: Span) -> tuple[Any, ...]:
+    """The device tier as `kernels.attend_lists` takes it, of which a span is attended."""
+    heads, ids = device.used.numel(), device.ids
     tokens = np.empty((heads, 0), np.int64) if ids is None else ids.view(heads, -1).numpy()
-    firsts, filled, begins, ends = (each.reshape(-1).numpy() for each in (first, used, begin, end))
-    return *rows.addresses(), firsts, tokens, filled, begins, ends
+    each = span.first, device.used, span.begin, span.end
+    first, used, begin, end = (numbers.reshape(-1).numpy() for numbers in each)
+    return *_addresses(*span.pool, span.parameters), first, tokens, used, begin, end
 
 
 # -- the work ----------------------------------------------------------------------------------------------------------
@@ -356,6 +305,6 @@ def compile_kernels(dtype: torch.dtype, kv: KV = NATIVE) -> None:
         store.seal_prompt([1])
         store.encode()
         if kind in ("native", kv.device):
-            _attend_resident(token.float(), store, probabilities=True)
+            _attend_resident(token.float(), store.device.spans(), probabilities=True)
         selection = Selection(torch.zeros(1, 1, 1, dtype=torch.int64), extra=Extra(token, token, torch.zeros(1, 1, 1)))
         _attend_lists(token.float(), store, selection, probabilities=True)

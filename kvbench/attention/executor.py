@@ -101,7 +101,7 @@ def executor(name: str, shape: Shape, kv: KV = NATIVE) -> Executor:
     """The executor called `name` for a generation of this shape, or for "auto" the best one that can run it.
 
     Args:
-        kv: how keys and values are held; `flashinfer` reads none in fewer bits, `cpu` none of KIVI's.
+        kv: how keys and values are held; `flashinfer` reads none in fewer bits.
 
     Raises:
         ConfigError: there is no such executor, or the one asked for cannot run here.
@@ -111,7 +111,7 @@ def executor(name: str, shape: Shape, kv: KV = NATIVE) -> Executor:
     if name == "torch":
         return Plain(name, torch_executor.attend)
     if name == "cpu" or (name == "auto" and shape.device.type == "cpu"):
-        reason = cpu.unfit(shape, kv)
+        reason = cpu.unfit(shape)
         if reason is None:
             cpu.compile_kernels(shape.dtype, kv)
             return Plain("cpu", cpu.attend, in_place=True)

@@ -38,7 +38,7 @@ from kvbench.config import (
 from kvbench.engine.heads import calibration_for
 from kvbench.engine.support import refuse_impossible, refuse_unsupported, text_config, window
 from kvbench.measure.protocol import Protocol
-from kvbench.memory.kinds import GROUPED, KINDS, kv_in, unfit
+from kvbench.memory.kinds import KINDS, kv_in, unfit
 from kvbench.runs.folder import refuse_other_formats
 from kvbench.runs.identity import arm_name
 from kvbench.tasks import task_of
@@ -249,10 +249,9 @@ def _check_kv(run: Any, shape: Mapping[str, Any]) -> None:
     kv = kv_in(run)
     if reason := next(unfit(kv, _head_dim(shape)), None):
         raise ConfigError(reason)
-    attention = run["attention"]
-    if (kv.coded and attention == "flashinfer") or (kv.device in GROUPED and attention == "cpu"):
+    if kv.coded and run["attention"] == "flashinfer":
         raise ConfigError(
-            f"attention={attention}: reads no keys and values held as kv={kv}; attention=auto takes what runs"
+            f"attention=flashinfer: reads no keys and values held as kv={kv}; attention=auto takes what runs"
         )
 
 

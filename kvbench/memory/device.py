@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from kvbench.memory.codec import Codecs
+from kvbench.memory.codec import Codec, Codecs, KiviKeys
 from kvbench.memory.slots import (
     NO_TOKEN,
     PAGE,
@@ -51,6 +52,25 @@ class Located:
     def held(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As `rows`, in the rows that the pool holds them in."""
         return self.pool.at(self.slots)
+
+
+class Span(NamedTuple):
+    """A stretch of slots of each KV head that is held in one way, where it lies.
+
+    Attributes:
+        pool: what holds it.
+        codecs: how, of keys and of values.
+        first: [B, Hkv] int64, the pool's slot that is, or would be, slot 0 of each KV head.
+        begin, end: [B, Hkv] int64 on the CPU, the first slot of the stretch and the one after its last.
+        parameters: [groups, 2, D], of keys that have them by groups of tokens.
+    """
+
+    pool: Pool
+    codecs: tuple[Codec | KiviKeys, Codec]
+    first: torch.Tensor
+    begin: torch.Tensor
+    end: torch.Tensor
+    parameters: torch.Tensor | None = None
 
 
 class Slotted:
@@ -320,6 +340,10 @@ class DeviceTier(Slotted):
         within = torch.minimum(slots, (filled - 1).clamp(min=0))
         key, value = self.pool.at(self.first[..., None] + within)
         return key, value, slots < filled
+
+    def spans(self) -> list[Span]:
+        """All used slots, in place; each of them in one span."""
+        return [Span(self.pool, self.codecs, self.first, torch.zeros_like(self.used), self.used)]
 
     def tokens(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids [n] ascending, keys and values [n, D], of the tokens of one KV head, on the CPU."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from kvbench.memory.codec import GROUP, KiviKeys, KiviValues
-from kvbench.memory.device import DeviceTier, Located, packed_pool
+from kvbench.memory.device import DeviceTier, Located, Span, packed_pool
 from kvbench.memory.slots import Pool, flat, more_slots, rows, with_free_slots
 from kvbench.memory.transfer import uploaded
 
@@ -131,6 +131,20 @@ class GroupedTier(DeviceTier):
         filled = self.filled[..., None]
         key, value = self._at(torch.minimum(slots, filled - 1))
         return key, value, None if self.uniform else slots < filled
+
+    def spans(self) -> list[Span]:
+        """See `DeviceTier.spans`: the coded slots, then those of the window, in two stretches where it goes round."""
+        none, turn = torch.zeros_like(self.coded), self.coded // WINDOW * WINDOW
+        row = WINDOW * torch.arange(turn.numel()).view_as(turn)  # of the window, where each KV head's begin
+        again = torch.minimum(turn + WINDOW, self.used)  # the first slot that is back at them
+        spans = [
+            Span(self.pool, (self._keys, self._values), self.first, none, self.coded, self.parameters),
+            Span(self.window, self.codecs, uploaded(row - turn, self.first.device), self.coded, again),
+        ]
+        if bool((again < self.used).any()):
+            first = uploaded(row - turn - WINDOW, self.first.device)
+            spans.append(Span(self.window, self.codecs, first, again, self.used))
+        return spans
 
     def tokens(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `DeviceTier.tokens`."""
