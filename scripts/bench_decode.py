@@ -43,7 +43,7 @@ from kvbench.config import choices, shipped  # noqa: E402
 from kvbench.engine import models  # noqa: E402
 from kvbench.engine.generate import decode_step  # noqa: E402
 from kvbench.engine.hf import EngineCache, engine_for, method_named  # noqa: E402
-from kvbench.engine.packed import pack  # noqa: E402
+from kvbench.engine.streamed import stream  # noqa: E402
 from kvbench.measure import hardware  # noqa: E402
 from kvbench.measure.synthetic import SyntheticEngine  # noqa: E402
 from kvbench.memory.kinds import kv_of  # noqa: E402
@@ -141,7 +141,7 @@ def main() -> None:
     for dtype in given.dtypes:
         config = {**(shipped("model", given.model) or {}), "weights": "dummy"}
         loaded = models.load(config, device="cpu", dtype=dtype)
-        pack(loaded.model)
+        stream(loaded.model)
         for tokens, budget in given.cells:
             for method in given.methods:
                 with torch.inference_mode():

@@ -37,7 +37,7 @@ from kvbench.config import fetched_folder, shipped  # noqa: E402
 from kvbench.engine import models  # noqa: E402
 from kvbench.engine.generate import generate  # noqa: E402
 from kvbench.engine.hf import engine_for, method_named  # noqa: E402
-from kvbench.engine.packed import pack  # noqa: E402
+from kvbench.engine.streamed import stream  # noqa: E402
 
 CHUNK = 4096  # prompt tokens in one forward pass of ours
 CHILD = """
@@ -110,7 +110,7 @@ def main() -> None:
     given = parser.parse_args()
     folder = str(fetched_folder(given.model))
     loaded = models.load({**(shipped("model", given.model) or {}), "path": folder}, device="cpu", dtype=given.dtype)
-    pack(loaded.model)
+    stream(loaded.model)
     other = Vllm(given.python, folder, given.dtype, loaded.window or 8192)
     found: dict[str, Any] = {}
     for context in given.contexts:

@@ -75,6 +75,7 @@ def _addresses(*parts: torch.Tensor | None) -> tuple[int, ...]:
     return tuple(0 if part is None else part.data_ptr() for part in parts)
 
 
+@cache
 def _stored(codecs: tuple[Codec | KiviKeys, Codec]) -> tuple[Any, ...]:
     """How keys and values are held, as `kernels.attend_resident` takes it."""
     (key_kind, *key_sizes), (value_kind, *value_sizes) = (_kind(codec) for codec in codecs)
@@ -95,6 +96,7 @@ def _kind(codec: Codec | KiviKeys) -> tuple[Any, int, int]:
     return number, codec.head_dim * number.itemsize, 0
 
 
+@cache
 def _entry_bytes(codecs: tuple[Codec | KiviKeys, Codec]) -> int:
     """Bytes of a token's key and value in one KV head."""
     return sum(_kind(codec)[1] for codec in codecs)

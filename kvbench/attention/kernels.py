@@ -27,6 +27,8 @@ LINE = 64  # bytes of a cache's line
 BLOCK = 64  # rows whose logits are made before their values are read
 LIST_PIECE = 256  # entries of a selected list
 DENSE_PIECE = 512
+OUTPUTS_PIECE = 32  # of a linear layer
+AHEAD = 4608  # bytes of a weight after those that are read, which are then on their way to the cache
 GROUP = 32  # tokens whose keys, and channels of a value, that share a scale and a minimum in KIVI
 
 LOWEST = np.finfo(np.float32).min  # finite, so that its difference from a logit of -inf is one
@@ -176,6 +178,28 @@ def store(_context, address, numbers):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(types.intp, vector), generate
+
+
+@intrinsic
+def put(_context, address, place, number, stored):  # type: ignore[no-untyped-def]
+    """Write a number as one of those from an address on, to the nearest bfloat16, of two the even one."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        from llvmlite import ir
+
+        address, place, number, _ = arguments
+        stored, word = signature.args[3], ir.IntType(32)
+        at = builder.add(address, builder.mul(place, place.type(stored.bitwidth // 8)))
+        if stored != types.float32:
+            bits = builder.bitcast(number, word)
+            odd = builder.and_(builder.lshr(bits, word(16)), word(1))
+            nearest = builder.add(builder.add(bits, word(0x7FFF)), odd)
+            kept = builder.select(builder.fcmp_unordered("uno", number, number), word(0x7FC00000), nearest)
+            number = builder.trunc(builder.lshr(kept, word(16)), ir.IntType(16))
+        builder.store(number, _pointer(builder, at, number.type), align=stored.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.float32, stored), generate
 
 
 @intrinsic
@@ -808,3 +832,40 @@ def merge(most, total, sums, out, logits):  # type: ignore[no-untyped-def]
                 out[head, r, j] /= whole
             for i in range(logits.shape[2]):
                 logits[head, r, i] = first_of(exponential(splat(logits[head, r, i] - largest))) / whole
+
+
+# -- linear layers -----------------------------------------------------------------------------------------------------
+
+
+@kernel
+def products(threads, x, weight, bias, out, rows, inputs, outputs, width, stored):  # type: ignore[no-untyped-def]
+    """A linear layer for a few rows, in so many threads: out = x . weight^T + bias, summed in float32, rounded once.
+
+    Args:
+        x, weight, bias, out: addresses of [rows, inputs], [outputs, inputs], [outputs] or 0, and [rows, outputs].
+        width: bytes of a number in all of these.
+        stored: a number as they are stored.
+    """
+    claims, numbers = np.zeros(1, np.int64), np.empty((rows, inputs), np.float32)
+    for r in range(rows):
+        for i in range(inputs):
+            numbers[r, i] = load_one(x, x, r * inputs + i, stored)
+    together(threads, _products, (claims, numbers, weight, bias, out, outputs, width, stored))
+
+
+@inner
+def _products(_, claims, x, weight, bias, out, outputs, width, stored):  # type: ignore[no-untyped-def]
+    """As many pieces of a layer's outputs as other threads leave."""
+    size = x.shape[1] * width
+    keys, block = np.empty(OUTPUTS_PIECE, np.intp), np.empty((len(x), BLOCK), np.float32)
+    first = claim(claims) * OUTPUTS_PIECE
+    while first < outputs:
+        count = min(OUTPUTS_PIECE, outputs - first)
+        for i in range(count):
+            keys[i] = weight + (first + i) * size
+        _score(x, keys, keys, (0, size), count, keys[:count] + AHEAD, block, stored)
+        for r in range(len(x)):
+            for i in range(count):
+                added = load_one(bias, bias, first + i, stored) if bias else NOTHING
+                put(out, r * outputs + first + i, block[r, i] + added, stored)
+        first = claim(claims) * OUTPUTS_PIECE

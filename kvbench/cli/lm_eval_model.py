@@ -27,8 +27,8 @@ from kvbench.cli.lm_eval import LM_EVALS_OWN, setup_config
 from kvbench.config import HARNESS_KEYS, ConfigError, show
 from kvbench.engine.footprint import Prompts
 from kvbench.engine.generate import Generation, generate
-from kvbench.engine.packed import pack
 from kvbench.engine.prefilled import prefill_once
+from kvbench.engine.streamed import stream
 from kvbench.measure.arm import Setup, ends_at
 from kvbench.memory.kinds import kv_in
 from kvbench.runs.run import set_up
@@ -89,7 +89,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         finally:
             logger.disabled = False
         self._parameters = loaded.model.num_parameters()
-        pack(loaded.model)  # now that it has tied the weights
+        stream(loaded.model)
         self._audits: dict[str, list[Mapping[str, Any]]] = {}
         self._broken = False
 

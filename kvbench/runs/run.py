@@ -20,7 +20,7 @@ from kvbench.config import ConfigError, bind_methods, build
 from kvbench.engine import models, spread
 from kvbench.engine.footprint import Prompts, footprint, free_memory, refuse_too_large
 from kvbench.engine.heads import calibration_for
-from kvbench.engine.packed import pack
+from kvbench.engine.streamed import stream
 from kvbench.measure import machine
 from kvbench.measure.arm import Arm, PromptPrefill, Setup, batches, measure, prompt_of
 from kvbench.measure.protocol import GREEDY, Protocol
@@ -187,7 +187,7 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
 
     setup = set_up(config, largest_prompts(config), loaded, try_out)
     if loaded is None:
-        pack(setup.loaded.model)
+        stream(setup.loaded.model)
     return Arm(**vars(setup), task=task)
 
 
