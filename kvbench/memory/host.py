@@ -204,9 +204,8 @@ class HostTier:
         """Keys and values, or these alone, of single tokens, all three [n] on the CPU: [2 or 1, n, width] in one
         (pinned) buffer, as they are held.
         """
-        there = (token < self.capacity) & self.present[row, head, token.clamp(max=self.capacity - 1)]
-        if not bool(there.all()):
-            lost = token[~there][0].item()
+        if not bool(self.present[row, head, token].all()):
+            lost = token[~self.present[row, head, token]][0].item()
             raise LookupError(f"token {lost} is not in the store: dropped earlier, or not seen yet")
         self.arrived()
         if any(bool((token >= torch.tensor(landing.lengths)[row]).any()) for landing in self._landing):
