@@ -46,7 +46,7 @@ def agrees(found: Any, expected: tuple[torch.Tensor, torch.Tensor], dtype: torch
 
 def store_of(kv: KV, head_dim: int, dtype: torch.dtype, keep: torch.Tensor | None = None, **options: Any) -> LayerStore:
     """Random tokens, of which the device keeps what a method keeps at the prompt's end, and four after it."""
-    store = LayerStore(1, HEADS, head_dim, TOKENS + 4, dtype, CPU, kv=kv, **options)
+    store = LayerStore(1, HEADS, head_dim, TOKENS + 5, dtype, CPU, kv=kv, **options)
     store.write_prompt(*random(2, 1, HEADS, TOKENS, head_dim, dtype=dtype), 0, [0])
     store.seal_prompt([TOKENS])
     store.leave_device()
@@ -149,8 +149,8 @@ def test_every_code_is_read_exactly(kind: str) -> None:
 
 def test_a_token_in_neither_of_two_unlike_tiers_is_named() -> None:
     store = store_of(KV("native", "int8"), 36, torch.float32, RAGGED, on_drop="offload")
-    index = torch.tensor([[[3, TOKENS + 9, 20]]])
-    with pytest.raises(LookupError, match=f"token {TOKENS + 9} is not in the store"):
+    index = torch.tensor([[[3, TOKENS + 4, 20]]])
+    with pytest.raises(LookupError, match=f"token {TOKENS + 4} is not in the store"):
         cpu.attend(random(1, HEADS * GROUP, 1, 36), store, Selection(index), 0.25)
 
 
