@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -40,10 +41,11 @@ class Served:
 
         def switch(wrapper: Any) -> Checked | None:
             worker = wrapper.worker
-            worker._plan = plan
+            worker.kvbench_run(plan and asdict(plan))
             worker._requests = None if plan is None else worker._begun(plan)
             return worker._requests
 
+        self.llm.reset_prefix_cache()
         return self.llm.collective_rpc(switch)[0]
 
     def tokens(self, prompts: list[list[int]], steps: int = STEPS) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Worker(CPUWorker):  # type: ignore[misc]
         self._requests: Requests | None = None
         super().__init__(vllm_config, *arguments, **named)
 
+    @torch.inference_mode()  # also of what the methods do behind the model, to tensors that they have made within it
     def execute_model(self, scheduler_output: Any) -> Any:
         """See vLLM's."""
         if self._plan is None:
@@ -65,6 +67,20 @@ class Worker(CPUWorker):  # type: ignore[misc]
 
             settings["pieces"] = vocabulary_text(AutoTokenizer.from_pretrained(config.tokenizer))
         return Requests(plan, shape, **settings)
+
+    def kvbench_run(self, given: Mapping[str, Any] | None) -> None:
+        """Requests from now on run this method, given as in `additional_config`, or None: vLLM's own attention.
+
+        No request may be under way; audits of those that were are forgotten. What a prefix cache holds was made under
+        the method before: see `LLM.reset_prefix_cache`.
+
+        Raises:
+            ConfigError: as of a new engine with this method.
+        """
+        plan = plan_of({KEY: given})
+        if plan is not None:
+            _refuse(self.vllm_config, plan)
+        self._plan, self._requests = plan, None
 
     def kvbench_reports(self) -> dict[str, dict[str, Any]]:
         """The audits of requests, by their ids; see `LLM.collective_rpc`."""

@@ -1,0 +1,164 @@
+"""Requests of 1k to 8k tokens served by vLLM with a kvbench method, beside vLLM's own attention in the same engine.
+
+Runs where vLLM is (`make setup-vllm`); one engine serves all arms in turns, with the same model, memory and scheduler:
+
+    .venv-vllm/bin/python scripts/bench_serving.py --methods quest
+
+The prompts of a batch are spread evenly over `--lengths` and arrive at once; those of batch 1, four, one after the
+other. So a time to the first token has the wait for those before it in it, and a time per token the chunks of prompts
+that are read between two of its steps, as in a server.
+
+Prints one JSON object as its last line; by batch, of "vllm" and of each method:
+  tokens_per_s                       generated tokens over the time of the whole batch
+  ttft_s_p50, ttft_s_p95             over the requests of all rounds
+  tpot_ms_p50, tpot_ms_p95           likewise
+  ttft_s, tpot_ms                    of each request, round after round
+  tokens_per_s_ratio, ttft_ratio, tpot_ratio    over those of "vllm", of medians; of the methods alone
+and attended_mean (entries per KV head and step in sparse layers) of each method, and threads, settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from kvbench.cli.threads import wait_briefly
+
+wait_briefly()  # as a run does, before torch is loaded
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import torch  # noqa: E402
+
+from kvbench.config import ConfigError, fetched_folder  # noqa: E402
+from kvbench.engine.vllm.plan import Plan, vllm_options  # noqa: E402
+
+OWN = "vllm"
+ALONE = 4  # requests of batch 1, one after the other
+
+
+def requests_of(batch: int, shortest: int, longest: int) -> list[list[int]]:
+    """Prompts of lengths spread evenly, in an order of no meaning."""
+    count = batch if batch > 1 else ALONE
+    lengths = [shortest + (longest - shortest) * place // (count - 1) for place in range(count)]
+    rng = random.Random(0)
+    rng.shuffle(lengths)
+    return [rng.choices(range(1000, 30_000), k=length) for length in lengths]
+
+
+class Served:
+    """One vLLM engine, whose requests run a method or none.
+
+    Args:
+        given: of the command line.
+    """
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        options = vllm_options(given.methods[0], given.budget)
+        from vllm import LLM, SamplingParams
+
+        self.how = SamplingParams(max_tokens=1 + given.steps, temperature=0, ignore_eos=True)
+        self.steps = given.steps
+        self.llm = LLM(
+            str(fetched_folder(given.model)),
+            dtype=given.dtype,
+            max_model_len=given.lengths[1] + 1 + given.steps,
+            max_num_batched_tokens=given.chunk,
+            max_num_seqs=max(given.batches),
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            disable_log_stats=False,
+            **options,
+        )
+
+    def under(self, plan: Plan | None) -> None:
+        """Requests from now on run this."""
+        self.llm.collective_rpc("kvbench_run", args=(plan and asdict(plan),))
+
+    def times(self, prompts: list[list[int]], batch: int) -> dict[str, Any]:
+        """Seconds to the first token, ms a token of each request, and tokens a second, of all together."""
+        start, noted = time.perf_counter(), []
+        for group in [prompts] if batch > 1 else [[prompt] for prompt in prompts]:
+            asked = [{"prompt_token_ids": prompt} for prompt in group]
+            noted += [made.metrics for made in self.llm.generate(asked, self.how, use_tqdm=False)]
+        seconds = time.perf_counter() - start
+        return {
+            "ttft_s": [one.first_token_latency for one in noted],
+            "tpot_ms": [1e3 * (one.last_token_ts - one.first_token_ts) / self.steps for one in noted],
+            "tokens_per_s": len(prompts) * (1 + self.steps) / seconds,
+        }
+
+    def attended(self) -> float:
+        """Entries attended, in the mean over requests."""
+        audits = self.llm.collective_rpc("kvbench_reports")[0].values()
+        return statistics.mean(audit["attended_mean"] for audit in audits)
+
+
+def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """One arm's numbers over its rounds."""
+    about: dict[str, Any] = {"tokens_per_s": round(statistics.median(turn["tokens_per_s"] for turn in turns), 2)}
+    for name in ("ttft_s", "tpot_ms"):
+        every = torch.tensor([value for turn in turns for value in turn[name]], dtype=torch.float64)
+        for percent in (50, 95):
+            about[f"{name}_p{percent}"] = round(float(every.quantile(percent / 100)), 3)
+        about[name] = [round(value, 3) for value in every.tolist()]
+    return about
+
+
+def over(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """Ratios of one arm over another."""
+    pairs = {"tokens_per_s_ratio": "tokens_per_s", "ttft_ratio": "ttft_s_p50", "tpot_ratio": "tpot_ms_p50"}
+    return {ratio: round(one[name] / other[name], 3) for ratio, name in pairs.items()}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="one that kvbench.fetch has fetched")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    parser.add_argument("--methods", nargs="+", default=["quest"])
+    parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--lengths", type=int, nargs=2, default=[1024, 8000], help="of the shortest and longest prompt")
+    parser.add_argument("--steps", type=int, default=32, help="tokens of a request after its first")
+    parser.add_argument("--chunk", type=int, default=2048, help="tokens of one forward pass")
+    parser.add_argument("--rounds", type=int, default=1)
+    given = parser.parse_args()
+    try:
+        arms = {OWN: None, **{method: Plan(method, given.budget) for method in given.methods}}
+        served = Served(given)
+    except ConfigError as error:
+        sys.exit(f"bench_serving: {error}")
+    found: dict[str, Any] = {}
+    for batch in given.batches:
+        prompts = requests_of(batch, *given.lengths)
+        turns: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+        attended = {}
+        for _ in range(given.rounds):
+            for name, plan in arms.items():
+                served.under(plan)
+                served.times([prompts[0][:300]], 1)  # of which nothing is counted
+                served.under(plan)
+                turns[name].append(served.times(prompts, batch))
+                if plan is not None:
+                    attended[name] = round(served.attended(), 1)
+                print(
+                    batch, name, {key: value for key, value in summary(turns[name]).items() if "_" in key}, flush=True
+                )
+        about = {name: summary(own) for name, own in turns.items()}
+        for method in given.methods:
+            about[method] |= {**over(about[method], about[OWN]), "attended_mean": attended[method]}
+        found[str(batch)] = about
+    print(json.dumps({**found, "threads": torch.get_num_threads(), "settings": vars(given)}))
+
+
+if __name__ == "__main__":
+    main()
