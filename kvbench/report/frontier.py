@@ -70,7 +70,7 @@ def frontier(runs: Runs) -> Figure:
         (title, own, measure)
         for title, own in panels
         for measure in MEASURES
-        if any((value := measure[1](evidence, run)) and value.mean > 0 for run in own.index)
+        if any((value := measure[1](evidence, run)) and (measure[0] == "score" or value.mean > 0) for run in own.index)
     ]
     title = f"where a bit buys more than a token; with {COVERAGE} % intervals, left and up or down is better"
     figure, axes = grid(len(found), len(COSTS), title, (WIDE, TALL + 0.7))
