@@ -34,6 +34,12 @@ def test_a_streamed_layer_computes_what_the_plain_one_does(
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-6)  # bfloat16, rounded once
 
 
+@pytest.mark.parametrize("x", [torch.zeros(1, 32), torch.zeros(1, 31, dtype=torch.bfloat16)])
+def test_what_torch_refuses_is_refused(x: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match="dtype|shapes"):
+        StreamedLinear(nn.Linear(32, 3, bias=False, dtype=torch.bfloat16))(x)
+
+
 @pytest.mark.parametrize("number", [1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8 - 2**-20, 3e38, float("inf"), float("nan")])
 def test_a_sum_is_rounded_as_torch_rounds(number: float) -> None:
     """To the nearest, of two that are as near to the even one; what is no number stays none."""

@@ -28,7 +28,7 @@ BLOCK = 64  # rows whose logits are made before their values are read
 LIST_PIECE = 256  # entries of a selected list
 DENSE_PIECE = 512
 OUTPUTS_PIECE = 32  # of a linear layer
-AHEAD = 4608  # bytes of a weight after those that are read, which are then on their way to the cache
+AHEAD = 4608  # bytes after those of a weight that are read, on their way to the cache; past its end nothing happens
 GROUP = 32  # tokens whose keys, and channels of a value, that share a scale and a minimum in KIVI
 
 LOWEST = np.finfo(np.float32).min  # finite, so that its difference from a logit of -inf is one
