@@ -52,14 +52,13 @@ class HostTier:
         grows: bool = False,
         read_in_place: bool = False,
     ) -> None:
-        batch, kv_heads = rows
         self.codecs, self._device, self._grows = codecs, device, grows
-        size = (batch, kv_heads, capacity)
+        size = (*rows, capacity)
         self.key, self.value = (self._zeros((*size, codec.width), codec.stored) for codec in codecs)
         twice = read_in_place and codecs.key.stored != codecs.key.dtype
         self._decoded = self._zeros((*size, codecs.key.head_dim), codecs.key.dtype) if twice else None
-        self.slot_of = torch.arange(capacity).repeat(batch, kv_heads, 1)
-        self.present = torch.zeros(batch, kv_heads, capacity, dtype=torch.bool)
+        self.slot_of = torch.arange(capacity).repeat(*rows, 1)
+        self.present = torch.zeros(size, dtype=torch.bool)
         self.arranged = False
         self.copied: torch.cuda.Event | None = None
         self._landing: deque[_Landing] = deque()
@@ -146,14 +145,12 @@ class HostTier:
         self._land()  # of earlier steps: there by now
         for row, length in enumerate(lengths):
             self.present[row, :, length] = True
-        new = torch.stack([key[:, :, 0], value[:, :, 0]])
-        if not new.is_cuda:
-            self._put(lengths, new)
-            return
-        buffer = torch.empty(new.shape, dtype=new.dtype, pin_memory=True)
-        buffer.copy_(new, non_blocking=True)
-        event = torch.cuda.current_stream(new.device).record_event()
-        self._landing.append(_Landing(tuple(lengths), buffer, event))
+        new = key[:, :, 0], value[:, :, 0]
+        if not key.is_cuda:
+            return self._put(lengths, new)
+        buffer = torch.empty(2, *new[0].shape, dtype=key.dtype, pin_memory=True)
+        buffer.copy_(torch.stack(new), non_blocking=True)
+        self._landing.append(_Landing(tuple(lengths), buffer, torch.cuda.current_stream(key.device).record_event()))
 
     def _land(self) -> None:
         """Put new tokens that have left the device into their slots; waits for the last of them."""
@@ -161,15 +158,18 @@ class HostTier:
             landing = self._landing.popleft()
             if not landing.event.query():
                 landing.event.synchronize()
-            self._put(landing.lengths, landing.tokens)
+            self._put(landing.lengths, landing.tokens.unbind())
 
-    def _put(self, lengths: Sequence[int], tokens: torch.Tensor) -> None:
-        rows, heads = (torch.arange(size) for size in self.key.shape[:2])
-        slot = torch.stack([self.slot_of[row, :, length] for row, length in enumerate(lengths)])
-        self._set((rows[:, None], heads, slot), tokens[0], tokens[1])
+    def _put(self, lengths: Sequence[int], tokens: Sequence[torch.Tensor]) -> None:
+        """Put keys and values [B, Hkv, width] of each row's token `lengths[b]`, on the CPU, into their slots."""
+        for row, length in enumerate(lengths):
+            at: tuple[Any, ...] = row, slice(None), length
+            if self.arranged:
+                at = row, torch.arange(self.key.shape[1]), self.slot_of[at]
+            self._set(at, *(part[row] for part in tokens))
 
-    def _set(self, at: tuple[torch.Tensor, ...], key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put held rows [..., width], on the CPU, into slots at (row, head, slot)."""
+    def _set(self, at: tuple[Any, ...], key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put held rows [..., width], on the CPU, into slots, an index of (row, head, slot)."""
         self.key[at], self.value[at] = key, value
         if self._decoded is not None:
             self._decoded[at] = self.codecs.key.decode(key)
