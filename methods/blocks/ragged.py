@@ -30,4 +30,6 @@ def entries(starts: torch.Tensor, counts: torch.Tensor, most: int | None = None)
 def stacked(lists: Sequence[torch.Tensor]) -> torch.Tensor:
     """Ids [H, n] of each row, packed, as one [B, H, longest n] with trailing -1."""
     longest = max(ids.shape[1] for ids in lists)
+    if all(ids.shape[1] == longest for ids in lists):
+        return torch.stack([*lists])
     return torch.stack([pad(ids, (0, longest - ids.shape[1]), value=-1) for ids in lists])

@@ -13,6 +13,7 @@ diag(s): random signs s and one Walsh-Hadamard transform, the same for all layer
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 
 import torch
@@ -71,6 +72,7 @@ class Quotas:
     retrieved: int
 
 
+@lru_cache(maxsize=64)  # all layers of a step ask for the same
 def quotas(count: int, k: int, beta: float | None = None, rho: float | None = None, tiers: int = 6) -> Quotas:
     """The quotas for a zone of `count` tokens; a share that is None follows the zone's length as published.
 
