@@ -7,7 +7,7 @@ ways are parts of one attention, a call of a kernel each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
 
 Claims = NDArray[np.int64]  # the next piece, see `kernels.attend_lists`
+Pieces = tuple[int, int]  # of a list: the first, and how many
+Asked = tuple[NDArray[Any], np.float32]  # queries [L, R, D], and their scaling
 Part = Callable[..., None]  # of a layer's attention, see `_Work.run`
 
 # A number of each dtype that the kernels read, of the type in which they read it: NumPy has no bfloat16.
@@ -50,20 +52,22 @@ def attend(
     probabilities: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `kvbench.attention.executor.Executor`."""
-    asked = query.float() * scaling
-    if selection is None:
-        spans = store.device.spans()
-        if store.device.even and _quicker_in_torch(spans):
-            return torch_executor.attend(query, store, None, scaling, probabilities)
-        out, weights = _attend_resident(asked, spans, probabilities)
-    else:
-        out, weights = _attend_lists(asked, store, selection, probabilities)
-    return out.view(query.shape).to(query.dtype), weights
+    if selection is not None:
+        return _attend_lists(query, scaling, store, selection, probabilities)
+    stretches = [_stretch(span) for span in store.device.spans()]
+    if store.device.even and _quicker_in_torch(stretches):
+        return torch_executor.attend(query, store, None, scaling, probabilities)
+    return _attend_resident(query, scaling, stretches, probabilities)
 
 
-def _quicker_in_torch(spans: Sequence[Span]) -> bool:
+def _quicker_in_torch(stretches: Sequence[Stretch]) -> bool:
     """Whether so little is attended that sdpa is quicker, and nothing is to be decoded for it."""
-    return all(isinstance(span.codecs[0], Native) for span in spans) and sum(map(_span_bytes, spans)) < WORTH_STREAMING
+    return _native(one.codecs for one in stretches) and sum(one.size for one in stretches) < WORTH_STREAMING
+
+
+def _native(held: Iterable[tuple[Codec | KiviKeys, Codec]]) -> bool:
+    """Whether all keys are held as they are."""
+    return all(isinstance(key, Native) for key, _ in held)
 
 
 # -- how rows are held -------------------------------------------------------------------------------------------------
@@ -105,32 +109,46 @@ def _entry_bytes(codecs: tuple[Codec | KiviKeys, Codec]) -> int:
 # -- all slots ---------------------------------------------------------------------------------------------------------
 
 
+class Stretch(NamedTuple):
+    """A `Span`, as the kernel takes it.
+
+    Attributes:
+        codecs: of keys and of values.
+        where: [L] int64 each: slots that are attended, where they begin in the pool, and of the logits; addresses.
+        longest: slots of the KV head that has most.
+        size: bytes of all.
+    """
+
+    codecs: tuple[Codec | KiviKeys, Codec]
+    where: tuple[Any, ...]
+    longest: int
+    size: int
+
+
+def _stretch(span: Span) -> Stretch:
+    first, begin, end = (numbers.reshape(-1).numpy() for numbers in (span.first, span.begin, span.end))
+    used = end - begin
+    where = used, first + begin, begin, _addresses(*span.pool, span.parameters)
+    return Stretch(span.codecs, where, int(used.max()), int(used.sum()) * _entry_bytes(span.codecs))
+
+
 def _attend_resident(
-    query: torch.Tensor, spans: Sequence[Span], probabilities: bool
+    query: torch.Tensor, scaling: float, stretches: Sequence[Stretch], probabilities: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output [B, Hkv, G, D] and probabilities [B, Hq, n], n = most used slots, for all slots that are used."""
-    batch, query_heads, _, head_dim = query.shape
-    lists = spans[0].end.numel()
-    columns = max(int(span.end.max()) for span in spans) if probabilities else 0
-    pieces = [kernels.pieces_of(int((span.end - span.begin).max()), kernels.DENSE_PIECE) for span in spans]
-    work = _Work(query.reshape(lists, -1, head_dim), pieces, columns)
-    work.run([_span_part(span) for span in spans], sum(map(_span_bytes, spans)))
-    return work.merged(batch, query_heads)
+    """Output as the query and probabilities [B, Hq, n], n = most used slots, for all slots that are used."""
+    columns = max(int((one.where[0] + one.where[2]).max()) for one in stretches) if probabilities else 0
+    pieces = [kernels.pieces_of(one.longest, kernels.DENSE_PIECE) for one in stretches]
+    lists, paired = len(stretches[0].where[0]), _native(one.codecs for one in stretches)
+    work = _Work(query, scaling, lists, pieces, columns, paired)
+    work.run([_stretch_part(one) for one in stretches], sum(one.size for one in stretches))
+    return work.merged()
 
 
-def _span_bytes(span: Span) -> int:
-    """Of all its tokens."""
-    return int((span.end - span.begin).sum()) * _entry_bytes(span.codecs)
+def _stretch_part(stretch: Stretch) -> Part:
+    held = *stretch.where, _stored(stretch.codecs)
 
-
-def _span_part(span: Span) -> Part:
-    each = span.end - span.begin, span.first + span.begin, span.begin
-    used, first, column = (numbers.reshape(-1).numpy() for numbers in each)
-    held = used, first, column, _addresses(*span.pool, span.parameters), _stored(span.codecs)
-
-    def part(threads: int, claims: Claims, pieces: int, *given: NDArray[np.float32]) -> None:
-        query, *results = given
-        kernels.attend_resident(threads, claims, pieces, query, *held, *results)
+    def part(threads: int, claims: Claims, pieces: Pieces, asked: Asked, *results: NDArray[np.float32]) -> None:
+        kernels.attend_resident(threads, claims, pieces, *asked, *held, *results)
 
     return part
 
@@ -155,16 +173,16 @@ NO_HOST = 0, 0, 0, np.empty((0, 0), np.int64), np.empty((0, 0), np.bool_), True
 
 
 def _attend_lists(
-    query: torch.Tensor, store: LayerStore, selection: Selection, probabilities: bool
+    query: torch.Tensor, scaling: float, store: LayerStore, selection: Selection, probabilities: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output [B, Hs, R, D] and probabilities [B, Hq, M (+ E)] of lists of tokens.
+    """Output as the query and probabilities [B, Hq, M (+ E)] of lists of tokens.
 
     Raises:
         LookupError: as `LayerStore.locate`.
     """
     batch, index, heads = len(query), selection.index, store.kv_heads
     shared = (index if index.shape[1] in (1, heads) else index.reshape(batch, heads, -1)).expand(batch, heads, -1)
-    found = _attend_parts(query, _tiers(store), selection, heads, probabilities)
+    found = _attend_parts(query, scaling, _tiers(store), selection, heads, probabilities)
     if found is None:
         store.locate(shared)  # raises, and names the token
         raise AssertionError("a token that the store locates was not found")
@@ -173,7 +191,12 @@ def _attend_lists(
 
 
 def _attend_parts(
-    query: torch.Tensor, parts: Sequence[Lists], selection: Selection, heads: int, probabilities: bool
+    query: torch.Tensor,
+    scaling: float,
+    parts: Sequence[Lists],
+    selection: Selection,
+    heads: int,
+    probabilities: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """As `_attend_lists`, for `heads` KV heads; None: a token is nowhere."""
     batch, query_heads, _, head_dim = query.shape
@@ -192,9 +215,8 @@ def _attend_parts(
         address = 0 if keys is None else keys.data_ptr()
         held = tokens.numpy(), bias, part.device, part.host, address, entries, _stored(codecs)
 
-        def one(threads: int, claims: Claims, pieces: int, *given: NDArray[np.float32]) -> None:
-            query, *results = given
-            kernels.attend_lists(threads, claims, pieces, query, *held, *results)
+        def one(threads: int, claims: Claims, pieces: Pieces, asked: Asked, *results: NDArray[np.float32]) -> None:
+            kernels.attend_lists(threads, claims, pieces, *asked, *held, *results)
 
         return one
 
@@ -207,9 +229,10 @@ def _attend_parts(
         pieces = [each] * len(parts) + [1] * (extras > 0)
         alone = [call(index[..., :0], last._replace(codecs=(plain, plain)), None, entries)] if extras else []
         calls = [*(call(index, part, own, nothing) for part in parts), *alone]
-    work = _Work(query.reshape(batch * lists, -1, head_dim), pieces, count + extras if probabilities else 0)
+    paired = _native(part.codecs for part in parts)
+    work = _Work(query, scaling, batch * lists, pieces, count + extras if probabilities else 0, paired)
     there = work.run(calls, batch * lists * count * max(_entry_bytes(part.codecs) for part in parts))
-    return work.merged(batch, query_heads) if there else None
+    return work.merged() if there else None
 
 
 def _bias(selection: Selection, batch: int, query_heads: int) -> torch.Tensor:
@@ -231,7 +254,7 @@ def _tiers(store: LayerStore) -> list[Lists]:
     slots = host.capacity
     ids = host.slot_of.view(-1, slots).numpy(), host.present.view(-1, slots).numpy()
     far = *_addresses(host.key, host.value), slots, *ids
-    if spans[0].codecs == host.codecs or not device.used.any():
+    if spans[0].codecs == host.codecs or not device.longest:
         return [Lists(host.codecs, _near(device, spans[0]), (*far, True))]
     passed = _near(device, spans[0]._replace(end=torch.zeros_like(device.used)))
     return [
@@ -256,43 +279,46 @@ class _Work:
     """A layer's attention in parts, these in pieces, spread over threads, and their results.
 
     Args:
-        query: [L, R, D].
+        query: [B, Hq, 1, D].
+        lists: L, of which each has as many rows of the query.
         pieces: of each list, one number for each part.
         columns: of the logits to keep; 0: none.
+        paired: all keys are held in the query's dtype, so that it may meet them as it is.
     """
 
-    def __init__(self, query: torch.Tensor, pieces: Sequence[int], columns: int) -> None:
-        self.query, self.pieces = query.numpy(), pieces
-        lists, rows, head_dim = self.query.shape
+    def __init__(
+        self, query: torch.Tensor, scaling: float, lists: int, pieces: Sequence[int], columns: int, paired: bool
+    ) -> None:
+        self._query, self._pieces, head_dim = query.contiguous(), pieces, query.shape[3]
+        rows = query.shape[0] * query.shape[1] // lists
+        paired = paired and kernels.PAIRS and query.dtype == torch.bfloat16
+        numbers = self._query.view(torch.uint16) if paired else self._query.float()
+        self._asked = numbers.numpy().reshape(lists, rows, head_dim), np.float32(scaling)
         self._logits = np.full((lists, rows, columns), -np.inf, np.float32)
-        sizes: tuple[tuple[int, ...], ...] = (rows,), (rows,), (rows, head_dim)
-        self._results = [[np.empty((lists * count, *size), np.float32) for size in sizes] for count in pieces]
+        self._results = np.empty((lists, sum(pieces), rows, head_dim + 2), np.float32)
 
     def run(self, parts: Sequence[Part], size: int) -> bool:
         """Do all pieces, one part after the other; whether every token that was named was there.
 
         Args:
-            parts: each is given threads, claims, its pieces of a list, the query, the logits to keep, and `most`,
-                `total` and `sums` as the kernels write them.
+            parts: each is given threads, claims, its pieces of a list, the query with its scaling, the logits to keep,
+                and the `results` that the kernels write.
             size: bytes to read.
         """
-        claims = np.zeros((len(parts), 2), np.int64)
-        for part, own, pieces, results in zip(parts, claims, self.pieces, self._results, strict=True):
-            threads = max(1, min(torch.get_num_threads(), len(results[0]), size // WORTH_A_THREAD))
-            part(threads, own, pieces, self.query, self._logits, *results)
-        return not claims[:, 1].any()
+        before, lost = 0, 0
+        for part, pieces in zip(parts, self._pieces, strict=True):
+            claims = np.zeros(2, np.int64)
+            threads = max(1, min(torch.get_num_threads(), len(self._logits) * pieces, size // WORTH_A_THREAD))
+            part(threads, claims, (before, pieces), self._asked, self._logits, self._results)
+            before, lost = before + pieces, lost + int(claims[1])
+        return not lost
 
-    def merged(self, batch: int, query_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Output [L, R, D] and, where the logits were kept, probabilities [B, Hq, columns]."""
-        lists, rows, columns = self._logits.shape
-        # a list's pieces one after the other, whatever their part
-        apart = [
-            [each.reshape(lists, -1, *each.shape[1:]) for each in same] for same in zip(*self._results, strict=True)
-        ]
-        joined = [same[0] if len(same) == 1 else np.concatenate(same, axis=1) for same in apart]
-        out = np.empty_like(self.query)
-        kernels.merge(*joined, out, self._logits)
-        return torch.from_numpy(out), torch.from_numpy(self._logits).view(batch, query_heads, -1) if columns else None
+    def merged(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Output, as the query, and, where the logits were kept, probabilities [B, Hq, columns]."""
+        query, logits = self._query, self._logits
+        out = torch.empty_like(query)
+        kernels.merge(self._results, out.data_ptr(), STORED[query.dtype], logits)
+        return out, torch.from_numpy(logits).view(*query.shape[:2], -1) if logits.shape[2] else None
 
 
 @cache
@@ -305,6 +331,6 @@ def compile_kernels(dtype: torch.dtype, kv: KV = NATIVE) -> None:
         store.seal_prompt([1])
         store.encode()
         if kind in ("native", kv.device):
-            _attend_resident(token.float(), store.device.spans(), probabilities=True)
+            _attend_resident(token, 1.0, [_stretch(span) for span in store.device.spans()], probabilities=True)
         selection = Selection(torch.zeros(1, 1, 1, dtype=torch.int64), extra=Extra(token, token, torch.zeros(1, 1, 1)))
-        _attend_lists(token.float(), store, selection, probabilities=True)
+        _attend_lists(token, 1.0, store, selection, probabilities=True)

@@ -2,7 +2,8 @@
 
 Work is cut into pieces of a list or of a sequence; each leaves the largest logit, the sum of the weights and the
 weighted sum of the values, and `merge` joins those of a list (flash-decoding). Pieces do not depend on the number of
-threads, so neither does what comes out. Kernels hold no state and release the GIL.
+threads, so neither does what comes out. Kernels hold no state and release the GIL. The last part is a model's own
+layers, whose weights are rows, too.
 
 A stored row is an address: of a device block, a host block, replaced keys or extra entries. Rows in fewer bits
 (`kvbench.memory.codec`) become numbers in the registers into which they are read. Arithmetic is float32 in vectors of
@@ -15,10 +16,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import binding, ir
 from numba import njit, types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.core.datamodel import models
-from numba.extending import intrinsic, register_model
+from numba.extending import intrinsic, overload, register_model
 
 from kvbench.team import claim, together
 
@@ -33,6 +35,9 @@ GROUP = 32  # tokens whose keys, and channels of a value, that share a scale and
 
 LOWEST = np.finfo(np.float32).min  # finite, so that its difference from a logit of -inf is one
 NOTHING, ONE = np.float32(0), np.float32(1)
+
+# Whether this CPU has sums of products of bfloat16, and code is made for it
+PAIRS = not (config.CPU_NAME or config.CPU_FEATURES) and binding.get_host_cpu_features().get("avx512bf16", False)
 
 kernel = njit(nogil=True, cache=True, error_model="numpy")
 inner = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -91,8 +96,6 @@ vector = Vector()
 @register_model(Vector)
 class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, type_: Any) -> None:
-        from llvmlite import ir
-
         super().__init__(manager, type_, ir.VectorType(ir.FloatType(), LANES))
 
 
@@ -102,8 +105,6 @@ def _pointer(builder: Any, address: Any, of: Any) -> Any:
 
 def _called(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
     """A call of one of LLVM's own functions."""
-    from llvmlite import ir
-
     of = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, of, name), arguments)
 
@@ -114,8 +115,6 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def _splat(builder: Any, number: Any) -> Any:
-    from llvmlite import ir
-
     lanes = ir.VectorType(number.type, LANES)
     one = builder.insert_element(ir.Constant(lanes, ir.Undefined), number, ir.IntType(32)(0))
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
@@ -123,8 +122,6 @@ def _splat(builder: Any, number: Any) -> Any:
 
 def _widened(builder: Any, word: Any, to: Any) -> Any:
     """bfloat16, given as uint16, is the upper half of a float32."""
-    from llvmlite import ir
-
     whole = ir.VectorType(ir.IntType(32), LANES) if isinstance(to, ir.VectorType) else ir.IntType(32)
     shift = ir.Constant(whole, [16] * LANES if isinstance(to, ir.VectorType) else 16)
     return builder.bitcast(builder.shl(builder.zext(word, whole), shift), to)
@@ -155,8 +152,6 @@ def load_one(_context, row, beside, channel, stored):  # type: ignore[no-untyped
     """One number of the row at an address, its parameters at another; not of KIVI's, whose rows are whole vectors."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        from llvmlite import ir
-
         row, beside, channel, _ = arguments
         stored = signature.args[3]
         if _kind(stored) is None:
@@ -185,8 +180,6 @@ def put(_context, address, place, number, stored):  # type: ignore[no-untyped-de
     """Write a number as one of those from an address on, to the nearest bfloat16, of two the even one."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        from llvmlite import ir
-
         address, place, number, _ = arguments
         stored, word = signature.args[3], ir.IntType(32)
         at = builder.add(address, builder.mul(place, place.type(stored.bitwidth // 8)))
@@ -200,6 +193,16 @@ def put(_context, address, place, number, stored):  # type: ignore[no-untyped-de
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.float32, stored), generate
+
+
+@intrinsic
+def width_of(_context, stored):  # type: ignore[no-untyped-def]
+    """Bytes of a number in its type."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return context.get_constant(types.intp, signature.args[0].bitwidth // 8)
+
+    return types.intp(stored), generate
 
 
 @intrinsic
@@ -223,6 +226,16 @@ def plus(_context, a, b):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def times(_context, a, b):  # type: ignore[no-untyped-def]
+    """a * b."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.fmul(*arguments)
+
+    return vector(vector, vector), generate
+
+
+@intrinsic
 def larger(_context, a, b):  # type: ignore[no-untyped-def]
     """The larger of each two numbers; a where b is NaN."""
 
@@ -235,8 +248,6 @@ def larger(_context, a, b):  # type: ignore[no-untyped-def]
 
 def _halves(builder: Any, numbers: Any, join: Any) -> Any:
     """Numbers of all lanes joined into one, lanes by halves."""
-    from llvmlite import ir
-
     count = numbers.type.count
     while count > 1:
         count //= 2
@@ -253,8 +264,6 @@ def first_of(_context, numbers):  # type: ignore[no-untyped-def]
     """The first number of a vector."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        from llvmlite import ir
-
         return builder.extract_element(arguments[0], ir.IntType(32)(0))
 
     return types.float32(vector), generate
@@ -285,7 +294,6 @@ def largest_of(_context, numbers):  # type: ignore[no-untyped-def]
 
 def _sums(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """The sums of four vectors, in four lanes."""
-    from llvmlite import ir
 
     def shuffled(x: Any, y: Any, lanes: list[int]) -> Any:
         return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
@@ -304,8 +312,6 @@ def _sums(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
 
 def _numbers(builder: Any, address: Any, stored: Any) -> Any:
     """The vector of 16 numbers at an address, stored as float32 or as bfloat16."""
-    from llvmlite import ir
-
     lanes = ir.VectorType(ir.FloatType(), LANES)
     if stored == types.float32:
         return builder.load(_pointer(builder, address, lanes), align=4)
@@ -315,8 +321,6 @@ def _numbers(builder: Any, address: Any, stored: Any) -> Any:
 
 def _number(builder: Any, address: Any, place: Any, stored: Any) -> Any:
     """One of the numbers from an address on, as `_numbers`."""
-    from llvmlite import ir
-
     size = stored.bitwidth // 8
     at = builder.add(address, builder.mul(place, place.type(size)))
     if stored == types.float32:
@@ -326,8 +330,6 @@ def _number(builder: Any, address: Any, place: Any, stored: Any) -> Any:
 
 def _decoded(builder: Any, codes: Any, to: Any, stored: Any) -> Any:
     """Codes of 8 bits, of a row or one of them, as numbers: what their scale (`_scale`) is to be multiplied with."""
-    from llvmlite import ir
-
     if _kind(stored) is Int8:
         return builder.sitofp(codes, to)
     # e4m3 as float16, whose exponent is one bit longer: the sign fills it, and is taken out but for the highest
@@ -341,8 +343,6 @@ def _decoded(builder: Any, codes: Any, to: Any, stored: Any) -> Any:
 
 def _scale(builder: Any, beside: Any, stored: Any) -> Any:
     """The scale of a row's decoded codes, stored at an address."""
-    from llvmlite import ir
-
     scale = builder.load(_pointer(builder, beside, ir.FloatType()), align=1)
     return builder.fmul(scale, scale.type(256.0)) if _kind(stored) is Fp8 else scale  # between the exponents' biases
 
@@ -355,8 +355,6 @@ def _channels(builder: Any, row: Any, beside: Any, block: Any, whole: Any, store
         whole: numbers of the row.
         by_channel: KIVI's parameters are of each channel, as those of keys, or of each group of channels.
     """
-    from llvmlite import ir
-
     kind, word, lanes = _kind(stored), row.type, ir.VectorType(ir.FloatType(), LANES)
     if kind is None:
         step = LANES * stored.bitwidth // 8
@@ -382,34 +380,66 @@ def _channels(builder: Any, row: Any, beside: Any, block: Any, whole: Any, store
     return _fma(builder, builder.sitofp(codes, lanes), scale, least)
 
 
+class _BFloat16(ir.Type):
+    """LLVM's own type, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+@intrinsic
+def paired(_context, asked, stored):  # type: ignore[no-untyped-def]
+    """Whether queries and rows of these types meet in pairs of bfloat16, 32 at once, without becoming float32."""
+    return types.boolean(asked, stored), lambda context, builder, signature, _: context.get_constant(
+        types.boolean, PAIRS and signature.args[0] == signature.args[1] == types.uint16
+    )
+
+
+@intrinsic
+def number_of(_context, array):  # type: ignore[no-untyped-def]
+    """A number of an array's type."""
+    return array.dtype(array), lambda context, builder, signature, _: context.get_constant(signature.return_type, 0)
+
+
 @intrinsic(prefer_literal=True)
-def score_four(_context, queries, apart, rows, beside, whole, stored, logits, count):  # type: ignore[no-untyped-def]
+def score_four(_context, queries, apart, asked, rows, beside, whole, stored, logits, count):  # type: ignore[no-untyped-def]
     """Write the products of `count` queries with four rows, a vector of 4 to each row of logits [count, BLOCK].
 
     A row is read once for all queries: their sums stay in registers, which is why `count` is a literal.
 
     Args:
         queries, logits: addresses of the first; a query is `apart` bytes from the next.
+        asked: a number of the queries, float32, or as the rows where these are `paired` with them.
         rows, beside: addresses of the four rows and of their parameters.
-        whole: numbers of a row that are read, a multiple of `LANES`.
+        whole: numbers of a row that are read, a multiple of `LANES`, of paired ones of twice as many.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        from llvmlite import ir
-
-        queries, apart, rows, beside, whole, _, logits, _ = arguments
-        of, lanes, word = signature.args[5], ir.VectorType(ir.FloatType(), LANES), queries.type
+        queries, apart, _, rows, beside, whole, _, logits, _ = arguments
+        kind, of, lanes, word = signature.args[2], signature.args[6], ir.VectorType(ir.FloatType(), LANES), queries.type
         rows, beside = ([builder.extract_value(four, n) for n in range(4)] for four in (rows, beside))
         nothing = ir.Constant(lanes, [0.0] * LANES)
-        asked = [builder.add(queries, builder.mul(apart, word(q))) for q in range(signature.args[7].literal_value)]
+        asked = [builder.add(queries, builder.mul(apart, word(q))) for q in range(signature.args[8].literal_value)]
         sums = [[cgutils.alloca_once_value(builder, nothing) for _ in range(4)] for _ in asked]
-        with cgutils.for_range(builder, builder.udiv(whole, word(LANES))) as loop:
-            read = [_channels(builder, *one, loop.index, whole, of, True) for one in zip(rows, beside, strict=True)]
+        pairs = PAIRS and kind == of == types.uint16
+        with cgutils.for_range(builder, builder.udiv(whole, word(2 * LANES if pairs else LANES))) as loop:
+            at = builder.mul(loop.index, word(4 * LANES))
+            if pairs:
+                read = [_pairs(builder, builder.add(row, at)) for row in rows]
+            else:
+                read = [_channels(builder, *one, loop.index, whole, of, True) for one in zip(rows, beside, strict=True)]
             for query, own in zip(asked, sums, strict=True):
-                place = builder.add(query, builder.mul(loop.index, word(4 * LANES)))
-                x = _numbers(builder, place, types.float32)
+                place = builder.add(query, at)
+                x = _pairs(builder, place) if pairs else _numbers(builder, place, types.float32)
                 for sum, y in zip(own, read, strict=True):
-                    builder.store(_fma(builder, x, y, builder.load(sum)), sum)
+                    found = builder.load(sum)
+                    builder.store(_add_pairs(builder, found, x, y) if pairs else _fma(builder, x, y, found), sum)
         scales = None
         if _kind(of) in SCALED:
             scales = ir.Constant(ir.VectorType(ir.FloatType(), 4), ir.Undefined)
@@ -423,7 +453,17 @@ def score_four(_context, queries, apart, rows, beside, whole, stored, logits, co
         return context.get_dummy_value()
 
     four = types.UniTuple(types.intp, 4)
-    return types.void(types.intp, types.intp, four, four, types.intp, stored, types.intp, count), generate
+    return types.void(types.intp, types.intp, asked, four, four, types.intp, stored, types.intp, count), generate
+
+
+def _pairs(builder: Any, address: Any) -> Any:
+    """The 32 bfloat16 at an address."""
+    return builder.load(_pointer(builder, address, ir.VectorType(_BFloat16(), 2 * LANES)), align=2)
+
+
+def _add_pairs(builder: Any, sums: Any, x: Any, y: Any) -> Any:
+    """sums + x * y, of each two neighbours into one sum."""
+    return _called(builder, "llvm.x86.avx512bf16.dpbf16ps.512", sums.type, sums, x, y)
 
 
 @intrinsic(prefer_literal=True)
@@ -435,8 +475,6 @@ def add_four(_context, weights, rows, beside, whole, stored, sums, apart, count)
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        from llvmlite import ir
-
         weights, rows, beside, whole, _, sums, apart, _ = arguments
         of, lanes, word = signature.args[4], ir.VectorType(ir.FloatType(), LANES), weights.type
         rows, beside = ([builder.extract_value(four, n) for n in range(4)] for four in (rows, beside))
@@ -474,8 +512,6 @@ def exponential(_context, x):  # type: ignore[no-untyped-def]
     """exp of numbers that are at most 0 or NaN; 0 below -87."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        from llvmlite import ir
-
         (x,) = arguments
         words = ir.VectorType(ir.IntType(32), LANES)
 
@@ -504,8 +540,6 @@ def fetch(_context, address):  # type: ignore[no-untyped-def]
     """Have what is at an address on its way to the cache."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        from llvmlite import ir
-
         flag = ir.IntType(32)
         byte = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
         _called(builder, "llvm.prefetch.p0", ir.VoidType(), byte, flag(0), flag(3), flag(1))
@@ -527,7 +561,9 @@ def _score(query, keys, groups, layout, count, ahead, logits, stored):  # type: 
     """
     many, head_dim = query.shape
     beside, size = layout
-    whole, last = head_dim // LANES * LANES, count - 1
+    asked = number_of(query)
+    apart, lanes = head_dim * width_of(asked), 2 * LANES if paired(asked, stored) else LANES
+    whole, last = head_dim // lanes * lanes, count - 1
     for i in range(0, count, 4):
         _fetch_four(ahead, i, size)
         a, b, c, d = keys[i], keys[min(i + 1, last)], keys[min(i + 2, last)], keys[min(i + 3, last)]
@@ -535,22 +571,33 @@ def _score(query, keys, groups, layout, count, ahead, logits, stored):  # type: 
         if grouped(stored):
             by = groups[i], groups[min(i + 1, last)], groups[min(i + 2, last)], groups[min(i + 3, last)]
         for r in range(0, many, 4):
-            asked, to, left = query.ctypes.data + 4 * r * head_dim, logits.ctypes.data + 4 * (r * BLOCK + i), many - r
+            first, to, left = query.ctypes.data + r * apart, logits.ctypes.data + 4 * (r * BLOCK + i), many - r
             if left >= 4:
-                score_four(asked, 4 * head_dim, rows, by, whole, stored, to, 4)
+                score_four(first, apart, asked, rows, by, whole, stored, to, 4)
             elif left == 3:
-                score_four(asked, 4 * head_dim, rows, by, whole, stored, to, 3)
+                score_four(first, apart, asked, rows, by, whole, stored, to, 3)
             elif left == 2:
-                score_four(asked, 4 * head_dim, rows, by, whole, stored, to, 2)
+                score_four(first, apart, asked, rows, by, whole, stored, to, 2)
             else:
-                score_four(asked, 4 * head_dim, rows, by, whole, stored, to, 1)
+                score_four(first, apart, asked, rows, by, whole, stored, to, 1)
     for r in range(len(query)):
         if whole < head_dim:
             for i in range(count):
                 for j in range(whole, head_dim):
-                    logits[r, i] += query[r, j] * load_one(keys[i], keys[i] + beside, j, stored)
+                    number = load_one(query.ctypes.data + r * apart, 0, j, asked)
+                    logits[r, i] += number * load_one(keys[i], keys[i] + beside, j, stored)
         for i in range(count, _vectors(count)):
             logits[r, i] = -np.inf
+
+
+@inner
+def _scale_logits(logits, count, scaling):  # type: ignore[no-untyped-def]
+    """Multiply logits [R, BLOCK], of which `count` are there."""
+    factor = splat(scaling)
+    for r in range(len(logits)):
+        first = logits.ctypes.data + 4 * r * BLOCK
+        for here in range(first, first + 4 * count, 4 * LANES):
+            store(here, times(load(here), factor))
 
 
 @inner
@@ -634,36 +681,53 @@ def _own(query):  # type: ignore[no-untyped-def]
     return np.empty(rows, np.float32), np.empty(rows, np.float32), np.empty((rows, head_dim), np.float32)
 
 
+@inner
+def _write(found, most, total, sums):  # type: ignore[no-untyped-def]
+    """The results of a piece, [R, D + 2]."""
+    rows, head_dim = sums.shape
+    for r in range(rows):
+        for j in range(head_dim):
+            found[r, j] = sums[r, j]
+        found[r, head_dim], found[r, head_dim + 1] = most[r], total[r]
+
+
 @kernel
-def attend_resident(threads, claims, pieces, query, used, first, column, held, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
+def attend_resident(  # type: ignore[no-untyped-def]
+    threads, claims, pieces, query, scaling, used, first, column, held, stored, logits, results
+):
     """Attention over all used slots of each KV head, in so many threads.
 
     Args:
         claims: [1] int64, the next piece, 0.
-        pieces: of each list, `DENSE_PIECE` slots each.
-        query: [L, R, D], times the scaling; list l is a KV head of a row.
+        pieces: of each list, `DENSE_PIECE` slots each: the first in `results`, and how many.
+        query: [L, R, D], float32, or as uint16 where keys are stored in bfloat16 alone; list l is a KV head of a row.
+        scaling: of the logits, float32.
         used: [L] int64, slots of each list that are attended.
         first: [L] int64, where the slots of each list begin in the pool.
         column: [L] int64, of the logits, that the first slot of each list has.
         held: address of the pool's keys, of its values, and of the parameters of its groups of keys; see `_score`.
         stored: how keys, and how values are stored, see there; bytes of a row and to its parameters, of each.
         logits: [L, R, n], where they are wanted, else [L, R, 0].
-        most, total, sums: [L * pieces, R], the same, and [L * pieces, R, D], written for each piece.
+        results: [L, P, R, D + 2], written for each piece: the weighted sum of values, the largest logit, and the sum of
+            weights.
     """
-    arguments = claims, pieces, query, used, first, column, held, stored, logits, most, total, sums
+    arguments = claims, pieces, query, scaling, used, first, column, held, stored, logits, results
     together(threads, _attend_resident, arguments)
 
 
 @inner
-def _attend_resident(_, claims, pieces, query, used, first, column, held, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
+def _attend_resident(  # type: ignore[no-untyped-def]
+    _, claims, pieces, query, scaling, used, first, column, held, stored, logits, results
+):
     """As many pieces of a layer's attention as other threads leave."""
     key, value, parameters = held
     key_kind, value_kind, (key_size, key_beside), (value_size, value_beside), group_size = stored
     block = np.empty((query.shape[1], BLOCK), np.float32)
     keys, values, groups = np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp)
     own_most, own_total, own_sums = _own(query)
+    before, pieces = pieces
     item = claim(claims)
-    while item < len(most):
+    while item < len(query) * pieces:
         head, piece = item // pieces, item % pieces
         own_most[:], own_total[:], own_sums[:] = LOWEST, 0, 0
         end = min((piece + 1) * DENSE_PIECE, used[head])
@@ -675,19 +739,20 @@ def _attend_resident(_, claims, pieces, query, used, first, column, held, stored
                 if grouped(key_kind):
                     groups[i] = parameters + slot // GROUP * group_size
             _score(query[head], keys, groups, (key_beside, value_size), count, values[:count], block, key_kind)
+            _scale_logits(block, count, scaling)
             if logits.shape[2]:
                 at = column[head] + start
                 logits[head, :, at : at + count] = block[:, :count]
             _weigh(block, count, own_most, own_total, own_sums)
             keys += BLOCK * key_size
             _add_values(block, values, (value_beside, key_size), count, keys[:count], own_sums, value_kind)
-        most[item], total[item], sums[item] = own_most, own_total, own_sums
+        _write(results[head, before + piece], own_most, own_total, own_sums)
         item = claim(claims)
 
 
 @kernel
 def attend_lists(  # type: ignore[no-untyped-def]
-    threads, claims, pieces, query, index, bias, device, host, own, extra, stored, logits, most, total, sums
+    threads, claims, pieces, query, scaling, index, bias, device, host, own, extra, stored, logits, results
 ):
     """Attention over lists of tokens, in so many threads.
 
@@ -695,8 +760,8 @@ def attend_lists(  # type: ignore[no-untyped-def]
 
     Args:
         claims: [2] int64, the next piece, 0, and how many pieces named a token that is in neither tier, 0.
-        pieces: of each list: `LIST_PIECE` entries each, and one of extra entries, where there are any.
-        query: [L, R, D], times the scaling; a row of the batch has L / B lists, one for each KV head or more.
+        pieces: as of `attend_resident`, `LIST_PIECE` entries each, and one of extra entries, where there are any.
+        query, scaling: as of `attend_resident`; a row of the batch has L / B lists, one for each KV head or more.
         index: [B, 1 or L / B, M] int64 token ids, -1 = none.
         bias: [L, R, M + E], added to the logits, or [L, R, 0].
         device: addresses of the keys, values and parameters of all H KV heads of all rows (see `attend_resident`),
@@ -708,14 +773,16 @@ def attend_lists(  # type: ignore[no-untyped-def]
         extra: addresses of the keys and values [H, E, D] of extra entries, E, and which of the logits is their first.
         stored: as of `attend_resident`, of all these rows.
         logits: [L, R, M + E], where they are wanted, else [L, R, 0]; an entry that is absent is not written.
-        most, total, sums: [L * pieces, R], the same, and [L * pieces, R, D], written for each piece.
+        results: as of `attend_resident`.
     """
-    arguments = claims, pieces, query, index, bias, device, host, own, extra, stored, logits, most, total, sums
+    arguments = claims, pieces, query, scaling, index, bias, device, host, own, extra, stored, logits, results
     together(threads, _attend_lists, arguments)
 
 
 @inner
-def _attend_lists(_, claims, pieces, query, index, bias, device, host, own, extra, stored, logits, most, total, sums):  # type: ignore[no-untyped-def]
+def _attend_lists(  # type: ignore[no-untyped-def]
+    _, claims, pieces, query, scaling, index, bias, device, host, own, extra, stored, logits, results
+):
     """As many pieces of a layer's lists as other threads leave."""
     extra_key, extra_value, extras, column = extra
     key_kind, value_kind, (key_size, key_beside), (value_size, value_beside), group_size = stored
@@ -726,8 +793,9 @@ def _attend_lists(_, claims, pieces, query, index, bias, device, host, own, extr
     own_most, own_total, own_sums = _own(query)
     block = np.empty((query.shape[1], BLOCK), np.float32)
     lists, heads = len(query) // len(index), len(device[5]) // len(index)
+    before, pieces = pieces
     item = claim(claims)
-    while item < len(most):
+    while item < len(query) * pieces:
         at, piece = item // pieces, item % pieces
         row = at // lists
         head = row * heads + at % lists * heads // lists
@@ -752,6 +820,7 @@ def _attend_lists(_, claims, pieces, query, index, bias, device, host, own, extr
             rows = min(BLOCK, found - start)
             ahead = values[start : start + rows]
             _score(query[at], keys[start:], groups[start:], (key_beside, value_size), rows, ahead, block, key_kind)
+            _scale_logits(block, rows, scaling)
             for r in range(query.shape[1]):
                 if bias.shape[2]:
                     for i in range(rows):
@@ -762,7 +831,7 @@ def _attend_lists(_, claims, pieces, query, index, bias, device, host, own, extr
             _weigh(block, rows, own_most, own_total, own_sums)
             ahead = keys[start + rows : found]
             _add_values(block, values[start:], (value_beside, key_size), rows, ahead, own_sums, value_kind)
-        most[item], total[item], sums[item] = own_most, own_total, own_sums
+        _write(results[at, before + piece], own_most, own_total, own_sums)
         item = claim(claims)
 
 
@@ -814,52 +883,172 @@ def _find(tokens, head, device, host, stored, keys, values, groups, rank):  # ty
 
 
 @kernel
-def merge(most, total, sums, out, logits):  # type: ignore[no-untyped-def]
-    """Join the pieces of each list, [L, pieces, ...]: out [L, R, D], and logits [L, R, n] become probabilities."""
-    lists, rows, head_dim = out.shape
+def merge(results, out, stored, logits):  # type: ignore[no-untyped-def]
+    """Join the pieces of each list.
+
+    Args:
+        results: as of `attend_resident`.
+        out: address of [L, R, D], in the type of `stored`.
+        logits: [L, R, n], which become probabilities.
+    """
+    lists, pieces, rows, width = results.shape
+    head_dim = width - 2
+    sum = np.empty(head_dim, np.float32)
     for head in range(lists):
         for r in range(rows):
             largest, whole = LOWEST, NOTHING
-            for piece in range(most.shape[1]):
-                largest = max(largest, most[head, piece, r])
-            out[head, r] = 0
-            for piece in range(most.shape[1]):
-                weight = first_of(exponential(splat(most[head, piece, r] - largest)))
-                whole += weight * total[head, piece, r]
+            for piece in range(pieces):
+                largest = max(largest, results[head, piece, r, head_dim])
+            sum[:] = 0
+            for piece in range(pieces):
+                own = results[head, piece, r]
+                weight = first_of(exponential(splat(own[head_dim] - largest)))
+                whole += weight * own[head_dim + 1]
                 for j in range(head_dim):
-                    out[head, r, j] += weight * sums[head, piece, r, j]
+                    sum[j] += weight * own[j]
             for j in range(head_dim):
-                out[head, r, j] /= whole
+                put(out, (head * rows + r) * head_dim + j, sum[j] / whole, stored)
             for i in range(logits.shape[2]):
                 logits[head, r, i] = first_of(exponential(splat(logits[head, r, i] - largest))) / whole
 
 
-# -- linear layers -----------------------------------------------------------------------------------------------------
+# -- a model's layers, for a few tokens --------------------------------------------------------------------------------
+# Arguments of all: addresses of what they are named after, in the type of `stored`; `rows` tokens. Sums and what lies
+# between are float32; results are rounded once.
 
 
 @kernel
-def products(threads, x, weight, bias, out, rows, inputs, outputs, width, stored):  # type: ignore[no-untyped-def]
-    """A linear layer for a few rows, in so many threads: out = x . weight^T + bias, summed in float32, rounded once.
+def products(threads, x, weight, bias, out, rows, inputs, outputs, stored):  # type: ignore[no-untyped-def]
+    """A linear layer, in so many threads: out [rows, outputs] = x [rows, inputs] . weight [outputs, inputs]^T + bias.
 
     Args:
-        x, weight, bias, out: addresses of [rows, inputs], [outputs, inputs], [outputs] or 0, and [rows, outputs].
-        width: bytes of a number in all of these.
-        stored: a number as they are stored.
+        bias: [outputs], or 0.
     """
-    claims, numbers = np.zeros(1, np.int64), np.empty((rows, inputs), np.float32)
+    _linear(threads, _given(x, rows, inputs, stored), (weight,), bias, (out,), (outputs,), stored, stored)
+
+
+@kernel
+def gated(threads, x, gate, up, down, out, rows, inputs, hidden, stored):  # type: ignore[no-untyped-def]
+    """A feed-forward part, in so many threads: down . (silu(gate . x) * (up . x)).
+
+    Args:
+        x, out: [rows, inputs]; gate, up: [hidden, inputs]; down: [inputs, hidden].
+    """
+    gates, ups = np.empty((rows, hidden), np.float32), np.empty((rows, hidden), np.float32)
+    both = _room(rows, hidden, stored)
+    between = np.intp(gates.ctypes.data), np.intp(ups.ctypes.data), np.intp(both.ctypes.data)
+    _linear(threads, _given(x, rows, inputs, stored), (gate, up), 0, between[:2], (hidden, hidden), stored, NOTHING)
     for r in range(rows):
-        for i in range(inputs):
-            numbers[r, i] = load_one(x, x, r * inputs + i, stored)
-    together(threads, _products, (claims, numbers, weight, bias, out, outputs, width, stored))
+        for i in range(hidden):
+            small = first_of(exponential(splat(-abs(gates[r, i]))))
+            weight = gates[r, i] * (ONE if gates[r, i] > 0 else small) / (ONE + small)
+            put(between[2], r * hidden + i, ups[r, i] * weight, number_of(both))
+    _linear(threads, both, (down,), 0, (out,), (inputs,), stored, stored)
+
+
+@kernel
+def rotated(threads, x, weights, angles, outs, rows, inputs, heads, stored):  # type: ignore[no-untyped-def]
+    """Queries, keys and values of tokens, in so many threads, the first two turned by their positions' angles (RoPE).
+
+    Args:
+        weights: three, [heads * D, inputs].
+        angles: cosines and sines, [rows, D].
+        outs: [rows, heads * D], for each weight.
+        heads: of queries; of keys, as of values; D.
+    """
+    query_heads, kv_heads, head_dim = heads
+    sizes = query_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
+    queries, keys = np.empty((rows, sizes[0]), np.float32), np.empty((rows, sizes[1]), np.float32)
+    values = np.empty((rows, sizes[2]), np.float32)
+    between = np.intp(queries.ctypes.data), np.intp(keys.ctypes.data), np.intp(values.ctypes.data)
+    _linear(threads, _given(x, rows, inputs, stored), weights, 0, between, sizes, stored, NOTHING)
+    _turn(queries, angles, outs[0], head_dim, stored)
+    _turn(keys, angles, outs[1], head_dim, stored)
+    for r in range(rows):
+        for i in range(sizes[2]):
+            put(outs[2], r * sizes[2] + i, values[r, i], stored)
 
 
 @inner
-def _products(_, claims, x, weight, bias, out, outputs, width, stored):  # type: ignore[no-untyped-def]
-    """As many pieces of a layer's outputs as other threads leave."""
-    size = x.shape[1] * width
+def _turn(vectors, angles, out, head_dim, stored):  # type: ignore[no-untyped-def]
+    """Write vectors [rows, heads * D], each half of a head turned against the other; see `rotated`."""
+    rows, width = vectors.shape
+    cosines, sines = angles
+    half = head_dim // 2
+    for r in range(rows):
+        for head in range(0, width, head_dim):
+            for i in range(head_dim):
+                other = vectors[r, head + i - half] if i >= half else -vectors[r, head + i + half]
+                cosine = load_one(cosines, cosines, r * head_dim + i, stored)
+                sine = load_one(sines, sines, r * head_dim + i, stored)
+                put(out, r * width + head + i, vectors[r, head + i] * cosine + other * sine, stored)
+
+
+@kernel
+def normed(x, weight, out, rows, width, epsilon, stored):  # type: ignore[no-untyped-def]
+    """Vectors x [rows, width] over their root mean square, times a weight [width] (Zhang and Sennrich, 2019)."""
+    numbers = np.empty(width, np.float32)
+    for first in range(0, rows * width, width):
+        for i in range(width):
+            numbers[i] = load_one(x, x, first + i, stored)
+        scale = np.float32(1 / np.sqrt(np.mean(numbers * numbers) + epsilon))
+        for i in range(width):
+            put(out, first + i, numbers[i] * scale * load_one(weight, weight, i, stored), stored)
+
+
+def _room(rows, width, stored):  # type: ignore[no-untyped-def]
+    """Room for numbers [rows, width] that meet weights: in their type where these are `paired`, else float32."""
+    raise NotImplementedError
+
+
+@overload(_room)
+def _room_of(rows, width, stored):  # type: ignore[no-untyped-def]
+    dtype = np.uint16 if PAIRS and stored == types.uint16 else np.float32
+    return lambda rows, width, stored: np.empty((rows, width), dtype)
+
+
+@inner
+def _given(x, rows, width, stored):  # type: ignore[no-untyped-def]
+    """The numbers [rows, width] at an address, as they meet weights."""
+    numbers = _room(rows, width, stored)
+    for i in range(rows * width):
+        put(numbers.ctypes.data, i, load_one(x, x, i, stored), number_of(numbers))
+    return numbers
+
+
+@inner
+def _linear(threads, x, weights, bias, outs, outputs, stored, written):  # type: ignore[no-untyped-def]
+    """Linear layers of the same x [rows, inputs], in so many threads.
+
+    Args:
+        weights, outs: addresses, of each layer.
+        bias: address, of all of them, or 0.
+        outputs: how many, of each.
+        stored, written: a number of the weights, and of the results, as they are stored.
+    """
+    layers = np.empty((len(weights), 3), np.int64)
+    pieces = 0
+    for i in range(len(weights)):
+        layers[i, 0], layers[i, 1], layers[i, 2] = weights[i], outs[i], outputs[i]
+        pieces += -(-outputs[i] // OUTPUTS_PIECE)
+    together(min(threads, pieces), _products, (np.zeros(1, np.int64), x, layers, bias, stored, written))
+
+
+@inner
+def _products(_, claims, x, layers, bias, stored, written):  # type: ignore[no-untyped-def]
+    """As many pieces of the outputs of layers as other threads leave."""
+    size = x.shape[1] * width_of(stored)
     keys, block = np.empty(OUTPUTS_PIECE, np.intp), np.empty((len(x), BLOCK), np.float32)
-    first = claim(claims) * OUTPUTS_PIECE
-    while first < outputs:
+    layer, before = 0, 0
+    piece = claim(claims)
+    while True:
+        while layer < len(layers) and piece - before >= -(-layers[layer, 2] // OUTPUTS_PIECE):
+            before += -(-layers[layer, 2] // OUTPUTS_PIECE)
+            layer += 1
+        if layer == len(layers):
+            break
+        weight, out, outputs = layers[layer]
+        first = (piece - before) * OUTPUTS_PIECE
         count = min(OUTPUTS_PIECE, outputs - first)
         for i in range(count):
             keys[i] = weight + (first + i) * size
@@ -867,5 +1056,5 @@ def _products(_, claims, x, weight, bias, out, outputs, width, stored):  # type:
         for r in range(len(x)):
             for i in range(count):
                 added = load_one(bias, bias, first + i, stored) if bias else NOTHING
-                put(out, r * outputs + first + i, block[r, i] + added, stored)
-        first = claim(claims) * OUTPUTS_PIECE
+                put(out, r * outputs + first + i, block[r, i] + added, written)
+        piece = claim(claims)

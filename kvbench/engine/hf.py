@@ -696,6 +696,12 @@ def vocabulary_text(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [p.replace("\u2581", " ") if "\u2581" in p else tokenizer.convert_tokens_to_string([p]) for p in pieces]
 
 
+def _beside(module: torch.nn.Module, name: str) -> Any:
+    """A function of the file that has the module's class, or the one of which that is a kind."""
+    files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+    return next(getattr(file, name) for file in files if hasattr(file, name))
+
+
 def _head_dim(attention: Any) -> int:
     return int(getattr(attention, "head_dim", 0) or attention.head_size)  # GPT-NeoX's word
 
@@ -731,7 +737,7 @@ class RotaryOf:
             )
         self._rotary = rotary[0]
         self._scaling = getattr(self._rotary, "_".join([*self._kind, "attention_scaling"]))
-        self._apply = sys.modules[type(modules[0]).__module__].apply_rotary_pos_emb
+        self._apply = _beside(modules[0], "apply_rotary_pos_emb")
 
     def angles(self, by: torch.Tensor) -> Angles:
         """cos and sin [B, L, n, D] of a turn by [B, L, n] positions."""
@@ -880,8 +886,7 @@ def _eager_attention(
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(
             ~mask, torch.finfo(query.dtype).min
         )
-    forward = sys.modules[type(module).__module__].eager_attention_forward
-    return forward(module, query, key, value, mask, **kwargs)[0], None
+    return _beside(module, "eager_attention_forward")(module, query, key, value, mask, **kwargs)[0], None
 
 
 def _mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:

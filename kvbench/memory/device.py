@@ -80,21 +80,30 @@ class Slotted:
         first: [B, Hkv] int64 on the device, where the room of each KV head begins in the pool.
         ids: [B, Hkv, capacity] int64, the token in each slot (`NO_TOKEN` after the used ones), or None: slot = id.
         used: [B, Hkv] int64 on the CPU, slots filled.
+        longest: slots filled by the KV head that has filled most.
+        uniform: all KV heads of all rows have filled as many slots.
     """
 
     first: torch.Tensor
     ids: torch.Tensor | None
-    used: torch.Tensor
+    longest: int
+    uniform: bool
+
+    @property
+    def used(self) -> torch.Tensor:
+        """See the class."""
+        return self._used
+
+    @used.setter
+    def used(self, used: torch.Tensor) -> None:
+        numbers = used.numpy()
+        self._used, self.longest = used, int(numbers.max())
+        self.uniform = self.longest == int(numbers.min())
 
     @property
     def filled(self) -> torch.Tensor:
         """[B, Hkv] int64 on the device, slots filled; nothing waits for it."""
         return uploaded(self.used, self.first.device)
-
-    @property
-    def uniform(self) -> bool:
-        """All KV heads of all rows have filled as many slots."""
-        return int(self.used.min()) == int(self.used.max())
 
     def seal_prompt(self, lengths: Sequence[int]) -> None:
         """The first `lengths[b]` slots of row b are used from now on."""
@@ -106,7 +115,7 @@ class Slotted:
 
     def token_ids(self) -> torch.Tensor:
         """Ids of the tokens here, ascending, [B, Hkv, n] on the device with trailing -1."""
-        longest = int(self.used.max())
+        longest = self.longest
         if self.ids is not None:
             return index_of(self.ids[:, :, :longest])
         slots = torch.arange(longest, device=self.first.device).expand(*self.used.shape, longest)
@@ -123,7 +132,7 @@ class Slotted:
         """Slots, in the room of their head, of token ids [B, Hkv, M] on the device (0: none), and which are here."""
         wanted = index.clamp(min=0)
         if self.ids is None:
-            slots, found = wanted, wanted < (int(self.used[0, 0]) if self.uniform else self.filled[..., None])
+            slots, found = wanted, wanted < (self.longest if self.uniform else self.filled[..., None])
         else:
             slots, found = find(self.ids, wanted)
         found = found & (index >= 0)
@@ -158,6 +167,8 @@ class DeviceTier(Slotted):
         pool: all slots.
         codecs: how they hold keys and values.
         room: [B, Hkv] int64 on the CPU, slots of each KV head, whole pages.
+        capacity: slots of the KV head that has most.
+        even: all KV heads have as many.
         reserved: slots asked for, of the KV head that has filled most; whole pages may be a few more.
     """
 
@@ -182,7 +193,8 @@ class DeviceTier(Slotted):
     def _hold(self, pool: Pool, room: torch.Tensor) -> None:
         """Take a pool in which each KV head has room [B, Hkv] for so many slots."""
         self.pool, self.room, self.first = pool, room, uploaded(_first(room), pool.key.device)
-        self.even = int(room.min()) == int(room.max())
+        self.capacity = int(room.max())
+        self.even = int(room.min()) == self.capacity
 
     @property
     def key(self) -> torch.Tensor:
@@ -197,11 +209,6 @@ class DeviceTier(Slotted):
     def _block(self, part: torch.Tensor) -> torch.Tensor:
         assert self.even, "KV heads of unequal room are no block"
         return part.view(*self.room.shape, self.capacity, part.shape[1])
-
-    @property
-    def capacity(self) -> int:
-        """Slots of the KV head that has most."""
-        return int(self.room.max())
 
     @property
     def entry_bytes(self) -> int:
@@ -242,21 +249,20 @@ class DeviceTier(Slotted):
     @torch.inference_mode()  # what began in it may go on outside
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1, D]."""
-        self.reserve(int(self.used.max()) + 1)
+        self.reserve(self.longest + 1)
         self._put(key, value)
         if self.ids is not None:
             token = torch.tensor(lengths)[:, None].expand_as(self.used)
             slot, token = uploaded(torch.stack([self.used, token]), key.device)
             self.ids.scatter_(2, slot[..., None], token[..., None])
-        self.used = self.used + 1
+        self._used, self.longest = self._used + 1, self.longest + 1
 
     def _put(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put tokens [B, Hkv, 1, D] into the slots after the used ones."""
-        first = int(self.used[0, 0])
         key, value = self.codecs.encode(key, value)
         if self.uniform:
-            self.key[:, :, first : first + 1] = key
-            self.value[:, :, first : first + 1] = value
+            self.key.narrow(2, self.longest, 1).copy_(key)
+            self.value.narrow(2, self.longest, 1).copy_(value)
         else:
             slot = (self.first + self.filled).view(-1)
             self.pool.key.index_copy_(0, slot, key.flatten(0, 2))
@@ -283,7 +289,7 @@ class DeviceTier(Slotted):
 
     def _room(self) -> torch.Tensor:
         """Slots in whole pages that each KV head takes, with those reserved for tokens to come; a page at least."""
-        return whole_pages((self.used + (self.reserved - int(self.used.max()))).clamp(min=1))
+        return whole_pages((self.used + (self.reserved - self.longest)).clamp(min=1))
 
     def keep(
         self, ids: torch.Tensor, used: torch.Tensor, key: torch.Tensor, value: torch.Tensor, room: int | None = None
@@ -296,7 +302,7 @@ class DeviceTier(Slotted):
             key, value: [B, Hkv, M, width], as they are held here.
             room: slots to reserve for tokens to come; None: as many as were.
         """
-        free = self.reserved - int(self.used.max()) if room is None else room
+        free = self.reserved - self.longest if room is None else room
         self.reserved, self.used = ids.shape[2] + free, used
         rooms = self._room()
         self._hold(packed_pool(key, value, used, rooms), rooms)
@@ -331,7 +337,7 @@ class DeviceTier(Slotted):
 
     def held(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """As `resident`, in the rows that they are held in."""
-        longest = int(self.used.max())
+        longest = self.longest
         if self.uniform:
             return self.key[:, :, :longest], self.value[:, :, :longest], None
         slots, filled = torch.arange(longest, device=self.first.device), self.filled[..., None]
