@@ -139,7 +139,7 @@ def test_every_arm_of_a_claim_is_a_job_of_the_experiment_that_its_command_names(
                 continue
             bed = beds()[one.asked["bed"]]
             name = bed.command.partition("+experiment=")[2].partition(" ")[0].rstrip(";")
-            arms = [arm for key in ("of", "less", "over", "among") for arm in sampled._listed(one.asked.get(key, []))]
+            arms = [arm for several in sampled.arms_of(one.asked).values() for arm in several]
             for arm in arms:
                 wanted = sampled.USUAL | dict(word.split("=", 1) for word in (*bed.words, *arm.split()))
                 assert wanted["method"] in choices("method"), claim.id

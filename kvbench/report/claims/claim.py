@@ -45,6 +45,12 @@ class Part:
     at_most: float | None = None
     n: int = 1
 
+    @property
+    def wanted(self) -> str:
+        """The bounds in words."""
+        bounds = (("at least", self.at_least), ("at most", self.at_most))
+        return " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+
 
 @dataclass(frozen=True)
 class Claim:

@@ -70,14 +70,9 @@ def sentence(part: Part, found: Finding | Missing) -> str:
     if isinstance(found, Missing):
         return " ".join(filter(None, [part.about and f"{part.about}:", found.why]))
     interval = "" if found.low is None or found.low == found.high else f" [{found.low:.3g}, {found.high:.3g}]"
-    bounds = [
-        f"{word} {bound:g}"
-        for word, bound in (("at least", part.at_least), ("at most", part.at_most))
-        if bound is not None
-    ]
     few = f", {found.n} of {part.n} samples" if found.n < part.n else ""
     note = f" ({found.note})" if found.note else ""
-    return f"{part.about}: {found.value:.3g}{interval}{few}; wanted {' and '.join(bounds)}{note}"
+    return f"{part.about}: {found.value:.3g}{interval}{few}; wanted {part.wanted}{note}"
 
 
 def _summary(found: Sequence[Judged]) -> str:
