@@ -29,7 +29,12 @@ from kvbench.report.stats import estimate, is_0_1, proportion, ratio
 from kvbench.runs.folder import Record
 
 # What a run has where an arm does not say otherwise.
-USUAL = {"protocol.accounting": "paper", "protocol.question_as_decode": "false", "probe.every": "0"}
+USUAL = {
+    "protocol.accounting": "paper",
+    "protocol.question_as_decode": "false",
+    "probe.every": "0",
+    "task.texts": "prose",
+}
 
 ROLES = ("of", "less", "over", "among")
 

@@ -116,7 +116,7 @@ def _runs(site: Site, one: Judged) -> str:
 
 def _commands(one: Judged) -> str:
     """What makes the evidence, and what prints the verdict."""
-    commands = [_command(part) for part, *_ in one.parts if part.kind != "missing"]
+    commands = [_command(part) for part, *_ in one.parts]
     lines = "\n".join(dict.fromkeys([*commands, "python -m kvbench.report --claims"]))
     return f"<pre><code>{escape(lines)}</code></pre>"
 
