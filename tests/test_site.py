@@ -257,7 +257,8 @@ def test_a_claim_s_page_has_its_numbers_and_the_runs_behind_them(tmp_path: Path)
     keys = {"task": "passkey", "options": {"lengths": [2048, 4096, 8192]}}
     stored(tmp_path, "full", None, scores, **keys)
     stored(tmp_path, "icecache", 64, {"one": [1.0, 1.0, 0.0], "two": [1.0, 1.0]}, **keys)
-    texts = {"task": "fidelity", "model": "smollm2-135m-instruct", "options": {"lengths": [4096], "steps": 64}}
+    options = {"lengths": [4096], "steps": 64, "texts": "prose"}
+    texts = {"task": "fidelity", "model": "smollm2-135m-instruct", "options": options}
     for method, kl in (("icecache", 0.3), ("topk", 0.2)):
         lines = [
             record(str(number), "", 0.5, fidelity={"kl_mean": kl * (number + 1), "nll": 1.0, "nll_full": 1.0})

@@ -29,12 +29,7 @@ from kvbench.report.stats import estimate, is_0_1, proportion, ratio
 from kvbench.runs.folder import Record
 
 # What a run has where an arm does not say otherwise.
-USUAL = {
-    "protocol.accounting": "paper",
-    "protocol.question_as_decode": "false",
-    "probe.every": "0",
-    "task.texts": "prose",
-}
+USUAL = {"protocol.accounting": "paper", "protocol.question_as_decode": "false", "probe.every": "0"}
 
 ROLES = ("of", "less", "over", "among")
 
