@@ -14,9 +14,8 @@ from kvbench.report.formats import NONE
 from kvbench.report.site.claimed import LOOKS, is_about, listed, shown, told
 from kvbench.report.site.parts import File, Site, linked, page, small, table_of
 
-COLUMNS = dict.fromkeys(("number", "measured", "from", "to", "wanted", "samples", "verdict"), "") | dict.fromkeys(
-    ("number", "wanted", "verdict"), "label"
-)
+COLUMNS = ("number", "measured", "from", "to", "wanted", "samples", "verdict")
+LABELS = ("number", "wanted", "verdict")  # those that hold words
 
 
 def claim_pages(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
@@ -59,7 +58,7 @@ def _body(site: Site, one: Judged) -> str:
 
 
 def _measured(site: Site, one: Judged) -> str:
-    head = "".join(f'<th class="{look}">{name}</th>' for name, look in COLUMNS.items())
+    head = "".join(f"<th{' class=label' if name in LABELS else ''}>{name}</th>" for name in COLUMNS)
     lines = []
     for place, (part, found, verdict) in enumerate(one.parts):
         wanted = f'<td class="label">{escape(part.wanted)}</td>'
@@ -71,8 +70,8 @@ def _measured(site: Site, one: Judged) -> str:
             numbers = {"value": found.value, "low": found.low, "high": found.high}
             cells = "".join(_number(name, number, source) for name, number in numbers.items()) + wanted
             cells += _number("n", found.n, source, f" of {part.n}" if found.n < part.n else "")
-        told = f'<td class="label"><b class="{LOOKS.get(verdict, "open")}">{verdict.value}</b></td>'
-        lines.append(f'<tr><th scope="row">{escape(part.about)}</th>{cells}{told}</tr>')
+        cells += f'<td class="label"><b class="{LOOKS.get(verdict, "open")}">{verdict.value}</b></td>'
+        lines.append(f'<tr><th scope="row">{escape(part.about)}</th>{cells}</tr>')
     notes = [found.note for _, found, _ in one.parts if isinstance(found, Finding) and found.note]
     behind = "".join(f"<li>{escape(note)}</li>" for note in dict.fromkeys(notes))
     return table_of(head, lines, "claim") + (f"<ul class=notes>{behind}</ul>" if behind else "")
