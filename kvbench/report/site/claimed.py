@@ -64,7 +64,8 @@ def claims_section(site: Site, method: str) -> str:
         return "<p>No claim that kvbench holds is about it.</p>"
     own = [one for one in found if _is_of(one.claim, method)]
     others = [one for one in found if one not in own]
-    parts = [f"<p>{told(found)}. A claim opens what was measured of it, and the runs behind that.</p>"]
+    none = "" if own else " None is of its own paper."
+    parts = [f"<p>{told(found)}. A claim opens what was measured of it, and the runs behind that.{none}</p>"]
     for title, some in ((f"Of {label_of(method)}'s own paper", own), ("Of other papers, about it", others)):
         if some:
             parts.append(f"<h3>{escape(title)}</h3>{listed(some, '../')}")
