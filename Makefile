@@ -57,7 +57,7 @@ ruler := +experiment=reference_tasks task.lengths=[4096,8192] task.samples=2
 longbench := +experiment=reference_tasks task=longbench task.data_dir='$(LONGBENCH)'
 ifdef SMOKE # every step once, on the small model
 SWEPT := results/sweep_smoke
-KEPT := $(SWEPT)/kept
+KEPT := results/sweep_smoke_kept
 SMALL := smoke=true task.limit=1
 texts += task.steps=8
 long += task.steps=64
