@@ -149,7 +149,7 @@ class Arm:
 def bench(data: Data, k: int, pages: int, group_sizes: list[int]) -> dict[str, Any]:
     """All arms on one set of keys."""
     work = Workspace()
-    trees = {name: _tree(data, layout, work) for name, layout in LAYOUTS.items()}
+    trees = {name: tree_of(data, layout, work) for name, layout in LAYOUTS.items()}
     arms = {
         f"{name} {rank_by}": _dci_arm(tree, rank_by, k, work)
         for name, (tree, _) in trees.items()
@@ -185,7 +185,7 @@ def bench(data: Data, k: int, pages: int, group_sizes: list[int]) -> dict[str, A
         "arms": built,
         "groups": groups,
         "build_speedup": built["faiss_hnsw"]["build_s"] / built["dci_plus"]["build_s"],
-        "pages": _page_quality(data, {name: tree for name, (tree, _) in trees.items()}, pages, work),
+        "pages": page_quality(data, {name: tree for name, (tree, _) in trees.items()}, pages, work),
         "presets": _presets(data, pages, work),
     }
 
@@ -226,7 +226,8 @@ def _ask_all(data: Data, k: int, arms: dict[str, Arm], whole: dict[str, Callable
     }
 
 
-def _tree(data: Data, layout: Layout, work: Workspace) -> tuple[DCITree, float]:
+def tree_of(data: Data, layout: Layout, work: Workspace) -> tuple[DCITree, float]:
+    """A tree over the keys, and the CPU seconds that it took to build."""
     start = time.process_time()
     tree = DCITree(data.keys, data.count, layout, 0, work)
     seconds = time.process_time() - start
@@ -285,7 +286,7 @@ def _insert_us(data: Data, layout: Layout, work: Workspace) -> float:
     return 1e6 * (time.process_time() - start) / INSERTED
 
 
-def _page_quality(data: Data, trees: dict[str, DCITree], wanted: int, work: Workspace) -> dict[str, dict[str, float]]:
+def page_quality(data: Data, trees: dict[str, DCITree], wanted: int, work: Workspace) -> dict[str, dict[str, float]]:
     """What `wanted` pages hold for each query on its own."""
     truth = Truth.of(data, wanted * PAGE)
     chosen: dict[str, list[Any]] = {}
@@ -384,7 +385,7 @@ def main() -> None:
 
     warm = replace(_made("attention", 2048, arguments), name="warm")
     for layout in LAYOUTS.values():
-        _tree(warm, layout, Workspace())[0].best_tokens(warm.queries[0], 10, Search(), Workspace())
+        tree_of(warm, layout, Workspace())[0].best_tokens(warm.queries[0], 10, Search(), Workspace())
     _insert_us(warm, Layout(), Workspace())
 
     sets = _captured(arguments.trace, arguments.groups) if arguments.trace else []

@@ -3,7 +3,7 @@
 Times are CPU time of one process, which other work on the machine disturbs little; arms take turns, and medians count.
 
 Prints one JSON object as its last line:
-  index      for each n of --lengths, synthetic keys of --heads KV heads, bf16, and chunks of 8 to 16 tokens:
+  index      for each seed and n of --lengths, synthetic keys of --heads KV heads, bf16, and chunks of 8 to 16 tokens:
     full_s, two_level_s    seconds to cluster all chunks, by both builds; settled_s: full with two iterations of k-means
     pool_s                 seconds to take the chunks' means, in either build
     build_ratio            two_level_s over full_s; with_pooling: the same with pool_s added to both
@@ -21,6 +21,7 @@ Prints one JSON object as its last line:
   structure  the paper's pilot study: JSON documents with facts in some records, the question read as decode steps,
              --small-budget tokens, everything counted: score, and answer_recall, the share of the answer's tokens
              that the best head of the layer that retrieves attends as it writes them; gain: structure over fixed
+             chunks of 16 or of 12 tokens, whichever score higher, and of the scores for each document
 
 In a model, arms are method=lychee_plus with the option named, and "lychee" is the paper's preset.
 
@@ -80,9 +81,9 @@ def medians(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, floa
 # -- the index on made keys --------------------------------------------------------------------------------------------
 
 
-def made(count: int, heads: int, dim: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+def made(count: int, heads: int, dim: int, queries: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [H, n, D] bf16 and queries [H, Q, D]."""
-    rng = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(seed)
     deviation = torch.arange(1, dim + 1) ** -0.4
     steps = torch.randn(count, heads, dim, generator=rng) * (1 - 0.9**2) ** 0.5
     walk = torch.empty_like(steps)
@@ -98,19 +99,21 @@ def made(count: int, heads: int, dim: int, queries: int) -> tuple[torch.Tensor, 
     return (mean + walk).bfloat16(), asked
 
 
-def token_recall(index: ClusterIndex, chunks: Chunks, keys: torch.Tensor, queries: torch.Tensor, budget: int) -> float:
+def token_recall(
+    index: ClusterIndex, chunks: Chunks, keys: torch.Tensor, queries: torch.Tensor, budget: int, search: Search
+) -> float:
     """Share of each query's best `budget` tokens in the chunks that fit into `budget` tokens."""
     best = (queries @ keys.float().transpose(1, 2)).topk(budget, dim=2).indices
-    found = index.best_chunks(queries, queries.norm(dim=2), budget, Search())
+    found = index.best_chunks(queries, queries.norm(dim=2), budget, search)
     tokens = chunks.tokens(chunks.fitting(found, budget))
     held = torch.zeros(*queries.shape[:2], keys.shape[1] + 1).scatter_(2, tokens.where(tokens >= 0, keys.shape[1]), 1)
     return float(held.gather(2, best).mean())
 
 
-def bench_index(count: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def bench_index(count: int, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Builds, search and bytes over `count` tokens."""
-    say(f"index: {count} tokens")
-    keys, queries = made(count, arguments.heads, arguments.dim, arguments.queries)
+    say(f"index: {count} tokens, seed {seed}")
+    keys, queries = made(count, arguments.heads, arguments.dim, arguments.queries, seed)
     rng = torch.Generator().manual_seed(1)
     ends = torch.randint(8, 17, (count // 8,), generator=rng).cumsum(0)
     chunks = Chunks(torch.cat([torch.zeros(1, dtype=torch.int64), ends[ends < count], torch.tensor([count])]))
@@ -143,14 +146,15 @@ def bench_index(count: int, arguments: argparse.Namespace) -> dict[str, Any]:
     )
     return {
         "n": count,
+        "seed": seed,
         "chunks": len(chunks),
         **{f"{name}_s": value for name, value in seconds.items()},
         "build_ratio": seconds["two_level"] / seconds["full"],
         "build_ratio_with_pooling": (seconds["two_level"] + seconds["pool"]) / (seconds["full"] + seconds["pool"]),
         "recall": {
-            "full": token_recall(full, chunks, keys, queries, room),
-            "two_level": token_recall(two_level, chunks, keys, queries, room),
-            "settled": token_recall(make(iterations=2), chunks, keys, queries, room),
+            "full": token_recall(full, chunks, keys, queries, room, Search()),
+            "two_level": token_recall(two_level, chunks, keys, queries, room, Search()),
+            "settled": token_recall(make(iterations=2), chunks, keys, queries, room, Search()),
         },
         "bytes_over_kv": {radii: index_bytes(make(radii=radii)) / kv for radii in ("exact", "strict")},
         "search_us": 1e6 * decode["search"],
@@ -285,8 +289,10 @@ LAYOUTS = {"objects": ("{\n  ", ",\n  ", "\n}"), "lines": ("{", ", ", "}")}
 PILOT = {
     "lychee structure": ("lychee_plus", {"chunking": "structure"}),
     "lychee fixed": ("lychee_plus", {"chunking": "fixed"}),
+    "lychee fixed 12": ("lychee_plus", {"chunking": "fixed", "max_chunk": 12}),
     "quest structure": ("quest_structure", {}),
     "quest fixed": ("quest", {}),
+    "quest fixed 12": ("quest", {"page_size": 12}),
 }
 
 
@@ -337,10 +343,12 @@ def bench_structure(loaded: Loaded, arguments: argparse.Namespace) -> dict[str, 
             name: dict(zip(keys, map(statistics.fmean, zip(*rows, strict=True)), strict=True))
             for name, rows in found.items()
         }
-        gain = {
-            method: {key: means[f"{method} structure"][key] - means[f"{method} fixed"][key] for key in keys}
-            for method in ("lychee", "quest")
-        }
+        gain: dict[str, Any] = {}
+        for method in ("lychee", "quest"):
+            ours = f"{method} structure"
+            fixed = max((f"{method} fixed", f"{method} fixed 12"), key=lambda name: means[name]["score"])
+            gain[method] = {key: means[ours][key] - means[fixed][key] for key in keys}
+            gain[method]["scores"] = [one[0] - other[0] for one, other in zip(found[ours], found[fixed], strict=True)]
         result[layout] = {**means, "gain": gain}
     return result
 
@@ -367,6 +375,7 @@ def main() -> None:
     parts = ("index", "model", "clusters", "structure")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="what to measure")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536], help="synthetic keys")
+    parser.add_argument("--seeds", type=int, default=1, help="sets of synthetic keys")
     parser.add_argument("--heads", type=int, default=8, help="KV heads of synthetic keys")
     parser.add_argument("--dim", type=int, default=128, help="head dimension of synthetic keys")
     parser.add_argument("--queries", type=int, default=32, help="queries a head, for recall")
@@ -385,8 +394,9 @@ def main() -> None:
     result: dict[str, Any] = {}
     for part in arguments.parts:
         if part == "index":
-            bench_index(2048, arguments)  # warm
-            result[part] = [bench_index(count, arguments) for count in arguments.lengths]
+            bench_index(2048, 0, arguments)  # warm
+            many = [(count, seed) for seed in range(arguments.seeds) for count in arguments.lengths]
+            result[part] = [bench_index(count, seed, arguments) for count, seed in many]
         elif part == "model":
             result[part] = [bench_model(loaded, count, arguments) for count in arguments.model_lengths]
         else:

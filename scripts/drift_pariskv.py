@@ -3,9 +3,9 @@
 A stream is read token by token. Every arm indexes its retrieval zone as ParisKV does, the prompt's part at once and
 then `update` tokens at a time; at every --every-th step it is asked for the k tokens of the zone with the largest
 product with the mean query of each group. Streams: `captured`, from `conf/experiment/pariskv_drift.yaml` (words of the
-command line change it), whose model generates --steps tokens after its prompt, all layers and KV heads; `drifting`,
-synthetic keys of four heads, around topics that come and go, so that in the end none of the prompt's is left, and
-queries for any topic so far.
+command line change it), whose model generates --steps tokens after a prompt, all layers and KV heads, and `captured 1`
+and so on, after other prompts of the task; `drifting`, synthetic keys of four heads, around topics that come and go, so
+that in the end none of the prompt's is left, and queries for any topic so far.
 
 Prints one JSON object as its last line, and for each stream in it
   steps, zone    decode steps at which the arms were asked, and tokens in the zone then
@@ -146,13 +146,13 @@ def arms(dim: int) -> dict[str, Arm]:
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
-def captured(words: Sequence[str], steps: int) -> list[Stream]:
-    """Every layer and KV head of a generation by the experiment's model.
+def captured(words: Sequence[str], steps: int, sample: int) -> list[Stream]:
+    """Every layer and KV head of a generation by the experiment's model, after one of its task's samples.
 
     Raises:
         ConfigError: the words are wrong, or prompt and steps do not fit the model.
     """
-    arrays = capture(["+experiment=pariskv_drift", *words], None, 1, steps, 0)
+    arrays = capture(["+experiment=pariskv_drift", f"task.samples={sample + 1}", *words], None, 1, steps, sample)
     prompt = json.loads(str(arrays["about"]))["prompt_tokens"]
     with TemporaryDirectory() as folder:
         np.savez(Path(folder, "trace.npz"), **arrays)
@@ -236,6 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="changes to the experiment, as `python -m kvbench` takes them")
     parser.add_argument("--steps", type=int, default=8192, help="tokens to generate")
+    parser.add_argument("--samples", type=int, default=1, help="prompts, each a stream")
     parser.add_argument("--every", type=int, default=64, help="steps between two questions")
     parser.add_argument("--prompt", type=int, default=4096, help="prompt tokens of the drifting stream")
     parser.add_argument("--dim", type=int, default=128, help="head dimension of the drifting stream")
@@ -252,9 +253,10 @@ def main() -> None:
             parser.error(f"--prompt {arguments.prompt}: expected {shortest} or more")
         print(f"generating {arguments.steps} tokens", file=sys.stderr)
         streams = {
-            "captured": captured(arguments.overrides, arguments.steps),
-            "drifting": drifting(arguments.prompt, arguments.steps, arguments.dim),
+            ("captured" if not sample else f"captured {sample}"): captured(arguments.overrides, arguments.steps, sample)
+            for sample in range(arguments.samples)
         }
+        streams["drifting"] = drifting(arguments.prompt, arguments.steps, arguments.dim)
     except ConfigError as error:
         parser.error(str(error))
     print(json.dumps({"k": sizes.k, **{name: report(heads, sizes) for name, heads in streams.items()}}))

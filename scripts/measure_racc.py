@@ -9,12 +9,13 @@ compressor alone keeps a share of the tokens; RACC keeps the same share and brin
   snapkv      the prompt compressed once (liso); snapkv_racc: with retrieval, joined one step after each request;
               snapkv_racc_free: with the latest finished answer
   lilo        prompt and generated tokens compressed, nothing retrieved; lilo_racc, lilo_racc_free: with retrieval
+  lag_0, ...  lilo_racc whose search uses the query of the same step, of the one before (as lilo_racc), or of 200 before
 
 Prints one JSON object as its last line; scores are shares of right answers in percent:
   questions, tokens     asked in all; decode steps of each generation
-  arms                  for each arm: score and its standard error, attended (mean entries per KV head), ms (median of
-                        a step), and of RACC ratio_end, ratio_mean, ratio_peak, searches_late, searches_failed,
-                        staleness_mean
+  arms                  for each arm: score and its standard error, scores of the prompts, attended (mean entries per KV
+                        head), ms (median of a step), and of RACC ratio_end, ratio_mean, ratio_peak, searches_late,
+                        searches_failed, staleness_mean
   gain                  points of snapkv_racc over snapkv and of lilo_racc over lilo, and of the free ones; gain_stderr:
                         of the paired differences
   time_ratio            ms of snapkv_racc_free over snapkv, and of lilo_racc_free over lilo
@@ -45,6 +46,7 @@ from kvbench.tasks.ruler import prose
 from kvbench.tasks.ruler.needles import Needles, draw
 
 LILO = {"scenario": "lilo", "vote_kernel": 5}
+LAGS: dict[str, tuple[str, dict[str, Any]]] = {f"lag_{lag}": ("racc_paper", LILO | {"lag": lag}) for lag in (0, 1, 200)}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {}),
     "snapkv": ("snapkv", {}),
@@ -53,6 +55,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "lilo": ("racc_paper", LILO | {"beta": 0.0}),
     "lilo_racc": ("racc_paper", LILO),
     "lilo_racc_free": ("racc_paper", LILO | {"mode": "free"}),
+    **LAGS,
 }
 PAIRS = {
     "snapkv_racc": "snapkv",
@@ -143,6 +146,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     loaded = load(composed("model=tiny").model, device="cpu")
     tokenizer: Any = loaded.tokenizer
     right: dict[str, list[bool]] = {name: [] for name in arguments.arms}
+    scores: dict[str, list[float]] = {name: [] for name in arguments.arms}
     told: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.arms}
     step_ms: dict[str, list[float]] = {name: [] for name in arguments.arms}
     steps = 0
@@ -158,6 +162,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             print(f"sample {sample}, question {number + 1} of {len(text.questions)}", file=sys.stderr)
         for name, arm in arms.items():
             right[name] += arm.right
+            scores[name].append(mean(arm.right)[0])
             step_ms[name] += arm.step_ms
             told[name].append(arm.engine.report())
     result: dict[str, Any] = {"questions": len(right[arguments.arms[0]]), "tokens": steps, "arms": {}}
@@ -165,7 +170,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         score, error = mean(right[name])
         audits = {"attended": "attended_mean"} | {key: key for key in TOLD if key in told[name][0]}
         means = {label: statistics.fmean(one[key] for one in told[name]) for label, key in audits.items()}
-        result["arms"][name] = {"score": score, "stderr": error, "ms": statistics.median(step_ms[name]), **means}
+        told_of = {"score": score, "stderr": error, "scores": scores[name], "ms": statistics.median(step_ms[name])}
+        result["arms"][name] = {**told_of, **means}
     pairs = {name: alone for name, alone in PAIRS.items() if {name, alone} <= right.keys()}
     for name, alone in pairs.items():
         gain, error = mean([int(a) - int(b) for a, b in zip(right[name], right[alone], strict=True)])
@@ -185,7 +191,7 @@ def mean(values: Sequence[float]) -> tuple[float, float]:
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[name for name in ARMS if name not in LAGS])
     parser.add_argument("--samples", type=int, default=2, help="prompts")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--needles", type=int, default=30, help="in each prompt")

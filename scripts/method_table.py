@@ -1,12 +1,14 @@
-"""The table of methods/README.md that says what every method comes to at a budget of 256 tokens, from results/.
+"""What every method comes to at a budget of 256 tokens, from results/: a table of methods/README.md, and in README.md
+three columns of the first method of each row.
 
-Writes it into the page; a test holds the page to it. Run it when the runs in results/fidelity, results/fidelity_budgets
-or results/reference have changed.
+Writes them into the pages; a test holds the pages to them. Run it when the runs in `TEXTS` or `NEEDLES` have changed.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,27 +20,88 @@ from kvbench.report.stats import estimate
 from kvbench.runs.quantities import MIB
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "methods" / "README.md"
-TEXTS, NEEDLES = ("fidelity", "fidelity_budgets"), ("reference",)
+PAGE, FRONT = ROOT / "methods" / "README.md", ROOT / "README.md"
+TEXTS, NEEDLES = ("fidelity", "fidelity_budgets", "smollm2"), ("reference",)
 BUDGET = 256
 HEAD = "| method | KL, nats | KV held, MiB | KV read a step, MiB | needles % |"
+FRONT_HEAD = "| `method=` |KL|needles|MiB| what they do | source |"
 
 
-def written() -> str:
-    """The table, the nearest first, on the texts that all have read; what did not run is a dash."""
-    texts, needles = (Evidence(collect([ROOT / "results" / name for name in folders])) for folders in (TEXTS, NEEDLES))
+class Found(NamedTuple):
+    """What a method comes to; what did not run is None.
+
+    Attributes:
+        kl: mean KL divergence from full attention with the ends of its interval, nats.
+        held, read: bytes of keys and values, on the device and in a step.
+        needles: score, per cent.
+    """
+
+    kl: tuple[float, float | None, float | None] | None
+    held: float | None
+    read: float | None
+    needles: float | None
+
+
+def found() -> dict[str, Found]:
+    """Every method, on the texts that all have read."""
+    folders = [
+        [ROOT / "results" / name for name in names if (ROOT / "results" / name).is_dir()] for names in (TEXTS, NEEDLES)
+    ]
+    texts, needles = (Evidence(collect(some)) for some in folders)
     near = {method: _run(texts.runs, "fidelity", method) for method in choices("method")}
     ids = set.intersection(*(set(texts.runs.scores[run].ids) for run in near.values() if run is not None))
+    return {method: _found(method, run, ids, texts, needles) for method, run in near.items()}
+
+
+def _found(method: str, run: int | None, ids: set[str], texts: Evidence, needles: Evidence) -> Found:
+    asked = _run(needles.runs, "niah", method)
+    score = None if asked is None else needles.score(asked).mean
+    if run is None:
+        return Found(None, None, None, score)
+    scores = texts.runs.scores[run]
+    held = texts.runs.arm[run]["device_kv_bytes"]
+    kl = estimate([scores.kl[np.isin(scores.ids, list(ids))]])
+    read = bytes_read(texts, run)
+    return Found(kl[:3], None if missing(held) else held, None if missing(read) else read, score)
+
+
+def written(methods: dict[str, Found]) -> str:
+    """The table of all methods that ran, the nearest first."""
+    ran = [(method, one) for method, one in methods.items() if one.kl or one.needles is not None]
+    ran.sort(key=lambda pair: pair[1].kl[0] if pair[1].kl else float("inf"))
+    lines = [
+        f"| `{method}` | {_kl(one)} | {_mib(one.held)} | {_mib(one.read)} | {_whole(one.needles)} |"
+        for method, one in ran
+    ]
+    return "\n".join([HEAD, "|---" * (HEAD.count("|") - 1) + "|", *lines])
+
+
+def front(page: str, methods: dict[str, Found]) -> str:
+    """README.md with the columns of the first method of each row as they are now."""
+    before, _, rest = page.partition(FRONT_HEAD)
+    table, _, after = rest.partition("\n\n")
     lines = []
-    for method, run in near.items():
-        found = _run(needles.runs, "niah", method)
-        score = "-" if found is None else f"{needles.score(found).mean:.0f}"
-        if run is not None:
-            rank, kl = _kl(texts.runs, run, ids)
-            lines.append((rank, f"| `{method}` | {kl} | {_bytes(texts, run)} | {score} |"))
-        elif found is not None:
-            lines.append((float("inf"), f"| `{method}` | - | - | - | {score} |"))
-    return "\n".join([HEAD, "|---" * (HEAD.count("|") - 1) + "|", *(line for _, line in sorted(lines))])
+    for line in table.splitlines()[2:]:
+        names, *_, does, source = line.strip("|").split("|")
+        one = methods[re.findall(r"\w+", names)[0]]
+        kl = f"{one.kl[0]:.3f}".lstrip("0") if one.kl else "-"
+        lines.append(f"|{names}|{kl}|{_whole(one.needles)}|{_mib(one.held)}|{does}|{source}|")
+    return "\n".join([before + FRONT_HEAD, "|---" * (FRONT_HEAD.count("|") - 1) + "|", *lines]) + "\n\n" + after
+
+
+def _kl(one: Found) -> str:
+    if one.kl is None:
+        return "-"
+    mean, low, high = one.kl
+    return f"{mean:.4f}" + (f" [{low:.4f}, {high:.4f}]" if high else "")
+
+
+def _mib(value: float | None) -> str:
+    return "-" if value is None else f"{MIB.scale * value:.1f}"
+
+
+def _whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
 
 
 def _run(runs: Runs, task: str, method: str) -> int | None:
@@ -51,24 +114,13 @@ def _run(runs: Runs, task: str, method: str) -> int | None:
     return max(fitting, key=lambda run: (runs.arm[run]["n"], not runs.arm[run]["probe_every"]), default=None)
 
 
-def _kl(runs: Runs, run: int, ids: set[str]) -> tuple[float, str]:
-    """The mean KL over these samples, and as a cell with its interval."""
-    scores = runs.scores[run]
-    mean, low, high, _ = estimate([scores.kl[np.isin(scores.ids, list(ids))]])
-    return mean, f"{mean:.4f}" + (f" [{low:.4f}, {high:.4f}]" if high else "")
-
-
-def _bytes(evidence: Evidence, run: int) -> str:
-    """Keys and values held on the device, and read in a step, as two cells."""
-    held, read = evidence.runs.arm[run]["device_kv_bytes"], bytes_read(evidence, run)
-    return " | ".join("-" if missing(value) else f"{MIB.scale * value:.1f}" for value in (held, read))
-
-
 def main() -> None:
-    """Write the table into the page, in place of the one there."""
+    """Write both into their pages, in place of what is there."""
+    methods = found()
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(HEAD)
     _, _, after = rest.partition("\n\n")
-    PAGE.write_text(f"{before}{written()}\n\n{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{written(methods)}\n\n{after}", encoding="utf-8")
+    FRONT.write_text(front(FRONT.read_text(encoding="utf-8"), methods), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,18 @@ def test_a_file_gives_elements_slopes_and_quarters(tmp_path: Path) -> None:
     assert filed([tmp_path], {**asked, "value": "runs.*.us", "where": {"n": [10]}}).value == 2  # type: ignore[union-attr]
     slope = filed([tmp_path], {**asked, "value": "runs.*.us", "slope": "runs.*.n"})
     assert isinstance(slope, Finding) and slope.value == pytest.approx(0.5) and slope.n == 1
+    (tmp_path / "many.json").write_text(
+        json.dumps(
+            {"runs": [{"n": n, "s": s, "us": n**power} for s, power in ((0, 0.5), (1, 1.0)) for n in (10, 1000)]}
+        )
+    )
+    many = {**asked, "file": "many.json", "value": "runs.*.us", "slope": "runs.*.n", "each": "runs.*.s"}
+    slopes = filed([tmp_path], many)
+    assert isinstance(slopes, Finding) and slopes[:4] == pytest.approx((0.75, 0.5, 1.0, 2))
+    (tmp_path / "texts.json").write_text(json.dumps({"texts": [*([1] * 30), *([0] * 10)]}))
+    shares = filed([tmp_path], {**asked, "file": "texts.json", "value": "texts.*", "interval": "bootstrap"})
+    assert isinstance(shares, Finding) and shares.value == 0.75 and shares.low is not None and shares.high is not None
+    assert 0.55 < shares.low < 0.68 and 0.82 < shares.high < 0.95
     gone = filed([tmp_path], {**asked, "file": "none.json", "value": "runs"})
     assert isinstance(gone, Missing) and "make it" in gone.why
 
@@ -125,7 +138,7 @@ def test_every_claim_is_complete_and_decided_as_far_as_its_numbers_go(tmp_path: 
     for claim in all_claims:
         assert claim.claim and claim.source and claim.kind and claim.weaker and claim.parts, claim.id
         for one in claim.parts:
-            assert one.kind == "missing" or (one.about and (one.at_least, one.at_most) != (None, None)), claim.id
+            assert one.about and (one.at_least, one.at_most) != (None, None), claim.id
     verdicts = {one.claim.id: one.verdict for one in judged(None, [])}
     assert all(verdicts[id] is FAILS for id in ("ice-9", "ice-10", "racc-1", "lyc-8"))
 
@@ -139,7 +152,7 @@ def test_every_arm_of_a_claim_is_a_job_of_the_experiment_that_its_command_names(
                 continue
             bed = beds()[one.asked["bed"]]
             name = bed.command.partition("+experiment=")[2].partition(" ")[0].rstrip(";")
-            arms = [arm for key in ("of", "less", "over", "among") for arm in sampled._listed(one.asked.get(key, []))]
+            arms = [arm for several in sampled.arms_of(one.asked).values() for arm in several]
             for arm in arms:
                 wanted = sampled.USUAL | dict(word.split("=", 1) for word in (*bed.words, *arm.split()))
                 assert wanted["method"] in choices("method"), claim.id

@@ -192,3 +192,10 @@ BESIDE = {
 def test_an_experiment_is_a_few_lines_that_say_what_it_is(name: str) -> None:
     text = (conf_dir() / "experiment" / f"{name}.yaml").read_text()
     assert text.startswith("# @package _global_\n# about: ") and len(text.splitlines()) <= 40
+
+
+@pytest.mark.parametrize("name", ["reference_texts", "reference_tasks"])
+def test_the_reference_has_every_method(name: str) -> None:
+    text = yaml.safe_load((conf_dir() / "experiment" / f"{name}.yaml").read_text())
+    arms = text["hydra"]["sweeper"]["arms"]
+    assert sorted(",".join(arm["method"] for arm in arms).split(",")) == sorted([*choices("method")])

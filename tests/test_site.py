@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import re
 import shutil
@@ -10,7 +11,7 @@ import subprocess
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from report_runs import record, stored
 
 import kvbench.report.site as site_package
 from kvbench.report.__main__ import main
+from kvbench.report.claims.claim import claims
 from kvbench.report.frame import collect
 from kvbench.report.published import FOLDER
 from kvbench.report.site.board import board
+from kvbench.report.site.claim_pages import claim_pages
 from kvbench.report.site.front import front
 from kvbench.report.site.parts import Site
 from kvbench.report.site.samples import samples
@@ -109,7 +112,7 @@ def in_runs(results: Path) -> dict[str, dict[str, Any]]:
     for path in results.rglob("summary.json"):
         summary = json.loads(path.read_text())
         audit, whole = summary["audit"], summary.get("macro") or summary
-        lines = map(json.loads, (path.parent / "samples.jsonl").read_text().splitlines())
+        lines = list(map(json.loads, (path.parent / "samples.jsonl").read_text().splitlines()))
         found[path.parent.name] = {
             "arm": path.parent.parent,
             "score": whole["score"],
@@ -120,6 +123,7 @@ def in_runs(results: Path) -> dict[str, dict[str, Any]]:
             "tpot_ms_mean": summary["latency"]["tpot_ms_mean"],
             "recall": summary.get("probe", {}).get("recall"),
             "kl_mean": summary.get("fidelity", {}).get("kl_mean"),
+            "lines": lines,
             "samples": {line["id"]: (line["group"], 100 * next(iter(line["scores"].values()))) for line in lines},
         }
     return found
@@ -130,7 +134,7 @@ def against_full(known: dict[str, dict[str, Any]], run: str) -> float:
     full = next(
         other
         for other in known.values()
-        if other["arm"].name.startswith("full-")
+        if other["arm"].name.partition("-")[0] == "full"
         and other["arm"].parent == own["arm"].parent
         and other["recall"] is None
     )
@@ -154,6 +158,56 @@ def expected(known: dict[str, dict[str, Any]], cell: dict[str, str]) -> float:
     return run[name]
 
 
+def claimed(known: dict[str, dict[str, Any]], cell: dict[str, str]) -> float | None:
+    """A claim's number by the samples of the runs that its cell names; None for the few kinds not reckoned here."""
+    part = next(one for one in claims() if one.id == cell["data-claim"]).parts[int(cell["data-part"])]
+    asked = part.asked
+    if part.kind != "runs" or "lengths" in asked or not isinstance(asked.get("less", ""), str):
+        return None
+
+    def values(role: str, path: str) -> dict[str, float]:
+        lines = {line["id"]: line for run in cell[f"data-{role}"].split() for line in known[run]["lines"]}
+        if path == "score":
+            return {id: 100.0 * next(iter(line["scores"].values())) for id, line in lines.items()}
+        return {
+            id: functools.reduce(lambda inner, key: inner[key], path.split("."), line) for id, line in lines.items()
+        }  # type: ignore[misc]
+
+    def mean(found: dict[str, float]) -> float:
+        groups = {line["id"]: line["group"] for run in cell["data-of"].split() for line in known[run]["lines"]}
+        own = {groups[id]: [found[other] for other in found if groups[other] == groups[id]] for id in found}
+        return fmean(map(fmean, own.values()))
+
+    above, _, below = asked["value"].partition(" / ")
+    if "@" in above or (below and asked.get("interval") != "range"):
+        return None
+    own = values("of", above)
+    if "among" in asked:
+        own = {id: own[id] for id, score in values("among", "score").items() if score == 100}
+    if "less" in asked:
+        return mean(own) - mean(values("less", above))
+    other = values("over", above) if "over" in asked else values("of", below) if below else None
+    if asked.get("interval") == "range":
+        return median(own[id] / other[id] if other else own[id] for id in own)
+    return mean(own) / mean(other) if other else mean(own)
+
+
+def check_claims(site: Path, results: Path) -> int:
+    """Every number of the claims' pages is its runs'; how many were reckoned anew."""
+    known, count = in_runs(results), 0
+    for page in (site / "claims").glob("*-*.html"):
+        for cell, words in cells_of(page.read_text()):
+            if "data-claim" not in cell:
+                continue
+            assert float(words.split()[0]) == pytest.approx(float(cell["data-value"]), rel=5e-3), (page, cell)
+            assert "data-of" not in cell or cell["data-of"], (page, cell)
+            found = claimed(known, cell) if cell["data-name"] == "value" else None
+            if found is not None:
+                assert found == pytest.approx(float(cell["data-value"]), rel=2e-4, abs=1e-6), (page, cell)
+                count += 1
+    return count
+
+
 def check_numbers(site: Path, results: Path) -> int:
     """Every number in a cell is that of its run, or printed by a paper; how many there are."""
     known, count = in_runs(results), 0
@@ -165,7 +219,12 @@ def check_numbers(site: Path, results: Path) -> int:
     }
     for page in site.rglob("*.html"):
         for cell, words in cells_of(page.read_text()):
-            if cell.get("class") == "label" or "data-place" in cell or not re.search(r"\d", words):
+            if (
+                cell.get("class") == "label"
+                or "data-place" in cell
+                or "data-claim" in cell
+                or not re.search(r"\d", words)
+            ):
                 continue
             value = float(cell["data-value"])
             shown = words.split()[0]
@@ -189,11 +248,40 @@ def test_every_number_of_the_site_is_one_of_a_run_or_of_a_paper(site: Path, resu
     assert check_numbers(site, results) > 100
 
 
+def test_a_claim_s_page_has_its_numbers_and_the_runs_behind_them(tmp_path: Path) -> None:
+    """Scores that are paired, found among full attention's, and measured on texts."""
+    needles = {"task": "niah", "options": {"lengths": [4096]}}
+    scores = {"one": [1.0, 0.0, 1.0], "two": [1.0, 1.0]}
+    stored(tmp_path, "full", None, scores, **needles)
+    stored(tmp_path, "icecache", 256, {"one": [1.0, 0.0, 0.0], "two": [0.0, 1.0]}, **needles)
+    keys = {"task": "passkey", "options": {"lengths": [2048, 4096, 8192]}}
+    stored(tmp_path, "full", None, scores, **keys)
+    stored(tmp_path, "icecache", 64, {"one": [1.0, 1.0, 0.0], "two": [1.0, 1.0]}, **keys)
+    options = {"lengths": [4096], "steps": 64, "texts": "prose"}
+    texts = {"task": "fidelity", "model": "smollm2-135m-instruct", "options": options}
+    for method, kl in (("icecache", 0.3), ("topk", 0.2)):
+        lines = [
+            record(str(number), "", 0.5, fidelity={"kl_mean": kl * (number + 1), "nll": 1.0, "nll_full": 1.0})
+            for number in range(3)
+        ]
+        more = {"method": {"name": method, "granularity": "kv_head"}}
+        stored(tmp_path, method, 256, lines, **texts, protocol={"accounting": "unified"}, config=more)
+    site = tmp_path / "site"
+    for path, content in claim_pages(Site(collect([tmp_path]), ""), {}):
+        (site / path).parent.mkdir(parents=True, exist_ok=True)
+        (site / path).write_text(str(content))
+    assert check_claims(site, tmp_path) == 3
+    listed = (site / "claims/index.html").read_text()
+    assert listed.index("ice-9.html") < listed.index("ice-1.html") < listed.index("racc-4.html")
+    assert "does not hold" in (site / "claims/ice-9.html").read_text()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["reference", "fidelity"])
+@pytest.mark.parametrize("name", ["reference", "fidelity", "claims"])
 def test_the_site_of_the_runs_that_come_with_kvbench_is_true_and_small(name: str, tmp_path: Path) -> None:
     made(ROOT / "results" / name, tmp_path / "site")
-    assert check_numbers(tmp_path / "site", ROOT / "results" / name) > 500
+    assert check_numbers(tmp_path / "site", ROOT / "results" / name) > (100 if name == "claims" else 500)
+    assert check_claims(tmp_path / "site", ROOT / "results" / name) > (8 if name == "claims" else -1)
     assert sum(path.stat().st_size for path in (tmp_path / "site").rglob("*")) < 3e6
 
 
@@ -373,17 +461,17 @@ def test_both_questions_are_answered_within_three_clicks(site: Path, tmp_path: P
     rows, best, narrow = browse(site / page, HELPERS + script, tmp_path, f"#{part}", wide=390)
     assert rows == ["pariskv 64", "snapkv 64"] and best == "methods/pariskv.html" and narrow
     script = """
-    const [first] = document.querySelectorAll("#claims details");
-    first.querySelector("summary").click();
-    return [first.open, first.querySelector("b").textContent, first.innerText.includes("wanted"),
-      document.body.scrollWidth <= innerWidth];
+    const first = document.querySelector("#claims a");
+    return [first.getAttribute("href"), document.body.scrollWidth <= innerWidth];
     """
-    assert browse(site / "methods/pariskv.html", script, tmp_path, "#claims", wide=390) == [
-        True,
-        "undecided",
-        True,
-        True,
-    ]
+    assert browse(site / "methods/quest.html", script, tmp_path, "#claims", wide=390) == ["../claims/ice-2.html", True]
+    script = """
+    const words = name => document.querySelector(name).innerText;
+    return [words(".verdict b"), words(".claim").includes("no run of"), document.body.scrollWidth <= innerWidth];
+    """
+    assert browse(site / "claims/ice-2.html", script, tmp_path, wide=390) == [
+        "not testable here; stand-in: not measured", True, True,
+    ]  # fmt: skip
 
 
 @browsed

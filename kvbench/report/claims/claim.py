@@ -11,7 +11,7 @@ import yaml
 
 from kvbench.report.published import FOLDER
 
-KINDS = ("runs", "printed", "file", "missing")  # where a part's number is from
+KINDS = ("runs", "printed", "file")  # where a part's number is from
 
 
 class Bed(NamedTuple):
@@ -33,7 +33,7 @@ class Part:
     Attributes:
         about: the number, in words.
         kind: of `KINDS`.
-        asked: how the number is made; of "missing", the sentence that says what is not there.
+        asked: how the number is made.
         at_least, at_most: the bounds; None: none.
         n: samples, at least.
     """
@@ -44,6 +44,12 @@ class Part:
     at_least: float | None = None
     at_most: float | None = None
     n: int = 1
+
+    @property
+    def wanted(self) -> str:
+        """The bounds in words."""
+        bounds = (("at least", self.at_least), ("at most", self.at_most))
+        return " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ def _claim(id: str, entry: Mapping[str, Any]) -> Claim:
 def _parts(entry: Mapping[str, Any]) -> list[Part]:
     """The parts of an entry: one, or one for each of its arms."""
     (kind,) = set(KINDS) & set(entry)
-    about, asked = entry.get("about", ""), entry[kind]
+    about, asked = entry["about"], entry[kind]
     bounds = {key: entry[key] for key in ("at_least", "at_most", "n") if key in entry}
     if "each" not in entry:
         return [Part(about, kind, asked, **bounds)]

@@ -14,6 +14,7 @@ import pandas as pd
 from kvbench.report import published
 from kvbench.report.claims.sampled import quarter_of
 from kvbench.report.claims.verdict import Finding, Missing, exactly
+from kvbench.report.stats import estimate
 
 # -- printed -----------------------------------------------------------------------------------------------------------
 
@@ -105,8 +106,9 @@ def filed(folders: Sequence[Path], asked: Mapping[str, Any]) -> Finding | Missin
     Args:
         folders: where the file may lie; the first counts.
         asked: `file`, its name; `value`, the path in it, in which * is every element and @last a list's last quarter;
-            `less`, another path, taken from it; `slope`, another path: the log-log slope over it, one number; `where`,
-            keys of the value's own record with the values wanted; `command`, which writes the file.
+            `less`, another path, taken from it; `slope`, another path: the log-log slope over it, one number, or one
+            for each value at the path `each`; `where`, keys of the value's own record with the values wanted;
+            `interval`, "bootstrap" of the elements, else their range; `command`, which writes the file.
     """
     path = next((folder / asked["file"] for folder in folders if (folder / asked["file"]).is_file()), None)
     if path is None:
@@ -119,8 +121,18 @@ def filed(folders: Sequence[Path], asked: Mapping[str, Any]) -> Finding | Missin
         values = values - np.array(list(_at(whole, asked["less"], asked.get("where", {}))), float)
     if "slope" in asked:
         sizes = np.array(list(_at(whole, asked["slope"], asked.get("where", {}))), float)
-        return exactly(float(np.polyfit(np.log(sizes), np.log(values), 1)[0]), f"of {len(values)} lengths, {path.name}")
-    return Finding(float(np.median(values)), float(values.min()), float(values.max()), len(values), path.name)
+        groups = np.array(list(_at(whole, asked["each"], asked.get("where", {})))) if "each" in asked else 0 * sizes
+        apart = [groups == group for group in np.unique(groups)]
+        slopes = [float(np.polyfit(np.log(sizes[own]), np.log(values[own]), 1)[0]) for own in apart]
+        return _ranged(np.array(slopes), f"of {len(values)} lengths, {path.name}")
+    if asked.get("interval") == "bootstrap":
+        return Finding(*estimate([values]), path.name)
+    return _ranged(values, path.name)
+
+
+def _ranged(values: np.ndarray, note: str) -> Finding:
+    """The median with the least and the largest."""
+    return Finding(float(np.median(values)), float(values.min()), float(values.max()), len(values), note)
 
 
 def _at(value: Any, path: str, where: Mapping[str, Sequence[Any]]) -> Iterator[float]:

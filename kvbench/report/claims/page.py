@@ -62,22 +62,17 @@ def _found(part: Part, runs: Runs | None, folders: Sequence[Path]) -> Finding | 
         return sampled(runs, part.asked)
     if part.kind == "printed":
         return printed(part.asked)
-    return filed(folders, part.asked) if part.kind == "file" else Missing(str(part.asked))
+    return filed(folders, part.asked)
 
 
 def sentence(part: Part, found: Finding | Missing) -> str:
     """What was measured for a part, with its interval and what it should be."""
     if isinstance(found, Missing):
-        return " ".join(filter(None, [part.about and f"{part.about}:", found.why]))
+        return f"{part.about}: {found.why}"
     interval = "" if found.low is None or found.low == found.high else f" [{found.low:.3g}, {found.high:.3g}]"
-    bounds = [
-        f"{word} {bound:g}"
-        for word, bound in (("at least", part.at_least), ("at most", part.at_most))
-        if bound is not None
-    ]
     few = f", {found.n} of {part.n} samples" if found.n < part.n else ""
     note = f" ({found.note})" if found.note else ""
-    return f"{part.about}: {found.value:.3g}{interval}{few}; wanted {' and '.join(bounds)}{note}"
+    return f"{part.about}: {found.value:.3g}{interval}{few}; wanted {part.wanted}{note}"
 
 
 def _summary(found: Sequence[Judged]) -> str:

@@ -31,6 +31,8 @@ from kvbench.runs.folder import Record
 # What a run has where an arm does not say otherwise.
 USUAL = {"protocol.accounting": "paper", "protocol.question_as_decode": "false", "probe.every": "0"}
 
+ROLES = ("of", "less", "over", "among")
+
 Key = tuple[str, str]  # seed and id of a sample
 
 
@@ -50,12 +52,12 @@ class Reading(NamedTuple):
 
 def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
     """The number that a part asks for."""
-    arms = {name: _listed(asked[name]) for name in ("of", "less", "over", "among") if name in asked}
+    arms = arms_of(asked)
     found: dict[str, list[dict[Key, Reading]]] = {}
     for name, several in arms.items():
         value = "score" if name == "among" else asked["value"]
         for words in several:
-            chosen = _runs_of(runs, asked["bed"], words)
+            chosen = runs_of(runs, asked["bed"], words)
             if isinstance(chosen, Missing):
                 return chosen
             assert runs is not None
@@ -92,8 +94,10 @@ def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
     return Finding(*(proportion(values) if whole else estimate(values)))
 
 
-def _listed(arms: str | list[str]) -> list[str]:
-    return [arms] if isinstance(arms, str) else arms
+def arms_of(asked: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The arms that a part asks for, in words of the command line, by the role that they have in its number."""
+    named = {role: asked[role] for role in ROLES if role in asked}
+    return {role: [arms] if isinstance(arms, str) else arms for role, arms in named.items()}
 
 
 def _ranged(values: Sequence[np.ndarray], below: Sequence[np.ndarray] | None) -> Finding:
@@ -102,7 +106,7 @@ def _ranged(values: Sequence[np.ndarray], below: Sequence[np.ndarray] | None) ->
     return Finding(float(np.median(every)), float(every.min()), float(every.max()), len(every))
 
 
-def _runs_of(runs: Runs | None, bed: str, words: str) -> list[int] | Missing:
+def runs_of(runs: Runs | None, bed: str, words: str) -> list[int] | Missing:
     """The runs of an arm, which differ in their seed alone."""
     words_of_bed, command = beds()[bed]
     wanted = USUAL | dict(word.split("=", 1) for word in (*words_of_bed, *words.split()))

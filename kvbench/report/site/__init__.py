@@ -1,4 +1,4 @@
-"""A static site of run folders: a front door, a leaderboard, a page for each method, and samples side by side.
+"""A static site of run folders: a front door, a leaderboard, a page for each claim and method, samples side by side.
 
 `python -m kvbench.report FOLDER --out site/` writes it. Nothing of it needs a server or is fetched from elsewhere. A
 further kind of page is a function of `Site` that yields files, and a line of `PAGES`.
@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kvbench.config import ConfigError
 from kvbench.report.frame import Runs
 from kvbench.report.site.board import board
+from kvbench.report.site.claim_pages import claim_pages
 from kvbench.report.site.front import front
 from kvbench.report.site.method_pages import method_pages
 from kvbench.report.site.parts import File, Site
@@ -37,6 +38,7 @@ class Pages(NamedTuple):
 PAGES = {
     "Start": Pages("index.html", front),
     "Leaderboard": Pages("leaderboard.html", board),
+    "Claims": Pages("claims/index.html", claim_pages),
     "Methods": Pages("methods/index.html", method_pages),
     "Samples": Pages("samples/index.html", samples),
 }

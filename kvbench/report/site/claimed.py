@@ -1,9 +1,9 @@
-"""What the papers claim of a method, with the verdicts by a site's runs."""
+"""Which claims a page speaks of, and the lists in which they stand, each with its verdict and a way to its page."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from kvbench.report.claims.claim import Claim
@@ -16,7 +16,12 @@ LOOKS = {Verdict.HOLDS: "ahead", Verdict.FAILS: "behind"}
 
 def claims_on(site: Site, method: str) -> list[Judged]:
     """The claims of a method's own paper, and those of others that one of its arms decides."""
-    return [one for one in site.judged if _is_of(one.claim, method) or _names(one.claim, method)]
+    return [one for one in site.judged if is_about(one.claim, method)]
+
+
+def is_about(claim: Claim, method: str) -> bool:
+    """Whether a claim is one of the method's own paper, or one of its arms decides it."""
+    return _is_of(claim, method) or _names(claim, method)
 
 
 def _is_of(claim: Claim, method: str) -> bool:
@@ -32,25 +37,36 @@ def counted(found: Sequence[Judged]) -> dict[str, int]:
     return {verdict.value: sum(one.verdict is verdict for one in found) for verdict in Verdict}
 
 
+def told(found: Sequence[Judged]) -> str:
+    """How many claims have each verdict, in words."""
+    return ", ".join(f"{count} {verdict}" for verdict, count in counted(found).items() if count)
+
+
+def shown(one: Judged) -> str:
+    """A verdict as HTML, coloured."""
+    return f'<b class="{LOOKS.get(one.verdict, "open")}">{escape(one.shown)}</b>'
+
+
+def listed(found: Iterable[Judged], root: str) -> str:
+    """Claims under one another, each with its verdict; a claim leads to its page."""
+    lines = (
+        f'<li>{shown(one)} <a href="{root}claims/{one.claim.id}.html">{escape(one.claim.claim)}</a>'
+        f"{small(one.claim.source)}</li>"
+        for one in found
+    )
+    return f'<ul class="claims">{"".join(lines)}</ul>'
+
+
 def claims_section(site: Site, method: str) -> str:
-    """Every claim on a method: its own paper's first, each with its verdict and what was measured."""
+    """Every claim on a method, its own paper's first."""
     found = claims_on(site, method)
     if not found:
         return "<p>No claim that kvbench holds is about it.</p>"
     own = [one for one in found if _is_of(one.claim, method)]
     others = [one for one in found if one not in own]
-    parts = [f"<p>{', '.join(f'{count} {verdict}' for verdict, count in counted(found).items() if count)}.</p>"]
+    none = "" if own else " None is of its own paper."
+    parts = [f"<p>{told(found)}. A claim opens what was measured of it, and the runs behind that.{none}</p>"]
     for title, some in ((f"Of {label_of(method)}'s own paper", own), ("Of other papers, about it", others)):
         if some:
-            parts.append(f"<h3>{escape(title)}</h3>{''.join(map(_claim, some))}")
-    return "".join(parts) + "<p><code>python -m kvbench.report --claims</code></p>"
-
-
-def _claim(one: Judged) -> str:
-    told = [*one.measured, *filter(None, (one.claim.original, one.claim.weaker))]
-    lines = "".join(f"<li>{escape(words)}</li>" for words in told)
-    look = LOOKS.get(one.verdict, "open")
-    return (
-        f'<details id="{escape(one.claim.id)}"><summary><b class="{look}">{escape(one.shown)}</b> '
-        f"{escape(one.claim.claim)}{small(one.claim.source)}</summary><ul class=notes>{lines}</ul></details>"
-    )
+            parts.append(f"<h3>{escape(title)}</h3>{listed(some, '../')}")
+    return "".join(parts)

@@ -8,7 +8,7 @@ from html import escape
 
 from kvbench.report.formats import NONE
 from kvbench.report.frame import YARDSTICK
-from kvbench.report.site.claimed import claims_on, counted
+from kvbench.report.site.claimed import claims_on, counted, told
 from kvbench.report.site.parts import File, Row, Site, ends_of, figure, linked, page, share_of, small, table_of
 from kvbench.report.site.results import picture
 from kvbench.runs.quantities import QUANTITIES
@@ -27,7 +27,7 @@ def front(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     body = f"""<section id="memory"><h2>Which method should I take at {ASKED}&nbsp;% of the memory?</h2>
 {_best(site, board)}</section>
 <section id="claims"><h2>Does Quest do what its paper says?</h2>
-{_claimed(site)}</section>
+{_claimed(site, sections.get("Claims", ""))}</section>
 {f"<section id=cost><h2>What does nearness cost?</h2>{shown}</section>" if drawn else ""}"""
     yield page("index.html", "KV-cache methods, measured alike", site, sections, body)
 
@@ -72,7 +72,7 @@ def _cell(fitting: Sequence[Row]) -> str:
     )
 
 
-def _claimed(site: Site) -> str:
+def _claimed(site: Site, pages: str) -> str:
     """The methods that the papers' claims held here are about, with how many of them hold."""
     lines = []
     for method in site.methods:
@@ -81,7 +81,7 @@ def _claimed(site: Site) -> str:
             lines.append(f'<tr><th scope="row">{linked(method, "", "#claims")}</th>{counts}</tr>')
     heads = "".join(f"<th class=label>{verdict}</th>" for verdict in counted([]))
     return (
-        "<p>Claims of the papers that are about a method, each with what decides it and what was measured; what only "
-        "a stand-in can test here counts by that, and says so. A method opens its claims; below them is what papers "
+        f'<p><a href="{pages}">{len(site.judged)} claims of the papers</a>: {told(site.judged)}. What only a stand-in '
+        "can test here counts by that, and says so. A method opens the claims about it; below them is what papers "
         "print of it, with ours beside it.</p>" + table_of(f"<th class=label>method</th>{heads}", lines, "verdicts")
     )

@@ -1,0 +1,134 @@
+"""A page for each claim of the papers: the criterion, what was measured, the verdict, and the runs it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from kvbench.report.claims.claim import Part, beds
+from kvbench.report.claims.page import Judged
+from kvbench.report.claims.sampled import arms_of, runs_of
+from kvbench.report.claims.verdict import Finding, Missing, Verdict
+from kvbench.report.formats import NONE
+from kvbench.report.site.claimed import LOOKS, is_about, listed, shown, told
+from kvbench.report.site.parts import File, Site, linked, page, small, table_of
+
+COLUMNS = ("number", "measured", "from", "to", "wanted", "samples", "verdict")
+LABELS = ("number", "wanted", "verdict")  # those that hold words
+
+
+def claim_pages(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
+    """The pages, and one that leads to them by verdict."""
+    lists = []
+    for verdict in Verdict:
+        if some := [one for one in site.judged if one.verdict is verdict]:
+            title = f"{verdict.value[0].upper()}{verdict.value[1:]}"
+            lists.append(f"<section><h2>{title}{small(str(len(some)))}</h2>{listed(some, '../')}</section>")
+        for one in some:
+            name = one.claim.claim[0].upper() + one.claim.claim[1:]
+            yield page(f"claims/{one.claim.id}.html", name, site, sections, _body(site, one))
+    body = (
+        f"<p>{len(site.judged)} claims of the papers, judged by these runs: {told(site.judged)}. A claim holds if the "
+        "whole interval meets its criterion, does not hold if none of it does, and is undecided else, or with too few "
+        "samples. What only a larger model or a GPU could test has the verdict of a stand-in, and says so.</p>"
+        + "".join(lists)
+    )
+    yield page("claims/index.html", "Do the papers' claims hold?", site, sections, body)
+
+
+def _body(site: Site, one: Judged) -> str:
+    claim = one.claim
+    methods = " ".join(linked(method, "../", "#claims") for method in site.methods if is_about(claim, method))
+    lacking = {"Why a stand-in": claim.original, "What the evidence lacks": claim.weaker}
+    sections = {
+        "Measured": _measured(site, one),
+        "Runs": _runs(site, one),
+        "Make it again": _commands(one),
+        **{title: f"<p>{escape(words)}.</p>" for title, words in lacking.items() if words},
+        "Methods": f"<p>{methods}</p>" if methods else "",
+    }
+    return "\n".join(
+        [
+            f'<p class="name">{escape(claim.id)}: {escape(claim.source)}; {escape(claim.kind)}</p>',
+            f'<p class="verdict">{shown(one)}</p>',
+            *(f"<section><h2>{title}</h2>{body}</section>" for title, body in sections.items() if body),
+        ]
+    )
+
+
+def _measured(site: Site, one: Judged) -> str:
+    head = "".join(f"<th{' class=label' if name in LABELS else ''}>{name}</th>" for name in COLUMNS)
+    lines = []
+    for place, (part, found, verdict) in enumerate(one.parts):
+        wanted = f'<td class="label">{escape(part.wanted)}</td>'
+        if isinstance(found, Missing):
+            why, _, _ = found.why.partition("; ")
+            cells = f'<td class="label" colspan="3">{escape(why)}</td>{wanted}<td></td>'
+        else:
+            source = _source(site, part, f'data-claim="{one.claim.id}" data-part="{place}"')
+            numbers = {"value": found.value, "low": found.low, "high": found.high}
+            cells = "".join(_number(name, number, source) for name, number in numbers.items()) + wanted
+            cells += _number("n", found.n, source, f" of {part.n}" if found.n < part.n else "")
+        cells += f'<td class="label"><b class="{LOOKS.get(verdict, "open")}">{verdict.value}</b></td>'
+        lines.append(f'<tr><th scope="row">{escape(part.about)}</th>{cells}</tr>')
+    notes = [found.note for _, found, _ in one.parts if isinstance(found, Finding) and found.note]
+    behind = "".join(f"<li>{escape(note)}</li>" for note in dict.fromkeys(notes))
+    return table_of(head, lines, "claim") + (f"<ul class=notes>{behind}</ul>" if behind else "")
+
+
+def _number(name: str, number: float | None, source: str, more: str = "") -> str:
+    if number is None:
+        return f'<td data-name="{name}" class="none">{NONE}</td>'
+    return f'<td data-name="{name}" data-value="{float(number)!r}" {source}>{number:.3g}{small(more)}</td>'
+
+
+def _source(site: Site, part: Part, place: str) -> str:
+    """What a number is from, as attributes of its cell: ids of runs by role, a file, or a paper's tables."""
+    if part.kind == "file":
+        return f'{place} data-file="{escape(part.asked["file"])}"'
+    if part.kind == "printed":
+        return f'{place} data-paper="{" ".join(_printed_tables(part))}"'
+    for role, arms in arms_of(part.asked).items():
+        place += f' data-{role}="{" ".join(run for arm in arms for run in _ids(site, part, arm))}"'
+    return place
+
+
+def _ids(site: Site, part: Part, arm: str) -> list[str]:
+    """The ids of an arm's runs."""
+    found = runs_of(site.runs, part.asked["bed"], arm)
+    return [] if isinstance(found, Missing) else [Path(site.runs.arms.loc[run]["path"]).name for run in found]
+
+
+def _runs(site: Site, one: Judged) -> str:
+    """The arms that its numbers are of, with their runs; what did not run says so."""
+    lines = {}
+    for part in (part for part, *_ in one.parts if part.kind == "runs"):
+        shared = " ".join(beds()[part.asked["bed"]].words)
+        for arm in (arm for arms in arms_of(part.asked).values() for arm in arms):
+            ids = _ids(site, part, arm)
+            ran = f"<code>{'</code> <code>'.join(ids)}</code>" if ids else "did not run"
+            words = f"<code>{escape(arm)}</code><br><small><code>{escape(shared)}</code></small>"
+            lines[shared, arm] = f'<tr><td class="label">{words}</td><td class="label">{ran}</td></tr>'
+    return table_of("<th class=label>arm</th><th class=label>runs</th>", lines.values(), "runs") if lines else ""
+
+
+def _commands(one: Judged) -> str:
+    """What makes the evidence, and what prints the verdict."""
+    commands = [_command(part) for part, *_ in one.parts]
+    lines = "\n".join(dict.fromkeys([*commands, "python -m kvbench.report --claims"]))
+    return f"<pre><code>{escape(lines)}</code></pre>"
+
+
+def _command(part: Part) -> str:
+    if part.kind == "runs":
+        return beds()[part.asked["bed"]].command
+    if part.kind == "file":
+        return f"{part.asked['command']} | tail -1 > results/{part.asked['file']}"
+    return "\n".join(f"python -m kvbench.report --paper {name}" for name in _printed_tables(part))
+
+
+def _printed_tables(part: Part) -> Sequence[str]:
+    (rule,) = part.asked.values()
+    tables: Sequence[str] = rule.get("tables") or [rule["table"]]
+    return tables
