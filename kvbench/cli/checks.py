@@ -37,10 +37,11 @@ from kvbench.config import (
 )
 from kvbench.engine.heads import calibration_for
 from kvbench.engine.support import refuse_impossible, refuse_unsupported, text_config, window
+from kvbench.engine.vllm.fit import unfit as vllm_unfit
 from kvbench.measure.protocol import Protocol
 from kvbench.memory.kinds import KINDS, kv_in, unfit
 from kvbench.runs.folder import refuse_other_formats
-from kvbench.runs.identity import arm_name
+from kvbench.runs.identity import arm_name, engine_of
 from kvbench.tasks import task_of
 
 REQUIRED = ("model.name", "method.name", "method._target_", "task.name", "task._target_")
@@ -60,6 +61,7 @@ LOWEST = {
     "threads": (1, True),
     "task.limit": (1, True),
     "sweep.shards": (1, False),
+    "engine.tensor_parallel": (1, False),
 }
 MOST = {"seed": 2**63 - 1, "threads": 1024}
 SWITCHES = ("smoke", "memory_check", "sweep.shared_prefill")
@@ -116,6 +118,8 @@ def check_setup(cfg: DictConfig, here: bool = True) -> tuple[dict[str, Any], hub
         raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
     _check_kv(run, shape)
     _budget(run)
+    if engine_of(run) == "vllm":
+        _check_vllm(run, source, here)
     if here:
         calibration_for(run)
         _check_device(run)
@@ -253,6 +257,17 @@ def _check_kv(run: Any, shape: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"attention=flashinfer: reads no keys and values held as kv={kv}; attention=auto takes what runs"
         )
+
+
+def _check_vllm(run: Any, source: hub.ModelSource, here: bool) -> None:
+    """Refuse what vLLM cannot run, or a machine that has none; the method's needs tell the first, which takes torch."""
+    from kvbench.engine.vllm.plan import check_installed, plan_of_run
+
+    if reason := next(vllm_unfit(run, source), None):
+        raise ConfigError(f"{reason} (engine=vllm)")
+    if here:
+        check_installed()
+    plan_of_run(run)
 
 
 def _model_shape(model: Mapping[str, Any], source: hub.ModelSource) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
@@ -64,6 +64,44 @@ class Loaded:
     window: int | None
     stop_ids: tuple[int, ...]
     dense_layers: tuple[int, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs, of several devices the first."""
+        return self.model.device
+
+    @property
+    def devices(self) -> int:
+        """How many devices it lies on."""
+        return spread.devices_under(self.model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights."""
+        return self.model.dtype
+
+    @property
+    def layers(self) -> int:
+        """How many it has."""
+        count: int = self.model.config.get_text_config().num_hidden_layers
+        return count
+
+
+class Described(NamedTuple):
+    """A pretrained model before its weights are read.
+
+    Attributes:
+        where_from: a folder or a hub id.
+        settings: with which transformers' classes read it, its commit among them.
+        config: transformers' config of it.
+        tokenizer, revision: as of `Loaded`.
+    """
+
+    where_from: str
+    settings: dict[str, Any]
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    revision: str
 
 
 def load(
@@ -173,13 +211,14 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _pretrained(
-    source: hub.ModelSource,
-    path: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    try_out: Callable[[PreTrainedTokenizerBase], None],
-) -> Loaded:
+def describe(
+    source: hub.ModelSource, path: str, try_out: Callable[[PreTrainedTokenizerBase], None] = lambda tokenizer: None
+) -> Described:
+    """What a folder or the hub tells of the model there, `source.path`; for `try_out` see `load`.
+
+    Raises:
+        ConfigError: no such folder, hub id not reachable, or an unsupported model.
+    """
     folder = source.folder
     where_from, settings = path if folder is None else str(folder), dict[str, Any]()
     if folder is None:
@@ -199,18 +238,29 @@ def _pretrained(
     with _explained(path):
         tokenizer = AutoTokenizer.from_pretrained(where_from, **settings)
     try_out(tokenizer)
+    return Described(where_from, settings, model_config, tokenizer, revision)
+
+
+def _pretrained(
+    source: hub.ModelSource,
+    path: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    try_out: Callable[[PreTrainedTokenizerBase], None],
+) -> Loaded:
+    described = describe(source, path, try_out)
     with _explained(path):
         model, found = AutoModelForCausalLM.from_pretrained(
-            where_from,
-            config=model_config,
+            described.where_from,
+            config=described.config,
             dtype=dtype,
             attn_implementation=hf.NAME,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            **settings,
+            **described.settings,
         )
     _refuse_random_weights(found, path)
-    return _loaded(model.to(device), tokenizer, source, revision)
+    return _loaded(model.to(device), described.tokenizer, source, described.revision)
 
 
 def _refuse_random_weights(found: Mapping[str, Any], path: str) -> None:
@@ -283,14 +333,15 @@ def _loaded(
         name=source.name,
         revision=revision,
         window=window(model.config.to_dict()),
-        stop_ids=_stop_ids(model, tokenizer),
+        stop_ids=stop_ids_of(model.generation_config, model.config, tokenizer),
         dense_layers=source.dense_layers,
     )
 
 
-def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def stop_ids_of(*sources: Any) -> tuple[int, ...]:
+    """The tokens that end a generation, by the first of a generation config, a config and a tokenizer that tells."""
     # Chat models list several in their generation config and only one in the other two places.
-    for source in (model.generation_config, model.config, tokenizer):
+    for source in sources:
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
             return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)

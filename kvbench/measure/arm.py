@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +22,8 @@ from kvbench.engine.hf import engine_for
 from kvbench.engine.prefilled import Prefilled, prefill_once
 from kvbench.engine.sampling import Sampler
 from kvbench.engine.spread import devices_under
+from kvbench.engine.vllm.plan import plan_of_run
+from kvbench.engine.vllm.served import Served
 from kvbench.measure import fidelity, latency, machine
 from kvbench.measure.protocol import Protocol, Rendered, render
 from kvbench.measure.synthetic import SyntheticEngine
@@ -76,6 +78,79 @@ class Arm(Setup):
     """A setup and its task: all that a run's samples share."""
 
     task: Task
+
+    shares_prefill: ClassVar[bool] = True
+
+    def generated(
+        self, prompts: Sequence[TokenizedSample], progress: Progress | None, prefilled: Prefilled | None
+    ) -> Generated:
+        """What a batch of samples comes to, before it is scored; `prefilled` as for `measure`."""
+        generation, engine, more = _generated(self, prompts, progress, prefilled)
+        rows = range(len(prompts)) if len(prompts) > 1 else [None]  # one sample that is timed may have rows of its own
+        audits = [generation.audit if row is None else engine.report(row) for row in rows]
+        broken = [engine.audit.broken(row) for row in rows]
+        engine.release()  # arms live on with their methods, of which each would keep its last prompt
+        return Generated(generation, audits, broken, more)
+
+    def attends_whole(self, record: dict[str, Any]) -> bool:
+        """Whether a method that has sizes of its own attended everything, as with a prompt shorter than they are."""
+        if record["error"] or self.budget.size is not None:
+            return False
+        tokens, method = record["prompt_tokens"], self.method
+        limited = any(method.rule(layer, tokens, 1) is not None for layer in method.shape.sparse_layers)
+        return limited and bool(record["audit"]["attended_mean"] > tokens)
+
+
+@dataclass
+class ServedArm(Arm):
+    """An arm inside vLLM, where `loaded` runs: it reads prompts and draws tokens, the method selects.
+
+    Raises:
+        ConfigError: vLLM cannot run the method.
+    """
+
+    loaded: Served
+
+    shares_prefill: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self.plan = plan_of_run(self.config, self.dense_layers)
+
+    def generated(
+        self, prompts: Sequence[TokenizedSample], progress: Progress | None, prefilled: Prefilled | None
+    ) -> Generated:
+        """See `Arm`; every prompt is read anew."""
+        sample, rows = prompts[0].sample, [prompt.ids for prompt in prompts]
+        for row in rows:
+            self.budget.check_prompt(len(row))
+        with machine.observed(self.loaded.device) as measured_on:
+            generation, audits = self.loaded.generate(
+                self.plan,
+                rows,
+                max_new_tokens=sample.max_new_tokens,
+                **stops(self.loaded, sample),
+                progress=progress,
+            )
+        return Generated(generation, audits, [audit.pop("broken", None) for audit in audits], {"machine": measured_on})
+
+    def attends_whole(self, record: dict[str, Any]) -> bool:
+        """Not known here: a request has its method to itself, and takes it along when it ends."""
+        return False
+
+
+class Generated(NamedTuple):
+    """What a batch of samples came to, before it is scored.
+
+    Attributes:
+        audits: of each sample.
+        broken: where a sample's method first broke its rule; None: nowhere.
+        more: what else their records tell.
+    """
+
+    generation: Generation
+    audits: list[dict[str, Any]]
+    broken: list[str | None]
+    more: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -236,28 +311,26 @@ def _records(
     arm: Arm, prompts: Sequence[TokenizedSample], progress: Progress | None, prefilled: Prefilled | None
 ) -> list[dict[str, Any]]:
     """The records of samples that are generated together."""
-    generation, engine, more = _generated(arm, prompts, progress, prefilled)
-    several, records = len(prompts) > 1, []  # one sample that is timed may have rows of its own
+    generation, audits, broken, more = arm.generated(prompts, progress, prefilled)
+    records = []
     for row, prompt in enumerate(prompts):
         sample, tokens = prompt.sample, generation.tokens[row]
         found = {
             "output": arm.loaded.tokenizer.decode(tokens, skip_special_tokens=True),
             "output_ids": tokens,
-            "audit": engine.report(row) if several else generation.audit,
-            **({"batch": len(prompts)} if several else {}),
+            "audit": audits[row],
+            **({"batch": len(prompts)} if len(prompts) > 1 else {}),
             **measured(generation, sample.timed.warmup if sample.timed else 0),
             **more,
         }
         if sample.keep_ids:
             found["meta"] = {**sample.meta, "output_ids": tokens}
         if found["audit"]["over_rule"]:
-            broken = engine.audit.broken(row if several else None)
-            records.append({**failure(arm, prompt, f"over_rule: {broken}"), **found})
+            records.append({**failure(arm, prompt, f"over_rule: {broken[row]}"), **found})
             continue
         answers, meta = tuple(found.get("answers", sample.answers)), found.get("meta", sample.meta)
         scores = arm.task.score(replace(sample, id=sample.asked, answers=answers, meta=meta), found["output"])
         records.append({**prompt.record, "scores": scores, **found})
-    engine.release()  # arms live on with their methods, of which each would keep its last prompt
     return records
 
 

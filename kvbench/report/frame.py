@@ -24,6 +24,7 @@ from kvbench.config import FACTS, first_line, show
 from kvbench.measure.protocol import GREEDY
 from kvbench.memory.kinds import kv_in
 from kvbench.runs.folder import FORMAT, Record, ResultsError, read_samples, runs_in, tear_of
+from kvbench.runs.identity import engine_of
 from kvbench.runs.quantities import QUANTITIES, is_number, measured
 from kvbench.runs.summary import answers_of, by_machine, machine_name, summarise, summarise_repeats
 
@@ -92,8 +93,8 @@ class Runs:
         groups: one line a run and group: run (the index of its arm), model, method, budget, task, group, score,
             stderr, n, failed.
         settings: one line a run, all that makes its arm: every option of method and task as "method.page_size",
-            protocol and probe as on the command line, and `kv` ("int8", or "device-host" where tiers differ); what a
-            run has no such key for is missing.
+            protocol and probe as on the command line, `engine`, and `kv` ("int8", or "device-host" where tiers differ);
+            what a run has no such key for is missing.
         scores: of every run, by index.
         left_out: what is not there, and why.
     """
@@ -271,6 +272,7 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         "batch": own.get("batch", 1),
         "attention": own.get("attention"),
         "kv": str(kv_in(own)),
+        "engine": engine_of(own),
         "device": identity.get("device"),
         "dtype": identity.get("dtype"),
         "dense_layers": show(identity.get("dense_layers") or []),

@@ -17,11 +17,16 @@ from kvbench.memory.kinds import kv_in
 
 
 def arm_name(config: Mapping[str, Any]) -> str:
-    """The folder of a run's method and budget, for people: "quest-256", "full" of a method without a budget, and
-    "quest-256-int8" where keys and values are coded.
+    """The folder of a run's method and budget, for people: "quest-256", "full" of a method without a budget,
+    "quest-256-int8" where keys and values are coded, and "quest-256-vllm" in vLLM.
     """
     budget = f"-{_size(config)}" if has_budget(config["method"]) else ""
-    return f"{config['method']['name']}{budget}{_accounting(config)}{_kv(config)}"
+    return f"{config['method']['name']}{budget}{_accounting(config)}{_kv(config)}{_engine(config)}"
+
+
+def engine_of(config: Mapping[str, Any]) -> str:
+    """The engine that generates: "hf", which older runs did not name, or another."""
+    return str((config.get("engine") or {}).get("name", "hf"))
 
 
 def former_arm_name(config: Mapping[str, Any]) -> str:
@@ -40,6 +45,10 @@ def _accounting(config: Mapping[str, Any]) -> str:
 def _kv(config: Mapping[str, Any]) -> str:
     kv = kv_in(config)
     return f"-{kv}" if kv.coded else ""
+
+
+def _engine(config: Mapping[str, Any]) -> str:
+    return "" if engine_of(config) == "hf" else f"-{engine_of(config)}"
 
 
 def budget_of(config: Mapping[str, Any]) -> Any:

@@ -21,8 +21,10 @@ from kvbench.engine import models, spread
 from kvbench.engine.footprint import Prompts, footprint, free_memory, refuse_too_large
 from kvbench.engine.heads import calibration_for
 from kvbench.engine.streamed import stream
+from kvbench.engine.vllm import served
+from kvbench.engine.vllm.plan import PACKAGE
 from kvbench.measure import machine
-from kvbench.measure.arm import Arm, PromptPrefill, Setup, batches, measure, prompt_of
+from kvbench.measure.arm import Arm, PromptPrefill, ServedArm, Setup, batches, measure, prompt_of
 from kvbench.measure.protocol import GREEDY, Protocol
 from kvbench.memory.kinds import kv_in, unfit_for
 from kvbench.method import Method
@@ -31,6 +33,7 @@ from kvbench.runs.heartbeat import beating
 from kvbench.runs.identity import (
     arm_name,
     budget_of,
+    engine_of,
     former_arm_name,
     harness_sources,
     module_sources,
@@ -82,7 +85,7 @@ def run(cfg: DictConfig, shard: Shard = WHOLE) -> dict[str, Any]:
                 for sample, record in zip(batch, records, strict=True):
                     folder.add(record, report.share + work.share(sample))
                     report.sample(record, work.share(sample))
-                    if _attends_whole(arm, record):
+                    if arm.attends_whole(record):
                         tokens = f"the {record['prompt_tokens']} tokens of {record['id']}"
                         report.once("whole", f"budget=null: the method attends {tokens} whole (said once)")
                     if sample.chat and not record["chat"] and arm.protocol.chat == "auto":
@@ -105,15 +108,6 @@ def run(cfg: DictConfig, shard: Shard = WHOLE) -> dict[str, Any]:
             soft_wrap=True,
         )
     return summary
-
-
-def _attends_whole(arm: Arm, record: dict[str, Any]) -> bool:
-    """Whether a method that has sizes of its own attended everything, as with a prompt shorter than they are."""
-    if record["error"] or arm.budget.size is not None:
-        return False
-    tokens = record["prompt_tokens"]
-    limited = any(arm.method.rule(layer, tokens, 1) is not None for layer in arm.method.shape.sparse_layers)
-    return limited and record["audit"]["attended_mean"] > tokens
 
 
 def concluded(folder: RunFolder, work: Work, arm: Arm) -> dict[str, Any]:
@@ -146,8 +140,8 @@ def open_folder(arm: Arm, shard: Shard = WHOLE) -> RunFolder:
     """The run folder of an arm, alone or in a sweep, or a shard's part of it."""
     config, own = arm.config, identity(arm)
     facts = {
-        "versions": versions(),
-        "device_name": device_name(arm.loaded.model.device, spread.devices_under(arm.loaded.model)),
+        "versions": versions(*ENGINES[engine_of(config)].packages),
+        "device_name": device_name(arm.loaded.device, arm.loaded.devices),
         "model_name": arm.loaded.name,
         "metric": arm.task.metric,
     }
@@ -185,10 +179,41 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
         if protocol.temperature and first is not None and (first.timed or first.given):
             raise ValueError(f"protocol.temperature={protocol.temperature}: task={task.name} draws no tokens; use 0")
 
-    setup = set_up(config, largest_prompts(config), loaded, try_out)
-    if loaded is None:
-        stream(setup.loaded.model)
-    return Arm(**vars(setup), task=task)
+    engine = ENGINES[engine_of(config)]
+    return engine.arm(**vars(set_up(config, largest_prompts(config), loaded, try_out, engine.load)), task=task)
+
+
+Load = Callable[[Config, Prompts, Callable[[PreTrainedTokenizerBase], None]], models.Loaded]
+
+
+def load_here(
+    config: Config, prompts: Prompts, try_out: Callable[[PreTrainedTokenizerBase], None] = lambda tokenizer: None
+) -> models.Loaded:
+    """The model that a config names, in this process; see `kvbench.engine.models.load`."""
+    return models.load(config["model"], config["device"], config["dtype"], config["seed"], try_out)
+
+
+def _streamed(config: Config, prompts: Prompts, try_out: Callable[[PreTrainedTokenizerBase], None]) -> models.Loaded:
+    loaded = load_here(config, prompts, try_out)
+    stream(loaded.model)
+    return loaded
+
+
+class EngineKind(NamedTuple):
+    """What generates, by the name that `engine=` has for it.
+
+    Attributes:
+        load: the model, ready to run.
+        arm: what puts samples through it.
+        packages: whose versions its runs record besides those of all.
+    """
+
+    load: Load
+    arm: type[Arm]
+    packages: tuple[str, ...] = ()
+
+
+ENGINES = {"hf": EngineKind(_streamed, Arm), "vllm": EngineKind(served.load, ServedArm, (PACKAGE,))}
 
 
 def set_up(
@@ -196,6 +221,7 @@ def set_up(
     prompts: Prompts,
     loaded: models.Loaded | None = None,
     try_out: Callable[[PreTrainedTokenizerBase], None] = lambda tokenizer: None,
+    load: Load = load_here,
 ) -> Setup:
     """Build the method that a config names, and load its model, if it is not there yet.
 
@@ -204,6 +230,7 @@ def set_up(
         prompts: the largest to come: what does not fit into memory is refused.
         loaded: the model, if it is there.
         try_out: see `kvbench.engine.models.load`.
+        load: how the model is loaded.
 
     Raises:
         ConfigError: what only the method, the model or the machine can tell is wrong.
@@ -223,10 +250,9 @@ def set_up(
         if loaded is None:
             if config["memory_check"]:
                 refuse_no_room(config, method, prompts)
-            loaded = models.load(config["model"], config["device"], config["dtype"], config["seed"], try_out)
-        layers = loaded.model.config.get_text_config().num_hidden_layers
+            loaded = load(config, prompts, try_out)
         published = config["method"].get("published_dense_layers") or ()
-        dense_layers = protocol.dense_layers_of(loaded.dense_layers, published, layers)
+        dense_layers = protocol.dense_layers_of(loaded.dense_layers, published, loaded.layers)
         calibration = calibration_for(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -351,6 +377,8 @@ def identity(arm: Arm) -> dict[str, Any]:
     config = {key: value for key, value in arm.config.items() if key not in NOT_IDENTITY}
     config["budget"] = budget_of(config)
     config["kv"] = kv_in(config)._asdict()
+    if engine_of(config) == "hf":  # as before there was another
+        config.pop("engine", None)
     written = {key: value for key, value in config["protocol"].items() if key not in GREEDY}
     config["protocol"] = written | arm.protocol.drawn()
     for group in ("method", "task"):
@@ -373,19 +401,19 @@ def identity(arm: Arm) -> dict[str, Any]:
         "data": source_hash([*module_sources(config["task"]["_target_"]), *data]),
         "notes": dict(arm.task.notes),
         "source": source_hash(sources),
-        "device": arm.loaded.model.device.type,
+        "device": arm.loaded.device.type,
         "dtype": dtype_of(arm),
     }
 
 
 def dtype_of(arm: Arm) -> str:
     """What `dtype=auto` came to, or what was asked for."""
-    return str(arm.loaded.model.dtype).removeprefix("torch.")
+    return str(arm.loaded.dtype).removeprefix("torch.")
 
 
-def versions() -> dict[str, str]:
-    """Versions of what a number depends on besides our own source."""
-    libraries = {name: version(name) for name in ("torch", "transformers", "tokenizers", "numpy")}
+def versions(*more: str) -> dict[str, str]:
+    """Versions of what a number depends on besides our own source: of these packages, too."""
+    libraries = {name: version(name) for name in ("torch", "transformers", "tokenizers", "numpy", *more)}
     return {"kvbench": kvbench.__version__, **libraries}
 
 

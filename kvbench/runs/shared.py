@@ -144,7 +144,8 @@ def _run(
                 break
             prompts = [prompt_of(first, sample) for sample in batch]
             # An arm that waits for no answer now may wait for the next one to this prompt.
-            served = [arm for arm, _ in (running if batch[0].of else waiting).values()] if waiting else []
+            begun = running if batch[0].of else waiting
+            served = [arm for arm, _ in begun.values() if arm.shares_prefill] if waiting else []
             for part, prefilled, failed in _prefilled(served, prompts, report, prefill):
                 read = max(len(prompt.ids) for prompt in part)
                 for index, (arm, folder) in waiting.items():

@@ -6,10 +6,10 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
-from kvbench.budget import Accounting, Budget
-from kvbench.config import ConfigError, build, method_config, nearest, show
+from kvbench.budget import Accounting, Budget, has_budget
+from kvbench.config import HARNESS_KEYS, ConfigError, build, method_config, nearest, shipped, show
 from kvbench.method import Method, Needs
 
 KEY = "kvbench"  # in vLLM's additional_config
@@ -26,6 +26,8 @@ class Plan:
         method: a file of `conf/method`.
         budget, accounting, dense_layers, seed: as of `kvbench.KVCache`.
         options: of the method, where they differ from its file's.
+        generated: as `protocol.generated` of a run.
+        audit_every: steps between two counts of per-query-head selections: serving shall not pay for each.
 
     Raises:
         ConfigError: no such method or option, a bad budget, or a method that cannot run over vLLM's memory.
@@ -37,6 +39,8 @@ class Plan:
     dense_layers: Collection[int] = (0, 1)
     seed: int = 0
     options: Mapping[str, Any] | None = None
+    generated: Literal["free", "counted"] = "free"
+    audit_every: int = 8
 
     def __post_init__(self) -> None:
         layers = self.dense_layers
@@ -53,7 +57,8 @@ class Plan:
 
     def sizes(self) -> Budget:
         """The budget of every request."""
-        return Budget.of(self.budget, method_config(self.method, **(self.options or {})).harness, self.accounting)
+        harness = method_config(self.method, **(self.options or {})).harness
+        return Budget.of(self.budget, harness, self.accounting, self.generated)
 
 
 def vllm_options(
@@ -84,6 +89,33 @@ def vllm_options(
             f"{RUNNER}={os.environ[RUNNER]}: kvbench reads the batches of vLLM's first runner; expected 0"
         )
     return {"worker_cls": WORKER, "additional_config": {KEY: asdict(plan)}}
+
+
+def plan_of_run(run: Mapping[str, Any], dense_layers: Collection[int] = ()) -> Plan:
+    """The plan of a run, whose audit counts every step.
+
+    Args:
+        run: composed.
+        dense_layers: what `protocol.dense_layers` came to.
+
+    Raises:
+        ConfigError: the method is not one of kvbench's; or as `Plan`.
+    """
+    method, protocol = run["method"], run["protocol"]
+    own = shipped("method", str(method["name"])) or {}
+    if own.get("_target_") != method["_target_"]:
+        raise ConfigError(f"method={method['name']}: engine=vllm runs the methods of conf/method; use engine=hf")
+    options = {key: value for key, value in method.items() if key in own.keys() - HARNESS_KEYS}
+    return Plan(
+        str(method["name"]),
+        run["budget"] if has_budget(method) else None,
+        protocol["accounting"],
+        list(dense_layers),
+        run["seed"],
+        options,
+        protocol["generated"],
+        audit_every=1,
+    )
 
 
 def plan_of(additional: Any) -> Plan | None:

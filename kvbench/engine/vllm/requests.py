@@ -22,7 +22,6 @@ from kvbench.engine.vllm.plan import Plan
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
 
-AUDIT_EVERY = 8  # as of KVCache: serving shall not pay for a count of every union at every step
 REPORTS = 1000  # ended requests whose audits are kept, the last ones
 
 
@@ -88,7 +87,7 @@ class RequestEngine(Engine):
 
     def __init__(self, memory: Mapping[int, Memory], *arguments: Any, **settings: Any) -> None:
         self._memory, self._table = memory, Table()
-        super().__init__(*arguments, attention="torch", audit_every=AUDIT_EVERY, **settings)
+        super().__init__(*arguments, attention="torch", **settings)
         self._own = self.executor = _Executor()  # type: ignore[assignment]
 
     def _store(self, layer: int, shared: LayerStore | None = None) -> LayerStore:
@@ -150,9 +149,12 @@ class RequestEngine(Engine):
             self.settle()
 
     def report(self, row: int | None = None) -> dict[str, Any]:
-        """The audit so far; `visibility_only`: dropped tokens are attended no more, and keep their memory."""
-        dropped = not all(store.complete for store in self.stores.values())
-        return {**super().report(row), **({"visibility_only": True} if dropped else {})}
+        """The audit so far, with where it broke a rule; `visibility_only`: dropped tokens are attended no more, and
+        keep their memory.
+        """
+        dropped, broken = not all(store.complete for store in self.stores.values()), self.audit.broken(row)
+        told = {"visibility_only": True} if dropped else {}
+        return {**super().report(row), **told, **({"broken": broken} if broken else {})}
 
 
 class Requests:
@@ -201,9 +203,9 @@ class Requests:
         if known is not None and known.seen == scheduled.computed:
             return known
         shape = replace(self._shape, lengths=(scheduled.prompt_length,))
-        engine = RequestEngine(
-            self.memory, shape, self._plan.build(), self._budget, seed=self._plan.seed, **self._settings
-        )
+        plan = self._plan
+        settings = {"seed": plan.seed, "audit_every": plan.audit_every, **self._settings}
+        engine = RequestEngine(self.memory, shape, plan.build(), self._budget, **settings)
         self._engines[scheduled.request] = engine
         return engine
 
