@@ -48,7 +48,7 @@ class Plan:
             raise ConfigError(f"dense_layers={show(layers)}: expected indices of the model's layers, such as [0, 1]")
         self.sizes()
         if reason := next(_unsupported(self.build().needs), None):
-            raise ConfigError(f"method={self.method}: {reason}; take another method, or the transformers engine")
+            raise ConfigError(f"method={self.method}: {reason}; take another method, or engine=hf")
 
     def build(self) -> Method:
         """A method object, which serves one request."""
