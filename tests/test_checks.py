@@ -92,8 +92,6 @@ def test_everything_in_conf_passes_with_the_default_rest(composed, group, name, 
     words = ["model.weights=dummy"] if "fetch" in shipped else []
     if (shipped.get("max_new_tokens") or 0) > 8192:
         words = ["task.max_new_tokens=8192"]  # the small model's window is 16,384
-    if (group, name) == ("engine", "vllm"):
-        words = ["method=quest"]  # the default one keeps tokens on the host, which vLLM cannot
     job = composed(f"{group}={name}", "budget=1024", *words)
     if name in FROM_FOLDERS:
         with pytest.raises(ConfigError, match="task.data_dir"):

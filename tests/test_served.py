@@ -24,7 +24,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("method=icecache", "method=icecache: it keeps tokens in host memory"),
+        ("method=racc", "method=racc: it moves tokens between two memories"),
         ("method=h2o", "method=h2o: it looks into the attention of the prompt"),
         ("method=quest budget=4", "budget=4: below the minimum of quest"),
         ("method=quest task=fidelity", "task=fidelity: its steps are given or timed"),

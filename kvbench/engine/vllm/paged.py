@@ -116,7 +116,7 @@ class PagedTier(DeviceTier):
         # Sizes are read of it, and bytes; its rows are not those of tokens
         self.pool = Pool(*(memory.whole.view(-1, memory.head_dim),) * 2)
         self.room, self.used = (torch.zeros(heads, dtype=torch.int64) for _ in range(2))
-        self.first, self.even = torch.zeros(heads, dtype=torch.int64), True
+        self.first, self.even, self.capacity = torch.zeros(heads, dtype=torch.int64), True, 0
         self.ids: torch.Tensor | None = None
         self.reserved, self._grows = 0, True
 

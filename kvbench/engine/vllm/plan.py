@@ -154,8 +154,8 @@ def check_installed() -> None:
 
 def _unsupported(needs: Needs) -> Iterator[str]:
     """Why a method cannot run over memory that vLLM holds and fills."""
-    if needs.home != "device" or needs.on_drop == "offload" or needs.rebuilds_keys:
-        yield "it keeps tokens in host memory, and vLLM's blocks stay where they are"
+    if needs.on_drop == "offload" or needs.rebuilds_keys:
+        yield "it moves tokens between two memories, and vLLM's blocks stay where they are"
     if needs.attention_sums or needs.layer_similarity:
         yield "it looks into the attention of the prompt, which vLLM computes by itself"
     if needs.probabilities or needs.queries:

@@ -4,6 +4,8 @@ vLLM reads prompts, whole or in chunks, and writes all keys and values. A method
 is there; from then on a forward pass of a single token is a decode step. A preempted request is read again from its
 first token: its prompt is one anew, and the tokens that it had generated are those of a later turn, which attend
 everything (see `kvbench.engine.turn`).
+
+A method whose tokens live on the host, in an order of its own, has them there: a copy of what vLLM's blocks hold.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.attention import cpu
 from kvbench.attention import torch as torch_executor
 from kvbench.engine.engine import Engine
 from kvbench.engine.vllm.paged import Memory, PagedStore, Table
@@ -51,7 +54,7 @@ class _Executor:
         whole: all tokens were asked for, which vLLM shall attend.
     """
 
-    name, note, in_place = "vllm", None, False
+    name, note, in_place = "vllm", None, True
 
     def __init__(self) -> None:
         self.whole = False
@@ -66,7 +69,10 @@ class _Executor:
     ) -> tuple[Tensor, Tensor | None]:
         """One decode step's attention in one layer; without meaning where it is left to vLLM."""
         self.whole = selection is None and store.complete
-        return (query, None) if self.whole else torch_executor.attend(query, store, selection, scaling, probabilities)
+        if self.whole:
+            return query, None
+        attend = torch_executor.attend if store.host is None else cpu.attend
+        return attend(query, store, selection, scaling, probabilities)
 
     def prefill(self, query: Tensor, *_: Any) -> Tensor:
         """vLLM computes it."""
@@ -78,7 +84,7 @@ class _Executor:
 
 
 class RequestEngine(Engine):
-    """The engine of one request, whose stores lie in vLLM's memory.
+    """The engine of one request, whose stores lie in vLLM's memory, but for those with a home on the host.
 
     Args:
         memory: of each layer, as soon as vLLM has shown it.
@@ -89,8 +95,12 @@ class RequestEngine(Engine):
         self._memory, self._table = memory, Table()
         super().__init__(*arguments, attention="torch", **settings)
         self._own = self.executor = _Executor()  # type: ignore[assignment]
+        if self.method.needs.home == "host":
+            cpu.compile_kernels(self.shape.dtype)
 
     def _store(self, layer: int, shared: LayerStore | None = None) -> LayerStore:
+        if layer in self._sparse and self.method.home(layer) == "host":
+            return super()._store(layer, shared)
         if layer not in self.stores:
             self.stores[layer] = PagedStore(self._memory[layer], self._table, spans=self.spans)
         return self.stores[layer]
@@ -111,6 +121,7 @@ class RequestEngine(Engine):
             self.start_step(self._behind)
         elif not self.prefilled:
             ids = scheduled.token_ids[None, :prompt]
+            self._passed = slice(self.seen, min(scheduled.computed, prompt))
             if self.seen < scheduled.computed:
                 self.start_chunk(ids[:, self.seen : scheduled.computed])
             self.start_chunk(ids[:, scheduled.computed : end])
@@ -121,6 +132,10 @@ class RequestEngine(Engine):
             out = self.attend(layer, query, key, value)
             return None if self._own.whole else out
         if not self.prefilled:
+            if self._passed.start < self._passed.stop:
+                before = self._memory[layer].first(self._table.blocks, self._passed.stop)
+                held_key, held_value = (part[:, :, self._passed] for part in before)
+                self._store(layer).write_prompt(held_key, held_value, self._passed.start, [0])
             self.attend(layer, *(part[:, :, : self._within] for part in (query, key, value)))
         if layer == self._last:
             self._take_in()
