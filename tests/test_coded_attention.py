@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import CLOSE
+from driver import CLOSE, slow
 
 from kvbench.attention import cpu
 from kvbench.attention import executor as attention
@@ -17,7 +17,7 @@ from kvbench.method import Extra, Selection, Shape
 
 CPU = torch.device("cpu")
 HEADS, GROUP, TOKENS = 3, 2, 330
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)], ids=str)  # kernels of its own
 ROWS = pytest.mark.parametrize("kind", ["int8", "fp8"])
 
 

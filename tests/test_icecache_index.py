@@ -572,7 +572,7 @@ def test_one_workspace_serves_trees_of_any_size() -> None:
             assert (ours.ids == fresh.ids).all()
 
 
-@pytest.mark.parametrize("stored", [np.float32, np.uint16])
+@pytest.mark.parametrize("stored", [np.float32, pytest.param(np.uint16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("head_dim", [5, 16, 40])
 def test_sketches_change_nothing_about_the_best_pages(stored: Any, head_dim: int) -> None:
     """Keys of all lengths, so near one another that no sketch tells them apart, and some that have no sketch."""

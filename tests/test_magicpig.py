@@ -74,6 +74,7 @@ def output(
     return torch.tensor(logits).softmax(dim=0) @ fixed.values[at.layer, row, kv_head, ids]
 
 
+@pytest.mark.slow  # entry by entry, in Python
 @settings(max_examples=8, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=3),

@@ -86,6 +86,7 @@ def test_all_solutions_of_math500_are_right() -> None:
     assert sum(right(row["answer"], row["solution"]) for row in rows) == len(rows) == 500
 
 
+@pytest.mark.slow  # a grader and its grammar are loaded
 def test_a_run_ends_in_scores_and_names_its_grader(folder: Path, tmp_path: Path) -> None:
     words = ["task=math500", f"task.data_dir={folder}", "task.max_new_tokens=8", "method=snapkv", "budget=64"]
     summary = run(composed(*words, f"results_dir={tmp_path / 'results'}"))

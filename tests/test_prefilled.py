@@ -118,6 +118,7 @@ def test_every_method_gets_the_bits_of_its_own_run_in_any_order(
     assert len(different) > 2, "arms that all generate the same show little"
 
 
+@pytest.mark.slow  # all methods
 def test_no_method_writes_into_the_prompt(tiny: Loaded) -> None:
     shared = snapshot(tiny, None)
     _, engine = run_loop(tiny, RAGGED, ARMS["full"](), None, steps=STEPS, prefilled=shared)
