@@ -393,11 +393,16 @@ class _BFloat16(ir.Type):
         return hash(_BFloat16)
 
 
+def _paired(asked: Any, stored: Any) -> bool:
+    """See `paired`, of Numba's types."""
+    return PAIRS and asked == stored == types.uint16
+
+
 @intrinsic
 def paired(_context, asked, stored):  # type: ignore[no-untyped-def]
     """Whether queries and rows of these types meet in pairs of bfloat16, 32 at once, without becoming float32."""
     return types.boolean(asked, stored), lambda context, builder, signature, _: context.get_constant(
-        types.boolean, PAIRS and signature.args[0] == signature.args[1] == types.uint16
+        types.boolean, _paired(*signature.args)
     )
 
 
@@ -427,7 +432,7 @@ def score_four(_context, queries, apart, asked, rows, beside, whole, stored, log
         nothing = ir.Constant(lanes, [0.0] * LANES)
         asked = [builder.add(queries, builder.mul(apart, word(q))) for q in range(signature.args[8].literal_value)]
         sums = [[cgutils.alloca_once_value(builder, nothing) for _ in range(4)] for _ in asked]
-        pairs = PAIRS and kind == of == types.uint16
+        pairs = _paired(kind, of)
         with cgutils.for_range(builder, builder.udiv(whole, word(2 * LANES if pairs else LANES))) as loop:
             at = builder.mul(loop.index, word(4 * LANES))
             if pairs:
@@ -1003,7 +1008,7 @@ def _room(rows, width, stored):  # type: ignore[no-untyped-def]
 
 @overload(_room)
 def _room_of(rows, width, stored):  # type: ignore[no-untyped-def]
-    dtype = np.uint16 if PAIRS and stored == types.uint16 else np.float32
+    dtype = np.uint16 if _paired(types.uint16, stored) else np.float32
     return lambda rows, width, stored: np.empty((rows, width), dtype)
 
 

@@ -99,11 +99,15 @@ class RequestEngine(Engine):
             cpu.compile_kernels(self.shape.dtype)
 
     def _store(self, layer: int, shared: LayerStore | None = None) -> LayerStore:
-        if layer in self._sparse and self.method.home(layer) == "host":
+        if self._copied(layer):
             return super()._store(layer, shared)
         if layer not in self.stores:
             self.stores[layer] = PagedStore(self._memory[layer], self._table, spans=self.spans)
         return self.stores[layer]
+
+    def _copied(self, layer: int) -> bool:
+        """Whether a layer's keys and values live on the host, beside what vLLM has of them."""
+        return layer in self._sparse and self.method.home(layer) == "host"
 
     @property
     def seen(self) -> int:
@@ -132,7 +136,7 @@ class RequestEngine(Engine):
             out = self.attend(layer, query, key, value)
             return None if self._own.whole else out
         if not self.prefilled:
-            if self._passed.start < self._passed.stop:
+            if self._passed.start < self._passed.stop and self._copied(layer):
                 before = self._memory[layer].first(self._table.blocks, self._passed.stop)
                 held_key, held_value = (part[:, :, self._passed] for part in before)
                 self._store(layer).write_prompt(held_key, held_value, self._passed.start, [0])
