@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import mmap
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from kvbench.engine import models
 from kvbench.engine.streamed import FEW, StreamedAttention, StreamedLinear, StreamedMLP, StreamedNorm, stream
 from kvbench.measure.hardware import read_weight_bytes, weight_bytes
+from kvbench.memory import large
 
 SIZES = st.sampled_from([1, 15, 16, 33, 96, 130])
 
@@ -63,6 +67,51 @@ def test_a_sum_is_rounded_as_torch_rounds(number: float) -> None:
     plain.weight[:] = torch.cat([parts[0], rest])
     found = streamed(plain)(torch.ones(1, 2, dtype=torch.bfloat16))
     torch.testing.assert_close(found[0], plain.weight.float().sum(1).to(torch.bfloat16), equal_nan=True, rtol=0, atol=0)
+
+
+@given(rows=st.integers(1, FEW), inputs=SIZES, hidden=SIZES, scale=st.sampled_from([1.0, 40.0]))
+@settings(max_examples=30)
+@torch.inference_mode()
+def test_a_streamed_feed_forward_part_computes_what_the_plain_one_does(
+    rows: int, inputs: int, hidden: int, scale: float
+) -> None:
+    torch.manual_seed(0)
+    sizes: Any = SimpleNamespace(hidden_size=inputs, intermediate_size=hidden, mlp_bias=False, hidden_act="silu")
+    plain = LlamaMLP(sizes).to(torch.bfloat16)
+    x, own = (scale * torch.randn(rows, inputs)).to(torch.bfloat16), copy.deepcopy(plain)
+    own.__class__ = StreamedMLP
+    exact, x64 = plain.double(), x.double()
+    between = exact.act_fn(exact.gate_proj(x64)) * exact.up_proj(x64)
+    most = 2**-7 * between.abs() @ exact.down_proj.weight.abs().T  # rounded between, and at the end
+    assert bool(((own(x).double() - exact(x64)).abs() <= most + 1e-6).all())
+
+
+@pytest.mark.parametrize("region", [256, 2**20])
+def test_weights_move_together_and_keep_storages_of_their_own(region: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large, "REGION", region)
+    weights = [torch.randn(3), torch.randn(0), torch.randn(40, 7), torch.randn(5, 4).to(torch.bfloat16).t()]
+    before, where = [weight.clone() for weight in weights], [weight.data_ptr() for weight in weights]
+    large.move(weights)
+    for weight, old in zip(weights, before, strict=True):
+        assert torch.equal(weight, old) and weight.untyped_storage().nbytes() == weight.nbytes
+        assert weight.data_ptr() % large.LINE == 0 or not weight.nbytes
+    assert all(weight.data_ptr() != old for weight, old in zip(weights, where, strict=True) if weight.nbytes)
+
+
+def test_a_system_without_large_pages_leaves_weights_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    weight = torch.randn(3)
+    where = weight.data_ptr()
+    large.move([weight])
+    assert weight.data_ptr() == where
+
+
+@pytest.mark.parametrize("count", [4, 2**20 - 1, 2**20 + 5])
+def test_zeros_are_zeros_of_their_size_in_pages_of_either_kind(count: int) -> None:
+    found = large.zeros((1, count), torch.bfloat16)
+    assert found.shape == (1, count) and not found.count_nonzero() and found.untyped_storage().nbytes() == 2 * count
+    found[0, -1] = 3
+    assert found.sum() == 3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

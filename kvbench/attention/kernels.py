@@ -29,7 +29,7 @@ LINE = 64  # bytes of a cache's line
 BLOCK = 64  # rows whose logits are made before their values are read
 LIST_PIECE = 256  # entries of a selected list
 DENSE_PIECE = 512
-OUTPUTS_PIECE = 32  # of a linear layer
+OUTPUTS_PIECE = 2 * BLOCK  # of a linear layer
 AHEAD = 4608  # bytes after those of a weight that are read, on their way to the cache; past its end nothing happens
 GROUP = 32  # tokens whose keys, and channels of a value, that share a scale and a minimum in KIVI
 
@@ -177,22 +177,29 @@ def store(_context, address, numbers):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def put(_context, address, place, number, stored):  # type: ignore[no-untyped-def]
-    """Write a number as one of those from an address on, to the nearest bfloat16, of two the even one."""
+    """Write a number, or a vector, as those from an address on, to the nearest bfloat16, of two the even one."""
+    many = isinstance(number, Vector)
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         address, place, number, _ = arguments
-        stored, word = signature.args[3], ir.IntType(32)
+        stored, word, half = signature.args[3], ir.IntType(32), ir.IntType(16)
+        if many:
+            word, half = ir.VectorType(word, LANES), ir.VectorType(half, LANES)
+
+        def fixed(bits: int) -> Any:
+            return ir.Constant(word, [bits] * LANES if many else bits)
+
         at = builder.add(address, builder.mul(place, place.type(stored.bitwidth // 8)))
         if stored != types.float32:
             bits = builder.bitcast(number, word)
-            odd = builder.and_(builder.lshr(bits, word(16)), word(1))
-            nearest = builder.add(builder.add(bits, word(0x7FFF)), odd)
-            kept = builder.select(builder.fcmp_unordered("uno", number, number), word(0x7FC00000), nearest)
-            number = builder.trunc(builder.lshr(kept, word(16)), ir.IntType(16))
+            odd = builder.and_(builder.lshr(bits, fixed(16)), fixed(1))
+            nearest = builder.add(builder.add(bits, fixed(0x7FFF)), odd)
+            kept = builder.select(builder.fcmp_unordered("uno", number, number), fixed(0x7FC00000), nearest)
+            number = builder.trunc(builder.lshr(kept, fixed(16)), half)
         builder.store(number, _pointer(builder, at, number.type), align=stored.bitwidth // 8)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.float32, stored), generate
+    return types.void(types.intp, types.intp, vector if many else types.float32, stored), generate
 
 
 @intrinsic
@@ -231,6 +238,16 @@ def times(_context, a, b):  # type: ignore[no-untyped-def]
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.fmul(*arguments)
+
+    return vector(vector, vector), generate
+
+
+@intrinsic
+def over(_context, a, b):  # type: ignore[no-untyped-def]
+    """a / b."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.fdiv(*arguments)
 
     return vector(vector, vector), generate
 
@@ -575,16 +592,7 @@ def _score(query, keys, groups, layout, count, ahead, logits, stored):  # type: 
         rows, by = (a, b, c, d), (a + beside, b + beside, c + beside, d + beside)
         if grouped(stored):
             by = groups[i], groups[min(i + 1, last)], groups[min(i + 2, last)], groups[min(i + 3, last)]
-        for r in range(0, many, 4):
-            first, to, left = query.ctypes.data + r * apart, logits.ctypes.data + 4 * (r * BLOCK + i), many - r
-            if left >= 4:
-                score_four(first, apart, asked, rows, by, whole, stored, to, 4)
-            elif left == 3:
-                score_four(first, apart, asked, rows, by, whole, stored, to, 3)
-            elif left == 2:
-                score_four(first, apart, asked, rows, by, whole, stored, to, 2)
-            else:
-                score_four(first, apart, asked, rows, by, whole, stored, to, 1)
+        _meet(query.ctypes.data, apart, many, asked, rows, by, whole, stored, logits.ctypes.data + 4 * i)
     for r in range(len(query)):
         if whole < head_dim:
             for i in range(count):
@@ -593,6 +601,21 @@ def _score(query, keys, groups, layout, count, ahead, logits, stored):  # type: 
                     logits[r, i] += number * load_one(keys[i], keys[i] + beside, j, stored)
         for i in range(count, _vectors(count)):
             logits[r, i] = -np.inf
+
+
+@inner
+def _meet(query, apart, many, asked, rows, beside, whole, stored, logits):  # type: ignore[no-untyped-def]
+    """The products of four rows with `many` queries; see `score_four`, of which these are the addresses."""
+    for r in range(0, many, 4):
+        first, to, left = query + r * apart, logits + 4 * r * BLOCK, many - r
+        if left >= 4:
+            score_four(first, apart, asked, rows, beside, whole, stored, to, 4)
+        elif left == 3:
+            score_four(first, apart, asked, rows, beside, whole, stored, to, 3)
+        elif left == 2:
+            score_four(first, apart, asked, rows, beside, whole, stored, to, 2)
+        else:
+            score_four(first, apart, asked, rows, beside, whole, stored, to, 1)
 
 
 @inner
@@ -888,6 +911,129 @@ def _find(tokens, head, device, host, stored, keys, values, groups, rank):  # ty
 
 
 @kernel
+def attend_blocks(  # type: ignore[no-untyped-def]
+    threads, claims, pieces, query, scaling, index, bias, blocks, own, stored, logits, results
+):
+    """Attention over lists of tokens that lie in a serving engine's blocks, in so many threads.
+
+    A few rows at a time are copied out of their block, and attended while they are in the cache.
+
+    Args:
+        claims, pieces, query, scaling, index, bias, own, logits, results: as of `attend_lists`, without extra entries.
+        blocks: see `gather`, of all rows of the batch.
+        stored: the type of a number.
+    """
+    arguments = claims, pieces, query, scaling, index, bias, blocks, own, stored, logits, results
+    together(threads, _attend_blocks, arguments)
+
+
+@inner
+def _attend_blocks(  # type: ignore[no-untyped-def]
+    _, claims, pieces, query, scaling, index, bias, blocks, own, stored, logits, results
+):
+    """As many pieces of a layer's lists as other threads leave."""
+    tables, cache, pair, number = blocks
+    count, head_dim = index.shape[2], query.shape[2]
+    own_keys, own_values = np.empty((BLOCK, head_dim // pair), cache.dtype), np.empty((BLOCK, head_dim), number.dtype)
+    keys, values, groups = np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp), np.empty(0, np.intp)
+    size, rank, ids = head_dim * number.itemsize, np.empty(BLOCK, np.intp), np.empty(BLOCK, np.int64)
+    for i in range(BLOCK):
+        keys[i], values[i] = own_keys.ctypes.data + i * size, own_values.ctypes.data + i * size
+    own_most, own_total, own_sums = _own(query)
+    block = np.empty((query.shape[1], BLOCK), np.float32)
+    lists, heads = len(query) // len(index), cache.shape[1]
+    before, pieces = pieces
+    item = claim(claims)
+    while item < len(query) * pieces:
+        at, piece = item // pieces, item % pieces
+        row = at // lists
+        head, own_list = at % lists * heads // lists, min(at % lists, index.shape[1] - 1)
+        own_most[:], own_total[:], own_sums[:] = LOWEST, 0, 0
+        place, end = piece * LIST_PIECE, min(count, (piece + 1) * LIST_PIECE)
+        while place < end:
+            rows = 0
+            while place < end and rows < BLOCK:
+                if index[row, own_list, place] >= 0:
+                    ids[rows], rank[rows] = index[row, own_list, place], place
+                    rows += 1
+                place += 1
+            _copy_rows(ids, 0, rows, tables[row], cache, head, pair, own_keys, own_values)
+            if own:
+                for i in range(rows):
+                    keys[i] = own + ((row * heads + head) * count + rank[i]) * size
+            _score(query[at], keys, groups, (0, 0), rows, keys[:0], block, stored)
+            _scale_logits(block, rows, scaling)
+            for r in range(query.shape[1]):
+                if bias.shape[2]:
+                    for i in range(rows):
+                        block[r, i] += bias[at, r, rank[i]]
+                if logits.shape[2]:
+                    for i in range(rows):
+                        logits[at, r, rank[i]] = block[r, i]
+            _weigh(block, rows, own_most, own_total, own_sums)
+            _add_values(block, values, (0, 0), rows, keys[:0], own_sums, stored)
+        _write(results[at, before + piece], own_most, own_total, own_sums)
+        item = claim(claims)
+
+
+@kernel
+def gather(threads, claims, ids, blocks, keys, values):  # type: ignore[no-untyped-def]
+    """Copy keys and values out of a serving engine's blocks, in so many threads.
+
+    Args:
+        claims: [1] int64, the next piece, 0.
+        ids: [H, M] int64 token ids of one row; -1 is read as 0.
+        blocks: which blocks each row has, [B, n] int64; them all, [blocks, H, 2, W], a block's keys and its values, in
+            words of one number, or of two where they are packed: keys by words of neighbouring dimensions, in tiles of
+            16 tokens, and values by words of neighbouring tokens, in tiles of 16 dimensions; numbers of a word, 1 or 2;
+            and an array [0] of the type that a number has there.
+        keys: [H, M, words], to be written.
+        values: [H, M, D], numbers, likewise.
+    """
+    together(threads, _gather, (claims, ids, blocks, keys, values))
+
+
+@inner
+def _gather(_, claims, ids, blocks, keys, values):  # type: ignore[no-untyped-def]
+    """As many pieces as other threads leave."""
+    tables, cache, pair, _ = blocks
+    heads, count = ids.shape
+    pieces = -(-count // BLOCK)
+    item = claim(claims)
+    while item < heads * pieces:
+        head, first = item // pieces, item % pieces * BLOCK
+        _copy_rows(ids[head], first, min(first + BLOCK, count), tables[0], cache, head, pair, keys[head], values[head])
+        item = claim(claims)
+
+
+@inner
+def _copy_rows(ids, first, end, table, cache, head, pair, keys, values):  # type: ignore[no-untyped-def]
+    """Copy the rows of ids[first:end] to the same places of keys and values."""
+    words, head_dim = keys.shape[1], values.shape[1]
+    size = cache.shape[3] // words
+    halves = np.zeros(2, cache.dtype)  # bits of a word before the number of an even token, and of an odd one
+    halves[1] = 8 * values.itemsize
+    block, at, following = 0, size, -1
+    for i in range(first, end):
+        token = max(ids[i], 0)
+        if token != following or at == size:  # lists often name neighbours, one after the other
+            block, at = table[token // size], token % size
+        if pair == 2:
+            start = at // LANES * LANES * words + at % LANES
+            for j in range(words):
+                keys[i, j] = cache[block, head, 0, start + j * LANES]
+            half = halves[at % 2]
+            for group in range(0, head_dim, LANES):
+                start = group * size // 2 + at // 2 * LANES
+                for lane in range(LANES):
+                    values[i, group + lane] = cache[block, head, 1, start + lane] >> half
+        else:
+            for j in range(words):
+                keys[i, j], values[i, j] = cache[block, head, 0, j * size + at], cache[block, head, 1, at * words + j]
+        at, following = at + 1, token + 1
+
+
+@kernel
 def merge(results, out, stored, logits):  # type: ignore[no-untyped-def]
     """Join the pieces of each list.
 
@@ -939,16 +1085,20 @@ def gated(threads, x, gate, up, down, out, rows, inputs, hidden, stored):  # typ
     Args:
         x, out: [rows, inputs]; gate, up: [hidden, inputs]; down: [inputs, hidden].
     """
-    gates, ups = np.empty((rows, hidden), np.float32), np.empty((rows, hidden), np.float32)
-    both = _room(rows, hidden, stored)
-    between = np.intp(gates.ctypes.data), np.intp(ups.ctypes.data), np.intp(both.ctypes.data)
-    _linear(threads, _given(x, rows, inputs, stored), (gate, up), 0, between[:2], (hidden, hidden), stored, NOTHING)
-    for r in range(rows):
-        for i in range(hidden):
-            small = first_of(exponential(splat(-abs(gates[r, i]))))
-            weight = gates[r, i] * (ONE if gates[r, i] > 0 else small) / (ONE + small)
-            put(between[2], r * hidden + i, ups[r, i] * weight, number_of(both))
-    _linear(threads, both, (down,), 0, (out,), (inputs,), stored, stored)
+    count, beside = rows * hidden, -(-LANES // hidden)  # rows for what whole vectors read and write behind the last
+    both = _room(rows + beside, hidden, stored)
+    gates, ups = np.empty((rows + beside, hidden), np.float32), np.empty((rows + beside, hidden), np.float32)
+    between = np.intp(gates.ctypes.data), np.intp(ups.ctypes.data)
+    _linear(threads, _given(x, rows, inputs, stored), (gate, up), 0, between, (hidden, hidden), stored, NOTHING)
+    nothing, one, minus = splat(NOTHING), splat(ONE), splat(-ONE)
+    for i in range(0, count, LANES):
+        number = load(gates.ctypes.data + 4 * i)  # arrays that are read by address alone would be freed before
+        negated = times(number, minus)
+        smaller = exponential(times(larger(negated, nothing), minus))  # of min(number, 0)
+        whole = plus(one, exponential(times(larger(number, negated), minus)))
+        weight = over(times(number, smaller), whole)
+        put(both.ctypes.data, i, times(load(ups.ctypes.data + 4 * i), weight), number_of(both))
+    _linear(threads, both[:rows], (down,), 0, (out,), (inputs,), stored, stored)
 
 
 @kernel
@@ -1031,35 +1181,71 @@ def _linear(threads, x, weights, bias, outs, outputs, stored, written):  # type:
         outputs: how many, of each.
         stored, written: a number of the weights, and of the results, as they are stored.
     """
-    layers = np.empty((len(weights), 3), np.int64)
+    layers = np.empty((len(weights), 4), np.int64)
     pieces = 0
     for i in range(len(weights)):
-        layers[i, 0], layers[i, 1], layers[i, 2] = weights[i], outs[i], outputs[i]
+        layers[i] = weights[i], outs[i], outputs[i], pieces
         pieces += -(-outputs[i] // OUTPUTS_PIECE)
-    together(min(threads, pieces), _products, (np.zeros(1, np.int64), x, layers, bias, stored, written))
+    threads = min(threads, pieces)
+    together(threads, _products, (np.zeros(threads, np.int64), pieces, x, layers, bias, stored, written))
 
 
 @inner
-def _products(_, claims, x, layers, bias, stored, written):  # type: ignore[no-untyped-def]
-    """As many pieces of the outputs of layers as other threads leave."""
-    size = x.shape[1] * width_of(stored)
-    keys, block = np.empty(OUTPUTS_PIECE, np.intp), np.empty((len(x), BLOCK), np.float32)
-    layer, before = 0, 0
-    piece = claim(claims)
-    while True:
-        while layer < len(layers) and piece - before >= -(-layers[layer, 2] // OUTPUTS_PIECE):
-            before += -(-layers[layer, 2] // OUTPUTS_PIECE)
-            layer += 1
-        if layer == len(layers):
-            break
-        weight, out, outputs = layers[layer]
-        first = (piece - before) * OUTPUTS_PIECE
-        count = min(OUTPUTS_PIECE, outputs - first)
-        for i in range(count):
-            keys[i] = weight + (first + i) * size
-        _score(x, keys, keys, (0, size), count, keys[:count] + AHEAD, block, stored)
-        for r in range(len(x)):
+def _products(number, claims, pieces, x, layers, bias, stored, written):  # type: ignore[no-untyped-def]
+    """As many pieces of the outputs of layers as other threads leave, after those of a stretch of its own.
+
+    Where a core reads one long stretch, its own hardware is ahead of it; lines on the way to one core and read by the
+    other are read twice.
+    """
+    block, threads = np.empty((len(x), BLOCK), np.float32), len(claims)
+    for turn in range(threads):
+        own = (number + turn) % threads
+        before, end = pieces * own // threads, pieces * (own + 1) // threads
+        piece = before + claim(claims[own:])
+        while piece < end:
+            layer = len(layers) - 1
+            while layers[layer, 3] > piece:
+                layer -= 1
+            weight, out, outputs, before_it = layers[layer]
+            end_of_it = min(outputs, (piece - before_it + 1) * OUTPUTS_PIECE)
+            for first in range((piece - before_it) * OUTPUTS_PIECE, end_of_it, BLOCK):
+                count = min(BLOCK, end_of_it - first)
+                _some_products(x, weight, first, count, block, stored)
+                for r in range(len(x)):
+                    _put_products(block[r], bias, first, count, out, r * outputs, stored, written)
+            piece = before + claim(claims[own:])
+
+
+@inner
+def _some_products(x, weight, first, count, block, stored):  # type: ignore[no-untyped-def]
+    """block [rows, BLOCK] = x [rows, inputs] . `count` rows of a weight, from `first` on."""
+    many, inputs = x.shape
+    size, asked = inputs * width_of(stored), number_of(x)
+    apart, lanes = inputs * width_of(asked), 2 * LANES if paired(asked, stored) else LANES
+    whole = inputs // lanes * lanes
+    at, last = weight + first * size, weight + (first + count - 1) * size
+    for i in range(0, count, 4):
+        rows = at, min(at + size, last), min(at + 2 * size, last), min(at + 3 * size, last)
+        for line in range(at + AHEAD, at + AHEAD + 4 * size, LINE):
+            fetch(line)
+        _meet(x.ctypes.data, apart, many, asked, rows, rows, whole, stored, block.ctypes.data + 4 * i)
+        at += 4 * size
+    if whole < inputs:
+        for r in range(many):
             for i in range(count):
-                added = load_one(bias, bias, first + i, stored) if bias else NOTHING
-                put(out, r * outputs + first + i, block[r, i] + added, written)
-        piece = claim(claims)
+                row = weight + (first + i) * size
+                for j in range(whole, inputs):
+                    block[r, i] += load_one(x.ctypes.data + r * apart, 0, j, asked) * load_one(row, 0, j, stored)
+
+
+@inner
+def _put_products(products, bias, first, count, out, place, stored, written):  # type: ignore[no-untyped-def]
+    """Write the products of one row of x to out, from `place` + `first` on."""
+    if bias:
+        for i in range(count):
+            products[i] += load_one(bias, bias, first + i, stored)
+    whole = count // LANES * LANES
+    for i in range(0, whole, LANES):
+        put(out, place + first + i, load(products.ctypes.data + 4 * i), written)
+    for i in range(whole, count):
+        put(out, place + first + i, products[i], written)

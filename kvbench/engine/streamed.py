@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, eager_attention_forward
 
 from kvbench.attention import kernels
+from kvbench.memory import large
 
 FEW = 8  # rows up to which the kernels are no slower
 _BFLOAT16 = np.uint16(0)  # as the kernels take it: NumPy has none
@@ -113,7 +114,7 @@ class StreamedAttention(LlamaAttention):
 def stream(model: PreTrainedModel) -> None:
     """Have a model that is to run read its weights so, where that is quicker; nothing elsewhere.
 
-    All linear layers do, and what lies between them in the models of Llama's kind.
+    All linear layers do, and what lies between them in the models of Llama's kind; the weights move into large pages.
     """
     if model.device.type != "cpu" or model.dtype != torch.bfloat16:
         return
@@ -126,5 +127,6 @@ def stream(model: PreTrainedModel) -> None:
     for module in model.modules():
         if type(module) in kinds and all(weight.is_contiguous() for weight in module.parameters()):
             module.__class__ = kinds[type(module)]
+    large.move(model.parameters())
     with torch.inference_mode():
         model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False)  # the kernels are compiled now

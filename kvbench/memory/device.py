@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvbench.memory import large
 from kvbench.memory.codec import Codec, Codecs, KiviKeys
 from kvbench.memory.slots import (
     NO_TOKEN,
@@ -187,7 +188,10 @@ class DeviceTier(Slotted):
         batch, kv_heads, reserved, head_dim = size
         whole = (batch, kv_heads, whole_pages(reserved), head_dim)
         # Zeros, not empty: a masked slot still meets a weight of 0, and 0 * NaN is NaN.
-        key, value = (torch.zeros(whole, dtype=dtype, device=device) for _ in range(2))
+        key, value = (
+            large.zeros(whole, dtype) if device.type == "cpu" else torch.zeros(whole, dtype=dtype, device=device)
+            for _ in range(2)
+        )
         return cls(key, value, reserved, grows)
 
     def _hold(self, pool: Pool, room: torch.Tensor) -> None:

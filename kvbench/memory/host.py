@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from kvbench.memory import large
 from kvbench.memory.codec import Codecs
 from kvbench.memory.pinned import pinned_zeros
 from kvbench.memory.slots import more_slots, rows
@@ -65,7 +66,7 @@ class HostTier:
 
     def _zeros(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if self._device.type != "cuda":
-            return torch.zeros(size, dtype=dtype)
+            return large.zeros(size, dtype)
         block = pinned_zeros(size, dtype, self)
         return block.zero_() if dtype == torch.uint8 else block  # bytes of an earlier use may be no numbers
 
