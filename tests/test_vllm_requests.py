@@ -14,13 +14,15 @@ import pytest
 import torch
 from driver import CLOSE, PIECES, Attended, LlamaRotary, Stream, slow, stream, watch
 
+from kvbench.attention import cpu, reference
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
 from kvbench.engine.vllm import plan as plans
 from kvbench.engine.vllm.paged import Memory
 from kvbench.engine.vllm.plan import KEY, RUNNER, Plan, plan_of, vllm_options
 from kvbench.engine.vllm.requests import Requests, Scheduled
-from kvbench.method import Shape
+from kvbench.memory.store import LayerStore
+from kvbench.method import Selection, Shape
 
 SIZE = 32  # tokens of a block
 
@@ -38,19 +40,53 @@ def write(cache: torch.Tensor, isa: str, block: int, head: int, offset: int, key
         flat[at], flat[size * head_dim + of_value] = key[dim], value[dim]
 
 
-@pytest.mark.parametrize("isa", ["vec", "amx"])
-def test_tokens_are_found_where_the_attention_of_a_cpu_packs_them(isa: str) -> None:
-    cache, table = torch.zeros(4, 2, SIZE, 2 * 32), torch.tensor([2, 0])
-    keys, values = torch.randn(2, 2, 40, 32)
+LAYOUTS = pytest.mark.parametrize(
+    ("isa", "dtype"), [("vec", torch.float32), ("amx", torch.float32), ("amx", torch.bfloat16)]
+)
+BLOCKS = torch.tensor([2, 0])
+
+
+def written(isa: str, dtype: torch.dtype) -> tuple[Memory, torch.Tensor, torch.Tensor]:
+    """40 tokens in the blocks `BLOCKS`, and their keys and values, [2, 40, 32] each."""
+    cache = torch.full((4, 2, SIZE, 2 * 32), torch.nan, dtype=dtype)
+    keys, values = torch.randn(2, 2, 40, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     for token in range(40):
         for head in range(2):
-            place = int(table[token // SIZE]), head, token % SIZE
+            place = int(BLOCKS[token // SIZE]), head, token % SIZE
             write(cache, isa, *place, keys[head, token], values[head, token])
-    memory, ids = Memory(cache, isa), torch.tensor([[[39, 3, 32], [0, 17, 31]]])
-    key, value = memory.rows(table, ids)
-    assert torch.equal(key[0, 1], keys[1, ids[0, 1]]) and torch.equal(value[0, 0], values[0, ids[0, 0]])
-    key, value = memory.first(table, 37)
+    return Memory(cache, isa), keys, values
+
+
+@LAYOUTS
+def test_tokens_are_found_where_the_attention_of_a_cpu_packs_them(isa: str, dtype: torch.dtype) -> None:
+    memory, keys, values = written(isa, dtype)
+    ids = torch.tensor([[[39, 3, 32, 4, 5], [0, 17, 30, 31, 32]]])
+    key, value = memory.rows(BLOCKS, ids)
+    for head in range(2):
+        assert torch.equal(key[0, head], keys[head, ids[0, head]])
+        assert torch.equal(value[0, head], values[head, ids[0, head]])
+    key, value = memory.first(BLOCKS, 37)
     assert torch.equal(key[0], keys[:, :37]) and torch.equal(value[0], values[:, :37])
+
+
+@LAYOUTS
+@pytest.mark.parametrize("heads", [1, 2, 6])
+def test_rows_in_blocks_are_attended_as_the_oracle_attends_them(heads: int, isa: str, dtype: torch.dtype) -> None:
+    memory, keys, values = written(isa, dtype)
+    store = LayerStore(1, 2, 32, 40, dtype, torch.device("cpu"))
+    store.write_prompt(keys[None], values[None], 0, [0])
+    store.seal_prompt([40])
+    rng = torch.Generator().manual_seed(1)
+    index = torch.stack([torch.randperm(40, generator=rng)[:20] for _ in range(heads)])[None]
+    index[:, :, 3::5] = -1
+    query, weight = torch.randn(1, 6, 1, 32, generator=rng).to(dtype), torch.randn(1, 6, 20, generator=rng)
+    replaced = torch.randn(1, 2, 20, 32, generator=rng).to(dtype)
+    selections = [Selection(index), Selection(index, log_weight=weight)]
+    for selection in selections if heads == 6 else [*selections, Selection(index, keys=replaced)]:
+        found = cpu.attend_blocks(query, memory.blocks(BLOCKS[None]), selection, 0.3)
+        expected, _ = reference.attend(query, store, selection, 0.3)
+        close = CLOSE if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(found, expected, rtol=close, atol=close)
 
 
 def shape_of(fixed: Stream, *lengths: int) -> Shape:
@@ -147,9 +183,9 @@ class Checked(Requests):
         self.attended.append(((query.clone(), key.clone(), value.clone()), starts, out.clone(), others))
         return others
 
-    def end_pass(self) -> None:
+    def end_pass(self, logits: torch.Tensor | None = None) -> None:
         engines = self._passing
-        super().end_pass()
+        super().end_pass(logits)
         for row, (scheduled, engine) in enumerate(zip(self.rows, engines, strict=True)):
             tokens = slice(*self.attended[0][1][row : row + 2])
             parts = [

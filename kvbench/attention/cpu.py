@@ -190,6 +190,27 @@ def _attend_lists(
     return found
 
 
+def attend_blocks(query: torch.Tensor, blocks: tuple[Any, ...], selection: Selection, scaling: float) -> torch.Tensor:
+    """As `attend`, of tokens that lie in a serving engine's blocks; all of them are there.
+
+    Args:
+        blocks: see `kernels.gather`, of all rows of the batch.
+        selection: without extra entries.
+    """
+    (batch, query_heads, _, head_dim), index = query.shape, selection.index.contiguous()
+    lists, count = max(index.shape[1], blocks[1].shape[1]), index.shape[2]
+    own = None if selection.keys is None else selection.keys.to(query.dtype).contiguous()
+    bias = _bias(selection, batch, query_heads).view(batch * lists, query_heads // lists, -1).numpy()
+    held = index.numpy(), bias, blocks, 0 if own is None else own.data_ptr(), STORED[query.dtype]
+
+    def part(threads: int, claims: Claims, pieces: Pieces, asked: Asked, *results: NDArray[np.float32]) -> None:
+        kernels.attend_blocks(threads, claims, pieces, *asked, *held, *results)
+
+    work = _Work(query, scaling, batch * lists, [kernels.pieces_of(count, kernels.LIST_PIECE)], 0, paired=True)
+    work.run([part], batch * lists * count * 2 * head_dim * query.itemsize)
+    return work.merged()[0]
+
+
 def _attend_parts(
     query: torch.Tensor,
     scaling: float,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import njit
 
 from kvbench.method import Extra, Method, Selection, Shape
 
@@ -44,10 +45,11 @@ class Tally:
 
     def add(self, counts: torch.Tensor) -> None:
         """Take the counts of a layer and step."""
-        self.total += float(counts.sum())
-        self.squares += float(counts.double().square().sum())
-        self.count += counts.numel()
-        self.most = max(self.most, int(counts.max()))
+        numbers = counts.numpy().astype(np.float64)
+        self.total += float(numbers.sum())
+        self.squares += float(np.square(numbers).sum())
+        self.count += numbers.size
+        self.most = max(self.most, int(numbers.max()))
 
 
 @dataclass
@@ -194,10 +196,11 @@ class Audit:
             if self.steps % self.every:
                 return None
             index = index.reshape(batch, kv_heads, -1)
-        distinct = count_distinct(index).cpu()
-        if heads <= kv_heads and bool((distinct != (index >= 0).sum(dim=2).cpu()).any()):
+        named, distinct = count_lists(index.cpu().flatten(0, 1).contiguous().numpy())
+        if heads <= kv_heads and not np.array_equal(named, distinct):
             raise ValueError(f"layer {noted.layer}: the method selected a token twice for one head")
-        return distinct.expand(batch, kv_heads) + extra_entries(noted.selection.extra, kv_heads)
+        counts = torch.from_numpy(distinct).view(batch, -1).expand(batch, kv_heads)
+        return counts + extra_entries(noted.selection.extra, kv_heads)
 
     def report(
         self, method: Method, budget: int | None, stored: Iterable[torch.Tensor] = (), row: int | None = None
@@ -270,14 +273,18 @@ def extra_entries(extra: Extra | None, kv_heads: int) -> torch.Tensor | int:
     return there.any(dim=2).sum(dim=2).cpu()
 
 
-def count_distinct(index: torch.Tensor) -> torch.Tensor:
-    """Distinct ids >= 0 along the last axis, [..., M] -> [...]."""
-    if index.shape[-1] == 0:
-        return index.new_zeros(index.shape[:-1])
-    ordered = index.sort(dim=-1).values
-    first = torch.ones_like(ordered, dtype=torch.bool)
-    first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
-    return (first & (ordered >= 0)).sum(dim=-1)
+@njit(nogil=True, cache=True)
+def count_lists(lists):  # type: ignore[no-untyped-def]
+    """Of each of lists [L, M] how many ids >= 0 it has, [L], and how many distinct ones, [L]."""
+    named, distinct = np.zeros(len(lists), np.int64), np.zeros(len(lists), np.int64)
+    for place in range(len(lists)):
+        last = -1
+        for token in np.sort(lists[place]):
+            if token >= 0:
+                named[place] += 1
+                distinct[place] += token != last
+                last = token
+    return named, distinct
 
 
 def held_bytes(method: Method, stored: Iterable[torch.Tensor] = ()) -> int:

@@ -173,8 +173,10 @@ class Tiers:
 
     def resident_bytes(self) -> int:
         """Bytes of the tokens on the device, staged ones included; not those of slots without a token."""
+        if self.host is None:
+            return self.device.nbytes
         staged = int(self.resident_counts().sum() - self.device.used.sum())
-        return self.device.nbytes + (0 if self.host is None else staged * self.host.codecs.nbytes)
+        return self.device.nbytes + staged * self.host.codecs.nbytes
 
     def remote_bytes(self) -> int:
         """Bytes that it takes to bring up all tokens that live on the host."""
@@ -182,8 +184,9 @@ class Tiers:
 
     def host_bytes(self) -> int:
         """Bytes of the tokens that live on the host; of a key that is there decoded, too, both."""
-        beside = 0 if self.host is None else int(self.host.present.sum()) * self.host.decoded_bytes
-        return self.remote_bytes() + beside
+        if self.host is None:
+            return 0
+        return int(self.host.present.sum()) * (self.host.codecs.nbytes + self.host.decoded_bytes)
 
     def allocated_bytes(self) -> int:
         """Bytes that the layer's keys and values take on the device, staged copies included.

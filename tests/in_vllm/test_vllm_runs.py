@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own: make test-vllm")
 
 from kvbench.cli.compose import composed
+from kvbench.engine.vllm.requests import RequestEngine
 from kvbench.runs.shared import run_shared
 
 ARMS = ("full", "streaming_llm", "topk")
@@ -27,6 +29,26 @@ def records(results: Path, engine: str, samples: int) -> dict[str, dict[str, Any
         [file] = results.glob(f"runs/passkey/*/{name}/*/samples.jsonl")
         found |= {f"{method} {one['id']}": one for one in map(json.loads, file.read_text().splitlines())}
     return found
+
+
+def test_a_sample_whose_logits_are_not_finite_fails_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend, spoiled = RequestEngine.attend_new, []
+
+    def attend_new(engine: RequestEngine, layer: int, *given: torch.Tensor) -> torch.Tensor | None:
+        out = attend(engine, layer, *given)
+        if out is not None and engine.shape.lengths in (spoiled or [engine.shape.lengths]):
+            spoiled[:] = [engine.shape.lengths]
+            return out * float("nan")
+        return out
+
+    monkeypatch.setattr(RequestEngine, "attend_new", attend_new)
+    words = ("task=passkey", "task.lengths=[256,512]", "task.positions=1", "batch=2", "dtype=float32")
+    run_shared([composed("engine=vllm", "method=streaming_llm", "budget=64", *words, f"results_dir={tmp_path}")])
+    [file] = tmp_path.glob("runs/passkey/*/*/*/samples.jsonl")
+    first, second = (json.loads(line)["error"] for line in file.read_text().splitlines())
+    assert first == "FloatingPointError: the model's logits are NaN or infinite" and second is None
 
 
 def test_runs_generate_attend_and_score_as_those_of_the_other_engine(tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ class Pass:
     def __exit__(self, *error: object) -> None:
         Pass.current = None
         if self._begun and error[0] is None:
-            self.requests.end_pass()
+            made = self._runner.execute_model_state  # None: nothing is to be drawn
+            self.requests.end_pass(None if made is None else made.logits)
 
     def begin(self, metadata: CPUAttentionMetadata) -> None:
         """The first layer's attention: who is in the batch, in which row."""

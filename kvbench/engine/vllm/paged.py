@@ -10,17 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from kvbench.attention import cpu, kernels
 from kvbench.config import ConfigError
 from kvbench.memory.codec import Codecs
 from kvbench.memory.device import DeviceTier, Located
 from kvbench.memory.slots import Pool, with_free_slots
 from kvbench.memory.store import LayerStore
+from kvbench.method import Selection
 
 PLAIN = ("vec", "vec16")  # a block's keys dimension after dimension, its values token after token
 PACKED = ("amx",)  # in tiles: keys by pairs of dimensions of 16 tokens, values by 16 dimensions of pairs of tokens
-TILE, PAIR = 16, 2
+WORDS = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}  # of so many bytes
 
 
 class Memory:
@@ -44,41 +47,34 @@ class Memory:
                 f"vLLM's attention here is {isa}: kvbench reads the memory of {', '.join(PLAIN + PACKED)}"
             )
         self.whole, (blocks, self.kv_heads, self.size, width) = cache, cache.shape
-        self.head_dim = width // 2
-        halves = cache.view(blocks, self.kv_heads, 2, self.size * self.head_dim).unbind(2)
-        # Either [blocks, Hkv, size / t, t, D / d, d]: token groups, their tokens, and the dimensions of each
-        if isa in PLAIN:
-            key = halves[0].unflatten(2, (self.head_dim, 1, self.size, 1)).permute(0, 1, 4, 5, 2, 3)
-            value = halves[1].unflatten(2, (self.size, 1, self.head_dim, 1))
-        else:
-            key = halves[0].unflatten(2, (-1, self.head_dim // PAIR, TILE, PAIR)).transpose(3, 4)
-            value = halves[1].unflatten(2, (-1, self.size // PAIR, TILE, PAIR)).permute(0, 1, 3, 5, 2, 4)
-        self._parts = key, value
+        self.head_dim, self._pair = width // 2, 2 if isa in PACKED else 1
+        words = cache.view(blocks, self.kv_heads, 2, self.size * self.head_dim).view(WORDS[cache.itemsize * self._pair])
+        self._words, self._word = words.numpy(), words.dtype
+        self._number = torch.empty(0, dtype=WORDS[cache.itemsize]).numpy()
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, of all KV heads."""
         return self.whole[0].nbytes
 
+    def blocks(self, tables: torch.Tensor) -> tuple[Any, ...]:
+        """As `kernels.gather` takes them, of requests with these block tables, [B, blocks]."""
+        return tables.numpy(), self._words, self._pair, self._number
+
     def rows(self, table: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of token ids [1, Hkv, M] of the request with this block table, [1, Hkv, M, D] each."""
-        block, offset = table[ids[0] // self.size], ids[0] % self.size
-        head = torch.arange(self.kv_heads)[:, None]
+        """Keys and values of token ids [1, Hkv, M] of the request with this block table, [1, Hkv, M, D] each.
 
-        def read(part: torch.Tensor) -> torch.Tensor:
-            group = part.shape[3]
-            return part[block, head, offset // group, offset % group].flatten(2)[None]
-
-        return read(self._parts[0]), read(self._parts[1])
+        In place of a token that is none, -1, stands another.
+        """
+        key, value = (torch.empty(*ids.shape, self.head_dim, dtype=self.whole.dtype) for _ in range(2))
+        threads = max(1, min(torch.get_num_threads(), key.nbytes // cpu.WORTH_A_THREAD))
+        out = key[0].view(self._word).numpy(), value[0].view(WORDS[key.itemsize]).numpy()
+        kernels.gather(threads, np.zeros(1, np.int64), ids[0].contiguous().numpy(), self.blocks(table[None]), *out)
+        return key, value
 
     def first(self, table: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a request's first tokens, [1, Hkv, count, D] each."""
-        blocks = table[: -(-count // self.size)]
-
-        def read(part: torch.Tensor) -> torch.Tensor:
-            return part[blocks].transpose(0, 1).flatten(1, 3).flatten(2)[None, :, :count]
-
-        return read(self._parts[0]), read(self._parts[1])
+        return self.rows(table, torch.arange(count).expand(1, self.kv_heads, count))
 
 
 class Table:
@@ -123,16 +119,12 @@ class PagedTier(DeviceTier):
     @property
     def key(self) -> torch.Tensor:
         """Keys of all tokens seen, [1, Hkv, n, D], copied."""
-        return self.memory.first(self.table.blocks, self._seen)[0]
+        return self.memory.first(self.table.blocks, self.longest)[0]
 
     @property
     def value(self) -> torch.Tensor:
         """Values, as `key`."""
-        return self.memory.first(self.table.blocks, self._seen)[1]
-
-    @property
-    def _seen(self) -> int:
-        return int(self.used.max())
+        return self.memory.first(self.table.blocks, self.longest)[1]
 
     def write_prompt(self, key: torch.Tensor, value: torch.Tensor, column: int, offsets: Sequence[int]) -> None:
         """vLLM has written it."""
@@ -140,9 +132,9 @@ class PagedTier(DeviceTier):
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """vLLM has written the next token, whose id is `lengths[0]`; it is attended from now on."""
         if self.ids is not None:
-            self.ids = with_free_slots(self.ids, int(self.used.max()) + 1)
+            self.ids = with_free_slots(self.ids, self.longest + 1)
             self.ids.scatter_(2, self.used[..., None], lengths[0])
-        self.used = self.used + 1
+        self._used, self.longest = self._used + 1, self.longest + 1
 
     def reserve(self, slots: int) -> None:
         """Blocks are vLLM's to reserve."""
@@ -156,16 +148,28 @@ class PagedTier(DeviceTier):
     def resident(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Keys and values of the tokens that are attended, [1, Hkv, n, D], copied; see `DeviceTier.resident`."""
         if self.ids is None:
-            return (*self.memory.first(self.table.blocks, self._seen), None)
+            return (*self.memory.first(self.table.blocks, self.longest), None)
         ids = self.token_ids()
         mask = None if self.uniform else ids >= 0
-        return (*self.memory.rows(self.table.blocks, ids.clamp(min=0)), mask)
+        return (*self.memory.rows(self.table.blocks, ids), mask)
 
     def locate(self, index: torch.Tensor) -> Located:
         """Where token ids [1, Hkv, M] (-1 = none) lie; see `DeviceTier.locate`."""
+        self.refuse_absent(index)
         index, present = self.upload(index)
-        self.refuse_lost(index, self.find(index)[1])
-        return _InBlocks(self.pool, index.clamp(min=0), present, self.codecs, self)
+        return _InBlocks(self.pool, index, present, self.codecs, self)
+
+    def refuse_absent(self, index: torch.Tensor) -> None:
+        """Refuse token ids [1, Hs, M] (-1 = none) that are not attended any more, or were never seen.
+
+        Raises:
+            LookupError: one is not here.
+        """
+        if self.ids is None and (index.numpy() < self.longest).all():
+            return
+        heads = self.used.shape[1]
+        by_head = index.reshape(1, heads, -1) if index.shape[1] > heads else index.expand(1, heads, -1)
+        self.refuse_lost(by_head, self.find(by_head)[1])
 
 
 class PagedStore(LayerStore):
@@ -181,6 +185,20 @@ class PagedStore(LayerStore):
         whole = memory.whole
         super().__init__(1, memory.kv_heads, memory.head_dim, 0, whole.dtype, whole.device, grows=True, **settings)
         self.device = PagedTier(memory, table)
+
+    def blocks_with(self, selection: Selection | None) -> tuple[tuple[Any, ...], Selection]:
+        """The request's blocks, as `kernels.gather` takes them, and what is attended of them.
+
+        Raises:
+            LookupError: a token that is selected is not attended any more, or was never seen.
+        """
+        tier = self.device
+        assert isinstance(tier, PagedTier)
+        if selection is None:
+            selection = Selection(tier.token_ids())
+        else:
+            tier.refuse_absent(selection.index)
+        return tier.memory.blocks(tier.table.blocks[None]), selection
 
     def allocated_bytes(self) -> int:
         """Bytes of the request's blocks, those of dropped tokens among them."""

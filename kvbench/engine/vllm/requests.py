@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from kvbench.attention import cpu
-from kvbench.attention import torch as torch_executor
 from kvbench.engine.engine import Engine
 from kvbench.engine.vllm.paged import Memory, PagedStore, Table
 from kvbench.engine.vllm.plan import Plan
@@ -71,8 +70,10 @@ class _Executor:
         self.whole = selection is None and store.complete
         if self.whole:
             return query, None
-        attend = torch_executor.attend if store.host is None else cpu.attend
-        return attend(query, store, selection, scaling, probabilities)
+        if store.host is not None:
+            return cpu.attend(query, store, selection, scaling, probabilities)
+        assert isinstance(store, PagedStore) and not probabilities
+        return cpu.attend_blocks(query, *store.blocks_with(selection), scaling), None
 
     def prefill(self, query: Tensor, *_: Any) -> Tensor:
         """vLLM computes it."""
@@ -89,14 +90,18 @@ class RequestEngine(Engine):
     Args:
         memory: of each layer, as soon as vLLM has shown it.
         arguments, settings: as of `Engine`.
+
+    Attributes:
+        finite: no pass has made NaN or infinite logits.
     """
+
+    finite = True
 
     def __init__(self, memory: Mapping[int, Memory], *arguments: Any, **settings: Any) -> None:
         self._memory, self._table = memory, Table()
         super().__init__(*arguments, attention="torch", **settings)
         self._own = self.executor = _Executor()  # type: ignore[assignment]
-        if self.method.needs.home == "host":
-            cpu.compile_kernels(self.shape.dtype)
+        cpu.compile_kernels(self.shape.dtype)
 
     def _store(self, layer: int, shared: LayerStore | None = None) -> LayerStore:
         if self._copied(layer):
@@ -168,12 +173,17 @@ class RequestEngine(Engine):
             self.settle()
 
     def report(self, row: int | None = None) -> dict[str, Any]:
-        """The audit so far, with where it broke a rule; `visibility_only`: dropped tokens are attended no more, and
-        keep their memory.
+        """The audit so far.
+
+        Beside that of `Engine`, where it applies: `broken`, where a rule was; `visibility_only`, dropped tokens are
+        attended no more, and keep their memory; `not_finite`, there were NaN or infinite logits.
         """
-        dropped, broken = not all(store.complete for store in self.stores.values()), self.audit.broken(row)
-        told = {"visibility_only": True} if dropped else {}
-        return {**super().report(row), **told, **({"broken": broken} if broken else {})}
+        told = {
+            "broken": self.audit.broken(row),
+            "visibility_only": not all(store.complete for store in self.stores.values()),
+            "not_finite": not self.finite,
+        }
+        return {**super().report(row), **{name: found for name, found in told.items() if found}}
 
 
 class Requests:
@@ -253,8 +263,15 @@ class Requests:
                 out[tokens] = attended[0].transpose(0, 1)
         return others
 
-    def end_pass(self) -> None:
-        """The forward pass is over."""
+    def end_pass(self, logits: Tensor | None = None) -> None:
+        """The forward pass is over.
+
+        Args:
+            logits: [B, vocabulary], of each request in it; None: none were made.
+        """
+        if logits is not None and not bool((finite := logits.amax(dim=1).isfinite()).all()):
+            for row in (~finite).nonzero()[:, 0].tolist():
+                self._passing[row].finite = False
         for engine in self._passing:
             engine.end_pass()
         self._passing = []

@@ -80,6 +80,7 @@ class Served(models.Loaded):
 
         Raises:
             ConfigError: vLLM refuses a prompt.
+            FloatingPointError: NaN or inf in the logits of one of them.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -125,6 +126,8 @@ class Served(models.Loaded):
             llm.llm_engine.abort_request([str(row) for row in range(len(prompts))])
         assert first is not None
         reports = llm.collective_rpc("kvbench_reports")[0]
+        if any(reports[name].pop("not_finite", False) for name in names):
+            raise FloatingPointError("the model's logits are NaN or infinite")
         generation = Generation(tokens, first - start, step_ms=step_ms, audit=reports[names[0]])
         if step_ms:
             generation.tt2t_s = generation.ttft_s + step_ms[0] / 1e3
