@@ -136,7 +136,7 @@ def test_a_streamed_model_is_as_near_to_exact_numbers_as_a_plain_one(batch: int,
 
 
 @pytest.mark.slow  # all of it is compiled anew
-def test_a_cpu_without_products_of_bfloat16_computes_the_same(tmp_path: Path) -> None:
+def test_an_older_cpu_computes_the_same(tmp_path: Path) -> None:
     older = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "+avx2,+fma", "NUMBA_CACHE_DIR": str(tmp_path)}
     tests = [f"{__file__}::{name}" for name in OF_KERNELS]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", *tests]

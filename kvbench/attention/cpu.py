@@ -138,8 +138,7 @@ def _attend_resident(
     """Output as the query and probabilities [B, Hq, n], n = most used slots, for all slots that are used."""
     columns = max(int((one.where[0] + one.where[2]).max()) for one in stretches) if probabilities else 0
     pieces = [kernels.pieces_of(one.longest, kernels.DENSE_PIECE) for one in stretches]
-    lists, paired = len(stretches[0].where[0]), _native(one.codecs for one in stretches)
-    work = _Work(query, scaling, lists, pieces, columns, paired)
+    work = _Work(query, scaling, len(stretches[0].where[0]), pieces, columns)
     work.run([_stretch_part(one) for one in stretches], sum(one.size for one in stretches))
     return work.merged()
 
@@ -206,7 +205,7 @@ def attend_blocks(query: torch.Tensor, blocks: tuple[Any, ...], selection: Selec
     def part(threads: int, claims: Claims, pieces: Pieces, asked: Asked, *results: NDArray[np.float32]) -> None:
         kernels.attend_blocks(threads, claims, pieces, *asked, *held, *results)
 
-    work = _Work(query, scaling, batch * lists, [kernels.pieces_of(count, kernels.LIST_PIECE)], 0, paired=True)
+    work = _Work(query, scaling, batch * lists, [kernels.pieces_of(count, kernels.LIST_PIECE)], 0)
     work.run([part], batch * lists * count * 2 * head_dim * query.itemsize)
     return work.merged()[0]
 
@@ -250,8 +249,7 @@ def _attend_parts(
         pieces = [each] * len(parts) + [1] * (extras > 0)
         alone = [call(index[..., :0], last._replace(codecs=(plain, plain)), None, entries)] if extras else []
         calls = [*(call(index, part, own, nothing) for part in parts), *alone]
-    paired = _native(part.codecs for part in parts)
-    work = _Work(query, scaling, batch * lists, pieces, count + extras if probabilities else 0, paired)
+    work = _Work(query, scaling, batch * lists, pieces, count + extras if probabilities else 0)
     there = work.run(calls, batch * lists * count * max(_entry_bytes(part.codecs) for part in parts))
     return work.merged() if there else None
 
@@ -304,17 +302,12 @@ class _Work:
         lists: L, of which each has as many rows of the query.
         pieces: of each list, one number for each part.
         columns: of the logits to keep; 0: none.
-        paired: all keys are held in the query's dtype, so that it may meet them as it is.
     """
 
-    def __init__(
-        self, query: torch.Tensor, scaling: float, lists: int, pieces: Sequence[int], columns: int, paired: bool
-    ) -> None:
+    def __init__(self, query: torch.Tensor, scaling: float, lists: int, pieces: Sequence[int], columns: int) -> None:
         self._query, self._pieces, head_dim = query.contiguous(), pieces, query.shape[3]
         rows = query.shape[0] * query.shape[1] // lists
-        paired = paired and kernels.PAIRS and query.dtype == torch.bfloat16
-        numbers = self._query.view(torch.uint16) if paired else self._query.float()
-        self._asked = numbers.numpy().reshape(lists, rows, head_dim), np.float32(scaling)
+        self._asked = self._query.float().numpy().reshape(lists, rows, head_dim), np.float32(scaling)
         self._logits = np.full((lists, rows, columns), -np.inf, np.float32)
         self._results = np.empty((lists, sum(pieces), rows, head_dim + 2), np.float32)
 

@@ -7,8 +7,10 @@ layers, whose weights are rows, too.
 
 A stored row is an address: of a device block, a host block, replaced keys or extra entries. Rows in fewer bits
 (`kvbench.memory.codec`) become numbers in the registers into which they are read. Arithmetic is float32 in vectors of
-16 that are spelt out (`Vector`), as no loop over a row would be compiled as well. All kernels are in this file, since
-Numba does not see that a kernel of another file has changed.
+16 that are spelt out (`Vector`), as no loop over a row would be compiled as well. Of 32 neighbours in bfloat16 those of
+even places are one vector, and those of odd places the next, an operation each; what meets them, and what they are
+added to, is laid out in that order (`_lay_out`). All kernels are in this file, since Numba does not see that a kernel
+of another file has changed.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils, config
+from numba.core import cgutils
 from numba.core.datamodel import models
-from numba.extending import intrinsic, overload, register_model
+from numba.extending import intrinsic, register_model
 
 from kvbench.team import claim, together
 
 LANES = 16
+PAIR = 2 * LANES  # numbers that are read at once
 LINE = 64  # bytes of a cache's line
 BLOCK = 64  # rows whose logits are made before their values are read
 LIST_PIECE = 256  # entries of a selected list
@@ -35,9 +38,6 @@ GROUP = 32  # tokens whose keys, and channels of a value, that share a scale and
 
 LOWEST = np.finfo(np.float32).min  # finite, so that its difference from a logit of -inf is one
 NOTHING, ONE = np.float32(0), np.float32(1)
-
-# Whether this CPU has sums of products of bfloat16, and code is made for it
-PAIRS = not (config.CPU_NAME or config.CPU_FEATURES) and binding.get_host_cpu_features().get("avx512bf16", False)
 
 kernel = njit(nogil=True, cache=True, error_model="numpy")
 inner = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -397,71 +397,66 @@ def _channels(builder: Any, row: Any, beside: Any, block: Any, whole: Any, store
     return _fma(builder, builder.sitofp(codes, lanes), scale, least)
 
 
-class _BFloat16(ir.Type):
-    """LLVM's own type, which llvmlite does not name."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat16)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat16)
-
-
-def _paired(asked: Any, stored: Any) -> bool:
-    """See `paired`, of Numba's types."""
-    return PAIRS and asked == stored == types.uint16
+def _two(builder: Any, row: Any, beside: Any, pair: Any, whole: Any, stored: Any, by_channel: bool) -> list[Any]:
+    """Two vectors of a row, the `pair`-th, as `_lay_out` has it; see `_channels`."""
+    word = row.type
+    if stored != types.uint16:
+        first = builder.mul(pair, word(2))
+        blocks = first, builder.add(first, word(1))
+        return [_channels(builder, row, beside, block, whole, stored, by_channel) for block in blocks]
+    words, lanes = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.FloatType(), LANES)
+    both = builder.load(_pointer(builder, builder.add(row, builder.mul(pair, word(2 * PAIR))), words), align=2)
+    even = builder.shl(both, ir.Constant(words, [16] * LANES))
+    odd = builder.and_(both, ir.Constant(words, [0xFFFF0000] * LANES))
+    return [builder.bitcast(half, lanes) for half in (even, odd)]
 
 
 @intrinsic
-def paired(_context, asked, stored):  # type: ignore[no-untyped-def]
-    """Whether queries and rows of these types meet in pairs of bfloat16, 32 at once, without becoming float32."""
-    return types.boolean(asked, stored), lambda context, builder, signature, _: context.get_constant(
-        types.boolean, _paired(*signature.args)
+def spread(_context, stored):  # type: ignore[no-untyped-def]
+    """Whether neighbours of this type are read into two vectors."""
+    return types.boolean(stored), lambda context, builder, signature, _: context.get_constant(
+        types.boolean, signature.args[0] == types.uint16
     )
 
 
-@intrinsic
-def number_of(_context, array):  # type: ignore[no-untyped-def]
-    """A number of an array's type."""
-    return array.dtype(array), lambda context, builder, signature, _: context.get_constant(signature.return_type, 0)
-
-
 @intrinsic(prefer_literal=True)
-def score_four(_context, queries, apart, asked, rows, beside, whole, stored, logits, count):  # type: ignore[no-untyped-def]
+def score_four(_context, queries, apart, rows, beside, whole, stored, logits, count):  # type: ignore[no-untyped-def]
     """Write the products of `count` queries with four rows, a vector of 4 to each row of logits [count, BLOCK].
 
     A row is read once for all queries: their sums stay in registers, which is why `count` is a literal.
 
     Args:
-        queries, logits: addresses of the first; a query is `apart` bytes from the next.
-        asked: a number of the queries, float32, or as the rows where these are `paired` with them.
+        queries, logits: addresses of the first; a query, float32 as `_lay_out` has it, is `apart` bytes from the
+            next.
         rows, beside: addresses of the four rows and of their parameters.
-        whole: numbers of a row that are read, a multiple of `LANES`, of paired ones of twice as many.
+        whole: numbers of a row that are read, a multiple of `LANES`.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        queries, apart, _, rows, beside, whole, _, logits, _ = arguments
-        kind, of, lanes, word = signature.args[2], signature.args[6], ir.VectorType(ir.FloatType(), LANES), queries.type
+        queries, apart, rows, beside, whole, _, logits, _ = arguments
+        of, lanes, word = signature.args[5], ir.VectorType(ir.FloatType(), LANES), queries.type
         rows, beside = ([builder.extract_value(four, n) for n in range(4)] for four in (rows, beside))
-        nothing = ir.Constant(lanes, [0.0] * LANES)
-        asked = [builder.add(queries, builder.mul(apart, word(q))) for q in range(signature.args[8].literal_value)]
+        four, nothing = list(zip(rows, beside, strict=True)), ir.Constant(lanes, [0.0] * LANES)
+        asked = [builder.add(queries, builder.mul(apart, word(q))) for q in range(signature.args[7].literal_value)]
         sums = [[cgutils.alloca_once_value(builder, nothing) for _ in range(4)] for _ in asked]
-        pairs = _paired(kind, of)
-        with cgutils.for_range(builder, builder.udiv(whole, word(2 * LANES if pairs else LANES))) as loop:
-            at = builder.mul(loop.index, word(4 * LANES))
-            if pairs:
-                read = [_pairs(builder, builder.add(row, at)) for row in rows]
-            else:
-                read = [_channels(builder, *one, loop.index, whole, of, True) for one in zip(rows, beside, strict=True)]
+
+        def meet(read: list[Any], first: Any) -> None:
+            """Add the products of a vector of each row with those of the queries, `first` bytes on."""
             for query, own in zip(asked, sums, strict=True):
-                place = builder.add(query, at)
-                x = _pairs(builder, place) if pairs else _numbers(builder, place, types.float32)
+                x = _numbers(builder, builder.add(query, first), types.float32)
                 for sum, y in zip(own, read, strict=True):
-                    found = builder.load(sum)
-                    builder.store(_add_pairs(builder, found, x, y) if pairs else _fma(builder, x, y, found), sum)
+                    builder.store(_fma(builder, x, y, builder.load(sum)), sum)
+
+        pairs = builder.udiv(whole, word(PAIR))
+        with cgutils.for_range(builder, pairs) as loop:
+            read = [_two(builder, *one, loop.index, whole, of, True) for one in four]
+            first = builder.mul(loop.index, word(4 * PAIR))
+            for n, at in enumerate((first, builder.add(first, word(4 * LANES)))):
+                meet([two[n] for two in read], at)
+        with builder.if_then(builder.icmp_unsigned("<", builder.mul(pairs, word(PAIR)), whole)):
+            block = builder.mul(pairs, word(2))
+            read = [_channels(builder, *one, block, whole, of, True) for one in four]
+            meet(read, builder.mul(pairs, word(4 * PAIR)))
         scales = None
         if _kind(of) in SCALED:
             scales = ir.Constant(ir.VectorType(ir.FloatType(), 4), ir.Undefined)
@@ -475,52 +470,59 @@ def score_four(_context, queries, apart, asked, rows, beside, whole, stored, log
         return context.get_dummy_value()
 
     four = types.UniTuple(types.intp, 4)
-    return types.void(types.intp, types.intp, asked, four, four, types.intp, stored, types.intp, count), generate
-
-
-def _pairs(builder: Any, address: Any) -> Any:
-    """The 32 bfloat16 at an address."""
-    return builder.load(_pointer(builder, address, ir.VectorType(_BFloat16(), 2 * LANES)), align=2)
-
-
-def _add_pairs(builder: Any, sums: Any, x: Any, y: Any) -> Any:
-    """sums + x * y, of each two neighbours into one sum."""
-    return _called(builder, "llvm.x86.avx512bf16.dpbf16ps.512", sums.type, sums, x, y)
+    return types.void(types.intp, types.intp, four, four, types.intp, stored, types.intp, count), generate
 
 
 @intrinsic(prefer_literal=True)
-def add_four(_context, weights, rows, beside, whole, stored, sums, apart, count):  # type: ignore[no-untyped-def]
-    """Add four rows to each of `count` sums, by weights [count, BLOCK] of which 4 a row are read; see `score_four`.
+def add_rows(_context, weights, rows, beside, many, block, whole, stored, sums, apart, count, vectors):  # type: ignore[no-untyped-def]
+    """Add `many` rows to each of `count` sums, one vector or two of them, by weights [count, BLOCK]; see `score_four`.
+
+    The sums stay in registers.
 
     Args:
-        weights, sums: addresses of the first; a sum is `apart` bytes from the next.
+        weights: address of the first.
+        rows: address of the rows' addresses.
+        beside: bytes from a row to its parameters.
+        block: which of the rows' vectors, or which two.
+        sums: address of the first, as `_lay_out` has it; a sum is `apart` bytes from the next.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        weights, rows, beside, whole, _, sums, apart, _ = arguments
-        of, lanes, word = signature.args[4], ir.VectorType(ir.FloatType(), LANES), weights.type
-        rows, beside = ([builder.extract_value(four, n) for n in range(4)] for four in (rows, beside))
-        scales = [_scale(builder, at, of) for at in beside] if _kind(of) in SCALED else None
-
-        def weight(q: int, row: int) -> Any:
-            at = builder.add(weights, word(4 * (BLOCK * q + row)))
-            found = builder.load(_pointer(builder, at, ir.FloatType()), align=4)
-            return _splat(builder, found if scales is None else builder.fmul(found, scales[row]))
-
-        by = [[weight(q, row) for row in range(4)] for q in range(signature.args[7].literal_value)]
-        with cgutils.for_range(builder, builder.udiv(whole, word(LANES))) as loop:
-            read = [_channels(builder, *one, loop.index, whole, of, False) for one in zip(rows, beside, strict=True)]
-            place = builder.add(sums, builder.mul(loop.index, word(4 * LANES)))
-            for q, own in enumerate(by):
-                pointer = _pointer(builder, builder.add(place, builder.mul(apart, word(q))), lanes)
-                sum = builder.load(pointer, align=4)
-                for one, y in zip(own, read, strict=True):
-                    sum = _fma(builder, one, y, sum)
-                builder.store(sum, pointer, align=4)
+        weights, rows, beside, many, block, whole, _, sums, apart, _, _ = arguments
+        count, vectors = (argument.literal_value for argument in signature.args[9:])
+        of, lanes, word = signature.args[6], ir.VectorType(ir.FloatType(), LANES), weights.type
+        first = builder.add(sums, builder.mul(block, word(4 * LANES * vectors)))
+        places = [
+            [
+                _pointer(
+                    builder, builder.add(first, builder.add(builder.mul(apart, word(q)), word(4 * LANES * n))), lanes
+                )
+                for n in range(vectors)
+            ]
+            for q in range(count)
+        ]
+        found = [[cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in own] for own in places]
+        with cgutils.for_range(builder, many) as loop:
+            at = builder.add(rows, builder.mul(loop.index, word(word.width // 8)))
+            row = builder.load(_pointer(builder, at, word))
+            by = builder.add(row, beside)
+            if vectors == 2:
+                read = _two(builder, row, by, block, whole, of, False)
+            else:
+                read = [_channels(builder, row, by, block, whole, of, False)]
+            scale = _scale(builder, by, of) if _kind(of) in SCALED else None
+            for q, own in enumerate(found):
+                at = builder.add(weights, builder.add(word(4 * BLOCK * q), builder.mul(loop.index, word(4))))
+                weight = builder.load(_pointer(builder, at, ir.FloatType()), align=4)
+                weight = _splat(builder, weight if scale is None else builder.fmul(weight, scale))
+                for sum, y in zip(own, read, strict=True):
+                    builder.store(_fma(builder, weight, y, builder.load(sum)), sum)
+        for own, to in zip(found, places, strict=True):
+            for sum, place in zip(own, to, strict=True):
+                builder.store(builder.load(sum), place, align=4)
         return context.get_dummy_value()
 
-    four = types.UniTuple(types.intp, 4)
-    return types.void(types.intp, four, four, types.intp, stored, types.intp, types.intp, count), generate
+    return types.void(*[types.intp] * 6, stored, types.intp, types.intp, count, vectors), generate
 
 
 # exp(x) = 2^n exp(r), n = x / ln 2 to the nearest, r = x - n ln 2: Cephes' expf, whose relative error is below 2e-7
@@ -574,48 +576,66 @@ def fetch(_context, address):  # type: ignore[no-untyped-def]
 
 
 @inner
+def _paired(count, stored):  # type: ignore[no-untyped-def]
+    """How many of `count` numbers of this type are read by neighbours, into two vectors."""
+    return count // PAIR * PAIR if spread(stored) else 0
+
+
+@inner
+def _lay_out(numbers, laid, stored):  # type: ignore[no-untyped-def]
+    """Write numbers [R, D] in the order in which they meet rows of this type."""
+    rows, count = numbers.shape
+    pairs = _paired(count, stored)
+    for r in range(rows):
+        for first in range(0, pairs, PAIR):
+            for i in range(LANES):
+                laid[r, first + i] = numbers[r, first + 2 * i]
+                laid[r, first + LANES + i] = numbers[r, first + 2 * i + 1]
+        for j in range(pairs, count):
+            laid[r, j] = numbers[r, j]
+
+
+@inner
 def _score(query, keys, groups, layout, count, ahead, logits, stored):  # type: ignore[no-untyped-def]
     """logits [R, BLOCK]: query [R, D] . each of the rows at the addresses keys[:count]; -inf up to a whole vector.
 
     Args:
+        query: as `_lay_out` has it for keys.
         groups: addresses of the parameters of each key's group, where this kind has groups.
-        layout: bytes from a row to its parameters; those of a row that is fetched `ahead`.
+        layout: bytes from a row to its parameters; those of a row that is fetched.
+        ahead: which rows are fetched, see `_fetch_rows`.
     """
     many, head_dim = query.shape
     beside, size = layout
-    asked = number_of(query)
-    apart, lanes = head_dim * width_of(asked), 2 * LANES if paired(asked, stored) else LANES
-    whole, last = head_dim // lanes * lanes, count - 1
+    whole, last = head_dim // LANES * LANES, count - 1
     for i in range(0, count, 4):
-        _fetch_four(ahead, i, size)
+        _fetch_rows(ahead, i, 4, size)
         a, b, c, d = keys[i], keys[min(i + 1, last)], keys[min(i + 2, last)], keys[min(i + 3, last)]
         rows, by = (a, b, c, d), (a + beside, b + beside, c + beside, d + beside)
         if grouped(stored):
             by = groups[i], groups[min(i + 1, last)], groups[min(i + 2, last)], groups[min(i + 3, last)]
-        _meet(query.ctypes.data, apart, many, asked, rows, by, whole, stored, logits.ctypes.data + 4 * i)
-    for r in range(len(query)):
-        if whole < head_dim:
-            for i in range(count):
-                for j in range(whole, head_dim):
-                    number = load_one(query.ctypes.data + r * apart, 0, j, asked)
-                    logits[r, i] += number * load_one(keys[i], keys[i] + beside, j, stored)
+        _meet(query.ctypes.data, 4 * head_dim, many, rows, by, whole, stored, logits.ctypes.data + 4 * i)
+    for r in range(many):
+        for i in range(count):
+            for j in range(whole, head_dim):
+                logits[r, i] += query[r, j] * load_one(keys[i], keys[i] + beside, j, stored)
         for i in range(count, _vectors(count)):
             logits[r, i] = -np.inf
 
 
 @inner
-def _meet(query, apart, many, asked, rows, beside, whole, stored, logits):  # type: ignore[no-untyped-def]
+def _meet(query, apart, many, rows, beside, whole, stored, logits):  # type: ignore[no-untyped-def]
     """The products of four rows with `many` queries; see `score_four`, of which these are the addresses."""
     for r in range(0, many, 4):
         first, to, left = query + r * apart, logits + 4 * r * BLOCK, many - r
         if left >= 4:
-            score_four(first, apart, asked, rows, beside, whole, stored, to, 4)
+            score_four(first, apart, rows, beside, whole, stored, to, 4)
         elif left == 3:
-            score_four(first, apart, asked, rows, beside, whole, stored, to, 3)
+            score_four(first, apart, rows, beside, whole, stored, to, 3)
         elif left == 2:
-            score_four(first, apart, asked, rows, beside, whole, stored, to, 2)
+            score_four(first, apart, rows, beside, whole, stored, to, 2)
         else:
-            score_four(first, apart, asked, rows, beside, whole, stored, to, 1)
+            score_four(first, apart, rows, beside, whole, stored, to, 1)
 
 
 @inner
@@ -655,35 +675,47 @@ def _weigh(logits, count, most, total, sums):  # type: ignore[no-untyped-def]
 
 @inner
 def _add_values(weights, values, layout, count, ahead, sums, stored):  # type: ignore[no-untyped-def]
-    """Add to sums [R, D] the rows at the addresses values[:count], by weights [R, BLOCK] that are 0 after them."""
+    """Add to sums [R, D] the rows at the addresses values[:count], by weights [R, BLOCK]; see `_score`."""
     many, head_dim = sums.shape
     beside, size = layout
-    whole, last = head_dim // LANES * LANES, count - 1
-    for i in range(0, count, 4):
-        _fetch_four(ahead, i, size)
-        a, b, c, d = values[i], values[min(i + 1, last)], values[min(i + 2, last)], values[min(i + 3, last)]
-        rows, with_ = (a, b, c, d), (a + beside, b + beside, c + beside, d + beside)
+    whole, apart = head_dim // LANES * LANES, 4 * head_dim
+    pairs = whole // PAIR
+    for i in range(0, count, LANES):
+        _fetch_rows(ahead, i, LANES, size)
+        rows, few = values.ctypes.data + i * values.itemsize, min(count - i, LANES)
         for r in range(0, many, 4):
-            by, to, left = weights.ctypes.data + 4 * (r * BLOCK + i), sums.ctypes.data + 4 * r * head_dim, many - r
-            if left >= 4:
-                add_four(by, rows, with_, whole, stored, to, 4 * head_dim, 4)
-            elif left == 3:
-                add_four(by, rows, with_, whole, stored, to, 4 * head_dim, 3)
-            elif left == 2:
-                add_four(by, rows, with_, whole, stored, to, 4 * head_dim, 2)
-            else:
-                add_four(by, rows, with_, whole, stored, to, 4 * head_dim, 1)
-    if whole < head_dim:
-        for r in range(len(sums)):
-            for i in range(count):
-                for j in range(whole, head_dim):
-                    sums[r, j] += weights[r, i] * load_one(values[i], values[i] + beside, j, stored)
+            by, to, left = weights.ctypes.data + 4 * (r * BLOCK + i), sums.ctypes.data + r * apart, many - r
+            for pair in range(pairs):
+                if left >= 4:
+                    add_rows(by, rows, beside, few, pair, whole, stored, to, apart, 4, 2)
+                elif left == 3:
+                    add_rows(by, rows, beside, few, pair, whole, stored, to, apart, 3, 2)
+                elif left == 2:
+                    add_rows(by, rows, beside, few, pair, whole, stored, to, apart, 2, 2)
+                else:
+                    add_rows(by, rows, beside, few, pair, whole, stored, to, apart, 1, 2)
+            if pairs * PAIR < whole:
+                for q in range(min(left, 4)):
+                    own, own_sum = by + 4 * q * BLOCK, to + q * apart
+                    add_rows(own, rows, beside, few, 2 * pairs, whole, stored, own_sum, apart, 1, 1)
+    for r in range(many):
+        for i in range(count):
+            for j in range(whole, head_dim):
+                sums[r, j] += weights[r, i] * load_one(values[i], values[i] + beside, j, stored)
 
 
 @inner
-def _fetch_four(rows, first, size):  # type: ignore[no-untyped-def]
-    """Have four rows of `size` bytes on their way to the cache; rows that lie apart wait for memory, one by one."""
-    for i in range(first, min(first + 4, len(rows))):
+def _fetch_rows(ahead, first, count, size):  # type: ignore[no-untyped-def]
+    """Have rows of `size` bytes on their way to the cache; rows that lie apart wait for memory, one by one.
+
+    Args:
+        ahead: the rows' addresses; and where rows are neighbours, none of these and the address of the first.
+    """
+    rows, stretch = ahead
+    if stretch:
+        for line in range(stretch + first * size, stretch + (first + count) * size, LINE):
+            fetch(line)
+    for i in range(first, min(first + count, len(rows))):
         for line in range(0, size, LINE):
             fetch(rows[i] + line)
 
@@ -704,17 +736,27 @@ def pieces_of(count: int, size: int) -> int:
 
 @inner
 def _own(query):  # type: ignore[no-untyped-def]
-    """The results of a piece, while it is at work: in lines of the cache that no other thread writes."""
-    rows, head_dim = query.shape[1:]
-    return np.empty(rows, np.float32), np.empty(rows, np.float32), np.empty((rows, head_dim), np.float32)
+    """Queries and results of a piece, while it is at work: in lines of the cache that no other thread writes."""
+    rows, shape = query.shape[1], query.shape[1:]
+    return (
+        np.empty(shape, np.float32),
+        np.empty(rows, np.float32),
+        np.empty(rows, np.float32),
+        np.empty(shape, np.float32),
+    )
 
 
 @inner
-def _write(found, most, total, sums):  # type: ignore[no-untyped-def]
-    """The results of a piece, [R, D + 2]."""
+def _write(found, most, total, sums, stored):  # type: ignore[no-untyped-def]
+    """The results of a piece, [R, D + 2], whose sums are laid out as values of this type are read."""
     rows, head_dim = sums.shape
+    pairs = _paired(head_dim, stored)
     for r in range(rows):
-        for j in range(head_dim):
+        for first in range(0, pairs, PAIR):
+            for i in range(LANES):
+                found[r, first + 2 * i] = sums[r, first + i]
+                found[r, first + 2 * i + 1] = sums[r, first + LANES + i]
+        for j in range(pairs, head_dim):
             found[r, j] = sums[r, j]
         found[r, head_dim], found[r, head_dim + 1] = most[r], total[r]
 
@@ -728,7 +770,7 @@ def attend_resident(  # type: ignore[no-untyped-def]
     Args:
         claims: [1] int64, the next piece, 0.
         pieces: of each list, `DENSE_PIECE` slots each: the first in `results`, and how many.
-        query: [L, R, D], float32, or as uint16 where keys are stored in bfloat16 alone; list l is a KV head of a row.
+        query: [L, R, D] float32; list l is a KV head of a row.
         scaling: of the logits, float32.
         used: [L] int64, slots of each list that are attended.
         first: [L] int64, where the slots of each list begin in the pool.
@@ -752,29 +794,31 @@ def _attend_resident(  # type: ignore[no-untyped-def]
     key_kind, value_kind, (key_size, key_beside), (value_size, value_beside), group_size = stored
     block = np.empty((query.shape[1], BLOCK), np.float32)
     keys, values, groups = np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp)
-    own_most, own_total, own_sums = _own(query)
+    asked, own_most, own_total, own_sums = _own(query)
     before, pieces = pieces
     item = claim(claims)
     while item < len(query) * pieces:
         head, piece = item // pieces, item % pieces
         own_most[:], own_total[:], own_sums[:] = LOWEST, 0, 0
+        _lay_out(query[head], asked, key_kind)
         end = min((piece + 1) * DENSE_PIECE, used[head])
         for start in range(piece * DENSE_PIECE, end, BLOCK):
             count = min(BLOCK, end - start)
+            slot = first[head] + start
             for i in range(count):
-                slot = first[head] + start + i
-                keys[i], values[i] = key + slot * key_size, value + slot * value_size
+                keys[i], values[i] = key + (slot + i) * key_size, value + (slot + i) * value_size
                 if grouped(key_kind):
-                    groups[i] = parameters + slot // GROUP * group_size
-            _score(query[head], keys, groups, (key_beside, value_size), count, values[:count], block, key_kind)
+                    groups[i] = parameters + (slot + i) // GROUP * group_size
+            ahead = keys[:0], value + slot * value_size
+            _score(asked, keys, groups, (key_beside, value_size), count, ahead, block, key_kind)
             _scale_logits(block, count, scaling)
             if logits.shape[2]:
                 at = column[head] + start
                 logits[head, :, at : at + count] = block[:, :count]
             _weigh(block, count, own_most, own_total, own_sums)
-            keys += BLOCK * key_size
-            _add_values(block, values, (value_beside, key_size), count, keys[:count], own_sums, value_kind)
-        _write(results[head, before + piece], own_most, own_total, own_sums)
+            ahead = keys[:0], key + (slot + BLOCK) * key_size
+            _add_values(block, values, (value_beside, key_size), count, ahead, own_sums, value_kind)
+        _write(results[head, before + piece], own_most, own_total, own_sums, value_kind)
         item = claim(claims)
 
 
@@ -818,7 +862,7 @@ def _attend_lists(  # type: ignore[no-untyped-def]
     room = max(LIST_PIECE, extras)
     keys, values, rank = np.empty(room, np.intp), np.empty(room, np.intp), np.empty(room, np.intp)
     groups = np.empty(room, np.intp)
-    own_most, own_total, own_sums = _own(query)
+    asked, own_most, own_total, own_sums = _own(query)
     block = np.empty((query.shape[1], BLOCK), np.float32)
     lists, heads = len(query) // len(index), len(device[5]) // len(index)
     before, pieces = pieces
@@ -828,6 +872,7 @@ def _attend_lists(  # type: ignore[no-untyped-def]
         row = at // lists
         head = row * heads + at % lists * heads // lists
         own_most[:], own_total[:], own_sums[:] = LOWEST, 0, 0
+        _lay_out(query[at], asked, key_kind)
         if extras and piece == pieces - 1:
             found = extras
             for i in range(extras):
@@ -846,8 +891,8 @@ def _attend_lists(  # type: ignore[no-untyped-def]
                     keys[i] = own + (head * count + rank[i]) * key_size
         for start in range(0, found, BLOCK):
             rows = min(BLOCK, found - start)
-            ahead = values[start : start + rows]
-            _score(query[at], keys[start:], groups[start:], (key_beside, value_size), rows, ahead, block, key_kind)
+            ahead = values[start : start + rows], 0
+            _score(asked, keys[start:], groups[start:], (key_beside, value_size), rows, ahead, block, key_kind)
             _scale_logits(block, rows, scaling)
             for r in range(query.shape[1]):
                 if bias.shape[2]:
@@ -857,9 +902,9 @@ def _attend_lists(  # type: ignore[no-untyped-def]
                     for i in range(rows):
                         logits[at, r, rank[start + i]] = block[r, i]
             _weigh(block, rows, own_most, own_total, own_sums)
-            ahead = keys[start + rows : found]
+            ahead = keys[start + rows : found], 0
             _add_values(block, values[start:], (value_beside, key_size), rows, ahead, own_sums, value_kind)
-        _write(results[at, before + piece], own_most, own_total, own_sums)
+        _write(results[at, before + piece], own_most, own_total, own_sums, value_kind)
         item = claim(claims)
 
 
@@ -939,7 +984,7 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
     size, rank, ids = head_dim * number.itemsize, np.empty(BLOCK, np.intp), np.empty(BLOCK, np.int64)
     for i in range(BLOCK):
         keys[i], values[i] = own_keys.ctypes.data + i * size, own_values.ctypes.data + i * size
-    own_most, own_total, own_sums = _own(query)
+    asked, own_most, own_total, own_sums = _own(query)
     block = np.empty((query.shape[1], BLOCK), np.float32)
     lists, heads = len(query) // len(index), cache.shape[1]
     before, pieces = pieces
@@ -949,6 +994,7 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
         row = at // lists
         head, own_list = at % lists * heads // lists, min(at % lists, index.shape[1] - 1)
         own_most[:], own_total[:], own_sums[:] = LOWEST, 0, 0
+        _lay_out(query[at], asked, stored)
         place, end = piece * LIST_PIECE, min(count, (piece + 1) * LIST_PIECE)
         while place < end:
             rows = 0
@@ -961,7 +1007,7 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
             if own:
                 for i in range(rows):
                     keys[i] = own + ((row * heads + head) * count + rank[i]) * size
-            _score(query[at], keys, groups, (0, 0), rows, keys[:0], block, stored)
+            _score(asked, keys, groups, (0, 0), rows, (keys[:0], 0), block, stored)
             _scale_logits(block, rows, scaling)
             for r in range(query.shape[1]):
                 if bias.shape[2]:
@@ -971,8 +1017,8 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
                     for i in range(rows):
                         logits[at, r, rank[i]] = block[r, i]
             _weigh(block, rows, own_most, own_total, own_sums)
-            _add_values(block, values, (0, 0), rows, keys[:0], own_sums, stored)
-        _write(results[at, before + piece], own_most, own_total, own_sums)
+            _add_values(block, values, (0, 0), rows, (keys[:0], 0), own_sums, stored)
+        _write(results[at, before + piece], own_most, own_total, own_sums, stored)
         item = claim(claims)
 
 
@@ -1086,7 +1132,6 @@ def gated(threads, x, gate, up, down, out, rows, inputs, hidden, stored):  # typ
         x, out: [rows, inputs]; gate, up: [hidden, inputs]; down: [inputs, hidden].
     """
     count, beside = rows * hidden, -(-LANES // hidden)  # rows for what whole vectors read and write behind the last
-    both = _room(rows + beside, hidden, stored)
     gates, ups = np.empty((rows + beside, hidden), np.float32), np.empty((rows + beside, hidden), np.float32)
     between = np.intp(gates.ctypes.data), np.intp(ups.ctypes.data)
     _linear(threads, _given(x, rows, inputs, stored), (gate, up), 0, between, (hidden, hidden), stored, NOTHING)
@@ -1097,8 +1142,9 @@ def gated(threads, x, gate, up, down, out, rows, inputs, hidden, stored):  # typ
         smaller = exponential(times(larger(negated, nothing), minus))  # of min(number, 0)
         whole = plus(one, exponential(times(larger(number, negated), minus)))
         weight = over(times(number, smaller), whole)
-        put(both.ctypes.data, i, times(load(ups.ctypes.data + 4 * i), weight), number_of(both))
-    _linear(threads, both[:rows], (down,), 0, (out,), (inputs,), stored, stored)
+        store(ups.ctypes.data + 4 * i, times(load(ups.ctypes.data + 4 * i), weight))
+    _lay_out(ups[:rows], gates[:rows], stored)
+    _linear(threads, gates[:rows], (down,), 0, (out,), (inputs,), stored, stored)
 
 
 @kernel
@@ -1151,24 +1197,15 @@ def normed(x, weight, out, rows, width, epsilon, stored):  # type: ignore[no-unt
             put(out, first + i, numbers[i] * scale * load_one(weight, weight, i, stored), stored)
 
 
-def _room(rows, width, stored):  # type: ignore[no-untyped-def]
-    """Room for numbers [rows, width] that meet weights: in their type where these are `paired`, else float32."""
-    raise NotImplementedError
-
-
-@overload(_room)
-def _room_of(rows, width, stored):  # type: ignore[no-untyped-def]
-    dtype = np.uint16 if _paired(types.uint16, stored) else np.float32
-    return lambda rows, width, stored: np.empty((rows, width), dtype)
-
-
 @inner
 def _given(x, rows, width, stored):  # type: ignore[no-untyped-def]
-    """The numbers [rows, width] at an address, as they meet weights."""
-    numbers = _room(rows, width, stored)
-    for i in range(rows * width):
-        put(numbers.ctypes.data, i, load_one(x, x, i, stored), number_of(numbers))
-    return numbers
+    """The numbers [rows, width] at an address, laid out for weights."""
+    numbers, laid = np.empty((rows, width), np.float32), np.empty((rows, width), np.float32)
+    for r in range(rows):
+        for j in range(width):
+            numbers[r, j] = load_one(x, x, r * width + j, stored)
+    _lay_out(numbers, laid, stored)
+    return laid
 
 
 @inner
@@ -1220,22 +1257,20 @@ def _products(number, claims, pieces, x, layers, bias, stored, written):  # type
 def _some_products(x, weight, first, count, block, stored):  # type: ignore[no-untyped-def]
     """block [rows, BLOCK] = x [rows, inputs] . `count` rows of a weight, from `first` on."""
     many, inputs = x.shape
-    size, asked = inputs * width_of(stored), number_of(x)
-    apart, lanes = inputs * width_of(asked), 2 * LANES if paired(asked, stored) else LANES
-    whole = inputs // lanes * lanes
+    size, whole = inputs * width_of(stored), inputs // LANES * LANES
     at, last = weight + first * size, weight + (first + count - 1) * size
     for i in range(0, count, 4):
         rows = at, min(at + size, last), min(at + 2 * size, last), min(at + 3 * size, last)
         for line in range(at + AHEAD, at + AHEAD + 4 * size, LINE):
             fetch(line)
-        _meet(x.ctypes.data, apart, many, asked, rows, rows, whole, stored, block.ctypes.data + 4 * i)
+        _meet(x.ctypes.data, 4 * inputs, many, rows, rows, whole, stored, block.ctypes.data + 4 * i)
         at += 4 * size
     if whole < inputs:
         for r in range(many):
             for i in range(count):
                 row = weight + (first + i) * size
                 for j in range(whole, inputs):
-                    block[r, i] += load_one(x.ctypes.data + r * apart, 0, j, asked) * load_one(row, 0, j, stored)
+                    block[r, i] += x[r, j] * load_one(row, 0, j, stored)
 
 
 @inner
