@@ -97,6 +97,14 @@ def test_times_are_ranged_over_repeats_and_ratios_resampled_over_texts(tmp_path:
     assert ratio.low is not None and ratio.high is not None and 2 <= ratio.low < ratio.value < ratio.high <= 8
 
 
+def test_a_time_over_none_is_no_number(tmp_path: Path, bed: None) -> None:
+    spent = [{"query": 2.0, "transfer": transfer} for transfer in (0.0, 1.0, 0.5)]
+    stored(tmp_path, "full", None, [record(str(n), "", 1.0, breakdown_ms=one) for n, one in enumerate(spent)])
+    asked = {**ASKED, "of": "method=full", "value": "breakdown_ms.query / breakdown_ms.transfer", "interval": "range"}
+    del asked["less"]
+    assert sampled.sampled(collect([tmp_path]), asked) == Finding(3.0, 2.0, 4.0, 2)
+
+
 def test_a_file_gives_elements_slopes_and_quarters(tmp_path: Path) -> None:
     text = '{"runs": [{"n": 10, "us": 2, "r": [1, 1, 1, 5]}, {"n": 1000, "us": 20, "r": [1, 1, 1, 7]}]}'
     (tmp_path / "one.json").write_text(text)
@@ -169,7 +177,12 @@ def _words_of(job: DictConfig) -> dict[str, str]:
     words = {f"{section}.{key}": show(value) for section in sections for key, value in plain[section].items()}
     names = {key: plain[key]["name"] for key in ("model", "method", "task")}
     budget = plain["method"].get("preset") if plain["budget"] is None else plain["budget"]
-    return {**words, **names, "budget": show(None if names["method"] == "full" else budget)}
+    return {
+        **words,
+        **names,
+        "attention": plain["attention"],
+        "budget": show(None if names["method"] == "full" else budget),
+    }
 
 
 @pytest.mark.parametrize("name", ["claims.md", "claims.csv", "claims.html"])

@@ -29,7 +29,12 @@ from kvbench.report.stats import estimate, is_0_1, proportion, ratio
 from kvbench.runs.folder import Record
 
 # What a run has where an arm does not say otherwise.
-USUAL = {"protocol.accounting": "paper", "protocol.question_as_decode": "false", "probe.every": "0"}
+USUAL = {
+    "protocol.accounting": "paper",
+    "protocol.question_as_decode": "false",
+    "probe.every": "0",
+    "attention": "auto",
+}
 
 ROLES = ("of", "less", "over", "among")
 
@@ -155,7 +160,7 @@ def _readings(runs: Runs, chosen: Sequence[int], value: str, lengths: Sequence[i
                 above, _, below = value.partition(" / ")
                 numbers = [_number(record, path) for path in (above, below) if path]
                 known = [number for number in numbers if number is not None]
-                if len(known) == len(numbers):
+                if len(known) == len(numbers) and known[1:] != [0]:  # over nothing there is no number
                     own[seed, id] = Reading(group, *known)
         if len(lengths) > 1:
             own = _growth(own, seed, lengths, runs, run)
