@@ -84,14 +84,14 @@ class Head:
         self.ids, self.codes, self.halves, self.counts = self.index.head(0, 0)
         subspaces, count = len(self.ids), len(keys)
         self.votes, self.votes_of = np.empty(self.ids.shape[1], np.uint8), np.empty((subspaces, 256), np.uint8)
-        self.products = np.empty((subspaces, 4, 256), np.float32)
+        self.rotated = np.empty((8, subspaces), np.float32)
         self.candidates, self.picked = np.empty(count, np.int32), np.empty(count, np.int32)
         self.estimates = np.empty(count, np.float32)
 
     def tables(self, group: Floats, asked: Quotas) -> None:
         """What vote and rerank look up."""
         spans = np.array(asked.tiers)
-        kernels.tables(group, self.signs.numpy(), self.counts, spans, self.votes_of, self.products)
+        kernels.tables(group, self.signs.numpy(), self.counts, spans, self.votes_of, self.rotated)
 
     def vote(self, asked: Quotas) -> Any:
         """The candidates, ascending."""
@@ -104,7 +104,7 @@ class Head:
         """The k retrieved of the candidates of the last vote, best first."""
         tokens, scores = np.empty(asked.retrieved, np.int32), np.empty(asked.retrieved, np.float32)
         candidates, work = self.candidates[: asked.candidates], (self.estimates, self.picked)
-        kernels.rerank(self.codes, self.halves, self.products, candidates, *work, tokens, scores)
+        kernels.rerank(self.codes, self.halves, self.rotated, candidates, *work, tokens, scores)
         return tokens
 
 

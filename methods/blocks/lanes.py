@@ -25,6 +25,11 @@ NOTHING = ir.Constant(BYTES, None)
 QUARTER = 256 // 4  # entries of a table that one register holds
 
 
+def features() -> str:
+    """What LLVM knows this processor to have, such as "+avx2,+avx512vbmi"."""
+    return str(cpu_target.target_context.codegen().magic_tuple()[2])
+
+
 def looks_up(features: str) -> bool:
     """Whether a processor with these LLVM features looks up bytes in a table of 128, as `_look_up_quickly` needs."""
     return "+avx512vbmi" in features.split(",")
@@ -72,7 +77,7 @@ def _look_up_plainly(tables, ids, first, sums):  # type: ignore[no-untyped-def]
         sums[i] = total
 
 
-look_up = _look_up_quickly if looks_up(cpu_target.target_context.codegen().magic_tuple()[2]) else _look_up_plainly
+look_up = _look_up_quickly if looks_up(features()) else _look_up_plainly
 """look_up(tables [S, 256], ids [S, n], first, sums [n]), all uint8: for `LANES` i from `first` on,
 sums[i] = tables[0, ids[0, i]] + tables[1, ids[1, i]] + ..., modulo 256."""
 

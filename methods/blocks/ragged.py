@@ -29,6 +29,8 @@ def entries(starts: torch.Tensor, counts: torch.Tensor, most: int | None = None)
 
 def stacked(lists: Sequence[torch.Tensor]) -> torch.Tensor:
     """Ids [H, n] of each row, packed, as one [B, H, longest n] with trailing -1."""
+    if len(lists) == 1:
+        return lists[0][None]
     longest = max(ids.shape[1] for ids in lists)
     if all(ids.shape[1] == longest for ids in lists):
         return torch.stack([*lists])

@@ -1,19 +1,20 @@
 """The index of one layer's retrieval zones: the codes of their tokens, kept token after token, and the search.
 
-The tokens of a row's zone are numbered from 0. `VectorIndex` computes in torch on the device of the queries,
-`KernelIndex` in Numba on the CPU; the same keys give the same codes and the same answers.
+What is found in a row's zone is numbered as in its sequence. `VectorIndex` computes in torch on the device of the
+queries, `KernelIndex` in Numba on the CPU; the same keys give the same codes and the same answers.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from methods.blocks.heads import each_head
 from methods.blocks.lanes import LANES
@@ -32,6 +33,7 @@ class Index(ABC):
     Args:
         batch, kv_heads: rows and KV heads.
         signs: [D], see `codebook.random_signs`; its device is that of the index.
+        begins: of each row, the token with which its zone begins; None: 0.
 
     Attributes:
         lengths: tokens in the zone of each row.
@@ -40,9 +42,9 @@ class Index(ABC):
         counts: [B, Hkv, S, 256] int32, tokens with each id.
     """
 
-    def __init__(self, batch: int, kv_heads: int, signs: torch.Tensor) -> None:
+    def __init__(self, batch: int, kv_heads: int, signs: torch.Tensor, begins: Sequence[int] | None = None) -> None:
         subspaces, device = len(signs) // SUBSPACE, signs.device
-        self.signs, self.lengths = signs, [0] * batch
+        self.signs, self.lengths, self.begins = signs, [0] * batch, [0] * batch if begins is None else begins
         self.ids = torch.zeros(batch, kv_heads, subspaces, 0, dtype=torch.uint8, device=device)
         self.codes = torch.zeros(batch, kv_heads, 0, subspaces * 3 // 2, dtype=torch.int32, device=device)
         self.counts = torch.zeros(batch, kv_heads, subspaces, CENTROIDS, dtype=torch.int32, device=device)
@@ -77,7 +79,7 @@ class Index(ABC):
             quotas: of each row that asks.
 
         Returns:
-            For each of these rows, [Hkv, k] int64 indexes in its zone, best first, and the estimated products, float32;
+            For each of these rows, [Hkv, k] int64 tokens of its zone, best first, and the estimated products, float32;
             -1 and -inf where the estimate is NaN.
         """
 
@@ -103,7 +105,8 @@ class VectorIndex(Index):
         for row, of_row in quotas.items():
             used = slice(self.lengths[row])
             zone = self.ids[row, :, :, used], self.codes[row, :, used], self.counts[row]
-            found[row] = vectorised.search(*zone, queries[row], self.signs, of_row)
+            tokens, estimates = vectorised.search(*zone, queries[row], self.signs, of_row)
+            found[row] = torch.where(tokens < 0, -1, self.begins[row] + tokens), estimates
         return found
 
 
@@ -114,8 +117,10 @@ class KernelIndex(Index):
         pool: where threads that encode a prompt come from.
     """
 
-    def __init__(self, batch: int, kv_heads: int, signs: torch.Tensor, pool: Executor) -> None:
-        super().__init__(batch, kv_heads, signs)
+    def __init__(
+        self, batch: int, kv_heads: int, signs: torch.Tensor, pool: Executor, begins: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(batch, kv_heads, signs, begins)
         self._pool = pool
 
     def head(self, row: int, head: int) -> tuple[Any, ...]:
@@ -137,11 +142,10 @@ class KernelIndex(Index):
         """See `Index.ranked`."""
         if not quotas:
             return {}
-        heads, of_rows = self.counts.shape[1], quotas.values()
-        rows = np.array([(row, self.lengths[row], one.candidates, one.retrieved) for row, one in quotas.items()])
-        spans = np.array([one.tiers for one in of_rows])
-        found = np.full((len(rows) * heads, int(rows[:, 3].max())), -1)
-        estimated = np.full(found.shape, -np.inf, np.float32)
+        heads = self.counts.shape[1]
+        rows, spans = _asked(tuple((row, self.lengths[row], self.begins[row], of) for row, of in quotas.items()))
+        found = np.empty((len(rows) * heads, int(rows[:, 4].max())), np.int64)
+        estimated = np.empty(found.shape, np.float32)
         asked, signs, zone = queries.float().cpu().contiguous().numpy(), self.signs.numpy(), self._zone()
         threads = min(torch.get_num_threads(), max(1, heads * int(rows[:, 1].sum()) // WORTH_A_THREAD))
         kernels.search(threads, zone, asked, signs, rows, spans, found, estimated)
@@ -155,6 +159,13 @@ class KernelIndex(Index):
         """What `kernels.search` reads of all KV heads, in place."""
         codes = self.codes.numpy()
         return self.ids.numpy(), codes.view(np.uint32), codes.view(np.uint16), self.counts.numpy()
+
+
+@lru_cache(maxsize=64)  # all layers of a step ask for the same
+def _asked(rows: tuple[tuple[int, int, int, Quotas], ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows and spans as `kernels.search` takes them, of rows, their zones' lengths and beginnings, and quotas."""
+    numbers = [(row, length, begin, of.candidates, of.retrieved) for row, length, begin, of in rows]
+    return np.array(numbers), np.array([of.tiers for *_, of in rows])
 
 
 @cache

@@ -8,11 +8,14 @@ compiled in, and what is compiled is kept until this file changes.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from kvbench.team import claim, together
 from methods.blocks.kernels import prefetch, sort, widen, write_best
-from methods.blocks.lanes import ALL, LANES, at_least, look_up, lowest, lowest_ones, ones
+from methods.blocks.lanes import ALL, LANES, at_least, features, look_up, lowest, lowest_ones, ones
 from methods.pariskv import codebook
 
 exact = njit(nogil=True, cache=True, error_model="numpy")
@@ -21,10 +24,11 @@ inner = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_
 SUBSPACE, CENTROIDS = codebook.SUBSPACE, codebook.CENTROIDS
 THRESHOLDS, LEVELS = codebook.THRESHOLDS.numpy(), codebook.LEVELS.numpy()
 DECODED = codebook.DECODED.numpy()
+EIGHT = 8  # subspaces whose codes are decoded at once
 NO_RADIUS, NO_ALIGNMENT = np.float32(codebook.NO_RADIUS), np.float32(codebook.NO_ALIGNMENT)
 
-BYTE, HALF, ROUND = np.uint32(255), np.uint32(16), np.uint32(0x7FFF)
-AHEAD = 8  # candidates whose codes are fetched early: they lie far apart, and waiting for each would take half the time
+NIBBLE, HALF, ROUND = np.uint32(15), np.uint32(16), np.uint32(0x7FFF)
+AHEAD = 24  # candidates whose codes are fetched early: they lie far apart, waiting for each takes most of the time
 
 
 @inner
@@ -113,14 +117,14 @@ def _nearest(z, counts, reach, falling, number):  # type: ignore[no-untyped-def]
 
 
 @exact
-def tables(queries, signs, counts, spans, votes_of, products):  # type: ignore[no-untyped-def]
+def tables(queries, signs, counts, spans, votes_of, rotated):  # type: ignore[no-untyped-def]
     """Make a group's queries [G, head_dim] ready to be looked up.
 
     Args:
         counts: [S, 256] keys of each id.
         spans: [tiers] int64, `Quotas.tiers`.
         votes_of: [S, 256] uint8, written: the votes of each centroid.
-        products: [S, 4, 256] float32, written: <v, z> of each byte of codes, two coordinates.
+        rotated: [8, S] float32, written: their mean, coordinate by coordinate of all subspaces.
     """
     z = np.zeros(len(signs), np.float32)
     for i in range(queries.shape[1]):
@@ -139,11 +143,7 @@ def tables(queries, signs, counts, spans, votes_of, products):  # type: ignore[n
                 tier += 1
             votes_of[subspace, number[rank]] = len(spans) - tier
             nearer += counts[subspace, number[rank]]
-        for byte in range(4):
-            for high in range(16):
-                for low in range(16):
-                    value = DECODED[low] * own[2 * byte] + DECODED[high] * own[2 * byte + 1]
-                    products[subspace, byte, 16 * high + low] = value
+        rotated[:, subspace] = own
 
 
 @inner
@@ -193,31 +193,94 @@ def vote(ids, length, votes_of, most, votes, candidates):  # type: ignore[no-unt
             found += 1
 
 
+def permutes(features: str) -> bool:
+    """Whether a processor with these LLVM features looks up eight numbers at once, as `_terms_quickly` needs."""
+    return "+avx2" in features.split(",")
+
+
+@intrinsic
+def _terms_quickly(_context, codes, halves, token, first, rotated, terms):  # type: ignore[no-untyped-def]
+    """`_terms`: the three low bits of a code look up its level, and its fourth is the sign."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        in_codes, in_halves, _, _, in_rotated, in_terms = signature.args
+        codes, halves, token, first, rotated, terms = arguments
+        one, number = ir.IntType(32), ir.FloatType()
+        words, numbers = ir.VectorType(one, EIGHT), ir.VectorType(number, EIGHT)
+
+        def place(kind, array, indexes, of):  # type: ignore[no-untyped-def]
+            made = context.make_array(kind)(context, builder, array)
+            return builder.bitcast(cgutils.get_item_pointer(context, builder, kind, made, indexes), of.as_pointer())
+
+        def every(value):  # type: ignore[no-untyped-def]
+            return ir.Constant(words, [value] * EIGHT)
+
+        look_up = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(numbers, [numbers, words]), "llvm.x86.avx2.permps"
+        )
+        levels = ir.Constant(numbers, [float(level) for level in LEVELS])
+        own, parts = builder.load(place(in_codes, codes, [token, first], words), align=1), []
+        for coordinate in range(SUBSPACE):
+            code = builder.lshr(own, every(4 * coordinate)) if coordinate else own
+            level = builder.bitcast(builder.call(look_up, [levels, code]), words)
+            negative = builder.and_(builder.not_(builder.shl(code, every(28))), every(1 << 31))
+            decoded = builder.bitcast(builder.xor(level, negative), numbers)
+            of_query = builder.load(place(in_rotated, rotated, [ir.IntType(64)(coordinate), first], numbers), align=1)
+            parts.append(builder.fmul(decoded, of_query))
+        product, *others = (builder.fadd(parts[at], parts[at + 1]) for at in range(0, SUBSPACE, 2))
+        for other in others:
+            product = builder.fadd(product, other)
+        narrow = ir.VectorType(ir.IntType(16), EIGHT)
+        subspaces = context.make_array(in_rotated)(context, builder, rotated).shape
+        after = builder.mul(cgutils.unpack_tuple(builder, subspaces, 2)[1], ir.IntType(64)(2))
+        weights = builder.load(place(in_halves, halves, [token, builder.add(after, first)], narrow), align=1)
+        weights = builder.bitcast(builder.shl(builder.zext(weights, words), every(16)), numbers)
+        builder.store(builder.fmul(product, weights), place(in_terms, terms, [first], numbers), align=1)
+        return context.get_dummy_value()
+
+    return types.void(codes, halves, types.intp, types.intp, rotated, terms), generate
+
+
+@inner
+def _terms_plainly(codes, halves, token, first, rotated, terms):  # type: ignore[no-untyped-def]
+    """`_terms`, one subspace after the other."""
+    for subspace in range(first, min(first + EIGHT, len(terms))):
+        product = np.float32(0)
+        for pair in range(SUBSPACE // 2):
+            both = codes[token, subspace] >> np.uint32(8 * pair)
+            low, high = DECODED[both & NIBBLE], DECODED[both >> np.uint32(4) & NIBBLE]
+            product += low * rotated[2 * pair, subspace] + high * rotated[2 * pair + 1, subspace]
+        terms[subspace] = product * widen(halves[token, 2 * len(terms) + subspace])
+
+
+_terms = _terms_quickly if permutes(features()) else _terms_plainly
+"""_terms(codes, halves [n, ...], token, first, rotated [8, S], terms [S]): a token's weight_b <v_b, z_b> of the eight
+subspaces from `first` on."""
+
+
 @exact
-def rerank(codes, halves, products, candidates, estimates, picked, tokens, scores):  # type: ignore[no-untyped-def]
+def rerank(codes, halves, rotated, candidates, estimates, picked, tokens, scores):  # type: ignore[no-untyped-def]
     """Fill tokens, scores [k] with the candidates of the largest estimates of <query, key>, best first, then -1.
 
     Args:
         codes, halves: [n, ...] uint32 and uint16.
+        rotated: [8, S], see `tables`.
         candidates: [C] int32, ascending.
         estimates, picked: [C] float32 and int32, written.
     """
-    count, subspaces = len(candidates), len(products)
+    count, terms = len(candidates), np.empty(rotated.shape[1], np.float32)
     for i in range(count):
         later = candidates[min(i + AHEAD, count - 1)]
         prefetch(codes, later, 0)
         prefetch(codes, later, codes.shape[1] - 1)
-        token = candidates[i]
+        if len(terms) % EIGHT:
+            _terms_plainly(codes, halves, candidates[i], 0, rotated, terms)
+        else:
+            for first in range(0, len(terms), EIGHT):
+                _terms(codes, halves, candidates[i], first, rotated, terms)
         total = np.float32(0)
-        for subspace in range(subspaces):
-            word, of = codes[token, subspace], products[subspace]
-            product = (
-                of[0, word & BYTE]
-                + of[1, word >> np.uint32(8) & BYTE]
-                + of[2, word >> np.uint32(16) & BYTE]
-                + of[3, word >> np.uint32(24)]
-            )
-            total += product * widen(halves[token, 2 * subspaces + subspace])
+        for term in terms:
+            total += term
         estimates[i] = total
     write_best(estimates, count, tokens, scores, picked)
     for i in range(len(tokens)):
@@ -232,10 +295,11 @@ def search(threads, zone, queries, signs, rows, spans, found, estimated):  # typ
     Args:
         zone: ids [B, Hkv, S, n], codes, halves and counts of all rows.
         queries: [B, Hkv, G, head_dim].
-        rows: [R, 4], of each row that asks: which, tokens of its zone, candidates, and tokens to retrieve.
+        rows: [R, 5], of each row that asks: which, tokens of its zone, the first of these, candidates, and tokens to
+            retrieve.
         spans: [R, tiers] int64, `Quotas.tiers`.
-        found: [R * Hkv, k] int64, filled with -1; written: tokens of the zone, best first.
-        estimated: [R * Hkv, k] float32, filled with -inf; written: their estimates.
+        found: [R * Hkv, k] int64, written: tokens of the sequence, best first, then -1.
+        estimated: [R * Hkv, k] float32, written: their estimates, then -inf.
     """
     together(threads, _search, (np.zeros(1, np.int64), zone, queries, signs, rows, spans, found, estimated))
 
@@ -243,20 +307,22 @@ def search(threads, zone, queries, signs, rows, spans, found, estimated):  # typ
 @inner
 def _search(_, claims, zone, queries, signs, rows, spans, found, estimated):  # type: ignore[no-untyped-def]
     ids, codes, halves, counts = zone
-    subspaces, most_wanted = ids.shape[2], rows[:, 2].max()
+    subspaces, most_wanted = ids.shape[2], rows[:, 3].max()
     votes, votes_of = np.empty(ids.shape[3], np.uint8), np.empty((subspaces, CENTROIDS), np.uint8)
     candidates, picked = np.empty(most_wanted, np.int32), np.empty(most_wanted, np.int32)
     estimates = np.empty(most_wanted, np.float32)
-    products = np.empty((subspaces, 4, CENTROIDS), np.float32)
+    rotated = np.empty((SUBSPACE, subspaces), np.float32)
     at = claim(claims)
     while at < len(found):
-        row, length, wanted, k = rows[at // ids.shape[1]]
+        row, length, begin, wanted, k = rows[at // ids.shape[1]]
         head = at % ids.shape[1]
         tokens, scores = np.empty(k, np.int32), np.empty(k, np.float32)
-        tables(queries[row, head], signs, counts[row, head], spans[at // ids.shape[1]], votes_of, products)
+        tables(queries[row, head], signs, counts[row, head], spans[at // ids.shape[1]], votes_of, rotated)
         most = spans.shape[1] * len(votes_of)
         vote(ids[row, head], length, votes_of, most, votes, candidates[:wanted])
         of_zone = codes[row, head, :length], halves[row, head, :length]
-        rerank(of_zone[0], of_zone[1], products, candidates[:wanted], estimates, picked, tokens, scores)
-        found[at, :k], estimated[at, :k] = tokens, scores
+        rerank(of_zone[0], of_zone[1], rotated, candidates[:wanted], estimates, picked, tokens, scores)
+        found[at, k:], estimated[at, :k], estimated[at, k:] = -1, scores, -np.inf
+        for i in range(k):
+            found[at, i] = -1 if tokens[i] < 0 else begin + tokens[i]
         at = claim(claims)

@@ -118,8 +118,11 @@ class ParisKV(Method):
         return Zones(sinks, local, update, max(1, k), capacity)
 
     def _new_index(self, layer: int) -> Index:
-        sizes = self.shape.batch, self.shape.kv_heads, self.signs[layer]
-        return KernelIndex(*sizes, self.context.pool) if self.on_cpu else VectorIndex(*sizes)
+        sizes, begins = (
+            (self.shape.batch, self.shape.kv_heads, self.signs[layer]),
+            [zones.sinks for zones in self.zones],
+        )
+        return KernelIndex(*sizes, self.context.pool, begins) if self.on_cpu else VectorIndex(*sizes, begins)
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Encode the prompt's tokens between sinks and window."""
@@ -180,7 +183,7 @@ class ParisKV(Method):
     def _enough(
         self, layer: int, row: int, queries: torch.Tensor, tokens: torch.Tensor, estimates: torch.Tensor
     ) -> torch.Tensor:
-        """Of candidates [Hkv, C] in a row's zone, as many as its KV heads need for `theta`, [Hkv, k], trailing -1.
+        """Of candidates [Hkv, C] of a row's zone, as many as its KV heads need for `theta`, [Hkv, k], trailing -1.
 
         Args:
             queries: [Hkv, G, D].
@@ -198,7 +201,7 @@ class ParisKV(Method):
             self.shape.scaling * (keys.float() @ mean[..., None]).squeeze(2),
             norms[:, whole[0]],
             self.shape.scaling * estimates,
-            norms.gather(1, zones.sinks + tokens.clamp(min=0)),
+            norms.gather(1, tokens.clamp(min=0)),
             self.theta,
         )
         most = min(zones.k, tokens.shape[1])
@@ -214,8 +217,7 @@ class ParisKV(Method):
         if retrieved is None:
             return self._whole(layer, row, length, 0, 0).expand(self.shape.kv_heads, -1)
         whole = self._whole(layer, row, length, zones.sinks + self.index[layer].lengths[row], zones.sinks)
-        found = torch.where(retrieved < 0, -1, zones.sinks + retrieved)
-        return torch.cat([whole.expand(self.shape.kv_heads, -1), found], dim=1)
+        return torch.cat([whole.expand(self.shape.kv_heads, -1), retrieved], dim=1)
 
     def _whole(self, layer: int, row: int, length: int, end: int, sinks: int) -> torch.Tensor:
         """[1, n] the tokens from `end` on, newest first, and the sinks; the same in all layers of a device."""
