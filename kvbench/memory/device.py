@@ -256,9 +256,7 @@ class DeviceTier(Slotted):
         self.reserve(self.longest + 1)
         self._put(key, value)
         if self.ids is not None:
-            token = torch.tensor(lengths)[:, None].expand_as(self.used)
-            slot, token = uploaded(torch.stack([self.used, token]), key.device)
-            self.ids.scatter_(2, slot[..., None], token[..., None])
+            self._name(self.ids, lengths)
         self._used, self.longest = self._used + 1, self.longest + 1
 
     def _put(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -271,6 +269,15 @@ class DeviceTier(Slotted):
             slot = (self.first + self.filled).view(-1)
             self.pool.key.index_copy_(0, slot, key.flatten(0, 2))
             self.pool.value.index_copy_(0, slot, value.flatten(0, 2))
+
+    def _name(self, ids: torch.Tensor, lengths: Sequence[int]) -> None:
+        """Write token `lengths[b]` into the ids of the slots after the used ones."""
+        if self.uniform and len(set(lengths)) == 1:
+            ids.select(2, self.longest).fill_(lengths[0])
+            return
+        token = torch.tensor(lengths)[:, None].expand_as(self.used)
+        slot, token = uploaded(torch.stack([self.used, token]), ids.device)
+        ids.scatter_(2, slot[..., None], token[..., None])
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots, in newly allocated memory where they are not there.
