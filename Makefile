@@ -16,7 +16,7 @@ help:
 	@echo "make test-slow  the rest: full matrices, kills, SLURM, notebooks, training, the demo"
 	@echo "make test-vllm  kvbench's methods inside vLLM, in an environment of their own"
 	@echo "make coverage   all tests with a coverage report: slower"
-	@echo "make reference  every method on the real model, a night; PARTS=texts one part, SMOKE=1 minutes, LONGBENCH=FOLDER"
+	@echo "make reference  every method on the real model, a night; PARTS=texts one part, LIMIT=3 samples, SMOKE=1 minutes"
 	@echo "make reference-tiny  run the sweep behind results/reference anew"
 	@echo "make lint    set up .venv, then ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
@@ -48,7 +48,8 @@ reference-tiny: $(STAMP)
 
 # A night on the real model, in parts that go on where they were stopped. By 70 ms a token and 2 s to build an index, on two
 # cores with AMX: texts 3 h (146 arms of 12 samples), passkey 35 min (38 of 20), long 1 h (13 of 2), ruler 4 h (38 of 52).
-# Left out: tasks at other budgets than 256, and LongBench unless LONGBENCH=FOLDER has its files.
+# Left out: tasks at other budgets than 256, and LongBench unless LONGBENCH=FOLDER has its files. What is committed of an
+# earlier night is not run again; LIMIT=3 takes the first samples of each task, another time goes on behind them.
 PARTS ?= texts passkey long ruler $(if $(LONGBENCH),longbench)
 texts := +experiment=reference_texts
 passkey := +experiment=reference_tasks task=passkey task.lengths=[4096]
@@ -64,7 +65,8 @@ long += task.steps=64
 else
 SWEPT := results/sweep_smollm2
 KEPT := results/smollm2
-longbench += task.limit=16
+SMALL := $(if $(LIMIT),task.limit=$(LIMIT))
+longbench += $(if $(LIMIT),,task.limit=16)
 endif
 
 define part
@@ -73,6 +75,7 @@ define part
 endef
 
 reference: $(STAMP)
+	test -d $(SWEPT) -o ! -d $(KEPT) || cp -r $(KEPT) $(SWEPT)
 	$(foreach name,$(PARTS),$(call part,$(name)))
 	$(BIN)/python scripts/compact_runs.py $(SWEPT) $(KEPT)
 
