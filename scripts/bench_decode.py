@@ -14,6 +14,8 @@ to hold keys and values by those:
   p95_over_mean              of tpot
   model, attention, transfer, select, ...   parts of it, means
   rest                       tpot without the model's part
+  compiled, compiled_share   with --compiled, of the rest: inside compiled code that attends or searches; what is left
+                             is Python, and torch's operations on a few numbers
   rest_over_full             over that of full attention, measured in the same turns
   tpot_over_first            over that of the first executor and `--kv`, median of turns; so attention_over_first
   must_read_ms, rest_over_must_read   keys and values attended, in bytes, over the bandwidth of a copy; rest over that
@@ -26,10 +28,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from kvbench.cli.threads import wait_briefly
@@ -48,9 +53,47 @@ from kvbench.measure import hardware  # noqa: E402
 from kvbench.measure.synthetic import SyntheticEngine  # noqa: E402
 from kvbench.memory.kinds import kv_of  # noqa: E402
 
+# Compiled code that a layer's step calls.
+COMPILED = {
+    "kvbench.attention.kernels": ("attend_resident", "attend_lists", "merge"),
+    "methods.blocks.pages.kernels": ("best_tokens", "mean_bounds", "take_in"),
+    "methods.icecache.kernels": ("attend",),
+    "methods.lychee.kernels": ("best_tokens",),
+    "methods.pariskv.kernels": ("search",),
+}
 METHODS = ("snapkv", "quest", "lychee", "pariskv", "icecache")
 CELLS = ((4096, 256), (16384, 1024), (32768, 1024), (131072, 1024))
 WARM = 4  # steps that are not counted
+
+
+class Compiled:
+    """The clock of the functions in `COMPILED`, which it takes the places of.
+
+    Attributes:
+        seconds: in them since the last reset.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        for module, names in COMPILED.items():
+            held = importlib.import_module(module)
+            for name in names:
+                setattr(held, name, self._timed(getattr(held, name)))
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def timed(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            found = function(*arguments)
+            self.seconds += time.perf_counter() - began
+            return found
+
+        return timed
+
+    def reset(self) -> float:
+        """The seconds, which begin anew."""
+        spent, self.seconds = self.seconds, 0.0
+        return spent
 
 
 class Side:
@@ -61,9 +104,17 @@ class Side:
     """
 
     def __init__(
-        self, loaded: models.Loaded, method: str, executor: str, kv: str, tokens: int, budget: int, steps: int
+        self,
+        loaded: models.Loaded,
+        method: str,
+        executor: str,
+        kv: str,
+        tokens: int,
+        budget: int,
+        steps: int,
+        compiled: Compiled | None = None,
     ) -> None:
-        self.model = loaded.model
+        self.model, self.compiled = loaded.model, compiled
         own = Budget(None if method == "full" else budget)
         common: dict[str, Any] = {"new_tokens": WARM + steps, "attention": executor, "kv": kv_of(kv)}
         common["kind"] = SyntheticEngine
@@ -77,6 +128,8 @@ class Side:
 
     def step(self, counts: bool) -> None:
         """Decode a token."""
+        if self.compiled is not None:
+            self.compiled.reset()
         began = time.perf_counter()
         with self.engine.spans("other"):
             self.tokens = decode_step(self.model, self.tokens, self.cache, [True])
@@ -84,7 +137,8 @@ class Side:
         self.engine.settle()
         parts = self.engine.spans.reset()
         if counts:
-            for name, seconds in {**parts, "tpot": spent, "rest": spent - parts["model"]}.items():
+            more = {} if self.compiled is None else {"compiled": self.compiled.reset()}
+            for name, seconds in {**parts, **more, "tpot": spent, "rest": spent - parts["model"]}.items():
                 self.ms[name].append(1e3 * seconds)
 
     def report(self, full: Side, first: Side, bandwidth: float) -> dict[str, float]:
@@ -94,6 +148,8 @@ class Side:
         found["tpot_p50"] = statistics.median(self.ms["tpot"])
         found["tpot_p95"] = statistics.quantiles(self.ms["tpot"], n=20)[-1]
         found["p95_over_mean"] = found["tpot_p95"] / found["tpot"]
+        if self.compiled is not None:
+            found["compiled_share"] = found["compiled"] / found["rest"]
         found["rest_over_full"] = found["rest"] * steps / sum(full.ms["rest"])
         for name in ("tpot", "attention"):
             ratios = (ours / theirs for ours, theirs in zip(self.ms[name], first.ms[name], strict=True))
@@ -108,7 +164,13 @@ class Side:
         return {name: round(value, 3) for name, value in found.items()}
 
 
-def beside_full(loaded: models.Loaded, method: str, ways: list[tuple[str, str]], *sizes: int) -> dict[str, Any]:
+def beside_full(
+    loaded: models.Loaded,
+    method: str,
+    ways: list[tuple[str, str]],
+    sizes: tuple[int, int, int],
+    compiled: Compiled | None,
+) -> dict[str, Any]:
     """A method and full attention, each in every way, an executor and a `kv`: their reports by these, full's as "full".
 
     Args:
@@ -116,7 +178,7 @@ def beside_full(loaded: models.Loaded, method: str, ways: list[tuple[str, str]],
     """
     gc.collect()
     bandwidth = hardware.bandwidth(torch.device("cpu")).copy
-    sides = {(name, *way): Side(loaded, name, *way, *sizes) for way in ways for name in ("full", method)}
+    sides = {(name, *way): Side(loaded, name, *way, *sizes, compiled) for way in ways for name in ("full", method)}
     for turn in range(WARM + sizes[-1]):
         for side in sides.values():
             side.step(counts=turn >= WARM)
@@ -135,7 +197,9 @@ def main() -> None:
     parser.add_argument("--executors", nargs="+", default=["cpu"], choices=("cpu", "torch"))
     parser.add_argument("--kv", nargs="+", default=["native"], choices=choices("kv"))
     parser.add_argument("--steps", type=int, default=64, help="that are counted, of each engine")
+    parser.add_argument("--compiled", action="store_true", help="time what compiled code takes, too")
     given = parser.parse_args()
+    compiled = Compiled() if given.compiled else None
     ways = [(executor, kv) for executor in given.executors for kv in given.kv]
     found: dict[str, Any] = {}
     for dtype in given.dtypes:
@@ -145,7 +209,7 @@ def main() -> None:
         for tokens, budget in given.cells:
             for method in given.methods:
                 with torch.inference_mode():
-                    reports = beside_full(loaded, method, ways, tokens, budget, given.steps)
+                    reports = beside_full(loaded, method, ways, (tokens, budget, given.steps), compiled)
                 found.setdefault(dtype, {}).setdefault(f"{tokens}:{budget}", {})[method] = (
                     reports if len(reports) > 1 else reports["-".join(ways[0])]
                 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from kvbench.attention import kernels
 from kvbench.attention import torch as torch_executor
 from kvbench.memory.codec import Codec, Fp8, Int8, KiviKeys, KiviValues, Native
 from kvbench.memory.device import DeviceTier, Span
+from kvbench.memory.host import HostTier
 from kvbench.memory.kinds import KV, NATIVE
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
@@ -264,9 +266,22 @@ def _bias(selection: Selection, batch: int, query_heads: int) -> torch.Tensor:
     return torch.cat([weight.float(), extra.log_weight.float()], dim=2)
 
 
+# The last that was found of each store, with what it was found from: a step changes little in tiers on the host.
+_found: WeakKeyDictionary[LayerStore, tuple[tuple[Any, ...], list[Lists]]] = WeakKeyDictionary()
+
+
 def _tiers(store: LayerStore) -> list[Lists]:
     """Tokens of a store: of both tiers together where these hold them alike or the device has none, else apart."""
     device, host = store.device, store.host
+    tensors = device.pool.key, device.used, device.ids, *((host.key, host.slot_of) if host is not None else ())
+    known, lists = _found.get(store, ((), []))
+    if len(known) != len(tensors) or any(one is not other for one, other in zip(known, tensors, strict=True)):
+        lists = _lists(device, host)
+        _found[store] = tensors, lists
+    return lists
+
+
+def _lists(device: DeviceTier, host: HostTier | None) -> list[Lists]:
     spans = device.spans()
     if host is None:
         return [Lists(span.codecs, _near(device, span), NO_HOST) for span in spans]

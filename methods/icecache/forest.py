@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import cache
@@ -16,7 +16,7 @@ from methods.icecache import kernels
 from methods.icecache.index import DCITree, ExactScan
 from methods.icecache.kernels import NONE, SIZES, Tree
 from methods.icecache.settings import Layout, Search
-from methods.icecache.tree import Floats, Workspace
+from methods.icecache.tree import Floats, Workspace, line
 
 Tokens = NDArray[np.int64]
 
@@ -70,19 +70,22 @@ class Forest:
         """
         batch, kv_heads, group, head_dim = queries.shape
         flat = queries.reshape(batch * kv_heads, group, head_dim)
-        index, read = np.full((len(flat), longest), NONE, np.int64), np.zeros(len(flat), np.int64)
-        refused = np.zeros(len(flat), np.bool_)
+        index = np.empty((len(flat), longest), np.int64)
+        used, read, refused = (np.empty(len(flat), dtype) for dtype in (np.int64, np.int64, np.bool_))
         exact, p_dci = isinstance(self._trees[0], ExactScan), self._trees[0].p_dci(search)
         how = (search.fov, search.exhaustive_below, search.rank_by == "centroid", exact)
         directory, stored = self._find(), self._stored
         threads = self._workspaces[: max(1, self._scored * group * head_dim // WORTH_A_TEAM)]
-        works = np.array([_line(workspace.fit(self._trees[0].arrays, group)) for workspace in threads])
-        kernels.attend(works, directory, stored, flat, regions, how, p_dci, float(fov_share), index, read, refused)
+        for workspace in threads:
+            workspace.fit(self._trees[0].arrays, group)
+        works = np.stack([workspace.line for workspace in threads])
+        told = used, read, refused
+        kernels.attend(works, directory, stored, flat, regions, how, p_dci, float(fov_share), index, told)
         if refused.any():
             raise RefusedError(int(refused.argmax()), "a query is not finite")
         self._scored = int(read.sum())
-        used = longest - int((index == NONE).sum(axis=1).min())
-        return index[:, :used].reshape(batch, kv_heads, used), self._scored
+        most = int(used.max())
+        return index[:, :most].reshape(batch, kv_heads, most), self._scored
 
     def insert(self, counts: Sequence[int]) -> None:
         """Take the next `counts[row]` rows of key memory into the trees of each row.
@@ -125,7 +128,7 @@ class Forest:
         for at, (tree, known) in enumerate(zip(self._trees, self._known, strict=True)):
             if tree.arrays is not known:
                 self._known[at] = tree.arrays
-                self._directory[at] = _line(tree.arrays)
+                self._directory[at] = line(tree.arrays)
                 for workspace in self._workspaces:
                     workspace.fit(tree.arrays, 1)
         return self._directory
@@ -139,11 +142,6 @@ class Forest:
         threads = self._workspaces[: max(1, work // WORTH_A_THREAD)]
         refused = in_parts(self._pool, len(self._trees), threads, do)
         return min((head for head in refused if head != NONE), default=NONE)
-
-
-def _line(arrays: Iterable[NDArray[Any]]) -> list[int]:
-    """Where arrays are, and their sizes: a line of a directory."""
-    return [number for array in arrays for number in (array.ctypes.data, *array.shape, 1)[:SIZES]]
 
 
 @cache

@@ -113,7 +113,7 @@ def _fixed(region, attended):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def attend(works, directory, stored, queries, regions, how, p_dci, fov_share, index, read, refused):  # type: ignore[no-untyped-def]
+def attend(works, directory, stored, queries, regions, how, p_dci, fov_share, index, told):  # type: ignore[no-untyped-def]
     """What all KV heads attend: window, sinks, and the members of the best pages.
 
     Args:
@@ -122,24 +122,25 @@ def attend(works, directory, stored, queries, regions, how, p_dci, fov_share, in
         regions: [B, 5], of each row its budget, sinks, first token of the window, length and most pages recalled.
         how: fov, exhaustive_below, by_centroid, exact scan, as of `search`.
         p_dci: None, or as of `p_dci_pages`, which are asked instead: only one of the two is compiled.
-        index: [T, M] int64, filled with -1: tokens, those always attended first, then page by page, best first.
-        read: [T], keys scored, by their sketches.
-        refused: [T] bool, written: this head was asked what is not finite.
+        index: [T, M] int64, written: tokens, those always attended first, then page by page, best first, then -1.
+        told: [T] each, written: how many tokens; keys scored, by their sketches; and, bool, whether this head was asked
+            what is not finite.
     """
     asked = works, directory, stored, queries, regions, how, p_dci, fov_share
-    together(len(works), _attend, (np.zeros(1, np.int64), *asked, index, read, refused))
+    together(len(works), _attend, (np.zeros(1, np.int64), *asked, index, told))
 
 
 @jit
-def _attend(number, claims, works, directory, stored, queries, regions, how, p_dci, fov_share, index, read, refused):  # type: ignore[no-untyped-def]
-    fov, exhaustive_below, by_centroid, exact = how
+def _attend(number, claims, works, directory, stored, queries, regions, how, p_dci, fov_share, index, told):  # type: ignore[no-untyped-def]
+    (fov, exhaustive_below, by_centroid, exact), (used, read, refused) = how, told
     heads, work = len(directory) // len(regions), _work(works[number])
     for _ in range(len(directory)):
         head = claim(claims)
         if head >= len(directory):
             break
         region, own = regions[head // heads], queries[head]
-        count = _fixed(region, index[head])
+        index[head] = NONE
+        used[head] = count = _fixed(region, index[head])
         tree = _tree(directory[head], stored)
         pages = min(region[SLOTS], tree.state[PAGES])
         read[head], refused[head] = 0, False
@@ -163,6 +164,7 @@ def _attend(number, claims, works, directory, stored, queries, regions, how, p_d
                 if count < region[CAPACITY]:
                     index[head, count] = tree.token[tree.slots[page, slot]] + region[SINKS]
                     count += 1
+        used[head] = count
 
 
 @kernel
