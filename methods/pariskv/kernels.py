@@ -8,26 +8,22 @@ compiled in, and what is compiled is kept until this file changes.
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import njit
 
 from kvbench.team import claim, together
-from methods.blocks.kernels import prefetch, sort, widen, write_best
-from methods.blocks.lanes import ALL, LANES, at_least, features, look_up, lowest, lowest_ones, ones
+from methods.blocks.kernels import prefetch, sort, write_best
+from methods.blocks.lanes import ALL, LANES, at_least, look_up, lowest, lowest_ones, ones
 from methods.pariskv import codebook
+from methods.pariskv.decoding import EIGHT, terms_of, terms_plainly
 
 exact = njit(nogil=True, cache=True, error_model="numpy")
 inner = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 SUBSPACE, CENTROIDS = codebook.SUBSPACE, codebook.CENTROIDS
 THRESHOLDS, LEVELS = codebook.THRESHOLDS.numpy(), codebook.LEVELS.numpy()
-DECODED = codebook.DECODED.numpy()
-EIGHT = 8  # subspaces whose codes are decoded at once
 NO_RADIUS, NO_ALIGNMENT = np.float32(codebook.NO_RADIUS), np.float32(codebook.NO_ALIGNMENT)
 
-NIBBLE, HALF, ROUND = np.uint32(15), np.uint32(16), np.uint32(0x7FFF)
+HALF, ROUND = np.uint32(16), np.uint32(0x7FFF)
 AHEAD = 24  # candidates whose codes are fetched early: they lie far apart, waiting for each takes most of the time
 
 
@@ -193,71 +189,6 @@ def vote(ids, length, votes_of, most, votes, candidates):  # type: ignore[no-unt
             found += 1
 
 
-def permutes(features: str) -> bool:
-    """Whether a processor with these LLVM features looks up eight numbers at once, as `_terms_quickly` needs."""
-    return "+avx2" in features.split(",")
-
-
-@intrinsic
-def _terms_quickly(_context, codes, halves, token, first, rotated, terms):  # type: ignore[no-untyped-def]
-    """`_terms`: the three low bits of a code look up its level, and its fourth is the sign."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        in_codes, in_halves, _, _, in_rotated, in_terms = signature.args
-        codes, halves, token, first, rotated, terms = arguments
-        one, number = ir.IntType(32), ir.FloatType()
-        words, numbers = ir.VectorType(one, EIGHT), ir.VectorType(number, EIGHT)
-
-        def place(kind, array, indexes, of):  # type: ignore[no-untyped-def]
-            made = context.make_array(kind)(context, builder, array)
-            return builder.bitcast(cgutils.get_item_pointer(context, builder, kind, made, indexes), of.as_pointer())
-
-        def every(value):  # type: ignore[no-untyped-def]
-            return ir.Constant(words, [value] * EIGHT)
-
-        look_up = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(numbers, [numbers, words]), "llvm.x86.avx2.permps"
-        )
-        levels = ir.Constant(numbers, [float(level) for level in LEVELS])
-        own, parts = builder.load(place(in_codes, codes, [token, first], words), align=1), []
-        for coordinate in range(SUBSPACE):
-            code = builder.lshr(own, every(4 * coordinate)) if coordinate else own
-            level = builder.bitcast(builder.call(look_up, [levels, code]), words)
-            negative = builder.and_(builder.not_(builder.shl(code, every(28))), every(1 << 31))
-            decoded = builder.bitcast(builder.xor(level, negative), numbers)
-            of_query = builder.load(place(in_rotated, rotated, [ir.IntType(64)(coordinate), first], numbers), align=1)
-            parts.append(builder.fmul(decoded, of_query))
-        product, *others = (builder.fadd(parts[at], parts[at + 1]) for at in range(0, SUBSPACE, 2))
-        for other in others:
-            product = builder.fadd(product, other)
-        narrow = ir.VectorType(ir.IntType(16), EIGHT)
-        subspaces = context.make_array(in_rotated)(context, builder, rotated).shape
-        after = builder.mul(cgutils.unpack_tuple(builder, subspaces, 2)[1], ir.IntType(64)(2))
-        weights = builder.load(place(in_halves, halves, [token, builder.add(after, first)], narrow), align=1)
-        weights = builder.bitcast(builder.shl(builder.zext(weights, words), every(16)), numbers)
-        builder.store(builder.fmul(product, weights), place(in_terms, terms, [first], numbers), align=1)
-        return context.get_dummy_value()
-
-    return types.void(codes, halves, types.intp, types.intp, rotated, terms), generate
-
-
-@inner
-def _terms_plainly(codes, halves, token, first, rotated, terms):  # type: ignore[no-untyped-def]
-    """`_terms`, one subspace after the other."""
-    for subspace in range(first, min(first + EIGHT, len(terms))):
-        product = np.float32(0)
-        for pair in range(SUBSPACE // 2):
-            both = codes[token, subspace] >> np.uint32(8 * pair)
-            low, high = DECODED[both & NIBBLE], DECODED[both >> np.uint32(4) & NIBBLE]
-            product += low * rotated[2 * pair, subspace] + high * rotated[2 * pair + 1, subspace]
-        terms[subspace] = product * widen(halves[token, 2 * len(terms) + subspace])
-
-
-_terms = _terms_quickly if permutes(features()) else _terms_plainly
-"""_terms(codes, halves [n, ...], token, first, rotated [8, S], terms [S]): a token's weight_b <v_b, z_b> of the eight
-subspaces from `first` on."""
-
-
 @exact
 def rerank(codes, halves, rotated, candidates, estimates, picked, tokens, scores):  # type: ignore[no-untyped-def]
     """Fill tokens, scores [k] with the candidates of the largest estimates of <query, key>, best first, then -1.
@@ -274,10 +205,10 @@ def rerank(codes, halves, rotated, candidates, estimates, picked, tokens, scores
         prefetch(codes, later, 0)
         prefetch(codes, later, codes.shape[1] - 1)
         if len(terms) % EIGHT:
-            _terms_plainly(codes, halves, candidates[i], 0, rotated, terms)
+            terms_plainly(codes, halves, candidates[i], 0, rotated, terms)
         else:
             for first in range(0, len(terms), EIGHT):
-                _terms(codes, halves, candidates[i], first, rotated, terms)
+                terms_of(codes, halves, candidates[i], first, rotated, terms)
         total = np.float32(0)
         for term in terms:
             total += term
