@@ -17,7 +17,7 @@ help:
 	@echo "make test-vllm  kvbench's methods inside vLLM, in an environment of their own"
 	@echo "make coverage   all tests with a coverage report: slower"
 	@echo "make reference  every method on the real model, a night; PARTS=texts one part, LIMIT=3 samples, SMOKE=1 minutes"
-	@echo "make reference-tiny  run the sweep behind results/reference anew"
+	@echo "make reference-tiny  run the sweep behind results/reference_tiny anew"
 	@echo "make lint    set up .venv, then ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environments and the caches; results stay"
@@ -42,9 +42,9 @@ run: $(STAMP)
 	$(BIN)/python -m kvbench.demo
 
 reference-tiny: $(STAMP)
-	$(BIN)/python -m kvbench +experiment=reference
-	$(BIN)/python -m kvbench +experiment=reference_probe
-	$(BIN)/python scripts/compact_runs.py results/sweep_reference results/reference
+	$(BIN)/python -m kvbench +experiment=reference_tiny
+	$(BIN)/python -m kvbench +experiment=reference_tiny_probe
+	$(BIN)/python scripts/compact_runs.py results/sweep_reference_tiny results/reference_tiny
 
 # A night on the real model, in parts that go on where they were stopped. By 70 ms a token and 2 s to build an index, on two
 # cores with AMX: texts 3 h (146 arms of 12 samples), passkey 35 min (38 of 20), long 1 h (13 of 2), ruler 4 h (38 of 52).
@@ -63,8 +63,8 @@ SMALL := smoke=true task.limit=1
 texts += task.steps=8
 long += task.steps=64
 else
-SWEPT := results/sweep_smollm2
-KEPT := results/smollm2
+SWEPT := results/sweep_reference
+KEPT := results/reference
 SMALL := $(if $(LIMIT),task.limit=$(LIMIT))
 longbench += $(if $(LIMIT),,task.limit=16)
 endif

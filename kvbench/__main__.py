@@ -47,7 +47,7 @@ usage: kvbench [run] [-m] [key=value ...]          `python -m kvbench` is the sa
   python -m kvbench -m method=full,quest budget=64,128       a sweep: each method with each budget
   python -m kvbench model.path=FOLDER                        your own model: a folder, or a hub id such as org/name
   python -m kvbench --cfg job method=quest                   print the config of a run, options of the method included
-  python -m kvbench +experiment=reference                    a sweep from a file of conf/experiment
+  python -m kvbench +experiment=reference_tiny               a sweep from a file of conf/experiment
   python -m kvbench --config-dir FOLDER method=mine          with your own FOLDER/method/mine.yaml
 
 flags:

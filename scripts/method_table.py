@@ -21,7 +21,7 @@ from kvbench.runs.quantities import MIB
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, FRONT = ROOT / "methods" / "README.md", ROOT / "README.md"
-TEXTS, NEEDLES = ("smollm2",), ("reference",)
+TEXTS, NEEDLES = ("reference",), ("reference_tiny",)
 BUDGET = 256
 HEAD = "| method | KL, nats | KV held, MiB | KV read a step, MiB | needles % |"
 FRONT_HEAD = "| `method=` |KL|needles|MiB| what they do | source |"

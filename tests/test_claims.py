@@ -13,7 +13,7 @@ from test_experiments import jobs
 
 from kvbench.config import choices, show
 from kvbench.report.__main__ import main
-from kvbench.report.claims import sampled
+from kvbench.report.claims import page, sampled
 from kvbench.report.claims.claim import Bed, Part, beds, claims
 from kvbench.report.claims.numbers import filed, printed
 from kvbench.report.claims.page import judged
@@ -151,6 +151,26 @@ def test_every_claim_is_complete_and_decided_as_far_as_its_numbers_go(tmp_path: 
     assert all(verdicts[id] is FAILS for id in ("ice-9", "ice-10", "racc-1", "lyc-8"))
 
 
+def test_claims_that_runs_do_not_measure_are_judged_by_shipped_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of IceCache's needles both have as many arms, of its passkeys the shipped alone have some."""
+    shipped, own, seed = tmp_path / "results", tmp_path / "own", {"seed": 1}
+    for folder, scores in ((shipped / "claims", [1.0, 0.0]), (own, [0.0, 0.0])):
+        for method, budget in (("full", None), ("icecache", 256)):
+            stored(folder, method, budget, scores, task="niah", options={"lengths": [4096]}, config=seed)
+    stored(shipped / "claims", "icecache", 64, [1.0, 0.0], options={"lengths": [2048, 4096, 8192]}, config=seed)
+    stored(shipped / "claims", "full", None, [1.0, 0.0], options={"lengths": [2048, 4096, 8192]}, config=seed)
+    monkeypatch.setattr(page, "SHIPPED", shipped)
+    found = {
+        one.claim.id: (number.value, number.note)
+        for one in judged(collect([own]), [own])
+        for part, number, _ in one.parts
+        if isinstance(number, Finding) and part.kind == "runs"
+    }
+    assert found == {"ice-1": (0.0, ""), "ice-4": (100.0, "runs that kvbench ships")}
+
+
 @pytest.mark.slow
 def test_every_arm_of_a_claim_is_a_job_of_the_experiment_that_its_command_names() -> None:
     made: dict[str, list[dict[str, str]]] = {}
@@ -186,7 +206,8 @@ def _words_of(job: DictConfig) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["claims.md", "claims.csv", "claims.html"])
-def test_claims_are_printed_in_every_format_of_text(tmp_path: Path, name: str) -> None:
+def test_claims_are_printed_in_every_format_of_text(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "SHIPPED", tmp_path / "none")
     stored(tmp_path / "runs")
     assert main([str(tmp_path / "runs"), "--claims", "--out", str(tmp_path / name)]) == 0
     text = (tmp_path / name).read_text()

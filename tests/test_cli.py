@@ -143,7 +143,7 @@ def test_bad_input_is_one_line_with_exit_code_2_and_nothing_heavy(python, tmp_pa
         (["method=null"], "method=null: no such method; "),
         (["method="], "method=: no such method; (valid: "),
         (["=5"], "=5: no key; expected key=value"),
-        (["experiment=reference"], "experiment=reference: is put on top of the others; write +experiment=reference"),
+        (["experiment=fidelity"], "experiment=fidelity: is put on top of the others; write +experiment=fidelity"),
         (["-m", "budget=range(1,0)"], "budget=range(1,0): no value in it"),
         (
             ["-m", "hydra/launcher=slurm", "hydra.launcher.tim=3"],

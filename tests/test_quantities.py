@@ -184,6 +184,6 @@ def test_the_arms_of_a_sweep_stand_side_by_side():
 
 
 def test_committed_runs_show_what_their_methods_report():
-    (path,) = Path(__file__).parents[1].glob("results/reference/runs/niah/tiny/pariskv-64/*/summary.json")
+    (path,) = Path(__file__).parents[1].glob("results/reference_tiny/runs/niah/tiny/pariskv-64/*/summary.json")
     summary = json.loads(path.read_text())
     assert shown(summary)["method: candidates"] == f"{summary['audit']['candidates']:.2f}"

@@ -6,6 +6,7 @@ import csv
 import io
 import textwrap
 from collections.abc import Iterator, Sequence
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -15,11 +16,12 @@ from kvbench.report.claims.claim import Claim, Part, claims
 from kvbench.report.claims.numbers import filed, printed
 from kvbench.report.claims.sampled import sampled
 from kvbench.report.claims.verdict import Finding, Missing, Verdict, judge, of_all
-from kvbench.report.frame import Runs
+from kvbench.report.frame import Runs, collect
 from kvbench.report.html import STYLE
 
 SHIPPED = Path(kvbench.__file__).parents[1] / "results"
 WIDTH = 120
+OURS = "runs that kvbench ships"
 
 
 class Judged(NamedTuple):
@@ -27,11 +29,13 @@ class Judged(NamedTuple):
 
     Attributes:
         parts: each with what was found, and its own verdict.
+        runs: that it was judged by.
     """
 
     claim: Claim
     verdict: Verdict
     parts: list[tuple[Part, Finding | Missing, Verdict]]
+    runs: Runs | None
 
     @property
     def shown(self) -> str:
@@ -48,13 +52,38 @@ class Judged(NamedTuple):
 
 
 def judged(runs: Runs | None, folders: Sequence[Path]) -> list[Judged]:
-    """Every claim, with its verdict by these runs and by the measurements' files in these folders, else the shipped."""
+    """Every claim, with its verdict by these runs and by the measurements' files in these folders, else the shipped.
+
+    A claim of which the runs that kvbench ships measure more is judged by them.
+    """
     found = []
     for claim in claims():
-        parts = [(part, _found(part, runs, [*folders, SHIPPED])) for part in claim.parts]
-        own = [(part, number, judge(part, number)) for part, number in parts]
-        found.append(Judged(claim, of_all([verdict for *_, verdict in own]), own))
+        own = _judged(claim, runs, folders)
+        theirs = _judged(claim, _shipped(SHIPPED / "claims"), [], OURS) if _lacking(own) else own
+        found.append(theirs if _lacking(theirs) < _lacking(own) else own)
     return found
+
+
+def _judged(claim: Claim, runs: Runs | None, folders: Sequence[Path], note: str = "") -> Judged:
+    """A claim by these runs alone; a note says of each number whose runs they are."""
+    found = []
+    for part in claim.parts:
+        number = _found(part, runs, [*folders, SHIPPED])
+        if note and part.kind == "runs" and isinstance(number, Finding):
+            number = number._replace(note=note)
+        found.append((part, number, judge(part, number)))
+    return Judged(claim, of_all([verdict for *_, verdict in found]), found, runs)
+
+
+def _lacking(one: Judged) -> int:
+    """How many parts ask for runs that are not there."""
+    return sum(part.kind == "runs" and isinstance(number, Missing) for part, number, _ in one.parts)
+
+
+@cache
+def _shipped(folder: Path) -> Runs | None:
+    """The runs that kvbench ships; None where it was installed without them."""
+    return collect([folder]) if folder.is_dir() else None
 
 
 def _found(part: Part, runs: Runs | None, folders: Sequence[Path]) -> Finding | Missing:

@@ -29,7 +29,8 @@ def claim_pages(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
             name = one.claim.claim[0].upper() + one.claim.claim[1:]
             yield page(f"claims/{one.claim.id}.html", name, site, sections, _body(site, one))
     body = (
-        f"<p>{len(site.judged)} claims of the papers, judged by these runs: {told(site.judged)}. A claim holds if the "
+        f"<p>{len(site.judged)} claims of the papers, judged by these runs, or by those that kvbench ships where they "
+        f"measure more: {told(site.judged)}. A claim holds if the "
         "whole interval meets its criterion, does not hold if none of it does, and is undecided else, or with too few "
         "samples. What only a larger model or a GPU could test has the verdict of a stand-in, and says so.</p>"
         + "".join(lists)
@@ -42,8 +43,8 @@ def _body(site: Site, one: Judged) -> str:
     methods = " ".join(linked(method, "../", "#claims") for method in site.methods if is_about(claim, method))
     lacking = {"Why a stand-in": claim.original, "What the evidence lacks": claim.weaker}
     sections = {
-        "Measured": _measured(site, one),
-        "Runs": _runs(site, one),
+        "Measured": _measured(one),
+        "Runs": _runs(one),
         "Make it again": _commands(one),
         **{title: f"<p>{escape(words)}.</p>" for title, words in lacking.items() if words},
         "Methods": f"<p>{methods}</p>" if methods else "",
@@ -57,7 +58,7 @@ def _body(site: Site, one: Judged) -> str:
     )
 
 
-def _measured(site: Site, one: Judged) -> str:
+def _measured(one: Judged) -> str:
     head = "".join(f"<th{' class=label' if name in LABELS else ''}>{name}</th>" for name in COLUMNS)
     lines = []
     for place, (part, found, verdict) in enumerate(one.parts):
@@ -66,7 +67,7 @@ def _measured(site: Site, one: Judged) -> str:
             why, _, _ = found.why.partition("; ")
             cells = f'<td class="label" colspan="3">{escape(why)}</td>{wanted}<td></td>'
         else:
-            source = _source(site, part, f'data-claim="{one.claim.id}" data-part="{place}"')
+            source = _source(one, part, f'data-claim="{one.claim.id}" data-part="{place}"')
             numbers = {"value": found.value, "low": found.low, "high": found.high}
             cells = "".join(_number(name, number, source) for name, number in numbers.items()) + wanted
             cells += _number("n", found.n, source, f" of {part.n}" if found.n < part.n else "")
@@ -83,30 +84,32 @@ def _number(name: str, number: float | None, source: str, more: str = "") -> str
     return f'<td data-name="{name}" data-value="{float(number)!r}" {source}>{number:.3g}{small(more)}</td>'
 
 
-def _source(site: Site, part: Part, place: str) -> str:
+def _source(one: Judged, part: Part, place: str) -> str:
     """What a number is from, as attributes of its cell: ids of runs by role, a file, or a paper's tables."""
     if part.kind == "file":
         return f'{place} data-file="{escape(part.asked["file"])}"'
     if part.kind == "printed":
         return f'{place} data-paper="{" ".join(_printed_tables(part))}"'
     for role, arms in arms_of(part.asked).items():
-        place += f' data-{role}="{" ".join(run for arm in arms for run in _ids(site, part, arm))}"'
+        place += f' data-{role}="{" ".join(run for arm in arms for run in _ids(one, part, arm))}"'
     return place
 
 
-def _ids(site: Site, part: Part, arm: str) -> list[str]:
+def _ids(one: Judged, part: Part, arm: str) -> list[str]:
     """The ids of an arm's runs."""
-    found = runs_of(site.runs, part.asked["bed"], arm)
-    return [] if isinstance(found, Missing) else [Path(site.runs.arms.loc[run]["path"]).name for run in found]
+    found = runs_of(one.runs, part.asked["bed"], arm)
+    if one.runs is None or isinstance(found, Missing):
+        return []
+    return [Path(one.runs.arms.loc[run]["path"]).name for run in found]
 
 
-def _runs(site: Site, one: Judged) -> str:
+def _runs(one: Judged) -> str:
     """The arms that its numbers are of, with their runs; what did not run says so."""
     lines = {}
     for part in (part for part, *_ in one.parts if part.kind == "runs"):
         shared = " ".join(beds()[part.asked["bed"]].words)
         for arm in (arm for arms in arms_of(part.asked).values() for arm in arms):
-            ids = _ids(site, part, arm)
+            ids = _ids(one, part, arm)
             ran = f"<code>{'</code> <code>'.join(ids)}</code>" if ids else "did not run"
             words = f"<code>{escape(arm)}</code><br><small><code>{escape(shared)}</code></small>"
             lines[shared, arm] = f'<tr><td class="label">{words}</td><td class="label">{ran}</td></tr>'

@@ -90,7 +90,7 @@ class Site:
 
     @cached_property
     def judged(self) -> list[Judged]:
-        """The papers' claims, with the verdicts by these runs and the measurements that kvbench ships."""
+        """The papers' claims, with the verdicts by these runs and what kvbench ships."""
         return judged(self.runs, [])
 
     @cached_property

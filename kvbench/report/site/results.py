@@ -20,6 +20,7 @@ FIGURES = {
 }
 SHOWN = ("score", "against_full", "kl_mean", "device_kv_bytes", "tpot_ms_mean", "recall")
 CLEAR = 5.0  # points from the others' median from which a score is marked
+FAR_OVER = 3.0  # attended / C from which an arm is none of its budget, as what keeps a whole prompt
 
 
 def results(site: Site, own: Sequence[Row]) -> str:
@@ -36,23 +37,30 @@ def results(site: Site, own: Sequence[Row]) -> str:
             f"{''.join(cell_of(row, name) for name in names)}{_best_other(site, row)}</tr>"
         )
     return (
-        "<p>Place: among the sparse methods with the same budget, by KL where there is some, else by score.</p>"
+        "<p>Place: among the sparse methods with the same budget, by KL where there is some, else by score. What "
+        f"attends {FAR_OVER:g} times as much or more has none.</p>"
         + table_of(f"{heads}<th class=label>best other</th><th>its score</th>", lines)
     )
 
 
 def _rivals(site: Site, row: Row) -> list[Row]:
-    """The arms of other sparse methods in its panel, with its budget, the best first; none for full attention."""
+    """The arms of other sparse methods in its panel, within its budget, the best first; none for full attention."""
     return [
         other
         for other in site.rows
-        if (other.panel, other.budget) == (row.panel, row.budget) and len({other.method, row.method, YARDSTICK}) == 3
+        if (other.panel, other.budget) == (row.panel, row.budget)
+        and len({other.method, row.method, YARDSTICK}) == 3
+        and _within(other)
     ]
+
+
+def _within(row: Row) -> bool:
+    return row.cell.numbers.get("attended_share", 0.0) < FAR_OVER
 
 
 def _place(site: Site, row: Row) -> str:
     rivals = _rivals(site, row)
-    if not rivals:
+    if not rivals or not _within(row):
         return f'<td class="none">{NONE}</td>'
     place, of = 1 + sum(better(other, row) for other in rivals), 1 + len(rivals)
     return f'<td data-place="{place}" data-of="{of}">{place} of {of}</td>'
