@@ -47,11 +47,12 @@ def _best(site: Site, board: str) -> str:
         task, _, samples = panel.partition(", ")
         cells = "".join(_cell([row for held, row in own if held <= share]) for share in SHARES)
         lines.append(f'<tr><th scope="row">{escape(task)}{small(samples)}</th>{cells}</tr>')
+    least = min(share for own in panels.values() for share, _ in own)
     return (
         "<p>The best that fits, by KL from full attention where there is some, else by score: keys and values on the "
-        "device, as a share of full attention's on the same samples (a dash: nothing is as small). A share opens all "
-        f'that fit in the <a href="{board}">leaderboard</a>.</p>'
-        + table_of(f"<th class=label>task</th>{heads}", lines, "best")
+        "device, as a share of full attention's on the same samples. A share opens all that fit in the "
+        f'<a href="{board}">leaderboard</a>; a dash: nothing is as small. The smallest here holds {least:.1f} %, '
+        "layers that are left dense included.</p>" + table_of(f"<th class=label>task</th>{heads}", lines, "best")
     )
 
 
