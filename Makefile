@@ -7,6 +7,9 @@ STAMP := $(VENV)/.kvbench-installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.kvbench-installed
 
+# Tests start hundreds of processes, each of which would compile torch's and transformers' Python anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help setup setup-vllm run test test-slow test-vllm coverage reference reference-tiny lint format clean
 
 help:

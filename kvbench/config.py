@@ -135,7 +135,7 @@ def _read(path: Path) -> dict[str, Any]:
     return copy.deepcopy(_parsed(path, path.stat().st_mtime_ns))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def _parsed(path: Path, modified: int) -> dict[str, Any]:
     # YAML takes milliseconds, and a sweep's check reads the same few files for every job.
     return _plain(OmegaConf.load(path))

@@ -1,7 +1,7 @@
 """What every method comes to at a budget of 256 tokens, from results/: a table of methods/README.md, and in README.md
 three columns of the first method of each row.
 
-Writes them into the pages; a test holds the pages to them. Run it when the runs in `TEXTS` or `NEEDLES` have changed.
+Writes them into the pages; a test holds the pages to them. Run it when the runs in `REFERENCE` have changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvbench.runs.quantities import MIB
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, FRONT = ROOT / "methods" / "README.md", ROOT / "README.md"
-TEXTS, NEEDLES = ("reference",), ("reference_tiny",)
+REFERENCE = ROOT / "results" / "reference"
 BUDGET = 256
 HEAD = "| method | KL, nats | KV held, MiB | KV read a step, MiB | needles % |"
 FRONT_HEAD = "| `method=` |KL|needles|MiB| what they do | source |"
@@ -44,24 +44,20 @@ class Found(NamedTuple):
 
 def found() -> dict[str, Found]:
     """Every method, on the texts that all have read."""
-    folders = [
-        [ROOT / "results" / name for name in names if (ROOT / "results" / name).is_dir()] for names in (TEXTS, NEEDLES)
-    ]
-    texts, needles = (Evidence(collect(some)) for some in folders)
-    near = {method: _run(texts.runs, "fidelity", method) for method in choices("method")}
-    ids = set.intersection(*(set(texts.runs.scores[run].ids) for run in near.values() if run is not None))
-    return {method: _found(method, run, ids, texts, needles) for method, run in near.items()}
+    reference = Evidence(collect([REFERENCE]))
+    near = {method: _run(reference.runs, "fidelity", method) for method in choices("method")}
+    ids = set.intersection(*(set(reference.runs.scores[run].ids) for run in near.values() if run is not None))
+    return {method: _found(method, run, ids, reference) for method, run in near.items()}
 
 
-def _found(method: str, run: int | None, ids: set[str], texts: Evidence, needles: Evidence) -> Found:
-    asked = _run(needles.runs, "niah", method)
-    score = None if asked is None else needles.score(asked).mean
+def _found(method: str, run: int | None, ids: set[str], reference: Evidence) -> Found:
+    asked = _run(reference.runs, "passkey", method)
+    score = None if asked is None else reference.score(asked).mean
     if run is None:
         return Found(None, None, None, score)
-    scores = texts.runs.scores[run]
-    held = texts.runs.arm[run]["device_kv_bytes"]
+    scores, held = reference.runs.scores[run], reference.runs.arm[run]["device_kv_bytes"]
     kl = estimate([scores.kl[np.isin(scores.ids, list(ids))]])
-    read = bytes_read(texts, run)
+    read = bytes_read(reference, run)
     return Found(kl[:3], None if missing(held) else held, None if missing(read) else read, score)
 
 

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench import __main__ as cli
 from kvbench import hub
+from kvbench.cli import smoke as small
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed_jobs, loader_of
 from kvbench.config import ConfigError, choices, conf_dir
@@ -32,8 +33,8 @@ IN_FOLDER += [
     f"{kind}/{file}" for kind in ("path_traversal", "tom_tracking") for file in (f"{kind}_8k.json", "prompts.yaml")
 ]
 
-# To compose the jobs of one takes seconds: the quick tests meet every fourth.
-QUICK = NAMES[1::4]
+# To compose the jobs of one takes seconds: the quick tests meet every sixth.
+QUICK = NAMES[1::6]
 
 
 def each(names: Sequence[str]) -> list[Any]:
@@ -52,8 +53,11 @@ def composed(words: tuple[str, ...]) -> list[DictConfig]:
 
 
 def jobs(name: str, *words: str, smoke: str = "false") -> list[DictConfig]:
-    """The jobs of an experiment, as the check sees them; composed once for all tests."""
-    return copy.deepcopy(composed((f"+experiment={name}", f"smoke={smoke}", *words)))
+    """The jobs of an experiment, as the check sees them; composed once for all tests, large and small."""
+    large = copy.deepcopy(composed((f"+experiment={name}", *words)))
+    for job in large:
+        job.smoke = smoke == "true"
+    return [small.applied(job) for job in large]
 
 
 @pytest.fixture(scope="session")
@@ -118,16 +122,13 @@ def test_without_a_network_a_job_runs_or_names_the_key_of_a_local_copy(
 @pytest.mark.parametrize("name", GIVEN)
 def test_what_must_be_given_is_named(name: str, network: Any) -> None:
     network(None)
-    for job in jobs(name):
-        with pytest.raises(ConfigError, match=f"{GIVEN[name]}=null"):
-            check(job)
+    with pytest.raises(ConfigError, match=f"{GIVEN[name]}=null"):
+        cli.check_command([f"+experiment={name}"])
 
 
 @each_experiment
 def test_smoke_changes_the_size_of_an_experiment_alone(name: str) -> None:
-    large, small = jobs(name), jobs(name, smoke="true")
-    assert len(small) == len(large)
-    for one, other in zip(small, large, strict=True):
+    for one, other in zip(jobs(name, smoke="true"), jobs(name), strict=True):
         assert (one.model.name, one.smoke) == ("tiny", True)
         assert one.task.limit <= 4 and max(one.task.get("lengths") or [0]) <= 2048
         for key in one:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import json
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvbench.budget import has_budget
 from kvbench.config import PACKAGE
 from kvbench.memory.kinds import kv_in
+
+STANDARD = Path(sysconfig.get_path("stdlib"))
 
 
 def arm_name(config: Mapping[str, Any]) -> str:
@@ -150,18 +153,22 @@ def _source_file(module: str) -> Path | None:
 
 def _is_library(path: Path) -> bool:
     """Whether a file belongs to Python or to an installed package, whose version the run records anyway."""
-    standard = Path(sysconfig.get_path("stdlib"))
-    return path.is_relative_to(standard) or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    return path.is_relative_to(STANDARD) or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
-def _imported_names(module: str, path: Path) -> Iterator[str]:
+def _imported_names(module: str, path: Path) -> tuple[str, ...]:
     """Dotted names that may be modules imported by a file: `from a import b` gives both "a" and "a.b"."""
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    return _imports(path.read_bytes(), module if path.name == "__init__.py" else module.rpartition(".")[0])
+
+
+@functools.cache  # each arm of a sweep asks for much the same files
+def _imports(source: bytes, package: str) -> tuple[str, ...]:
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             relative = "." * node.level + (node.module or "")
-            source = importlib.util.resolve_name(relative, package)
-            yield source
-            yield from (f"{source}.{alias.name}" for alias in node.names)
+            module = importlib.util.resolve_name(relative, package)
+            names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
+    return tuple(names)
