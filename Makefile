@@ -80,7 +80,7 @@ endef
 reference: $(STAMP)
 	test -d $(SWEPT) -o ! -d $(KEPT) || cp -r $(KEPT) $(SWEPT)
 	$(foreach name,$(PARTS),$(call part,$(name)))
-	$(BIN)/python scripts/compact_runs.py $(SWEPT) $(KEPT)
+	$(BIN)/python scripts/compact_runs.py $(SWEPT) $(KEPT) --outputs passkey,ruler
 
 TESTS := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 # A file by its full name, or whatever has these letters in its name: a method, a part of a file, an expression of `-k`.

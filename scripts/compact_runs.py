@@ -1,10 +1,11 @@
 """Copy finished runs without what a report does not need, so that they are small enough to be committed.
 
-    python scripts/compact_runs.py results/sweep_reference results/reference
+    python scripts/compact_runs.py results/sweep_reference results/reference --outputs passkey,ruler
 
 Of each arm the newest run is kept: run.yaml, status.json, summary.json, and of each sample all but the prompt's answers
-and the output, of which it says how long it was. Numbers have five digits, and of a path from the root its last part is
-left. `python -m kvbench.report` reads the copies as it reads the runs.
+and the output, of which it says how long it was: a data set's texts may not be passed on. `--outputs` names the tasks
+of which both are kept, those that make their prompts. Numbers have five digits, and of a path from the root its last
+part is left. `python -m kvbench.report` reads the copies as it reads the runs.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from kvbench.config import choices, nearest
 from kvbench.report.frame import collect
 from kvbench.runs.folder import ResultsError
 from kvbench.runs.summary import written
 
-DROPPED = ("answers", "output", "output_ids")
+TEXTS = ("answers", "output")
+DROPPED = ("output_ids", *TEXTS)
 
 
 def rounded(value: Any) -> Any:
@@ -42,8 +46,10 @@ def without_paths(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
-def compact(source: Path, target: Path) -> list[Path]:
-    """Copy the runs below `source` to the same places below `target`; the folders written."""
+def compact(source: Path, target: Path, outputs: Collection[str] = ()) -> list[Path]:
+    """Copy the runs below `source` to the same places below `target`, answers and outputs of these tasks with them; the
+    folders written.
+    """
     folders = []
     for path in map(Path, collect([source]).arms["path"]):
         folder = target / path.relative_to(source)
@@ -52,12 +58,12 @@ def compact(source: Path, target: Path) -> list[Path]:
             shutil.copyfile(path / name, folder / name)
         told = yaml.safe_load((path / "run.yaml").read_text())
         told["config"] = without_paths(told["config"])
+        dropped = set(DROPPED) - set(TEXTS if told["config"]["task"]["name"] in outputs else ())
         (folder / "run.yaml").write_text(yaml.safe_dump(told, sort_keys=False, allow_unicode=True))
         with open(path / "samples.jsonl") as lines, open(folder / "samples.jsonl", "w") as out:
             for record in map(json.loads, lines):
-                kept = {key: value for key, value in record.items() if key not in DROPPED} | {
-                    "written": written(record)
-                }
+                kept = {key: value for key, value in record.items() if key not in dropped}
+                kept["written"] = written(record)
                 out.write(json.dumps(rounded(kept), separators=(",", ":")) + "\n")
         folders.append(folder)
     return folders
@@ -68,7 +74,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="a results folder")
     parser.add_argument("target", type=Path, help="where the copies go; what is there of other runs goes away")
+    parser.add_argument(
+        "--outputs", default="", metavar="TASKS", help="keep answers and outputs of these: passkey,ruler"
+    )
     arguments = parser.parse_args()
+    outputs = [task for task in arguments.outputs.split(",") if task]
+    for task in outputs:
+        if task not in choices("task"):
+            parser.error(f"--outputs={task}: no such task; {nearest(task, choices('task'))}")
     if arguments.source.resolve() == arguments.target.resolve():
         parser.error(f"{arguments.target}: the folder to read from; expected another to write to")
     try:
@@ -78,7 +91,7 @@ def main() -> None:
     if runs.arms.empty:
         parser.error(f"{arguments.source}: no finished run there")
     shutil.rmtree(arguments.target / "runs", ignore_errors=True)
-    folders = compact(arguments.source, arguments.target)
+    folders = compact(arguments.source, arguments.target, outputs)
     size = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
     print(f"{len(folders)} runs, {size / 2**20:.1f} MiB in {arguments.target}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
@@ -38,13 +39,29 @@ def test_compact_runs_are_small_and_report_the_same(runs: Path, tmp_path: Path) 
         assert copy.stat().st_size < path.stat().st_size and "output_ids" not in copy.read_text()
 
 
+@pytest.mark.parametrize(("outputs", "kept"), [((), set()), (("passkey",), {"answers", "output"})])
+def test_answers_and_outputs_are_kept_of_the_tasks_that_are_named(
+    runs: Path, tmp_path: Path, outputs: tuple[str, ...], kept: set[str]
+) -> None:
+    for folder in SCRIPT["compact"](runs, tmp_path, outputs):
+        for record in map(json.loads, (folder / "samples.jsonl").read_text().splitlines()):
+            assert record.keys() & {"answers", "output", "output_ids"} == kept and record["written"]["length"] > 0
+
+
 @pytest.mark.parametrize(
-    ("words", "told"), [(["nowhere", "there"], "nowhere"), (["same", "same"], "expected another to write to")]
+    ("words", "told"),
+    [
+        (["nowhere", "there"], "nowhere"),
+        (["same", "same"], "expected another to write to"),
+        (["runs", "there", "--outputs=passkeys"], "--outputs=passkeys: no such task; did you mean passkey"),
+    ],
 )
 def test_what_cannot_be_copied_is_told(
     words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["compact_runs.py", *(str(tmp_path / word) for word in words)])
+    monkeypatch.setattr(
+        "sys.argv", ["compact_runs.py", *(word if word.startswith("-") else str(tmp_path / word) for word in words)]
+    )
     with pytest.raises(SystemExit, match="2"):
         SCRIPT["main"]()
     assert told in capsys.readouterr().err
