@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path("results")
 RESULTS = Path(kvbench.__file__).parents[1] / "results"
-SHIPPED = [
-    RESULTS / name for name in ("claims", "fidelity", "fidelity_budgets", "quantised", "reference", "reference_tiny")
-]
+SHIPPED = [RESULTS / name for name in ("claims", "fidelity_budgets", "quantised", "reference", "reference_tiny")]
 FORMATS = {"console": ".txt", "markdown": ".md", "latex": ".tex", "csv": ".csv", "html": ".html", "site": ""}
 
 EXAMPLES = """\
