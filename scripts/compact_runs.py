@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from kvbench.config import choices, nearest
-from kvbench.report.frame import collect
+from kvbench.report.frame import collect, content_of
 from kvbench.runs.folder import ResultsError
 from kvbench.runs.summary import written
 
@@ -63,7 +63,7 @@ def compact(source: Path, target: Path, outputs: Collection[str] = ()) -> list[P
         with open(path / "samples.jsonl") as lines, open(folder / "samples.jsonl", "w") as out:
             for record in map(json.loads, lines):
                 kept = {key: value for key, value in record.items() if key not in dropped}
-                kept["written"] = written(record)
+                kept |= {"written": written(record), "content": record.get("content") or content_of(record)}
                 out.write(json.dumps(rounded(kept), separators=(",", ":")) + "\n")
         folders.append(folder)
     return folders
@@ -82,7 +82,8 @@ def main() -> None:
     for task in outputs:
         if task not in choices("task"):
             parser.error(f"--outputs={task}: no such task; {nearest(task, choices('task'))}")
-    if arguments.source.resolve() == arguments.target.resolve():
+    source, kept = arguments.source.resolve(), (arguments.target / "runs").resolve()
+    if source.is_relative_to(kept) or kept.is_relative_to(source):
         parser.error(f"{arguments.target}: the folder to read from; expected another to write to")
     try:
         runs = collect([arguments.source])

@@ -46,7 +46,8 @@ def found() -> dict[str, Found]:
     """Every method, on the texts that all have read."""
     reference = Evidence(collect([REFERENCE]))
     near = {method: _run(reference.runs, "fidelity", method) for method in choices("method")}
-    ids = set.intersection(*(set(reference.runs.scores[run].ids) for run in near.values() if run is not None))
+    scores = [reference.runs.scores[run] for run in near.values() if run is not None]
+    ids = set.intersection(*({id for id, kl in zip(own.ids, own.kl, strict=True) if kl == kl} for own in scores))
     return {method: _found(method, run, ids, reference) for method, run in near.items()}
 
 

@@ -20,6 +20,7 @@ from kvbench.report.frame import collect
 
 TREES = ("latency", "icecache")
 FULL = {1000: 10.0, 2000: 20.0, 4000: 40.0, 8000: 80.0}
+TWENTY = dict.fromkeys(FULL, 20.0)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_beyond_the_crossing_no_measured_length_is_slower(ratios: list[float]) -
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Full attention, a method that is faster from 2,000 tokens on, and one that never is."""
     folder = tmp_path_factory.mktemp("breakeven")
-    times = {"full": FULL, "quest": dict.fromkeys(FULL, 20.0), "icecache": dict.fromkeys(FULL, 90.0)}
+    times = {"full": FULL, "quest": TWENTY, "icecache": dict.fromkeys(FULL, 90.0)}
     building = {"full": 0.0, "quest": 0.0, "icecache": 1000.0}
     for method, by_length in times.items():
         samples = [
@@ -118,3 +119,27 @@ def test_without_full_attention_there_is_nothing_to_draw(results: Path) -> None:
     runs = collect([results])
     with pytest.raises(ConfigError, match=r"^figure=breakeven: no method and method=full at several lengths"):
         figures.draw("breakeven", runs.only([run for run in runs.arm if runs.arm[run]["method"] != "full"]))
+
+
+def test_the_yardstick_holds_keys_and_values_as_the_model_computes_them(tmp_path: Path) -> None:
+    """Full attention over coded ones is another arm, though its name sorts first."""
+    coded = {"kv": {"device": "int8", "host": "int8"}}
+    arms = (("full", None, FULL, {}), ("full", None, dict.fromkeys(FULL, 5.0), coded), ("quest", 64, TWENTY, {}))
+    for method, budget, times, config in arms:
+        lines = [
+            report_runs.record(
+                f"latency-{length}-1-0",
+                f"{length} x 1",
+                1.0,
+                meta={"length": length, "batch": 1},
+                tpot_ms={"mean": spent, "p50": spent, "p95": spent},
+                hardware={"floor_ms": 1.0, "copy_bandwidth": 1e10, "memory": "counted"},
+            )
+            for length, spent in times.items()
+        ]
+        options = {"lengths": list(FULL), "keys": "model", "prefill": True}
+        report_runs.stored(tmp_path, method, budget, lines, task="latency", options=options, config=config)
+    (axis,) = figures.draw("breakeven", collect([tmp_path])).axes
+    labels = [text.get_text() for text in axis.figure.legends[0].get_texts()] if axis.figure.legends else []
+    labels += [line.get_label() for line in axis.get_lines()]
+    assert any(label.startswith("Quest") and "faster from 2000" in label for label in labels), labels

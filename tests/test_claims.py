@@ -18,7 +18,7 @@ from kvbench.report.claims.claim import Bed, Part, beds, claims
 from kvbench.report.claims.numbers import filed, printed
 from kvbench.report.claims.page import judged
 from kvbench.report.claims.verdict import Finding, Missing, Verdict, judge, of_all
-from kvbench.report.frame import collect
+from kvbench.report.frame import collect, content_of
 
 HOLDS, FAILS, UNDECIDED, NOT_MEASURED = Verdict
 
@@ -83,6 +83,46 @@ def test_what_is_missing_is_named_with_its_command(tmp_path: Path, bed: None) ->
     assert isinstance(found, Missing) and "differ in dtype" in found.why
 
 
+@pytest.mark.parametrize(
+    ("apart", "told"),
+    [
+        ({"dtype": "bfloat16"}, "differ in dtype, float32 (method=quest budget=64) and bfloat16 (method=full)"),
+        ({"dense_layers": [0, 1]}, "differ in dense_layers"),
+        ({"data": "others"}, "differ in task's data"),
+        ({"config": {"kv": {"device": "int8", "host": "int8"}}}, "differ in kv"),
+    ],
+)
+def test_arms_that_differ_in_what_nobody_asked_for_are_not_compared(
+    apart: dict[str, Any], told: str, tmp_path: Path, bed: None
+) -> None:
+    stored(tmp_path, "quest", 64, [1.0, 0.0])
+    stored(tmp_path, "full", None, [1.0, 0.0], **apart)
+    found = sampled.sampled(collect([tmp_path]), ASKED)
+    assert isinstance(found, Missing) and told in found.why and found.why.endswith("run it")
+
+
+def test_times_taken_beside_other_work_do_not_count_and_scores_do(tmp_path: Path, bed: None) -> None:
+    def timed(*milliseconds: float) -> list[dict[str, Any]]:
+        place = {"device": "a CPU", "threads": 2, "cores": 2}
+        return [
+            record(str(n), "", 1.0, tpot_ms={"mean": ms}, machine={**place, "others": 0.5 * (ms > 50)})
+            for n, ms in enumerate(milliseconds)
+        ]
+
+    stored(tmp_path, "full", None, timed(10.0, 99.0, 30.0))
+    asked = {"bed": "made", "of": "method=full", "value": "tpot_ms.mean", "interval": "range"}
+    assert sampled.sampled(collect([tmp_path]), asked) == Finding(20.0, 10.0, 30.0, 2)
+    scores = sampled.sampled(collect([tmp_path]), {**asked, "value": "score"})
+    assert isinstance(scores, Finding) and scores.n == 3
+
+
+def test_the_same_prompts_are_known_again_in_every_process() -> None:
+    one = record("a", "", 1.0)
+    assert content_of(one) == content_of({**one, "scores": {"accuracy": 0.0}}) == "3816eba53be9bd31"
+    others = [{"id": "b"}, {"answers": ["2"]}, {"prompt_tokens": 9}, {"meta": {"length": 1024, "depth": 0.5}}]
+    assert len({content_of({**one, **other}) for other in [{}, *others]}) == 5
+
+
 def test_times_are_ranged_over_repeats_and_ratios_resampled_over_texts(tmp_path: Path, bed: None) -> None:
     def timed(milliseconds: list[float]) -> list[dict[str, object]]:
         return [record(str(number), "", 1.0, tpot_ms={"mean": ms}) for number, ms in enumerate(milliseconds)]
@@ -125,7 +165,15 @@ def test_a_file_gives_elements_slopes_and_quarters(tmp_path: Path) -> None:
     shares = filed([tmp_path], {**asked, "file": "texts.json", "value": "texts.*", "interval": "bootstrap"})
     assert isinstance(shares, Finding) and shares.value == 0.75 and shares.low is not None and shares.high is not None
     assert 0.55 < shares.low < 0.68 and 0.82 < shares.high < 0.95
-    gone = filed([tmp_path], {**asked, "file": "none.json", "value": "runs"})
+    pairs = [{"a": 10.0, "b": float("nan")}, {"a": 20.0, "b": 19.0}, {"a": float("nan"), "b": 1.0}, {"a": 5.0}]
+    (tmp_path / "pairs.json").write_text(json.dumps({"texts": pairs}))
+    paired = filed([tmp_path], {**asked, "file": "pairs.json", "value": "texts.*.a", "less": "texts.*.b"})
+    assert paired == Finding(1.0, 1.0, 1.0, 1, "pairs.json")
+    for name, text in (("empty.json", ""), ("none.json", '{"texts": 3}')):
+        (tmp_path / name).write_text(text)
+        broken = filed([tmp_path], {**asked, "file": name, "value": "texts.*"})
+        assert isinstance(broken, Missing) and name in broken.why and "make it" in broken.why
+    gone = filed([tmp_path], {**asked, "file": "gone.json", "value": "runs"})
     assert isinstance(gone, Missing) and "make it" in gone.why
 
 

@@ -53,6 +53,8 @@ def test_answers_and_outputs_are_kept_of_the_tasks_that_are_named(
     [
         (["nowhere", "there"], "nowhere"),
         (["same", "same"], "expected another to write to"),
+        (["same/runs", "same"], "expected another to write to"),
+        (["all", "all/kept"], "expected another to write to"),
         (["runs", "there", "--outputs=passkeys"], "--outputs=passkeys: no such task; did you mean passkey"),
     ],
 )

@@ -25,7 +25,7 @@ from kvbench.report.published import FOLDER
 from kvbench.report.site.board import board
 from kvbench.report.site.claim_pages import claim_pages
 from kvbench.report.site.front import front
-from kvbench.report.site.parts import Site
+from kvbench.report.site.parts import Site, share_of
 from kvbench.report.site.results import results as list_of_results
 from kvbench.report.site.samples import samples
 from kvbench.report.style import style_of
@@ -35,6 +35,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 browsed = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 
 # (method, budget) -> scores of two groups, MiB on the device, ms a token
+DENSE, INDEX = 0.02, 2**20  # share of the layers, bytes of every arm
 ARMS: dict[tuple[str, int | None], tuple[list[float], list[float], float, float]] = {
     ("full", None): ([1, 1, 1], [1, 1, 1], 40.0, 9.0),
     ("quest", 64): ([1, 1, 0], [0, 1, 0], 40.0, 5.0),
@@ -47,13 +48,14 @@ ARMS: dict[tuple[str, int | None], tuple[list[float], list[float], float, float]
 def answers(method: str, budget: int | None) -> list[dict[str, Any]]:
     short, long, size, time = ARMS[method, budget]
     audit = {"attended_mean": 80.0, "attended_max": 96, "budget": budget, "moved_bytes_per_step": 512.0}
+    audit |= {"dense_share": DENSE, "index_bytes": INDEX}
     more = {
         "audit": {**audit, "device_kv_bytes": int(size * 2**20)},
-        "tpot_ms": {"mean": time},
+        "tpot_ms": {"mean": 2 * time, "p50": time},
         "answers": ["</script>"],
     }
     return [
-        record(f"{group}-{number}", group, score, output=f"{method} says <b>{number}</b>", **more)
+        record(f"{group}-{number}", group, score, output=f"{method} says <b>{number}</b><!-- <script src=a>", **more)
         for group, scores in (("short", short), ("long", long))
         for number, score in enumerate(scores)
     ]
@@ -121,7 +123,10 @@ def in_runs(results: Path) -> dict[str, dict[str, Any]]:
             "device_kv_bytes": audit["device_kv_bytes"] / 2**20,
             "moved_bytes_per_step": audit["moved_bytes_per_step"] / 2**10,
             "attended_share": audit["attended_mean"] / (audit.get("budget") or 1),
-            "tpot_ms_mean": summary["latency"]["tpot_ms_mean"],
+            "index_bytes": audit.get("index_bytes", 0) / 2**20,
+            "dense_share": audit.get("dense_share") or 0.0,
+            "tpot_ms_p50": summary["latency"]["tpot_ms_p50"],
+            "n": summary["n"],
             "recall": summary.get("probe", {}).get("recall"),
             "kl_mean": summary.get("fidelity", {}).get("kl_mean"),
             "seed": re.search(r"\bseed: (\d+)", (path.parent / "run.yaml").read_text())[1],  # type: ignore[index]
@@ -151,8 +156,10 @@ def expected(known: dict[str, dict[str, Any]], cell: dict[str, str]) -> float:
     run, name = known[cell["data-run"]], cell["data-name"]
     if "data-group" in cell:
         return run["groups"][cell["data-group"]]
-    if name == "device_share":
-        return 100 * run[of := "device_kv_bytes"] / known[cell["data-full"]][of]
+    if name in ("device_share", "index_share"):
+        whole, dense = known[cell["data-full"]]["device_kv_bytes"], run["dense_share"]
+        index = run["index_bytes"] if name == "index_share" else 0.0
+        return 100 * (run["device_kv_bytes"] + index - dense * whole) / (whole - dense * whole)
     if name == "against_full":
         return against_full(known, cell["data-run"])
     if name == "recall" and run["recall"] is None:  # of the run with probes, beside that which has the score
@@ -228,7 +235,7 @@ def check_numbers(site: Path, results: Path) -> int:
     for page in site.rglob("*.html"):
         for cell, words in cells_of(page.read_text()):
             if (
-                cell.get("class") == "label"
+                "label" in cell.get("class", "").split()
                 or "data-place" in cell
                 or "data-claim" in cell
                 or not re.search(r"\d", words)
@@ -324,6 +331,45 @@ def test_arms_of_other_samples_are_not_compared(tmp_path: Path) -> None:
     assert panels["snapkv"] == panels["pariskv"] == "passkey, tiny, lengths=[4096]"
 
 
+def test_other_data_under_one_setting_are_told_apart_beside_other_settings(tmp_path: Path) -> None:
+    for method, length, data in (("quest", 2048, "a"), ("snapkv", 2048, "b"), ("pariskv", 4096, "a")):
+        stored(tmp_path, method, 64, options={"lengths": [length]}, data=data)
+    panels = {row.method: row.panel for row in Site(collect([tmp_path]), "").rows}
+    assert panels["quest"] == "passkey, tiny, lengths=[2048], data a"
+    assert panels["snapkv"] == "passkey, tiny, lengths=[2048], data b"
+    assert panels["pariskv"] == "passkey, tiny, lengths=[4096]"
+
+
+def test_full_attention_over_coded_keys_and_values_is_a_choice_with_its_name(tmp_path: Path) -> None:
+    def lines(size: int) -> list[dict[str, Any]]:
+        return [record("one", "", 1.0, audit={"device_kv_bytes": size}), record("two", "", 1.0)]
+
+    stored(tmp_path, "full", None, lines(10 * 2**20))
+    stored(tmp_path, "full", None, lines(3 * 2**20), config={"kv": {"device": "kivi4", "host": "kivi4"}})
+    stored(tmp_path, "topk", 64, lines(2**20))  # an oracle: no choice
+    site = Site(collect([tmp_path]), "")
+    *_, start = front(site, {"Leaderboard": "leaderboard.html"})
+    named = [(cell["data-method"], words) for cell, words in cells_of(str(start.content)) if "data-method" in cell]
+    assert named and all(method == "full" and "kv=kivi4" in words for method, words in named)
+    assert sorted((row.is_yardstick, row.is_choice) for row in site.rows) == [
+        (False, False),
+        (False, True),
+        (True, False),
+    ]
+
+
+def test_an_arm_with_failed_samples_has_no_share_and_without_kl_the_last_place(tmp_path: Path) -> None:
+    def line(kl: float | None, size: int, **more: Any) -> dict[str, Any]:
+        near = {} if kl is None else {"fidelity": {"kl_mean": kl, "nll": 1.0, "nll_full": 1.0}}
+        return record("one", "", 1.0, audit={"device_kv_bytes": size}, **near, **more)
+
+    stored(tmp_path, "full", None, [line(0.0, 2**22)], task="fidelity")
+    stored(tmp_path, "quest", 64, [line(0.3, 2**20)], task="fidelity")
+    stored(tmp_path, "snapkv", 64, [line(None, 2**20, error="no memory")], task="fidelity")
+    site = Site(collect([tmp_path]), "")
+    assert [(row.method, share_of(site, row)) for row in site.rows] == [("full", 100), ("quest", 25), ("snapkv", None)]
+
+
 def test_another_score_in_a_run_is_another_number_on_the_site(results: Path, tmp_path: Path) -> None:
     (old,) = (results / "runs/passkey/tiny/snapkv-64").iterdir()
     new = tmp_path / old.name
@@ -357,10 +403,14 @@ def test_the_front_door_answers_which_method_fits_a_share_of_the_memory(site: Pa
     cells = [(cell.get("data-method"), words) for cell, words in cells_of(text.partition('class="best"')[2])]
     shares = [2, 5, 10, 25, 50]
     assert re.findall(r'href="leaderboard.html#share=(\d+)"', text) == list(map(str, shares))
-    full = ARMS["full", None][2]
-    for share, (method, words) in zip(shares, cells, strict=False):
+    dense = DENSE * ARMS["full", None][2]
+    full = ARMS["full", None][2] - dense
+    asked = [(share, index) for index in (0.0, INDEX / 2**20) for share in shares]
+    for (share, index), (method, words) in zip(asked, cells[: len(asked)], strict=True):
         fits = [
-            (arm, fmean(short + long)) for arm, (short, long, size, _) in ARMS.items() if 100 * size <= share * full
+            (arm, fmean(short + long))
+            for arm, (short, long, size, _) in ARMS.items()
+            if 100 * (size - dense + index) <= share * full
         ]
         fits = sorted((one for one in fits if one[0][0] != "full"), key=lambda one: -one[1])
         assert (method is None) == (not fits) and (not fits or words.startswith(style_of(method).label))
@@ -376,7 +426,7 @@ def test_the_front_door_says_how_many_are_as_good(tmp_path: Path) -> None:
         stored(tmp_path, method, None if method == "full" else 64, lines)
     *_, start = front(Site(collect([tmp_path]), ""), {"Leaderboard": "leaderboard.html"})
     cells = [words for cell, words in cells_of(str(start.content)) if "data-method" in cell]
-    assert cells == ["Quest 64score 50.0, 1 more in its interval"] * 3
+    assert cells == ["Quest 64score 50.0, 1 more in its interval"] * 3 * 2, "with and without an index, which is none"
 
 
 def test_a_method_has_a_page_of_what_it_is_finds_and_should_find(site: Path) -> None:
@@ -409,6 +459,21 @@ def test_runs_without_outputs_say_so(results: Path, tmp_path: Path) -> None:
     told = "No outputs are stored"
     pages = {folder: next(samples(Site(collect([folder]), ""), {})).content for folder in (tmp_path, results)}
     assert told in pages[tmp_path] and told not in pages[results]
+
+
+def test_samples_of_several_seeds_stand_beside_the_same_prompts_alone(tmp_path: Path) -> None:
+    for method, budget, seeds in (("full", None, (1, 2)), ("quest", 64, (2, 3))):
+        for seed in seeds:
+            lines = [record("key-0", "", 1.0, answers=[f"key of {seed}"], output=f"{method} says {seed}")]
+            stored(tmp_path, method, budget, lines, config={"seed": seed})
+    page = str(next(samples(Site(collect([tmp_path]), ""), {})).content)
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', page, re.DOTALL)[0])
+    found = [(one["expected"], [arm and arm[1] for arm in one["arms"]]) for one in data["samples"]]
+    assert sorted(found, key=str) == [
+        ("key of 1", ["full says 1", None]),
+        ("key of 2", ["full says 2", "quest says 2"]),
+        ("key of 3", [None, "quest says 3"]),
+    ]
 
 
 # -- in a browser ------------------------------------------------------------------------------------------------------
@@ -446,11 +511,14 @@ const set = (form, name, value) => {
 @browsed
 def test_the_leaderboard_sorts_filters_and_names_the_best_that_fits(site: Path, tmp_path: Path) -> None:
     script = """
-    const found = { all: visible() }, head = document.querySelector('th[data-name=tpot_ms_mean] button');
+    const found = { all: visible() }, head = document.querySelector('th[data-name=tpot_ms_p50] button');
     head.click(); found.quick = visible(); head.click(); found.slow = visible();
     set("filters", "share", "5"); found.small = visible();
     const best = document.querySelector("#best li");
     found.best = [best.textContent, best.querySelector("a").getAttribute("href"), location.hash];
+    set("filters", "share", "2"); const bare = visible();
+    set("filters", "index", true); found.indexed = [bare, visible(), location.hash];
+    set("filters", "index", false); set("filters", "share", "5");
     set("filters", "time", "4"); found.both = visible();
     set("filters", "method", "quest"); found.none = [visible().length, document.querySelector("#best h2").textContent];
     return found;
@@ -461,8 +529,9 @@ def test_the_leaderboard_sorts_filters_and_names_the_best_that_fits(site: Path, 
     assert found["slow"] == found["quick"][::-1]
     assert found["small"] == ["pariskv 64", "snapkv 64"]
     words, page, kept = found["best"]
-    assert words.startswith("passkey, tiny: ParisKV C = 64; score 83.3; 1.50 MiB on the device; 3.8 % of full")
+    assert words.startswith("passkey, tiny: ParisKV C = 64; score 83.3; 1.50 MiB on the device; 1.8 % of full")
     assert page == "methods/pariskv.html" and kept == "#share=5"
+    assert found["indexed"] == [["pariskv 64", "snapkv 64"], [], "#share=2&index=on"]
     assert found["both"] == ["snapkv 64"] and found["none"] == [0, "Nothing fits"]
 
 

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogFormatter
 
 from kvbench.config import ConfigError
+from kvbench.memory.kinds import NATIVE
 from kvbench.report.frame import CELL, YARDSTICK, Runs, missing
 from kvbench.report.panels import (
     MOST_PANELS,
@@ -57,7 +58,7 @@ def breakeven(runs: Runs) -> Figure:
         (f"{title}, {place}", own, drawn)
         for title, own in panels_of("breakeven", runs, arms, NOT_COMPARED | CELL)
         for place, drawn in _curves(runs, own).items()
-        if YARDSTICK in {arm.method for _, _, arm, _ in drawn} and len(drawn) > 1
+        if len(drawn) > 1 and any(_is_yardstick(runs, arm) for _, _, arm, _ in drawn)
     ]
     if not panels:
         raise ConfigError(
@@ -69,9 +70,9 @@ def breakeven(runs: Runs) -> Figure:
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     for axis, (title, _, drawn) in zip(axes.flat, panels, strict=False):
-        full = next(times for _, _, arm, times in drawn if arm.method == YARDSTICK)
-        for label, style, arm, times in drawn:
-            start = None if arm.method == YARDSTICK else crossing(times, full)
+        full = next(times for _, _, arm, times in drawn if _is_yardstick(runs, arm))
+        for label, style, _, times in drawn:
+            start = None if times is full else crossing(times, full)
             faster = f": faster from {thousands(round(start))}" if start else ""
             axis.plot(list(times), list(times.values()), label=f"{label}{faster}", **line_look(style))
             if start and start > min(times):  # else the lines cross before the shortest length
@@ -99,6 +100,11 @@ def _curves(runs: Runs, arms: pd.DataFrame) -> dict[str, list[tuple[str, Style, 
             if len(times) > 1:
                 found.setdefault(place, []).append((label, style, arm, times))
     return found
+
+
+def _is_yardstick(runs: Runs, arm: Any) -> bool:
+    """Whether an arm is full attention over keys and values as the model computes them."""
+    return bool(arm.method == YARDSTICK and runs.setting[arm.name]["kv"] == str(NATIVE))
 
 
 def _at(times: Times, tokens: float) -> float:

@@ -166,7 +166,7 @@ class Evidence:
 
     def kind(self, run: int) -> tuple[str, ...]:
         """All that two runs must share to be compared sample by sample; beside the seed, which samples have."""
-        shared = [f"{key}={value}" for key, value in but_for_seed(self.runs, run).items() if _is_shared(key)]
+        shared = [f"{key}={value}" for key, value in but_for_seed(self.runs, run).items() if is_shared(key)]
         return (*shared, str(self.runs.arm[run]["data"]))
 
 
@@ -186,7 +186,8 @@ def _samples(scores: Scores, values: np.ndarray, rows: np.ndarray) -> np.ndarray
     return np.bincount(places, values[rows]) / np.bincount(places)
 
 
-def _is_shared(key: str) -> bool:
+def is_shared(key: str) -> bool:
+    """Whether runs must have this setting in common to be compared sample by sample."""
     return key not in ("method", "kv") and not key.startswith("method.") and key not in NOT_OF_FULL
 
 

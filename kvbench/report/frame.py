@@ -7,6 +7,7 @@ What cannot be used is left out and said why, and never stops the rest.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import statistics
@@ -63,7 +64,7 @@ class Scores:
         values: [n] 0..100; a failed sample counts 0.
         failed: [n] bool; whether any of several answers has.
         seeds: of the run that each sample is from; several where runs stand together (`kvbench.report.seeds`).
-        contents: [n] the same number for what is the same sample under several seeds: by its id, answers and length.
+        contents: [n] the same word for what is the same sample under several seeds (`content_of`).
         kl: [n] mean KL divergence from full attention; NaN where there is none.
     """
 
@@ -311,12 +312,22 @@ def _scores(records: Iterable[Record], metric: str, seed: str) -> Scores:
         groups.append(str(record.get("group") or ""))
         values.append(100.0 * statistics.fmean(_score(answer, metric) for answer in answers))
         failed.append(lost)
-        contents.append(hash(repr((asked, record.get("answers"), record.get("prompt_tokens")))))
+        contents.append(record.get("content") or content_of(record))
         near = (record.get("fidelity") or {}).get("kl_mean")
         kl.append(near if is_number(near) and not lost else math.nan)
     return Scores(
         ids, groups, np.array(values), np.array(failed), [seed] * len(ids), np.array(contents), np.array(kl, float)
     )
+
+
+def content_of(record: Record) -> str:
+    """What a sample is but for its seed, as a word: two samples with one word are the same prompt.
+
+    By its id, answers, length and facts, the same in every process. A compacted record has it as `content`.
+    """
+    asked = record.get("sample") or record["id"]
+    told = json.dumps([asked, record.get("answers"), record.get("prompt_tokens"), record.get("meta")], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def _score(record: Record, metric: str) -> float:

@@ -41,6 +41,8 @@ def search(files: Sequence[Path]) -> Figure:
     (path, *others) = files or [Path("results")]
     try:
         runs = {(run["keys"], run["n"]): _alone(run) for run in json.loads(path.read_text(encoding="utf-8"))["runs"]}
+        if not runs:
+            raise LookupError
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             f"figure=search: {path}: expected one file, what scripts/bench_index.py prints last, such as "
@@ -54,7 +56,11 @@ def search(files: Sequence[Path]) -> Figure:
     for row, kind in zip(axes, kinds, strict=True):
         for axis, size in zip(row, sizes, strict=True):
             axis.set_title(f"{size:,} keys, {kind}", fontsize=10)
-            _draw(axis, runs[kind, size])
+            if (kind, size) in runs:
+                _draw(axis, runs[kind, size])
+            else:
+                axis.set_title("")
+                axis.set_axis_off()
         row[0].set_ylabel("recall")
     for axis in axes[-1]:
         axis.set_xlabel("time of a query (us)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from kvbench.report import published
 from kvbench.report.claims.sampled import quarter_of
 from kvbench.report.claims.verdict import Finding, Missing, exactly
 from kvbench.report.stats import estimate
+from kvbench.runs.quantities import is_number
 
 # -- printed -----------------------------------------------------------------------------------------------------------
 
@@ -113,17 +113,25 @@ def filed(folders: Sequence[Path], asked: Mapping[str, Any]) -> Finding | Missin
     path = next((folder / asked["file"] for folder in folders if (folder / asked["file"]).is_file()), None)
     if path is None:
         return Missing(f"no {asked['file']}; {asked['command']} | tail -1 > results/{asked['file']}")
-    whole = json.loads(path.read_text(encoding="utf-8"))
-    values = np.array(list(_at(whole, asked["value"], asked.get("where", {}))), float)
-    if not len(values):
-        return Missing(f"{path} has no {asked['value']}; {asked['command']} | tail -1 > results/{asked['file']}")
-    if "less" in asked:
-        values = values - np.array(list(_at(whole, asked["less"], asked.get("where", {}))), float)
+    anew = f"{asked['command']} | tail -1 > results/{asked['file']}"
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        paths = [asked[key] for key in ("value", "less", "slope", "each") if key in asked]
+        found = [dict(_at(whole, one, asked.get("where", {}))) for one in paths]
+    except (ValueError, TypeError) as error:
+        return Missing(f"{path} is not what the script writes ({type(error).__name__}); {anew}")
+    told = [place for place in found[0] if all(place in other for other in found)]  # by records that have all of them
+    if not told:
+        return Missing(f"{path} has no {' with '.join(paths)}; {anew}")
+    columns = {key: np.array([own[place] for place in told]) for key, own in zip(paths, found, strict=True)}
+    values = columns[asked["value"]] - (columns[asked["less"]] if "less" in asked else 0.0)
     if "slope" in asked:
-        sizes = np.array(list(_at(whole, asked["slope"], asked.get("where", {}))), float)
-        groups = np.array(list(_at(whole, asked["each"], asked.get("where", {})))) if "each" in asked else 0 * sizes
+        sizes = columns[asked["slope"]]
+        groups = columns[asked["each"]] if "each" in asked else 0 * sizes
         apart = [groups == group for group in np.unique(groups)]
-        slopes = [float(np.polyfit(np.log(sizes[own]), np.log(values[own]), 1)[0]) for own in apart]
+        slopes = [float(np.polyfit(np.log(sizes[own]), np.log(values[own]), 1)[0]) for own in apart if own.sum() > 1]
+        if not slopes:
+            return Missing(f"{path} has no two {asked['slope']}; {anew}")
         return _ranged(np.array(slopes), f"of {len(values)} lengths, {path.name}")
     if asked.get("interval") == "bootstrap":
         return Finding(*estimate([values]), path.name)
@@ -135,8 +143,12 @@ def _ranged(values: np.ndarray, note: str) -> Finding:
     return Finding(float(np.median(values)), float(values.min()), float(values.max()), len(values), note)
 
 
-def _at(value: Any, path: str, where: Mapping[str, Sequence[Any]]) -> Iterator[float]:
-    """The numbers at a path; only of records that have one of the values wanted of each key of `where`."""
+def _at(
+    value: Any, path: str, where: Mapping[str, Sequence[Any]], place: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[int, ...], float]]:
+    """The numbers at a path, each with the places of the elements that led there; only of records that have one of the
+    values wanted of each key of `where`.
+    """
     if isinstance(value, Mapping) and any(key in value and value[key] not in some for key, some in where.items()):
         return
     key, _, rest = path.partition(".")
@@ -144,9 +156,10 @@ def _at(value: Any, path: str, where: Mapping[str, Sequence[Any]]) -> Iterator[f
     elements = list(value.values() if isinstance(value, Mapping) else value) if key == "*" else []
     if key != "*" and isinstance(value, Mapping) and name in value:
         elements = [quarter_of(value[name], quarter) if quarter else value[name]]
-    for element in elements:
+    for index, element in enumerate(elements):
+        own = (*place, index) if key == "*" else place
         if rest:
             if isinstance(element, Mapping | list):
-                yield from _at(element, rest, where)
-        elif math.isfinite(element):
-            yield element
+                yield from _at(element, rest, where, own)
+        elif is_number(element):
+            yield own, element

@@ -105,8 +105,8 @@ def sentence(part: Part, found: Finding | Missing) -> str:
 
 
 def _summary(found: Sequence[Judged]) -> str:
-    counts = {verdict.value: sum(one.verdict is verdict for one in found) for verdict in Verdict}
-    return f"{len(found)} claims: " + ", ".join(f"{count} {name}" for name, count in counts.items()) + "."
+    counts = {verdict: sum(one.verdict is verdict for one in found) for verdict in Verdict}
+    return f"{len(found)} claims: " + ", ".join(f"{count} {one.of(count)}" for one, count in counts.items()) + "."
 
 
 def console(found: Sequence[Judged]) -> str:

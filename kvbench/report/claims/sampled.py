@@ -23,10 +23,11 @@ import numpy as np
 from kvbench.config import show
 from kvbench.report.claims.claim import beds
 from kvbench.report.claims.verdict import Finding, Missing
-from kvbench.report.evidence import but_for_seed
+from kvbench.report.evidence import but_for_seed, is_shared
 from kvbench.report.frame import Runs, missing
 from kvbench.report.stats import estimate, is_0_1, proportion, ratio
 from kvbench.runs.folder import Record
+from kvbench.runs.summary import is_disturbed
 
 # What a run has where an arm does not say otherwise.
 USUAL = {
@@ -36,9 +37,13 @@ USUAL = {
     "attention": "auto",
 }
 
+ALIKE = ("kv", "dense_layers")  # of arms that are compared, where they do not ask for it
+
 ROLES = ("of", "less", "over", "among")
 
-Key = tuple[str, str]  # seed and id of a sample
+TIMES = ("tpot_ms", "breakdown_ms")  # how the values begin that a disturbed machine spoils
+
+Key = tuple[str, str]  # what tells a sample from others of its id, and that id
 
 
 class Reading(NamedTuple):
@@ -59,6 +64,7 @@ def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
     """The number that a part asks for."""
     arms = arms_of(asked)
     found: dict[str, list[dict[Key, Reading]]] = {}
+    taken: dict[str, int] = {}
     for name, several in arms.items():
         value = "score" if name == "among" else asked["value"]
         for words in several:
@@ -66,14 +72,19 @@ def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
             if isinstance(chosen, Missing):
                 return chosen
             assert runs is not None
+            taken[words] = chosen[0]
             found.setdefault(name, []).append(_readings(runs, chosen, value, asked.get("lengths", [])))
+    assert runs is not None
+    if apart := _differing(runs, asked["bed"], taken):
+        return apart
     ours = found["of"][0]
     if "among" in found:
         ours = {
             key: one for key, one in ours.items() if key in found["among"][0] and found["among"][0][key].value == 100
         }
     others = found.get("less") or found.get("over") or []
-    keys = sorted(key for key in ours if all(key in other for other in others))
+    shared = (key for key in ours if all(key in other for other in others))
+    keys = sorted(shared, key=lambda key: (ours[key].group, key[1], key[0]))
     theirs: dict[Key, Reading] = others[0] if others else {}
     if len(others) > 1:
         theirs = max(others, key=lambda other: sum(other[key].value for key in keys[::2]))
@@ -127,6 +138,24 @@ def runs_of(runs: Runs | None, bed: str, words: str) -> list[int] | Missing:
     return chosen
 
 
+def _differing(runs: Runs, bed: str, taken: Mapping[str, int]) -> Missing | None:
+    """What arms differ in that neither they nor the bed ask for, so that they cannot be compared; None: nothing."""
+    asked = {word.partition("=")[0] for words in taken for word in words.split()}
+    kinds = []
+    for run in taken.values():
+        own = but_for_seed(runs, run).items()
+        kind = {key: show(value) for key, value in own if key in ALIKE or is_shared(key)}
+        kind |= {"task's data": str(runs.arm[run]["data"])}
+        if runs.timed(run):
+            kind["machine"] = str(runs.arm[run]["measured_on"])
+        kinds.append({key: value for key, value in kind.items() if key not in asked})
+    for key in sorted(set().union(*kinds)):
+        if len({kind.get(key) for kind in kinds}) > 1:
+            told = " and ".join(f"{kind.get(key)} ({words})" for words, kind in zip(taken, kinds, strict=True))
+            return Missing(f"runs that differ in {key}, {told}; {beds()[bed].command}")
+    return None
+
+
 def _matches(settings: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
     """Whether a run has these settings; what it has no such key for, it leaves at its usual value."""
     for key, value in wanted.items():
@@ -143,6 +172,7 @@ def _readings(runs: Runs, chosen: Sequence[int], value: str, lengths: Sequence[i
     A score of a failed sample is 0. Times of a disturbed machine are left out.
     """
     found: dict[Key, Reading] = {}
+    is_time = value.partition(".")[0] in TIMES
     for run in chosen:
         seed = show(runs.setting[run]["seed"])
         own: dict[Key, Reading] = {}
@@ -150,7 +180,7 @@ def _readings(runs: Runs, chosen: Sequence[int], value: str, lengths: Sequence[i
         scores = dict(zip(runs.scores[run].ids, runs.scores[run].values, strict=True))
         for record in runs.samples(runs.arms.loc[run]):
             length = (record.get("meta") or {}).get("length")
-            if (lengths and length not in lengths) or (record.get("machine") or {}).get("disturbed"):
+            if (lengths and length not in lengths) or (is_time and is_disturbed(record)):
                 continue
             id = record.get("sample") or record["id"]
             group = str(record.get("group") or "")

@@ -17,6 +17,11 @@ class Verdict(Enum):
     UNDECIDED = "undecided"
     NOT_MEASURED = "not measured"
 
+    def of(self, count: int) -> str:
+        """The verdict of so many claims, in words."""
+        plural = {Verdict.HOLDS: "hold", Verdict.FAILS: "do not hold"}
+        return self.value if count == 1 else plural.get(self, self.value)
+
 
 # Of several parts the first of these decides: a part that fails refutes the claim whatever the others are.
 DECIDING = (Verdict.FAILS, Verdict.NOT_MEASURED, Verdict.UNDECIDED, Verdict.HOLDS)

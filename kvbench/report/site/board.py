@@ -4,42 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
+from typing import NamedTuple
 
-from kvbench.report.frame import YARDSTICK
+from kvbench.report.formats import NONE
 from kvbench.report.select import order_of
 from kvbench.report.site.front import SHARES
-from kvbench.report.site.parts import File, Row, Site, cell_of, linked, page, share_of, small
+from kvbench.report.site.parts import FAR_OVER, File, Row, Site, cell_of, linked, page, protocols, share_of, small
 
-# Column -> (heading, whether a small screen has no room for it).
+
+class Column(NamedTuple):
+    """A column of numbers.
+
+    Attributes:
+        heading: what stands above it.
+        about: what it says, a clause.
+        wide: whether a small screen has no room for it.
+    """
+
+    heading: str
+    about: str
+    wide: bool = False
+
+
 COLUMNS = {
-    "score": ("score", False),
-    "kl_mean": ("KL, nats", False),
-    "device_kv_bytes": ("KV on the device, MiB", False),
-    "device_share": ("of full's, %", False),
-    "attended_share": ("attended / C", True),
-    "moved_bytes_per_step": ("moved KiB a step", True),
-    "tpot_ms_mean": ("ms / token", False),
-    "recall": ("recall", True),
+    "score": Column("score", "the task's own, 0 to 100; of fidelity the next tokens that are full attention's, %"),
+    "kl_mean": Column("KL, nats", "KL divergence of the next token from full attention's, mean over tokens and texts"),
+    "device_kv_bytes": Column("KV, MiB", "keys and values on the device, all layers, at the longest prompt", True),
+    "index_bytes": Column("index, MiB", "what the method keeps to choose by, wherever it lies", True),
+    "device_share": Column(
+        "KV, %", "of full attention's keys and values, those on the device, in the layers that are not left dense"
+    ),
+    "index_share": Column("with index, %", "the same with the index", True),
+    "attended_share": Column("attended / C", "entries that a head attends in a step, over the budget C", True),
+    "moved_bytes_per_step": Column("moved, KiB", "brought from the host to the device in a step", True),
+    "tpot_ms_p50": Column("ms / token", "median time of a decoded token: it ranks machines as well as methods"),
+    "recall": Column("recall", "of the tokens with the most attention, the share that was attended", True),
+    "n": Column("n", "samples", True),
 }
+SHARED = {"device_share": False, "index_share": True}  # column -> whether the index counts
 
 
 def board(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     """The leaderboard."""
     rows = site.rows
-    columns = [name for name in COLUMNS if name == "device_share" or any(name in row.cell.numbers for row in rows)]
+    columns = [name for name in COLUMNS if name in SHARED or any(name in row.cell.numbers for row in rows)]
     heads = "".join(
-        f'<th scope="col" data-name="{name}"{" class=wide" if COLUMNS[name][1] else ""}>'
-        f'<button type="button">{COLUMNS[name][0]}</button></th>'
+        f'<th scope="col" data-name="{name}" title="{COLUMNS[name].about}" class="{"wide" * COLUMNS[name].wide}">'
+        f'<button type="button">{COLUMNS[name].heading}</button></th>'
         for name in columns
     )
     words = ["budget", *(name for name in ("task", "model") if len({getattr(row, name) for row in rows}) > 1)]
-    named = "".join(
-        f'<th scope="col" class="label" data-name="{name}"><button type="button">{name}</button></th>'
-        for name in ("method", *words)
+    named = '<th scope="col" class="label" data-name="method"><button type="button">method</button></th>' + "".join(
+        f'<th scope="col" class="label wide" data-name="{name}"><button type="button">'
+        f"{'C' if name == 'budget' else name}</button></th>"
+        for name in words
     )
-    told = " and ".join(sorted({escape(row.model) for row in rows}))
     body = "\n".join(_line(site, row, words, columns) for row in rows)
     said = dict.fromkeys(note for table in site.tables for note in table.notes)
+    about = "".join(f"<dt>{COLUMNS[name].heading}</dt><dd>{COLUMNS[name].about}</dd>" for name in columns)
     notes = "".join(f"<li>{escape(note)}</li>" for note in said)
     timed = f"<li>{site.timed} timed runs are not here: --format html shows them.</li>" if site.timed else ""
     left_out = "".join(f"<li>{escape(f'{path.name}: {why}')}</li>" for path, why in site.runs.left_out)
@@ -48,38 +70,50 @@ def board(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
         "Which method, at which cost?",
         site,
         sections,
-        f"""<p>Every arm that ran on {told}. Choose what it may cost; what fits is ordered by nearness to full
-attention (KL) or by score.</p>
+        f"""<p>Every arm that ran: a method with a budget of C tokens for each head. Choose what it may cost; what fits
+is ordered by nearness to full attention (KL) or by score.</p>
+{protocols(site)}
+<details><summary>How to read these numbers</summary><dl>{about}</dl><ul class="notes">{notes}{timed}</ul></details>
 {_filters(rows)}
 <section id="best" aria-live="polite"></section>
-<div class="scroll"><table id="board" class="sortable"><thead><tr>{named}{heads}</tr></thead><tbody>
+<p class="notes">Named above is no oracle (Top-k scores every key exactly), and nothing that attends {FAR_OVER:g} times
+its C or more.</p>
+<div class="scroll tall"><table id="board" class="sortable"><thead><tr>{named}{heads}</tr></thead><tbody>
 {body}
 </tbody></table></div>
-<details><summary>How to read these numbers</summary><ul class="notes">{notes}{timed}</ul></details>
 {f"<details><summary>Runs left out</summary><ul class=notes>{left_out}</ul></details>" if left_out else ""}""",
     )
 
 
 def _line(site: Site, row: Row, words: Iterable[str], columns: Iterable[str]) -> str:
-    cells = "".join(_share(site, row) if name == "device_share" else cell_of(row, name) for name in columns)
+    cells = "".join(_share(site, row, name) if name in SHARED else _cell(row, name) for name in columns)
     keys = {"method": row.method, "budget": row.budget, "task": row.task, "model": row.model, "panel": row.panel}
+    keys |= {"variant": row.variant} if row.variant else {}
+    keys |= {"choice": ""} if row.is_choice else {}
     data = "".join(f' data-{key}="{escape(value)}"' for key, value in keys.items())
-    bare = ' class="yardstick"' if row.method == YARDSTICK else ""
-    labels = "".join(f'<td class="label" data-name="{name}">{escape(keys[name])}</td>' for name in words)
+    bare = ' class="yardstick"' if row.is_yardstick else ""
+    labels = "".join(f'<td class="label wide" data-name="{name}">{escape(keys[name])}</td>' for name in words)
     samples = [word for word in row.panel.split(", ")[2:] if word not in row.variant]
     apart = ", ".join(filter(None, [row.variant, *samples]))
-    head = f'<th scope="row" data-name="method">{linked(row.method, "")}{small(apart)}</th>'
-    return f"<tr{bare}{data}>{head}{labels}{cells}</tr>"
+    phone = ", ".join(
+        filter(None, [row.task if "task" in words else "", "" if row.budget == NONE else f"C = {row.budget}"])
+    )
+    head = f'{linked(row.method, "")}<small class="phone">{escape(phone)}</small>{small(apart)}'
+    return f'<tr{bare}{data}><th scope="row" data-name="method">{head}</th>{labels}{cells}</tr>'
 
 
-def _share(site: Site, row: Row) -> str:
-    """Its KV on the device as a share of what full attention held there for the same samples."""
-    share = share_of(site, row)
+def _cell(row: Row, name: str) -> str:
+    return cell_of(row, name, "wide" if COLUMNS[name].wide else "")
+
+
+def _share(site: Site, row: Row, name: str) -> str:
+    """Its memory as a share of what full attention held on the device for the same samples."""
+    share, look = share_of(site, row, SHARED[name]), " wide" if COLUMNS[name].wide else ""
     if share is None:
-        return '<td data-name="device_share" class="none">-</td>'
+        return f'<td data-name="{name}" class="none{look}">-</td>'
     assert row.full is not None
     runs = f'data-run="{site.run_ids(row.run)}" data-full="{site.run_ids(row.full)}"'
-    return f'<td data-name="device_share" data-value="{share!r}" {runs}>{share:.1f}</td>'
+    return f'<td data-name="{name}" class="{look.strip()}" data-value="{share!r}" {runs}>{share:.1f}</td>'
 
 
 def _filters(rows: Sequence[Row]) -> str:
@@ -97,6 +131,7 @@ def _filters(rows: Sequence[Row]) -> str:
     number = 'type="number" min="0" step="any" inputmode="decimal" placeholder="any"'
     return f"""<form id="filters">
 {select("share", "Device memory at most", "any", list(map(str, SHARES)), "{} % of full attention's".format)}
+<label class="check"><input type="checkbox" name="index"> count the index</label>
 {select("task", "Task", "all", there("task"))}
 {select("budget", "Budget C", "any", there("budget"))}
 {select("model", "Model", "all", there("model"))}

@@ -21,10 +21,11 @@ def claims_on(site: Site, method: str) -> list[Judged]:
 
 def is_about(claim: Claim, method: str) -> bool:
     """Whether a claim is one of the method's own paper, or one of its arms decides it."""
-    return _is_of(claim, method) or _names(claim, method)
+    return is_of(claim, method) or _names(claim, method)
 
 
-def _is_of(claim: Claim, method: str) -> bool:
+def is_of(claim: Claim, method: str) -> bool:
+    """Whether a claim is one of the method's own paper."""
     return claim.source.partition(",")[0] == label_of(method)
 
 
@@ -32,14 +33,10 @@ def _names(claim: Claim, method: str) -> bool:
     return any(re.search(rf"\bmethod=(\w+,)*{method}\b", str(part.asked)) for part in claim.parts)
 
 
-def counted(found: Sequence[Judged]) -> dict[str, int]:
-    """How many claims have each verdict, by its name; those that a stand-in decided count like all others."""
-    return {verdict.value: sum(one.verdict is verdict for one in found) for verdict in Verdict}
-
-
 def told(found: Sequence[Judged]) -> str:
-    """How many claims have each verdict, in words."""
-    return ", ".join(f"{count} {verdict}" for verdict, count in counted(found).items() if count)
+    """How many claims have each verdict, in words; those that a stand-in decided count like all others."""
+    counts = {verdict: sum(one.verdict is verdict for one in found) for verdict in Verdict}
+    return ", ".join(f"{count} {verdict.of(count)}" for verdict, count in counts.items() if count)
 
 
 def shown(one: Judged) -> str:
@@ -62,7 +59,7 @@ def claims_section(site: Site, method: str) -> str:
     found = claims_on(site, method)
     if not found:
         return "<p>No claim that kvbench holds is about it.</p>"
-    own = [one for one in found if _is_of(one.claim, method)]
+    own = [one for one in found if is_of(one.claim, method)]
     others = [one for one in found if one not in own]
     none = "" if own else " None is of its own paper."
     parts = [f"<p>{told(found)}. A claim opens what was measured of it, and the runs behind that.{none}</p>"]

@@ -5,16 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from operator import attrgetter
 
 from kvbench.report.formats import NONE
 from kvbench.report.frame import YARDSTICK
-from kvbench.report.site.claimed import claims_on, counted, told
-from kvbench.report.site.parts import File, Row, Site, ends_of, figure, linked, page, share_of, small, table_of
+from kvbench.report.site.claimed import claims_on, is_of, told
+from kvbench.report.site.parts import (
+    File,
+    Row,
+    Site,
+    dense_of,
+    ends_of,
+    figure,
+    linked,
+    page,
+    protocols,
+    share_of,
+    small,
+    table_of,
+)
 from kvbench.report.site.results import picture
 from kvbench.runs.quantities import QUANTITIES
 
 SHARES = (2, 5, 10, 25, 50)  # per cent of full attention's device memory
 ASKED = 5  # of them in the question
+COUNTED = {False: "keys and values", True: "with the index"}
 
 
 def front(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
@@ -34,25 +49,30 @@ def front(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
 
 def _best(site: Site, board: str) -> str:
     """For each task the nearest to full attention, or with the best score, that holds no more than each share."""
-    panels: dict[str, list[tuple[float, Row]]] = {}
-    for row in site.rows:
-        share = share_of(site, row)
-        if row.method != YARDSTICK and share is not None:
-            panels.setdefault(row.panel, []).append((share, row))
+    panels: dict[tuple[str, bool], list[tuple[float, Row]]] = {}
+    for row in filter(attrgetter("is_choice"), site.rows):
+        for indexed in (False, True):
+            if (share := share_of(site, row, indexed)) is not None:
+                panels.setdefault((row.panel, indexed), []).append((share, row))
     if not panels:
         return "<p>No arm here has full attention on the same samples beside it, which its memory is a share of.</p>"
     heads = "".join(f'<th class=label><a href="{board}#share={share}">{share} %</a></th>' for share in SHARES)
     lines = []
-    for panel, own in panels.items():
+    for (panel, indexed), own in sorted(panels.items()):
         task, _, samples = panel.partition(", ")
         cells = "".join(_cell([row for held, row in own if held <= share]) for share in SHARES)
-        lines.append(f'<tr><th scope="row">{escape(task)}{small(samples)}</th>{cells}</tr>')
-    least = min(share for own in panels.values() for share, _ in own)
+        told = COUNTED[True] if indexed else f"{samples}: {COUNTED[False]}"
+        lines.append(f'<tr><th scope="row">{"" if indexed else escape(task)}{small(told)}</th>{cells}</tr>')
+    dense = {dense_of(site, row.run) for row in site.rows if row.is_choice}
+    above = f" and hold {max(dense):.1%} of the whole besides" if len(dense) == 1 and max(dense) > 0 else ""
     return (
-        "<p>The best that fits, by KL from full attention where there is some, else by score: keys and values on the "
-        "device, as a share of full attention's on the same samples. A share opens all that fit in the "
-        f'<a href="{board}">leaderboard</a>; a dash: nothing is as small. The smallest here holds {least:.1f} %, '
-        "layers that are left dense included.</p>" + table_of(f"<th class=label>task</th>{heads}", lines, "best")
+        "<p>For each limit the method with the lowest KL divergence from full attention or, where a task has none, "
+        "with the highest score. The limit is on keys and values on the device, as a share of full attention's on the "
+        f"same samples; layers that are left dense are not counted{above}. The second line of a task counts the "
+        "index by which a method chooses, too, wherever it lies. A limit opens all that fit in the "
+        f'<a href="{board}">leaderboard</a>; a dash: no run is this small.</p>'
+        + protocols(site)
+        + table_of(f"<th class=label>task</th>{heads}", lines, "best")
     )
 
 
@@ -66,9 +86,9 @@ def _cell(fitting: Sequence[Row]) -> str:
     low, high = (numbers.get(end, numbers[name]) for end in ends_of(name))
     alike = sum(low <= row.cell.numbers.get(name, math.nan) <= high for row in others)
     told = f"{'KL' if name == 'kl_mean' else name} {numbers[name]:.{QUANTITIES[name].digits}f}"
-    budget = "" if first.budget == NONE else f" {first.budget}"
+    arm = ", ".join(filter(None, ["" if first.budget == NONE else f" {first.budget}", first.variant]))
     return (
-        f'<td class="label" data-method="{escape(first.method)}">{linked(first.method, "")}{escape(budget)}<br>'
+        f'<td class="label" data-method="{escape(first.method)}">{linked(first.method, "")}{escape(arm)}<br>'
         f"<small>{told}{f', {alike} more in its interval' if alike else ''}</small></td>"
     )
 
@@ -78,11 +98,14 @@ def _claimed(site: Site, pages: str) -> str:
     lines = []
     for method in site.methods:
         if method != YARDSTICK and (found := claims_on(site, method)):
-            counts = "".join(f"<td class=label>{count or ''}</td>" for count in counted(found).values())
-            lines.append(f'<tr><th scope="row">{linked(method, "", "#claims")}</th>{counts}</tr>')
-    heads = "".join(f"<th class=label>{verdict}</th>" for verdict in counted([]))
+            own = [one for one in found if is_of(one.claim, method)]
+            others = [one for one in found if one not in own]
+            cells = "".join(f'<td class="label">{told(some) or NONE}</td>' for some in (own, others))
+            lines.append(f'<tr><th scope="row">{linked(method, "", "#claims")}</th>{cells}</tr>')
+    heads = "".join(f"<th class=label>{name}</th>" for name in ("method", "its own paper's", "other papers', about it"))
     return (
-        f'<p><a href="{pages}">{len(site.judged)} claims of the papers</a>: {told(site.judged)}. What only a stand-in '
-        "can test here counts by that, and says so. A method opens the claims about it; below them is what papers "
-        "print of it, with ours beside it.</p>" + table_of(f"<th class=label>method</th>{heads}", lines, "verdicts")
+        f'<p><a href="{pages}">{len(site.judged)} claims of the papers</a>: {told(site.judged)}. A claim that needs a '
+        "larger model or a GPU is judged by a smaller test, and marked as one that a stand-in decided. A method opens "
+        "the claims about it, of which one may be about several methods; below them is what papers print of it.</p>"
+        + table_of(heads, lines, "verdicts")
     )

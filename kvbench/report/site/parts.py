@@ -15,18 +15,21 @@ from typing import NamedTuple
 
 import kvbench
 from kvbench.config import choices
+from kvbench.memory.kinds import NATIVE
 from kvbench.report.cells import Cell, Table, runs_of
 from kvbench.report.claims.page import Judged, judged
 from kvbench.report.evidence import Evidence
 from kvbench.report.formats import NONE, text
-from kvbench.report.frame import Runs, missing
+from kvbench.report.frame import YARDSTICK, Runs, missing
 from kvbench.report.seeds import over_seeds
 from kvbench.report.select import by_protocol
 from kvbench.report.style import STYLES, style_of
 from kvbench.report.tables import summary
-from kvbench.runs.quantities import QUANTITIES
 
-VALUES = ("score", "kl_mean", "device_kv_bytes", "moved_bytes_per_step", "tpot_ms_mean", "recall")
+VALUES = ("score", "kl_mean", "device_kv_bytes", "index_bytes", "moved_bytes_per_step", "tpot_ms_p50", "recall", "n")
+RANGE_UP_TO = 3  # samples: of so few the ends of a percentile bootstrap are the least and the largest
+ORACLE = "topk"  # scores every key exactly: what selection can come to, and no method to take
+FAR_OVER = 3.0  # attended / C from which an arm is none of its budget, as what keeps a whole prompt
 AXES = ("model", "task", "method", "budget")
 
 
@@ -46,6 +49,7 @@ class Row(NamedTuple):
         variant: what tells it from others of the same method and budget, or "".
         cell, table: its numbers, and how they are shown.
         full: index of the run of full attention on the same samples, or None.
+        is_yardstick: whether it is full attention over keys and values as the model computes them.
     """
 
     run: int
@@ -58,6 +62,13 @@ class Row(NamedTuple):
     cell: Cell
     table: Table
     full: int | None
+    is_yardstick: bool
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether it is named among the best: not full attention, not the oracle, and within its budget."""
+        within = self.cell.numbers.get("attended_share", 0.0) < FAR_OVER
+        return within and not self.is_yardstick and self.method != ORACLE
 
     @property
     def name(self) -> str:
@@ -113,22 +124,26 @@ class Site:
                 full = self.evidence.yardstick(run)
                 model, task, method, budget = (labels[key] for key in AXES)
                 panel = ", ".join(filter(None, [task, model, protocol]))
-                rows.append(Row(run, model, task, method, budget, panel, variant, cell, table, full))
+                bare = method == YARDSTICK and self.joined.setting[run]["kv"] == str(NATIVE)
+                rows.append(Row(run, model, task, method, budget, panel, variant, cell, table, full, bare))
         rows = self._told_apart(rows)
         return sorted(rows, key=lambda row: (row.panel, _rank(row.cell.numbers)))
 
     def _told_apart(self, rows: list[Row]) -> list[Row]:
         """The rows, with what tells the samples of a panel from others of its model and task in the panel's name."""
         kinds = {row.run: self.evidence.kind(row.run) for row in rows}
-        told = []
+        told: list[tuple[str, ...]] = []
         for row in rows:
             alike = [kinds[other.run] for other in rows if other.panel == row.panel]
             settings = [part.partition("=") for part in kinds[row.run][:-1] if any(part not in kind for kind in alike)]
             apart = [f"{key.rpartition('.')[2]}={value}" for key, _, value in settings]
-            if not apart and any(kind[-1] != kinds[row.run][-1] for kind in alike):
-                apart = [f"data {kinds[row.run][-1]}"]  # which no setting tells from others
-            told.append(row._replace(panel=", ".join([row.panel, *apart])))
-        return told
+            told.append((row.panel, *apart))
+        data = {name: {kinds[row.run][-1] for row, own in zip(rows, told, strict=True) if own == name} for name in told}
+        parts = (
+            name if len(data[name]) == 1 else (*name, f"data {kinds[row.run][-1]}")  # which no setting tells apart
+            for row, name in zip(rows, told, strict=True)
+        )
+        return [row._replace(panel=", ".join(own)) for row, own in zip(rows, parts, strict=True)]
 
     @cached_property
     def methods(self) -> list[str]:
@@ -155,14 +170,15 @@ class Site:
         return " ".join(Path(path).name for path in self.joined.arm[run]["paths"])
 
 
-def _rank(numbers: Mapping[str, float]) -> tuple[float, float]:
+def _rank(numbers: Mapping[str, float]) -> tuple[bool, float, float]:
     """What arms of a panel are ordered by: KL, where there is some, or the score; then device memory."""
-    return numbers.get("kl_mean", -numbers["score"]), numbers.get("device_kv_bytes", 0.0)
+    nearness = numbers.get("kl_mean", -numbers["score"])
+    return "kl_mean" not in numbers, nearness, numbers.get("device_kv_bytes", 0.0)
 
 
 def better(one: Row, other: Row) -> bool:
     """Whether an arm is nearer to full attention, or scores higher, than another of its panel."""
-    return _rank(one.cell.numbers)[0] < _rank(other.cell.numbers)[0]
+    return _rank(one.cell.numbers)[:2] < _rank(other.cell.numbers)[:2]
 
 
 # -- HTML --------------------------------------------------------------------------------------------------------------
@@ -184,20 +200,65 @@ def linked(method: str, root: str, part: str = "") -> str:
     return f'<a class="method" href="{page}">{swatch(method)}{escape(label_of(method))}</a>'
 
 
-def share_of(site: Site, row: Row) -> float | None:
-    """Per cent of what full attention held on the device for the same samples; None without such a run."""
-    name = QUANTITIES["device_kv_bytes"].name
-    whole = site.joined.arm[row.full][name] if row.full is not None else None
-    own = site.joined.arm[row.run][name]
-    return None if missing(whole) or not whole or missing(own) else 100 * own / whole
+def dense_of(site: Site, run: int) -> float:
+    """The share of the layers that a run leaves dense."""
+    share = site.joined.arm[run]["dense_share"]
+    return 0.0 if missing(share) else float(share)
 
 
-def cell_of(row: Row, name: str) -> str:
+def share_of(site: Site, row: Row, indexed: bool = False) -> float | None:
+    """Per cent of the keys and values that full attention held on the device for the same samples, in the layers that
+    the arm does not leave dense; None without such a run, or where samples of either failed.
+
+    Args:
+        indexed: with the bytes of the method's index, wherever it lies.
+    """
+    if row.full is None:
+        return None
+    own, full = site.joined.arm[row.run], site.joined.arm[row.full]
+    whole, dense = full["device_kv_bytes"], dense_of(site, row.run)
+    if missing(whole) or missing(own["device_kv_bytes"]) or own["failed"] or full["failed"] or not whole * (1 - dense):
+        return None
+    index = own["index_bytes"] if indexed and not missing(own["index_bytes"]) else 0.0
+    return float(100 * (own["device_kv_bytes"] - dense * whole + index) / (whole * (1 - dense)))
+
+
+def protocols(site: Site) -> str:
+    """A line for each panel: on how many samples of which lengths, computed in what, on which machine."""
+    lines = []
+    for panel in dict.fromkeys(row.panel for row in site.rows):
+        own = [row.run for row in site.rows if row.panel == panel]
+        setting, arms = site.joined.setting[own[0]], [site.joined.arm[run] for run in own]
+        counts = sorted({int(arm["n"]) for arm in arms})
+        lengths = "" if missing(setting.get("task.lengths")) else f" of {words_of(setting['task.lengths'])} tokens"
+        dense = {site.joined.setting[run]["dense_layers"] for run in own} - {"[]"}
+        places = sorted({str(arm["measured_on"]) for arm in arms if not missing(arm["measured_on"])})
+        facts = [
+            f"{' to '.join(map(str, counts[:1] + counts[1:][-1:]))} samples{lengths}",
+            f"{setting['dtype']}",
+            f"layers {words_of(min(dense))} dense" if len(dense) == 1 else "",
+            f"on {' and '.join(places).replace(', 1 threads', ', 1 thread')}" if places else "",
+            "an interval of so few is their range" if counts[-1] <= RANGE_UP_TO and counts[-1] > 1 else "",
+        ]
+        lines.append(f"<li><b>{escape(panel)}</b>: {escape('; '.join(filter(None, facts)))}</li>")
+    slow = any(site.joined.setting[row.run]["device"] == "cpu" for row in site.rows)
+    told = "<li>Times on a CPU are no guide to those on a GPU.</li>" if slow else ""
+    return f'<ul class="notes">{"".join(lines)}{told}</ul>'
+
+
+def words_of(listed: str) -> str:
+    """A setting that is a list, such as "[2048,4096]", in words."""
+    numbers = listed.strip("[]").split(",")
+    return " and ".join(filter(None, [", ".join(numbers[:-1]), numbers[-1]]))
+
+
+def cell_of(row: Row, name: str, look: str = "") -> str:
     """A number of an arm as a report's tables show it, with its whole value and its run; a dash where there is none."""
     numbers, run = row.cell.numbers, " ".join(Path(path).name for path in row.cell.run.split("; "))
     column = f' data-name="{name}"'
     if name not in numbers:
-        return f'<td{column} class="none">{NONE}</td>'
+        return f'<td{column} class="{f"none {look}".strip()}">{NONE}</td>'
+    column += f' class="{look}"' if look else ""
     ends = "".join(
         f' data-{end}="{numbers[key]!r}"'
         for end, key in zip(("low", "high"), ends_of(name), strict=True)

@@ -11,16 +11,14 @@ from kvbench.report.figures import draw, drawn
 from kvbench.report.formats import NONE
 from kvbench.report.frame import YARDSTICK
 from kvbench.report.select import order_of
-from kvbench.report.site.parts import Row, Site, better, cell_of, linked, small, table_of
+from kvbench.report.site.parts import FAR_OVER, ORACLE, Row, Site, better, cell_of, linked, protocols, small, table_of
 
-ORACLE = "topk"  # drawn beside a method, with full attention
 FIGURES = {
     "budget": "Score against the budget and what was attended, beside full attention and the exact top-k",
     "fidelity": "KL from full attention, lower is nearer, beside the exact top-k",
 }
-SHOWN = ("score", "against_full", "kl_mean", "device_kv_bytes", "tpot_ms_mean", "recall")
+SHOWN = ("score", "against_full", "kl_mean", "device_kv_bytes", "tpot_ms_p50", "n")
 CLEAR = 5.0  # points from the others' median from which a score is marked
-FAR_OVER = 3.0  # attended / C from which an arm is none of its budget, as what keeps a whole prompt
 
 
 def results(site: Site, own: Sequence[Row]) -> str:
@@ -34,41 +32,42 @@ def results(site: Site, own: Sequence[Row]) -> str:
         lines.append(
             f'<tr><td class="label">{escape(task)}{small(samples)}</td>'
             f'<td class="label">{escape(row.budget)}{small(row.variant)}</td>{_place(site, row)}'
-            f"{''.join(cell_of(row, name) for name in names)}{_best_other(site, row)}</tr>"
+            f"{''.join(cell_of(row, name) for name in names)}{_best_other(site, row)}"
+            f'<td class="label"><code>{"<br>".join(site.run_ids(row.run).split())}</code></td></tr>'
         )
     return (
-        "<p>Place: among the sparse methods with the same budget, by KL where there is some, else by score. What "
-        f"attends {FAR_OVER:g} times as much or more has none.</p>"
-        + table_of(f"{heads}<th class=label>best other</th><th>its score</th>", lines)
+        "<p>Place: among the sparse methods with the same budget, by KL where there is some, else by score. Arms that "
+        f"attend {FAR_OVER:g} times C or more are not ranked, nor is Top-k, which scores every key exactly.</p>"
+        + protocols(site)
+        + table_of(f"{heads}<th class=label>best other</th><th class=label>run</th>", lines)
+        + f"<p class=notes>A run is the folder of that name below {escape(site.folders)}, or its copy: <code>run.yaml"
+        "</code> there has all settings, and <code>samples.jsonl</code> what was measured of each sample. "
+        "<code>make reference</code> makes those anew that kvbench ships.</p>"
     )
 
 
 def _rivals(site: Site, row: Row) -> list[Row]:
-    """The arms of other sparse methods in its panel, within its budget, the best first; none for full attention."""
+    """The arms of other sparse methods in its panel and budget, the best first; none for full attention."""
     return [
         other
         for other in site.rows
         if (other.panel, other.budget) == (row.panel, row.budget)
         and len({other.method, row.method, YARDSTICK}) == 3
-        and _within(other)
+        and other.is_choice
     ]
-
-
-def _within(row: Row) -> bool:
-    return row.cell.numbers.get("attended_share", 0.0) < FAR_OVER
 
 
 def _place(site: Site, row: Row) -> str:
     rivals = _rivals(site, row)
-    if not rivals or not _within(row):
+    if not rivals or not row.is_choice:
         return f'<td class="none">{NONE}</td>'
     place, of = 1 + sum(better(other, row) for other in rivals), 1 + len(rivals)
     return f'<td data-place="{place}" data-of="{of}">{place} of {of}</td>'
 
 
 def _best_other(site: Site, row: Row) -> str:
-    rivals = _rivals(site, row)
-    return f'<td class="label">{linked(rivals[0].method, "../")}</td>{cell_of(rivals[0], "score")}' if rivals else ""
+    best = next(iter(_rivals(site, row)), None)
+    return f'<td class="label">{linked(best.method, "../")}</td>' if best else f'<td class="none label">{NONE}</td>'
 
 
 def by_group(site: Site, own: Sequence[Row]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from kvbench.report.frame import YARDSTICK
+from kvbench.report.frame import content_of
 from kvbench.report.html import MOST_LETTERS
 from kvbench.report.site.parts import File, Row, Site, page
 from kvbench.runs.folder import read_samples
@@ -31,8 +31,9 @@ def samples(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
 
 
 def _panel(site: Site, rows: Sequence[Row]) -> str:
-    rows = sorted(rows, key=lambda row: row.method != YARDSTICK)
-    found = [_records(site, row) for row in rows]
+    rows = sorted(rows, key=lambda row: not row.is_yardstick)
+    seeds = {seed for row in rows for seed in site.joined.scores[row.run].seeds}
+    found = [_records(site, row, len(seeds) > 1) for row in rows]
     ids = list(dict.fromkeys(id for records in found for id in records))
     ids = sorted(ids, key=lambda id: -_spread([records[id]["score"] for records in found if id in records]))
     shown = ids[:MOST_SAMPLES]
@@ -47,12 +48,13 @@ def _panel(site: Site, rows: Sequence[Row]) -> str:
         }
         for id in shown
     ]
-    data = json.dumps({"arms": arms, "samples": entries}, ensure_ascii=False).replace("</", "<\\/")
     dropped = not any(one and one[1] is not None for entry in entries for one in entry["arms"])
+    whole = {"arms": arms, "samples": entries, "outputs": not dropped}
+    data = json.dumps(whole, ensure_ascii=False).replace("<", "\\u003c")
     few = f" The {len(shown)} of {len(ids)} on which arms differ most." if len(shown) < len(ids) else ""
     told = (
-        "<p class=warning>No outputs are stored in these runs: they were dropped when the runs were compacted, or the "
-        "task generates none. Scores are there.</p>"
+        "<p class=notes>No outputs are stored in these runs: the task generates none, or they were left out of a copy "
+        "of the runs. Scores are there.</p>"
         if dropped
         else ""
     )
@@ -62,18 +64,20 @@ def _panel(site: Site, rows: Sequence[Row]) -> str:
 <div id="samples"></div><script type="application/json" id="data">{data}</script>"""
 
 
-def _records(site: Site, row: Row) -> dict[str, dict[str, Any]]:
-    """What an arm stored of each sample, by its id: score 0-100, group, what was expected, output; None: not stored."""
+def _records(site: Site, row: Row, seeded: bool) -> dict[str, dict[str, Any]]:
+    """What an arm stored of each sample: score 0-100, group, what was expected, output; None: not stored.
+
+    By the sample's id, and among runs of several seeds by what it is: the same prompt is asked for under many of them.
+    """
     arm = site.joined.arm[row.run]
     metric = arm["metric"]
     found = {}
-    records = [(path, record) for path in arm["paths"] for record in read_samples(path / "samples.jsonl")[0].values()]
-    for path, record in records:
+    for record in (one for path in arm["paths"] for one in read_samples(path / "samples.jsonl")[0].values()):
         score = (record.get("scores") or {}).get(metric)
         answers = record.get("answers")
         output = record.get("error") or record.get("output")
-        seed = f", seed {1 + arm['paths'].index(path)}" if len(arm["paths"]) > 1 else ""
-        found[f"{record['id']}{seed}"] = {
+        which = f" ({record.get('content') or content_of(record)})" if seeded else ""
+        found[f"{record['id']}{which}"] = {
             "score": None if score is None else 100 * score,
             "group": str(record.get("group") or ""),
             "expected": " | ".join(map(str, answers))[:MOST_LETTERS] if answers else None,

@@ -51,7 +51,7 @@ const fits = (row, wanted) => {
   return (!wanted.task || row.dataset.task === wanted.task) && (!wanted.model || row.dataset.model === wanted.model)
     && (!wanted.budget || row.dataset.budget === wanted.budget || row.dataset.budget === "-")
     && (!words || `${row.dataset.method} ${row.cells[0].textContent}`.toLowerCase().includes(words))
-    && most("device_share", wanted.share) && most("device_kv_bytes", wanted.memory) && most("tpot_ms_mean", wanted.time);
+    && most(wanted.index ? "index_share" : "device_share", wanted.share) && most("device_kv_bytes", wanted.memory) && most("tpot_ms_p50", wanted.time);
 };
 // Nearer to full attention, or with the better score; then with less memory.
 const order = (one, two) => {
@@ -64,7 +64,7 @@ const shown = (row, name) => row.querySelector(`td[data-name="${name}"][data-val
 
 const best = rows => {
   const box = document.getElementById("best"), list = make("ul"), panels = new Map();
-  for (const row of rows) if (!row.classList.contains("yardstick")) {
+  for (const row of rows) if (row.dataset.choice !== undefined) {
     const { panel } = row.dataset;
     panels.set(panel, [...(panels.get(panel) ?? []), row]);
   }
@@ -76,10 +76,12 @@ const best = rows => {
     const link = first.querySelector("a.method").cloneNode(true);
     const words = [
       first.dataset.budget === "-" ? "" : `C = ${first.dataset.budget}`,
+      first.dataset.variant,
       name === "score" ? `score ${shown(first, name)}` : `KL ${shown(first, name)} nats`,
       shown(first, "device_kv_bytes") && `${shown(first, "device_kv_bytes")} MiB on the device`,
       shown(first, "device_share") && `${shown(first, "device_share")} % of full attention's`,
-      shown(first, "tpot_ms_mean") && `${shown(first, "tpot_ms_mean")} ms / token`,
+      shown(first, "index_share") && `${shown(first, "index_share")} % with its index`,
+      shown(first, "tpot_ms_p50") && `${shown(first, "tpot_ms_p50")} ms / token`,
     ];
     item.append(`${first.dataset.panel}: `, link, ` ${words.filter(Boolean).join("; ")}`);
     if (even) item.append(" ", make("small", `${even} of the ${others.length} other arms that fit lie within its interval`));
@@ -96,7 +98,8 @@ const filter = () => {
 };
 if (board) {
   for (const [name, value] of new URLSearchParams(location.hash.slice(1)))
-    if (filters.elements[name]) filters.elements[name].value = value;
+    if (filters.elements[name]?.type === "checkbox") filters.elements[name].checked = true;
+    else if (filters.elements[name]) filters.elements[name].value = value;
   filters.addEventListener("input", filter);
   filters.addEventListener("reset", () => setTimeout(filter));
   filters.addEventListener("submit", event => event.preventDefault());
@@ -107,18 +110,18 @@ if (board) {
 
 const compare = document.getElementById("compare");
 
-const side = (arm, answer) => {
+const side = (arm, answer, outputs) => {
   const block = make("div"), head = make("strong", arm.name);
   block.append(head);
   if (!answer) block.append(" ", make("small", "did not have this sample"));
   else {
     block.append(" ", make("small", answer[0] === null ? "no score" : `score ${answer[0].toFixed(1)}`));
-    block.append(answer[1] === null ? make("p", "no output is stored", "none") : make("pre", answer[1]));
+    if (outputs) block.append(answer[1] === null ? make("p", "no output is stored", "none") : make("pre", answer[1]));
   }
   return block;
 };
 if (compare) {
-  const { arms, samples } = JSON.parse(document.getElementById("data").textContent);
+  const { arms, samples, outputs } = JSON.parse(document.getElementById("data").textContent);
   const { left, right, differ } = compare.elements;
   for (const select of [left, right]) arms.forEach((arm, index) => select.append(new Option(arm.name, index)));
   right.value = Math.min(1, arms.length - 1);
@@ -132,7 +135,7 @@ if (compare) {
       const block = make("div", "", "sample"), pair = make("div", "", "pair");
       block.append(make("h3", sample.id), make("small", sample.group));
       if (sample.expected !== null) block.append(make("p", `Expected: ${sample.expected}`));
-      pair.append(...chosen.map(index => side(arms[index], sample.arms[index])));
+      pair.append(...chosen.map(index => side(arms[index], sample.arms[index], outputs)));
       block.append(pair);
       return block;
     }), ...(kept.length ? [] : [make("p", "No sample on which the scores of the two differ.")]));
