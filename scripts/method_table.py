@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE, FRONT = ROOT / "methods" / "README.md", ROOT / "README.md"
 REFERENCE = ROOT / "results" / "reference"
 BUDGET = 256
-HEAD = "| method | KL, nats | KV held, MiB | KV read a step, MiB | needles % |"
+TASKS = ("passkey", "ruler", "longbench")  # the columns of scores
+HEAD = "| method | KL, nats | KV held, MiB | KV read a step, MiB | needles % | RULER % | LongBench % |"
 FRONT_HEAD = "| `method=` |KL|needles|MiB| what they do | source |"
 
 
@@ -33,13 +34,18 @@ class Found(NamedTuple):
     Attributes:
         kl: mean KL divergence from full attention with the ends of its interval, nats.
         held, read: bytes of keys and values, on the device and in a step.
-        needles: score, per cent.
+        scores: of `TASKS`, per cent.
     """
 
     kl: tuple[float, float | None, float | None] | None
     held: float | None
     read: float | None
-    needles: float | None
+    scores: dict[str, float]
+
+    @property
+    def needles(self) -> float | None:
+        """Passkeys found, per cent."""
+        return self.scores.get("passkey")
 
 
 def found() -> dict[str, Found]:
@@ -52,22 +58,24 @@ def found() -> dict[str, Found]:
 
 
 def _found(method: str, run: int | None, ids: set[str], reference: Evidence) -> Found:
-    asked = _run(reference.runs, "passkey", method)
-    score = None if asked is None else reference.score(asked).mean
+    asked = {task: _run(reference.runs, task, method) for task in TASKS}
+    told = {task: reference.score(one).mean for task, one in asked.items() if one is not None}
     if run is None:
-        return Found(None, None, None, score)
+        return Found(None, None, None, told)
     scores, held = reference.runs.scores[run], reference.runs.arm[run]["device_kv_bytes"]
     kl = estimate([scores.kl[np.isin(scores.ids, list(ids))]])
     read = bytes_read(reference, run)
-    return Found(kl[:3], None if missing(held) else held, None if missing(read) else read, score)
+    return Found(kl[:3], None if missing(held) else held, None if missing(read) else read, told)
 
 
 def written(methods: dict[str, Found]) -> str:
     """The table of all methods that ran, the nearest first."""
-    ran = [(method, one) for method, one in methods.items() if one.kl or one.needles is not None]
+    ran = [(method, one) for method, one in methods.items() if one.kl or one.scores]
     ran.sort(key=lambda pair: pair[1].kl[0] if pair[1].kl else float("inf"))
     lines = [
-        f"| `{method}` | {_kl(one)} | {_mib(one.held)} | {_mib(one.read)} | {_whole(one.needles)} |"
+        f"| `{method}` | {_kl(one)} | {_mib(one.held)} | {_mib(one.read)} | "
+        + " | ".join(_whole(one.scores.get(task)) for task in TASKS)
+        + " |"
         for method, one in ran
     ]
     return "\n".join([HEAD, "|---" * (HEAD.count("|") - 1) + "|", *lines])

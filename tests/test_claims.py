@@ -190,7 +190,7 @@ def test_printed_numbers_decide_as_they_do_by_hand() -> None:
 
 def test_every_claim_is_complete_and_decided_as_far_as_its_numbers_go(tmp_path: Path) -> None:
     all_claims = claims()
-    assert len(all_claims) == 36 == len({claim.id for claim in all_claims})
+    assert len(all_claims) == 38 == len({claim.id for claim in all_claims})
     for claim in all_claims:
         assert claim.claim and claim.source and claim.kind and claim.weaker and claim.parts, claim.id
         for one in claim.parts:
@@ -217,6 +217,19 @@ def test_claims_that_runs_do_not_measure_are_judged_by_shipped_ones(
         if isinstance(number, Finding) and part.kind == "runs"
     }
     assert found == {"ice-1": (0.0, ""), "ice-4": (100.0, "runs that kvbench ships")}
+
+
+def test_claims_that_runs_measure_on_too_few_samples_are_judged_by_shipped_ones_that_suffice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped, own = tmp_path / "results", tmp_path / "own"
+    for folder, count in ((shipped / "claims", 120), (own, 2)):
+        for method, budget in (("full", None), ("quest", 64), ("quest", 1024)):
+            options = {"lengths": [4096]}
+            stored(folder, method, budget, [float(budget != 64)] * count, task="niah", options=options)
+    monkeypatch.setattr(page, "SHIPPED", shipped)
+    (base,) = (one for one in judged(collect([own]), [own]) if one.claim.id == "base-1")
+    assert base.verdict is HOLDS and all(number.n == 120 for _, number, _ in base.parts)
 
 
 @pytest.mark.slow

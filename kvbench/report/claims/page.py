@@ -54,12 +54,12 @@ class Judged(NamedTuple):
 def judged(runs: Runs | None, folders: Sequence[Path]) -> list[Judged]:
     """Every claim, with its verdict by these runs and by the measurements' files in these folders, else the shipped.
 
-    A claim of which the runs that kvbench ships measure more is judged by them.
+    A claim of which the runs that kvbench ships measure more, on as many samples as it needs, is judged by them.
     """
     found = []
     for claim in claims():
         own = _judged(claim, runs, folders)
-        theirs = _judged(claim, _shipped(SHIPPED / "claims"), [], OURS) if _lacking(own) else own
+        theirs = _judged(claim, _shipped(SHIPPED / "claims"), [], OURS) if any(_lacking(own)) else own
         found.append(theirs if _lacking(theirs) < _lacking(own) else own)
     return found
 
@@ -75,9 +75,11 @@ def _judged(claim: Claim, runs: Runs | None, folders: Sequence[Path], note: str 
     return Judged(claim, of_all([verdict for *_, verdict in found]), found, runs)
 
 
-def _lacking(one: Judged) -> int:
-    """How many parts ask for runs that are not there."""
-    return sum(part.kind == "runs" and isinstance(number, Missing) for part, number, _ in one.parts)
+def _lacking(one: Judged) -> tuple[int, int]:
+    """How many parts ask for runs that are not there, and how many for more samples than these have."""
+    own = [(part, number) for part, number, _ in one.parts if part.kind == "runs"]
+    found = [number.n < part.n for part, number in own if isinstance(number, Finding)]
+    return len(own) - len(found), sum(found)
 
 
 @cache

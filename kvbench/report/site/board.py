@@ -76,8 +76,8 @@ is ordered by nearness to full attention (KL) or by score.</p>
 <details><summary>How to read these numbers</summary><dl>{about}</dl><ul class="notes">{notes}{timed}</ul></details>
 {_filters(rows)}
 <section id="best" aria-live="polite"></section>
-<p class="notes">Named above is no oracle (Top-k scores every key exactly), and nothing that attends {FAR_OVER:g} times
-its C or more.</p>
+<p><small>Named above is no oracle (Top-k scores every key exactly), and nothing that attends {FAR_OVER:g} times its C
+or more.</small></p>
 <div class="scroll tall"><table id="board" class="sortable"><thead><tr>{named}{heads}</tr></thead><tbody>
 {body}
 </tbody></table></div>
@@ -88,7 +88,7 @@ its C or more.</p>
 def _line(site: Site, row: Row, words: Iterable[str], columns: Iterable[str]) -> str:
     cells = "".join(_share(site, row, name) if name in SHARED else _cell(row, name) for name in columns)
     keys = {"method": row.method, "budget": row.budget, "task": row.task, "model": row.model, "panel": row.panel}
-    keys |= {"variant": row.variant} if row.variant else {}
+    keys |= {"variant": row.apart} if row.apart else {}
     keys |= {"choice": ""} if row.is_choice else {}
     data = "".join(f' data-{key}="{escape(value)}"' for key, value in keys.items())
     bare = ' class="yardstick"' if row.is_yardstick else ""

@@ -14,7 +14,7 @@ from kvbench.report.formats import NONE
 from kvbench.report.site.claimed import LOOKS, is_about, listed, shown, told
 from kvbench.report.site.parts import File, Site, linked, page, small, table_of
 
-COLUMNS = ("number", "measured", "from", "to", "wanted", "samples", "verdict")
+COLUMNS = ("number", "verdict", "measured", "from", "to", "wanted", "samples")
 LABELS = ("number", "wanted", "verdict")  # those that hold words
 
 
@@ -31,9 +31,10 @@ def claim_pages(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     body = (
         f"<p>{len(site.judged)} claims of the papers, judged by these runs, or by those that kvbench ships where they "
         f"measure more: {told(site.judged)}. A claim holds if the "
-        "whole interval meets its criterion, does not hold if none of it does, and is undecided else, or with too few "
-        "samples. What only a larger model or a GPU could test has the verdict of a stand-in, and says so.</p>"
-        + "".join(lists)
+        "whole interval meets its criterion, and does not hold if none of it does; otherwise, or with fewer samples "
+        "than its criterion asks for, it is undecided. Criteria were set before the runs. A claim that needs a larger "
+        "model or a GPU is judged by a smaller test, and marked as one that a stand-in decided. Of ParisKV's paper a "
+        "summary by others and its authors' rebuttal were read.</p>" + "".join(lists)
     )
     yield page("claims/index.html", "Do the papers' claims hold?", site, sections, body)
 
@@ -71,8 +72,8 @@ def _measured(one: Judged) -> str:
             numbers = {"value": found.value, "low": found.low, "high": found.high}
             cells = "".join(_number(name, number, source) for name, number in numbers.items()) + wanted
             cells += _number("n", found.n, source, f" of {part.n}" if found.n < part.n else "")
-        cells += f'<td class="label"><b class="{LOOKS.get(verdict, "open")}">{verdict.value}</b></td>'
-        lines.append(f'<tr><th scope="row">{escape(part.about)}</th>{cells}</tr>')
+        decided = f'<td class="label"><b class="{LOOKS.get(verdict, "open")}">{verdict.value}</b></td>'
+        lines.append(f'<tr><th scope="row">{escape(part.about)}</th>{decided}{cells}</tr>')
     notes = [found.note for _, found, _ in one.parts if isinstance(found, Finding) and found.note]
     behind = "".join(f"<li>{escape(note)}</li>" for note in dict.fromkeys(notes))
     return table_of(head, lines, "claim") + (f"<ul class=notes>{behind}</ul>" if behind else "")

@@ -56,15 +56,17 @@ def _best(site: Site, board: str) -> str:
                 panels.setdefault((row.panel, indexed), []).append((share, row))
     if not panels:
         return "<p>No arm here has full attention on the same samples beside it, which its memory is a share of.</p>"
+    alone = len({row.model for row in site.rows}) == 1
     heads = "".join(f'<th class=label><a href="{board}#share={share}">{share} %</a></th>' for share in SHARES)
     lines = []
     for (panel, indexed), own in sorted(panels.items()):
-        task, _, samples = panel.partition(", ")
+        task, *words = panel.split(", ")
+        samples = ", ".join(words[1:] if alone else words)
         cells = "".join(_cell([row for held, row in own if held <= share]) for share in SHARES)
-        told = COUNTED[True] if indexed else f"{samples}: {COUNTED[False]}"
+        told = COUNTED[indexed] if indexed or not samples else f"{samples}: {COUNTED[False]}"
         lines.append(f'<tr><th scope="row">{"" if indexed else escape(task)}{small(told)}</th>{cells}</tr>')
     dense = {dense_of(site, row.run) for row in site.rows if row.is_choice}
-    above = f" and hold {max(dense):.1%} of the whole besides" if len(dense) == 1 and max(dense) > 0 else ""
+    above = f" and hold {100 * max(dense):.1f} % of the whole besides" if len(dense) == 1 and max(dense) > 0 else ""
     return (
         "<p>For each limit the method with the lowest KL divergence from full attention or, where a task has none, "
         "with the highest score. The limit is on keys and values on the device, as a share of full attention's on the "
@@ -86,7 +88,7 @@ def _cell(fitting: Sequence[Row]) -> str:
     low, high = (numbers.get(end, numbers[name]) for end in ends_of(name))
     alike = sum(low <= row.cell.numbers.get(name, math.nan) <= high for row in others)
     told = f"{'KL' if name == 'kl_mean' else name} {numbers[name]:.{QUANTITIES[name].digits}f}"
-    arm = ", ".join(filter(None, ["" if first.budget == NONE else f" {first.budget}", first.variant]))
+    arm = ", ".join(filter(None, ["" if first.budget == NONE else f" {first.budget}", first.apart]))
     return (
         f'<td class="label" data-method="{escape(first.method)}">{linked(first.method, "")}{escape(arm)}<br>'
         f"<small>{told}{f', {alike} more in its interval' if alike else ''}</small></td>"

@@ -71,10 +71,16 @@ class Row(NamedTuple):
         return within and not self.is_yardstick and self.method != ORACLE
 
     @property
+    def apart(self) -> str:
+        """What tells it from others of the same method, budget and panel, or ""."""
+        shared = self.panel.split(", ")
+        return ", ".join(word for word in self.variant.split(", ") if word not in shared)
+
+    @property
     def name(self) -> str:
-        """The arm in words."""
+        """The arm in words, among those of its panel."""
         budget = "" if self.budget == NONE else f" {self.budget}"
-        return f"{label_of(self.method)}{budget}{f', {self.variant}' if self.variant else ''}"
+        return f"{label_of(self.method)}{budget}{f', {self.apart}' if self.apart else ''}"
 
 
 @dataclass(frozen=True)

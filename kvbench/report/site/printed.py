@@ -65,8 +65,8 @@ def published(method: str, tables: Sequence[Printed]) -> str:
     if not parts:
         return "<p>No table that kvbench holds prints a number of it.</p>"
     return (
-        f"<p>{all_theirs} published numbers in {len(parts)} tables; {all_ours} of them have a run of ours beside them. "
-        "Ours of another model, task or budget cannot be compared with them, and are not there.</p>" + "".join(parts)
+        f"<p>{all_theirs} published numbers in {len(parts)} tables, of which {all_ours or 'none'} has a run here that "
+        "matches: one of the same model, task and budget.</p>" + "".join(parts)
     )
 
 

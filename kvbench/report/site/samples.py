@@ -21,16 +21,19 @@ def samples(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     panels: dict[str, list[Row]] = {}
     for row in site.rows:
         panels.setdefault(row.panel, []).append(row)
-    links = []
+    links: dict[bool, list[str]] = {True: [], False: []}
     for number, (title, rows) in enumerate(panels.items(), 1):
         path = f"samples/{number}.html"
-        links.append(f'<li><a href="{number}.html">{escape(title)}</a>: {len(rows)} arms</li>')
-        yield page(path, f"Samples: {title}", site, sections, _panel(site, rows))
-    body = f"<p>What two arms answered to the same prompt, side by side.</p><ul>{''.join(links)}</ul>"
+        whole, outputs = _panel(site, rows)
+        links[outputs].append(f'<li><a href="{number}.html">{escape(title)}</a>: {len(rows)} arms</li>')
+        yield page(path, f"Samples: {title}", site, sections, whole)
+    lists = {True: "What two arms answered to the same prompt, side by side:", False: "Of these the scores alone:"}
+    body = "".join(f"<p>{lists[outputs]}</p><ul>{''.join(some)}</ul>" for outputs, some in links.items() if some)
     yield page("samples/index.html", "Samples", site, sections, body)
 
 
-def _panel(site: Site, rows: Sequence[Row]) -> str:
+def _panel(site: Site, rows: Sequence[Row]) -> tuple[str, bool]:
+    """The body of a page, and whether there are outputs on it."""
     rows = sorted(rows, key=lambda row: not row.is_yardstick)
     seeds = {seed for row in rows for seed in site.joined.scores[row.run].seeds}
     found = [_records(site, row, len(seeds) > 1) for row in rows]
@@ -58,10 +61,11 @@ def _panel(site: Site, rows: Sequence[Row]) -> str:
         if dropped
         else ""
     )
-    return f"""<p>One prompt, two arms.{few}</p>{told}
+    body = f"""<p>One prompt, two arms.{few}</p>{told}
 <form id="compare"><label>Left<select name="left"></select></label><label>Right<select name="right"></select></label>
 <label class="check"><input type="checkbox" name="differ"> only where their scores differ</label></form>
 <div id="samples"></div><script type="application/json" id="data">{data}</script>"""
+    return body, not dropped
 
 
 def _records(site: Site, row: Row, seeded: bool) -> dict[str, dict[str, Any]]:
