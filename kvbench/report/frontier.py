@@ -86,10 +86,10 @@ def frontier(runs: Runs) -> Figure:
 
 def bytes_held(evidence: Evidence, run: int) -> float:
     """Bytes that a run holds for each token of the context: keys and values of both tiers, and its index; NaN where it
-    does not say, or full attention not how many tokens there are.
+    does not say, or full attention not how many tokens there are, and where a sample failed: it may be the longest.
     """
     own, full = evidence.runs.arm[run], evidence.yardstick(run)
-    if full is None or missing(own["device_kv_bytes"]):
+    if full is None or missing(own["device_kv_bytes"]) or own["failed"] or evidence.runs.arm[full]["failed"]:
         return math.nan
     tokens = evidence.runs.arm[full]["attended_max"]
     parts = [own[name] for name in ("device_kv_bytes", "host_bytes", "index_bytes")]

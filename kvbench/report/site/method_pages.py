@@ -63,7 +63,7 @@ def _settings(method: str) -> str:
         "least C, as published": least.get("paper"),
         "least C, everything counted": least.get("unified"),
         "C where none is given": harness.get("preset"),
-        "layers left dense, as published": harness.get("published_dense_layers"),
+        "layers that its paper leaves dense": harness.get("published_dense_layers"),
     }
     listed = "".join(f"<dt>{name}</dt><dd><code>{escape(show(value))}</code></dd>" for name, value in facts.items())
     source = (conf_dir() / "method" / f"{method}.yaml").read_text(encoding="utf-8")
