@@ -356,6 +356,23 @@ def test_other_data_under_one_setting_are_told_apart_beside_other_settings(tmp_p
     assert panels["pariskv"] == "passkey, tiny, lengths=[4096]"
 
 
+def test_panels_are_named_by_the_fewest_settings_and_arms_by_what_is_theirs(tmp_path: Path) -> None:
+    short, long = {"lengths": [2048, 4096], "steps": 64, "samples": 4}, {"lengths": [2048], "steps": 2048, "samples": 2}
+    for options in (short, long):
+        stored(tmp_path, "quest", 64, options=options)
+    stored(tmp_path, "snapkv", 64, options=long)
+    stored(tmp_path, "snapkv", 64, options=long, config={"attention": "torch"})
+    stored(tmp_path, "quest", 64, task="gsm8k")
+    found = sorted((row.panel, row.method, row.variant) for row in Site(collect([tmp_path]), "").rows)
+    assert found == [
+        ("gsm8k, tiny", "quest", ""),
+        ("passkey, tiny, steps=2048", "quest", ""),
+        ("passkey, tiny, steps=2048", "snapkv", "attention=auto"),
+        ("passkey, tiny, steps=2048", "snapkv", "attention=torch"),
+        ("passkey, tiny, steps=64", "quest", ""),
+    ]
+
+
 def test_full_attention_over_coded_keys_and_values_is_a_choice_with_its_name(tmp_path: Path) -> None:
     def lines(size: int) -> list[dict[str, Any]]:
         return [record("one", "", 1.0, audit={"device_kv_bytes": size}), record("two", "", 1.0)]

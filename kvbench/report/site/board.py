@@ -88,13 +88,12 @@ or more.</small></p>
 def _line(site: Site, row: Row, words: Iterable[str], columns: Iterable[str]) -> str:
     cells = "".join(_share(site, row, name) if name in SHARED else _cell(row, name) for name in columns)
     keys = {"method": row.method, "budget": row.budget, "task": row.task, "model": row.model, "panel": row.panel}
-    keys |= {"variant": row.apart} if row.apart else {}
+    keys |= {"variant": row.variant} if row.variant else {}
     keys |= {"choice": ""} if row.is_choice else {}
     data = "".join(f' data-{key}="{escape(value)}"' for key, value in keys.items())
     bare = ' class="yardstick"' if row.is_yardstick else ""
     labels = "".join(f'<td class="label wide" data-name="{name}">{escape(keys[name])}</td>' for name in words)
-    samples = [word for word in row.panel.split(", ")[2:] if word not in row.variant]
-    apart = ", ".join(filter(None, [row.variant, *samples]))
+    apart = ", ".join(filter(None, [row.variant, *row.panel.split(", ")[2:]]))
     phone = ", ".join(
         filter(None, [row.task if "task" in words else "", "" if row.budget == NONE else f"C = {row.budget}"])
     )

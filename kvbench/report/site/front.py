@@ -63,7 +63,11 @@ def _best(site: Site, board: str) -> str:
         task, *words = panel.split(", ")
         samples = ", ".join(words[1:] if alone else words)
         cells = "".join(_cell([row for held, row in own if held <= share]) for share in SHARES)
-        told = COUNTED[indexed] if indexed or not samples else f"{samples}: {COUNTED[False]}"
+        told = (
+            COUNTED[indexed]
+            if indexed
+            else ": ".join(filter(None, [_of_full(site, own[0][1], samples), COUNTED[False]]))
+        )
         lines.append(f'<tr><th scope="row">{"" if indexed else escape(task)}{small(told)}</th>{cells}</tr>')
     dense = {dense_of(site, row.run) for row in site.rows if row.is_choice}
     above = f" and hold {100 * max(dense):.1f} % of the whole besides" if len(dense) == 1 and max(dense) > 0 else ""
@@ -78,6 +82,14 @@ def _best(site: Site, board: str) -> str:
     )
 
 
+def _of_full(site: Site, row: Row, samples: str) -> str:
+    """What a panel's samples are, with what full attention scores on them where the score decides."""
+    if row.full is None or "kl_mean" in row.cell.numbers:
+        return samples
+    score = site.evidence.score(row.full).mean
+    return ", ".join(filter(None, [samples, f"full attention {score:.1f}"]))
+
+
 def _cell(fitting: Sequence[Row]) -> str:
     """The first of the arms that fit, and how many others its interval holds."""
     if not fitting:
@@ -88,7 +100,7 @@ def _cell(fitting: Sequence[Row]) -> str:
     low, high = (numbers.get(end, numbers[name]) for end in ends_of(name))
     alike = sum(low <= row.cell.numbers.get(name, math.nan) <= high for row in others)
     told = f"{'KL' if name == 'kl_mean' else name} {numbers[name]:.{QUANTITIES[name].digits}f}"
-    arm = ", ".join(filter(None, ["" if first.budget == NONE else f" {first.budget}", first.apart]))
+    arm = ", ".join(filter(None, ["" if first.budget == NONE else f" {first.budget}", first.variant]))
     return (
         f'<td class="label" data-method="{escape(first.method)}">{linked(first.method, "")}{escape(arm)}<br>'
         f"<small>{told}{f', {alike} more in its interval' if alike else ''}</small></td>"

@@ -6,12 +6,12 @@ the script sorts and filters by these.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import kvbench
 from kvbench.config import choices
@@ -46,7 +46,7 @@ class Row(NamedTuple):
     Attributes:
         run: index in `Site.runs`.
         panel: name of the arms that it can be compared with, of the same samples under the same protocol.
-        variant: what tells it from others of the same method and budget, or "".
+        variant: what tells it from others of the same method, budget and panel, or "".
         cell, table: its numbers, and how they are shown.
         full: index of the run of full attention on the same samples, or None.
         is_yardstick: whether it is full attention over keys and values as the model computes them.
@@ -71,16 +71,10 @@ class Row(NamedTuple):
         return within and not self.is_yardstick and self.method != ORACLE
 
     @property
-    def apart(self) -> str:
-        """What tells it from others of the same method, budget and panel, or ""."""
-        shared = self.panel.split(", ")
-        return ", ".join(word for word in self.variant.split(", ") if word not in shared)
-
-    @property
     def name(self) -> str:
         """The arm in words, among those of its panel."""
         budget = "" if self.budget == NONE else f" {self.budget}"
-        return f"{label_of(self.method)}{budget}{f', {self.apart}' if self.apart else ''}"
+        return f"{label_of(self.method)}{budget}{f', {self.variant}' if self.variant else ''}"
 
 
 @dataclass(frozen=True)
@@ -124,32 +118,36 @@ class Site:
         for table, protocol in zip(self.tables, protocols, strict=True):
             for (place, _), cell in table.cells.items():
                 labels = dict(zip(table.axes, table.rows[place], strict=True))
-                apart = [f"{key.rpartition('.')[2]}={value}" for key, value in labels.items() if key not in AXES]
-                variant = ", ".join(filter(None, [*apart, protocol]))
+                variant = ", ".join(f"{_short(key)}={value}" for key, value in labels.items() if key not in AXES)
                 run = run_of[cell.run]
                 full = self.evidence.yardstick(run)
                 model, task, method, budget = (labels[key] for key in AXES)
                 panel = ", ".join(filter(None, [task, model, protocol]))
                 bare = method == YARDSTICK and self.joined.setting[run]["kv"] == str(NATIVE)
                 rows.append(Row(run, model, task, method, budget, panel, variant, cell, table, full, bare))
-        rows = self._told_apart(rows)
-        return sorted(rows, key=lambda row: (row.panel, _rank(row.cell.numbers)))
+        told = []
+        for alike in _grouped(self._told_apart(rows), lambda row: (row.panel, row.method, row.budget)):
+            shared = set.intersection(*(set(row.variant.split(", ")) for row in alike))
+            for row in alike:
+                apart = [word for word in row.variant.split(", ") if word not in shared]
+                told.append(row._replace(variant=", ".join(apart)))
+        return sorted(told, key=lambda row: (row.panel, _rank(row.cell.numbers)))
 
-    def _told_apart(self, rows: list[Row]) -> list[Row]:
+    def _told_apart(self, rows: Sequence[Row]) -> Iterator[Row]:
         """The rows, with what tells the samples of a panel from others of its model and task in the panel's name."""
-        kinds = {row.run: self.evidence.kind(row.run) for row in rows}
-        told: list[tuple[str, ...]] = []
-        for row in rows:
-            alike = [kinds[other.run] for other in rows if other.panel == row.panel]
-            settings = [part.partition("=") for part in kinds[row.run][:-1] if any(part not in kind for kind in alike)]
-            apart = [f"{key.rpartition('.')[2]}={value}" for key, _, value in settings]
-            told.append((row.panel, *apart))
-        data = {name: {kinds[row.run][-1] for row, own in zip(rows, told, strict=True) if own == name} for name in told}
-        parts = (
-            name if len(data[name]) == 1 else (*name, f"data {kinds[row.run][-1]}")  # which no setting tells apart
-            for row, name in zip(rows, told, strict=True)
-        )
-        return [row._replace(panel=", ".join(own)) for row, own in zip(rows, parts, strict=True)]
+        for own in _grouped(rows, lambda row: row.panel):
+            kinds = {row.run: self.evidence.kind(row.run) for row in own}
+            settings = {run: dict(part.split("=", 1) for part in kind[:-1]) for run, kind in kinds.items()}
+            keys = _telling(list(settings.values()))
+            names = {
+                run: [f"{_short(key)}={setting[key]}" for key in keys if key in setting]
+                for run, setting in settings.items()
+            }
+            for alike in _grouped(own, lambda row: tuple(names[row.run])):  # noqa: B023
+                several = len({kinds[row.run][-1] for row in alike}) > 1  # data, which no setting tells apart
+                for row in alike:
+                    data = [f"data {kinds[row.run][-1]}"] if several else []
+                    yield row._replace(panel=", ".join([row.panel, *names[row.run], *data]))
 
     @cached_property
     def methods(self) -> list[str]:
@@ -174,6 +172,32 @@ class Site:
     def run_ids(self, run: int) -> str:
         """The ids of a run's folders, of several seeds all."""
         return " ".join(Path(path).name for path in self.joined.arm[run]["paths"])
+
+
+def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[list[Row]]:
+    """Rows with the same key together, in order of appearance."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return list(found.values())
+
+
+def _telling(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """The fewest keys by which settings differ as they do by all of them; how many samples there are tells least."""
+
+    def apart(keys: Sequence[str]) -> int:
+        return len({tuple(own.get(key) for key in keys) for own in settings})
+
+    keys = [key for key in dict.fromkeys(key for own in settings for key in own) if apart([key]) > 1]
+    for key in sorted(keys, key=lambda key: key != "task.samples"):
+        rest = [other for other in keys if other != key]
+        keys = rest if apart(rest) == apart(keys) else keys
+    return keys
+
+
+def _short(key: str) -> str:
+    """A setting's name without its section."""
+    return key.rpartition(".")[2]
 
 
 def _rank(numbers: Mapping[str, float]) -> tuple[bool, float, float]:
