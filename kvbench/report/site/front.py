@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from operator import attrgetter
 
 from kvbench.report.formats import NONE
 from kvbench.report.frame import YARDSTICK
@@ -50,16 +49,17 @@ def front(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
 def _best(site: Site, board: str) -> str:
     """For each task the nearest to full attention, or with the best score, that holds no more than each share."""
     panels: dict[tuple[str, bool], list[tuple[float, Row]]] = {}
-    for row in filter(attrgetter("is_choice"), site.rows):
+    for panel in dict.fromkeys(row.panel for row in site.rows):
         for indexed in (False, True):
-            if (share := share_of(site, row, indexed)) is not None:
-                panels.setdefault((row.panel, indexed), []).append((share, row))
+            shares = [(share_of(site, row, indexed), row) for row in site.rows if row.panel == panel and row.is_choice]
+            if known := [(share, row) for share, row in shares if share is not None]:
+                panels[panel, indexed] = known
     if not panels:
         return "<p>No arm here has full attention on the same samples beside it, which its memory is a share of.</p>"
     alone = len({row.model for row in site.rows}) == 1
     heads = "".join(f'<th class=label><a href="{board}#share={share}">{share} %</a></th>' for share in SHARES)
     lines = []
-    for (panel, indexed), own in sorted(panels.items()):
+    for (panel, indexed), own in panels.items():
         task, *words = panel.split(", ")
         samples = ", ".join(words[1:] if alone else words)
         cells = "".join(_cell([row for held, row in own if held <= share]) for share in SHARES)

@@ -6,6 +6,7 @@ the script sorts and filters by these.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -111,7 +112,9 @@ class Site:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Every arm, the nearest to full attention or with the best score first in its model and task."""
+        """Every arm, the nearest to full attention or with the best score first in its panel; of a task's panels that
+        with the most arms first.
+        """
         run_of = {runs_of(arm): run for run, arm in self.joined.arm.items()}
         protocols = [what for _, what in by_protocol(self.joined, self._untimed)]
         rows = []
@@ -131,7 +134,8 @@ class Site:
             for row in alike:
                 apart = [word for word in row.variant.split(", ") if word not in shared]
                 told.append(row._replace(variant=", ".join(apart)))
-        return sorted(told, key=lambda row: (row.panel, _rank(row.cell.numbers)))
+        size = Counter(row.panel for row in told)
+        return sorted(told, key=lambda row: (row.task, -size[row.panel], row.panel, _rank(row.cell.numbers)))
 
     def _told_apart(self, rows: Sequence[Row]) -> Iterator[Row]:
         """The rows, with what tells the samples of a panel from others of its model and task in the panel's name."""
