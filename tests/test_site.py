@@ -314,6 +314,7 @@ def test_a_claim_s_page_has_its_numbers_and_the_runs_behind_them(
 @pytest.mark.parametrize("name", ["reference", "reference_tiny", "claims"])
 def test_the_site_of_the_runs_that_come_with_kvbench_is_true_and_small(name: str, tmp_path: Path) -> None:
     made(ROOT / "results" / name, tmp_path / "site")
+    assert (tmp_path / "site/read.svg").is_file(), "drawn of a method of each kind where all are too many"
     assert check_numbers(tmp_path / "site", ROOT / "results" / name) > (100 if name == "claims" else 500)
     assert check_claims(tmp_path / "site", ROOT / "results" / name, ROOT / "results/claims") > 30
     assert max(path.stat().st_size for path in (tmp_path / "site").rglob("*")) < 3e6

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from kvbench.report.formats import NONE
 from kvbench.report.frame import YARDSTICK
+from kvbench.report.panels import MOST_ARMS
 from kvbench.report.site.claimed import claims_on, is_of, told
 from kvbench.report.site.parts import (
     File,
@@ -28,13 +30,28 @@ from kvbench.runs.quantities import QUANTITIES
 
 SHARES = (2, 5, 10, 25, 50)  # per cent of full attention's device memory
 ASKED = 5  # of them in the question
+DRAWN = (
+    *(
+        "full",
+        "topk",
+        "streaming_llm",
+        "snapkv",
+        "snapkv_racc",
+        "quest",
+        "arkvale",
+        "lychee",
+        "icecache",
+        "icecache_plus",
+    ),
+    *("pariskv", "pqcache", "clusterkv", "magicpig"),
+)
 COUNTED = {False: "keys and values", True: "with the index"}
 
 
 def front(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
-    """The page, and a picture of every arm."""
+    """The page, and a picture of what nearness costs."""
     board = sections.get("Leaderboard", "")
-    drawn = picture(site, "read", [row.run for row in site.rows])
+    drawn = picture(site, "read", _drawable(site))
     if drawn:
         yield File("read.svg", drawn)
     shown = figure("read.svg", "How near each method stays for the keys and values that a decode step reads")
@@ -44,6 +61,12 @@ def front(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
 {_claimed(site, sections.get("Claims", ""))}</section>
 {f"<section id=cost><h2>What does nearness cost?</h2>{shown}</section>" if drawn else ""}"""
     yield page("index.html", "KV-cache methods, measured alike", site, sections, body)
+
+
+def _drawable(site: Site) -> list[int]:
+    """The runs of the panel with the most arms; of more than a picture has room for a method of each kind."""
+    ((panel, count),) = Counter(row.panel for row in site.rows).most_common(1)
+    return [row.run for row in site.rows if row.panel == panel and (count <= MOST_ARMS or row.method in DRAWN)]
 
 
 def _best(site: Site, board: str) -> str:
