@@ -52,6 +52,20 @@ def test_a_streamed_layer_computes_what_the_plain_one_does(
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-6)  # bfloat16, rounded once
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("slow", [True, False])
+def test_many_rows_are_multiplied_as_exactly_on_a_processor_that_is_slow_in_bfloat16(
+    bias: bool, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbench.engine.streamed._slow_in_bfloat16", lambda: slow)
+    plain = nn.Linear(96, 33, bias=bias).to(torch.bfloat16).requires_grad_(False)
+    x = torch.randn(2, FEW, 96).to(torch.bfloat16)
+    exact = nn.functional.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)
+    found = streamed(plain)(x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5)  # bfloat16, rounded once
+
+
 @pytest.mark.parametrize("x", [torch.zeros(1, 32), torch.zeros(1, 31, dtype=torch.bfloat16)])
 def test_what_torch_refuses_is_refused(x: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match="dtype|shapes"):
