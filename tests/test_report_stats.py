@@ -51,6 +51,20 @@ def test_one_sample_has_no_interval(strata):
     assert found.low is None and found.high is None
 
 
+@given(scores)
+def test_strata_of_one_sample_each_are_resampled_as_one(values):
+    found, pooled = estimate([values[i : i + 1] for i in range(len(values))]), estimate([values])
+    assert (found.low, found.high) == pytest.approx((pooled.low, pooled.high))
+
+
+def test_strata_of_one_sample_weigh_as_many_as_they_are():
+    """Beside a stratum without spread, three of one sample are three quarters of the mean and all of its spread."""
+    single = [np.array([value]) for value in (0.0, 60.0, 90.0)]
+    pooled, found = estimate([np.concatenate(single)]), estimate([np.full(4, 80.0), *single])
+    assert found.mean == pytest.approx((80 + 3 * 50) / 4)
+    assert found.high - found.low == pytest.approx(0.75 * (pooled.high - pooled.low), rel=0.1)
+
+
 def test_another_process_finds_the_same_interval():
     code = (
         "import numpy as np; from kvbench.report.stats import estimate; "

@@ -339,6 +339,22 @@ def test_what_attends_far_more_than_its_budget_has_no_place_in_it(tmp_path: Path
     assert "raas.html" not in told["quest"] + told["snapkv"]
 
 
+def test_where_full_attention_may_score_0_no_method_is_named_best(tmp_path: Path) -> None:
+    """Of six questions it answers one, in part: a method that answers two was lucky."""
+    for task, full in (("longbench", [0, 0, 0.1, 0, 0, 0]), ("passkey", [1, 1, 1, 1, 0, 1])):
+        stored(tmp_path, "full", None, {str(group): [score] for group, score in enumerate(full)}, task=task)
+        for method in ("quest", "snapkv"):
+            stored(tmp_path, method, 64, {str(group): [float(group > 3)] for group in range(6)}, task=task)
+    site = Site(collect([tmp_path]), "")
+    for row in site.rows:
+        assert row.is_choice == (row.task == "passkey" and row.method != "full")
+        assert ("data-place" in list_of_results(site, [row])) == row.is_choice
+    *_, start = front(site, {"Leaderboard": "leaderboard.html"})
+    (told,) = re.findall("<li>(.*may be 0.*)</li>", str(start.content))
+    assert "longbench" in told
+    assert 'scope="row">passkey' in str(start.content) and 'scope="row">longbench' not in str(start.content)
+
+
 def test_arms_of_other_samples_are_not_compared(tmp_path: Path) -> None:
     for method, length in (("quest", 1024), ("snapkv", 4096), ("pariskv", 4096)):
         stored(tmp_path, method, 64, options={"lengths": [length]}, data=f"of {length}")

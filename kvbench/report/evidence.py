@@ -104,8 +104,8 @@ class Evidence:
     def against_full(self, run: int, groups: tuple[str, ...] = ()) -> Estimate | None:
         """The mean difference to full attention on the same samples of the same model, task and protocol, in points.
 
-        None for full attention itself, and where no such run has two of the samples of each group. Samples that
-        failed under full attention are left out: nothing is known of them. Computed once.
+        None for full attention itself, and where no such run has two of the samples, and some of each group. Samples
+        that failed under full attention are left out: nothing is known of them. Computed once.
         """
         key = (run, groups)
         if key not in self._against:
@@ -116,7 +116,8 @@ class Evidence:
         ours, known = self.runs.scores[run], self._known(run)
         other = np.array([known.get(key, np.nan) for key in zip(ours.seeds, ours.ids, strict=True)])
         strata = [_samples(ours, ours.values - other, rows) for rows in _strata(ours, groups)]
-        return estimate(strata) if min(map(len, strata)) > 1 else None
+        found = estimate(strata) if all(map(len, strata)) else None
+        return found if found is not None and found.low is not None else None
 
     def marks(self, run: int, groups: tuple[str, ...] = ()) -> str:
         """The letters of `MARKS` that a run's score deserves, but for the table's own (m)."""

@@ -1,8 +1,9 @@
 """What can be said of scores on few samples: intervals, of 0/1 scores by Wilson, of others by bootstrap; paired ones.
 
 Scores come in strata, one array for each group of samples (subset, length); the estimate is the plain mean of their
-means. A bootstrap resamples each stratum on its own, and the resamples follow from a fixed seed: the same scores give
-the same interval in every process.
+means. A bootstrap resamples each stratum on its own, but those of one sample together: alone they show no spread, and
+together at least their own (collapsed strata: Cochran, Sampling Techniques, 1977, 5A.12). The resamples follow from a
+fixed seed: the same scores give the same interval in every process.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ def estimate(strata: Sequence[np.ndarray]) -> Estimate:
     """The mean of the strata's means, with the percentile interval of `RESAMPLES` resamples (Efron 1979).
 
     Args:
-        strata: [n] each, none empty; scores, or differences of scores on the same samples (paired bootstrap). Of one
-            sample there is no interval.
+        strata: [n] each, none empty; scores, or differences of scores on the same samples (paired bootstrap). There is
+            no interval where one stratum alone has one sample.
     """
     n = sum(map(len, strata))
     mean = sum(float(values.mean()) for values in strata) / len(strata)
-    if min(map(len, strata)) < 2:
+    means = _resampled(strata)
+    if means is None:
         return Estimate(mean, None, None, n)
-    means = sum(_weights(len(values), index) @ values for index, values in enumerate(strata)) / len(strata)
     tail = (100 - COVERAGE) / 2
     low, high = np.percentile(means, [tail, 100 - tail])
     return Estimate(mean, float(low), float(high), n)
@@ -76,19 +77,28 @@ def ratio(above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> Estimate:
     """The mean of the strata's means of one number over that of another, taken on the same samples (paired bootstrap).
 
     Args:
-        above, below: [n] each, none empty. Of one sample there is no interval.
+        above, below: [n] each, none empty. There is no interval where one stratum alone has one sample.
     """
-
-    def means(values: Sequence[np.ndarray]) -> np.ndarray:
-        return sum(_weights(len(own), index) @ own for index, own in enumerate(values)) / len(values)
-
     n = sum(map(len, above))
     mean = sum(float(own.mean()) for own in above) / sum(float(own.mean()) for own in below)
-    if min(map(len, above)) < 2:
+    tops, bottoms = _resampled(above), _resampled(below)
+    if tops is None or bottoms is None:
         return Estimate(mean, None, None, n)
     tail = (100 - COVERAGE) / 2
-    low, high = np.percentile(means(above) / means(below), [tail, 100 - tail])
+    low, high = np.percentile(tops / bottoms, [tail, 100 - tail])
     return Estimate(mean, float(low), float(high), n)
+
+
+def _resampled(strata: Sequence[np.ndarray]) -> np.ndarray | None:
+    """[RESAMPLES] means of the strata's means; None where one alone has one sample, whose spread nothing shows."""
+    single = [values for values in strata if len(values) == 1]
+    if len(single) == 1:
+        return None
+    several = [values for values in strata if len(values) > 1]
+    sums = [_weights(len(values), index) @ values for index, values in enumerate(several)]
+    if single:
+        sums.append(len(single) * _weights(len(single), len(several)) @ np.concatenate(single))
+    return np.sum(sums, axis=0) / len(strata)
 
 
 @functools.lru_cache(maxsize=32)

@@ -76,8 +76,8 @@ is ordered by nearness to full attention (KL) or by score.</p>
 <details><summary>How to read these numbers</summary><dl>{about}</dl><ul class="notes">{notes}{timed}</ul></details>
 {_filters(rows)}
 <section id="best" aria-live="polite"></section>
-<p><small>Named above is no oracle (Top-k scores every key exactly), and nothing that attends {FAR_OVER:g} times its C
-or more.</small></p>
+<p><small>Named above is no oracle (Top-k scores every key exactly), nothing that attends {FAR_OVER:g} times its C or
+more, and nothing on samples where full attention's own score may be 0.</small></p>
 <div class="scroll tall"><table id="board" class="sortable"><thead><tr>{named}{heads}</tr></thead><tbody>
 {body}
 </tbody></table></div>

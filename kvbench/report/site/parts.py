@@ -30,6 +30,7 @@ from kvbench.report.tables import summary
 VALUES = ("score", "kl_mean", "device_kv_bytes", "index_bytes", "moved_bytes_per_step", "tpot_ms_p50", "recall", "n")
 RANGE_UP_TO = 3  # samples: of so few the ends of a percentile bootstrap are the least and the largest
 ORACLE = "topk"  # scores every key exactly: what selection can come to, and no method to take
+HOPELESS = "full attention's own score may be 0, so no method is named best and none has a place"
 FAR_OVER = 3.0  # attended / C from which an arm is none of its budget, as what keeps a whole prompt
 AXES = ("model", "task", "method", "budget")
 
@@ -51,6 +52,8 @@ class Row(NamedTuple):
         cell, table: its numbers, and how they are shown.
         full: index of the run of full attention on the same samples, or None.
         is_yardstick: whether it is full attention over keys and values as the model computes them.
+        is_hopeless: whether full attention itself may score 0 on these samples, by its interval: then no score tells
+            of a method.
     """
 
     run: int
@@ -64,12 +67,15 @@ class Row(NamedTuple):
     table: Table
     full: int | None
     is_yardstick: bool
+    is_hopeless: bool
 
     @property
     def is_choice(self) -> bool:
-        """Whether it is named among the best: not full attention, not the oracle, and within its budget."""
+        """Whether it is named among the best: not full attention, not the oracle, within its budget, and on samples
+        that full attention answers.
+        """
         within = self.cell.numbers.get("attended_share", 0.0) < FAR_OVER
-        return within and not self.is_yardstick and self.method != ORACLE
+        return within and not self.is_yardstick and not self.is_hopeless and self.method != ORACLE
 
     @property
     def name(self) -> str:
@@ -127,7 +133,9 @@ class Site:
                 model, task, method, budget = (labels[key] for key in AXES)
                 panel = ", ".join(filter(None, [task, model, protocol]))
                 bare = method == YARDSTICK and self.joined.setting[run]["kv"] == str(NATIVE)
-                rows.append(Row(run, model, task, method, budget, panel, variant, cell, table, full, bare))
+                low = None if full is None else self.evidence.score(full).low
+                hopeless = low is not None and low <= 0
+                rows.append(Row(run, model, task, method, budget, panel, variant, cell, table, full, bare, hopeless))
         told = []
         for alike in _grouped(self._told_apart(rows), lambda row: (row.panel, row.method, row.budget)):
             shared = set.intersection(*(set(row.variant.split(", ")) for row in alike))
@@ -262,6 +270,7 @@ def protocols(site: Site) -> str:
     lines = []
     for panel in dict.fromkeys(row.panel for row in site.rows):
         own = [row.run for row in site.rows if row.panel == panel]
+        hopeless = any(row.is_hopeless for row in site.rows if row.panel == panel)
         setting, arms = site.joined.setting[own[0]], [site.joined.arm[run] for run in own]
         counts = sorted({int(arm["n"]) for arm in arms})
         lengths = "" if missing(setting.get("task.lengths")) else f" of {words_of(setting['task.lengths'])} tokens"
@@ -273,6 +282,7 @@ def protocols(site: Site) -> str:
             f"layers {words_of(min(dense))} dense" if len(dense) == 1 else "",
             f"on {' and '.join(places).replace(', 1 threads', ', 1 thread')}" if places else "",
             "an interval of so few is their range" if counts[-1] <= RANGE_UP_TO and counts[-1] > 1 else "",
+            HOPELESS if hopeless else "",
         ]
         lines.append(f"<li><b>{escape(panel)}</b>: {escape('; '.join(filter(None, facts)))}</li>")
     slow = any(site.joined.setting[row.run]["device"] == "cpu" for row in site.rows)
