@@ -99,7 +99,9 @@ def test_prompt_is_the_same_for_any_chunks_and_padding(data: st.DataObject) -> N
         widths.append(data.draw(st.integers(1, columns - sum(widths)), "width"))
     window = data.draw(st.integers(0, 25), "window")
     fixed = stream(*lengths, steps=0, head_dim=4, seed=sum(lengths))
-    prompts, _ = show(fixed, Needs(query_window=window, attention_sums=True), widths, offsets)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvbench.attention.torch.BLOCK", data.draw(st.sampled_from([1, 5, 64]), "block"))
+        prompts, _ = show(fixed, Needs(query_window=window, attention_sums=True), widths, offsets)
     assert list(prompts) == [0, 1]
     for layer, prompt in prompts.items():
         assert prompt.lengths == tuple(lengths)

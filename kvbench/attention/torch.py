@@ -15,6 +15,8 @@ from kvbench.attention.sinks import softmax
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection
 
+BLOCK = 64  # queries of a prompt whose weights are computed together, which a CPU's cache holds
+
 
 def attend(
     query: torch.Tensor,
@@ -138,7 +140,7 @@ def _prefill_beside(
     """`prefill` with sinks: torch's own attention knows none."""
     value = store.device.value[:, :, None, : column + query.shape[2]].float()
     blocks = _causal_weights(query, store, column, offsets, scaling, sinks)
-    out = torch.cat([weights @ value for _, weights in blocks], dim=3)
+    out = torch.cat([weights @ value[..., : weights.shape[4], :] for _, weights in blocks], dim=3)
     return out.view(query.shape).to(query.dtype)
 
 
@@ -189,13 +191,11 @@ def attention_received(
     lengths: Sequence[int],
     scaling: float,
     sinks: torch.Tensor | None = None,
-    block: int = 256,
 ) -> torch.Tensor:
     """Attention probability each key receives from the chunk's real queries, summed; arguments as for `prefill`.
 
     Args:
         lengths: prompt tokens of each row; queries of padding columns do not count.
-        block: queries looked at together, which bounds the memory.
 
     Returns:
         [B, Hq, column + q] fp32, by token position.
@@ -204,9 +204,9 @@ def attention_received(
     first = torch.tensor(offsets, device=query.device)[:, None]
     last = first + torch.tensor(lengths, device=query.device)[:, None]
     received = query.new_zeros(batch, heads, column + width, dtype=torch.float32)
-    for columns, weights in _causal_weights(query, store, column, offsets, scaling, sinks, block):
-        real = (columns >= first) & (columns < last)
-        received += (weights * real[:, None, None, :, None]).sum(dim=3).view(received.shape)
+    for columns, weights in _causal_weights(query, store, column, offsets, scaling, sinks):
+        real = ((columns >= first) & (columns < last)).float()
+        received[..., : weights.shape[4]] += (real[:, None, None, None] @ weights).flatten(1, 3)
     return received
 
 
@@ -217,18 +217,21 @@ def _causal_weights(
     offsets: Sequence[int],
     scaling: float,
     sinks: torch.Tensor | None,
-    block: int = 256,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Columns [n] of a block of a chunk's queries, and their attention weights [B, Hkv, G, n, end] in fp32."""
+    """Columns [n] of a block of a chunk's queries, and their attention weights [B, Hkv, G, n, seen] in fp32, for the
+    keys up to the last that one of them sees.
+    """
     batch, _, width, head_dim = query.shape
-    end = column + width
-    key = store.device.key[:, :, None, :end].float()
+    key = store.device.key[:, :, None, : column + width].float()
     grouped = query.view(batch, key.shape[1], -1, width, head_dim)
     first = torch.tensor(offsets, device=query.device)[:, None]
-    keys = torch.arange(end, device=query.device)
-    for start in range(0, width, block):
-        part = grouped[:, :, :, start : start + block].float()
+    for start in range(0, width, BLOCK):
+        part = grouped[:, :, :, start : start + BLOCK].float() * scaling
         columns = torch.arange(column + start, column + start + part.shape[3], device=query.device)
-        hidden = keys > (columns - first).clamp(min=0)[..., None]  # padding looks at token 0
-        logits = part @ key.transpose(3, 4) * scaling
-        yield columns, softmax(logits.masked_fill(hidden[:, None, None], -torch.inf), sinks)
+        seen = max(column + start + part.shape[3] - min(offsets), 1)
+        by_all = max(column + start - max(offsets), 0)  # keys before are
+        later = torch.arange(by_all, seen, device=query.device)
+        hidden = later > (columns - first).clamp(min=0)[..., None]  # padding looks at token 0
+        logits = part @ key[..., :seen, :].transpose(3, 4)
+        logits[..., by_all:].masked_fill_(hidden[:, None, None], -torch.inf)
+        yield columns, softmax(logits, sinks)
