@@ -18,12 +18,14 @@ import pytest
 from report_runs import record, stored
 
 import kvbench.report.site as site_package
+from kvbench.config import choices
 from kvbench.report.__main__ import main
 from kvbench.report.claims.claim import claims
 from kvbench.report.frame import collect
 from kvbench.report.published import FOLDER
 from kvbench.report.site.board import board
 from kvbench.report.site.claim_pages import claim_pages
+from kvbench.report.site.drawing import OF_EACH_KIND, legible
 from kvbench.report.site.front import front
 from kvbench.report.site.parts import Site, share_of
 from kvbench.report.site.results import results as list_of_results
@@ -501,6 +503,25 @@ def test_a_site_is_written_over_an_older_one_and_over_nothing_else(
     (out / "index.html").write_text("<h1>My page</h1>")
     assert main([str(results), "--out", str(out)]) == 2
     assert "holds other files than a site's" in capsys.readouterr().err
+
+
+def test_pictures_are_of_the_site_s_runs_or_say_that_they_are_of_others(site: Path) -> None:
+    page = (site / "pictures/index.html").read_text()
+    captions = dict(re.findall(r'<section id="(\w+)">.*?<figcaption>(.*?)</figcaption>', page, re.DOTALL))
+    whose = {name: "runs that kvbench ships" in caption for name, caption in captions.items()}
+    assert whose == {
+        **dict.fromkeys(["attended", "frontier"], False),
+        **dict.fromkeys(["lost", "drift", "written", "breakeven", "search"], True),
+    }
+    assert "IceCache" in (site / "pictures/breakeven.svg").read_text()
+    assert "SnapKV" in (site / "pictures/attended.svg").read_text()
+
+
+def test_of_many_methods_a_picture_has_one_of_each_kind_and_a_user_s_own(tmp_path: Path) -> None:
+    for method in ["mine", *choices("method")]:
+        stored(tmp_path, method, 64)
+    runs = legible(collect([tmp_path]))
+    assert {arm["method"] for arm in runs.arm.values()} == {"mine", *OF_EACH_KIND}
 
 
 def test_runs_without_outputs_say_so(results: Path, tmp_path: Path) -> None:

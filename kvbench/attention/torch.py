@@ -15,7 +15,7 @@ from kvbench.attention.sinks import softmax
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection
 
-BLOCK = 64  # queries of a prompt whose weights are computed together, which a CPU's cache holds
+BLOCK = 64  # queries of a prompt, of all in a batch, whose weights are computed together: a cache holds them
 
 
 def attend(
@@ -225,8 +225,9 @@ def _causal_weights(
     key = store.device.key[:, :, None, : column + width].float()
     grouped = query.view(batch, key.shape[1], -1, width, head_dim)
     first = torch.tensor(offsets, device=query.device)[:, None]
-    for start in range(0, width, BLOCK):
-        part = grouped[:, :, :, start : start + BLOCK].float() * scaling
+    block = max(1, BLOCK // batch)
+    for start in range(0, width, block):
+        part = grouped[:, :, :, start : start + block].float() * scaling
         columns = torch.arange(column + start, column + start + part.shape[3], device=query.device)
         seen = max(column + start + part.shape[3] - min(offsets), 1)
         by_all = max(column + start - max(offsets), 0)  # keys before are

@@ -30,7 +30,7 @@ from kvbench.runs.quantities import QUANTITIES
 KL = QUANTITIES["kl_mean"]
 KV = QUANTITIES["device_kv_bytes"]
 COSTS = ("attended_mean", KV.name)
-SMOOTHED = 8  # neighbouring steps whose mean a curve shows: single tokens differ by orders of magnitude
+SMOOTHED, POINTS = 8, 64  # neighbouring steps whose mean a curve shows, as single tokens differ by orders of magnitude
 
 
 def fidelity(runs: Runs) -> Figure:
@@ -67,15 +67,21 @@ def drift(runs: Runs) -> Figure:
     panels = _panels(runs, "drift")
     figure, axes = grid(len(panels), 1, f"{KL.title}, over decode steps", (8.0, 4.2))
     for (title, arms), (axis,) in zip(panels, axes, strict=True):
-        for label, style, arm in curves_of(runs, arms):
-            steps = [sample["fidelity"]["steps"]["kl"] for sample in runs.samples(arm) if sample.get("fidelity")]
-            curve = pd.DataFrame(steps).mean()
-            curve = curve.groupby(curve.index // SMOOTHED).mean()
-            axis.plot(curve.index * SMOOTHED + (SMOOTHED + 1) / 2, curve, label=label, **line_look(style))
-        axis.set(title=title, yscale="log", xlabel=f"decode step (means of {SMOOTHED})", ylabel=KL.axis)
+        curves = [(label, style, _over_steps(runs, arm)) for label, style, arm in curves_of(runs, arms)]
+        many = max(SMOOTHED, math.ceil(max(len(curve) for *_, curve in curves) / POINTS))
+        for label, style, curve in curves:
+            means = curve.groupby(curve.index // many).mean()
+            axis.plot(means.index * many + (many + 1) / 2, means, label=label, **line_look(style))
+        axis.set(title=title, yscale="log", xlabel=f"decode step (means of {many})", ylabel=KL.axis)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     return finished(figure, axes, [arms for _, arms in panels])
+
+
+def _over_steps(runs: Runs, arm: pd.Series) -> pd.Series:
+    """KL of each decode step, the mean over an arm's samples."""
+    steps = [sample["fidelity"]["steps"]["kl"] for sample in runs.samples(arm) if sample.get("fidelity")]
+    return pd.DataFrame(steps).mean()
 
 
 def _panels(runs: Runs, name: str) -> list[tuple[str, pd.DataFrame]]:

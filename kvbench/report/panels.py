@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from kvbench.report.style import STYLES, Style, style_of
 
 LINES = ("-", "--", ":", "-.")
 MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 80, 24  # that one picture can show
+LETTERS = 15  # to an inch, of the words below a picture
 # Settings in which the arms of a panel may differ; in all others they are alike, or they stand in panels of their own.
 # What begins like one of these makes a variant of a method, and is named in the legend.
 OF_VARIANTS = ("method.", "attention", "kv", "shared_prefill")
@@ -120,13 +121,26 @@ def panels_of(
     for _, own in arms.groupby([common[key] for key in common], sort=False):
         task, model = own[["task", "model"]].iloc[0]
         others = common[(common["task"] == task) & (common["model"] == model)]
-        varied = [key for key in others if others[key].nunique() > 1]
+        varied = telling(others.drop_duplicates().to_dict("records"))
         first = common.loc[own.index[0]]
         apart = [first[key] if key == "machine" else f"{_last_word(key)}={_shortened(first[key])}" for key in varied]
         panels.append((", ".join([task, model, *apart]), own))
     refuse_crowd(name, len(panels), "tasks, models and protocols", MOST_PANELS)
     refuse_crowd(name, max((len(own) for _, own in panels), default=0), "arms in a panel", MOST_ARMS)
     return panels
+
+
+def telling(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """The fewest keys by which settings differ as they do by all of them; how many samples there are tells least."""
+
+    def apart(keys: Sequence[str]) -> int:
+        return len({tuple(own.get(key) for key in keys) for own in settings})
+
+    keys = [key for key in dict.fromkeys(key for own in settings for key in own) if apart([key]) > 1]
+    for key in sorted(keys, key=lambda key: key != "task.samples"):
+        rest = [other for other in keys if other != key]
+        keys = rest if apart(rest) == apart(keys) else keys
+    return keys
 
 
 def _last_word(key: str) -> str:
@@ -246,7 +260,8 @@ def finished(
     """
     whole = pd.concat(arms)
     caveats = " | ".join(filter(None, [*(_of_times(whole) if times else []), *_caveats(whole)]))
-    below = "\n".join(textwrap.fill(words, int(19 * figure.get_figwidth())) for words in [*told, caveats])
+    letters = int(LETTERS * figure.get_figwidth())
+    below = "\n".join(textwrap.fill(words, letters) for words in [*told, caveats])
     if named:
         figure.supxlabel(below, fontsize=8)
         return figure

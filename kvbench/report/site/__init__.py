@@ -1,4 +1,4 @@
-"""A static site of run folders: a front door, a leaderboard, a page for each claim and method, samples side by side.
+"""A static site of runs: a front door, a leaderboard, a page for each claim and method, pictures, samples side by side.
 
 `python -m kvbench.report FOLDER --out site/` writes it. Nothing of it needs a server or is fetched from elsewhere. A
 further kind of page is a function of `Site` that yields files, and a line of `PAGES`.
@@ -17,6 +17,7 @@ from kvbench.report.site.claim_pages import claim_pages
 from kvbench.report.site.front import front
 from kvbench.report.site.method_pages import method_pages
 from kvbench.report.site.parts import File, Site
+from kvbench.report.site.pictures import pictures
 from kvbench.report.site.samples import samples
 
 ASSETS = ("site.css", "site.js")
@@ -40,6 +41,7 @@ PAGES = {
     "Leaderboard": Pages("leaderboard.html", board),
     "Claims": Pages("claims/index.html", claim_pages),
     "Methods": Pages("methods/index.html", method_pages),
+    "Pictures": Pages("pictures/index.html", pictures),
     "Samples": Pages("samples/index.html", samples),
 }
 

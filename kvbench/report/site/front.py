@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from html import escape
 
+from kvbench.report.figures import draw
 from kvbench.report.formats import NONE
-from kvbench.report.frame import YARDSTICK
-from kvbench.report.panels import MOST_ARMS
+from kvbench.report.frame import YARDSTICK, Runs
 from kvbench.report.site.claimed import claims_on, is_of, told
+from kvbench.report.site.drawing import legible, picture
 from kvbench.report.site.parts import (
     File,
     Row,
@@ -25,33 +27,17 @@ from kvbench.report.site.parts import (
     small,
     table_of,
 )
-from kvbench.report.site.results import picture
 from kvbench.runs.quantities import QUANTITIES
 
 SHARES = (2, 5, 10, 25, 50)  # per cent of full attention's device memory
 ASKED = 5  # of them in the question
-DRAWN = (
-    *(
-        "full",
-        "topk",
-        "streaming_llm",
-        "snapkv",
-        "snapkv_racc",
-        "quest",
-        "arkvale",
-        "lychee",
-        "icecache",
-        "icecache_plus",
-    ),
-    *("pariskv", "pqcache", "clusterkv", "magicpig"),
-)
 COUNTED = {False: "keys and values", True: "with the index"}
 
 
 def front(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     """The page, and a picture of what nearness costs."""
     board = sections.get("Leaderboard", "")
-    drawn = picture(site, "read", _drawable(site))
+    drawn = picture(partial(draw, "read", _largest(site)))
     if drawn:
         yield File("read.svg", drawn)
     shown = figure("read.svg", "How near each method stays for the keys and values that a decode step reads")
@@ -63,10 +49,10 @@ def front(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     yield page("index.html", "KV-cache methods, measured alike", site, sections, body)
 
 
-def _drawable(site: Site) -> list[int]:
-    """The runs of the panel with the most arms; of more than a picture has room for a method of each kind."""
-    ((panel, count),) = Counter(row.panel for row in site.rows).most_common(1)
-    return [row.run for row in site.rows if row.panel == panel and (count <= MOST_ARMS or row.method in DRAWN)]
+def _largest(site: Site) -> Runs:
+    """The runs of the panel with the most arms."""
+    ((panel, _),) = Counter(row.panel for row in site.rows).most_common(1)
+    return legible(site.joined.only([row.run for row in site.rows if row.panel == panel]))
 
 
 def _best(site: Site, board: str) -> str:

@@ -22,6 +22,7 @@ from kvbench.report.claims.page import Judged, judged
 from kvbench.report.evidence import Evidence
 from kvbench.report.formats import NONE, text
 from kvbench.report.frame import YARDSTICK, Runs, missing
+from kvbench.report.panels import telling
 from kvbench.report.seeds import over_seeds
 from kvbench.report.select import by_protocol
 from kvbench.report.style import STYLES, style_of
@@ -150,7 +151,7 @@ class Site:
         for own in _grouped(rows, lambda row: row.panel):
             kinds = {row.run: self.evidence.kind(row.run) for row in own}
             settings = {run: dict(part.split("=", 1) for part in kind[:-1]) for run, kind in kinds.items()}
-            keys = _telling(list(settings.values()))
+            keys = telling(list(settings.values()))
             names = {
                 run: [f"{_short(key)}={setting[key]}" for key in keys if key in setting]
                 for run, setting in settings.items()
@@ -192,19 +193,6 @@ def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[list[Row]]:
     for row in rows:
         found.setdefault(key(row), []).append(row)
     return list(found.values())
-
-
-def _telling(settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """The fewest keys by which settings differ as they do by all of them; how many samples there are tells least."""
-
-    def apart(keys: Sequence[str]) -> int:
-        return len({tuple(own.get(key) for key in keys) for own in settings})
-
-    keys = [key for key in dict.fromkeys(key for own in settings for key in own) if apart([key]) > 1]
-    for key in sorted(keys, key=lambda key: key != "task.samples"):
-        rest = [other for other in keys if other != key]
-        keys = rest if apart(rest) == apart(keys) else keys
-    return keys
 
 
 def _short(key: str) -> str:
@@ -280,6 +268,7 @@ def protocols(site: Site) -> str:
             f"{' to '.join(map(str, counts[:1] + counts[1:][-1:]))} samples{lengths}",
             f"{setting['dtype']}",
             f"layers {words_of(min(dense))} dense" if len(dense) == 1 else "",
+            f"up to {setting['batch']} together, whose bytes and times these are" if setting["batch"] > 1 else "",
             f"on {' and '.join(places).replace(', 1 threads', ', 1 thread')}" if places else "",
             "an interval of so few is their range" if counts[-1] <= RANGE_UP_TO and counts[-1] > 1 else "",
             HOPELESS if hopeless else "",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 from html import escape
 
-from kvbench.config import ConfigError
-from kvbench.report.figures import draw, drawn
+from kvbench.report.figures import draw
 from kvbench.report.formats import NONE
 from kvbench.report.frame import YARDSTICK
 from kvbench.report.select import order_of
+from kvbench.report.site.drawing import picture
 from kvbench.report.site.parts import FAR_OVER, ORACLE, Row, Site, better, cell_of, linked, protocols, small, table_of
 
 FIGURES = {
@@ -110,18 +111,7 @@ def _group_cell(site: Site, row: Row, group: str) -> str:
 def pictures(site: Site, own: Sequence[Row]) -> Iterator[tuple[str, bytes]]:
     """The figures that a method's runs can be drawn in, by name."""
     panels, beside = {row.panel for row in own}, {own[0].method, YARDSTICK, ORACLE}
-    drawable = [row.run for row in site.rows if row.panel in panels and row.method in beside]
+    runs = site.joined.only([row.run for row in site.rows if row.panel in panels and row.method in beside])
     for name in FIGURES:
-        if drawing := picture(site, name, drawable):
+        if drawing := picture(partial(draw, name, runs)):
             yield name, drawing
-
-
-def picture(site: Site, name: str, drawable: Sequence[int]) -> bytes:
-    """A figure of these runs as SVG whose text is text; b"" where they are not to be drawn in it."""
-    from matplotlib import rc_context
-
-    try:
-        with rc_context({"svg.fonttype": "none"}):
-            return drawn(draw(name, site.joined.only(drawable)), "svg")
-    except (ConfigError, LookupError, TypeError, ValueError):
-        return b""  # not from these runs, or these are by an older kvbench; the tables stand

@@ -1,0 +1,41 @@
+"""What a site's pictures share: which runs one has room for, and a figure as a file of the site."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from kvbench.config import ConfigError, choices
+from kvbench.report.figures import drawn
+from kvbench.report.frame import Runs
+
+MOST_METHODS = 20  # that a reader can tell apart in one picture
+# Of more than that, a method of each kind.
+OF_EACH_KIND = {"full", "topk", "streaming_llm", "snapkv", "snapkv_racc", "h2o", "quest", "arkvale", "lychee"} | {
+    "icecache",
+    "icecache_plus",
+    "pariskv",
+    "pqcache",
+    "clusterkv",
+    "magicpig",
+}
+
+
+def legible(runs: Runs) -> Runs:
+    """The runs of as many methods as a picture has room for; those of a user's own are among them."""
+    methods = {arm["method"] for arm in runs.arm.values()}
+    if len(methods) <= MOST_METHODS:
+        return runs
+    kept = OF_EACH_KIND | (methods - choices("method").keys())
+    return runs.only([run for run, arm in runs.arm.items() if arm["method"] in kept])
+
+
+def picture(make: Callable[[], Figure]) -> bytes:
+    """A figure as SVG whose text is text; b"" where the runs are not to be drawn in it."""
+    try:
+        with rc_context({"svg.fonttype": "none"}):
+            return drawn(make(), "svg")
+    except (ConfigError, LookupError, TypeError, ValueError):
+        return b""  # not from these runs, or these are by an older kvbench; the tables stand

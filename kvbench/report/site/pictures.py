@@ -1,0 +1,80 @@
+"""The pictures: what a budget comes to, what is lost where, how answers go on, and from where a method is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from html import escape
+from typing import NamedTuple
+
+from kvbench.report.claims.page import OURS, SHIPPED, shipped_runs
+from kvbench.report.figures import OF_FILES, draw
+from kvbench.report.frame import Runs
+from kvbench.report.site.drawing import legible, picture
+from kvbench.report.site.parts import File, Site, figure, page
+
+
+class Shown(NamedTuple):
+    """A figure of the page.
+
+    Attributes:
+        question: its heading.
+        about: what it shows, a clause.
+        longest: a task, of which the runs with the most `task.steps` are drawn; "": all runs are.
+        file: measurements that kvbench ships, of which it is drawn; "": it is drawn of runs.
+    """
+
+    question: str
+    about: str
+    longest: str = ""
+    file: str = ""
+
+
+SHOWN = {
+    "attended": Shown("What does a budget come to?", "Entries attended over C, against the C that was asked for"),
+    "frontier": Shown("What does a byte buy?", "Score and KL against bytes held for a token, and bytes of a step"),
+    "lost": Shown("Where is attention lost?", "Attention on what was not selected, by layer and query head"),
+    "drift": Shown("Does it stay as near?", "KL from full attention over the longest answers", longest="fidelity"),
+    "written": Shown("How long are the answers?", "New tokens of an answer, and how many end in a loop"),
+    "breakeven": Shown("From where is it faster?", "Time of a token against the length of the context"),
+    "search": Shown(
+        "What does a search find in its time?", "Recall against time, with the floor", file="bench_index_cpu.json"
+    ),
+    "published": Shown("Is it as published?", "Published scores against ours; a letter says what differs"),
+}
+
+
+def pictures(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
+    """The page with its pictures: of the site's runs or, where these make none, of those that kvbench ships."""
+    parts = []
+    for name, shown in SHOWN.items():
+        image, note = _drawn(site, name, shown)
+        if image:
+            yield File(f"pictures/{name}.svg", image)
+            shot = figure(f"{name}.svg", f"{shown.about}{note}")
+            parts.append(f'<section id="{name}"><h2>{escape(shown.question)}</h2>{shot}</section>')
+    body = "\n".join(parts) or "<p>None can be drawn of these runs.</p>"
+    yield page("pictures/index.html", "Pictures", site, sections, body)
+
+
+def _drawn(site: Site, name: str, shown: Shown) -> tuple[bytes, str]:
+    """A figure, b"" where there is none, and a note on whose runs it is of."""
+    image = b"" if shown.file else picture(partial(draw, name, _chosen(site.joined, shown.longest)))
+    return (image, "") if image else (_of_shipped(name), f" ({OURS})")
+
+
+@cache
+def _of_shipped(name: str) -> bytes:
+    """A figure of what kvbench ships; b"" where it was installed without that."""
+    shown, runs = SHOWN[name], shipped_runs(SHIPPED / "claims")
+    if shown.file:
+        return picture(partial(OF_FILES[name][0], [SHIPPED / shown.file]))
+    return b"" if runs is None else picture(partial(draw, name, _chosen(runs, shown.longest)))
+
+
+def _chosen(runs: Runs, longest: str) -> Runs:
+    """The runs to draw."""
+    if longest:
+        steps = {run: int(one["task.steps"]) for run, one in runs.setting.items() if one["task"] == longest}
+        runs = runs.only([run for run, many in steps.items() if many == max(steps.values())])
+    return legible(runs)
