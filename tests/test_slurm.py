@@ -24,6 +24,7 @@ WORDS = ["model=dummy-tiny", "task.lengths=[300]", "task.limit=2", "threads=1", 
 METHOD = """
 import os
 import signal
+import time
 from pathlib import Path
 
 from kvbench.method import Method
@@ -32,7 +33,7 @@ MARK = Path(__file__).parent / "broken"
 
 
 class Fragile(Method):
-    # Its second sample with seed 2 kills the process, the first time.
+    # Its second sample with seed 2 sends a signal, the first time.
     samples = 0
 
     def begin(self, shape, budget, view, context):
@@ -40,7 +41,8 @@ class Fragile(Method):
         self.samples += 1
         if context.seed == 2 and self.samples == 2 and not MARK.exists():
             MARK.touch()
-            os.kill(os.getpid(), signal.SIGNAL)
+            os.kill(WHOM, signal.SIGNAL)
+            time.sleep(SECONDS)
 
     def rule(self, layer, length, generated):
         return None
@@ -65,19 +67,22 @@ def slurm() -> bool:
 LOCAL = ["hydra/launcher=local", "hydra.launcher.jobs=2"]
 SLURM = ["hydra/launcher=slurm", "hydra.launcher.gpus_per_node=null", "hydra.launcher.cpus_per_task=1"]
 SUBMITTED = SLURM if slurm() else LOCAL
+ITSELF, LAUNCHER = "os.getpid()", "int(Path(f'/proc/{os.getppid()}/stat').read_text().split()[3])"
 
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Any:
-    """Two jobs, of which one breaks once with this signal."""
+    """Two jobs, of which one breaks once with this signal, which goes to itself or to the command that started it."""
     (tmp_path / "method").mkdir()
     (tmp_path / "method" / "fragile.yaml").write_text(YAML)
 
-    def run(signal: str, *words: str) -> SimpleNamespace:
-        (tmp_path / "fragile.py").write_text(METHOD.replace("SIGNAL", signal))
+    def run(signal: str, *words: str, whom: str = ITSELF, seconds: int = 0) -> SimpleNamespace:
+        method = METHOD.replace("SIGNAL", signal).replace("WHOM", whom).replace("SECONDS", str(seconds))
+        (tmp_path / "fragile.py").write_text(method)
         command = [sys.executable, "-m", "kvbench", "-m", "--config-dir", str(tmp_path), *WORDS, "seed=1,2", *words]
         command.append(f"results_dir={tmp_path / 'results'}")
         env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command]  # as a shell starts its background jobs
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
         states = [json.loads(path.read_text())["state"] for path in tmp_path.rglob("status.json")]
         samples = [path.read_text().count("\n") for path in tmp_path.rglob("samples.jsonl")]
@@ -124,6 +129,12 @@ def test_a_killed_shard_is_made_up_for_and_every_sample_is_there_once(sweep: Any
 def test_a_job_that_gets_sigterm_leaves_its_run_stopped(sweep: Any) -> None:
     broken = sweep("SIGTERM", *LOCAL)
     assert broken.code == 1 and sorted(broken.states) == ["finished", "stopped"]
+
+
+@pytest.mark.slow
+def test_a_sweep_that_gets_sigterm_stops_its_jobs(sweep: Any) -> None:
+    broken = sweep("SIGTERM", *LOCAL, whom=LAUNCHER, seconds=600)
+    assert broken.code == 143 and "stopped" in broken.states and "running" not in broken.states
 
 
 def test_what_a_launcher_needs_is_told_before_anything_is_submitted(

@@ -216,7 +216,8 @@ class Submitted(InTurn):
                     yield number, _collected(one, len(jobs[number].configs))
                 now = [waiting.pop(0) for _ in range(min(len(waiting), self.room(executor, set(running))))]
                 if now:
-                    with executor.batch():
+                    # A shell's background jobs ignore Ctrl-C; what they start would, too, and could not be stopped.
+                    with stopped_by(signal.SIGINT), executor.batch():
                         submitted = [executor.submit(Apart(job, self.linger)) for _, job in now]
                     running |= {number: one for (number, _), one in zip(now, submitted, strict=True)}
                 time.sleep(POLL_SECONDS if running else 0)
