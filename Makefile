@@ -52,7 +52,8 @@ reference-tiny: $(STAMP)
 # A night on the real model, in parts that go on where they were stopped. By 70 ms a token and 2 s to build an index, on two
 # cores with AMX: texts 3 h (146 arms of 12 samples), passkey 35 min (38 of 20), long 1 h (13 of 2), ruler 4 h (38 of 52).
 # Left out: tasks at other budgets than 256, and LongBench unless LONGBENCH=FOLDER has its files. What is committed of an
-# earlier night is not run again; LIMIT=3 takes the first samples of each task, another time goes on behind them.
+# earlier night is not run again while the code that makes its numbers is the same; LIMIT=3 takes the first samples of
+# each task, another time goes on behind them.
 PARTS ?= texts passkey long ruler $(if $(LONGBENCH),longbench)
 texts := +experiment=reference_texts
 passkey := +experiment=reference_tasks task=passkey task.lengths=[4096]
