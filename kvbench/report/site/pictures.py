@@ -59,7 +59,7 @@ def pictures(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
 
 def _drawn(site: Site, name: str, shown: Shown) -> tuple[bytes, str]:
     """A figure, b"" where there is none, and a note on whose runs it is of."""
-    image = b"" if shown.file else picture(partial(draw, name, _chosen(site.joined, shown.longest)))
+    image = b"" if shown.file else picture(lambda: draw(name, _chosen(site.joined, shown.longest)))
     return (image, "") if image else (_of_shipped(name), f" ({OURS})")
 
 
@@ -69,7 +69,7 @@ def _of_shipped(name: str) -> bytes:
     shown, runs = SHOWN[name], shipped_runs(SHIPPED / "claims")
     if shown.file:
         return picture(partial(OF_FILES[name][0], [SHIPPED / shown.file]))
-    return b"" if runs is None else picture(partial(draw, name, _chosen(runs, shown.longest)))
+    return b"" if runs is None else picture(lambda: draw(name, _chosen(runs, shown.longest)))
 
 
 def _chosen(runs: Runs, longest: str) -> Runs:
