@@ -119,13 +119,15 @@ def test_memory_is_estimated_for_the_whole_batch(configured: Any) -> None:
     assert (alone.rows, together.rows) == (1, 4) and alone.tokens == together.tokens > 400
 
 
-def test_only_samples_that_end_alike_are_put_together() -> None:
-    def sample(name: str, tokens: int, **more: Any) -> Sample:
-        return Sample(id=name, prompt="", answers=(), max_new_tokens=tokens, **more)
+def test_only_samples_that_are_as_long_and_end_alike_are_put_together() -> None:
+    def sample(name: str, tokens: int, prompt: str = "", **more: Any) -> Sample:
+        return Sample(id=name, prompt=prompt, answers=(), max_new_tokens=tokens, **more)
 
     mixed = [sample("a", 8), sample("b", 9), sample("c", 8), sample("d", 8), sample("e", 8, stop=("\n",))]
     assert [[one.id for one in batch] for batch in batches(mixed, 2)] == [["a", "c"], ["b"], ["d"], ["e"]]
     assert [len(batch) for batch in batches(iter(mixed), 1)] == [1] * 5
+    lengths = [sample(str(length), 8, "x" * length) for length in (40, 90, 50, 100, 63, 64)]
+    assert [[one.id for one in batch] for batch in batches(lengths, 2)] == [["40", "50"], ["90", "100"], ["63"], ["64"]]
     with pytest.raises(ConfigError, match="batch=2: t is measured by itself; expected 1"):
         list(batches([sample("t", 8, timed=Timed([[1]]))], 2))
 

@@ -230,7 +230,7 @@ def _causal_weights(
         part = grouped[:, :, :, start : start + block].float() * scaling
         columns = torch.arange(column + start, column + start + part.shape[3], device=query.device)
         seen = max(column + start + part.shape[3] - min(offsets), 1)
-        by_all = max(column + start - max(offsets), 0)  # keys before are
+        by_all = max(column + start - max(offsets), 0)  # these keys come before every query of the block
         later = torch.arange(by_all, seen, device=query.device)
         hidden = later > (columns - first).clamp(min=0)[..., None]  # padding looks at token 0
         logits = part @ key[..., :seen, :].transpose(3, 4)

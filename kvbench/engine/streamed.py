@@ -35,7 +35,7 @@ def _few(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _slow_in_bfloat16() -> bool:
+def slow_in_bfloat16() -> bool:
     """Whether torch multiplies matrices in bfloat16 one number after another: on x86 without AVX512.
 
     A prompt then takes four times as long as in float32. Arm, of which torch tells other names, is not measured.
@@ -50,7 +50,7 @@ class StreamedLinear(nn.Linear):
         """[..., out_features] of x [..., in_features]."""
         weight, bias = self.weight, self.bias
         if not _few(x, weight):
-            if x.dtype == weight.dtype == torch.bfloat16 and _slow_in_bfloat16():
+            if x.dtype == weight.dtype == torch.bfloat16 and slow_in_bfloat16():
                 return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
             return super().forward(x)
         outputs, inputs = weight.shape

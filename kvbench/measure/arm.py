@@ -220,6 +220,8 @@ def _token_ids(sample: Sample) -> list[int] | None:
 def batches(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
     """Samples in batches of at most `size` that one generation can serve: alike in new tokens and in what ends them.
 
+    Of two prompts of a batch, which is padded to the longest, none has twice the other's letters.
+
     Raises:
         ConfigError: a sample cannot be in a batch.
     """
@@ -227,7 +229,7 @@ def batches(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
     for sample in samples:
         if size > 1 and (sample.timed or sample.given):
             raise ConfigError(f"batch={size}: {sample.id} is measured by itself; expected 1")
-        alike = (sample.max_new_tokens, sample.stop, sample.end_token)
+        alike = (sample.max_new_tokens, sample.stop, sample.end_token, len(sample.prompt).bit_length())
         batch = waiting.setdefault(alike, [])
         batch.append(sample)
         if len(batch) == size:
