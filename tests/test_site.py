@@ -312,6 +312,28 @@ def test_a_claim_s_page_has_its_numbers_and_the_runs_behind_them(
     assert "does not hold" in (site / "claims/ice-9.html").read_text()
 
 
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("beside", [False, True])
+def test_memory_is_a_share_of_full_attention_s_in_the_layers_that_a_method_selects_in(
+    coded: bool, beside: bool, tmp_path: Path
+) -> None:
+    """Of ten layers two have a window, two are dense, and six hold a twentieth of what full attention holds there."""
+
+    def arm(method: str, device: int, kv: str) -> None:
+        audit = {"device_kv_bytes": device, "windowed_kv_bytes": 20, "windowed_share": 0.2, "attended_mean": 8.0}
+        audit |= {"dense_share": 0.2 if method == "quest" else 0.8, "attended_max": 8, "index_bytes": 12}
+        stored(tmp_path, method, None, [record("one", "", 1.0, audit=audit)], config={"kv": {"device": kv, "host": kv}})
+
+    arm("full", 8 * 100 + 20, "native")
+    arm("quest", 6 * 5 + 2 * (50 if coded else 100) + 20, "int8" if coded else "native")
+    if beside:
+        arm("full", 8 * 50 + 20, "int8")
+    site = Site(collect([tmp_path]), "")
+    (row,) = (row for row in site.rows if row.method == "quest")
+    shares = share_of(site, row), share_of(site, row, indexed=True)
+    assert shares == ((None, None) if coded and not beside else (pytest.approx(5), pytest.approx(7)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["reference", "reference_tiny", "claims"])
 def test_the_site_of_the_runs_that_come_with_kvbench_is_true_and_small(name: str, tmp_path: Path) -> None:

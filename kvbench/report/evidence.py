@@ -72,8 +72,8 @@ class Evidence:
         self._partial = {self._scored(run) for run in runs.arm if not is_0_1(runs.scores[run].values)}
         self._against: dict[tuple[int, tuple[str, ...]], Estimate | None] = {}
         for run, arm in runs.arm.items():
-            if arm["method"] == YARDSTICK and runs.setting[run]["kv"] == str(NATIVE):
-                self._full.setdefault(self.kind(run), []).append(run)
+            if arm["method"] == YARDSTICK:
+                self._full.setdefault((*self.kind(run), runs.setting[run]["kv"]), []).append(run)
 
     def score(self, run: int, groups: tuple[str, ...] = ()) -> Estimate:
         """The score of a run, 0-100: of these groups (all: ()), each a stratum.
@@ -139,9 +139,13 @@ class Evidence:
         scores = self.runs.scores[run]
         return sum(int(scores.failed[rows].sum()) for rows in _strata(scores, groups))
 
-    def yardstick(self, run: int) -> int | None:
-        """The run of full attention that a run is compared with first, itself where it is one; None without one."""
-        alike, arm = self._full.get(self.kind(run), []), self.runs.arm
+    def yardstick(self, run: int, kv: str = str(NATIVE)) -> int | None:
+        """The run of full attention that a run is compared with first, itself where it is one; None without one.
+
+        Args:
+            kv: how that holds keys and values; scores are compared with native ones.
+        """
+        alike, arm = self._full.get((*self.kind(run), kv), []), self.runs.arm
         return max(
             alike, key=lambda one: (not arm[one]["probe_every"], arm[one]["n"], arm[one]["updated"]), default=None
         )
@@ -154,7 +158,7 @@ class Evidence:
 
         Of several runs the one with the most samples counts, then the newest. What failed is not known.
         """
-        alike, arm = self._full.get(self.kind(run), []), self.runs.arm
+        alike, arm = self._full.get((*self.kind(run), str(NATIVE)), []), self.runs.arm
         if run in alike:
             return {}
         found = {}

@@ -232,25 +232,37 @@ def linked(method: str, root: str, part: str = "") -> str:
 
 def dense_of(site: Site, run: int) -> float:
     """The share of the layers that a run leaves dense."""
-    share = site.joined.arm[run]["dense_share"]
-    return 0.0 if missing(share) else float(share)
+    return _number(site.joined.arm[run], "dense_share")
 
 
 def share_of(site: Site, row: Row, indexed: bool = False) -> float | None:
     """Per cent of the keys and values that full attention held on the device for the same samples, in the layers that
-    the arm does not leave dense; None without such a run, or where samples of either failed.
+    the method selects in: none that the arm leaves dense, none with a window.
+
+    None without full attention's bytes, where samples failed, and where dense layers hold codes of unknown size.
 
     Args:
         indexed: with the bytes of the method's index, wherever it lies.
     """
-    if row.full is None:
+    alike = row.full
+    if alike is not None and dense_of(site, row.run):
+        alike = site.evidence.yardstick(row.run, site.joined.setting[row.run]["kv"])
+    if row.full is None or alike is None:
         return None
-    own, full = site.joined.arm[row.run], site.joined.arm[row.full]
-    whole, dense = full["device_kv_bytes"], dense_of(site, row.run)
-    if missing(whole) or missing(own["device_kv_bytes"]) or own["failed"] or full["failed"] or not whole * (1 - dense):
+    own, full, held = (site.joined.arm[run] for run in (row.run, row.full, alike))
+    if any(missing(arm["device_kv_bytes"]) or arm["failed"] for arm in (own, full, held)):
         return None
-    index = own["index_bytes"] if indexed and not missing(own["index_bytes"]) else 0.0
-    return float(100 * (own["device_kv_bytes"] - dense * whole + index) / (whole * (1 - dense)))
+    windowed = _number(own, "windowed_kv_bytes")
+    dense = dense_of(site, row.run) / (1 - _number(own, "windowed_share"))  # of the layers without a window
+    whole = (full["device_kv_bytes"] - windowed) * (1 - dense)
+    kept = own["device_kv_bytes"] - windowed - (held["device_kv_bytes"] - windowed) * dense
+    index = _number(own, "index_bytes") if indexed else 0.0
+    return float(100 * (kept + index) / whole) if whole else None
+
+
+def _number(arm: Mapping[str, Any], name: str) -> float:
+    """A number of an audit, 0 where it says nothing."""
+    return 0.0 if missing(arm[name]) else float(arm[name])
 
 
 def protocols(site: Site) -> str:
