@@ -59,6 +59,7 @@ def stored(
     model: str = "tiny",
     finished: bool = True,
     options: Mapping[str, Any] | None = None,
+    paths: Mapping[str, str] | None = None,
     protocol: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
     **identity: Any,
@@ -68,6 +69,7 @@ def stored(
     Args:
         samples: scores, or whole records.
         options: of the task.
+        paths: options of the task that lead to data.
         protocol: where it differs from the default.
         config: further keys of the run's config, such as "metric" or "seed".
         identity: further keys of its identity, such as "data" or "source".
@@ -81,14 +83,15 @@ def stored(
         "protocol": {**whole, "question_as_decode": False, "generated": "free", **(protocol or {})},
         "probe": {"every": 0},
         "method": {"name": method, "minimum": {"paper": None if method == "full" else 16}, "preset": 256},
-        "task": {"name": task, "unit": "tokens", **(options or {})},
+        "task": {"name": task, "unit": "tokens", **(options or {}), **dict.fromkeys(paths or {}, "local")},
     }
     more = {"metric": "accuracy", "model_name": model, "device_name": "cpu, 1 threads", **(config or {})}
     own |= {key: value for key, value in more.items() if key in own}
     known = {"model_revision": "folder-1", "data": "d", "device": "cpu", "dtype": "float32", "dense_layers": []}
     lines = list(samples) if samples and not isinstance(samples, Mapping) and isinstance(samples[0], dict) else None
+    written = {**own, **more, "task": {**own["task"], **(paths or {})}}
     with RunFolder.open(
-        results, task, model, f"{method}-{budget}", {"config": own, **known, **identity}, {**own, **more}
+        results, task, model, f"{method}-{budget}", {"config": own, **known, **identity}, written
     ) as folder:
         for one in lines or records(samples):  # type: ignore[arg-type]
             folder.add(one)

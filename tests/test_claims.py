@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 from report_runs import record, stored
-from test_experiments import jobs
+from test_experiments import composed
 
 from kvbench.config import choices, show
 from kvbench.report.__main__ import main
@@ -73,6 +73,52 @@ def test_a_difference_is_of_the_same_samples_and_its_verdict_of_the_interval(tmp
     assert isinstance(best, Finding) and (best.value, best.n) == (0, 20)  # the other half chose full
 
 
+def test_what_failed_with_the_arm_beside_is_not_known_and_what_failed_with_its_own_counts_0(
+    tmp_path: Path, bed: None
+) -> None:
+    def arm(method: str, budget: int | None, scores: list[float], fails: list[bool]) -> None:
+        lines = [
+            record(str(n), "", score, error="out of memory" if fail else None)
+            for n, (score, fail) in enumerate(zip(scores, fails, strict=True))
+        ]
+        stored(tmp_path, method, budget, lines)
+
+    arm("full", None, [1.0, 1.0, 0.0, 0.0, 1.0], [False, False, True, True, False])
+    arm("quest", 64, [0.5, 0.5, 0.5, 0.5, 0.0], [False, False, False, False, True])
+    found = sampled.sampled(collect([tmp_path]), ASKED)
+    assert isinstance(found, Finding) and (found.value, found.n) == (pytest.approx(-200 / 3), 3)
+
+
+def test_samples_that_were_asked_count_where_only_some_answers_do(tmp_path: Path, bed: None) -> None:
+    stored(tmp_path, "full", None, [1.0, 1.0, 1.0, 0.0])
+    stored(tmp_path, "quest", 64, [1.0, 1.0, 0.0, 1.0])
+    asked = {"bed": "made", "value": "score", "of": "method=quest budget=64", "among": "method=full"}
+    found = sampled.sampled(collect([tmp_path]), asked)
+    assert isinstance(found, Finding) and (found.value, found.n) == (pytest.approx(200 / 3), 4)
+    assert found.note == "over the 3 of 4 that method=full answers"
+
+
+def test_a_share_that_is_whole_in_all_samples_is_no_score_of_0_or_1(tmp_path: Path, bed: None) -> None:
+    """24 texts of which all steps agree: Wilson's interval of 24 questions answered would begin at 86."""
+    stored(tmp_path, "full", None, [1.0] * 24)
+    asked = {"bed": "made", "value": "score", "of": "method=full"}
+    answered = sampled.sampled(collect([tmp_path]), asked)
+    stored(tmp_path, "quest", 64, [0.984] * 24)
+    agreed = sampled.sampled(collect([tmp_path]), asked)
+    assert isinstance(answered, Finding) and answered.low == pytest.approx(86.2, abs=0.1)
+    assert isinstance(agreed, Finding) and agreed.low == pytest.approx(100)
+
+
+def test_texts_of_one_s_own_are_told_apart_by_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampled, "beds", lambda: {"made": Bed(("task=fidelity", "task.texts=records"), "run it")})
+    for name, score in (("records", 1.0), ("novels", 0.0)):
+        stored(tmp_path, "full", None, [score] * 3, task="fidelity", paths={"texts": f"/somewhere/{name}"}, data=name)
+    runs = collect([tmp_path])
+    assert len(runs.arms) == 2 and not runs.left_out
+    found = sampled.sampled(runs, {"bed": "made", "value": "score", "of": "method=full"})
+    assert isinstance(found, Finding) and (found.value, found.n) == (100, 3)
+
+
 def test_what_is_missing_is_named_with_its_command(tmp_path: Path, bed: None) -> None:
     stored(tmp_path, "quest", 64, [1.0, 0.0])
     stored(tmp_path, "full", None, [1.0, 0.0], protocol={"accounting": "unified"})
@@ -129,12 +175,15 @@ def test_times_are_ranged_over_repeats_and_ratios_resampled_over_texts(tmp_path:
 
     stored(tmp_path, "full", None, timed([10.0, 20.0, 40.0]))
     stored(tmp_path, "quest", 64, timed([5.0, 5.0, 5.0]))
+    stored(tmp_path, "snapkv", 64, timed([5.0, 10.0, 20.0]))
     asked = {**ASKED, "of": "method=full", "over": "method=quest budget=64", "value": "tpot_ms.mean"}
     del asked["less"]
     assert sampled.sampled(collect([tmp_path]), {**asked, "interval": "range"}) == Finding(4.0, 2.0, 8.0, 3)
     ratio = sampled.sampled(collect([tmp_path]), asked)
     assert isinstance(ratio, Finding) and ratio.value == pytest.approx(14 / 3)
     assert ratio.low is not None and ratio.high is not None and 2 <= ratio.low < ratio.value < ratio.high <= 8
+    half = sampled.sampled(collect([tmp_path]), {**asked, "over": "method=snapkv budget=64"})
+    assert half == Finding(*[pytest.approx(2.0)] * 3, 3), "one over the other on the same texts, resampled together"
 
 
 def test_a_time_over_none_is_no_number(tmp_path: Path, bed: None) -> None:
@@ -216,7 +265,8 @@ def test_claims_that_runs_do_not_measure_are_judged_by_shipped_ones(
         for part, number, _ in one.parts
         if isinstance(number, Finding) and part.kind == "runs"
     }
-    assert found == {"ice-1": (0.0, ""), "ice-4": (100.0, "runs that kvbench ships")}
+    told = "over the 1 of 2 that method=full answers; runs that kvbench ships"
+    assert found == {"ice-1": (0.0, ""), "ice-4": (100.0, told)}
 
 
 def test_claims_that_runs_measure_on_too_few_samples_are_judged_by_shipped_ones_that_suffice(
@@ -233,23 +283,24 @@ def test_claims_that_runs_measure_on_too_few_samples_are_judged_by_shipped_ones_
 
 
 @pytest.mark.slow
-def test_every_arm_of_a_claim_is_a_job_of_the_experiment_that_its_command_names() -> None:
+def test_every_arm_of_a_claim_is_a_job_of_the_sweep_that_its_command_names() -> None:
     made: dict[str, list[dict[str, str]]] = {}
     for claim in claims():
         for one in claim.parts:
             if one.kind != "runs":
                 continue
             bed = beds()[one.asked["bed"]]
-            name = bed.command.partition("+experiment=")[2].partition(" ")[0].rstrip(";")
+            command = bed.command.rpartition("python -m kvbench ")[2].partition(";")[0]
+            words = tuple(word for word in command.split() if "$" not in word)
             arms = [arm for several in sampled.arms_of(one.asked).values() for arm in several]
             for arm in arms:
                 wanted = sampled.USUAL | dict(word.split("=", 1) for word in (*bed.words, *arm.split()))
                 assert wanted["method"] in choices("method"), claim.id
-                if name and name not in made:
-                    made[name] = [_words_of(job) for job in jobs(name)]
-                matching = [job for job in made.get(name, []) if all(job.get(key) == wanted[key] for key in wanted)]
+                if command not in made:
+                    made[command] = [_words_of(job) for job in composed(words)]
+                matching = [job for job in made[command] if all(job.get(key) == wanted[key] for key in wanted)]
                 alike = {tuple(sorted(job.items())) for job in matching}  # of several seeds
-                assert len(alike) == 1 or not name, (claim.id, wanted)
+                assert len(alike) == 1, (claim.id, wanted)
 
 
 def _words_of(job: DictConfig) -> dict[str, str]:

@@ -68,8 +68,7 @@ class Evidence:
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
         self._full: dict[tuple[str, ...], list[int]] = {}
-        # A share of steps or words that is 100 in all samples of a run is no 0/1 score all the same.
-        self._partial = {self._scored(run) for run in runs.arm if not is_0_1(runs.scores[run].values)}
+        self._partial = scored_in_parts(runs)
         self._against: dict[tuple[int, tuple[str, ...]], Estimate | None] = {}
         for run, arm in runs.arm.items():
             if arm["method"] == YARDSTICK:
@@ -82,7 +81,7 @@ class Evidence:
         """
         scores = self.runs.scores[run]
         strata = [_samples(scores, scores.values, rows) for rows in _strata(scores, groups)]
-        whole = self._scored(run) not in self._partial and all(map(is_0_1, strata))
+        whole = what_scores(self.runs, run) not in self._partial and all(map(is_0_1, strata))
         return proportion(strata) if whole else estimate(strata)
 
     def kl(self, run: int) -> Estimate | None:
@@ -150,9 +149,6 @@ class Evidence:
             alike, key=lambda one: (not arm[one]["probe_every"], arm[one]["n"], arm[one]["updated"]), default=None
         )
 
-    def _scored(self, run: int) -> tuple[str, str]:
-        return self.runs.arm[run]["task"], self.runs.arm[run]["metric"]
-
     def _known(self, run: int) -> dict[tuple[str, ...], float]:
         """The scores of full attention to compare with, by seed and id; none for full attention itself.
 
@@ -173,6 +169,19 @@ class Evidence:
         """All that two runs must share to be compared sample by sample; beside the seed, which samples have."""
         shared = [f"{key}={value}" for key, value in but_for_seed(self.runs, run).items() if is_shared(key)]
         return (*shared, str(self.runs.arm[run]["data"]))
+
+
+def what_scores(runs: Runs, run: int) -> tuple[str, str]:
+    """The task and the metric of a run."""
+    return runs.arm[run]["task"], runs.arm[run]["metric"]
+
+
+def scored_in_parts(runs: Runs) -> set[tuple[str, str]]:
+    """The tasks and metrics of which any sample has another score than 0 and 100.
+
+    A share of steps or words that is 100 in all samples of one run is no 0/1 score all the same.
+    """
+    return {what_scores(runs, run) for run in runs.arm if not is_0_1(runs.scores[run].values)}
 
 
 def but_for_seed(runs: Runs, run: int) -> dict[str, Any]:

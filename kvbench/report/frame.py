@@ -25,7 +25,7 @@ from kvbench.config import FACTS, first_line, show
 from kvbench.measure.protocol import GREEDY
 from kvbench.memory.kinds import kv_in
 from kvbench.runs.folder import FORMAT, Record, ResultsError, read_samples, runs_in, tear_of
-from kvbench.runs.identity import engine_of
+from kvbench.runs.identity import LOCAL, engine_of
 from kvbench.runs.quantities import QUANTITIES, is_number, measured
 from kvbench.runs.summary import answers_of, by_machine, machine_name, summarise, summarise_repeats
 
@@ -95,7 +95,7 @@ class Runs:
             stderr, n, failed.
         settings: one line a run, all that makes its arm: every option of method and task as "method.page_size",
             protocol and probe as on the command line, `engine`, and `kv` ("int8", or "device-host" where tiers differ);
-            what a run has no such key for is missing.
+            of a path to data its last part; what a run has no such key for is missing.
         scores: of every run, by index.
         left_out: what is not there, and why.
     """
@@ -285,6 +285,8 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         for key, value in values.items():
             if key not in FACTS | {"name", "_target_", "preset"}:
                 settings[f"{section}.{key}"] = show(value) if isinstance(value, list | tuple | dict) else value
+    for key in (key for key, value in task.items() if value == LOCAL):
+        settings[f"task.{key}"] = Path(str(config["task"][key])).name
     return settings
 
 

@@ -59,6 +59,8 @@ def budget_of(config: Mapping[str, Any]) -> Any:
     return config["budget"] if has_budget(config["method"]) else None
 
 
+LOCAL = "local"  # an identity's word for a path to data: what it leads to counts, not where it lies
+
 # What arms that share a prefill may differ in.
 APART = ("method", "budget", "kv", "probe")
 

@@ -31,6 +31,7 @@ from kvbench.method import Method
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
 from kvbench.runs.identity import (
+    LOCAL,
     arm_name,
     budget_of,
     engine_of,
@@ -386,10 +387,9 @@ def identity(arm: Arm) -> dict[str, Any]:
     random_weights = arm.loaded.revision.startswith("dummy-")
     sources = [*harness_sources(), *module_sources(config["method"]["_target_"])]
     data = [source.path() for source in arm.task.sources]
-    # What a path leads to counts, not where it lies.
     for key, value in config["task"].items():
         if isinstance(value, str) and any(Path(value) in (path, *path.parents) for path in data):
-            config["task"][key] = "local"
+            config["task"][key] = LOCAL
     if arm.calibration is not None:
         config["method"]["heads"] = arm.calibration.digest
     return {

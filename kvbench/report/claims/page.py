@@ -70,7 +70,7 @@ def _judged(claim: Claim, runs: Runs | None, folders: Sequence[Path], note: str 
     for part in claim.parts:
         number = _found(part, runs, [*folders, SHIPPED])
         if note and part.kind == "runs" and isinstance(number, Finding):
-            number = number._replace(note=note)
+            number = number._replace(note="; ".join(filter(None, [number.note, note])))
         found.append((part, number, judge(part, number)))
     return Judged(claim, of_all([verdict for *_, verdict in found]), found, runs)
 

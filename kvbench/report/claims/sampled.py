@@ -7,7 +7,7 @@ A part asks for
   of          the arm, in words of the command line
   less, over  another arm, whose value is taken from it or divides it on the same samples; of several the best one on
               every other sample, compared on the rest
-  among       an arm: only samples that it scores 100 on
+  among       an arm: only samples that it scores 100 on; those that were asked count as samples
   lengths     prompt tokens; of two, what the value grows by from the first to the second, within a seed
   interval    "range" of the samples, as for times; else the bootstrap's
 """
@@ -23,7 +23,7 @@ import numpy as np
 from kvbench.config import show
 from kvbench.report.claims.claim import beds
 from kvbench.report.claims.verdict import Finding, Missing
-from kvbench.report.evidence import but_for_seed, is_shared
+from kvbench.report.evidence import but_for_seed, is_shared, scored_in_parts, what_scores
 from kvbench.report.frame import Runs, missing
 from kvbench.report.stats import estimate, is_0_1, proportion, ratio
 from kvbench.runs.folder import Record
@@ -73,15 +73,15 @@ def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
                 return chosen
             assert runs is not None
             taken[words] = chosen[0]
-            found.setdefault(name, []).append(_readings(runs, chosen, value, asked.get("lengths", [])))
+            found.setdefault(name, []).append(_readings(runs, chosen, value, asked.get("lengths", []), name == "of"))
     assert runs is not None
     if apart := _differing(runs, asked["bed"], taken):
         return apart
     ours = found["of"][0]
+    known = found["among"][0] if "among" in found else {}
+    both = ours.keys() & known.keys()
     if "among" in found:
-        ours = {
-            key: one for key, one in ours.items() if key in found["among"][0] and found["among"][0][key].value == 100
-        }
+        ours = {key: ours[key] for key in both if known[key].value == 100}
     others = found.get("less") or found.get("over") or []
     shared = (key for key in ours if all(key in other for other in others))
     keys = sorted(shared, key=lambda key: (ours[key].group, key[1], key[0]))
@@ -107,7 +107,11 @@ def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
         return Finding(*ratio(values, below))
     # Scores that are all 100 have an interval, too; differences of such have the bootstrap's.
     whole = asked["value"] == "score" and "less" not in found and all(map(is_0_1, values))
-    return Finding(*(proportion(values) if whole else estimate(values)))
+    whole = whole and what_scores(runs, taken[arms["of"][0]]) not in scored_in_parts(runs)
+    measured = Finding(*(proportion(values) if whole else estimate(values)))
+    if not both:
+        return measured
+    return measured._replace(n=len(both), note=f"over the {measured.n} of {len(both)} that {arms['among'][0]} answers")
 
 
 def arms_of(asked: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -166,10 +170,13 @@ def _matches(settings: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
     return True
 
 
-def _readings(runs: Runs, chosen: Sequence[int], value: str, lengths: Sequence[int]) -> dict[Key, Reading]:
-    """What the samples of an arm say; of those that are the same under several seeds the first, failed ones aside.
+def _readings(
+    runs: Runs, chosen: Sequence[int], value: str, lengths: Sequence[int], failures: bool
+) -> dict[Key, Reading]:
+    """What the samples of an arm say; of those that are the same under several seeds the first.
 
-    A score of a failed sample is 0. Times of a disturbed machine are left out.
+    A failed sample has no value but a score of 0, and that only with `failures`: of an arm that others are compared
+    with nothing is known there. Times of a disturbed machine are left out.
     """
     found: dict[Key, Reading] = {}
     is_time = value.partition(".")[0] in TIMES
@@ -184,9 +191,11 @@ def _readings(runs: Runs, chosen: Sequence[int], value: str, lengths: Sequence[i
                 continue
             id = record.get("sample") or record["id"]
             group = str(record.get("group") or "")
+            if record.get("error") and not (value == "score" and failures):
+                continue
             if value == "score":
                 own[seed, id] = Reading(group, float(scores[id]))
-            elif not record.get("error"):
+            else:
                 above, _, below = value.partition(" / ")
                 numbers = [_number(record, path) for path in (above, below) if path]
                 known = [number for number in numbers if number is not None]
