@@ -202,14 +202,14 @@ def test_a_file_gives_elements_slopes_and_quarters(tmp_path: Path) -> None:
     assert filed([tmp_path], {**asked, "value": "runs.*.us", "where": {"n": [10]}}).value == 2  # type: ignore[union-attr]
     slope = filed([tmp_path], {**asked, "value": "runs.*.us", "slope": "runs.*.n"})
     assert isinstance(slope, Finding) and slope.value == pytest.approx(0.5) and slope.n == 1
-    (tmp_path / "many.json").write_text(
-        json.dumps(
-            {"runs": [{"n": n, "s": s, "us": n**power} for s, power in ((0, 0.5), (1, 1.0)) for n in (10, 1000)]}
-        )
-    )
-    many = {**asked, "file": "many.json", "value": "runs.*.us", "slope": "runs.*.n", "each": "runs.*.s"}
-    slopes = filed([tmp_path], many)
-    assert isinstance(slopes, Finding) and slopes[:4] == pytest.approx((0.75, 0.5, 1.0, 2))
+    for kinds in ((0, 1), ("clustered", "isotropic")):
+        powers = zip(kinds, (0.5, 1.0), strict=True)
+        lines = [{"n": n, "s": kind, "us": n**power} for kind, power in powers for n in (10, 1000)]
+        (tmp_path / "many.json").write_text(json.dumps({"runs": lines}))
+        many = {**asked, "file": "many.json", "value": "runs.*.us", "slope": "runs.*.n", "each": "runs.*.s"}
+        slopes = filed([tmp_path], many)
+        assert isinstance(slopes, Finding) and slopes[:4] == pytest.approx((0.75, 0.5, 1.0, 2))
+        assert slopes.note == "of 2 lengths, many.json"
     (tmp_path / "texts.json").write_text(json.dumps({"texts": [*([1] * 30), *([0] * 10)]}))
     shares = filed([tmp_path], {**asked, "file": "texts.json", "value": "texts.*", "interval": "bootstrap"})
     assert isinstance(shares, Finding) and shares.value == 0.75 and shares.low is not None and shares.high is not None

@@ -117,7 +117,7 @@ def filed(folders: Sequence[Path], asked: Mapping[str, Any]) -> Finding | Missin
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
         paths = [asked[key] for key in ("value", "less", "slope", "each") if key in asked]
-        found = [dict(_at(whole, one, asked.get("where", {}))) for one in paths]
+        found = [dict(_at(whole, one, asked.get("where", {}), one == asked.get("each"))) for one in paths]
     except (ValueError, TypeError) as error:
         return Missing(f"{path} is not what the script writes ({type(error).__name__}); {anew}")
     told = [place for place in found[0] if all(place in other for other in found)]  # by records that have all of them
@@ -132,7 +132,7 @@ def filed(folders: Sequence[Path], asked: Mapping[str, Any]) -> Finding | Missin
         slopes = [float(np.polyfit(np.log(sizes[own]), np.log(values[own]), 1)[0]) for own in apart if own.sum() > 1]
         if not slopes:
             return Missing(f"{path} has no two {asked['slope']}; {anew}")
-        return _ranged(np.array(slopes), f"of {len(values)} lengths, {path.name}")
+        return _ranged(np.array(slopes), f"of {len(np.unique(sizes))} lengths, {path.name}")
     if asked.get("interval") == "bootstrap":
         return Finding(*estimate([values]), path.name)
     return _ranged(values, path.name)
@@ -144,10 +144,10 @@ def _ranged(values: np.ndarray, note: str) -> Finding:
 
 
 def _at(
-    value: Any, path: str, where: Mapping[str, Sequence[Any]], place: tuple[int, ...] = ()
-) -> Iterator[tuple[tuple[int, ...], float]]:
-    """The numbers at a path, each with the places of the elements that led there; only of records that have one of the
-    values wanted of each key of `where`.
+    value: Any, path: str, where: Mapping[str, Sequence[Any]], words: bool = False, place: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """The numbers at a path, and words where they are asked for, each with the places of the elements that led there;
+    only of records that have one of the values wanted of each key of `where`.
     """
     if isinstance(value, Mapping) and any(key in value and value[key] not in some for key, some in where.items()):
         return
@@ -160,6 +160,6 @@ def _at(
         own = (*place, index) if key == "*" else place
         if rest:
             if isinstance(element, Mapping | list):
-                yield from _at(element, rest, where, own)
-        elif is_number(element):
+                yield from _at(element, rest, where, words, own)
+        elif is_number(element) or (words and isinstance(element, str)):
             yield own, element
