@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import report_runs
@@ -121,25 +122,56 @@ def test_without_full_attention_there_is_nothing_to_draw(results: Path) -> None:
         figures.draw("breakeven", runs.only([run for run in runs.arm if runs.arm[run]["method"] != "full"]))
 
 
-def test_the_yardstick_holds_keys_and_values_as_the_model_computes_them(tmp_path: Path) -> None:
+def timed_at(folder: Path, method: str, budget: int | None, times: dict[int, float], config: dict[str, Any]) -> None:
+    lines = [
+        report_runs.record(
+            f"latency-{length}-1-0",
+            f"{length} x 1",
+            1.0,
+            meta={"length": length, "batch": 1},
+            tpot_ms={"mean": spent, "p50": spent, "p95": spent},
+            hardware={"floor_ms": 1.0, "copy_bandwidth": 1e10, "memory": "counted"},
+        )
+        for length, spent in times.items()
+    ]
+    options = {"lengths": list(times), "keys": "model", "prefill": True}
+    report_runs.stored(folder, method, budget, lines, task="latency", options=options, config=config)
+
+
+def table_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, str]]:
+    assert report([str(folder), "--format", "csv"]) == 0
+    lines = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    return [line for line in lines if line["table"].startswith("latency_breakeven")]
+
+
+CODED = {"kv": {"device": "int8", "host": "int8"}}
+
+
+def test_the_yardstick_holds_keys_and_values_as_the_model_computes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Full attention over coded ones is another arm, though its name sorts first."""
-    coded = {"kv": {"device": "int8", "host": "int8"}}
-    arms = (("full", None, FULL, {}), ("full", None, dict.fromkeys(FULL, 5.0), coded), ("quest", 64, TWENTY, {}))
-    for method, budget, times, config in arms:
-        lines = [
-            report_runs.record(
-                f"latency-{length}-1-0",
-                f"{length} x 1",
-                1.0,
-                meta={"length": length, "batch": 1},
-                tpot_ms={"mean": spent, "p50": spent, "p95": spent},
-                hardware={"floor_ms": 1.0, "copy_bandwidth": 1e10, "memory": "counted"},
-            )
-            for length, spent in times.items()
-        ]
-        options = {"lengths": list(FULL), "keys": "model", "prefill": True}
-        report_runs.stored(tmp_path, method, budget, lines, task="latency", options=options, config=config)
+    timed_at(tmp_path, "full", None, FULL, {})
+    timed_at(tmp_path, "full", None, dict.fromkeys(FULL, 5.0), CODED)
+    timed_at(tmp_path, "quest", 64, TWENTY, {})
+    timed_at(tmp_path, "snapkv", 64, dict.fromkeys(FULL, 8.0), CODED)
     (axis,) = figures.draw("breakeven", collect([tmp_path])).axes
     labels = [text.get_text() for text in axis.figure.legends[0].get_texts()] if axis.figure.legends else []
     labels += [line.get_label() for line in axis.get_lines()]
     assert any(label.startswith("Quest") and "faster from 2000" in label for label in labels), labels
+    found = {line["method"]: float(line["time_over_full"]) for line in table_of(tmp_path, capsys)}
+    longest = FULL[max(FULL)]
+    assert found == {"full": 5 / longest, "quest": 20 / longest, "snapkv": 8 / longest}
+
+
+def test_full_attention_stands_beside_every_variant_of_a_method(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no page size; and of its own two runs that one counts which is attended by the same kernels."""
+    timed_at(tmp_path, "full", None, FULL, {})
+    timed_at(tmp_path, "full", None, dict.fromkeys(FULL, 800.0), {"attention": "torch"})
+    for size, attention in ((8, "auto"), (16, "auto"), (16, "torch")):
+        method = {"name": "quest", "minimum": {"paper": 16}, "preset": 256, "page_size": size}
+        timed_at(tmp_path, "quest", 64, TWENTY, {"method": method, "attention": attention})
+    found = {(line["page_size"], line["attention"]): line["time_over_full"] for line in table_of(tmp_path, capsys)}
+    assert found == {("8", "auto"): "0.25", ("16", "auto"): "0.25", ("16", "torch"): "0.025"}

@@ -433,6 +433,9 @@ def test_protocols_do_not_mix_beside_a_paper(tmp_path):
     assert beside(collect([tmp_path]), both, allow_mixed=True).cells[1, 0].marks["score"] == "m"
 
 
+PASSES = {"temperature": 0.7, "samples": 2}
+
+
 def test_a_paper_s_columns_may_be_of_different_runs_and_pass_at_k_stands_beside_its_like(tmp_path):
     answers = {"a": [1.0, 0.0], "b": [0.0, 0.0], "c": [1.0, 1.0], "d": [1.0, 0.0]}
     drawn = [
@@ -441,12 +444,15 @@ def test_a_paper_s_columns_may_be_of_different_runs_and_pass_at_k_stands_beside_
         for place, score in enumerate(scores)
     ]
     stored(tmp_path, "quest")
-    stored(tmp_path, "quest", samples=drawn, task="aime", protocol={"temperature": 0.7, "samples": 2})
+    stored(tmp_path, "quest", samples=drawn, task="aime", protocol=PASSES)
     other = {"task": "aime", "settings": ("protocol.temperature=0.7", "protocol.samples=2")}
     both = paper({}, {"column": "AIME@2", "metric": "pass_at_2", **other}, {"column": "AIME", **other})
     table = beside(collect([tmp_path]), both)
     assert [table.cells[0, place].numbers["score"] for place in range(3)] == [50, 75, 50]
     assert [table.cells[0, place].numbers["difference"] for place in range(3)] == [-10, 15, -10]
+    stored(tmp_path / "begun", "quest", samples=drawn[:-1], task="aime", finished=False, protocol=PASSES)
+    begun = beside(collect([tmp_path / "begun"], unfinished=True), paper({"metric": "pass_at_2", **other}))
+    assert list(begun.cells[0, 0].numbers) == ["published"], "a problem lacks an answer"
 
 
 @pytest.mark.parametrize("id", published.ids())

@@ -104,8 +104,13 @@ def _ours(evidence: Evidence, paper: PaperTable, line: Any, alike: Sequence[int]
     if paper.timed:
         return _timed_cell(runs, run, line, mixed.get(run, ""))
     marks = evidence.marks(run, groups) + "g" * _on_generated_text(runs, run, groups) + mixed.get(run, "")
-    passed = {"score": runs.arm[run][line.metric]} if line.metric in PASSED else {}
-    return Cell(passed or score_numbers(evidence, run, groups), {"score": marks}, runs_of(runs.arm[run]))
+    numbers = score_numbers(evidence, run, groups)
+    if line.metric in PASSED:
+        passed = runs.arm[run][line.metric]
+        if missing(passed):  # some problem lacks an answer yet
+            return Cell()
+        numbers = {"score": passed}
+    return Cell(numbers, {"score": marks}, runs_of(runs.arm[run]))
 
 
 def _on_generated_text(runs: Runs, run: int, groups: Iterable[str]) -> bool:

@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogFormatter
 
 from kvbench.config import ConfigError
-from kvbench.memory.kinds import NATIVE
-from kvbench.report.frame import CELL, YARDSTICK, Runs, missing
+from kvbench.report.frame import CELL, Runs, missing
 from kvbench.report.panels import (
     MOST_PANELS,
     NOT_COMPARED,
@@ -58,7 +57,7 @@ def breakeven(runs: Runs) -> Figure:
         (f"{title}, {place}", own, drawn)
         for title, own in panels_of("breakeven", runs, arms, NOT_COMPARED | CELL)
         for place, drawn in _curves(runs, own).items()
-        if len(drawn) > 1 and any(_is_yardstick(runs, arm) for _, _, arm, _ in drawn)
+        if len(drawn) > 1 and any(runs.is_yardstick(arm.name) for _, _, arm, _ in drawn)
     ]
     if not panels:
         raise ConfigError(
@@ -70,7 +69,7 @@ def breakeven(runs: Runs) -> Figure:
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     for axis, (title, _, drawn) in zip(axes.flat, panels, strict=False):
-        full = next(times for _, _, arm, times in drawn if _is_yardstick(runs, arm))
+        full = next(times for _, _, arm, times in drawn if runs.is_yardstick(arm.name))
         for label, style, _, times in drawn:
             start = None if times is full else crossing(times, full)
             faster = f": faster from {thousands(round(start))}" if start else ""
@@ -100,11 +99,6 @@ def _curves(runs: Runs, arms: pd.DataFrame) -> dict[str, list[tuple[str, Style, 
             if len(times) > 1:
                 found.setdefault(place, []).append((label, style, arm, times))
     return found
-
-
-def _is_yardstick(runs: Runs, arm: Any) -> bool:
-    """Whether an arm is full attention over keys and values as the model computes them."""
-    return bool(arm.method == YARDSTICK and runs.setting[arm.name]["kv"] == str(NATIVE))
 
 
 def _at(times: Times, tokens: float) -> float:

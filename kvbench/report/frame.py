@@ -23,7 +23,7 @@ import yaml
 from kvbench.budget import has_budget, size_of
 from kvbench.config import FACTS, first_line, show
 from kvbench.measure.protocol import GREEDY
-from kvbench.memory.kinds import kv_in
+from kvbench.memory.kinds import NATIVE, kv_in
 from kvbench.runs.folder import FORMAT, Record, ResultsError, read_samples, runs_in, tear_of
 from kvbench.runs.identity import LOCAL, engine_of
 from kvbench.runs.quantities import QUANTITIES, is_number, measured
@@ -121,6 +121,10 @@ class Runs:
         groups = self.groups[self.groups["run"].isin(chosen)] if len(self.groups) else self.groups
         scores = {run: self.scores[run] for run in chosen}
         return Runs(self.arms.loc[chosen], groups, self.settings.loc[chosen], scores, self.left_out)
+
+    def is_yardstick(self, run: int) -> bool:
+        """Whether it is full attention over keys and values as the model computes them."""
+        return bool(self.arm[run]["method"] == YARDSTICK and self.setting[run]["kv"] == str(NATIVE))
 
     def timed(self, run: int) -> bool:
         """Whether it is a timed run, which has no score worth showing."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import compress
+from operator import eq
 from typing import Any, NamedTuple
 
 from kvbench.report.breakeven import TIME, crossing
 from kvbench.report.cells import Cell, Table, ends, notes_of, runs_of
-from kvbench.report.evidence import time_marks, transfer_marks
-from kvbench.report.frame import YARDSTICK, Runs, TimedCell, missing
+from kvbench.report.evidence import is_shared, time_marks, transfer_marks
+from kvbench.report.frame import CELL, Runs, TimedCell, missing
 from kvbench.report.select import differing_keys, label_of, labels_of, order_of
 from kvbench.runs.quantities import LESS, Quantity, Unit, named
 
@@ -50,11 +52,13 @@ class _Line(NamedTuple):
     """What an arm measured at a length and a batch.
 
     Attributes:
+        run: of the arm.
         tokens, batch: of its prompts.
         labels: of the arm.
         measured: by name, as a line of `Runs.arms`.
     """
 
+    run: int
     tokens: int
     batch: int
     labels: tuple[str, ...]
@@ -72,6 +76,7 @@ def timed_tables(runs: Runs, chosen: Sequence[int], number: str, what: str) -> l
     axes, same = _axes(runs, measured)
     lines = [
         _Line(
+            run,
             cell.tokens,
             cell.batch,
             tuple(cell.machine if key == MACHINE else label_of(runs, run, key) for key in axes),
@@ -91,7 +96,7 @@ def timed_tables(runs: Runs, chosen: Sequence[int], number: str, what: str) -> l
         cells = {(index, 0): _cell(line.measured, shown) for index, line in enumerate(lines)}
         notes = [*_notes(runs, chosen, lines, cells.values()), *notes_of(cells.values(), {})]
         tables.append(Table(f"{id}{number}", f"{title}: {about}", head, rows, [""], cells, shown, notes))
-    against = _against_full(lines, axes)
+    against = _against_full(runs, lines, axes)
     if against:
         rows, cells = list(against), {(index, 0): cell for index, cell in enumerate(against.values())}
         about = "from which length a method is faster than full attention"
@@ -103,21 +108,25 @@ def timed_tables(runs: Runs, chosen: Sequence[int], number: str, what: str) -> l
     return tables
 
 
-def _against_full(lines: Sequence[_Line], axes: Sequence[str]) -> dict[tuple[str, ...], Cell]:
-    """What `AGAINST_FULL` says of each arm that was measured at several lengths, as full attention was beside it."""
+def _against_full(runs: Runs, lines: Sequence[_Line], axes: Sequence[str]) -> dict[tuple[str, ...], Cell]:
+    """What `AGAINST_FULL` says of each arm that was measured at several lengths, as full attention was beside it.
+
+    Of several runs of full attention that one counts which is most like the arm.
+    """
+    shared = [key == MACHINE or (is_shared(key) and key not in CELL) for key in axes]
     arms: dict[tuple[str, ...], dict[int, Mapping[str, Any]]] = {}
-    full: dict[tuple[str, ...], dict[int, Mapping[str, Any]]] = {}
+    full: dict[tuple[str, ...], dict[tuple[str, ...], dict[int, Mapping[str, Any]]]] = {}
     rivals, cells = {}, {}
     for line in lines:
-        rest = [label for key, label in zip(axes, line.labels, strict=True) if key not in ("method", "budget")]
-        row, place = (str(line.batch), *line.labels), (str(line.batch), *rest)
+        row, place = (str(line.batch), *line.labels), (str(line.batch), *compress(line.labels, shared))
         if missing(line.measured[TIME.name]):
             continue
-        times = full.setdefault(place, {}) if line.measured["method"] == YARDSTICK else arms.setdefault(row, {})
-        times[line.tokens] = line.measured
+        times = full.setdefault(place, {}) if runs.is_yardstick(line.run) else arms
+        times.setdefault(row, {})[line.tokens] = line.measured
         rivals[row] = place
     for row, own in arms.items():
-        beside = full.get(rivals[row], {})
+        there = full.get(rivals[row], {})
+        beside = there[max(there, key=lambda other: sum(map(eq, other, row)))] if there else {}  # noqa: B023
         common = sorted(own.keys() & beside.keys())
         if len(common) > 1:
             mine, theirs = own[common[-1]], beside[common[-1]]

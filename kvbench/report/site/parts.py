@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 import kvbench
 from kvbench.config import choices
-from kvbench.memory.kinds import NATIVE
 from kvbench.report.cells import Cell, Table, runs_of
 from kvbench.report.claims.page import Judged, judged
 from kvbench.report.evidence import Evidence
 from kvbench.report.formats import NONE, text
-from kvbench.report.frame import YARDSTICK, Runs, missing
+from kvbench.report.frame import Runs, missing
 from kvbench.report.panels import telling
 from kvbench.report.seeds import over_seeds
 from kvbench.report.select import by_protocol
@@ -133,7 +132,7 @@ class Site:
                 full = self.evidence.yardstick(run)
                 model, task, method, budget = (labels[key] for key in AXES)
                 panel = ", ".join(filter(None, [task, model, protocol]))
-                bare = method == YARDSTICK and self.joined.setting[run]["kv"] == str(NATIVE)
+                bare = self.joined.is_yardstick(run)
                 low = None if full is None else self.evidence.score(full).low
                 hopeless = low is not None and low <= 0
                 rows.append(Row(run, model, task, method, budget, panel, variant, cell, table, full, bare, hopeless))
