@@ -414,6 +414,43 @@ def test_panels_are_named_by_the_fewest_settings_and_arms_by_what_is_theirs(tmp_
     ]
 
 
+def test_variants_are_told_apart_by_whole_settings_of_which_some_hold_commas(tmp_path: Path) -> None:
+    for granularity, seeds in (("kv_head", (1, 2)), ("query_head", (1, 2, 3))):
+        method = {"name": "topk", "granularity": granularity}
+        for seed in seeds:
+            stored(tmp_path, "topk", 64, config={"method": method, "seed": seed})
+    assert sorted(row.variant for row in Site(collect([tmp_path]), "").rows) == [
+        "seed=1, 2, 3, granularity=query_head",
+        "seed=1, 2, granularity=kv_head",
+    ]
+
+
+def test_one_question_that_full_attention_does_not_answer_names_no_method_best(tmp_path: Path) -> None:
+    stored(tmp_path, "full", None, [0.0])
+    stored(tmp_path, "quest", 64, [0.3])
+    assert not any(row.is_choice for row in Site(collect([tmp_path]), "").rows)
+
+
+def test_a_folder_s_name_is_text_on_every_page(results: Path, tmp_path: Path) -> None:
+    shutil.copytree(results, tmp_path / "runs")
+    for path in [path.parent for path in (tmp_path / "runs").rglob("run.yaml")]:
+        path.rename(path.with_name(f'{path.name}"><img src=x onerror=alert(1)>'))
+    site = made(tmp_path / "runs", tmp_path / "site")
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40 and not any("<img src=x" in page.read_text() for page in pages)
+
+
+def test_a_claim_s_page_says_why_runs_that_are_there_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbench.report.claims.page.SHIPPED", tmp_path / "none")
+    for dtype in ("float32", "bfloat16"):
+        stored(tmp_path, "full", None, task="niah", options={"lengths": [4096]}, dtype=dtype)
+    pages = {file.path: str(file.content) for file in claim_pages(Site(collect([tmp_path]), ""), {})}
+    runs = pages["claims/ice-1.html"].partition("<h2>Runs</h2>")[2]
+    assert "several runs of method=full, which differ in dtype" in runs and "no run of method=icecache" in runs
+
+
 def test_full_attention_over_coded_keys_and_values_is_a_choice_with_its_name(tmp_path: Path) -> None:
     def lines(size: int) -> list[dict[str, Any]]:
         return [record("one", "", 1.0, audit={"device_kv_bytes": size}), record("two", "", 1.0)]

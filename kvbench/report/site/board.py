@@ -9,7 +9,19 @@ from typing import NamedTuple
 from kvbench.report.formats import NONE
 from kvbench.report.select import order_of
 from kvbench.report.site.front import SHARES
-from kvbench.report.site.parts import FAR_OVER, File, Row, Site, cell_of, linked, page, protocols, share_of, small
+from kvbench.report.site.parts import (
+    FAR_OVER,
+    File,
+    Row,
+    Site,
+    cell_of,
+    ids_of,
+    linked,
+    page,
+    protocols,
+    share_of,
+    small,
+)
 
 
 class Column(NamedTuple):
@@ -111,7 +123,7 @@ def _share(site: Site, row: Row, name: str) -> str:
     if share is None:
         return f'<td data-name="{name}" class="none{look}">-</td>'
     assert row.full is not None
-    runs = f'data-run="{site.run_ids(row.run)}" data-full="{site.run_ids(row.full)}"'
+    runs = f'data-run="{ids_of(site.folder_names(row.run))}" data-full="{ids_of(site.folder_names(row.full))}"'
     return f'<td data-name="{name}" class="{look.strip()}" data-value="{share!r}" {runs}>{share:.1f}</td>'
 
 

@@ -12,7 +12,7 @@ from kvbench.report.claims.sampled import arms_of, runs_of
 from kvbench.report.claims.verdict import Finding, Missing, Verdict
 from kvbench.report.formats import NONE
 from kvbench.report.site.claimed import LOOKS, is_about, listed, shown, told
-from kvbench.report.site.parts import File, Site, linked, page, small, table_of
+from kvbench.report.site.parts import File, Site, ids_of, linked, page, small, table_of
 
 COLUMNS = ("number", "verdict", "measured", "from", "to", "wanted", "samples")
 LABELS = ("number", "wanted", "verdict")  # those that hold words
@@ -92,15 +92,17 @@ def _source(one: Judged, part: Part, place: str) -> str:
     if part.kind == "printed":
         return f'{place} data-paper="{" ".join(_printed_tables(part))}"'
     for role, arms in arms_of(part.asked).items():
-        place += f' data-{role}="{" ".join(run for arm in arms for run in _ids(one, part, arm))}"'
+        found = [_found(one, part, arm) for arm in arms]
+        names = [name for some in found if not isinstance(some, Missing) for name in some]
+        place += f' data-{role}="{ids_of(names)}"'
     return place
 
 
-def _ids(one: Judged, part: Part, arm: str) -> list[str]:
-    """The ids of an arm's runs."""
+def _found(one: Judged, part: Part, arm: str) -> list[str] | Missing:
+    """The names of the folders of an arm's runs."""
     found = runs_of(one.runs, part.asked["bed"], arm)
     if one.runs is None or isinstance(found, Missing):
-        return []
+        return found if isinstance(found, Missing) else []
     return [Path(one.runs.arms.loc[run]["path"]).name for run in found]
 
 
@@ -110,8 +112,11 @@ def _runs(one: Judged) -> str:
     for part in (part for part, *_ in one.parts if part.kind == "runs"):
         shared = " ".join(beds()[part.asked["bed"]].words)
         for arm in (arm for arms in arms_of(part.asked).values() for arm in arms):
-            ids = _ids(one, part, arm)
-            ran = f"<code>{'</code> <code>'.join(ids)}</code>" if ids else "did not run"
+            found = _found(one, part, arm)
+            if isinstance(found, Missing):
+                ran = escape(found.why.partition("; ")[0])
+            else:
+                ran = " ".join(f"<code>{escape(name)}</code>" for name in found)
             words = f"<code>{escape(arm)}</code><br><small><code>{escape(shared)}</code></small>"
             lines[shared, arm] = f'<tr><td class="label">{words}</td><td class="label">{ran}</td></tr>'
     return table_of("<th class=label>arm</th><th class=label>runs</th>", lines.values(), "runs") if lines else ""

@@ -123,27 +123,31 @@ class Site:
         """
         run_of = {runs_of(arm): run for run, arm in self.joined.arm.items()}
         protocols = [what for _, what in by_protocol(self.joined, self._untimed)]
-        rows = []
+        rows, words = [], {}
         for table, protocol in zip(self.tables, protocols, strict=True):
             for (place, _), cell in table.cells.items():
                 labels = dict(zip(table.axes, table.rows[place], strict=True))
-                variant = ", ".join(f"{_short(key)}={value}" for key, value in labels.items() if key not in AXES)
                 run = run_of[cell.run]
+                words[run] = [f"{_short(key)}={value}" for key, value in labels.items() if key not in AXES]
                 full = self.evidence.yardstick(run)
                 model, task, method, budget = (labels[key] for key in AXES)
                 panel = ", ".join(filter(None, [task, model, protocol]))
                 bare = self.joined.is_yardstick(run)
-                low = None if full is None else self.evidence.score(full).low
-                hopeless = low is not None and low <= 0
-                rows.append(Row(run, model, task, method, budget, panel, variant, cell, table, full, bare, hopeless))
+                hopeless = full is not None and self._may_score_0(full)
+                rows.append(Row(run, model, task, method, budget, panel, "", cell, table, full, bare, hopeless))
         told = []
         for alike in _grouped(self._told_apart(rows), lambda row: (row.panel, row.method, row.budget)):
-            shared = set.intersection(*(set(row.variant.split(", ")) for row in alike))
+            shared = set.intersection(*(set(words[row.run]) for row in alike))
             for row in alike:
-                apart = [word for word in row.variant.split(", ") if word not in shared]
+                apart = [word for word in words[row.run] if word not in shared]
                 told.append(row._replace(variant=", ".join(apart)))
         size = Counter(row.panel for row in told)
         return sorted(told, key=lambda row: (row.task, -size[row.panel], row.panel, _rank(row.cell.numbers)))
+
+    def _may_score_0(self, full: int) -> bool:
+        """Whether the score of a run of full attention may be 0, by its interval; of one sample, whether it is."""
+        score = self.evidence.score(full)
+        return (score.mean if score.low is None else score.low) <= 0
 
     def _told_apart(self, rows: Sequence[Row]) -> Iterator[Row]:
         """The rows, with what tells the samples of a panel from others of its model and task in the panel's name."""
@@ -181,9 +185,9 @@ class Site:
     def _untimed(self) -> list[int]:
         return [run for run in self.joined.arm if not self.joined.timed(run)]
 
-    def run_ids(self, run: int) -> str:
-        """The ids of a run's folders, of several seeds all."""
-        return " ".join(Path(path).name for path in self.joined.arm[run]["paths"])
+    def folder_names(self, run: int) -> list[str]:
+        """The names of a run's folders, which are their ids; of several seeds all."""
+        return [Path(path).name for path in self.joined.arm[run]["paths"]]
 
 
 def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[list[Row]]:
@@ -298,7 +302,7 @@ def words_of(listed: str) -> str:
 
 def cell_of(row: Row, name: str, look: str = "") -> str:
     """A number of an arm as a report's tables show it, with its whole value and its run; a dash where there is none."""
-    numbers, run = row.cell.numbers, " ".join(Path(path).name for path in row.cell.run.split("; "))
+    numbers, run = row.cell.numbers, ids_of(Path(path).name for path in row.cell.run.split("; "))
     column = f' data-name="{name}"'
     if name not in numbers:
         return f'<td{column} class="{f"none {look}".strip()}">{NONE}</td>'
@@ -312,6 +316,11 @@ def cell_of(row: Row, name: str, look: str = "") -> str:
     if name == "score" and "low" in numbers:
         rest = f"{text(row.table, row.cell, 'interval', 0)} {rest}".rstrip()
     return f'<td{column} data-value="{numbers[name]!r}"{ends} data-run="{run}">{escape(first)}{small(rest)}</td>'
+
+
+def ids_of(names: Iterable[str]) -> str:
+    """Names of run folders as an attribute holds them."""
+    return escape(" ".join(names))
 
 
 def ends_of(name: str) -> tuple[str, str]:

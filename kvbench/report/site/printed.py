@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
 from kvbench.config import ConfigError
@@ -12,7 +13,7 @@ from kvbench.report.cells import Cell, Table
 from kvbench.report.formats import NONE, text
 from kvbench.report.frame import YARDSTICK, Runs
 from kvbench.report.published import PaperTable, ids, table
-from kvbench.report.site.parts import small, table_of
+from kvbench.report.site.parts import ids_of, small, table_of
 
 LINES = {"published": "", "score": "ours", "difference": "difference"}  # of a published row
 
@@ -86,6 +87,6 @@ def _cell(made: Table, cell: Cell, name: str, column: int) -> str:
     if name not in cell.numbers:
         return f'<td class="none">{NONE}</td>'
     first, _, rest = text(made, cell, name, column).partition(" ")
-    run = " ".join(path.rpartition("/")[2] for path in cell.run.split("; "))
+    run = ids_of(Path(path).name for path in cell.run.split("; "))
     source = f'data-run="{run}"' if name == "score" else f'data-paper="{made.id}"'
     return f'<td data-name="{name}" data-value="{cell.numbers[name]!r}" {source}>{escape(first)}{small(rest)}</td>'

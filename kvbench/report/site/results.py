@@ -12,7 +12,7 @@ from kvbench.report.formats import NONE
 from kvbench.report.frame import YARDSTICK
 from kvbench.report.select import order_of
 from kvbench.report.site.drawing import picture
-from kvbench.report.site.parts import FAR_OVER, ORACLE, Row, Site, better, cell_of, linked, protocols, small, table_of
+from kvbench.report.site.parts import FAR_OVER, ORACLE, Row, Site, better, cell_of, ids_of, linked, protocols, small, table_of
 
 FIGURES = {
     "budget": "Score against the budget and what was attended, beside full attention and the exact top-k",
@@ -34,7 +34,7 @@ def results(site: Site, own: Sequence[Row]) -> str:
             f'<tr><td class="label">{escape(task)}{small(samples)}</td>'
             f'<td class="label">{escape(row.budget)}{small(row.variant)}</td>{_place(site, row)}'
             f"{''.join(cell_of(row, name) for name in names)}{_best_other(site, row)}"
-            f'<td class="label"><code>{"<br>".join(site.run_ids(row.run).split())}</code></td></tr>'
+            f'<td class="label"><code>{"<br>".join(map(escape, site.folder_names(row.run)))}</code></td></tr>'
         )
     return (
         "<p>Place: among the sparse methods with the same budget, by KL where there is some, else by score. Arms that "
@@ -104,7 +104,7 @@ def _group_cell(site: Site, row: Row, group: str) -> str:
     look = "ahead" if apart >= CLEAR else "behind" if apart <= -CLEAR else ""
     return (
         f'<td class="{look}" data-name="score" data-group="{escape(group)}" data-value="{score!r}" '
-        f'data-run="{site.run_ids(row.run)}">{score:.1f}</td>'
+        f'data-run="{ids_of(site.folder_names(row.run))}">{score:.1f}</td>'
     )
 
 

@@ -40,7 +40,7 @@ def _panel(site: Site, rows: Sequence[Row]) -> tuple[str, bool]:
     ids = list(dict.fromkeys(id for records in found for id in records))
     ids = sorted(ids, key=lambda id: -_spread([records[id]["score"] for records in found if id in records]))
     shown = ids[:MOST_SAMPLES]
-    arms = [{"name": row.name, "run": site.run_ids(row.run)} for row in rows]
+    arms = [{"name": row.name, "run": " ".join(site.folder_names(row.run))} for row in rows]
     first = {id: next(records[id] for records in found if id in records) for id in shown}
     entries = [
         {
