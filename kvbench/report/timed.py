@@ -126,7 +126,7 @@ def _against_full(runs: Runs, lines: Sequence[_Line], axes: Sequence[str]) -> di
         rivals[row] = place
     for row, own in arms.items():
         there = full.get(rivals[row], {})
-        beside = there[max(there, key=lambda other: sum(map(eq, other, row)))] if there else {}  # noqa: B023
+        beside = there[max(there, key=lambda other: sum(map(eq, other, row)))] if there else {}
         common = sorted(own.keys() & beside.keys())
         if len(common) > 1:
             mine, theirs = own[common[-1]], beside[common[-1]]

@@ -12,7 +12,19 @@ from kvbench.report.formats import NONE
 from kvbench.report.frame import YARDSTICK
 from kvbench.report.select import order_of
 from kvbench.report.site.drawing import picture
-from kvbench.report.site.parts import FAR_OVER, ORACLE, Row, Site, better, cell_of, ids_of, linked, protocols, small, table_of
+from kvbench.report.site.parts import (
+    FAR_OVER,
+    ORACLE,
+    Row,
+    Site,
+    better,
+    cell_of,
+    ids_of,
+    linked,
+    protocols,
+    small,
+    table_of,
+)
 
 FIGURES = {
     "budget": "Score against the budget and what was attended, beside full attention and the exact top-k",
