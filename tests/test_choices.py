@@ -16,6 +16,7 @@ from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.runs.run import run
+from kvbench.runs.summary import summarise
 from kvbench.tasks import Sample
 from kvbench.tasks.gpqa import Gpqa
 from kvbench.tasks.longbench_v2 import LongBenchV2
@@ -107,6 +108,16 @@ def test_a_run_reports_all_questions_and_those_of_a_kind(folder: Path, tmp_path:
     summary = run(composed(*words, f"results_dir={tmp_path / 'results'}"))
     assert (summary["n"], summary["failed"]) == (6, 0)
     assert set(summary["scores"]) == {"accuracy", "easy", "hard", "short", "medium", "long"}
+
+
+def test_a_question_that_failed_counts_among_its_own_kinds_alone() -> None:
+    def line(difficulty: str, length: str, **more: Any) -> dict[str, Any]:
+        scores = {} if more else {"scores": {"accuracy": 1.0, difficulty: 1.0, length: 1.0}}
+        return {"id": length, "group": "", "meta": {"difficulty": difficulty, "length": length}, **scores, **more}
+
+    lines = [line("easy", "short"), line("hard", "long"), {**line("hard", "long", error="out of memory"), "id": "lost"}]
+    scores = summarise(lines, "accuracy")["scores"]
+    assert scores == {"accuracy": pytest.approx(200 / 3), "easy": 100, "short": 100, "hard": 50, "long": 50}
 
 
 def test_a_question_of_an_unknown_kind_costs_itself_alone(tmp_path: Path) -> None:

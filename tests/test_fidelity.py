@@ -117,6 +117,15 @@ def test_a_stretch_never_goes_on_into_another_text(tmp_path: Path) -> None:
     assert seen == {"a", "b", "c"}
 
 
+def test_texts_of_a_file_of_lines_may_hold_what_else_ends_a_line(tmp_path: Path) -> None:
+    lines = [json.dumps({"context": text}, ensure_ascii=False) for text in ("one\u2028two\x85three", "four")]
+    (tmp_path / "books.jsonl").write_text("\ufeff" + "\n\n".join(lines) + "\n", encoding="utf-8")
+    assert Fidelity([1], texts=str(tmp_path)).texts == {"books-1": "one\u2028two\x85three", "books-3": "four"}
+    (tmp_path / "books.jsonl").write_text('{"content": "one"}\n')
+    with pytest.raises(ValueError, match=r"books\.jsonl, line 1: field context: missing"):
+        _ = Fidelity([1], texts=str(tmp_path)).texts
+
+
 def test_a_longer_run_begins_with_the_shorter_ones_samples() -> None:
     few, many = (list(Fidelity([300], 8, count).samples(byte_tokenizer(), 0)) for count in (2, 5))
     assert [sample.given for sample in many[:2]] == [sample.given for sample in few]

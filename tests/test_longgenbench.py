@@ -62,6 +62,21 @@ def test_parts_count_whose_number_is_asked_for(folder: Path, output: str, share:
     assert task.score(sample, output) == {"completion": share}
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"number": 0}, "field number: expected at least 1"),
+        ({"checks_once": {"two": "a"}}, "expected numbers of parts"),
+    ],
+)
+def test_a_bad_row_costs_one_sample(changed: dict[str, Any], told: str, folder: Path) -> None:
+    (folder / "Dataset_short.json").write_text(json.dumps([ROW | changed, ROW | {"type": "Floor (a"}]))
+    task = LongGenBench(data_dir=str(folder))
+    bad, good = sorted(task.samples(None, 0), key=lambda one: one.id)
+    assert told in bad.error and not good.error
+    assert task.score(good, " hall. #*# Floor (a 2: books") == {"completion": 0.25}
+
+
 def test_a_judge_is_asked_of_each_part_that_is_there(folder: Path) -> None:
     task, sample = floors(folder)
     asked = task.questions(sample, " hall. #*# Floor 2: books #*# Floor 4: bars")

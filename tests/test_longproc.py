@@ -153,6 +153,7 @@ def test_rows_routes_and_traces_get_their_shares() -> None:
         ("int main() { cout << 4 << endl; }", 0),  # right for the first case alone
         ("int main() { return x; }", 0),
         ("int main() { while (true) cout << 1 << endl; }", 0),  # stopped by the limit on files
+        pytest.param(f"{DOUBLED[:-1]} while (true); }}", 0, marks=pytest.mark.slow),  # right, and stopped by the clock
     ],
 )
 def test_a_program_is_right_if_it_passes_its_cases(program: str, right: float, folder: Path) -> None:
@@ -175,6 +176,22 @@ def test_bad_input_is_refused_in_one_line(folder: Path, monkeypatch: pytest.Monk
     assert "task.data_dir=null: needs the folder data of the repository" in refused("task.data_dir=null")
     monkeypatch.setattr(cpp, "compiler", lambda: None)
     assert "task.execute=true: no g++ on the path" in refused("task.execute=true")
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("countdown_0.5k", {"nums": ["9", 16, 6, 18]}),
+        ("pseudo_to_code_0.5k", {"pseudocode_lines": [1, 2]}),
+        ("tom_tracking_0.5k", {"solution": "in the hall"}),
+    ],
+)
+def test_a_bad_row_costs_one_sample(name: str, changed: dict[str, Any], folder: Path) -> None:
+    file = folder / name.rpartition("_")[0] / f"{name}.json"
+    file.write_text(json.dumps([ROWS[name] | changed, ROWS[name]]))
+    task = LongProc([name], execute=True, data_dir=str(folder))
+    errors = {one.id: one.error for one in task.samples(None, 0)}
+    assert errors[f"{name}-0"].startswith(f"{name}.json, line 1: ") and not errors[f"{name}-1"]
 
 
 def test_a_run_reports_each_subset(folder: Path, tmp_path: Path) -> None:

@@ -46,6 +46,11 @@ def right(gold: str, output: str) -> float:
         ("025", r"\boxed{25}", 1),
         ("025", r"\boxed{52}", 0),
         (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}", 1),
+        ("204", "\\boxed{204}\n\nThe final answer is $3.4$ hours, that is 204 minutes.", 1),  # and nothing after it
+        ("5", r"The final answer is \boxed{4}. Wait. The final answer is $5$.", 0),
+        ("204", r"\boxed{} The answer is 204", 0),
+        ("5", "The final answer is $5$.", 1),
+        (r"\frac{3}{2}", r"so it is \boxed{\frac{3}{2}", 1),  # cut before it closes
         ("7", "I do not know", 0),
         ("7", "", 0),
     ],

@@ -76,6 +76,29 @@ def test_a_bad_line_costs_one_sample(tmp_path):
     assert Ruler(["vt"], [4096]).score(found[1], "x")["score"] == 0
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"answer_prefix": 5}, "field answer_prefix: expected str, not int"),
+        ({"answer_prefix": ["x"]}, "field answer_prefix: expected str, not list"),
+        ({"outputs": []}, "field outputs: expected one text or number, or more"),
+        ({"outputs": [None]}, "field outputs: expected one text or number, or more"),
+    ],
+)
+def test_a_field_that_is_none_of_ruler_s_costs_its_sample(tmp_path, changed, told):
+    good = generated("vt", 1)[0]
+    bad, other = read(folder(tmp_path, "vt", [row(good, **changed), row(good)]), "vt", 2)
+    assert bad.error == f"vt.jsonl, line 1: {told}" and not other.error
+
+
+def test_a_folder_s_name_may_be_a_number_and_a_word_of_one_option_is_none_of_another_s(tmp_path):
+    [source] = Ruler(["vt"], [4096], data_dir=5).sources
+    assert source.file == Path("5/4096/vt.jsonl")
+    [words] = Ruler(["cwe"], [4096], words="generated").sources
+    [squad] = Ruler(["qa_1"], [4096], squad="wonderwords").sources
+    assert (words.key, squad.key) == ("task.words", "task.squad")
+
+
 def test_a_file_with_too_few_lines_is_refused(tmp_path):
     data = folder(tmp_path, "vt", [row(sample) for sample in generated("vt")])
     with pytest.raises(ValueError, match=r"task\.samples=4: vt\.jsonl has 3 of vt"):

@@ -37,7 +37,7 @@ def test_a_file_in_the_cache_needs_no_network(tmp_path, monkeypatch, no_network)
 def test_what_is_fetched_is_said_with_its_size(tmp_path, monkeypatch, capsys, no_network):
     monkeypatch.setattr(hub, "out_of_reach", lambda: None)
 
-    def download(repo, name, revision, repo_type):
+    def download(repo, name, repo_type):
         assert "114 MB" in capsys.readouterr().err  # said before, not after
         return str(tmp_path / name)
 

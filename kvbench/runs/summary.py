@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any, TypeVar
 
 from kvbench.runs.quantities import PASSED, QUANTITIES, find, is_number
@@ -203,16 +204,18 @@ def _score(record: Mapping[str, Any], name: str) -> float:
 def _scores(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     """The scores of that name, 0..1, of the samples that have it, and of the failed ones in their groups.
 
-    Subsets may have metrics of their own, and a sample a score by the name of the kind that it is of.
+    Subsets may have metrics of their own, and a sample a score by the name of the kind that it is of, which its `meta`
+    tells: of a kind only its own samples count.
     """
     having = [name in (record.get("scores") or {}) for record in records]
     groups = {record.get("group") for record, has in zip(records, having, strict=True) if has}
-    counted = [
-        record
-        for record, has in zip(records, having, strict=True)
-        if has or not groups or (record.get("error") and record.get("group") in groups)
+    of_kind = [name in (record.get("meta") or {}).values() for record in records]
+    failed = [
+        bool(record.get("error")) and record.get("group") in groups and (own or not any(of_kind))
+        for record, own in zip(records, of_kind, strict=True)
     ]
-    return _of_prompts(counted, name)
+    counts = [has or lost or not groups for has, lost in zip(having, failed, strict=True)]
+    return _of_prompts(compress(records, counts), name)
 
 
 def _of_prompts(records: Iterable[Mapping[str, Any]], name: str) -> list[float]:

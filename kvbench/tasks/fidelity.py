@@ -8,7 +8,6 @@ minute of it separates methods that task scores separate with hundreds of prompt
 from __future__ import annotations
 
 import functools
-import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvbench.config import ASSETS, show
 from kvbench.tasks import Given, Sample, Task
-from kvbench.tasks.sources import LocalFile
+from kvbench.tasks.sources import LocalFile, read_jsonl
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,14 +67,16 @@ class Fidelity(Task):
         for source in self.sources:
             file = source.path()
             try:
-                text = file.read_text(encoding="utf-8")
                 if file.suffix != ".jsonl":
-                    found[file.stem] = text
+                    found[file.stem] = file.read_text(encoding="utf-8")
                     continue
-                for number, line in enumerate(text.splitlines(), 1):
-                    found[f"{file.stem}-{number}"] = json.loads(line)["context"]
-            except (OSError, ValueError, LookupError, TypeError) as error:
+                rows = list(read_jsonl(file.name, file.read_bytes().splitlines(), {"context": str}))
+            except (OSError, ValueError) as error:
                 raise ValueError(f"task.texts: {file}: cannot be read ({type(error).__name__}: {error})") from error
+            for row in rows:
+                if row.error:
+                    raise ValueError(f"task.texts: {file}: cannot be read ({row.error})")
+                found[f"{file.stem}-{row.line}"] = row.data["context"]
         return found
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Sample]:

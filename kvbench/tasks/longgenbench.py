@@ -98,9 +98,14 @@ class LongGenBench(Task):
         return rows_of(self._file, FIELDS)
 
     def _sample(self, row: Row) -> Sample:
-        id, data = f"longgenbench-{row.line - 1}", row.data
-        if row.error:
-            return Sample(id, "", (), self.max_new_tokens, error=row.error)
+        id, data, error = f"longgenbench-{row.line - 1}", row.data, row.error
+        if not error and data["number"] < 1:
+            error = f"{self._file.label}, line {row.line}: field number: expected at least 1"
+        for kind in () if error else CHECKS:
+            if not all(part.isdecimal() for part in data[f"checks_{kind}"]):
+                error = f"{self._file.label}, line {row.line}: field checks_{kind}: expected numbers of parts"
+        if error:
+            return Sample(id, "", (), self.max_new_tokens, error=error)
         return Sample(
             id=id,
             prompt=data["prompt"],
@@ -120,7 +125,7 @@ def parts(meta: Mapping[str, Any], output: str) -> dict[int, str]:
     strings = _STRINGS["blocks"]
     found: dict[int, str] = {}
     for block in (meta["prefix"] + output.partition(strings["stop"])[0]).split(strings["separator"]):
-        named = re.search(rf"{meta['type']} (\d+)", block)
+        named = re.search(rf"{re.escape(meta['type'])} (\d+)", block)
         if named:
             found.setdefault(int(named[1]), block)
     return found

@@ -142,9 +142,20 @@ class Aime(BoxedAnswers):
 
 
 def equal(gold: str, output: str) -> bool:
-    """Whether the answer in an output, its last box before all, equals the gold one."""
+    """Whether the answer in an output, its last box or what it says without one, equals the gold one."""
     from math_verify import parse, verify
 
-    _, box, answer = output.rpartition("\\boxed")
-    expected, found = (parse(text, parsing_timeout=PATIENCE) for text in (f"\\boxed{{{gold}}}", box + answer))
+    texts = f"\\boxed{{{gold}}}", _last_box(output) or output
+    expected, found = (parse(text, parsing_timeout=PATIENCE) for text in texts)
     return bool(verify(expected, found, timeout_seconds=PATIENCE))
+
+
+def _last_box(output: str) -> str:
+    """The last box with what is in it, or to the end where it does not close; "" without one."""
+    _, box, rest = output.rpartition("\\boxed")
+    depth = 0
+    for place, letter in enumerate(rest):
+        depth += (letter == "{") - (letter == "}")
+        if letter == "}" and depth == 0:
+            return box + rest[: place + 1]
+    return box and box + rest

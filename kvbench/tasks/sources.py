@@ -90,7 +90,6 @@ class HubFile:
         name: the file's path in it.
         megabytes: what its download takes, for the message before it.
         key: the config key that names a local copy instead.
-        revision: branch or commit.
         gated: its owners ask who fetches it, so that a token is needed.
     """
 
@@ -98,7 +97,6 @@ class HubFile:
     name: str
     megabytes: float
     key: str = "task.data_dir"
-    revision: str | None = None
     gated: bool = False
 
     @property
@@ -110,7 +108,7 @@ class HubFile:
         """The file in the hub's local cache, or None."""
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(self.repo, self.name, revision=self.revision, repo_type="dataset")
+        found = try_to_load_from_cache(self.repo, self.name, repo_type="dataset")
         return Path(found) if isinstance(found, str) else None
 
     def check(self) -> None:
@@ -148,7 +146,7 @@ class HubFile:
 
         print(f"fetching {self.label} from the hub: {self.megabytes:g} MB", file=sys.stderr)
         try:
-            return Path(hf_hub_download(self.repo, self.name, revision=self.revision, repo_type="dataset"))
+            return Path(hf_hub_download(self.repo, self.name, repo_type="dataset"))
         except (HfHubHTTPError, OSError) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"{self.key}: {self.label} could not be fetched ({reason})") from error

@@ -29,6 +29,7 @@ MOST_CASES = 10
 CASE_LIMITS = "ulimit -t 3; ulimit -v 1048576; ulimit -f 16384; ulimit -n 16; ulimit -c 0"
 COMPILER_LIMITS = "ulimit -t 60; ulimit -v 4194304; ulimit -f 131072; ulimit -c 0"
 PATIENCE = 120
+OUT_OF_TIME = {None, -signal.SIGXCPU, -signal.SIGKILL}  # how a program ends that took too long
 
 
 def compiler() -> str | None:
@@ -60,7 +61,7 @@ def passes(program: str, cases: Sequence[Sequence[Sequence[str]]]) -> bool:
 
 
 def _prints(home: Path, given: Sequence[str], expected: Sequence[str]) -> bool:
-    if _run(f"{CASE_LIMITS}; exec ./program", home, ("\n".join(given) + "\n").encode(), {}) is None:
+    if _run(f"{CASE_LIMITS}; exec ./program", home, ("\n".join(given) + "\n").encode(), {}) in OUT_OF_TIME:
         return False
     return (home / "printed").read_bytes() == ("\n".join(expected) + "\n").encode()
 
@@ -68,7 +69,7 @@ def _prints(home: Path, given: Sequence[str], expected: Sequence[str]) -> bool:
 def _run(command: str, home: Path, given: bytes, environment: dict[str, str]) -> int | None:
     """Run a command there with its output in the file "printed"; its exit code, or None if it was ended by the clock.
 
-    A program that a signal ended has what it printed until then, as officially.
+    A program that another signal than that of a time limit ended has what it printed until then, as officially.
     """
     (home / "given").write_bytes(given)
     with open(home / "given", "rb") as source, open(home / "printed", "wb") as printed:

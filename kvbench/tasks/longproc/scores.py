@@ -75,7 +75,7 @@ def path_traversal(output: str, reference: str) -> dict[str, float]:
 
 def tom_tracking(output: str, reference: str) -> dict[str, float]:
     """Whether each line of the trace says the same, and the share of those before the first that does not."""
-    found, right = _beliefs(output), _beliefs(reference)
+    found, right = beliefs(output), beliefs(reference)
     if found == right:
         return _accuracy(1.0, 1.0)
     pairs = list(zip(found, right, strict=False))
@@ -83,7 +83,7 @@ def tom_tracking(output: str, reference: str) -> dict[str, float]:
     return _accuracy(0.0, same / len(right))
 
 
-def _beliefs(text: str) -> list[str]:
+def beliefs(text: str) -> list[str]:
     """What the lines that begin with a hyphen say, without small words."""
     lines = "\n".join(line for line in text.splitlines() if line.strip().startswith("-")).strip().split("\n")
     told = [_plain(line[1:].strip()).replace("’", "") for line in lines if line.startswith("-")]

@@ -157,7 +157,7 @@ class LongProc(Task):
         try:
             parts, reference, meta = ({}, "", {}) if row.error else self._filled(kind, row.data)
             prompt = "" if row.error else template.format(**parts)
-        except (OSError, UnicodeDecodeError, ValueError, LookupError) as error:
+        except (OSError, UnicodeDecodeError, ValueError, LookupError, TypeError) as error:
             row = row._replace(error=f"{name}.json, line {row.line}: {type(error).__name__}: {error}")
         if row.error:
             return Sample(id, "", (), new_tokens, group=name, error=row.error)
@@ -179,6 +179,8 @@ class LongProc(Task):
             start, end = data["question_repr"]
             return {"city_context": data["context_nl"], "src_city": start, "dst_city": end}, data["answer_nl"], {}
         if kind == "tom_tracking":
+            if not scores.beliefs(data["solution"]):
+                raise ValueError("field solution: no line that begins with a hyphen")
             return data, data["solution"], {}
         problem = {"nums": data["nums"], "target": data["target"]}
         return problem, countdown.demonstration(data["nums"], data["target"]), problem

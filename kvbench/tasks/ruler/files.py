@@ -68,7 +68,20 @@ def _lines(file: LocalFile, subset: str) -> Iterator[Stored]:
             if line.error:
                 yield Stored(row, error=line.error)
             else:
-                yield _stored(row, subset, line.data["input"], line.data.get("answer_prefix", ""), line.data["outputs"])
+                prefix, outputs = line.data.get("answer_prefix", ""), line.data["outputs"]
+                if error := _unfit(prefix, outputs):
+                    yield Stored(row, error=f"{file.label}, line {line.line}: {error}")
+                else:
+                    yield _stored(row, subset, line.data["input"], prefix, outputs)
+
+
+def _unfit(prefix: Any, outputs: Sequence[Any]) -> str:
+    """What is wrong with the fields of a line that need not be there, or hold anything; "" if nothing."""
+    if not isinstance(prefix, str):
+        return f"field answer_prefix: expected str, not {type(prefix).__name__}"
+    if not outputs or not all(isinstance(one, str | int | float) for one in outputs):
+        return "field outputs: expected one text or number, or more"
+    return ""
 
 
 def _table(file: HubFile, subset: str) -> Iterator[Stored]:

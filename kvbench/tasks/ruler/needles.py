@@ -1,6 +1,6 @@
 """RULER's needles: one or several values hidden in a long text, to be found by their keys.
 
-After NVIDIA/RULER's own generator (`scripts/data/synthetic/niah.py`), with other word lists.
+After NVIDIA/RULER's own generator (`scripts/data/synthetic/niah.py`).
 """
 
 from __future__ import annotations

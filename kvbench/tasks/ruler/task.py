@@ -2,8 +2,8 @@
 
 Thirteen subsets, generated for any length and tokenizer, or read from files that RULER made. A generated sample is a
 function of the seed and of its own cell. Chat models get RULER's answer prefix after the assistant's header, as RULER
-has it. `ruler_needles` and `ruler_writers` have the prompts, `ruler_fit` their sizes, `ruler_texts` essays and
-documents, `ruler_files` ready-made sets.
+has it. `needles` and `writers` have the prompts, `fit` their sizes, `texts` essays and documents, `files` ready-made
+sets.
 """
 
 from __future__ import annotations
@@ -112,11 +112,12 @@ class Ruler(Task):
         if fit not in get_args(Rule):
             raise ValueError(f"task.fit={fit}: one of {', '.join(get_args(Rule))}")
         self.subsets, self.lengths, self.count, self.fit = tuple(subsets), tuple(lengths), samples, fit
-        self.data_dir, self.stored = data_dir, data_dir is not None
+        self.data_dir, self.stored = None if data_dir is None else str(data_dir), data_dir is not None
+        asked = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa, "words": words}
         self.files = {
-            key: LocalFile(Path(value).expanduser(), f"task.{key}")
-            for key, value in (("haystack", haystack), ("squad", squad), ("hotpotqa", hotpotqa), ("words", words))
-            if value not in (GENERATED, WONDERWORDS)
+            key: LocalFile(Path(str(value)).expanduser(), f"task.{key}")
+            for key, value in asked.items()
+            if value != (WONDERWORDS if key == "words" else GENERATED)
         }
         self.sources = self._sources()
 

@@ -1,7 +1,7 @@
 """RULER's prompts of any size: what a writer is, and those of all tasks but needles, after NVIDIA/RULER's generators.
 
-A writer knows one task's text and nothing of models; `ruler_fit` finds the size that a length has room for. Needles are
-in `ruler_needles`, the documents that questions are asked about in `ruler_texts`.
+A writer knows one task's text and nothing of models; `fit` finds the size that a length has room for. Needles are in
+`needles`, the documents that questions are asked about in `texts`.
 """
 
 from __future__ import annotations
