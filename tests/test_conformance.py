@@ -549,6 +549,14 @@ def attended_per_kv_head(at: Attended, kv_heads: int, row: int) -> list[int]:
 
 
 @each_method_in_turn
+def test_what_reading_the_prompt_takes_is_no_decode_step_s(tiny: Loaded, case: Case, accounting: str) -> None:
+    _, engine = run_loop(tiny, RAGGED, case.build(), SMALL, accounting=accounting, steps=0)
+    assert (engine.audit.steps, engine.audit.moved_bytes, engine.audit.read_bytes) == (0, 0, 0)
+    told = engine.report()
+    assert not {"attended_mean", "attended_max", "moved_bytes_per_step", "read_bytes_per_step"} & told.keys()
+
+
+@each_method_in_turn
 def test_audit_equals_a_recount(tiny: Loaded, case: Case, accounting: str) -> None:
     """Ragged rows that stop at different steps, one dense layer, and enough steps for a method to evict once more."""
     steps, dense_layers = 40, (1,)

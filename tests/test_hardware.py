@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from kvbench.engine.audit import attended_bytes
 from kvbench.engine.models import Loaded, load
@@ -66,6 +67,15 @@ def test_weights_that_a_step_reads(dummies: Callable[[str], Loaded]) -> None:
         model = load(plain, "cpu", "float32").model
         assert hardware.weight_bytes(model) == 4 * (layer + (1 if tied else 2) * 300 * 32)
         assert hardware.read_weight_bytes(model, rows=3) == 4 * read
+
+
+def test_of_experts_a_step_reads_those_of_one_token_at_least() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "vocab_size": 100, "tie_word_embeddings": True}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=8, num_experts_per_tok=2))
+    expert = 4 * 3 * 32 * 48
+    for rows in (1, 3):
+        assert hardware.weight_bytes(model) - hardware.read_weight_bytes(model, rows) == 2 * (8 - 2) * expert
 
 
 def test_bandwidth_is_measured_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from kvbench.engine.hf import method_named
 from kvbench.engine.models import Loaded, byte_tokenizer
 from kvbench.measure import hardware, latency, machine
 from kvbench.measure.arm import measure, prompt_of
-from kvbench.measure.synthetic import SyntheticEngine
+from kvbench.measure.synthetic import MADE, SyntheticAttention, SyntheticEngine
 from kvbench.method import Shape
 from kvbench.report import figures
 from kvbench.report.__main__ import main as report
@@ -193,6 +194,23 @@ def test_a_stop_token_ends_nothing(dummies: Callable[[str], Loaded]) -> None:
 
 
 @pytest.mark.slow
+def test_making_synthetic_keys_is_no_part_of_the_time_to_the_first_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each of four layers waits for them while a prompt is read, longer than the small model reads it in."""
+    real, wait = SyntheticAttention.keys, 0.5
+
+    def slow_keys(self: SyntheticAttention, layer: int, start: int, stop: int, row: int) -> torch.Tensor:
+        time.sleep(wait if (start, stop) == (0, 300) else 0)
+        return real(self, layer, start, stop, row)
+
+    monkeypatch.setattr(SyntheticAttention, "keys", slow_keys)
+    run(composed(*SMALL, "method=full", "task.keys=synthetic_attention", f"results_dir={tmp_path}"))
+    (record,) = records(tmp_path)
+    assert record["ttft_s"] < 4 * wait and record["tt2t_s"] < 4 * wait
+    assert MADE not in record["prefill_ms"] and record["prefill_ms"]["model"] > 0
+
+
 def test_the_rehearsal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = [*SMALL, "method=icecache", "budget=64", "task.keys=synthetic_attention"]
     run(composed(*words, f"results_dir={tmp_path / 'short'}"))

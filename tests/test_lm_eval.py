@@ -48,6 +48,18 @@ def test_settings_are_keys_of_a_run_whatever_characters_a_folder_has(tmp_path: P
     assert (config["protocol"]["dense_layers"], config["protocol"]["accounting"]) == ([0], "unified")
 
 
+def test_answers_are_kept_in_a_file_for_each_thing_that_generates() -> None:
+    arms = (
+        {"method": "full"},
+        {"method": "quest"},
+        {"method": "quest", "budget": 64},
+        {"method": "quest", "kv": "int8"},
+    )
+    files = {command.cache_of("kept", setup_config(arm)) for arm in arms}
+    assert len(files) == 4 and all(file.startswith("kept-") for file in files)
+    assert command.cache_of("kept", setup_config({"method": "full", "threads": 1})) in files
+
+
 def test_without_lm_eval_a_line_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

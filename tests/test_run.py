@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 
 import kvbench.measure.arm
 from kvbench.cli.checks import check
+from kvbench.cli.compose import composed
 from kvbench.config import ConfigError, conf_dir
 from kvbench.engine.generate import generate
+from kvbench.memory.kinds import kv_in
 from kvbench.report.frame import collect
+from kvbench.runs.command import command_of
 from kvbench.runs.folder import ResultsError
 from kvbench.runs.run import run
 from kvbench.spans import PARTS
@@ -289,6 +293,32 @@ def test_a_lower_limit_does_not_finish_a_longer_run_that_was_stopped(
     assert run(configured("task.limit=1"))["n"] == 1 and generated.since() == []
     assert len(records(stopped)) == 2
     assert state(stopped) == "interrupted" and not (stopped / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["method=full", "kv=kivi2"],
+        ["method=snapkv", "kv.device=int8", "budget=0.1"],
+        ["method=quest", "model=dummy-tiny", "model.config.max_position_embeddings=65536", "method.page_size=8"],
+        ["method=quest", "engine=vllm", "engine.tensor_parallel=2"],
+    ],
+)
+def test_the_command_that_makes_a_run_again_makes_the_same_one(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbench.cli.checks._check_vllm", lambda *_: None)  # it need not be installed here
+
+    def made_by(*words: str) -> dict[str, Any]:
+        config: Any = OmegaConf.to_container(composed(*words), resolve=True)
+        return {**config, "kv": kv_in(config)._asdict()}
+
+    config = made_by(*words, f"results_dir={tmp_path}")
+    folder = tmp_path / "runs" / "task" / "model" / "arm" / "id"
+    folder.mkdir(parents=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump({"config": config}))
+    start, *again = shlex.split(command_of(folder).removeprefix("python -m "))
+    assert start == "kvbench" and made_by(*again) == config
 
 
 def test_samples_that_a_finished_run_lost_are_named_and_run_again(

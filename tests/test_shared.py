@@ -126,7 +126,8 @@ def test_one_prefill_is_held_at_a_time(configs, monkeypatch):
     assert len(made) == 3
 
 
-def test_a_prefill_that_fails_fails_its_sample_in_every_arm_and_no_other(configs, tmp_path, monkeypatch):
+def test_a_prefill_that_fails_fails_its_sample_in_every_arm_that_has_no_less_to_hold(configs, tmp_path, monkeypatch):
+    """Where an arm alone would move tokens to the host, it has a prefill of its own."""
     real = kvbench.measure.arm.prefill_shared
 
     def failing(arms: Any, prompts: Any) -> Any:
@@ -139,6 +140,9 @@ def test_a_prefill_that_fails_fails_its_sample_in_every_arm_and_no_other(configs
     assert [(summary["n"], summary["failed"]) for summary in summaries] == [(3, 1)] * 4
     errors = {record["error"] for record in records(tmp_path / "shared").values()}
     assert errors == {None, "MemoryError: no room"}
+    arms = (("quest", 64), ("pariskv", 64))
+    summaries = run_shared(configs(folder="two", arms=arms))
+    assert [(summary["n"], summary["failed"]) for summary in summaries] == [(3, 1), (3, 0)]
 
 
 @pytest.mark.parametrize("words", [["seed=1"], ["protocol.accounting=unified"], ["task.lengths=[401]"]])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from omegaconf import OmegaConf
 
@@ -17,7 +18,8 @@ import kvbench.measure.arm
 from kvbench import __main__ as cli
 from kvbench.cli.compose import composed
 from kvbench.cli.plan import grouped, parts, planned, told, told_apart
-from kvbench.config import bind_methods
+from kvbench.cli.sweep import Local
+from kvbench.config import ConfigError, bind_methods
 from kvbench.runs.run import open_folder, prepare
 
 bind_methods()
@@ -122,6 +124,38 @@ def test_no_arm_starts_where_one_cannot_run(sweep: Any, tmp_path: Path, monkeypa
     told = "kvbench: budget=63: below the minimum of lychee, 64 tokens (protocol.accounting=paper)\n"
     assert (done.code, done.err) == (2, told)
     assert not (tmp_path / "results" / "runs").exists()
+
+
+@pytest.mark.parametrize("word", ["threads=1,2", "memory_check=true,false"])
+def test_arms_that_are_one_run_are_refused(sweep: Any, tmp_path: Path, word: str) -> None:
+    """The second would find all samples there, and show the times of the first."""
+    done = sweep("method=full", word)
+    assert done.code == 2 and "both are one run, which keeps the times that it measured first" in done.err
+    assert not (tmp_path / "results" / "runs").exists()
+
+
+def test_an_arm_that_names_no_threads_has_those_that_torch_had(sweep: Any) -> None:
+    before = torch.get_num_threads()
+    assert sweep("method=full,quest", "threads=1").code == 0
+    assert torch.get_num_threads() == before
+
+
+def test_each_local_job_has_a_gpu_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Executor:
+        def update_parameters(self, visible_gpus: list[int], gpus_per_node: int) -> None:
+            placed.append(visible_gpus)
+
+    placed: list[list[int]] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+    local = Local()
+    assert local.most() == 2
+    for running in (set(), {0}, {0, 1}, {0}, {2}):
+        local.room(Executor(), running)
+    assert placed == [[5], [3], [3], [5]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1f,GPU-2a")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=GPU-1f,GPU-2a: .* takes numbers"):
+        Local().most()
 
 
 def test_an_arm_in_use_elsewhere_is_left_to_whoever_holds_it(sweep: Any, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ ONE_OF = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "attention": ("auto", "reference", "torch", "cpu", "flashinfer"),
     "model.weights": ("pretrained", "dummy"),
+    "engine.name": ("hf", "vllm"),
     **{f"kv.{tier}": kinds for tier, kinds in KINDS.items()},
 }
 

@@ -22,6 +22,7 @@ from kvbench.cli.compose import composed_jobs, loader_of
 from kvbench.cli.threads import wait_briefly
 from kvbench.config import ConfigError, bind_methods, first_line, show
 from kvbench.measure.protocol import GREEDY
+from kvbench.runs.identity import run_id
 
 NEEDED = ("lm_eval", "accelerate")
 MODEL = "kvbench.cli.lm_eval_model:KVBenchLM"
@@ -63,16 +64,24 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--budget", metavar="C", help="tokens (256), a fraction of the prompt (0.1), or null")
     parser.add_argument("--model-path", metavar="FOLDER", help="a folder or a hub id, as in model.path=FOLDER")
     parser.add_argument("--config-dir", metavar="FOLDER", help="with your own FOLDER/method/NAME.yaml")
+    parser.add_argument("--use_cache", "-c", metavar="FILE", help="keep answers, each model's and method's apart")
     words = list(takewhile(lambda word: not word.startswith("-"), arguments))
     own, theirs = parser.parse_known_args(arguments[len(words) :])
     refuse_missing()
     settings = dict(_setting(word) for word in words)
     flags = {"method": own.method, "budget": own.budget, "pretrained": own.model_path, "config_dir": own.config_dir}
     settings |= {key: value for key, value in flags.items() if value is not None}
-    setup_config(settings)
+    config = setup_config(settings)
+    if own.use_cache:
+        theirs += ["--use_cache", cache_of(own.use_cache, config)]
     wait_briefly()
     device = settings.pop("device", "auto")  # which lm-eval hands to its models by itself
     return _hand_to_lm_eval(settings, device, theirs)
+
+
+def cache_of(file: str, config: Mapping[str, Any]) -> str:
+    """The file of answers of what generates: lm-eval tells none of its models from another in it."""
+    return f"{file}-{run_id({key: value for key, value in config.items() if key not in ('threads', 'memory_check')})}"
 
 
 def refuse_missing() -> None:

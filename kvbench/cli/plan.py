@@ -13,9 +13,11 @@ from typing import Any, NamedTuple, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from kvbench.config import ConfigError
 from kvbench.runs.folder import Shard
 from kvbench.runs.identity import APART, budget_of, engine_of
 
+OF_NO_RUN = {"threads", "sweep", "memory_check"}  # keys that change no number
 MOST_TOLD = 20  # groups that get a line of their own
 
 
@@ -135,6 +137,27 @@ def distinct(jobs: Sequence[DictConfig]) -> dict[int, DictConfig]:
         config = cast(dict[str, Any], OmegaConf.to_container(job, resolve=True))
         first.setdefault(json.dumps({**config, "budget": budget_of(config)}, sort_keys=True), index)
     return {index: jobs[index] for index in first.values()}
+
+
+def refuse_one_run(jobs: Sequence[DictConfig], words: Sequence[str]) -> None:
+    """Refuse distinct jobs that are one run all the same, of which the first would do what the others ask for.
+
+    Args:
+        words: of each, those that not all have.
+
+    Raises:
+        ConfigError: names them.
+    """
+    first: dict[str, int] = {}
+    for index, job in enumerate(jobs):
+        config = cast(dict[str, Any], OmegaConf.to_container(job, resolve=True))
+        own = {key: value for key, value in config.items() if key not in OF_NO_RUN}
+        same = first.setdefault(json.dumps({**own, "budget": budget_of(config)}, sort_keys=True), index)
+        if same != index:
+            raise ConfigError(
+                f"{words[same]} | {words[index]}: both are one run, which keeps the times that it measured first; "
+                "expected commands of their own, each with another results_dir"
+            )
 
 
 def grouped(jobs: Sequence[DictConfig]) -> list[list[int]]:

@@ -29,7 +29,7 @@ from rich.console import Console
 from kvbench.cli import smoke
 from kvbench.cli.checks import check
 from kvbench.cli.compose import without_hydra
-from kvbench.cli.plan import counted, distinct, parts, planned, told, told_apart
+from kvbench.cli.plan import counted, distinct, parts, planned, refuse_one_run, told, told_apart
 from kvbench.cli.stopping import Terminated, stopped_by
 from kvbench.config import ConfigError, first_line, show, sweep_words
 from kvbench.runs.folder import WHOLE, ResultsError, Shard
@@ -163,8 +163,9 @@ class InTurn(Launcher):
         arms = distinct([smoke.applied(config) for config in configs])
         for arm in arms.values():
             check(arm, self.here)
-        print(f"a sweep of {counted(len(arms), 'arm')}", flush=True)
         words, chosen = told_apart([job_overrides[index] for index in arms]), list(arms.values())
+        refuse_one_run(chosen, words)
+        print(f"a sweep of {counted(len(arms), 'arm')}", flush=True)
         groups = planned(chosen, words, self.most())
         jobs = parts(groups)
         if len(chosen) > 1 or len(jobs) > 1:
@@ -253,8 +254,8 @@ class Local(Submitted):
         """As many as run at once."""
         import torch
 
-        self.gpus, self.submitted = torch.cuda.device_count(), 0
-        self.jobs = _jobs(self.jobs) or self.gpus or max(1, (os.cpu_count() or 1) // 2)
+        self.gpus, self.placed = _gpus(torch.cuda.device_count()), dict[int, int]()
+        self.jobs = _jobs(self.jobs) or len(self.gpus) or max(1, (os.cpu_count() or 1) // 2)
         return self.jobs
 
     def executor(self, submitit: Any, folder: Path) -> Any:
@@ -268,13 +269,14 @@ class Local(Submitted):
         return executor
 
     def room(self, executor: Any, running: set[int]) -> int:
-        """One at a time, each to the next GPU."""
+        """One at a time, in the order of their numbers, each to a GPU that the fewest jobs run on."""
         assert self.jobs is not None
         if len(running) >= self.jobs:
             return 0
         if self.gpus:
-            executor.update_parameters(visible_gpus=[self.submitted % self.gpus], gpus_per_node=1)
-        self.submitted += 1
+            busy = [self.placed[number] for number in running]
+            self.placed[len(self.placed)] = gpu = min(self.gpus, key=busy.count)
+            executor.update_parameters(visible_gpus=[gpu], gpus_per_node=1)
         return 1
 
     def stop(self, running: Sequence[Any], console: Console) -> None:
@@ -324,6 +326,17 @@ class Slurm(Submitted):
         """They are SLURM's and go on."""
         ids = sorted({one.job_id.partition("_")[0] for one in running})
         console.print(f"the jobs go on; scancel {' '.join(ids)} stops them", highlight=False)
+
+
+def _gpus(count: int) -> list[int]:
+    """The numbers of the GPUs that this process sees, as those see them that it starts."""
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not count or not told:
+        return list(range(count))
+    names = told.split(",")[:count]
+    if not all(name.strip().isdecimal() for name in names):
+        raise ConfigError(f"CUDA_VISIBLE_DEVICES={told}: hydra/launcher=local takes numbers, as in 0,1")
+    return list(map(int, names))
 
 
 def _jobs(jobs: int | None) -> int | None:

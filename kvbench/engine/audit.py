@@ -7,7 +7,7 @@ store's tensors and from the memory a method object holds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,6 +112,10 @@ class Audit:
         self.cache_hits += here
         self.cache_misses += moved
 
+    def end_prefill(self) -> None:
+        """What was moved and read until here is of the prompt, and of no decode step."""
+        self.moved_bytes = self.read_bytes = 0
+
     def start_turn(self) -> None:
         """Several tokens are read at once; what that moves and reads is not that of decode steps."""
         self._before_turn = self.moved_bytes, self.read_bytes
@@ -205,7 +209,7 @@ class Audit:
     def report(
         self, method: Method, budget: int | None, stored: Iterable[torch.Tensor] = (), row: int | None = None
     ) -> dict[str, Any]:
-        """The audit of a finished generation; keys as in `summary.json`.
+        """The audit of a finished generation; keys as in `summary.json`. What no step told of is left out.
 
         Args:
             method: whose memory is counted.
@@ -214,27 +218,35 @@ class Audit:
             row: whose entries attended are told; None: those of all. Bytes are of all rows.
         """
         rows = self._rows if row is None else self._rows[row : row + 1]
-        count, mean = max(sum(tally.count for tally in rows), 1), _mean(rows)
-        variance = sum(tally.squares for tally in rows) / count - mean**2
         report = {
-            "attended_mean": mean,
-            "attended_std": max(variance, 0.0) ** 0.5,
-            "attended_max": max((tally.most for tally in rows), default=0),
+            **_entries(rows),
             "budget": budget,
             "device_kv_bytes": self.device_kv_bytes,
             "device_kv_allocated_bytes": self.device_kv_allocated_bytes,
             "index_bytes": held_bytes(method, stored),
             "host_bytes": self.host_bytes,
-            "moved_bytes_per_step": self.moved_bytes / self.steps if self.steps else 0.0,
-            "read_bytes_per_step": self.read_bytes / self.steps if self.steps else 0.0,
             "dense_share": 1 - (len(self.shape.sparse_layers) + len(self.shape.windows)) / self.shape.layers,
             "over_rule": self.broken(row) is not None,
         }
+        if self.steps:
+            per_step = {"moved": self.moved_bytes, "read": self.read_bytes}
+            report |= {f"{what}_bytes_per_step": size / self.steps for what, size in per_step.items()}
         if self.cache_hits + self.cache_misses:
             report["cache_hit_share"] = self.cache_hits / (self.cache_hits + self.cache_misses)
         if self.turn_tokens:
             report |= {"turn_tokens": self.turn_tokens, "turn_moved_bytes": self.turn_moved_bytes}
         return report
+
+
+def _entries(rows: Sequence[Tally]) -> dict[str, float]:
+    """Entries that a KV head attended in a sparse layer, over heads, layers, rows and steps; {} without a step."""
+    count = sum(tally.count for tally in rows)
+    if not count:
+        return {}
+    mean = _mean(rows)
+    variance = sum(tally.squares for tally in rows) / count - mean**2
+    most = max(tally.most for tally in rows)
+    return {"attended_mean": mean, "attended_std": max(variance, 0.0) ** 0.5, "attended_max": most}
 
 
 def _mean(rows: Iterable[Tally]) -> float:

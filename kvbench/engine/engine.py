@@ -266,6 +266,7 @@ class Engine:
         with self.spans("attention"):
             for store in self.stores.values():
                 store.encode()
+        self.audit.end_prefill()
         self.prefilled = True
 
     def _store(self, layer: int, shared: LayerStore | None = None) -> LayerStore:

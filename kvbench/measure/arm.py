@@ -98,7 +98,7 @@ class Arm(Setup):
             return False
         tokens, method = record["prompt_tokens"], self.method
         limited = any(method.rule(layer, tokens, 1) is not None for layer in method.shape.sparse_layers)
-        return limited and bool(record["audit"]["attended_mean"] > tokens)
+        return limited and bool(record["audit"].get("attended_mean", 0.0) > tokens)
 
 
 @dataclass
@@ -322,7 +322,7 @@ def _records(
             "output_ids": tokens,
             "audit": audits[row],
             **({"batch": len(prompts)} if len(prompts) > 1 else {}),
-            **measured(generation, sample.timed.warmup if sample.timed else 0),
+            **measured(generation, bool(arm.config["probe"]["every"]), sample.timed.warmup if sample.timed else 0),
             **more,
         }
         if sample.keep_ids:
@@ -456,13 +456,13 @@ def is_failed_sample(error: Exception) -> bool:
     )
 
 
-def measured(generation: Generation, warmup: int = 0) -> dict[str, Any]:
+def measured(generation: Generation, probed: bool, warmup: int = 0) -> dict[str, Any]:
     """What a sample's record tells of the times of its generation, or of its probes, with which nothing is timed.
 
     What a shared prefill hides, the time to the first token, is left out; so are the first `warmup` steps of the time
     per token. The times of a batch are those of each of its samples.
     """
-    if generation.probe:
+    if probed:
         return {"probe": generation.probe}
     steps = generation.step_ms[warmup:]
     tpot: dict[str, float] | None = None

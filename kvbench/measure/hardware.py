@@ -78,13 +78,28 @@ def weight_bytes(model: torch.nn.Module) -> int:
 def read_weight_bytes(model: Any, rows: int) -> int:
     """Bytes of weights that a decode step of a transformers model reads, for a batch of `rows`.
 
-    All of them once, but for an input embedding that is not the output head too: of that a row for each token.
+    All of them once, but for an input embedding that is not the output head too: of that a row for each token; and of
+    experts that a router chooses from as many as one token has, which all tokens may share.
     """
+    idle = _expert_bytes(model) * (1 - _share_of_experts(model.config.get_text_config()))
     embedding = model.get_input_embeddings().weight
     if embedding is model.get_output_embeddings().weight:
-        return weight_bytes(model)
+        return weight_bytes(model) - round(idle)
     row = embedding.shape[1] * embedding.element_size()
-    return weight_bytes(model) - embedding.shape[0] * row + rows * row
+    return weight_bytes(model) - round(idle) - embedding.shape[0] * row + rows * row
+
+
+def _share_of_experts(config: Any) -> float:
+    """The share of a layer's experts that a token has; 1 where there are none."""
+    counts = (getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    experts, each = next(filter(None, counts), None), getattr(config, "num_experts_per_tok", None)
+    return min(1.0, each / experts) if experts and each else 1.0
+
+
+def _expert_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all experts that a router chooses from."""
+    named = model.named_parameters()
+    return sum(one.numel() * one.element_size() for name, one in named if ".experts." in name)
 
 
 def whole_kv_bytes(shape: Shape, steps: int) -> int:

@@ -48,6 +48,17 @@ def observed(device: torch.device, count: int = 1) -> Iterator[dict[str, Any]]:
         told["steal"] = round(max(0.0, stolen) / wall, 3)
 
 
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Let torch compute with so many threads while the block runs; None: with as many as it has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def name_of(device: torch.device, count: int = 1) -> str:
     """The name of the card, with how many there are where they are several, or of the CPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()

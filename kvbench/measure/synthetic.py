@@ -39,6 +39,7 @@ GAIN = 6.0  # the logit that a query adds at either of the centres it points to
 STRETCH = 0.2  # deviation of the logarithm of a key's length (lognormal)
 BLOCK = 1024  # positions whose noise is drawn at once
 PART = 32 * BLOCK  # positions that are made at once, in fp32
+MADE = "synthetic"  # the span in which those of a prompt are made, which is no time of a method or model
 
 
 class SyntheticAttention:
@@ -150,7 +151,8 @@ def _chance(seed: int, row: int, what: Any, *numbers: torch.Tensor) -> torch.Ten
 class SyntheticEngine(Engine):
     """An engine whose layers store and ask synthetic keys and queries, whatever the model computed.
 
-    Those of the decode steps are made with the engine, so that making them costs no step its time.
+    Those of the decode steps are made with the engine, so that making them costs no step its time; those of the prompt
+    as it is read, in the span `MADE`.
     """
 
     def __init__(self, *arguments: Any, new_tokens: int, seed: int = 0, **settings: Any) -> None:
@@ -176,13 +178,16 @@ class SyntheticEngine(Engine):
         if self.prefilled:
             queries, keys = self._ahead[layer]
             return super().attend(layer, queries[start - columns], keys[start - columns], value, sinks)
-        return super().attend(
-            layer,
-            self._rows(self._made.queries, layer, start, stop),
-            self._rows(self._made.keys, layer, start, stop),
-            value,
-            sinks,
-        )
+        self._wait()
+        with self.spans(MADE):
+            made = [self._rows(make, layer, start, stop) for make in (self._made.queries, self._made.keys)]
+            self._wait()
+        return super().attend(layer, *made, value, sinks)
+
+    def _wait(self) -> None:
+        """Let a GPU end what it has been told, so that a span is of its own work."""
+        if self.shape.device.type == "cuda":
+            torch.cuda.synchronize(self.shape.device)
 
     def fill_prompt(self, rows: Sequence[Sequence[int]]) -> None:
         """Store synthetic prompts, token ids of equal length, in place of a prefill; one layer after the other."""

@@ -10,6 +10,8 @@ from typing import Any
 import yaml
 
 from kvbench.config import FACTS, root_keys, shipped, show
+from kvbench.memory.kinds import NATIVE, kv_in
+from kvbench.runs.identity import engine_of
 
 SAID_OTHERWISE = FACTS | {"name", "_target_"}
 UNKNOWN = "the command that made it"
@@ -41,11 +43,18 @@ def _words(config: Mapping[str, Any]) -> Iterator[str]:
             yield from _differing(f"{key}.", config.get(key) or {}, original)
         else:
             yield from _differing("", {key: config.get(key, original)}, {key: original})
+    yield from _differing("kv.", kv_in(config)._asdict(), NATIVE._asdict())
+    if (engine := engine_of(config)) != "hf":
+        yield f"engine={engine}"
+        own = {key: value for key, value in config["engine"].items() if key not in SAID_OTHERWISE}
+        yield from _differing("engine.", own, shipped("engine", engine) or {})
 
 
 def _differing(prefix: str, given: Mapping[str, Any], original: Mapping[str, Any]) -> Iterator[str]:
     """A word for each value that is not the file's; what a file interpolates follows from the others."""
     for key, value in given.items():
         default = original.get(key)
-        if value != default and not isinstance(value, Mapping) and not (isinstance(default, str) and "${" in default):
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            yield from _differing(f"{prefix}{key}.", value, default)
+        elif value != default and not isinstance(value, Mapping) and not (isinstance(default, str) and "${" in default):
             yield f"{prefix}{key}={show(value)}"

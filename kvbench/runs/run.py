@@ -25,6 +25,7 @@ from kvbench.engine.vllm import served
 from kvbench.engine.vllm.plan import PACKAGE
 from kvbench.measure import machine
 from kvbench.measure.arm import Arm, PromptPrefill, ServedArm, Setup, batches, measure, prompt_of
+from kvbench.measure.machine import threads
 from kvbench.measure.protocol import GREEDY, Protocol
 from kvbench.memory.kinds import kv_in, unfit_for
 from kvbench.method import Method
@@ -68,10 +69,12 @@ def run(cfg: DictConfig, shard: Shard = WHOLE) -> dict[str, Any]:
     """
     bind_methods()
     config = cast(Config, OmegaConf.to_container(cfg, resolve=True))
-    if config["threads"]:
-        torch.set_num_threads(config["threads"])
-    arm = prepare(config)
-    console = Console()
+    with threads(config["threads"]):
+        return _run(config, shard)
+
+
+def _run(config: Config, shard: Shard) -> dict[str, Any]:
+    arm, console = prepare(config), Console()
     with open_folder(arm, shard) as folder, beating([folder]):
         if folder.tear:
             console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)

@@ -11,7 +11,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -27,6 +26,7 @@ from kvbench.measure.arm import (
     measure,
     prompt_of,
 )
+from kvbench.measure.machine import threads
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
 from kvbench.runs.identity import APART, arm_name
@@ -79,11 +79,10 @@ def run_arms(configs: Sequence[DictConfig], console: Console | None = None, shar
     bind_methods()
     plain = [cast(dict[str, Any], OmegaConf.to_container(config, resolve=True)) for config in configs]
     refuse_different(plain)
-    if plain[0]["threads"]:
-        torch.set_num_threads(plain[0]["threads"])
     outcomes = [Outcome(arm_name(config)) for config in plain]
     loaded = None
     with ExitStack() as held:
+        held.enter_context(threads(plain[0]["threads"]))
         running: dict[int, tuple[Arm, RunFolder]] = {}
         for index, config in enumerate(plain):
             try:
@@ -196,7 +195,10 @@ def _prefilled(
 def _measured(
     arm: Arm, prompts: Sequence[TokenizedSample], report: Reporter, prefilled: Prefilled | None, failed: str
 ) -> list[dict[str, Any]]:
-    """The records of a batch, whose prefill has failed for a reason, or not."""
-    if failed:
+    """The records of a batch, whose prefill has failed for a reason, or not.
+
+    A shared prefill holds all keys and values on the device: an arm whose tokens go to the host may have room alone.
+    """
+    if failed and arm.method.needs.home == "device":
         return [failure(arm, prompt, failed) for prompt in prompts]
     return measure(arm, prompts, report.tokens, prefilled)
