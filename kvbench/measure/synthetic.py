@@ -176,13 +176,14 @@ class SyntheticEngine(Engine):
         start, columns = self._seen[layer], max(self.shape.lengths)
         self._seen[layer] = stop = start + query.shape[2]
         if self.prefilled:
-            queries, keys = self._ahead[layer]
-            return super().attend(layer, queries[start - columns], keys[start - columns], value, sinks)
+            ahead, step = self._ahead[layer], start - columns
+            return super().attend(layer, ahead[0][step], ahead[1][step], value, sinks)
         self._wait()
         with self.spans(MADE):
-            made = [self._rows(make, layer, start, stop) for make in (self._made.queries, self._made.keys)]
+            queries = self._rows(self._made.queries, layer, start, stop)
+            keys = self._rows(self._made.keys, layer, start, stop)
             self._wait()
-        return super().attend(layer, *made, value, sinks)
+        return super().attend(layer, queries, keys, value, sinks)
 
     def _wait(self) -> None:
         """Let a GPU end what it has been told, so that a span is of its own work."""
