@@ -76,17 +76,20 @@ class Budget:
         return self.unified or self.generated == "counted"
 
     def tokens(self, length: int) -> int:
-        """C in tokens for a prompt of `length` tokens; a fraction rounds up.
+        """C in tokens for a prompt of `length` tokens; a fraction rounds up, and is no less than the minimum.
 
         Raises:
             ValueError: the size is None, so only the method knows its sizes.
         """
         if self.size is None:
             raise ValueError("budget=null leaves the sizes to the method, and this method has none of its own")
-        if isinstance(self.size, float):
-            # 0.1 * 30 is 3.0000000000000004 in binary: rounding first keeps "a tenth of 30" at 3.
-            return max(1, math.ceil(round(self.size * length, 9)))
-        return self.size
+        return max(self.minimum, self._share(length)) if isinstance(self.size, float) else self.size
+
+    def _share(self, length: int) -> int:
+        """What a fraction is of a prompt, in tokens."""
+        assert self.size is not None
+        # 0.1 * 30 is 3.0000000000000004 in binary: rounding first keeps "a tenth of 30" at 3.
+        return math.ceil(round(self.size * length, 9))
 
     def check_prompt(self, length: int) -> None:
         """Refuse a fraction that leaves a prompt of `length` tokens fewer than the method can keep to.
@@ -94,8 +97,8 @@ class Budget:
         Raises:
             ConfigError: the tokens are below the minimum, and not the whole prompt.
         """
-        if isinstance(self.size, float) and self.tokens(length) < min(self.minimum, length):
-            share = f"{self.tokens(length)} of a prompt's {length} tokens"
+        if isinstance(self.size, float) and self._share(length) < min(self.minimum, length):
+            share = f"{self._share(length)} of a prompt's {length} tokens"
             raise ConfigError(f"budget={self.size}: {share}, {self._below_minimum}")
 
     @property

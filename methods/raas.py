@@ -17,6 +17,14 @@ from methods.blocks.topk import Granularity
 from methods.snapkv import SnapKV
 
 
+class _Prompt(SnapKV):
+    """SnapKV that protects a quarter of a small C, as where generated tokens count, so that votes have the rest."""
+
+    def recent(self, capacity: int) -> int:
+        """Last tokens that are protected in a budget of `capacity` tokens."""
+        return min(self.window, capacity // 4)
+
+
 class RaaS(Evictor):
     """Attend the prompt and C generated tokens, those whose pages were looked at last.
 
@@ -38,7 +46,7 @@ class RaaS(Evictor):
         pin_prompt: bool = True,
         granularity: Granularity = "kv_head",
     ) -> None:
-        super().__init__(SnapKV(), granularity)
+        super().__init__(_Prompt(), granularity)
         self.alpha, self.page_size, self.pin_prompt = alpha, page_size, pin_prompt
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:

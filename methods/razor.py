@@ -85,7 +85,7 @@ class RazorAttention(Method):
             others = self.heads - len(self.ranked)
             window = max(self.window, length // self.ratio)
             return len(self.ranked) * length + others * (self.sinks + window + 1)
-        return self.heads * max(self.budget.tokens(length), self.budget.minimum)
+        return self.heads * self.budget.tokens(length)
 
     def least(self, length: int) -> int:
         """Entries that a head which does not retrieve keeps at least: half of C."""

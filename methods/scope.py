@@ -28,8 +28,8 @@ Strategy = Literal["slide", "adaptive", "discontinuous"]
 class SCOPE(Evictor):
     """Keep C prompt tokens, and a window of generated ones.
 
-    Where generated tokens count, they share C with the prompt: it may fill C, and its tokens with the smallest scores
-    give way until a quarter of C is for generated ones, half of these recent.
+    Where generated tokens count, they share C with the prompt: they have what it leaves of C, and where that is less
+    than a quarter, its tokens with the smallest scores give way until it is that; half of a quarter are recent ones.
 
     Args:
         compressor: what cuts the prompt.
@@ -113,7 +113,7 @@ class SCOPE(Evictor):
         """Evict the generated tokens of which there are too many, and where they count a prompt token."""
         prompt = self.prompt.setdefault(layer, held.counts)
         counted = self.budget.counts_generated
-        limit, recent = self._limits(layer)
+        limit, recent = self._limits(layer, prompt)
         for _ in range(max(self.excess, int(counted)) if self.steps else 0):
             stay = (held.ids < self.generated[layer]) | (held.ids >= self.view.seen(layer)[:, None, None] - recent)
             least = held.numbers.masked_fill(stay, torch.inf).argmin(dim=2, keepdim=True)
@@ -125,12 +125,13 @@ class SCOPE(Evictor):
             held.drop(least, over.long()[..., None], max(self.compressor.budgets[layer]) - 1)
             self.prompt[layer] = prompt - over.long()
 
-    def _limits(self, layer: int) -> tuple[torch.Tensor | int, torch.Tensor | int]:
-        """Generated tokens that stay, and how many of them are recent; where they count of each row, [B, 1]."""
+    def _limits(self, layer: int, prompt: torch.Tensor) -> tuple[torch.Tensor | int, torch.Tensor | int]:
+        """Generated tokens that stay beside so many of the `prompt`, [B, H], and how many of them are recent."""
         if not self.budget.counts_generated:
             return self.size, self.recent
         part = (self.capacity[layer] + 1) // 4
-        return (part - 1).clamp(max=self.size), (part // 2).clamp(max=self.recent)[..., None]
+        room = torch.maximum(part - 1, self.capacity[layer] - prompt)
+        return room.clamp(max=self.size), (part // 2).clamp(max=self.recent)[..., None]
 
     def most(self, layer: int, length: int, generated: int) -> int:
         """The layer's C, and what the window has come to, with the current token."""

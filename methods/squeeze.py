@@ -55,8 +55,7 @@ class SqueezeAttention(Method):
     def observe_layers(self, similarity: torch.Tensor) -> None:
         """Share the budget of each row out between the layers."""
         rows = []
-        for capacity, length, cosines in zip(self.capacities, self.shape.lengths, similarity.T.tolist(), strict=True):
-            mean = max(capacity, self.budget.minimum)
+        for mean, length, cosines in zip(self.capacities, self.shape.lengths, similarity.T.tolist(), strict=True):
             least_changed = highest_class(cosines) if length > mean else []
             rows.append(shared_out(mean, self.p, len(cosines), least_changed))
             self.squeezed += len(least_changed) / len(self.shape.lengths)
@@ -97,7 +96,7 @@ class SqueezeAttention(Method):
 
     def mean_rule(self, length: int, generated: int) -> int:
         """C, the mean of the layers' shares."""
-        return max(self.budget.tokens(length), self.budget.minimum)
+        return self.budget.tokens(length)
 
     def report(self) -> dict[str, float]:
         """Layers of the highest class, a row."""

@@ -42,6 +42,11 @@ class Case:
     def config(self) -> Any:
         return method_config(self.name, **self.options) if self.file is None else OmegaConf.load(self.file)
 
+    @property
+    def facts(self) -> Any:
+        """What the harness reads of the file, such as the least budget."""
+        return self.config.harness if self.file is None else self.config
+
     def build(self) -> Method:
         method: Method = build(self.config)
         return method
@@ -190,7 +195,7 @@ def run_loop(
     loaded: Loaded,
     prompts: Sequence[Sequence[int]],
     method: Method,
-    budget: int | float | None,
+    budget: int | float | None | Budget,
     *,
     accounting: str = "paper",
     steps: int = 6,
@@ -204,7 +209,7 @@ def run_loop(
         loaded.model,
         list(map(len, prompts)),
         method,
-        Budget(budget, accounting),
+        budget if isinstance(budget, Budget) else Budget(budget, accounting),
         dense_layers,
         loaded.tokenizer,
         attention=executor,

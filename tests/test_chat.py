@@ -227,6 +227,15 @@ def test_a_second_turn_finds_a_needle_of_the_first(
 # -- copies, and tokens taken back -------------------------------------------------------------------------------------
 
 
+def test_a_copy_of_a_cache_that_read_nothing_yet_is_told_what_its_prompt_shows(model: PreTrainedModel) -> None:
+    """SqueezeAttention compares the layers as they read it, by hooks that the first cache takes back when it is done."""
+    first = KVCache(model, "squeeze", SMALL, dense_layers=())
+    twin = first.copy()
+    expected = say(model, ids_of(3), first, new=4)
+    assert torch.equal(say(model, ids_of(3), twin, new=4), expected)
+    assert twin.audit() == first.audit() and twin.audit()["device_kv_bytes"] > 0
+
+
 COPIED = ["quest", "snapkv", "icecache_reuse", "pariskv", "lychee", "streaming_llm", "racc"]
 
 
@@ -402,6 +411,8 @@ def test_decoding_that_takes_tokens_back_is_refused_of_methods_that_cannot(model
     for cache in (KVCache(model, "snapkv", SMALL), KVCache(model, "full", question="method")):
         with pytest.raises(ValueError, match="assisted decoding with .* expected a method whose needs say crops=True"):
             generated(model, given, cache, prompt_lookup_num_tokens=3)
+    with pytest.raises(ValueError, match="assisted decoding with Quest, question=dense, kv=kivi2, .* coded one by one"):
+        KVCache(model, "quest", SMALL, kv="kivi2").activate_past_recording()
     cache = KVCache(model, "snapkv", SMALL)
     say(model, ids_of(1), cache)
     with pytest.raises(ValueError, match="SnapKV takes no tokens back"):

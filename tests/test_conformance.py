@@ -104,6 +104,16 @@ def test_budget_beyond_the_sequence_attends_every_token(case: Case, accounting: 
             assert all(ids == set(range(length)) for ids in at.sets(row))
 
 
+@each_method_in_turn
+def test_a_prompt_shorter_than_the_least_budget_may_be_asked_for_whole(
+    tiny: Loaded, case: Case, accounting: str
+) -> None:
+    """Of itself, as a fraction: the budget is then the least that the method can keep to, and tokens come until it."""
+    budget = Budget.of(1.0, case.facts, accounting)
+    generation, engine = run_loop(tiny, [PROMPT[:length] for length in (1, 7, 20, 40)], case.build(), budget, steps=45)
+    assert len(generation.step_ms) == 45 and engine.audit.broken() is None
+
+
 def test_small_budget_differs_from_full_attention(tiny: Loaded, full_attention: Any, logits: Any) -> None:
     """The test above could not fail if a budget changed nothing."""
     _, expected = full_attention(tiny)

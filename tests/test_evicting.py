@@ -185,22 +185,23 @@ def test_the_attention_of_a_query_head_is_that_of_the_public_code() -> None:
 # -- RaaS --------------------------------------------------------------------------------------------------------------
 
 
-def votes(head: Head, length: int, window: int, kernel: int = 7) -> dict[int, float]:
-    """SnapKV's votes for the prompt's tokens; the window's own are infinite."""
+def votes(head: Head, length: int, window: int, last: int | None = None, kernel: int = 7) -> dict[int, float]:
+    """SnapKV's votes for the prompt's tokens; the last ones' own are infinite, those of the window where none is said."""
+    last = window if last is None else last
     received = [0.0] * length
     for position in range(max(0, length - window), length):
         for token, weight in enumerate(head.attention(position, range(position + 1))):
-            received[token] += weight if token < length - window else 0.0
+            received[token] += weight if token < length - last else 0.0
     half = kernel // 2
     return {
-        token: max(received[max(0, token - half) : token + half + 1]) if token < length - window else math.inf
+        token: max(received[max(0, token - half) : token + half + 1]) if token < length - last else math.inf
         for token in range(length)
     }
 
 
 def raas(head: Head, length: int, steps: int, most: int, alpha: float, page_size: int, pinned: bool) -> list[set[int]]:
     """Tokens attended at each step. Of what is not pinned `most` are; a stamp is a step, or votes before the first."""
-    prompt = votes(head, length, 32)
+    prompt = votes(head, length, 32, min(32, most // 4))
     stamps: dict[int, tuple[float, float]] = {}  # of pages, by number; the first generated token begins page 0
     held: dict[int, list[int]] = {}
     if not pinned:
@@ -285,7 +286,7 @@ def scope(
 def scope_unified(
     head: Head, prompt: dict[int, float], length: int, steps: int, budget: int, window: int, recent: int
 ) -> list[set[int]]:
-    """The same for a window that slides inside the budget: the prompt gives way to a quarter of it."""
+    """The same for a window that slides in what the prompt leaves of the budget; it gives way to a quarter of that."""
     prompt, part = dict(prompt), budget // 4
     generated: list[int] = []
     ever = []
@@ -296,7 +297,7 @@ def scope_unified(
         ids = [*prompt, *generated]
         ever.append(set(ids))
         received = dict(zip(ids, head.attention(length + step, ids), strict=True))
-        if len(generated) > min(part - 1, window):
+        if len(generated) > min(max(part - 1, budget - 1 - len(prompt)), window):
             late = min(recent, part // 2)
             older = generated[: len(generated) - late]
             generated.remove(worst({token: received[token] for token in older}))

@@ -174,6 +174,17 @@ def test_bytes_are_those_of_the_tables_and_of_the_keys_that_were_weighed() -> No
     assert driven.audit["read_bytes_per_step"] * steps == pytest.approx(weighed * 16 * 4) and weighed > 100
 
 
+def test_a_prompt_of_sinks_alone_gives_way_to_later_tokens_where_these_count() -> None:
+    driven = drive(stream(3, 70, steps=60), method_named("magicpig"), 48, accounting="unified")
+    assert not driven.audit["over_rule"]
+    assert {max(map(len, at.sets(0))) for at in driven.seen if at.step > 50} == {3 + 12}  # sinks, and a quarter of C
+
+
+def test_everything_counts_only_inside_a_budget() -> None:
+    with pytest.raises(ValueError, match="budget=null: with protocol.accounting=unified a KV head attends C at most"):
+        drive(stream(40, steps=1), method_named("magicpig"), None, accounting="unified")
+
+
 def test_a_code_has_sixteen_bits_at_most() -> None:
     with pytest.raises(ValueError, match=r"bits=17: .*; expected 16 at most$"):
         method_named("magicpig", bits=17)

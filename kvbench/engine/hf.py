@@ -33,7 +33,7 @@ from kvbench.engine.engine import Engine, worker_pool
 from kvbench.engine.positions import Angles
 from kvbench.engine.support import refuse_unsupported, windows
 from kvbench.engine.turn import Transcript, take_back
-from kvbench.memory.kinds import NATIVE, kv_of, unfit, unfit_for
+from kvbench.memory.kinds import GROUPED, NATIVE, kv_of, unfit, unfit_for
 from kvbench.method import HeadScores, Method, Needs, Shape
 
 NAME = "kvbench"
@@ -321,6 +321,8 @@ class KVCache(_CountingCache):
         copy.deepcopy(self.engine, memo)  # it knows what else is shared
         twin = memo[id(self)] = object.__new__(type(self))
         twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        if twin.engine is None or not twin.engine.prefilled:
+            twin._watch_prompt()
         return twin
 
     def copy(self) -> KVCache:
@@ -353,11 +355,13 @@ class KVCache(_CountingCache):
         Raises:
             ValueError: it takes tokens back, which the method cannot; or needs all logits of what is read.
         """
-        if not self._method.needs.crops or self._question != "dense" or self._windowed:
+        grouped = self._kv.device in GROUPED
+        if not self._method.needs.crops or self._question != "dense" or self._windowed or grouped:
             raise ValueError(
-                f"assisted decoding with {type(self._method).__name__}, question={self._question}, "
+                f"assisted decoding with {type(self._method).__name__}, question={self._question}, kv={self._kv}, "
                 f"{len(self._windowed)} layers with a window: it reads several tokens at once and takes some back; "
-                "expected a method whose needs say crops=True, question=dense, and full attention in every layer"
+                "expected a method whose needs say crops=True, question=dense, tokens coded one by one, and full "
+                "attention in every layer"
             )
 
     @property

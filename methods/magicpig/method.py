@@ -50,6 +50,11 @@ class MagicPIG(Method):
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Draw the directions of each row, which all layers share as in the published code."""
+        if budget.unified and budget.size is None:
+            raise ValueError(
+                "budget=null: with protocol.accounting=unified a KV head attends C at most; expected tokens, such as "
+                "256, or a fraction of the prompt"
+            )
         super().begin(shape, budget, view, context)
         compile_kernels(context.pool, shape.dtype)
         self.directions = [
@@ -133,8 +138,9 @@ class MagicPIG(Method):
 
     def _attends_all(self, layer: int, row: int) -> bool:
         """Whether a row leaves nothing to sample from, or its budget has room for all that it has seen."""
-        counted = self.budget.counts_generated and self._holds(row, self.view.lengths(layer)[row])
-        return counted or self.hashed[layer][row] is None
+        if self.budget.counts_generated and self.budget.size is not None:
+            return self._holds(row, self.view.lengths(layer)[row])
+        return self.hashed[layer][row] is None
 
     def _always(self, layer: int, row: int) -> torch.Tensor:
         """Ids [n] of the tokens that a step is sure to attend."""
