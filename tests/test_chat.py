@@ -228,7 +228,7 @@ def test_a_second_turn_finds_a_needle_of_the_first(
 
 
 def test_a_copy_of_a_cache_that_read_nothing_yet_is_told_what_its_prompt_shows(model: PreTrainedModel) -> None:
-    """SqueezeAttention compares the layers as they read it, by hooks that the first cache takes back when it is done."""
+    """SqueezeAttention compares the layers as they read it, by hooks that the first cache takes back at its end."""
     first = KVCache(model, "squeeze", SMALL, dense_layers=())
     twin = first.copy()
     expected = say(model, ids_of(3), first, new=4)

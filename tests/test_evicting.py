@@ -186,7 +186,7 @@ def test_the_attention_of_a_query_head_is_that_of_the_public_code() -> None:
 
 
 def votes(head: Head, length: int, window: int, last: int | None = None, kernel: int = 7) -> dict[int, float]:
-    """SnapKV's votes for the prompt's tokens; the last ones' own are infinite, those of the window where none is said."""
+    """SnapKV's votes for the prompt's tokens; of the last ones, else the window, they are infinite."""
     last = window if last is None else last
     received = [0.0] * length
     for position in range(max(0, length - window), length):
