@@ -118,8 +118,7 @@ class Engine:
             assert rotary is not None, "this engine was made without the model's rotary positions"
             self._positions = CachePositions(shape, rotary)
         rotation = None if rotary is None else PromptRotation(rotary, max(shape.lengths))
-        self._shared = rotary, pieces, worker_pool()
-        self._new_tokens = new_tokens
+        self._shared, self._new_tokens = (rotary, pieces, worker_pool()), new_tokens
         self._sparse, self._last = frozenset(shape.sparse_layers), shape.full_layers[-1]
         if offsets is None and shape.windows:
             offsets = [max(shape.lengths) - length for length in shape.lengths]
