@@ -88,7 +88,7 @@ def by_group(site: Site, own: Sequence[Row]) -> str:
     parts = []
     for panel in dict.fromkeys(row.panel for row in own):
         rows = sorted((row for row in own if row.panel == panel), key=lambda row: order_of(row.budget))
-        groups = list(dict.fromkeys(group for row in rows for group in site.joined.scores[row.run].groups))
+        groups = sorted({group for row in rows for group in site.joined.scores[row.run].groups}, key=order_of)
         if len(groups) > 1:
             heads = "".join(f"<th>{escape(row.budget)}{small(row.variant)}</th>" for row in rows)
             lines = [
