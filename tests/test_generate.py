@@ -81,7 +81,7 @@ def test_one_new_token_needs_no_decode_step(tiny: Loaded, case: Case) -> None:
     assert generation.tt2t_s is None
     assert generation.step_ms == []
     assert generation.breakdown_ms == {}
-    assert generation.audit["attended_max"] == 0
+    assert "attended_max" not in generation.audit
 
 
 def test_timings_follow_from_each_other(tiny: Loaded) -> None:

@@ -200,9 +200,9 @@ def probing_run(loaded: Loaded, method: Method) -> Any:
 
 def test_probed_run_publishes_no_timings(tiny: Loaded) -> None:
     timed, _ = run_loop(tiny, RAGGED, method_named("quest"), SMALL, steps=7)
-    with_times = measured(timed)
+    with_times = measured(timed, probed=False)
     assert {"ttft_s", "tpot_ms", "breakdown_ms"} <= set(with_times)
     assert "probe" not in with_times
-    probing = measured(probing_run(tiny, method_named("quest")))
+    probing = measured(probing_run(tiny, method_named("quest")), probed=True)
     assert set(probing) == {"probe"}
     assert 0 < probing["probe"]["recall"] < 1
