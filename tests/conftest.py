@@ -8,6 +8,7 @@ import gc
 import hashlib
 import itertools
 import os
+import pickle
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 from driver import ACCOUNTINGS, METHODS, MODELS, Case
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.plugins.config_source import ConfigResult
 from hypothesis import settings
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
@@ -101,6 +104,26 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Dispatcher, "compile", in_turn)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def read_once() -> Iterator[None]:
+    """Have each file of conf read once: Hydra reads some twenty of them anew for each config that it composes."""
+    load, held = FileConfigSource.load_config, dict[Any, bytes]()
+
+    def loaded(source: FileConfigSource, config_path: str) -> ConfigResult:
+        file = Path(source.path, source._normalize_file_name(config_path))
+        if not file.is_file():
+            return load(source, config_path)
+        found = file.stat()
+        key = (source.path, source.provider, config_path, found.st_mtime_ns, found.st_size)
+        if key not in held:
+            held[key] = pickle.dumps(load(source, config_path))
+        return pickle.loads(held[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileConfigSource, "load_config", loaded)
         yield
 
 

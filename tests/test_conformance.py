@@ -114,14 +114,14 @@ def test_a_prompt_shorter_than_the_least_budget_may_be_asked_for_whole(
     assert len(generation.step_ms) == 45 and engine.audit.broken() is None
 
 
-def test_small_budget_differs_from_full_attention(tiny: Loaded, full_attention: Any, logits: Any) -> None:
+@each_method
+def test_small_budget_differs_from_full_attention(case: Case, tiny: Loaded, full_attention: Any, logits: Any) -> None:
     """The test above could not fail if a budget changed nothing."""
     _, expected = full_attention(tiny)
-    for case in METHODS:
-        noted = logits(tiny)
-        run_loop(tiny, [PROMPT], case.build(), SMALL, steps=STEPS)
-        differs = (torch.cat(noted)[1] - expected[1]).abs().max() > 100 * CLOSE
-        assert differs == (case.id not in ("full", "raas")), case.id  # RaaS keeps its prompt
+    noted = logits(tiny)
+    run_loop(tiny, [PROMPT], case.build(), SMALL, steps=STEPS)
+    differs = (torch.cat(noted)[1] - expected[1]).abs().max() > 100 * CLOSE
+    assert differs == (case.id not in ("full", "raas"))  # RaaS keeps its prompt
 
 
 # -- executors ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from matplotlib import image
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from kvbench.cli.compose import composed
@@ -20,7 +21,7 @@ from kvbench.runs.shared import run_shared
 from kvbench.score import rescore
 from kvbench.tasks.fidelity import Fidelity
 
-WORDS = ["task=fidelity", "dtype=float32", "task.lengths=[200]", "task.steps=12", "task.samples=2"]
+WORDS = ["model=dummy-tiny", "task=fidelity", "dtype=float32", "task.lengths=[200]", "task.steps=12", "task.samples=2"]
 
 
 def configured(tmp_path: Path, *words: str) -> Any:
@@ -60,7 +61,8 @@ def test_the_reference_is_the_model_read_in_one_piece(tmp_path: Path) -> None:
 
     config = configured(tmp_path, "method=snapkv", "budget=64", "task.samples=1")
     run(config)
-    loaded = load(dict(config.model) | {"config": dict(config.model.config)}, "cpu", "float32")
+    model: Any = OmegaConf.to_container(config.model)
+    loaded = load(model, "cpu", "float32")
     (sample,) = Fidelity([200], steps=12, samples=1).samples(loaded.tokenizer, 0)
     assert sample.given is not None
     prompt, given = list(sample.given.prompt), list(sample.given.tokens)

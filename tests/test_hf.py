@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import CLOSE, METHODS, SMALL, Case, each_method_in_turn, numbers
+from driver import CLOSE, METHODS, SMALL, Case, each_method, each_method_in_turn, numbers
 from zoo import LENGTH, NEW, OFFSET, generated, inputs, random_model
 from zoo import PLAIN as FAMILIES
 
@@ -113,12 +113,16 @@ def test_what_is_read_in_inference_mode_goes_on_outside_of_it(pairs: Any, name: 
     assert found[0] == found[1]
 
 
-def test_method_by_name_takes_its_options(pairs: Any, tokenizer: Any) -> None:
+@each_method
+def test_method_by_name_takes_its_options(case: Case, pairs: Any, tokenizer: Any) -> None:
     model = pairs("llama").ours
-    for case in METHODS:
-        named = KVCache(model, case.name, 64, tokenizer=tokenizer, **case.options)
-        built = KVCache(model, case.build(), 64, tokenizer=tokenizer)
-        assert generated(model, inputs(1), named) == generated(model, inputs(1), built), case.id
+    named = KVCache(model, case.name, 64, tokenizer=tokenizer, **case.options)
+    built = KVCache(model, case.build(), 64, tokenizer=tokenizer)
+    assert generated(model, inputs(1), named) == generated(model, inputs(1), built)
+
+
+def test_options_that_no_method_or_another_takes_are_refused(pairs: Any) -> None:
+    model = pairs("llama").ours
     with pytest.raises(ConfigError, match="page"):
         KVCache(model, "quest", 256, page=8)
     with pytest.raises(ConfigError, match="page_size: no such argument"):

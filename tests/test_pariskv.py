@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import CLOSE, Stream, drive, numbers, rotate, stream
+from driver import CLOSE, Stream, drive, numbers, rotate, slow, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,7 +110,7 @@ def test_attended_are_sinks_recent_tokens_and_the_best_of_the_zone(options: dict
     assert compared > 100
 
 
-@pytest.mark.parametrize("compute", ["numba", "torch"])
+@pytest.mark.parametrize("compute", ["numba", *slow("torch")])
 @pytest.mark.parametrize(("theta", "k_min", "k"), [(0.85, 3, 30), (0.6, 1, 12), (0.7, 3, 40)])
 def test_k_is_the_least_that_holds_theta_of_the_attention(theta: float, k_min: int, k: int, compute: str) -> None:
     """By sums over plain lists; all of k_min, k and what lies between are met."""

@@ -43,6 +43,13 @@ def results(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def few_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page tries three figures, of which one cannot be drawn: each takes a third of a second."""
+    few = {name: figures.FIGURES[name] for name in ("budget", "tradeoff", "recall")}
+    monkeypatch.setattr(figures, "FIGURES", few)
+
+
 # -- what it makes -----------------------------------------------------------------------------------------------------
 
 
@@ -109,7 +116,7 @@ def test_a_selection_of_runs_and_values(results, capsys):
         (".txt", "3 runs"),
     ],
 )
-def test_the_file_s_ending_says_the_format(results, capsys, ending, begins):
+def test_the_file_s_ending_says_the_format(results, capsys, few_figures, ending, begins):
     out = results / f"report{ending}"
     told, _ = made(capsys, results, "--out", out)
     assert told.strip() == str(out) and out.read_text().startswith(begins)
@@ -125,7 +132,7 @@ def test_the_page_holds_the_tables_and_the_pictures_that_can_be_drawn(results, c
     assert "figures not drawn" in page and "figure=recall: no run with probes" in page
 
 
-def test_a_score_on_the_page_leads_to_the_outputs_of_its_run(tmp_path, capsys):
+def test_a_score_on_the_page_leads_to_the_outputs_of_its_run(tmp_path, capsys, few_figures):
     wrong = record("b", "", 0.0, output="<b>41</b>", answers=["42"])
     path = stored(tmp_path, samples=[*(record(f"a{number}", "", 1.0) for number in range(30)), wrong])
     made(capsys, tmp_path, "--out", tmp_path / "report.html")
@@ -137,7 +144,7 @@ def test_a_score_on_the_page_leads_to_the_outputs_of_its_run(tmp_path, capsys):
     assert rows[0] == "<tr><td>b</td><td>0.0</td><td>42</td><td>&lt;b&gt;41&lt;/b&gt;</td>" and len(rows) == 20
 
 
-def test_a_figure_that_cannot_be_drawn_leaves_the_rest_of_the_page(results, capsys, monkeypatch):
+def test_a_figure_that_cannot_be_drawn_leaves_the_rest_of_the_page(results, capsys, monkeypatch, few_figures):
     monkeypatch.setitem(figures.FIGURES, "budget", (lambda runs: runs.arms["gone"], "A picture"))
     made(capsys, results, "--out", results / "report.html")
     page = (results / "report.html").read_text()

@@ -256,7 +256,7 @@ def shown(results: Path) -> Runs:
     return runs
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_is_torn_the_rest_is_read(tmp_path_factory, data):
     results = tmp_path_factory.mktemp("results")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from driver import slow
 from hydra import compose, initialize_config_dir
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,7 +54,10 @@ def test_a_small_config_is_no_larger_and_no_config_grows(lengths: list[int], lim
     assert small.task.limit == min(limit or 4, 4)
 
 
-@pytest.mark.parametrize("model", choices("model"))
+MODELS = list(choices("model"))
+
+
+@pytest.mark.parametrize("model", [*MODELS[::4], *slow(*(name for at, name in enumerate(MODELS) if at % 4))])
 def test_every_model_becomes_the_one_that_kvbench_ships(model: str) -> None:
     small = applied(config(f"model={model}", "device=cuda:1", "dtype=bfloat16", "model.weights=dummy", "smoke=true"))
     assert small.model == config("model=tiny").model

@@ -276,7 +276,7 @@ class Serving:
 
 
 @pytest.mark.parametrize(
-    "method", ["quest", "streaming_llm", *slow("full", "topk", "snapkv", "lychee", "pariskv", "icecache")]
+    "method", ["quest", *slow("streaming_llm", "full", "topk", "snapkv", "lychee", "pariskv", "icecache")]
 )
 def test_requests_that_come_and_go_attend_what_each_attends_alone(method: str) -> None:
     fixed = [stream(length, steps=40, head_dim=32, seed=length) for length in (130, 60, 97)]

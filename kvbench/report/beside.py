@@ -10,7 +10,7 @@ from kvbench.config import shipped
 from kvbench.memory.kinds import NATIVE
 from kvbench.report.cells import WITH_SCORE, Cell, Table, notes_of, runs_of, score_numbers, seeds_of, tell_machines
 from kvbench.report.evidence import Evidence, time_marks, transfer_marks
-from kvbench.report.frame import Runs, missing
+from kvbench.report.frame import YARDSTICK, Runs, missing
 from kvbench.report.published import PaperTable
 from kvbench.report.seeds import over_seeds
 from kvbench.report.select import label_of, marks_of_mixed, refuse_several, scored, select
@@ -20,6 +20,7 @@ from kvbench.tasks.ruler.texts import GENERATED
 
 # Options of a task that choose samples: a run with others still has comparable groups.
 CHOOSE_SAMPLES = {"task.lengths", "task.samples", "task.subsets", "task.keys", "task.positions"}
+_KIND = ("model", "method", "task")
 BESIDE = {
     "score": QUANTITIES["score"]._replace(label="ours"),
     **WITH_SCORE,
@@ -46,10 +47,10 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
     """
     frame = paper.frame
     rows, columns = list(dict.fromkeys(frame["row"])), list(dict.fromkeys(frame["column"]))
-    runs, chosen = over_seeds(runs, select(runs, where)) if runs else (None, [])
-    evidence = Evidence(runs) if runs else None
+    runs, chosen = over_seeds(runs, _near(runs, paper, select(runs, where))) if runs else (None, [])
     fitting = _fitting(runs, paper, chosen) if runs else {}
     used = sorted({run for alike in fitting.values() for run in alike})
+    evidence = Evidence(runs) if runs and used else None
     asked = {word.partition("=")[0] for words in frame["settings"] for word in words}
     mixed = marks_of_mixed(runs, used, sorted(asked), allow_mixed) if runs else {}
     cells = {}
@@ -68,20 +69,29 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
     return Table(paper.id, paper.title, ("",), [(row,) for row in rows], columns, cells, lines, notes)
 
 
+def _near(runs: Runs, paper: PaperTable, chosen: Iterable[int]) -> list[int]:
+    """Those of full attention, and of a model, method and task that some cell of a published table has."""
+    there = set(zip(*(paper.frame[key] for key in _KIND), strict=True))
+    kinds = {run: tuple(runs.arm[run][key] for key in _KIND) for run in chosen}
+    return [run for run, kind in kinds.items() if YARDSTICK in kind or kind in there]
+
+
 def _fitting(runs: Runs, paper: PaperTable, chosen: Sequence[int]) -> dict[int, list[int]]:
     """The runs that could stand beside each published cell, by its line of the paper's frame."""
     frame, found = paper.frame, {}
+    needed = {
+        row: tuple(group for groups in own for group in _groups_of(groups))
+        for row, own in frame.groupby("row", sort=False)["group"]
+    }
     for line in frame.itertuples():
-        own = frame[frame["row"] == line.row]["group"]
-        whole = tuple(group for groups in own for group in _groups_of(groups))
-        found[line.Index] = [run for run in chosen if _fits(runs, run, line, whole)]
+        found[line.Index] = [run for run in chosen if _fits(runs, run, line, needed[line.row])]
     return found
 
 
 def _fits(runs: Runs, run: int, line: Any, whole: tuple[str, ...]) -> bool:
     """Whether a run is one that a published cell could stand beside."""
     arm = runs.arm[run]
-    if not line.metric or (arm["model"], arm["method"], arm["task"]) != (line.model, line.method, line.task):
+    if not line.metric or any(arm[key] != getattr(line, key) for key in _KIND):
         return False
     budget = line.budget
     if budget is None:

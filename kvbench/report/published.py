@@ -55,6 +55,7 @@ def ids() -> dict[str, str]:
     return {id: entry["title"] for id, entry in _read("tables").items()}
 
 
+@functools.cache
 def table(id: str) -> PaperTable:
     """One published table.
 
