@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if _turn(item, PRESETS) % PRESET_EVERY or ("icecache" in item.nodeid and "bfloat16" in item.nodeid):
             item.add_marker(pytest.mark.slow)
-    long = ("test_slurm", "test_own_method", "test_the_smoke_run_learns")
+    long = ("test_slurm", "test_own_method", "test_the_smoke_run_learns", "the_site_of_the_runs_that_come")
     items.sort(key=lambda item: (not any(name in item.nodeid for name in long), "icecache" not in item.nodeid))
 
 

@@ -169,12 +169,11 @@ def series_of(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[Ser
         without: a setting that tells no series from another.
     """
     known = {method: index for index, method in enumerate(STYLES)}
+    telling = [key for key in runs.settings if key.startswith(OF_VARIANTS)]
     for method in sorted(arms["method"].unique(), key=lambda name: (known.get(name, len(known)), name)):
         own = arms[arms["method"] == method]
-        settings = runs.settings.loc[own.index].map(str)
-        varied = [
-            key for key in settings if key.startswith(OF_VARIANTS) and key != without and settings[key].nunique() > 1
-        ]
+        settings = runs.settings.loc[own.index, [key for key in telling if key != without]].map(str)
+        varied = [key for key in settings if settings[key].nunique() > 1]
         variants = {
             run: ", ".join(f"{_last_word(key)}={_shortened(settings.at[run, key])}" for key in varied)
             for run in own.index

@@ -121,8 +121,12 @@ def _group_cell(site: Site, row: Row, group: str) -> str:
 
 
 def pictures(site: Site, own: Sequence[Row]) -> Iterator[tuple[str, bytes]]:
-    """The figures that a method's runs can be drawn in, by name."""
-    panels, beside = {row.panel for row in own}, {own[0].method, YARDSTICK, ORACLE}
+    """The figures that a method's runs can be drawn in, by name: of panels where it has several budgets, if any."""
+    budgets: dict[str, set[str]] = {}
+    for row in own:
+        budgets.setdefault(row.panel, set()).add(row.budget)
+    panels = {panel for panel, there in budgets.items() if len(there) > 1} or budgets.keys()
+    beside = {own[0].method, YARDSTICK, ORACLE}
     runs = site.joined.only([row.run for row in site.rows if row.panel in panels and row.method in beside])
     for name in FIGURES:
         if drawing := picture(partial(draw, name, runs)):
