@@ -109,7 +109,7 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def read_once() -> Iterator[None]:
-    """Have each file of conf read once: Hydra reads some twenty of them anew for each config that it composes."""
+    """Have each file of conf read once: Hydra reads and parses its own anew for each config that it composes."""
     load, held = FileConfigSource.load_config, dict[Any, bytes]()
 
     def loaded(source: FileConfigSource, config_path: str) -> ConfigResult:

@@ -20,7 +20,7 @@ from kvbench.tasks.ruler.texts import GENERATED
 
 # Options of a task that choose samples: a run with others still has comparable groups.
 CHOOSE_SAMPLES = {"task.lengths", "task.samples", "task.subsets", "task.keys", "task.positions"}
-_KIND = ("model", "method", "task")
+KIND = ("model", "method", "task")  # what a published cell and a run beside it have in common
 BESIDE = {
     "score": QUANTITIES["score"]._replace(label="ours"),
     **WITH_SCORE,
@@ -70,10 +70,10 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
 
 
 def _near(runs: Runs, paper: PaperTable, chosen: Iterable[int]) -> list[int]:
-    """Those of full attention, and of a model, method and task that some cell of a published table has."""
-    there = set(zip(*(paper.frame[key] for key in _KIND), strict=True))
-    kinds = {run: tuple(runs.arm[run][key] for key in _KIND) for run in chosen}
-    return [run for run, kind in kinds.items() if YARDSTICK in kind or kind in there]
+    """The chosen runs of full attention, and those whose model, method and task some cell of a published table has."""
+    there = set(paper.frame[[*KIND]].itertuples(index=False, name=None))
+    arms = {run: runs.arm[run] for run in chosen}
+    return [run for run, arm in arms.items() if arm["method"] == YARDSTICK or tuple(arm[key] for key in KIND) in there]
 
 
 def _fitting(runs: Runs, paper: PaperTable, chosen: Sequence[int]) -> dict[int, list[int]]:
@@ -91,7 +91,7 @@ def _fitting(runs: Runs, paper: PaperTable, chosen: Sequence[int]) -> dict[int, 
 def _fits(runs: Runs, run: int, line: Any, whole: tuple[str, ...]) -> bool:
     """Whether a run is one that a published cell could stand beside."""
     arm = runs.arm[run]
-    if not line.metric or any(arm[key] != getattr(line, key) for key in _KIND):
+    if not line.metric or any(arm[key] != getattr(line, key) for key in KIND):
         return False
     budget = line.budget
     if budget is None:
