@@ -119,7 +119,7 @@ def shipped(group: str, name: str) -> dict[str, Any] | None:
     files = {path.stem: path for path in (conf_dir() / group).glob("*.yaml")}
     if name not in files:
         return None
-    own = _read(files[name])
+    own = read_choice(files[name])
     if "defaults" not in own:
         return own
     parts = [own if part == "_self_" else shipped(group, part) or {} for part in own.pop("defaults")]
@@ -128,10 +128,13 @@ def shipped(group: str, name: str) -> dict[str, Any] | None:
 
 def root_keys() -> dict[str, Any]:
     """The unresolved keys of `conf/config.yaml` that are kvbench's own: neither the defaults list nor Hydra's."""
-    return {key: value for key, value in _read(conf_dir() / "config.yaml").items() if key not in ("defaults", "hydra")}
+    return {
+        key: value for key, value in read_choice(conf_dir() / "config.yaml").items() if key not in ("defaults", "hydra")
+    }
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_choice(path: Path) -> dict[str, Any]:
+    """The unresolved YAML of one choice, as its file has it."""
     return copy.deepcopy(_parsed(path, path.stat().st_mtime_ns))
 
 

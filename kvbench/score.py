@@ -23,25 +23,24 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.config import HARNESS_KEYS, ConfigError, check_types, check_valid, first_line, nearest, show
-from kvbench.runs.folder import (
-    Record,
-    ResultsError,
-    append_records,
-    check_format,
-    held,
-    lost_samples,
-    read_samples,
-    runs_in,
-    state_of,
-    stored_task,
-    write_whole,
-    writing,
-)
+from kvbench.config import HARNESS_KEYS, ConfigError, check_types, check_valid, first_line, locate, nearest, show
+from kvbench.runs.folder import append_records, check_format, held, lost_samples, stored_state, write_whole, writing
 from kvbench.runs.identity import module_sources, source_hash
 from kvbench.runs.quantities import PASSED
+from kvbench.runs.stored import (
+    DAMAGED,
+    Record,
+    ResultsError,
+    printable,
+    read_samples,
+    runs_in,
+    stored_task,
+    using,
+    what_of,
+)
 from kvbench.runs.summary import summarise
 from kvbench.tasks import Sample, Task, predictions, task_of
+from kvbench.tasks.known import add_config_dir, refuse_unknown
 
 USAGE = """python -m kvbench.score RUN [RUN ...] [--write | task.key=value ...] [--json]
        python -m kvbench.score --predictions longbench|ruler DIR [DIR ...] [--json]"""
@@ -86,8 +85,6 @@ def _main(arguments: Sequence[str] | None) -> int:
         return _predicted(given)
     changes = [word for word in given.words if word.startswith("task.") and "=" in word]
     try:
-        if given.write and changes:
-            raise ConfigError(f"--write: not with {changes[0]}, the run was made with other options; leave one out")
         options = options_of(changes)
         folders = list(runs_in([Path(word) for word in given.words if word not in changes]))
     except (ConfigError, ResultsError) as error:
@@ -96,7 +93,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     entries, code = [], 0
     for folder in folders:
         try:
-            found = rewrite(folder) if given.write else rescore(folder, options)
+            make = rewrite if given.write else rescore
+            found = make(folder, options, given.config_dir)
         except (ConfigError, ResultsError) as error:
             code = _refused(error)
             continue
@@ -140,13 +138,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("words", nargs="+", metavar="RUN", help="a run folder, or a folder above some")
     formats = list(predictions.BENCHMARKS)
     parser.add_argument("--predictions", choices=formats, help="each RUN is a folder of its scripts' <subset>.jsonl")
+    add_config_dir(parser)
     parser.add_argument("--write", action="store_true", help="keep the new scores, in samples.jsonl and summary.json")
     parser.add_argument("--json", action="store_true", help="print JSON, scores before and after, and no tables")
     return parser
 
 
 def _refused(error: Exception) -> int:
-    print(f"kvbench.score: {error}", file=sys.stderr)
+    print(f"kvbench.score: {printable(str(error))}", file=sys.stderr)
     return 2
 
 
@@ -164,25 +163,30 @@ def options_of(words: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def rescore(folder: Path, options: Mapping[str, Any] | None = None) -> Rescored:
+def rescore(folder: Path, options: Mapping[str, Any] | None = None, config_dir: Path | None = None) -> Rescored:
     """Score the stored outputs of a run, which may go on meanwhile, and change nothing.
 
     Args:
         folder: the run's.
-        options: of its task, where they shall differ from the run's own.
+        options: of its task, where they shall differ from the run's own, and what scoring is allowed to do.
+        config_dir: a folder with the user's own tasks.
 
     Raises:
-        ConfigError: the task cannot be built, or has no such options.
+        ConfigError: the task is not known, cannot be built, has no such options, or lacks a permission.
         ResultsError: what is stored is damaged, of another format, or without answers.
     """
     check_format(folder)
-    config = _task_config(folder, options or {})
-    task = task_of(config)
+    config = stored_task(folder)
+    with using(folder):
+        return _rescored(folder, _task_of(folder, config, options or {}, config_dir), config["_target_"])
+
+
+def _rescored(folder: Path, task: Task, target: str) -> Rescored:
     records, end = read_samples(folder / "samples.jsonl")
     if lost := lost_samples(folder, len(records)):
         raise ResultsError(f"{folder}: {lost}")
     stored = list(records.values())
-    mark = {"task": _code(config["_target_"]), "notes": dict(task.notes)}
+    mark = {"task": _code(target), "notes": dict(task.notes)}
     scored = [_scored(folder, record, task, mark) for record in stored]
     before = summarise(stored, task.metric)
     has_metric = any(task.metric in (record.get("scores") or {}) for record in stored if not record.get("error"))
@@ -193,18 +197,28 @@ def rescore(folder: Path, options: Mapping[str, Any] | None = None) -> Rescored:
     return Rescored(folder, task.metric, before if has_metric else {}, after, changed, end)
 
 
-def rewrite(folder: Path) -> Rescored:
+def rewrite(folder: Path, options: Mapping[str, Any] | None = None, config_dir: Path | None = None) -> Rescored:
     """Score the stored outputs of a run and keep the new scores.
 
     Changed records are appended to samples.jsonl, where the newest line of an id wins, so the old ones stay there too.
     summary.json is made anew if the run was finished; of an unfinished one the run itself makes it.
 
+    Args:
+        folder: the run's.
+        options: as `rescore`, of those that the run was made with.
+        config_dir: as `rescore`.
+
     Raises:
-        ConfigError, ResultsError: as `rescore`; another process holds the folder; it cannot be written.
+        ConfigError, ResultsError: as `rescore`; other options than the run's; another process holds the folder; it
+            cannot be written.
     """
     with held(folder):
-        found = rescore(folder)
-        finished = (folder / "summary.json").exists() or state_of(folder) == "finished"
+        stored = stored_task(folder)
+        if other := next((key for key, value in (options or {}).items() if stored.get(key) != value), ""):
+            given = f"task.{other}={show((options or {})[other])}"
+            raise ConfigError(f"--write: not with {given}, {folder} was made with other options; leave one out")
+        found = rescore(folder, options, config_dir)
+        finished = (folder / "summary.json").exists() or stored_state(folder) == "finished"
         with writing(folder):
             if found.changed:
                 # A summary is there only while it covers every line.
@@ -216,9 +230,13 @@ def rewrite(folder: Path) -> Rescored:
     return found
 
 
-def _task_config(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The task's part of run.yaml, with these options in place of its own."""
-    config = stored_task(folder)
+def _task_of(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any], config_dir: Path | None) -> Task:
+    """The task of a stored run, with these options in place of its own.
+
+    Raises:
+        ConfigError: as `rescore`.
+    """
+    refuse_unknown(config, config_dir)
     valid = config.keys() - HARNESS_KEYS
     for key, value in options.items():
         if key not in valid:
@@ -226,7 +244,13 @@ def _task_config(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{folder}: task.{key}={show(value)}: no such option of {name}; {nearest(key, valid)}")
     check_types("task", options, config)
     check_valid("task", options, config.get("valid") or {})
-    return {**config, **options}
+    for key in getattr(locate(config["_target_"]), "permissions", ()):
+        if config.get(key) and key not in options:
+            raise ConfigError(
+                f"{folder}: config.task.{key}={show(config[key])}: a file is no permission; where nothing is secret, "
+                f"give task.{key}={show(config[key])} on the command line"
+            )
+    return task_of({**config, **options})
 
 
 def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -> Record:
@@ -242,10 +266,9 @@ def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -
     sample = Sample(asked, "", tuple(answers), 0, group=group, meta=record.get("meta") or {})
     try:
         scores = task.score(sample, output)
-    except (LookupError, ValueError) as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
+    except DAMAGED as error:
         raise ResultsError(
-            f"{folder}: {key} cannot be scored as {task.name} ({reason}); was it another one?"
+            f"{folder}: {printable(key)} cannot be scored as {task.name} ({what_of(error)}); was it another one?"
         ) from error
     return record if scores == record.get("scores") else {**record, "scores": scores, "rescored": mark}
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from kvbench.runs.folder import ResultsError, runs_in
 from kvbench.runs.state import State, state_of
+from kvbench.runs.stored import ResultsError, printable, runs_in
 from kvbench.runs.table import add_numbers, wide_console
 
 FOLDER = Path("results")
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = wide_console()
     if shown:
         console.print(table(shown))
-    counts = Counter(one.state for one in states)
+    counts = Counter(printable(one.state) for one in states)
     console.print(f"{len(states)} runs: " + ", ".join(f"{count} {state}" for state, count in counts.most_common()))
     return 0
 
@@ -56,8 +56,8 @@ def table(states: Sequence[State]) -> Table:
     add_numbers(drawn, ["done", "failed", "samples/min", "left", "last sign"])
     for one in states:
         drawn.add_row(
-            "/".join(one.path.parts[-4:]),
-            one.state + (f", {one.running} of {one.shards} shards" if one.shards > 1 else ""),
+            printable("/".join(one.path.parts[-4:])),
+            printable(one.state) + (f", {one.running} of {one.shards} shards" if one.shards > 1 else ""),
             f"{one.done}/{'?' if one.total is None else one.total}",
             str(one.failed),
             "" if one.rate is None else f"{one.rate:.1f}",

@@ -21,7 +21,7 @@ import yaml
 
 from kvbench.config import choices, nearest
 from kvbench.report.frame import collect, content_of
-from kvbench.runs.folder import ResultsError
+from kvbench.runs.stored import ResultsError
 from kvbench.runs.summary import written
 
 TEXTS = ("answers", "output")

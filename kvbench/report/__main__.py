@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import kvbench
 from kvbench.config import ConfigError
-from kvbench.runs.folder import ResultsError
+from kvbench.runs.stored import ResultsError, printable
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             _say_left_out(runs, narrow)
     except (ConfigError, ResultsError) as error:
-        print(f"kvbench.report: {error}", file=sys.stderr)
+        print(f"kvbench.report: {printable(str(error))}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # whoever read our output has enough; what is still buffered must not be written at exit
@@ -197,7 +197,7 @@ def _runs(given: Namespace) -> Runs | None:
     except ResultsError as error:
         if not given.paper or named:
             raise
-        print(f"kvbench.report: {error}; the published numbers stand alone", file=sys.stderr)
+        print(f"kvbench.report: {printable(str(error))}; the published numbers stand alone", file=sys.stderr)
         return None
     if not len(runs.arms) and not given.paper:
         folders = " and ".join(map(str, given.folders))
@@ -225,7 +225,7 @@ def _say_left_out(runs: Runs | None, narrow: Sequence[str]) -> None:
     said = [_named(runs.left_out)] if runs and runs.left_out else []
     said += [f"{', '.join(narrow)}: too wide for here; --format html has room"] if narrow else []
     if said:
-        print(f"left out: {'; '.join(said)}", file=sys.stderr)
+        print(printable(f"left out: {'; '.join(said)}"), file=sys.stderr)
 
 
 def _named(left_out: Sequence[LeftOut]) -> str:

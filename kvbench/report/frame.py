@@ -18,15 +18,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import yaml
 
 from kvbench.budget import has_budget, size_of
 from kvbench.config import FACTS, first_line, show
 from kvbench.measure.protocol import GREEDY
 from kvbench.memory.kinds import NATIVE, kv_in
-from kvbench.runs.folder import FORMAT, Record, ResultsError, read_samples, runs_in, tear_of
+from kvbench.runs.folder import tear_of
 from kvbench.runs.identity import LOCAL, engine_of
 from kvbench.runs.quantities import QUANTITIES, is_number, measured
+from kvbench.runs.stored import (
+    DAMAGED,
+    Record,
+    ResultsError,
+    json_in,
+    printable,
+    read_run_yaml,
+    read_samples,
+    runs_in,
+    what_of,
+)
 from kvbench.runs.summary import answers_of, by_machine, machine_name, summarise, summarise_repeats
 
 YARDSTICK = "full"  # the method that all others are compared with
@@ -186,7 +196,7 @@ def collect(folders: Sequence[Path], unfinished: bool = False) -> Runs:
         try:
             run = _read(path, unfinished)
         except (ResultsError, OSError) as error:
-            left_out.append(LeftOut(path, first_line(error)))
+            left_out.append(LeftOut(path, printable(first_line(error))))
             continue
         key = json.dumps(run.settings, sort_keys=True)
         if key in found:
@@ -223,7 +233,7 @@ def _read(path: Path, unfinished: bool) -> _Run:
     Raises:
         ResultsError: why it cannot be used.
     """
-    written = _run_yaml(path / "run.yaml") if (path / "run.yaml").exists() else {}
+    written = read_run_yaml(path) if (path / "run.yaml").exists() else {}
     records, _ = read_samples(path / "samples.jsonl")
     if tear := tear_of(path, len(records)):
         raise ResultsError(tear)
@@ -241,26 +251,12 @@ def _read(path: Path, unfinished: bool) -> _Run:
         scores = _scores(records.values(), metric, str(settings["seed"]))
         summary = summarise(records.values(), metric)
         arm = _arm(path, written, settings, summary)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise ResultsError(f"not as kvbench writes it ({reason})") from error
+    except DAMAGED as error:
+        raise ResultsError(f"not as kvbench writes it ({what_of(error)})") from error
     arm |= {"metric": metric, "finished": finished, "updated": _updated(path)}
     own = {key: arm[key] for key in ("model", "method", "budget", "task")}
     groups = [{**own, "group": group, **values} for group, values in _groups(summary, scores).items()]
     return _Run(arm, settings, groups, scores)
-
-
-def _run_yaml(path: Path) -> dict[str, Any]:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        written = yaml.load(path.read_bytes(), loader)
-    except (OSError, yaml.YAMLError, ValueError) as error:
-        raise ResultsError(f"run.yaml cannot be read ({first_line(error)})") from error
-    if not isinstance(written, dict) or "format" not in written:
-        raise ResultsError("run.yaml is not kvbench's")
-    if written["format"] != FORMAT:
-        raise ResultsError(f"of format {written['format']}; this kvbench reads format {FORMAT}")
-    return written
 
 
 def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,7 +284,8 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
     for section, values in sections.items():
         for key, value in values.items():
             if key not in FACTS | {"name", "_target_", "preset"}:
-                settings[f"{section}.{key}"] = show(value) if isinstance(value, list | tuple | dict) else value
+                shown = show(value) if isinstance(value, list | tuple | dict) else value
+                settings[f"{section}.{printable(key)}"] = printable(shown) if isinstance(shown, str) else shown
     for key in (key for key, value in task.items() if value == LOCAL):
         settings[f"task.{key}"] = Path(str(config["task"][key])).name
     return settings
@@ -315,7 +312,7 @@ def _scores(records: Iterable[Record], metric: str, seed: str) -> Scores:
         asked: str = record.get("sample") or record["id"]
         lost = any(answer.get("error") for answer in answers)
         ids.append(asked)
-        groups.append(str(record.get("group") or ""))
+        groups.append(_group(record))
         values.append(100.0 * statistics.fmean(_score(answer, metric) for answer in answers))
         failed.append(lost)
         contents.append(record.get("content") or content_of(record))
@@ -324,6 +321,13 @@ def _scores(records: Iterable[Record], metric: str, seed: str) -> Scores:
     return Scores(
         ids, groups, np.array(values), np.array(failed), [seed] * len(ids), np.array(contents), np.array(kl, float)
     )
+
+
+def _group(record: Record) -> str:
+    group = str(record.get("group") or "")
+    if not group.isprintable():
+        raise ResultsError(f"sample {record['id']} is of a group with characters that are not to be printed")
+    return group
 
 
 def content_of(record: Record) -> str:
@@ -383,7 +387,4 @@ def _groups(summary: Mapping[str, Any], scores: Scores) -> Mapping[str, Mapping[
 
 
 def _updated(path: Path) -> str:
-    try:
-        return str(json.loads((path / "status.json").read_text())["updated"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    return str(json_in(path / "status.json").get("updated", ""))

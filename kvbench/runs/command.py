@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kvbench.config import FACTS, root_keys, shipped, show
 from kvbench.memory.kinds import NATIVE, kv_in
 from kvbench.runs.identity import engine_of
+from kvbench.runs.stored import DAMAGED, ResultsError, read_run_yaml
 
 SAID_OTHERWISE = FACTS | {"name", "_target_"}
 UNKNOWN = "the command that made it"
@@ -23,11 +22,12 @@ def command_of(folder: Path) -> str:
     A folder whose run.yaml cannot be read has none: the answer then says so in words.
     """
     try:
-        config = yaml.safe_load((folder / "run.yaml").read_bytes())["config"]
+        config = read_run_yaml(folder)["config"]
         words = [*_words(config), f"results_dir={folder.parents[4]}"]
-    except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError):
+    except (ResultsError, *DAMAGED):
         return UNKNOWN
-    return shlex.join(["python", "-m", "kvbench", *words])
+    command = shlex.join(["python", "-m", "kvbench", *words])
+    return command if command.isprintable() else UNKNOWN
 
 
 def _words(config: Mapping[str, Any]) -> Iterator[str]:

@@ -8,6 +8,7 @@ Nothing here knows a model or a method, and nothing imports torch.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -26,19 +27,21 @@ from typing import Any, NamedTuple
 import yaml
 
 import kvbench
-from kvbench.config import first_line
 from kvbench.runs.command import command_of
 from kvbench.runs.identity import run_id
+from kvbench.runs.stored import (
+    FORMAT,
+    SHARDS,
+    Record,
+    ResultsError,
+    contents,
+    json_in,
+    of_shards,
+    read_run,
+    read_samples,
+)
 
-FORMAT = 1  # of everything in a run folder; raised when an older reader would misread it
 MERGE_SECONDS = 60.0  # the longest that a shard waits for another one that merges
-SHARDS = "shards"  # in a run folder, the folders of jobs that share out its samples
-
-Record = dict[str, Any]
-
-
-class ResultsError(RuntimeError):
-    """A run folder cannot be used: held by another process, of another format, damaged, or not writable."""
 
 
 class Shard(NamedTuple):
@@ -155,7 +158,9 @@ class RunFolder:
                         pass
             self._mine.callback(os.close, take_lock(self._own))
         mine, self._end = read_samples(self._own / "samples.jsonl")
-        self._samples = os.open(self._own / "samples.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._samples = os.open(
+            self._own / "samples.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666
+        )
         self._mine.callback(os.close, self._samples)
         os.ftruncate(self._samples, self._end)
         self._know(mine if alone else read_run(self.path))
@@ -279,13 +284,19 @@ class RunFolder:
             write_whole(self._own / "status.json", _json(status))
 
 
+def unlinked(path: str, flags: int) -> int:
+    """An opener that follows no symbolic link: a file to be written lies where it says, whoever made its folder."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Say which folder could not be written, and which key moves it elsewhere."""
     try:
         yield
     except OSError as error:
-        raise ResultsError(f"cannot write results to {path} ({error.strerror or error}): see results_dir") from error
+        reason = f"{error.filename} is a symbolic link" if error.errno == errno.ELOOP else error.strerror or error
+        raise ResultsError(f"cannot write results to {path} ({reason}): see results_dir") from error
 
 
 def _folder_name(name: str) -> str:
@@ -300,7 +311,7 @@ def take_lock(folder: Path, shared: bool = False) -> int:
         folder: to lock.
         shared: with others who share it; whoever merges shards is waited for.
     """
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     kind, patience = (fcntl.LOCK_SH, MERGE_SECONDS) if shared else (fcntl.LOCK_EX, 0.0)
     until = time.monotonic() + patience
     while True:
@@ -341,8 +352,7 @@ def check_format(folder: Path) -> None:
     """Refuse a folder written by another version of this layout."""
     try:
         # The format stands first, and reading the whole file as YAML would take longer than all else before a run.
-        with open(folder / "run.yaml", encoding="utf-8", errors="replace") as file:
-            first = re.fullmatch(r"format: (\d+)\n", file.readline())
+        first = re.match(rb"format: (\d+)\n", contents(folder / "run.yaml"))
     except FileNotFoundError:
         return
     written = int(first.group(1)) if first else "unknown"
@@ -364,82 +374,22 @@ def _run_yaml(identity: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     return yaml.safe_dump(run, sort_keys=False, allow_unicode=True)
 
 
-def stored_task(folder: Path) -> dict[str, Any]:
-    """The config of a run's task, as run.yaml holds it.
-
-    Raises:
-        ResultsError: there is none that can be read.
-    """
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        config: dict[str, Any] = dict(yaml.load((folder / "run.yaml").read_bytes(), loader)["config"]["task"])
-        config["_target_"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-        raise ResultsError(f"{folder / 'run.yaml'}: damaged, its task cannot be read ({first_line(error)})") from error
-    return config
-
-
-def read_samples(path: Path) -> tuple[dict[str, Record], int]:
-    """Newest record of every id, and the size in bytes up to the last whole line; what follows it was torn off."""
-    data = path.read_bytes() if path.exists() else b""
-    lines = data.split(b"\n")[:-1]
-    records: dict[str, Record] = {}
-    end = 0
-    for number, line in enumerate(lines, 1):
-        record = _parse(line)
-        if record is None and number == len(lines):
-            break  # after a power cut the last line can be there in length but not in content
-        if record is None:
-            raise ResultsError(
-                f"{path}: line {number} is damaged; delete that line (sed -i {number}d {shlex.quote(str(path))}), "
-                "and its sample runs again"
-            )
-        records[record["id"]] = record
-        end += len(line) + 1
-    return records, end
-
-
-def read_run(folder: Path) -> dict[str, Record]:
-    """The record of every sample of a run, whichever of its shards has it."""
-    records, _ = read_samples(folder / "samples.jsonl")
-    return records | _of_shards(folder, records)
-
-
-def _of_shards(folder: Path, records: Mapping[str, Record]) -> dict[str, Record]:
-    """What the shards of a run know beyond these records: a sample that ran stands above one that failed."""
-    found: dict[str, Record] = {}
-    for file in sorted(folder.glob(f"{SHARDS}/*/samples.jsonl")):
-        for key, record in read_samples(file)[0].items():
-            there = found.get(key, records.get(key))
-            if there is None or (there.get("error") and there != record):
-                found[key] = record
-    return found
-
-
 def _merge_shards(folder: Path) -> None:
     """Take in what shards left; the caller alone holds the run. Killed in between, the next one does it again."""
     if not (folder / SHARDS).is_dir():
         return
     file = folder / "samples.jsonl"
     records, end = read_samples(file)
-    if new := _of_shards(folder, records):
+    if new := of_shards(folder, records):
         (folder / "summary.json").unlink(missing_ok=True)
         file.touch()
         append_records(file, list(new.values()), end)
     shutil.rmtree(folder / SHARDS)
 
 
-def _parse(line: bytes) -> Record | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("id"), str) else None
-
-
 def _started(status: Path) -> str:
     """When this run was first started; a status file that cannot be read (never seen, never fatal) starts now."""
-    return str(_json_in(status).get("started") or _now())
+    return str(json_in(status).get("started") or _now())
 
 
 def _now() -> str:
@@ -456,7 +406,7 @@ def write_whole(path: Path, text: str, durable: bool = False, within: Path | Non
         within: the folder where the new text is written first, for files that several processes replace.
     """
     temporary = (within or path.parent) / f".{path.name}.new"
-    with open(temporary, "w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", opener=unlinked) as file:
         file.write(text)
         if durable:
             file.flush()
@@ -479,40 +429,6 @@ def _strict(value: Any) -> Any:
     return value
 
 
-def runs_in(paths: Sequence[Path]) -> Iterator[Path]:
-    """The run folders at or under these paths, in order and none twice.
-
-    Raises:
-        ResultsError: there is none at one of them.
-    """
-    right = "a run is a folder such as results/runs/<task>/<model>/<arm>/<run id>"
-    if not paths:
-        raise ResultsError(f"no run given; {right}")
-    seen: set[Path] = set()
-    for path in paths:
-        found = [path] if (path / "run.yaml").is_file() else sorted(set(_below(path)))
-        if not found:
-            raise ResultsError(f"{path}: {_no_run(path)}; {right}")
-        yield from (folder for folder in found if folder not in seen)
-        seen.update(found)
-
-
-def _below(path: Path) -> Iterator[Path]:
-    """The run folders at or under a path, with those that lost their run.yaml."""
-    yield from (file.parent for file in path.rglob("run.yaml"))
-    others = (file.parent for file in path.rglob("status.json") if file.parent.parent.name != SHARDS)
-    yield from (folder for folder in others if (folder / "samples.jsonl").is_file())
-
-
-def _no_run(path: Path) -> str:
-    """Why there is no run at a path."""
-    if path.is_dir():
-        return "no run in it"
-    if not path.exists():
-        return "no such folder"
-    return f"a file; name its folder, {path.parent}" if (path.parent / "run.yaml").is_file() else "a file, and no run"
-
-
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Hold the lock of a run folder for a while.
@@ -531,7 +447,7 @@ def held(folder: Path) -> Iterator[None]:
 def append_records(path: Path, records: Sequence[Record], end: int) -> None:
     """All of these records after the last whole line, or none: what a full disk cuts off is taken back."""
     rest = memoryview(b"".join(json.dumps(record, allow_nan=False).encode() + b"\n" for record in records))
-    with open(path, "r+b", buffering=0) as file:
+    with open(path, "r+b", buffering=0, opener=unlinked) as file:
         file.truncate(end)
         file.seek(end)
         try:
@@ -543,9 +459,9 @@ def append_records(path: Path, records: Sequence[Record], end: int) -> None:
             raise
 
 
-def state_of(folder: Path) -> str:
+def stored_state(folder: Path) -> str:
     """What status.json says of a run: "running", "interrupted", "finished"; "unknown" where it cannot be read."""
-    return str(_json_in(folder / "status.json").get("state", "unknown"))
+    return str(json_in(folder / "status.json").get("state", "unknown"))
 
 
 def tear_of(folder: Path, samples: int) -> str:
@@ -559,17 +475,17 @@ def tear_of(folder: Path, samples: int) -> str:
         return "run.yaml is missing; the command that made the run writes it anew"
     if lost := lost_samples(folder, samples):
         return lost
-    finished = _json_in(folder / "summary.json").get("n")
+    finished = json_in(folder / "summary.json").get("n")
     if type(finished) is int and samples > finished:
         return f"samples.jsonl has {samples} samples, and {finished} when the run finished; the same command says more"
-    if state_of(folder) == "finished" and not (folder / "summary.json").exists():
+    if stored_state(folder) == "finished" and not (folder / "summary.json").exists():
         return f"summary.json is missing; python -m kvbench.score {shlex.quote(str(folder))} --write writes it anew"
     return ""
 
 
 def lost_samples(folder: Path, samples: int) -> str:
     """How many samples a run lacks of those that it had finished with, and the command that runs them again; or ""."""
-    status, summary = _json_in(folder / "status.json"), _json_in(folder / "summary.json")
+    status, summary = json_in(folder / "status.json"), json_in(folder / "summary.json")
     counts = [summary.get("n")]
     if status.get("state") == "finished" and type(status.get("failed")) is type(status.get("done")) is int:
         counts.append(status["done"] + status["failed"])
@@ -578,12 +494,3 @@ def lost_samples(folder: Path, samples: int) -> str:
     if samples >= had:
         return ""
     return f"{had - samples} of its {had} samples are missing; {command_of(folder)} runs them again"
-
-
-def _json_in(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file; {} where it cannot be read."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.config import ConfigError, first_line
-from kvbench.runs.folder import ResultsError, check_format, read_samples, runs_in, stored_task, write_whole
-from kvbench.tasks import Sample, task_of
+from kvbench.runs.folder import check_format, write_whole
+from kvbench.runs.stored import ResultsError, printable, read_samples, runs_in, stored_task, using
+from kvbench.tasks import Sample
+from kvbench.tasks.known import add_config_dir, stored_task_of
 from kvbench.tasks.sources import read_jsonl
 
 FIELDS = {"sample": str, "name": str, "prompt": str, "reply": str}
@@ -45,14 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (folder, *others) = runs_in([Path(given.run)])
         if others:
             raise ConfigError(f"{given.run}: holds {1 + len(others)} runs; name one")
-        asked = list(questions(folder))
+        asked = list(questions(folder, given.config_dir))
         if given.questions:
             _write(given.questions, asked)
             return 0
         found = judged(asked, _replies(given.replies))
         write_whole(folder / "judged.json", json.dumps(found, indent=2) + "\n")
     except (ConfigError, ResultsError, OSError) as error:
-        print(f"kvbench judge: {first_line(error)}", file=sys.stderr)
+        print(f"kvbench judge: {printable(first_line(error))}", file=sys.stderr)
         return 2
     print(json.dumps(found, indent=2))
     return 0
@@ -61,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("kvbench judge", description="Questions for a judge of your own, and its replies.")
     parser.add_argument("run", metavar="RUN", help="a run folder")
+    add_config_dir(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--questions", type=Path, metavar="FILE", help="write the questions there, one JSON object a line"
@@ -69,22 +72,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def questions(folder: Path) -> Iterator[Question]:
+def questions(folder: Path, config_dir: Path | None = None) -> Iterator[Question]:
     """All questions about a run's outputs; a failed sample's parts are not there.
 
     Raises:
-        ConfigError: the run's task has none.
+        ConfigError: the run's task has none, or is not known.
         ResultsError: what is stored is damaged or of another format.
     """
     check_format(folder)
-    task = task_of(stored_task(folder))
-    records, _ = read_samples(folder / "samples.jsonl")
-    found = [
-        Question(id, name, prompt)
-        for id, record in records.items()
-        if record.get("meta")
-        for name, prompt in task.questions(Sample(id, "", (), 0, meta=record["meta"]), record["output"]).items()
-    ]
+    with using(folder):
+        task = stored_task_of(stored_task(folder), config_dir)
+        records, _ = read_samples(folder / "samples.jsonl")
+        found = [
+            Question(id, name, prompt)
+            for id, record in records.items()
+            if record.get("meta")
+            for name, prompt in task.questions(Sample(id, "", (), 0, meta=record["meta"]), record["output"]).items()
+        ]
     if not found:
         raise ConfigError(f"{folder}: {task.name} has no questions for a judge, or the run no samples")
     yield from found

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvbench.runs.folder import SHARDS
 from kvbench.runs.heartbeat import DEAD_SECONDS
+from kvbench.runs.stored import SHARDS, json_in
+
+LEAST_SHARE = 1e-6  # of the work: what is left cannot be told from less
+TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("state", "began", "updated"), (str,)),
+    **dict.fromkeys(("done", "failed", "total", "ran"), (int,)),
+    "share": (float, int),
+}
 
 
 class State(NamedTuple):
@@ -56,7 +62,7 @@ class _Status(NamedTuple):
 def state_of(folder: Path) -> State:
     """The state of a run folder, its shards taken together."""
     own = _status(folder / "status.json")
-    files = sorted(folder.glob(f"{SHARDS}/*/status.json"))
+    files = {file: int(number[1]) for file in sorted(folder.glob(f"{SHARDS}/*/status.json")) if (number := _of(file))}
     shards = [one for file in files if (one := _status(file))]
     statuses = [*([own] if own else []), *shards]
     running = [one for one in statuses if one.state == "running"]
@@ -72,8 +78,13 @@ def state_of(folder: Path) -> State:
         max((left for _, left in paces if left is not None), default=None),
         min((one.age for one in statuses), default=None),
         len(running),
-        max((int(file.parent.name.rpartition("-of-")[2]) for file in files), default=1),
+        max(files.values(), default=1),
     )
+
+
+def _of(file: Path) -> re.Match[str] | None:
+    """How many jobs share out a run, by the folder of one of them."""
+    return re.fullmatch(r"\d{1,6}-of-(\d{1,6})", file.parent.name)
 
 
 def _together(states: Sequence[str]) -> str:
@@ -92,18 +103,18 @@ def _pace(status: _Status) -> tuple[float, float | None] | None:
         ran, share = says["ran"], says["share"]
     except (KeyError, TypeError, ValueError):
         return None
-    if not ran or elapsed <= 0:
+    if ran < 1 or elapsed <= 0:
         return None
-    left = elapsed * (1 - share) / share if share else None
+    left = elapsed * (1 - share) / share if LEAST_SHARE < share <= 1 else None
     return 60 * ran / elapsed, left
 
 
 def _status(file: Path) -> _Status | None:
-    """A status file; None where it cannot be read."""
+    """A status file, of which what has another type than kvbench writes says nothing; None where it cannot be read."""
+    says = json_in(file)  # opening asks a file server for the file's present time
     try:
-        with open(file, encoding="utf-8") as opened:  # opening asks a file server for the file's present time
-            age = time.time() - os.fstat(opened.fileno()).st_mtime
-            says = json.load(opened)
-    except (OSError, ValueError):
+        age = time.time() - file.stat().st_mtime
+    except OSError:
         return None
-    return _Status(says, max(0.0, age)) if isinstance(says, dict) else None
+    plain = {key: value for key, value in says.items() if type(value) in TYPES.get(key, ())}
+    return _Status(plain, max(0.0, age)) if says else None

@@ -116,6 +116,8 @@ class Task(ABC):
         sources: files that the samples are read from; their content is part of a result's identity.
         stored: samples are read from files, cheap to have all at once: the longest run first.
         notes: what else decides a score (the version of a library), kept with every result.
+        permissions: options by which scoring may do more than compute, such as run what a model wrote; that a stored
+            run had them is no permission to have them again.
     """
 
     name: str
@@ -123,6 +125,7 @@ class Task(ABC):
     sources: Sequence[DataFile] = ()
     stored: bool = False
     notes: Mapping[str, str] = MappingProxyType({})
+    permissions: Sequence[str] = ()
 
     @abstractmethod
     def __len__(self) -> int:

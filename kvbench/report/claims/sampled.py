@@ -26,7 +26,7 @@ from kvbench.report.claims.verdict import Finding, Missing
 from kvbench.report.evidence import but_for_seed, is_shared, scored_in_parts, what_scores
 from kvbench.report.frame import Runs, missing
 from kvbench.report.stats import estimate, is_0_1, proportion, ratio
-from kvbench.runs.folder import Record
+from kvbench.runs.stored import Record
 from kvbench.runs.summary import is_disturbed
 
 # What a run has where an arm does not say otherwise.

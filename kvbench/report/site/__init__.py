@@ -14,6 +14,7 @@ from kvbench.config import ConfigError
 from kvbench.report.frame import Runs
 from kvbench.report.site.board import board
 from kvbench.report.site.claim_pages import claim_pages
+from kvbench.report.site.files import check, write_files
 from kvbench.report.site.front import front
 from kvbench.report.site.method_pages import method_pages
 from kvbench.report.site.parts import File, Site
@@ -21,7 +22,6 @@ from kvbench.report.site.pictures import pictures
 from kvbench.report.site.samples import samples
 
 ASSETS = ("site.css", "site.js")
-MARK = '<meta name="generator" content="kvbench">'  # of a page of ours
 
 
 class Pages(NamedTuple):
@@ -46,20 +46,6 @@ PAGES = {
 }
 
 
-def check(folder: Path) -> None:
-    """Refuse a folder that holds something else than a site of ours.
-
-    Raises:
-        ConfigError: names it.
-    """
-    if folder.is_file():
-        raise ConfigError(f"--out {folder}: is a file; a site takes a folder, or name another --format")
-    index = folder / "index.html"
-    ours = index.is_file() and MARK in index.read_text(encoding="utf-8")
-    if folder.is_dir() and any(folder.iterdir()) and not ours:
-        raise ConfigError(f"--out {folder}: holds other files than a site's; name a new or an empty folder")
-
-
 def write(runs: Runs, folders: str, out: Path) -> None:
     """Write a site; pages of an older one there that are not of this one go away.
 
@@ -77,13 +63,7 @@ def write(runs: Runs, folders: str, out: Path) -> None:
     sections = {name: pages.first for name, pages in PAGES.items()}
     files = [file for pages in PAGES.values() for file in pages.make(site, sections)]
     files += [File(name, Path(__file__).with_name(name).read_bytes()) for name in ASSETS]
-    try:
-        for place in {Path(file.path).parent for file in files} - {Path(".")}:
-            for old in (out / place).glob("*.*"):
-                old.unlink()
-        for path, content in files:
-            target = out / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content if isinstance(content, bytes) else content.encode())
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot write there ({error.strerror})") from error
+    write_files(out, files)
+
+
+__all__ = ["PAGES", "check", "write"]

@@ -7,7 +7,7 @@ from html import escape
 
 from kvbench.config import choices, conf_dir, method_config, show
 from kvbench.report.site.claimed import claims_section
-from kvbench.report.site.parts import File, Row, Site, figure, label_of, linked, page, swatch, table_of
+from kvbench.report.site.parts import File, Row, Site, figure, label_of, linked, page, slug, swatch, table_of
 from kvbench.report.site.printed import Printed, all_printed, published
 from kvbench.report.site.prose import about, choices_taken
 from kvbench.report.site.results import FIGURES, by_group, pictures, results
@@ -21,9 +21,9 @@ def method_pages(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
         own = [row for row in site.rows if row.method == method]
         drawn = dict(pictures(site, own)) if own else {}
         for name, picture in drawn.items():
-            yield File(f"methods/{method}-{name}.svg", picture)
+            yield File(f"methods/{slug(method)}-{name}.svg", picture)
         body = _body(site, method, own, list(drawn), tables)
-        yield page(f"methods/{method}.html", label_of(method), site, sections, body)
+        yield page(f"methods/{slug(method)}.html", label_of(method), site, sections, body)
         words = (f"<code>{escape(method)}</code>", escape(shipped.get(method, "")), "ran" if own else "no run here")
         labels = "".join(f'<td class="label">{word}</td>' for word in words)
         lines.append(f'<tr><th scope="row">{linked(method, "../")}</th>{labels}</tr>')
@@ -32,7 +32,7 @@ def method_pages(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
 
 def _body(site: Site, method: str, own: Sequence[Row], drawn: Sequence[str], tables: Sequence[Printed]) -> str:
     shipped = choices("method")
-    figures = (figure(f"{method}-{name}.svg", FIGURES[name]) for name in drawn)
+    figures = (figure(f"{slug(method)}-{name}.svg", FIGURES[name]) for name in drawn)
     parts = {
         "Results": results(site, own) if own else "<p>It did not run here.</p>",
         "By group": by_group(site, own),

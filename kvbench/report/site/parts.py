@@ -6,6 +6,8 @@ the script sorts and filters by these.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -227,9 +229,16 @@ def swatch(method: str) -> str:
     return f'<i class="swatch" style="--colour:{style_of(method).colour}"></i>'
 
 
+def slug(name: str) -> str:
+    """A method's name in a path: itself, or where it has other letters than a file of ours what is left and a hash."""
+    if re.fullmatch(r"\w[\w.+-]{0,80}", name, re.ASCII) and name != "index":
+        return name
+    return f"{re.sub(r'[^a-zA-Z0-9_]+', '-', name)[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
 def linked(method: str, root: str, part: str = "") -> str:
     """A method's name, which leads to its page, or to a part of it such as "#claims"."""
-    page = f"{root}methods/{escape(method)}.html{part}"
+    page = f"{root}methods/{slug(method)}.html{part}"
     return f'<a class="method" href="{page}">{swatch(method)}{escape(label_of(method))}</a>'
 
 

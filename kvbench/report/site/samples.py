@@ -11,7 +11,7 @@ from typing import Any
 from kvbench.report.frame import content_of
 from kvbench.report.html import MOST_LETTERS
 from kvbench.report.site.parts import File, Row, Site, page
-from kvbench.runs.folder import read_samples
+from kvbench.runs.stored import read_samples
 
 MOST_SAMPLES = 24  # of a page: those on which the arms differ most
 

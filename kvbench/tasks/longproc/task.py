@@ -61,6 +61,7 @@ class LongProc(Task):
     name = "longproc"
     metric = "score"
     stored = True
+    permissions = ("execute",)
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class LongProc(Task):
             raise ValueError(f"task.max_new_tokens={max_new_tokens}: a whole number, 1 or more, or null")
         if data_dir is None:
             raise ValueError("task.data_dir=null: needs the folder data of the repository princeton-pli/LongProc")
-        self.subsets, self.max_new_tokens = tuple(subsets), max_new_tokens
+        self.subsets, self.max_new_tokens, self.execute = tuple(subsets), max_new_tokens, execute
         self.data_dir = Path(str(data_dir)).expanduser()
         files = {name: self._file(name) for name in self.subsets}
         prompts = {kind_of(name): self._prompts(kind_of(name)) for name in self.subsets}
@@ -117,11 +118,17 @@ class LongProc(Task):
         return (sample for sample in chain.from_iterable(zip_longest(*shuffled)) if sample is not None)
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """The subset's own numbers, and the first of them as "score"."""
+        """The subset's own numbers, and the first of them as "score".
+
+        Raises:
+            ValueError: a program would have to run, and none may.
+        """
         kind, (reference, *_) = kind_of(sample.group), sample.answers
         if kind == "countdown":
             found = _countdown(output, reference, sample.meta["nums"], sample.meta["target"])
         elif kind == RUN:
+            if not self.execute:  # a stored sample may be of another subset than the options name
+                raise ValueError(f"task.execute=false: {sample.id} is scored by running a program; use true")
             program = cpp.program_in(output)
             right = float(program is not None and cpp.passes(program, sample.meta["testcases"]))
             found = {"accuracy": right, "partial_accuracy": right, "extraction_rate": float(program is not None)}

@@ -1,0 +1,317 @@
+"""What is stored of a run, read as data: whoever made it, nothing in it is imported, called or followed elsewhere.
+
+A folder may come from anybody. A file here is a regular one of bounded size; YAML has no aliases, by which a small file
+means a huge one; numbers are finite and fit 64 bits; a record has the types that `kvbench.measure` gives it. What does
+not keep to that is a `ResultsError`, never a traceback. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvbench.config import ConfigError, first_line
+
+FORMAT = 1  # of everything in a run folder; raised when an older reader would misread it
+SHARDS = "shards"  # in a run folder, the folders of jobs that share out its samples
+MOST_BYTES = {"run.yaml": 2**22, "samples.jsonl": 2**32}  # of a file that is read, by its name
+MOST_OTHERS = 2**28
+DEEPEST = 32  # levels of a run.yaml; ours have six
+
+# What a computation raises on values that no kvbench wrote. Whoever computes from stored data says what is wrong.
+DAMAGED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+Record = dict[str, Any]
+
+# The types of what a record may hold, beside None; other keys hold anything.
+WORDS = ("id", "sample", "group", "content", "error", "output")
+COUNTS = ("prompt_tokens", "cut_tokens", "new_tokens")
+LISTS = ("answers", "output_ids")
+MAPPINGS = (
+    *("meta", "scores", "audit", "probe", "fidelity", "hardware", "machine", "tpot_ms", "breakdown_ms", "prefill_ms"),
+    "written",
+)
+TYPES: dict[str, type] = {
+    **dict.fromkeys(WORDS, str),
+    **dict.fromkeys(COUNTS, int),
+    **dict.fromkeys(LISTS, list),
+    **dict.fromkeys(MAPPINGS, dict),
+}
+_LARGE = re.compile(rb"\d{19}|[eE]\+?\d{3}|NaN|Infinity")  # where a number may be that does not fit, or text like it
+
+
+class ResultsError(RuntimeError):
+    """A run folder cannot be used: held by another process, of another format, damaged, or not writable."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def contents(path: Path) -> bytes:
+    """All of a regular file.
+
+    Raises:
+        ResultsError: it is a pipe, a device or a folder, or larger than any that kvbench writes.
+        OSError: it is not there, or cannot be read.
+    """
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without the second a pipe would be waited for
+    try:
+        found, most = os.fstat(opened), MOST_BYTES.get(path.name, MOST_OTHERS)
+        if not stat.S_ISREG(found.st_mode):
+            raise ResultsError(f"{path}: not a regular file")
+        if found.st_size > most:
+            raise ResultsError(f"{path}: has {found.st_size} bytes; expected at most {most}")
+        with open(opened, "rb", closefd=False) as file:
+            return file.read(found.st_size)
+    finally:
+        os.close(opened)
+
+
+def json_of(data: bytes) -> Any:
+    """The JSON value in some bytes.
+
+    Raises:
+        ValueError: it is none, is nested too deeply, or has a number that is not finite or does not fit 64 bits.
+    """
+    try:
+        if _LARGE.search(data):
+            return json.loads(data, parse_int=_fitting, parse_float=_finite, parse_constant=_finite)
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _fitting(digits: str) -> int:
+    if len(digits) > 20 or abs(number := int(digits)) >= 2**63:
+        raise ValueError(f"{digits[:24]}: expected a number of 64 bits")
+    return number
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text}: expected a finite number")
+    return number
+
+
+def json_in(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; {} where it cannot be read."""
+    try:
+        found = json_of(contents(path))
+    except (OSError, ResultsError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@contextmanager
+def using(folder: Path) -> Iterator[None]:
+    """Say that a folder cannot be used where reading it, or computing from what it holds, fails.
+
+    Raises:
+        ResultsError: why; what is one already, or tells of a bad setting, passes as it is.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, *DAMAGED) as error:
+        raise ResultsError(f"{folder}: not as kvbench writes it ({what_of(error)})") from error
+
+
+def what_of(error: BaseException) -> str:
+    """An error of `DAMAGED` in a line: its class and what it says."""
+    return printable(f"{type(error).__name__}: {first_line(error)}"[:200])
+
+
+def printable(text: str) -> str:
+    """A text for a terminal, on one line: characters that would command it are written out."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders
+
+
+def runs_in(paths: Sequence[Path]) -> Iterator[Path]:
+    """The run folders at or under these paths, in order and none twice.
+
+    Raises:
+        ResultsError: there is none at one of them.
+    """
+    right = "a run is a folder such as results/runs/<task>/<model>/<arm>/<run id>"
+    if not paths:
+        raise ResultsError(f"no run given; {right}")
+    seen: set[Path] = set()
+    for path in paths:
+        found = [path] if (path / "run.yaml").is_file() else sorted(set(_below(path)))
+        if not found:
+            raise ResultsError(f"{path}: {_no_run(path)}; {right}")
+        yield from (folder for folder in found if folder not in seen)
+        seen.update(found)
+
+
+def _below(path: Path) -> Iterator[Path]:
+    """The run folders at or under a path, with those that lost their run.yaml."""
+    yield from (file.parent for file in path.rglob("run.yaml"))
+    others = (file.parent for file in path.rglob("status.json") if file.parent.parent.name != SHARDS)
+    yield from (folder for folder in others if (folder / "samples.jsonl").is_file())
+
+
+def _no_run(path: Path) -> str:
+    """Why there is no run at a path."""
+    if path.is_dir():
+        return "no run in it"
+    if not path.exists():
+        return "no such folder"
+    return f"a file; name its folder, {path.parent}" if (path.parent / "run.yaml").is_file() else "a file, and no run"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# run.yaml
+
+
+def read_run_yaml(folder: Path) -> dict[str, Any]:
+    """What run.yaml holds: plain values, and under "config" the names of model, method and task.
+
+    Raises:
+        ResultsError: it is not there, of another format, or not as kvbench writes it.
+    """
+    path = folder / "run.yaml"
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        data = contents(path)
+        if b"*" in data and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(data, loader)):
+            raise ResultsError(f"{path}: has YAML aliases, which kvbench never writes")
+        written = yaml.load(data, loader)
+    except (OSError, yaml.YAMLError, *DAMAGED) as error:
+        raise ResultsError(f"run.yaml cannot be read ({printable(first_line(error))})") from error
+    if not isinstance(written, dict) or "format" not in written:
+        raise ResultsError(f"{path}: not kvbench's")
+    if written["format"] != FORMAT:
+        raise ResultsError(f"of format {printable(str(written['format'])[:40])}; this kvbench reads format {FORMAT}")
+    if reason := _strange(written, "run.yaml") or _nameless(written):
+        raise ResultsError(f"not as kvbench writes it ({printable(reason)})")
+    return written
+
+
+def _strange(value: Any, where: str, level: int = 0) -> str:
+    """What in a value is not plain: other types than JSON has, numbers that do not fit, too many levels; or ""."""
+    if level > DEEPEST:
+        return f"{where[:80]}...: more than {DEEPEST} levels"
+    if isinstance(value, Mapping):
+        if strange := next((key for key in value if not isinstance(key, str)), None):
+            return f"{where}: {str(strange)[:40]} is no word"
+        inside: Iterator[tuple[str, Any]] = ((f"{where}.{key}", item) for key, item in value.items())
+    elif isinstance(value, list):
+        inside = ((f"{where}[{place}]", item) for place, item in enumerate(value))
+    elif isinstance(value, float):
+        return "" if math.isfinite(value) else f"{where}: {value} is not finite"
+    elif isinstance(value, int):
+        return "" if abs(value) < 2**63 else f"{where}: a number of more than 64 bits"
+    else:
+        return "" if value is None or isinstance(value, str) else f"{where}: a {type(value).__name__}"
+    return next(filter(None, (_strange(item, name, level + 1) for name, item in inside)), "")
+
+
+def _nameless(written: Mapping[str, Any]) -> str:
+    """Which section or name is missing, or is no line of text; or ""."""
+    for section in ("identity", "config"):
+        if not isinstance(written.get(section), dict):
+            return f"{section}: expected a mapping"
+    for where, config in (("config", written["config"]), ("identity.config", written["identity"].get("config", {}))):
+        if not isinstance(config, dict):
+            return f"{where}: expected a mapping"
+        for group in {"model", "method", "task"} & config.keys():
+            own = config[group]
+            name = own.get("name", "") if isinstance(own, dict) else None
+            if not isinstance(name, str) or not name.isprintable() or len(name) > 200:
+                return f"{where}.{group}.name: expected a line of at most 200 letters"
+    return ""
+
+
+def stored_task(folder: Path) -> dict[str, Any]:
+    """The config of a run's task, as run.yaml holds it. What it names is not to be trusted, see `kvbench.tasks.known`.
+
+    Raises:
+        ResultsError: there is none that can be read.
+    """
+    try:
+        config = read_run_yaml(folder)["config"].get("task")
+    except ResultsError as error:
+        raise ResultsError(f"{folder / 'run.yaml'}: damaged, its task cannot be read ({error})") from error
+    if not isinstance(config, dict) or not isinstance(config.get("_target_"), str):
+        raise ResultsError(f"{folder / 'run.yaml'}: damaged, its task cannot be read (config.task._target_: no name)")
+    return config
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# samples.jsonl
+
+
+def read_samples(path: Path) -> tuple[dict[str, Record], int]:
+    """Newest record of every id, and the size in bytes up to the last whole line; what follows it was torn off.
+
+    Raises:
+        ResultsError: a line is damaged, or the file is none.
+    """
+    try:
+        data = contents(path)
+    except FileNotFoundError:
+        data = b""
+    lines = data.split(b"\n")[:-1]
+    records: dict[str, Record] = {}
+    end = 0
+    for number, line in enumerate(lines, 1):
+        record, reason = _parse(line)
+        if record is None and number == len(lines) and not reason:
+            break  # after a power cut the last line can be there in length but not in content
+        if record is None:
+            raise ResultsError(
+                f"{path}: line {number} is damaged{reason and f' ({printable(reason)})'}; delete that line "
+                f"(sed -i {number}d {shlex.quote(str(path))}), and its sample runs again"
+            )
+        records[record["id"]] = record
+        end += len(line) + 1
+    return records, end
+
+
+def _parse(line: bytes) -> tuple[Record | None, str]:
+    """The record in a line; or None and, where the line is whole, what is wrong with it."""
+    try:
+        record = json_of(line)
+    except ValueError:
+        return None, ""
+    if not isinstance(record, dict) or not isinstance(record.get("id"), str):
+        return None, ""
+    for key, right in TYPES.items():
+        value = record.get(key)
+        if value is not None and type(value) is not right:
+            return None, f"{key}: expected {right.__name__}, found {type(value).__name__}"
+    return record, ""
+
+
+def read_run(folder: Path) -> dict[str, Record]:
+    """The record of every sample of a run, whichever of its shards has it."""
+    records, _ = read_samples(folder / "samples.jsonl")
+    return records | of_shards(folder, records)
+
+
+def of_shards(folder: Path, records: Mapping[str, Record]) -> dict[str, Record]:
+    """What the shards of a run know beyond these records: a sample that ran stands above one that failed."""
+    found: dict[str, Record] = {}
+    for file in sorted(folder.glob(f"{SHARDS}/*/samples.jsonl")):
+        for key, record in read_samples(file)[0].items():
+            there = found.get(key, records.get(key))
+            if there is None or (there.get("error") and there != record):
+                found[key] = record
+    return found
