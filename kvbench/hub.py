@@ -133,7 +133,7 @@ def config_in(folder: Path, path: str) -> Mapping[str, Any]:
         shape = json.loads((folder / "config.json").read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"model.path={path}: no config.json in it; expected a transformers model's folder") from error
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(f"model.path={path}: config.json cannot be read: {first_line(error)}") from error
     if not isinstance(shape, dict):
         raise ConfigError(f"model.path={path}: config.json is no mapping; expected a transformers model's folder")
@@ -144,7 +144,7 @@ def stated_revision(folder: Path) -> str | None:
     """What the folder of a fetched model says its weights are; None for any other folder."""
     try:
         return str(json.loads((folder / "kvbench.json").read_text())["revision"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, LookupError, RecursionError, TypeError, ValueError):
         return None
 
 
@@ -215,7 +215,7 @@ def _damage(file: Path) -> str:
             header = json.loads(stream.read(length))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
             whole = 8 + length + max(ends, default=0)
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
             return "is no safetensors file"
     return "" if size == whole else f"has {size} bytes where its header tells of {whole}"
 
@@ -224,7 +224,7 @@ def _parts(index: Path) -> set[str]:
     """The files that the weights of a model are spread over; none where no index says so."""
     try:
         return set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return set()
 
 

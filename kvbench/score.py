@@ -42,7 +42,7 @@ from kvbench.runs.summary import summarise
 from kvbench.tasks import Sample, Task, predictions, task_of
 from kvbench.tasks.known import add_config_dir, refuse_unknown
 
-USAGE = """python -m kvbench.score RUN [RUN ...] [--write | task.key=value ...] [--json]
+USAGE = """python -m kvbench.score RUN [RUN ...] [task.key=value ...] [--write] [--config-dir FOLDER] [--json]
        python -m kvbench.score --predictions longbench|ruler DIR [DIR ...] [--json]"""
 
 # Of a summary, what follows from scores.
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    given = _parser().parse_args(arguments)
+    given = _parser().parse_intermixed_args(arguments)
     if given.predictions:
         return _predicted(given)
     changes = [word for word in given.words if word.startswith("task.") and "=" in word]
@@ -213,6 +213,7 @@ def rewrite(folder: Path, options: Mapping[str, Any] | None = None, config_dir: 
             cannot be written.
     """
     with held(folder):
+        check_format(folder)
         stored = stored_task(folder)
         if other := next((key for key, value in (options or {}).items() if stored.get(key) != value), ""):
             given = f"task.{other}={show((options or {})[other])}"
@@ -260,8 +261,8 @@ def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -
     key, answers, output = record["id"], record.get("answers"), record.get("output")
     if answers is None:
         raise ResultsError(f"{folder}: {key} is stored without its answers, by an older kvbench; run it again")
-    if not isinstance(answers, list) or not isinstance(output, str):
-        raise ResultsError(f"{folder / 'samples.jsonl'}: the newest line of {key} is damaged: no answers or no output")
+    if output is None:
+        raise ResultsError(f"{folder / 'samples.jsonl'}: the newest line of {key} is damaged: no output")
     asked, group = record.get("sample") or key, record.get("group") or ""
     sample = Sample(asked, "", tuple(answers), 0, group=group, meta=record.get("meta") or {})
     try:

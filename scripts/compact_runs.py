@@ -21,7 +21,7 @@ import yaml
 
 from kvbench.config import choices, nearest
 from kvbench.report.frame import collect, content_of
-from kvbench.runs.stored import ResultsError
+from kvbench.runs.stored import ResultsError, read_run_yaml
 from kvbench.runs.summary import written
 
 TEXTS = ("answers", "output")
@@ -56,7 +56,7 @@ def compact(source: Path, target: Path, outputs: Collection[str] = ()) -> list[P
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("status.json", "summary.json"):
             shutil.copyfile(path / name, folder / name)
-        told = yaml.safe_load((path / "run.yaml").read_text())
+        told = read_run_yaml(path)
         told["config"] = without_paths(told["config"])
         dropped = set(DROPPED) - set(TEXTS if told["config"]["task"]["name"] in outputs else ())
         (folder / "run.yaml").write_text(yaml.safe_dump(told, sort_keys=False, allow_unicode=True))

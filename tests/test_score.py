@@ -14,6 +14,7 @@ import pytest
 
 from kvbench import score
 from kvbench.config import shipped
+from kvbench.runs import judge
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.summary import summarise
 from kvbench.score import main
@@ -352,8 +353,8 @@ def test_a_damaged_run_yaml_is_named(tmp_path, capsys, damage):
 @pytest.mark.parametrize(
     "task, message",
     [
-        ({"_target_": "kvbench.tasks.passkey.Gone"}, "no Gone in kvbench.tasks.passkey"),
-        ({"_target_": "no_such_module.Task"}, "No module named 'no_such_module'"),
+        ({"_target_": "kvbench.tasks.passkey.Gone"}, "_target_=kvbench.tasks.passkey.Gone"),
+        ({"_target_": "no_such_module.Task"}, "_target_=no_such_module.Task"),
         ({"old_option": 1}, "unexpected keyword argument 'old_option'"),
         ({"keys": 0}, "task.keys=0"),
     ],
@@ -376,7 +377,7 @@ def test_a_damaged_line_is_named_and_nothing_is_written(tmp_path, capsys):
     "broken, message",
     [
         ({"output": None}, "newest line of a is damaged"),
-        ({"answers": "123"}, "newest line of a is damaged"),
+        ({"answers": "123"}, "line 1 is damaged (answers"),
         ({"answers": []}, "a cannot be scored as passkey (IndexError"),
         ({"answers": ["x"]}, "a cannot be scored as passkey (ValueError"),
     ],
@@ -399,3 +400,81 @@ def test_help_and_a_missing_run_come_from_the_shell(capsys):
             main(words)
         assert stop.value.code == code
     assert "python -m kvbench.score RUN" in capsys.readouterr().out
+
+
+# -- files of others ---------------------------------------------------------------------------------------------------
+
+
+def own_task(folder: Path, mark: Path) -> Path:
+    """A user's folder of choices with a task of their own, which leaves a mark where it is imported."""
+    (folder / "task").mkdir(parents=True)
+    (folder / "task" / "mine.yaml").write_text("name: mine\n_target_: my_task.Mine\nlengths: [400]\n")
+    (folder / "my_task.py").write_text(
+        f"import pathlib\npathlib.Path({str(mark)!r}).touch()\nfrom kvbench.tasks.passkey import Passkey\n"
+        "class Mine(Passkey):\n    name = 'mine'\n"
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    "target", ["os.system", "os.path.exists", "kvbench.config.build", "kvbench.tasks.task_of", "x"]
+)
+@pytest.mark.parametrize("command", [main, lambda words: judge.main([*words[:1], "--questions", os.devnull])])
+def test_a_stored_target_that_is_no_known_task_is_not_imported(tmp_path, capsys, monkeypatch, target, command):
+    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG, task={"name": "passkey", "_target_": target, "command": "id"})
+    monkeypatch.setattr("kvbench.config.locate", pytest.fail)
+    monkeypatch.setattr("importlib.import_module", pytest.fail)
+    assert command([str(folder)]) == 2
+    assert f"config.task._target_={target}" in capsys.readouterr().err
+
+
+def test_a_task_of_ones_own_is_scored_where_the_command_line_names_its_folder(tmp_path, capsys, monkeypatch):
+    mark = tmp_path / "imported"
+    conf = own_task(tmp_path / "conf", mark)
+    monkeypatch.syspath_prepend(str(conf))  # it could be imported
+    folder = stored(
+        tmp_path / "results", [record("a", "123")], task={"name": "mine", "_target_": "my_task.Mine", "lengths": [400]}
+    )
+    assert "my_task.Mine" in refused(capsys, folder) and not mark.exists()
+    assert "my_task.Mine" in refused(capsys, folder, "--config-dir", tmp_path / "results") and not mark.exists()
+    assert "no such folder" in refused(capsys, folder, "--config-dir", tmp_path / "nowhere")
+    (found,) = printed(capsys, folder, "--config-dir", conf)
+    assert found["after"]["score"] == 100.0 and mark.exists()
+
+
+PROGRAM = "```cpp\nint main(){ return 0; }\n```"
+
+
+def of_programs(results: Path, **options: Any) -> Path:
+    """A run of LongProc whose sample is a program."""
+    task = {**(shipped("task", "longproc") or {}), "data_dir": "/nowhere", **options}
+    one = record("x-0", PROGRAM, group="pseudo_to_code_0.5k", meta={"testcases": [[["1"], ["1"]]]})
+    return stored(results, [one], task=task, arm="full")
+
+
+def test_a_stored_run_permits_nothing_that_the_command_line_does_not(tmp_path, capsys, monkeypatch):
+    ran = []
+    monkeypatch.setattr("kvbench.tasks.longproc.cpp.compiler", lambda: "/usr/bin/g++")
+    monkeypatch.setattr("kvbench.tasks.longproc.cpp.passes", lambda *told: ran.append(told) or True)
+    allowed = of_programs(tmp_path / "allowed", subsets=["pseudo_to_code_0.5k"], execute=True)
+    smuggled = of_programs(tmp_path / "smuggled")  # whose options name other subsets, and do not execute
+    assert "task.execute" in refused(capsys, allowed)
+    assert "task.execute" in refused(capsys, allowed, "--write")
+    assert "task.execute" in refused(capsys, smuggled)
+    assert not ran
+    (found,) = printed(capsys, allowed, "task.execute=true")
+    assert found["after"]["score"] == 100.0 and len(ran) == 1
+    assert printed(capsys, allowed, "--write", "task.execute=true")[0]["written"]
+
+
+@pytest.mark.parametrize("name", ["lock", "samples.jsonl", "summary.json", ".summary.json.new"])
+def test_writing_scores_follows_no_link_out_of_the_run(tmp_path, name):
+    outside = tmp_path / "thesis.tex"
+    folder = stored(tmp_path / "results", RIGHT_BUT_STORED_WRONG)
+    there = folder / name
+    outside.write_bytes(there.read_bytes() if there.exists() else b"years of work")
+    before = outside.read_bytes()
+    there.unlink(missing_ok=True)
+    there.symlink_to(outside)
+    main([str(folder), "--write"])
+    assert outside.read_bytes() == before

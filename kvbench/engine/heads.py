@@ -83,7 +83,7 @@ def read(file: Path) -> Calibration:
         return Calibration(found["model"], found["weights"], found["procedure"], echo, induction)
     except FileNotFoundError as error:
         raise ConfigError(f"method.heads={file}: no such file; expected one of python -m kvbench.calibrate") from error
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError(
             f"method.heads={file}: no head scores: {first_line(error)}; expected a file of python -m kvbench.calibrate"
         ) from error

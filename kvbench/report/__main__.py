@@ -324,8 +324,6 @@ def _page(given: Namespace, runs: Runs | None, made: Sequence[Table]) -> str:
             figures[name] = (title, draw(name, chosen))
         except ConfigError as error:
             undrawn.append(str(error))
-        except (LookupError, TypeError, ValueError) as error:  # runs by an older kvbench, say; the tables stand
-            undrawn.append(f"figure={name}: not from these runs ({type(error).__name__}: {error})")
     folders = " and ".join(map(str, given.folders))
     about = f"{len(chosen.arms)} runs below {folders}."
     outputs = {arm["path"].name: _outputs(chosen, run) for run, arm in chosen.arm.items()}

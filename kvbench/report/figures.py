@@ -47,6 +47,7 @@ from kvbench.report.style import Style
 from kvbench.report.tradeoff import draw_front, tradeoff
 from kvbench.report.written import written
 from kvbench.runs.quantities import QUANTITIES
+from kvbench.runs.stored import DAMAGED, ResultsError, what_of
 from kvbench.runs.summary import timed_alike
 
 # Options that say how many things lie together.
@@ -59,11 +60,17 @@ def draw(name: str, runs: Runs) -> Figure:
     """The figure of a name of `FIGURES`.
 
     Raises:
-        ConfigError: no such figure (names the nearest), or no run to draw it from.
+        ConfigError: no such figure (names the nearest), or not of these runs: there is none to draw it from, or what
+            they stored is not as kvbench writes it.
     """
     if name not in FIGURES:
         raise ConfigError(f"figure={name}: no such figure; {nearest(name, FIGURES | OF_FILES)}")
-    return FIGURES[name][0](over_seeds(runs, runs.arms.index)[0])
+    try:
+        return FIGURES[name][0](over_seeds(runs, runs.arms.index)[0])
+    except ConfigError:
+        raise
+    except (ResultsError, *DAMAGED) as error:
+        raise ConfigError(f"figure={name}: not from these runs ({what_of(error)})") from error
 
 
 def write(figure: Figure, path: Path) -> None:

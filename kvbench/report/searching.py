@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from kvbench.config import ConfigError
 from kvbench.report.panels import grid, legend, line_look
 from kvbench.report.style import Style, style_of
 from kvbench.report.tradeoff import FRONT
+from kvbench.runs.stored import DAMAGED, ResultsError, contents, json_of
 
 # The arms of the script that are drawn: IceCache's trees as their presets rank nodes, and faiss on the same keys.
 ARMS = {
@@ -40,10 +40,10 @@ def search(files: Sequence[Path]) -> Figure:
     """
     (path, *others) = files or [Path("results")]
     try:
-        runs = {(run["keys"], run["n"]): _alone(run) for run in json.loads(path.read_text(encoding="utf-8"))["runs"]}
+        runs = {(run["keys"], run["n"]): _alone(run) for run in json_of(contents(path))["runs"]}
         if not runs:
             raise LookupError
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ResultsError, *DAMAGED) as error:
         raise ConfigError(
             f"figure=search: {path}: expected one file, what scripts/bench_index.py prints last, such as "
             f"results/bench_index_cpu.json ({type(error).__name__})"

@@ -191,12 +191,12 @@ def read_run_yaml(folder: Path) -> dict[str, Any]:
     try:
         data = contents(path)
         if b"*" in data and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(data, loader)):
-            raise ResultsError(f"{path}: has YAML aliases, which kvbench never writes")
+            raise ResultsError("run.yaml has YAML aliases, which kvbench never writes")
         written = yaml.load(data, loader)
     except (OSError, yaml.YAMLError, *DAMAGED) as error:
         raise ResultsError(f"run.yaml cannot be read ({printable(first_line(error))})") from error
     if not isinstance(written, dict) or "format" not in written:
-        raise ResultsError(f"{path}: not kvbench's")
+        raise ResultsError("run.yaml is not kvbench's")
     if written["format"] != FORMAT:
         raise ResultsError(f"of format {printable(str(written['format'])[:40])}; this kvbench reads format {FORMAT}")
     if reason := _strange(written, "run.yaml") or _nameless(written):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from kvbench.report.claims.sampled import quarter_of
 from kvbench.report.claims.verdict import Finding, Missing, exactly
 from kvbench.report.stats import estimate
 from kvbench.runs.quantities import is_number
+from kvbench.runs.stored import DAMAGED, ResultsError, contents, json_of
 
 # -- printed -----------------------------------------------------------------------------------------------------------
 
@@ -115,10 +115,10 @@ def filed(folders: Sequence[Path], asked: Mapping[str, Any]) -> Finding | Missin
         return Missing(f"no {asked['file']}; {asked['command']} | tail -1 > results/{asked['file']}")
     anew = f"{asked['command']} | tail -1 > results/{asked['file']}"
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
+        whole = json_of(contents(path))
         paths = [asked[key] for key in ("value", "less", "slope", "each") if key in asked]
         found = [dict(_at(whole, one, asked.get("where", {}), one == asked.get("each"))) for one in paths]
-    except (ValueError, TypeError) as error:
+    except (OSError, ResultsError, *DAMAGED) as error:
         return Missing(f"{path} is not what the script writes ({type(error).__name__}); {anew}")
     told = [place for place in found[0] if all(place in other for other in found)]  # by records that have all of them
     if not told:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from kvbench.config import ConfigError, choices
+from kvbench.config import choices
 from kvbench.report.figures import drawn
 from kvbench.report.frame import Runs
+from kvbench.runs.stored import DAMAGED, ResultsError
 
 MOST_METHODS = 20  # that a reader can tell apart in one picture
 # Of more than that, a method of each kind.
@@ -33,5 +34,5 @@ def picture(make: Callable[[], Figure]) -> bytes:
     try:
         with rc_context({"svg.fonttype": "none"}):
             return drawn(make(), "svg")
-    except (ConfigError, LookupError, TypeError, ValueError):
-        return b""  # not from these runs, or these are by an older kvbench; the tables stand
+    except (ResultsError, *DAMAGED):  # of which a ConfigError is one
+        return b""  # not from these runs, or not as kvbench writes them; the tables stand

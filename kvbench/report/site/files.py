@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def _of_older_site(out: Path) -> set[Path]:
     """The files in a folder that its list names."""
     paths = json_in(out / LIST).get("files")
     named = (out / path for path in (paths if isinstance(paths, list) else ()) if isinstance(path, str))
-    return {path for path in named if "\0" not in str(path) and path.is_file() and _is_inside(out, path)}
+    return {path for path in named if "\0" not in str(path) and os.path.isfile(path) and _is_inside(out, path)}
 
 
 def _is_inside(out: Path, path: Path) -> bool:

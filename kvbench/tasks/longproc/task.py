@@ -173,8 +173,10 @@ class LongProc(Task):
     def _filled(self, kind: str, data: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, Any]]:
         """What a prompt's places are filled with, the reference, and what scoring needs besides."""
         if kind == "html_to_tsv":
-            page = (self.data_dir / kind / data["html_path"]).read_text(encoding="utf-8")
-            return {**data, "html_str": page}, data["gt"], {}
+            page = self.data_dir / kind / data["html_path"]
+            if not page.resolve().is_relative_to(self.data_dir.resolve()):
+                raise ValueError(f"html_path={data['html_path']}: out of the folder; expected one of its pages")
+            return {**data, "html_str": page.read_text(encoding="utf-8")}, data["gt"], {}
         if kind == "pseudo_to_code":
             cases = data["testcases"][: cpp.MOST_CASES]
             return (
