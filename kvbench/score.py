@@ -237,7 +237,7 @@ def _task_of(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]
     Raises:
         ConfigError: as `rescore`.
     """
-    refuse_unknown(config, config_dir)
+    refuse_unknown(folder, config, config_dir)
     valid = config.keys() - HARNESS_KEYS
     for key, value in options.items():
         if key not in valid:

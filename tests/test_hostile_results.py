@@ -23,9 +23,9 @@ from kvbench import score, status
 from kvbench.config import ConfigError
 from kvbench.report.__main__ import main as report
 from kvbench.report.frame import collect
-from kvbench.report.site import write
+from kvbench.report.site import PAGES, write
 from kvbench.report.site.files import MARK, write_files
-from kvbench.report.site.parts import File
+from kvbench.report.site.parts import File, Site
 from kvbench.runs import judge
 
 SEEDS = int(os.environ.get("KVBENCH_FUZZ_SEEDS", "24"))  # 300 take ten minutes, and an hour with their sites
@@ -155,6 +155,25 @@ def test_a_bad_file_costs_its_own_run_alone(
         assert status.main([str(tmp_path)]) == 0
 
 
+def test_reports_and_status_build_nothing_that_a_run_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = hostile.stored(tmp_path, "quest", samples=[record(1.0)])
+    text = re.sub(r"_target_: .*", "_target_: os.system", (folder / "run.yaml").read_text())
+    (folder / "run.yaml").write_text(text if "_target_" in text else f"{text}\n_target_: os.system\n")
+    monkeypatch.setattr("kvbench.config.locate", pytest.fail)
+    monkeypatch.setattr("kvbench.config.build", pytest.fail)
+    with watched(monkeypatch):
+        for main, words in [
+            (status.main, ["--all"]),
+            (report, []),
+            (report, ["--format", "html"]),
+            (report, ["--claims"]),
+        ]:
+            assert main([str(tmp_path), *words]) == 0
+    assert "quest" in capsys.readouterr().out
+
+
 def record(value: float) -> dict[str, Any]:
     return hostile.record("a-0", "a", value)
 
@@ -162,16 +181,13 @@ def record(value: float) -> dict[str, Any]:
 NAMES = ["../../victim/x", "/etc/x", "index", "..", ".", "a/b", "a\\b", "ü", "x" * 200, "con: ?", "a-b", "a b"]
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sites without pictures, which take most of the time."""
-    for room in ("front", "pictures", "results"):
-        monkeypatch.setattr(sys.modules[f"kvbench.report.site.{room}"], "picture", lambda make: b"")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
-def test_a_site_stays_in_its_folder_whatever_methods_are_called(tmp_path: Path) -> None:
+def test_a_site_stays_in_its_folder_whatever_methods_are_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for slow in ("Start", "Claims", "Pictures"):
+        monkeypatch.delitem(PAGES, slow)
+    monkeypatch.setattr(sys.modules["kvbench.report.site.results"], "picture", lambda make: b"")
+    monkeypatch.setattr(Site, "judged", [])
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "thesis.tex").write_text("years of work")
@@ -179,6 +195,8 @@ def test_a_site_stays_in_its_folder_whatever_methods_are_called(tmp_path: Path) 
         hostile.stored(tmp_path / "results", name, 64, [record(0.0)])
     out = tmp_path / "site"
     for _ in range(2):
+        (out / "index.html").parent.mkdir(exist_ok=True)
+        (out / "index.html").write_text(MARK)
         write(collect([tmp_path / "results"]), "results", out)
     assert hostile.listing(victim) == {str(victim / "thesis.tex"): b"years of work"}
     assert {path.name for path in tmp_path.iterdir()} == {"results", "site", "victim"}

@@ -81,7 +81,7 @@ def questions(folder: Path, config_dir: Path | None = None) -> Iterator[Question
     """
     check_format(folder)
     with using(folder):
-        task = stored_task_of(stored_task(folder), config_dir)
+        task = stored_task_of(folder, stored_task(folder), config_dir)
         records, _ = read_samples(folder / "samples.jsonl")
         found = [
             Question(id, name, prompt)

@@ -240,7 +240,7 @@ def _nameless(written: Mapping[str, Any]) -> str:
 
 
 def stored_task(folder: Path) -> dict[str, Any]:
-    """The config of a run's task, as run.yaml holds it. What it names is not to be trusted, see `kvbench.tasks.known`.
+    """The config of a run's task, as run.yaml holds it. What it names is not trusted: see `kvbench.tasks.known`.
 
     Raises:
         ResultsError: there is none that can be read.

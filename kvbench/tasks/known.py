@@ -20,10 +20,11 @@ def add_config_dir(parser: ArgumentParser) -> None:
     parser.add_argument("--config-dir", type=Path, metavar="FOLDER", help="with your own tasks, FOLDER/task/NAME.yaml")
 
 
-def stored_task_of(config: Mapping[str, Any], config_dir: Path | None = None) -> Task:
+def stored_task_of(folder: Path, config: Mapping[str, Any], config_dir: Path | None = None) -> Task:
     """The task of a stored run.
 
     Args:
+        folder: the run's, for messages.
         config: the `task` group of its run.yaml.
         config_dir: a user's own folder of choices, with the files of more tasks.
 
@@ -31,11 +32,11 @@ def stored_task_of(config: Mapping[str, Any], config_dir: Path | None = None) ->
         ConfigError: it is no task that is known, which is found out before anything of it is imported; or it cannot be
             built.
     """
-    refuse_unknown(config, config_dir)
+    refuse_unknown(folder, config, config_dir)
     return task_of(config)
 
 
-def refuse_unknown(config: Mapping[str, Any], config_dir: Path | None = None) -> None:
+def refuse_unknown(folder: Path, config: Mapping[str, Any], config_dir: Path | None) -> None:
     """Refuse a stored task whose target no file of kvbench's, or of the user's folder, names.
 
     Raises:
@@ -49,8 +50,8 @@ def refuse_unknown(config: Mapping[str, Any], config_dir: Path | None = None) ->
     elif target not in {(shipped("task", name) or {}).get("_target_") for name in choices("task")}:
         where = "" if config_dir is None else f", and in {config_dir}/task no file names it"
         raise ConfigError(
-            f"config.task._target_={target}: no task of kvbench's{where}; a task of your own needs --config-dir with "
-            "the folder of its task/NAME.yaml"
+            f"{folder}: config.task._target_={target}: no task of kvbench's{where}; a task of your own needs "
+            "--config-dir with the folder of its task/NAME.yaml"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from kvbench.report.claims.sampled import quarter_of
 from kvbench.report.claims.verdict import Finding, Missing, exactly
 from kvbench.report.stats import estimate
 from kvbench.runs.quantities import is_number
-from kvbench.runs.stored import DAMAGED, ResultsError, contents, json_of
+from kvbench.runs.stored import DAMAGED, ResultsError, contents
 
 # -- printed -----------------------------------------------------------------------------------------------------------
 
@@ -115,7 +116,7 @@ def filed(folders: Sequence[Path], asked: Mapping[str, Any]) -> Finding | Missin
         return Missing(f"no {asked['file']}; {asked['command']} | tail -1 > results/{asked['file']}")
     anew = f"{asked['command']} | tail -1 > results/{asked['file']}"
     try:
-        whole = json_of(contents(path))
+        whole = json.loads(contents(path))
         paths = [asked[key] for key in ("value", "less", "slope", "each") if key in asked]
         found = [dict(_at(whole, one, asked.get("where", {}), one == asked.get("each"))) for one in paths]
     except (OSError, ResultsError, *DAMAGED) as error:

@@ -233,7 +233,7 @@ def slug(name: str) -> str:
     """A method's name in a path: itself, or where it has other letters than a file of ours what is left and a hash."""
     if re.fullmatch(r"\w[\w.+-]{0,80}", name, re.ASCII) and name != "index":
         return name
-    return f"{re.sub(r'[^a-zA-Z0-9_]+', '-', name)[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return f"{re.sub(r'[^a-zA-Z0-9_]+', '-', name)[:40].strip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def linked(method: str, root: str, part: str = "") -> str:
