@@ -109,8 +109,8 @@ def test_no_results_folder_breaks_a_site(
 ) -> None:
     runs, out = attacked(base, tmp_path, seed), tmp_path / "site"
     with watched(monkeypatch):
-        for words in (["--out", str(out)], ["--out", str(out), "--unfinished"], ["--out", str(tmp_path / "one.html")]):
-            assert report([str(runs), *words]) in (0, 2)
+        for target in (out, tmp_path / "one.html"):
+            assert report([str(runs), "--unfinished", "--out", str(target)]) in (0, 2)
     assert {path.name for path in tmp_path.iterdir()} <= {"results", "site", "one.html"}
     for page in out.rglob("*.html"):
         text = page.read_text()
