@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from driver import (
     SMALL,
     Attended,
     Case,
+    Stream,
     drive,
     each_accounting,
     each_method,
@@ -122,6 +124,40 @@ def test_small_budget_differs_from_full_attention(case: Case, tiny: Loaded, full
     run_loop(tiny, [PROMPT], case.build(), SMALL, steps=STEPS)
     differs = (torch.cat(noted)[1] - expected[1]).abs().max() > 100 * CLOSE
     assert differs == (case.id not in ("full", "raas"))  # RaaS keeps its prompt
+
+
+# -- numbers that are none ---------------------------------------------------------------------------------------------
+
+BAD = (torch.nan, torch.inf, -torch.inf)
+TOKENS = (7, 89, 91)  # in the prompt, at its end, and in a decode step
+
+
+def spoiled(part: str, token: int, bad: float) -> Stream:
+    """A stream with one number of `part` that is none, in the last head of layer 1."""
+    fixed = stream(90, 64, steps=3)
+    getattr(fixed, part)[1, 0, -1, token, 5] = bad
+    return fixed
+
+
+@each_method_in_turn
+def test_keys_and_queries_that_are_no_numbers_are_refused(case: Case, accounting: str) -> None:
+    """No method has to rank them: some would choose ids that are none, or drop a key that spoils all attention."""
+    for bad, token, part in itertools.product(BAD, TOKENS, ("keys", "queries")):
+        head, name = ("KV head 1", "key") if part == "keys" else ("query head 3", "query")
+        with pytest.raises(FloatingPointError, match=f"^layer 1, {head}: a {name} is not finite$"):
+            drive(spoiled(part, token, bad), case.build(), SMALL, accounting=accounting)
+
+
+@each_method_in_turn
+def test_of_values_that_are_no_numbers_tokens_are_still_chosen(case: Case, accounting: str) -> None:
+    """The outputs say so, and with them the next layer's keys, or the logits."""
+    for bad, token in itertools.product(BAD, TOKENS):
+        seen = drive(spoiled("values", token, bad), case.build(), SMALL, accounting=accounting).seen
+        for at in seen:
+            for row, length in enumerate(at.lengths):
+                for ids in at.index[row].tolist():
+                    chosen = [one for one in ids if one != -1]
+                    assert len({*chosen}) == len(chosen) and {*chosen} <= {*range(length)}
 
 
 # -- executors ---------------------------------------------------------------------------------------------------------
