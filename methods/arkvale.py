@@ -31,7 +31,7 @@ def digests(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys: [H, P, page_size, D].
 
     Returns:
-        low, high: [H, P, D], of the keys' dtype, computed in float32.
+        low, high: [H, P, D], of the keys' dtype, computed in float32; in half precision throughout as published.
     """
     centre = [(head.amax(dim=1).float() + head.amin(dim=1).float()) / 2 for head in keys]
     radius = [(head - middle[:, None]).abs().mean(dim=1) for head, middle in zip(keys, centre, strict=True)]

@@ -144,13 +144,17 @@ class Quest(Method):
     def _room(self, row: int, length: int) -> int:
         """Tokens that row `row` attends when it has `length` tokens."""
         capacity = self.capacities[row]
-        return length if capacity >= length else max(3, capacity // self.page_size) * self.page_size
+        return length if capacity >= length else self.share(capacity) * self.page_size
+
+    def share(self, capacity: int) -> int:
+        """Pages of a budget of `capacity` tokens."""
+        return max(3, capacity // self.page_size)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
-        """max(3, C / page_size) pages, of each query head where they choose for themselves; unified: C tokens."""
-        pages = max(3, self.budget.tokens(length) // self.page_size)
+        """The budget's pages, of each query head where they choose for themselves; unified: C tokens."""
+        capacity = self.budget.tokens(length)
         if self.budget.unified:
-            return self.budget.tokens(length)
+            return capacity
         lists = self.shape.group if self.selection == "query_head" else 1
         # with a budget of the whole sequence the tokens short of a full page are attended too
-        return max(lists * pages * self.page_size, self.budget.tokens(length))
+        return max(lists * self.share(capacity) * self.page_size, capacity)

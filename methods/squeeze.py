@@ -3,7 +3,8 @@ of KV-Cache in LLM Inference via Layer-wise Optimal Budget", Algorithm 1).
 
 The cosine of the hidden states before and after a layer's attention, over the prompt, says how much the layer matters.
 Layers fall into three classes by it; the class that attention changes least gives most of its budget to the others. In
-each layer another method then keeps tokens: here sinks and recent ones.
+each layer another method then keeps tokens: here sinks and recent ones. The current token is one of a layer's share, as
+in the published code of Mistral; that of Llama attends it on top.
 """
 
 from __future__ import annotations
@@ -32,18 +33,24 @@ class SqueezeAttention(Method):
         p: of C, what the layers of the highest class keep.
         base: "streaming_llm", sinks and recent tokens at the positions of the text; "window", recent tokens alone.
         sinks: first tokens that always stay, with base "streaming_llm".
+        positions: "original", keys keep the positions of the text; "cache", they are rotated to their index in what the
+            layer attends, as in the published code of Llama.
     """
 
     evicts = "always"
 
     def __init__(
-        self, p: float = 0.38, base: Literal["streaming_llm", "window"] = "streaming_llm", sinks: int = 4
+        self,
+        p: float = 0.38,
+        base: Literal["streaming_llm", "window"] = "streaming_llm",
+        sinks: int = 4,
+        positions: Literal["original", "cache"] = "original",
     ) -> None:
         if base not in ("streaming_llm", "window"):
             raise ValueError(f"base={base}: streaming_llm or window")
         self.p = p
         self.sinks = sinks if base == "streaming_llm" else 0
-        self.needs = Needs(layer_similarity=True)
+        self.needs = Needs(layer_similarity=True, positions=positions)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """No layer has its share yet."""

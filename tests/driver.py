@@ -82,6 +82,7 @@ METHODS = [
     ),
     Case("squeeze", "squeeze"),
     Case("squeeze-window", "squeeze", {"base": "window"}),
+    Case("squeeze-cache", "squeeze", {"positions": "cache"}),
     Case("razor", "razor", {"induction": 0.25, "heads": str(ASSETS / "heads" / "dummy-tiny.json")}),
     # windows and cycles far below the prompts and answers that the tests use
     Case("racc", "racc", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,6 +16,8 @@ from driver import (
     SMALL,
     Attended,
     Case,
+    Driven,
+    Stream,
     drive,
     each_accounting,
     each_method,
@@ -27,8 +30,8 @@ from driver import (
 )
 
 from kvbench.attention import executor as attention
-from kvbench.budget import Budget
-from kvbench.config import choices
+from kvbench.budget import Budget, has_budget
+from kvbench.config import ConfigError, choices
 from kvbench.engine.engine import Engine
 from kvbench.engine.models import Loaded
 from kvbench.memory.slots import whole_pages
@@ -122,6 +125,68 @@ def test_small_budget_differs_from_full_attention(case: Case, tiny: Loaded, full
     run_loop(tiny, [PROMPT], case.build(), SMALL, steps=STEPS)
     differs = (torch.cat(noted)[1] - expected[1]).abs().max() > 100 * CLOSE
     assert differs == (case.id not in ("full", "raas"))  # RaaS keeps its prompt
+
+
+@each_method_in_turn
+def test_odd_groups_and_budgets_keep_to_the_rule(case: Case, accounting: str) -> None:
+    """Budgets that no page divides, and around the prompts' lengths; those below the least are refused."""
+    kept = 0
+    for (kv_heads, group), budget in itertools.product([(2, 3), (1, 5), (1, 7)], [1, 2, 3, 17, 49, 70, 71, 72]):
+        try:
+            Budget.of(budget, case.facts, accounting)
+        except ConfigError as error:
+            assert "below the minimum" in str(error)
+            continue
+        fixed = stream(71, 40, 17, steps=2, kv_heads=kv_heads, query_heads=kv_heads * group, seed=budget)
+        driven = drive(fixed, case.build(), budget, accounting=accounting)
+        assert driven.engine.audit.broken() is None, f"{budget=} {group=}"
+        if accounting == "unified" and has_budget(case.facts):
+            assert all(limit <= budget for limit in limits(driven)), f"{budget=} {group=}"
+        kept += 1
+    assert kept >= 3
+
+
+def limits(driven: Driven) -> Iterator[float]:
+    """What the method says that it attends at most: the mean over layers and heads, or of each head."""
+    method = driven.engine.method
+    for at in driven.seen:
+        for length in driven.engine.shape.lengths:
+            mean, own = method.mean_rule(length, at.step), method.rule(at.layer, length, at.step)
+            yield from (limit for limit in (own if mean is None else mean,) if limit is not None)
+
+
+# -- numbers that are none ---------------------------------------------------------------------------------------------
+
+BAD = (torch.nan, torch.inf, -torch.inf)
+TOKENS = (7, 89, 91)  # in the prompt, at its end, and in a decode step
+
+
+def spoiled(part: str, token: int, bad: float) -> Stream:
+    """A stream with one number of `part` that is none, in the last head of layer 1."""
+    fixed = stream(90, 64, steps=3)
+    getattr(fixed, part)[1, 0, -1, token, 5] = bad
+    return fixed
+
+
+@each_method_in_turn
+def test_keys_and_queries_that_are_no_numbers_are_refused(case: Case, accounting: str) -> None:
+    """No method has to rank them: some would choose ids that are none, or drop a key that spoils all attention."""
+    for bad, token, part in itertools.product(BAD, TOKENS, ("keys", "queries")):
+        head, name = ("KV head 1", "key") if part == "keys" else ("query head 3", "query")
+        with pytest.raises(FloatingPointError, match=f"^layer 1, {head}: a {name} is not finite$"):
+            drive(spoiled(part, token, bad), case.build(), SMALL, accounting=accounting)
+
+
+@each_method_in_turn
+def test_of_values_that_are_no_numbers_tokens_are_still_chosen(case: Case, accounting: str) -> None:
+    """The outputs say so, and with them the next layer's keys, or the logits."""
+    for bad, token in itertools.product(BAD, TOKENS):
+        seen = drive(spoiled("values", token, bad), case.build(), SMALL, accounting=accounting).seen
+        for at in seen:
+            for row, length in enumerate(at.lengths):
+                for ids in at.index[row].tolist():
+                    chosen = [one for one in ids if one != -1]
+                    assert len({*chosen}) == len(chosen) and {*chosen} <= {*range(length)}
 
 
 # -- executors ---------------------------------------------------------------------------------------------------------

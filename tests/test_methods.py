@@ -261,15 +261,6 @@ def test_best_tokens_are_those_of_a_plain_reading_in_any_number_of_threads(data:
             assert found[row, at].tolist() == expected + [-1] * (found.shape[2] - len(expected))
 
 
-@both_ways
-def test_quest_attends_a_key_that_is_no_number(dtype: torch.dtype) -> None:
-    """A fault in the keys must not disappear among the pages that are not attended."""
-    fixed = stream(143, steps=1, dtype=dtype)
-    fixed.keys[:, :, 1, 40, 3] = torch.nan
-    for at in drive(fixed, method_named("quest"), 48).seen:
-        assert all(40 in chosen for chosen in at.sets(0)[2:])
-
-
 # -- StreamingLLM ------------------------------------------------------------------------------------------------------
 
 

@@ -376,7 +376,7 @@ def test_nan_in_a_key_names_its_layer(token: int, compute: str) -> None:
     """In the prompt, or in a token that leaves window and buffer."""
     fixed = stream(70, steps=30, layers=3)
     fixed.keys[2, 0, 1, token, 5] = torch.nan
-    with pytest.raises(FloatingPointError, match="layer 2: a key is not finite"):
+    with pytest.raises(FloatingPointError, match="layer 2, KV head 1: a key is not finite"):
         drive(fixed, small(compute=compute), None)
 
 
@@ -403,12 +403,6 @@ def test_a_prompt_shorter_than_the_fixed_zones_grows_into_the_zone(length: int) 
         assert {*range(min(3, now)), *range(max(0, now - 10), now)} <= at.sets(0)[0]
         assert len(at.sets(0)[0]) == min(now, len(at.sets(0)[0])) <= max(36, 3 + 10 + 7 + 12)
     assert len(at.sets(0)[0]) < now
-
-
-def test_a_query_that_is_nan_selects_nothing_twice() -> None:
-    fixed = stream(140, steps=3, layers=1)
-    fixed.queries[0, 0, 3, 141] = torch.nan
-    assert not bool(drive(fixed, small(), None).outputs[1].isfinite().all()), "the model's logits will say so"
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from driver import CLOSE, Driven, Stream, drive, numbers, run_loop, stream
+from driver import CLOSE, Driven, Stream, drive, numbers, rotate, run_loop, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -152,6 +153,29 @@ def test_through_evictions_the_mean_over_layers_is_the_budget() -> None:
     token = 2 * 16 * 4
     assert 5 * 2 * 40 * token < audit["device_kv_bytes"] <= 5 * 2 * (40 + 32) * token
     assert audit["device_kv_allocated_bytes"] >= audit["device_kv_bytes"]
+
+
+@pytest.mark.parametrize("positions", ["original", "cache"])
+def test_keys_keep_their_positions_or_have_those_of_each_layer_s_cache(positions: str) -> None:
+    """By a plain reading: what a layer attends stands at 0, 1, ... there, as if it had never had RoPE before."""
+    plain = stream(60, 25, steps=5, layers=4)
+    places = torch.arange(plain.keys.shape[3]).expand(plain.queries.shape[:4])
+    queries, keys = rotate(plain.queries, places), rotate(plain.keys, places[:, :, : plain.keys.shape[2]])
+    fixed = replace(plain, queries=queries, keys=keys)
+    outputs = drive(fixed, method_named("squeeze", positions=positions), 20).outputs
+    for row, prompt in enumerate(fixed.lengths):
+        shares = slow_shares(slow_similarity(fixed, row), 20, prompt, 0.38)
+        assert len({*shares}) > 1
+        for step, (layer, share) in itertools.product(range(fixed.steps), enumerate(shares)):
+            now = prompt + step + 1
+            kept = [*range(min(4, now)), *range(max(4, now - share + 4), now)]
+            place = torch.arange(len(kept)) if positions == "cache" else torch.tensor(kept)
+            for head in range(4):
+                query = rotate(plain.queries[layer, row, head, kept[-1:]].double(), place[-1:])
+                found = rotate(plain.keys[layer, row, head // 2, kept].double(), place)
+                weights = (found @ query[0] * fixed.scaling).softmax(0)
+                expected = weights @ plain.values[layer, row, head // 2, kept].double()
+                torch.testing.assert_close(outputs[step, layer, row, head].double(), expected, rtol=0, atol=CLOSE)
 
 
 def test_dense_layers_take_no_part() -> None:

@@ -117,6 +117,36 @@ def test_less_is_attended_than_the_selector_proposes(selector: str, accounting: 
     assert pruned[0.3] < pruned[0.9] < pruned[1.0] == alone.audit["attended_mean"]
 
 
+def proposed(queries: torch.Tensor, keys: torch.Tensor, pages: int) -> set[int]:
+    """Tokens of the pages of 16 keys with the largest bounds, by a plain reading of Quest's equation 2."""
+    bounds = {}
+    for first in range(0, len(keys), 16):
+        page = keys[first : first + 16].tolist()
+        sides = zip(*page, strict=True)
+        bounds[first] = sum(max(q * min(side), q * max(side)) for q, side in zip(queries.tolist(), sides, strict=True))
+    best = sorted(bounds, key=lambda first: -bounds[first])[:pages]
+    return {token for first in best for token in range(first, min(first + 16, len(keys)))}
+
+
+@pytest.mark.parametrize("budget", [48, 49, 63, 64, 100, 0.4])
+@pytest.mark.parametrize(("kv_heads", "group"), [(1, 3), (2, 2)])
+def test_what_no_page_holds_of_a_budget_is_a_page_too(budget: int | float, kv_heads: int, group: int) -> None:
+    """The published code takes C / 16 pages, rounded up, and Quest's own rounds down; unified, C is the most."""
+    fixed = stream(143, 119, steps=3, layers=1, kv_heads=kv_heads, query_heads=kv_heads * group)
+    driven = drive(fixed, method_named("twilight_quest", p=1), budget)
+    for at in driven.seen:
+        for row, length in enumerate(at.lengths):
+            capacity = budget if isinstance(budget, int) else math.ceil(round(budget * fixed.lengths[row], 9))
+            pages = (capacity + 15) // 16
+            for head, own in enumerate(at.sets(row)):
+                keys = fixed.keys[0, row, head // group, :length]
+                assert own == proposed(fixed.queries[0, row, head, length - 1], keys, pages)
+            assert driven.engine.method.rule(0, fixed.lengths[row], at.step) == group * pages * 16
+    assert not driven.audit["over_rule"]
+    whole = drive(fixed, method_named("twilight_quest", p=1), budget, accounting="unified")
+    assert not whole.audit["over_rule"]
+
+
 def test_memory_that_grows_changes_nothing() -> None:
     keys = torch.randn(2, 2, 300, 8, generator=torch.Generator().manual_seed(0))
     coded = FourBitKeys(keys[:, :, :10], 0)

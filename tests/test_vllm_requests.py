@@ -301,6 +301,27 @@ def test_requests_that_come_and_go_attend_what_each_attends_alone(method: str) -
         assert serving.requests.decoded > 5 and (serving.requests.sparse > 5 or method == "full")
 
 
+@pytest.mark.parametrize("token", [10, 62])
+def test_a_request_whose_keys_are_no_numbers_is_told_of_and_takes_no_other_with_it(token: int) -> None:
+    """In its prompt, or in a decode step; vLLM attends for it from then on."""
+    fixed = [stream(60, steps=40, head_dim=32, seed=seed) for seed in (1, 2)]
+    fixed[0].keys[1, 0, 1, token] = torch.nan
+
+    def served(*requests: int) -> Requests:
+        serving = Serving(Plan("quest", 48), "vec", fixed)
+        serving.requests = Requests(serving.plan, shape_of(fixed[0]), **settings_of(serving.plan, fixed[0]))  # type: ignore[assignment]
+        serving.requests.memory.update({layer: Memory(cache, "vec") for layer, cache in enumerate(serving.caches)})
+        for count in [60] + [1] * 5:
+            serving.step(dict.fromkeys(requests, count))
+        return serving.requests
+
+    both = served(0, 1)
+    assert both.audits()["1"] == served(1).audits()["1"] and "not_finite" not in both.audits()["1"]
+    assert both.audits()["0"]["not_finite"]
+    both.forget(["0"])
+    assert both.audits()["0"]["not_finite"]
+
+
 @pytest.mark.parametrize(
     ("given_", "message"),
     [

@@ -7,6 +7,7 @@ The engine knows no method by name and no transformers class.
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -179,7 +180,7 @@ class Engine:
         self._turn = Turn(token_ids, self.shape, *pieces)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Attention of one layer in the forward pass that was started.
+        """Attention of one layer in the forward pass that was started; of sparse ones after `check_finite`.
 
         Args:
             query: [B, Hq, q, D], post-RoPE.
@@ -191,11 +192,10 @@ class Engine:
         """
         self.spans.on(query.device)
         with computing_on(query.device):
-            if self._turn is not None:
-                return self._turn.attend(layer, query, key, value, sinks)
-            if self.prefilled:
-                return self._decode(layer, query, key, value, sinks)
-            return self._prefill(layer, query, key, value, sinks)
+            if layer in self._sparse:
+                check_finite(layer, query, key, self.prefilled)
+            attend = self._prefill if not self.prefilled else self._decode if self._turn is None else self._turn.attend
+            return attend(layer, query, key, value, sinks)
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
@@ -360,6 +360,30 @@ class Engine:
             "kv": str(self.kv),
             **_remarks(self),
         }
+
+
+def check_finite(layer: int, query: Tensor, key: Tensor, decoding: bool) -> None:
+    """Refuse queries and keys that no method can rank.
+
+    Values pass: what attends one that is not finite is not, and so the next layer's keys are not, or the logits. A GPU
+    is asked about prompts alone, as each answer makes the host wait.
+
+    Args:
+        query: [B, Hq, q, D].
+        key: [B, Hkv, q, D].
+        decoding: they are of tokens after the prompt.
+
+    Raises:
+        FloatingPointError: NaN or inf among them; it names layer and head.
+    """
+    if decoding and query.device.type != "cpu":
+        return
+    for name, head, vectors in (("query", "query head", query), ("key", "KV head", key)):
+        if math.isfinite(vectors.sum()):  # NaN and inf stay in a sum; it is also infinite where it overflows
+            continue
+        wrong = (~vectors.isfinite()).any(dim=3).any(dim=2).any(dim=0).tolist()
+        if any(wrong):
+            raise FloatingPointError(f"layer {layer}, {head} {wrong.index(True)}: a {name} is not finite")
 
 
 def _remarks(engine: Engine) -> dict[str, Any]:

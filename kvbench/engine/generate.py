@@ -106,7 +106,7 @@ def generate(
     A step makes the host wait for the device once, for its tokens, and besides only where the method does.
 
     Raises:
-        FloatingPointError: NaN or inf in the logits.
+        FloatingPointError: NaN or inf in the logits, or in a query or key that a method would be shown.
     """
     cache = EngineCache(engine)
     read = max(map(len, prompts)) + len(question)

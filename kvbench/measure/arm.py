@@ -447,7 +447,7 @@ def ends_at(
 
 
 def is_failed_sample(error: Exception) -> bool:
-    """Whether an error belongs to one sample: out of memory, or logits that are no numbers."""
+    """Whether an error belongs to one sample: out of memory, or numbers that are none."""
     if isinstance(error, (FloatingPointError, MemoryError, torch.OutOfMemoryError)):
         return True
     # torch's CPU allocator, and CUDA's for pinned host memory, say it in words only

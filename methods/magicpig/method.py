@@ -49,7 +49,7 @@ class MagicPIG(Method):
         self.bits, self.tables, self.sinks, self.local = bits, tables, sinks, local
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
-        """Draw the directions of each row, which all layers share as in the published code."""
+        """Draw the directions of each row, which all layers and heads share as in the published server."""
         if budget.unified and budget.size is None:
             raise ValueError(
                 "budget=null: with protocol.accounting=unified a KV head attends C at most; expected tokens, such as "

@@ -185,10 +185,8 @@ class RACC(Method):
         parts = [kept, window]
         if self.moves and layer in self.retrieval.layers:
             found = self.retrieval.layers[layer].latest(self.steps)
-            if found is not None:
-                parts.insert(0, self._for_all(found))
-            else:
-                self.retrieval.log.late += 1
+            self.retrieval.log.late += found is None
+            parts = parts if found is None else [self._for_all(found), *parts]
         residents.generated = torch.cat(parts, dim=2)
         self._keep(layer, torch.cat([residents.prompt, residents.generated], dim=2))
 
@@ -277,16 +275,18 @@ class RACC(Method):
 
     def _entries(self) -> float:
         """Tokens on the device that the scenario's ratio counts, per list and sparse layer."""
-        held = [self.residents[layer] for layer in self.shape.sparse_layers]
-        since = sum(
-            self.view.lengths(layer)[0] - own.since[0]
-            for layer, own in zip(self.shape.sparse_layers, held, strict=True)
-        )
-        return (sum(own.count for own in held) + since + sum(self.attended.values())) / len(held) - self._uncounted()
+        held = {layer: self.residents[layer] for layer in self.shape.sparse_layers}
+        since = sum(self.view.lengths(layer)[0] - own.since[0] for layer, own in held.items())
+        count = sum(own.count for own in held.values()) + since + sum(self.attended.values())
+        return count / len(held) - self._uncounted()
 
     def _uncounted(self) -> float:
         """Tokens of a mean prompt, which silo's ratio leaves out."""
         return sum(self.shape.lengths) / self.shape.batch if self.scenario == "silo" else 0.0
+
+    def mean_rule(self, length: int, generated: int) -> float | None:
+        """C, which a compressor of the prompt may share out over layers, where generated tokens count."""
+        return self._capacity(length) if self.of_prompt and self.budget.counts_generated else None
 
     def report(self) -> dict[str, float]:
         """The measured ratio (`ratio.measured_ratio`), and what became of the searches (`retrieval.Log`)."""

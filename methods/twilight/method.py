@@ -18,10 +18,20 @@ from methods.quest import Quest
 from methods.topk import TopK
 from methods.twilight.estimate import FourBitKeys, compile_kernels
 
-SELECTORS = {"quest": Quest, "topk": TopK}
 PROPOSED = 4  # tokens that are proposed for one of the budget, where the budget says how many are attended
 WINDOW = 8  # last queries of the prompt, by which a budget is met
 SHARES = 1000  # p is a whole number of these parts
+
+
+class ProposingQuest(Quest):
+    """Quest as Twilight's code has it: of a budget that is no whole number of pages, the rest is a page, too."""
+
+    def share(self, capacity: int) -> int:
+        """C / page_size pages, rounded up; down under unified accounting, where C is the most."""
+        return super().share(capacity) if self.budget.unified else -(-capacity // self.page_size)
+
+
+SELECTORS = {"quest": ProposingQuest, "topk": TopK}
 
 
 class Twilight(Method):

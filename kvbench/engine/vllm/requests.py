@@ -92,7 +92,7 @@ class RequestEngine(Engine):
         arguments, settings: as of `Engine`.
 
     Attributes:
-        finite: no pass has made NaN or infinite logits.
+        finite: no pass has made NaN or infinite queries, keys or logits; once one has, vLLM attends all for it.
     """
 
     finite = True
@@ -121,6 +121,9 @@ class RequestEngine(Engine):
 
     def start_pass(self, scheduled: Scheduled) -> None:
         """A forward pass begins; of a prompt, all that was not computed in this engine's sight is passed over."""
+        self._decodes = False
+        if not self.finite:
+            return
         self._table.blocks = scheduled.blocks
         prompt, end = self.shape.lengths[0], len(scheduled.token_ids)
         self._within = max(0, prompt - scheduled.computed)  # tokens of the pass that are the prompt's
@@ -137,6 +140,13 @@ class RequestEngine(Engine):
 
     def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         """Attention of one layer, all [1, H, q, D]; None: vLLM shall attend all tokens."""
+        try:
+            return self._attended(layer, query, key, value) if self.finite else None
+        except FloatingPointError:  # of this request: the others of the pass go on
+            self.finite = self._decodes = False
+            return None
+
+    def _attended(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         if self._decodes:
             out = self.attend(layer, query, key, value)
             return None if self._own.whole else out
@@ -176,7 +186,7 @@ class RequestEngine(Engine):
         """The audit so far.
 
         Beside that of `Engine`, where it applies: `broken`, where a rule was; `visibility_only`, dropped tokens are
-        attended no more, and keep their memory; `not_finite`, there were NaN or infinite logits.
+        attended no more, and keep their memory; `not_finite`, there were NaN or infinite queries, keys or logits.
         """
         told = {
             "broken": self.audit.broken(row),
@@ -210,14 +220,15 @@ class Requests:
         """These have ended, or lost their memory."""
         for request in requests:
             engine = self._engines.pop(request, None)
-            if engine is not None and engine.prefilled:
+            if engine is not None and (engine.prefilled or not engine.finite):
                 self.reports[request] = engine.report()
         while len(self.reports) > REPORTS:
             del self.reports[next(iter(self.reports))]
 
     def audits(self) -> dict[str, dict[str, Any]]:
-        """Of requests that have ended, the last ones, and of those that decode now; by id."""
-        going = {request: engine.report() for request, engine in self._engines.items() if engine.prefilled}
+        """Of requests that have ended, the last ones, and of those that decode now, or cannot; by id."""
+        told = {request: engine for request, engine in self._engines.items() if engine.prefilled or not engine.finite}
+        going = {request: engine.report() for request, engine in told.items()}
         return {**self.reports, **going}
 
     def start_pass(self, rows: Sequence[Scheduled]) -> None:
@@ -229,7 +240,7 @@ class Requests:
     def _engine(self, scheduled: Scheduled) -> RequestEngine:
         """The request's own, or a new one: its first pass, or it was preempted and is read again."""
         known = self._engines.get(scheduled.request)
-        if known is not None and known.seen == scheduled.computed:
+        if known is not None and (known.seen == scheduled.computed or not known.finite):
             return known
         shape = replace(self._shape, lengths=(scheduled.prompt_length,))
         plan = self._plan
