@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
+from kvbench.cli.output import printing
 from kvbench.config import HARNESS_KEYS, ConfigError, check_types, check_valid, first_line, nearest, show
 from kvbench.runs.folder import (
     Record,
@@ -369,4 +370,4 @@ def _with_error(found: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(printing(main))
