@@ -2,7 +2,8 @@
 
 A typo shall answer at once, in one line and without torch, so every job of a sweep is composed and checked before Hydra
 starts the first. Exit codes: 0 done, 1 a failure (with its traceback, or a line for each arm that failed), 2 bad input,
-130 stopped with Ctrl-C, 143 with SIGTERM. A run that was stopped goes on with the same command.
+130 stopped with Ctrl-C, 141 where nobody reads on, 143 with SIGTERM. A run that was stopped goes on with the same
+command.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import kvbench
 from kvbench.cli import smoke
 from kvbench.cli.commands import COMMANDS, other_command
 from kvbench.cli.compose import compose_one, composed_jobs, loader_of, sweep_arms
+from kvbench.cli.output import printing
 from kvbench.cli.stopping import Terminated, stopped_by
 from kvbench.cli.threads import wait_briefly
 from kvbench.config import (
@@ -28,7 +33,7 @@ from kvbench.config import (
     documented_keys,
     groups,
 )
-from kvbench.runs.folder import ResultsError
+from kvbench.runs.folder import ResultsError, writing
 from kvbench.runs.identity import arm_name
 
 if TYPE_CHECKING:
@@ -61,6 +66,10 @@ flags:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Failures other than bad input and Ctrl-C are raised."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    return printing(lambda: _main(given))
+
+
+def _main(given: Sequence[str]) -> int:
     try:
         if (code := other_command(given)) is not None:
             return code
@@ -79,8 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with stopped_by(signal.SIGTERM):
             wait_briefly()
             bind_methods()
-            check_command(words)
-            return _hand_to_hydra(words)
+            return _hand_to_hydra(words, check_command(words))
     except (ConfigError, ResultsError) as error:
         print(f"kvbench: {error}", file=sys.stderr)
         return 2
@@ -120,8 +128,8 @@ def _table(title: str, rows: list[tuple[str, str]]) -> str:
     return "\n".join([f"{title}:", *(f"  {left:<{width}}  {right}" for left, right in rows), ""])
 
 
-def check_command(words: Sequence[str]) -> None:
-    """Check what the command line asks for, each job of a sweep, before anything starts.
+def check_command(words: Sequence[str]) -> str:
+    """Check what the command line asks for, each job of a sweep, before anything starts; returns its results_dir.
 
     Raises:
         ConfigError: an unknown flag, group choice or key, or a config that `kvbench.cli.checks.check` refuses.
@@ -132,14 +140,17 @@ def check_command(words: Sequence[str]) -> None:
 
     version.setbase("1.3")
     flags = _flags(words)
+    results_dir = ""
     if flags.hydra_help or flags.shell_completion or flags.info or flags.config_path:
-        return
+        return results_dir
     loader, name = loader_of(flags), flags.config_name or "config"
     for job, here in composed_jobs(loader, name, flags.overrides, flags.multirun):
         if flags.cfg is None:
             check(job, here)
+            results_dir = job.results_dir
     if flags.cfg == "job":
         _tell_sweep(loader, compose_one(loader, name, flags.overrides), flags.overrides)
+    return results_dir
 
 
 def _tell_sweep(loader: ConfigLoaderImpl, config: DictConfig, words: Sequence[str]) -> None:
@@ -169,7 +180,7 @@ def _flags(words: Sequence[str]) -> Namespace:
     return flags
 
 
-def _hand_to_hydra(words: Sequence[str]) -> int:
+def _hand_to_hydra(words: Sequence[str], results_dir: str) -> int:
     import hydra
 
     from kvbench.cli import sweep
@@ -181,12 +192,29 @@ def _hand_to_hydra(words: Sequence[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv[1:] = words
     try:
-        hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(run_job)()
+        with _hydras_files(results_dir):
+            hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(run_job)()
     except SweepError as error:
         for line in str(error).splitlines():
             print(f"kvbench: {line}", file=sys.stderr)
         return 1
     return 0
+
+
+@contextmanager
+def _hydras_files(results_dir: str) -> Iterator[None]:
+    """Say which folder cannot take what Hydra writes itself; of its own files each job tells by itself.
+
+    Raises:
+        ResultsError: names the folder.
+    """
+    try:
+        yield
+    except OSError as error:
+        if any(frame.f_code is run_job.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
+            raise
+        with writing(Path(results_dir)):
+            raise
 
 
 def run_job(cfg: DictConfig) -> Any:

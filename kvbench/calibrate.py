@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from kvbench.cli.output import printing
 from kvbench.config import ConfigError, bind_methods
 
 DEFAULT = "razor"
@@ -69,4 +70,4 @@ def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(printing(main))

@@ -10,6 +10,7 @@ and reports read them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -21,11 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.cli.compose import composed
+from kvbench.cli.output import printing
 from kvbench.cli.threads import wait_briefly
 from kvbench.config import ConfigError
 from kvbench.fetch import DEFAULT as MODEL
 from kvbench.fetch import fetch
-from kvbench.runs.folder import ResultsError
+from kvbench.runs.folder import ResultsError, writing
 from kvbench.runs.quantities import QUANTITIES, measured
 from kvbench.runs.table import add_numbers, wide_console, with_error
 
@@ -79,7 +81,11 @@ class Row(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit code, as `python -m kvbench` does."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(
+        "kvbench.demo", description="Eight methods on a real model, a table and a picture."
+    )
+    parser.add_argument("words", nargs="*", metavar="key=value", help="settings for every arm, as for a run")
+    words = parser.parse_args(arguments).words
     console = wide_console()
     wait_briefly()
     try:
@@ -90,10 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         configs = {task: [config(words, task, method) for method in METHODS] for task in TASKS}
         rows = demo(configs, console)
         folder = Path(configs[FIDELITY][0]["results_dir"], "demo")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "table.json").write_text(json.dumps([one._asdict() for one in rows], indent=1) + "\n")
         picture = folder / "tradeoff.png"
-        draw(rows, model_name(configs), picture)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "table.json").write_text(json.dumps([one._asdict() for one in rows], indent=1) + "\n")
+            draw(rows, model_name(configs), picture)
     except (ConfigError, ResultsError) as error:
         print(f"kvbench: {error}", file=sys.stderr)
         return 2
@@ -203,4 +210,4 @@ def draw(rows: Sequence[Row], model: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(printing(main))

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from kvbench.cli.output import printing
 from kvbench.config import ConfigError, choices, fetched_folder, first_line, nearest, shipped
 
 DEFAULT = "smollm2-135m-instruct"
@@ -179,4 +180,4 @@ def _convert(weights: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(printing(main))

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
+from kvbench.cli.output import printing
 from kvbench.config import HARNESS_KEYS, ConfigError, check_types, check_valid, first_line, locate, nearest, show
 from kvbench.runs.folder import append_records, check_format, held, lost_samples, stored_state, write_whole, writing
 from kvbench.runs.identity import module_sources, source_hash
@@ -393,4 +394,4 @@ def _with_error(found: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(printing(main))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from kvbench.cli.output import printing
 from kvbench.runs.state import State, state_of
 from kvbench.runs.stored import ResultsError, printable, runs_in
 from kvbench.runs.table import add_numbers, wide_console
@@ -72,4 +73,4 @@ def _duration(seconds: float | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(printing(main))

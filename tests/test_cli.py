@@ -1,5 +1,7 @@
 """`python -m kvbench`: what it prints, what it refuses, how it exits. `kvbench.runs.run` is a stand-in."""
 
+import errno
+import io
 import os
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import pytest
 
 from kvbench import __main__ as cli
 from kvbench import config
+from kvbench.cli import checks
 from kvbench.cli.checks import leaves
 from kvbench.cli.compose import MOST_CHECKED, composed_jobs, loader_of
 
@@ -384,6 +387,38 @@ def test_other_failures_exit_with_1_and_their_traceback(python):
     done = python(source="def run(cfg): raise RuntimeError('broken')")
     assert done.returncode == 1
     assert "Traceback" in done.stderr and done.stderr.splitlines()[-1] == "RuntimeError: broken"
+
+
+def test_a_full_disk_under_results_dir_is_refused_before_anything_runs(refusal, monkeypatch):
+    monkeypatch.setattr(checks.tempfile, "TemporaryFile", lambda dir: io.FileIO("/dev/full", "w"))
+    said = refusal("results_dir=out")
+    assert said.startswith("results_dir=out: ") and "No space left" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "saves"),
+    [
+        (["-m", "budget=64,128"], "omegaconf.OmegaConf.save"),
+        (["hydra.output_subdir=.hydra"], "hydra.core.utils._save_config"),
+        (["results_dir=out/deep"], "hydra.core.utils.Path.mkdir"),
+    ],
+)
+def test_a_disk_too_full_for_hydras_own_files_is_one_line_that_names_the_folder(command, monkeypatch, words, saves):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(saves, full)
+    code, err, ran = command("results_dir=out", *words) if "results_dir" not in words[0] else command(*words)
+    assert (code, ran, err.count("\n")) == (2, [], 1)
+    assert "to out" in err and "No space left" in err and "results_dir" in err
+
+
+def test_an_error_of_a_files_within_a_run_is_no_full_disk(command):
+    def fail(cfg):
+        raise FileNotFoundError(errno.ENOENT, "no such file", "data")
+
+    with pytest.raises(FileNotFoundError):
+        command(does=fail)
 
 
 def test_ctrl_c_exits_with_130_and_no_traceback(python):

@@ -294,9 +294,3 @@ def test_nothing_imports_torch_and_help_not_even_pandas(tmp_path):
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     imported = [set(line.split()[1:]) for line in found.stdout.splitlines() if line.split()[:1] == ["imported"]]
     assert len(imported) == 4 and imported[0] == set() and imported[-1] <= {"pandas"}
-
-
-def test_who_reads_no_further_is_told_nothing() -> None:
-    shell = f"{sys.executable} -m kvbench.report --list | head -n 1"
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
-    assert done.stdout == "published tables (--paper):\n" and done.stderr == ""

@@ -67,6 +67,8 @@ LOWEST = {
 MOST = {"seed": 2**63 - 1, "threads": 1024}
 SWITCHES = ("smoke", "memory_check", "sweep.shared_prefill")
 
+SMALL_FILES = 2**16  # bytes: what a run writes beside its samples, and Hydra for a sweep
+
 # What torch calls CUDA has one of these on Linux: NVIDIA's driver, its embedded boards, under Windows, or AMD's driver.
 DEVICE_NODES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 
@@ -375,14 +377,14 @@ def _budget(run: Any) -> Budget:
 
 
 def _check_results_dir(results_dir: Any) -> None:
-    """Try to write where the results will go, and leave nothing there."""
+    """Try to write where the results will go, as much as the small files of a run, and leave nothing there."""
     if not isinstance(results_dir, str) or not results_dir or results_dir.startswith("~"):
         raise ConfigError(f"results_dir={show(results_dir)}: expected a folder, with no ~ in front")
     folder = Path(results_dir).absolute()
     existing = next(parent for parent in [folder, *folder.parents] if parent.exists())
     try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(bytes(SMALL_FILES))
     except OSError as error:
         reason = error.strerror if existing.is_dir() else "it is a file"
         raise ConfigError(

@@ -35,9 +35,9 @@ def new_method(arguments: Sequence[str]) -> int:
                 text = text.replace(mark, word)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
-            print(file)
     except OSError as error:
         raise ConfigError(f"--folder={given.folder}: cannot write there ({error.strerror})") from error
+    print(*files, sep="\n")
     folder = shlex.quote(str(given.folder))
     print(f"kvbench --config-dir {folder} method={given.name} budget=256    runs it")
     print(f"kvbench check-method {given.name} --config-dir {folder}    checks it")

@@ -222,7 +222,7 @@ class Submitted(InTurn):
                         submitted = [executor.submit(Apart(job, self.linger)) for _, job in now]
                     running |= {number: one for (number, _), one in zip(now, submitted, strict=True)}
                 time.sleep(POLL_SECONDS if running else 0)
-        except KeyboardInterrupt:
+        except BaseException:  # Ctrl-C, or nobody reads on, or there is no room for the jobs' files
             self.stop(list(running.values()), console)
             raise
 
@@ -235,7 +235,7 @@ class Submitted(InTurn):
         raise NotImplementedError
 
     def stop(self, running: Sequence[Any], console: Console) -> None:
-        """Ctrl-C came: see to the jobs that run."""
+        """The sweep ends early: see to the jobs that run."""
         raise NotImplementedError
 
 

@@ -6,13 +6,13 @@ Exit codes: 0 done, 2 bad input.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kvbench
+from kvbench.cli.output import printing
 from kvbench.config import ConfigError
 from kvbench.runs.stored import ResultsError, printable
 
@@ -64,9 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, ResultsError) as error:
         print(f"kvbench.report: {printable(str(error))}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        # whoever read our output has enough; what is still buffered must not be written at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -380,4 +377,4 @@ def _write_figure(given: Namespace, figure: Figure) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(printing(main))

@@ -139,7 +139,3 @@ def _replies(path: Path) -> dict[tuple[str, str], tuple[str, str]]:
     if bad := next((row.error for row in rows if row.error), ""):
         raise ConfigError(bad)
     return {(row.data["sample"], row.data["name"]): (row.data["prompt"], row.data["reply"]) for row in rows}
-
-
-if __name__ == "__main__":
-    sys.exit(main())
