@@ -103,7 +103,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             entries.append(as_json(found, given.write))
         else:
             console.print(table(found))
-            console.print(outcome(found, given.write), soft_wrap=True)
+            console.print(printable(outcome(found, given.write)), soft_wrap=True)
     if given.json:
         print(json.dumps(entries, indent=2, allow_nan=False))
     return code
@@ -176,9 +176,9 @@ def rescore(folder: Path, options: Mapping[str, Any] | None = None, config_dir: 
         ConfigError: the task is not known, cannot be built, has no such options, or lacks a permission.
         ResultsError: what is stored is damaged, of another format, or without answers.
     """
-    check_format(folder)
-    config = stored_task(folder)
     with using(folder):
+        check_format(folder)
+        config = stored_task(folder)
         return _rescored(folder, _task_of(folder, config, options or {}, config_dir), config["_target_"])
 
 
@@ -214,8 +214,9 @@ def rewrite(folder: Path, options: Mapping[str, Any] | None = None, config_dir: 
             cannot be written.
     """
     with held(folder):
-        check_format(folder)
-        stored = stored_task(folder)
+        with using(folder):
+            check_format(folder)
+            stored = stored_task(folder)
         if other := next((key for key, value in (options or {}).items() if stored.get(key) != value), ""):
             given = f"task.{other}={show((options or {})[other])}"
             raise ConfigError(f"--write: not with {given}, {folder} was made with other options; leave one out")
@@ -298,13 +299,13 @@ def _only_scores(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def table(found: Rescored) -> Table:
     """Scores of a run before and after, each 0-100: groups, their plain mean, all samples, and the other scores."""
-    drawn = Table(title=" / ".join(found.folder.resolve().parts[-4:]), title_justify="left")
+    drawn = Table(title=printable(" / ".join(found.folder.resolve().parts[-4:])), title_justify="left")
     for heading in (found.metric, "samples", "failed", "before", "now"):
         drawn.add_column(heading, justify="left" if heading == found.metric else "right")
     before, after = found.before, found.after
     for name, group in after.get("groups", {}).items():
         row = _pair(before.get("groups", {}).get(name), group)
-        drawn.add_row(name, str(group["n"]), str(group["failed"]), *row)
+        drawn.add_row(printable(name), str(group["n"]), str(group["failed"]), *row)
     if "macro" in after:
         drawn.add_row(f"mean of {len(after['groups'])} groups", "", "", *_pair(before.get("macro"), after["macro"]))
     drawn.add_section()
@@ -312,7 +313,7 @@ def table(found: Rescored) -> Table:
     for name, score in after["scores"].items():
         if name != found.metric:
             old = before.get("scores", {}).get(name)
-            drawn.add_row(name, "", "", *_pair({"score": old}, {"score": score}))
+            drawn.add_row(printable(name), "", "", *_pair({"score": old}, {"score": score}))
     return drawn
 
 

@@ -21,6 +21,7 @@ from kvbench.runs.stored import ResultsError, printable, runs_in
 from kvbench.runs.table import add_numbers, wide_console
 
 FOLDER = Path("results")
+LONGEST = 10**9  # seconds that are shown: a status file may say anything
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         states = [state_of(folder) for folder in runs_in(given.folders or [FOLDER])]
     except ResultsError as error:
-        print(f"kvbench.status: {error}", file=sys.stderr)
+        print(f"kvbench.status: {printable(str(error))}", file=sys.stderr)
         return 2
     if given.json:
         print(json.dumps([{**one._asdict(), "path": str(one.path)} for one in states], indent=2))
@@ -69,7 +70,7 @@ def table(states: Sequence[State]) -> Table:
 
 
 def _duration(seconds: float | None) -> str:
-    return "" if seconds is None else str(timedelta(seconds=round(seconds)))
+    return "" if seconds is None or seconds > LONGEST else str(timedelta(seconds=round(seconds)))
 
 
 if __name__ == "__main__":

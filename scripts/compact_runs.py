@@ -21,7 +21,7 @@ import yaml
 
 from kvbench.config import choices, nearest
 from kvbench.report.frame import collect, content_of
-from kvbench.runs.stored import ResultsError, read_run_yaml
+from kvbench.runs.stored import ResultsError, contents, read_run_yaml, read_samples
 from kvbench.runs.summary import written
 
 TEXTS = ("answers", "output")
@@ -55,13 +55,14 @@ def compact(source: Path, target: Path, outputs: Collection[str] = ()) -> list[P
         folder = target / path.relative_to(source)
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("status.json", "summary.json"):
-            shutil.copyfile(path / name, folder / name)
+            if (path / name).exists():
+                (folder / name).write_bytes(contents(path / name))
         told = read_run_yaml(path)
         told["config"] = without_paths(told["config"])
         dropped = set(DROPPED) - set(TEXTS if told["config"]["task"]["name"] in outputs else ())
         (folder / "run.yaml").write_text(yaml.safe_dump(told, sort_keys=False, allow_unicode=True))
-        with open(path / "samples.jsonl") as lines, open(folder / "samples.jsonl", "w") as out:
-            for record in map(json.loads, lines):
+        with open(folder / "samples.jsonl", "w") as out:
+            for record in read_samples(path / "samples.jsonl")[0].values():
                 kept = {key: value for key, value in record.items() if key not in dropped}
                 kept |= {"written": written(record), "content": record.get("content") or content_of(record)}
                 out.write(json.dumps(rounded(kept), separators=(",", ":")) + "\n")

@@ -134,6 +134,12 @@ BAD_FILES: dict[str, tuple[str, Any]] = {
     "audits that are a number": ("samples.jsonl", '{"id": "a-0", "scores": {}, "audit": 3}\n' * 2),
     "a name that is a list": ("run.yaml", "format: 1\nidentity: {config: {}}\nconfig: {method: {name: [x]}}\n"),
     "a name that commands a terminal": ("run.yaml", 'format: 1\nidentity: {}\nconfig: {task: {name: "\\e[2J"}}\n'),
+    "a number to the base of 60": ("run.yaml", "format: 1\nconfig: {}\nidentity: 1" + ":1" * 10**6),
+    "a hexadecimal key": ("run.yaml", f"format: 1\nconfig: {{0x{'f' * 9000}: 1}}\nidentity: {{}}\n"),
+    "a format of 5000 digits": ("run.yaml", f"format: {'1' * 5000}\n"),
+    "a link to itself": ("run.yaml", lambda path: path.symlink_to(path)),
+    "half a character": ("samples.jsonl", '{"id": "a-0", "scores": {"accuracy": 1}, "output": "\\ud800"}\n' * 2),
+    "another encoding": ("samples.jsonl", '{"id": "a-0", "scores": {"accuracy": NaN}}\n\n'.encode("utf-16")),
     "Python objects": ("run.yaml", "format: 1\nconfig: !!python/object/apply:os.system [id]\n"),
 }
 
@@ -147,7 +153,10 @@ def test_a_bad_file_costs_its_own_run_alone(
     name, content = BAD_FILES[bad]
     file = hostile.stored(tmp_path, "quest", samples=[record(1.0)], config=scored) / name
     file.unlink()
-    content(file) if callable(content) else file.write_text(content)
+    if callable(content):
+        content(file)
+    else:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with watched(monkeypatch):
         runs = collect([tmp_path])
         assert {arm["method"] for arm in runs.arm.values()} >= {"snapkv"}
@@ -225,6 +234,55 @@ def test_a_site_deletes_what_it_has_written_and_nothing_else(site: Path) -> None
     write_files(site, [File("index.html", MARK)])
     assert not (site / "methods" / "ours.html").exists()
     assert (site / "methods" / "thesis.html").exists() and (site.parent / "other.html").exists()
+
+
+def test_a_list_of_files_deletes_no_run(site: Path) -> None:
+    run = hostile.stored(site / "results", "quest", samples=[record(1.0)])
+    files = [str(path.relative_to(site)) for path in run.iterdir()]
+    (site / "site.json").write_text(json.dumps({"files": files}))
+    before = hostile.listing(site / "results")
+    write_files(site, [File("index.html", MARK)])
+    assert hostile.listing(site / "results") == before
+    with pytest.raises(ConfigError, match="--out"):
+        write(collect([site / "results"]), "results", site)
+
+
+def test_a_site_replaces_what_is_no_file(site: Path) -> None:
+    (site / "index.html").unlink()
+    os.mkfifo(site / "index.html")
+    write_files(site, [File("index.html", MARK)])
+    assert (site / "index.html").read_text() == MARK
+
+
+def test_a_pipe_in_place_of_a_temporary_file_blocks_nothing(tmp_path: Path) -> None:
+    scored = {"metric": "accuracy", "task": hostile.shipped("task", "passkey")}
+    folder = hostile.stored(tmp_path, "quest", samples=[record(0.5)], config=scored)
+    os.mkfifo(folder / ".summary.json.new")
+    assert score.main([str(folder), "--write"]) == 0
+
+
+@pytest.mark.slow
+def test_scores_of_a_failed_sample_and_odd_settings_break_no_page(tmp_path: Path) -> None:
+    failed = {**record(0.0), "error": "out of memory", "scores": {"accuracy": "x"}}
+    whole = {**record(1.0), "id": "a-1", "audit": {**record(1.0)["audit"], "windowed_share": 1.0, "dense_share": 1.0}}
+    for method in ("full", "quest"):
+        hostile.stored(tmp_path / "results", method, 64, [failed, whole])
+    odd = hostile.stored(tmp_path / "results", "topk", 64, [whole])
+    (odd / "run.yaml").write_text((odd / "run.yaml").read_text().replace("seed: 0", "seed: 0\n    batch: x", 1))
+    found = collect([tmp_path / "results"])
+    assert [one.path for one in found.left_out] == [odd]
+    for out in ("one.html", "site"):
+        assert report([str(tmp_path / "results"), "--out", str(tmp_path / out)]) == 0
+
+
+def test_no_command_of_a_terminal_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scored = {"metric": "accuracy", "task": hostile.shipped("task", "passkey")}
+    samples = [{**record(1.0), "id": f"a-{group}", "group": f"\x1b[2J{group}"} for group in "ab"]
+    hostile.stored(tmp_path / "\x1b[31m", "quest", samples=samples, config=scored)
+    for main, words in [(score.main, []), (score.main, ["--write"]), (status.main, ["--all"]), (report, [])]:
+        main([str(tmp_path), *words])
+    told = capsys.readouterr()
+    assert "\x1b" not in told.out + told.err and "[2Ja" in told.out
 
 
 @pytest.mark.parametrize("link", ["methods", "index.html", "site.json"])

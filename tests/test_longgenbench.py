@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.runs.judge import main as judge
 from kvbench.runs.run import run
-from kvbench.tasks import Sample
+from kvbench.tasks import Sample, longgenbench
 from kvbench.tasks.longgenbench import LongGenBench, ManyProblems
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -180,3 +183,16 @@ def test_a_run_ends_in_a_score(task: str, folder: Path, tmp_path: Path) -> None:
 def test_what_is_not_there_is_said_before_a_model_loads(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(composed(*words, "task.max_new_tokens=4"))
+
+
+@given(
+    st.lists(st.sampled_from(["Answer_1:", "Answer_:", "Answer_23:", "answer is ", "7", "81", " ", "x\n"]), max_size=12)
+)
+def test_answers_are_those_of_the_official_pattern(parts):
+    output = "".join(parts)
+    official = re.compile(r"Answer_\d+:\s*.*?answer is (\d+)", re.DOTALL)
+    assert longgenbench.answers_in(output) == official.findall(output)
+
+
+def test_an_output_full_of_beginnings_is_read_once():
+    assert longgenbench.answers_in("Answer_1:" * 10**5 + " " * 10**6) == []

@@ -195,7 +195,7 @@ def collect(folders: Sequence[Path], unfinished: bool = False) -> Runs:
     for path in runs_in([Path(folder) for folder in folders]):
         try:
             run = _read(path, unfinished)
-        except (ResultsError, OSError) as error:
+        except (ResultsError, OSError, MemoryError) as error:
             left_out.append(LeftOut(path, printable(first_line(error))))
             continue
         key = json.dumps(run.settings, sort_keys=True)
@@ -269,8 +269,8 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         "method": str(method["name"]),
         "budget": _budget(own),
         "task": str(task["name"]),
-        "seed": own.get("seed"),
-        "batch": own.get("batch", 1),
+        "seed": _whole(own, "seed", None),
+        "batch": _whole(own, "batch", 1),
         "attention": own.get("attention"),
         "kv": str(kv_in(own)),
         "engine": engine_of(own),
@@ -289,6 +289,13 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
     for key in (key for key, value in task.items() if value == LOCAL):
         settings[f"task.{key}"] = Path(str(config["task"][key])).name
     return settings
+
+
+def _whole(own: Mapping[str, Any], key: str, default: int | None) -> int | None:
+    value: int | None = own.get(key, default)
+    if value is not None and type(value) is not int:
+        raise ResultsError(f"not as kvbench writes it ({key}={show(value)[:40]}: no whole number)")
+    return value
 
 
 def _budget(own: Mapping[str, Any]) -> int | float | None:

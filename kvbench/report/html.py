@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.report.cells import Cell, Table
 from kvbench.report.formats import NONE, NOT_RUN, grid
 from kvbench.report.frame import LeftOut
+from kvbench.runs.quantities import is_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,6 +108,12 @@ def page(
     return "\n".join(filter(None, parts)) + "\n"
 
 
+def score_of(record: Mapping[str, Any], metric: str) -> float | None:
+    """A sample's score, 0..1; None where it has none."""
+    score = (record.get("scores") or {}).get(metric)
+    return score if is_number(score) else None
+
+
 def outputs_of(name: str, id: str, metric: str, records: Sequence[Mapping[str, Any]]) -> str:
     """A run's samples as a part of the page that a click opens: those with the lowest scores first.
 
@@ -116,10 +123,10 @@ def outputs_of(name: str, id: str, metric: str, records: Sequence[Mapping[str, A
         metric: its main score.
         records: its sample lines.
     """
-    shown = sorted(records, key=lambda record: (record.get("scores") or {}).get(metric) or 0.0)[:MOST_OUTPUTS]
+    shown = sorted(records, key=lambda record: score_of(record, metric) or 0.0)[:MOST_OUTPUTS]
     rows = []
     for record in shown:
-        score = (record.get("scores") or {}).get(metric)
+        score = score_of(record, metric)
         answers = " | ".join(map(str, record.get("answers") or [])) or NONE
         output = record.get("error") or record.get("output") or NONE
         words = [str(record["id"]), NONE if score is None else f"{100 * score:.1f}", answers, output]

@@ -352,7 +352,7 @@ def check_format(folder: Path) -> None:
     """Refuse a folder written by another version of this layout."""
     try:
         # The format stands first, and reading the whole file as YAML would take longer than all else before a run.
-        first = re.match(rb"format: (\d+)\n", contents(folder / "run.yaml"))
+        first = re.match(rb"format: (\d{1,9})\n", contents(folder / "run.yaml"))
     except FileNotFoundError:
         return
     written = int(first.group(1)) if first else "unknown"
@@ -406,7 +406,8 @@ def write_whole(path: Path, text: str, durable: bool = False, within: Path | Non
         within: the folder where the new text is written first, for files that several processes replace.
     """
     temporary = (within or path.parent) / f".{path.name}.new"
-    with open(temporary, "w", encoding="utf-8", opener=unlinked) as file:
+    temporary.unlink(missing_ok=True)  # of a writer that was killed, or a stranger's pipe
+    with open(temporary, "x", encoding="utf-8", opener=unlinked) as file:
         file.write(text)
         if durable:
             file.flush()

@@ -79,8 +79,8 @@ def questions(folder: Path, config_dir: Path | None = None) -> Iterator[Question
         ConfigError: the run's task has none, or is not known.
         ResultsError: what is stored is damaged or of another format.
     """
-    check_format(folder)
     with using(folder):
+        check_format(folder)
         task = stored_task_of(folder, stored_task(folder), config_dir)
         records, _ = read_samples(folder / "samples.jsonl")
         found = [

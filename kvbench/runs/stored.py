@@ -24,7 +24,7 @@ from kvbench.config import ConfigError, first_line
 
 FORMAT = 1  # of everything in a run folder; raised when an older reader would misread it
 SHARDS = "shards"  # in a run folder, the folders of jobs that share out its samples
-MOST_BYTES = {"run.yaml": 2**22, "samples.jsonl": 2**32}  # of a file that is read, by its name
+MOST_BYTES = {"run.yaml": 2**22, "samples.jsonl": 2**30}  # of a file that is read, by its name
 MOST_OTHERS = 2**28
 DEEPEST = 32  # levels of a run.yaml; ours have six
 
@@ -47,7 +47,25 @@ TYPES: dict[str, type] = {
     **dict.fromkeys(LISTS, list),
     **dict.fromkeys(MAPPINGS, dict),
 }
-_LARGE = re.compile(rb"\d{19}|[eE]\+?\d{3}|NaN|Infinity")  # where a number may be that does not fit, or text like it
+_LARGE = re.compile(r"\d{19}|[eE]\+?\d{3}|NaN|Infinity")  # where a number may be that does not fit, or text like it
+
+_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class _Plain(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Of YAML what kvbench writes: no dates, no numbers to other bases than ten, and none of hundreds of digits."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+
+for kind, pattern, first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9]\d{0,18})", list("-+0123456789")),
+    ("float", r"[-+]?(\d+\.\d*|\.\d+)([eE][-+]\d+)?|[-+]?\.inf|\.nan", list("-+.0123456789")),
+):
+    _Plain.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"(?:{pattern})$"), first)
+_Plain.add_constructor("tag:yaml.org,2002:int", lambda loader, node: _fitting(loader.construct_scalar(node)))
 
 
 class ResultsError(RuntimeError):
@@ -79,15 +97,21 @@ def contents(path: Path) -> bytes:
 
 
 def json_of(data: bytes) -> Any:
-    """The JSON value in some bytes.
+    """The JSON value in some bytes of UTF-8.
 
     Raises:
-        ValueError: it is none, is nested too deeply, or has a number that is not finite or does not fit 64 bits.
+        ValueError: it is none, is nested too deeply, has a number that is not finite or does not fit 64 bits, or a text
+            with half a character.
     """
+    text = data.decode("utf-8")
     try:
-        if _LARGE.search(data):
-            return json.loads(data, parse_int=_fitting, parse_float=_finite, parse_constant=_finite)
-        return json.loads(data)
+        if _LARGE.search(text):
+            found = json.loads(text, parse_int=_fitting, parse_float=_finite, parse_constant=_finite)
+        else:
+            found = json.loads(text)
+        if _ESCAPED_HALF.search(text):
+            json.dumps(found, ensure_ascii=False).encode()  # whole characters are written with two such escapes
+        return found
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
@@ -122,9 +146,9 @@ def using(folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except ConfigError:
+    except (ConfigError, ResultsError):
         raise
-    except (OSError, *DAMAGED) as error:
+    except (OSError, MemoryError, RuntimeError, *DAMAGED) as error:  # the last but one: ~name in a path, of nobody
         raise ResultsError(f"{folder}: not as kvbench writes it ({what_of(error)})") from error
 
 
@@ -187,13 +211,12 @@ def read_run_yaml(folder: Path) -> dict[str, Any]:
         ResultsError: it is not there, of another format, or not as kvbench writes it.
     """
     path = folder / "run.yaml"
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         data = contents(path)
-        if b"*" in data and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(data, loader)):
+        if b"*" in data and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(data, _Plain)):
             raise ResultsError("run.yaml has YAML aliases, which kvbench never writes")
-        written = yaml.load(data, loader)
-    except (OSError, yaml.YAMLError, *DAMAGED) as error:
+        written = yaml.load(data, _Plain)
+    except (OSError, MemoryError, yaml.YAMLError, *DAMAGED) as error:
         raise ResultsError(f"run.yaml cannot be read ({printable(first_line(error))})") from error
     if not isinstance(written, dict) or "format" not in written:
         raise ResultsError("run.yaml is not kvbench's")
@@ -209,8 +232,8 @@ def _strange(value: Any, where: str, level: int = 0) -> str:
     if level > DEEPEST:
         return f"{where[:80]}...: more than {DEEPEST} levels"
     if isinstance(value, Mapping):
-        if strange := next((key for key in value if not isinstance(key, str)), None):
-            return f"{where}: {str(strange)[:40]} is no word"
+        if any(not isinstance(key, str) or not _is_whole(key) for key in value):
+            return f"{where}: a key that is no word"
         inside: Iterator[tuple[str, Any]] = ((f"{where}.{key}", item) for key, item in value.items())
     elif isinstance(value, list):
         inside = ((f"{where}[{place}]", item) for place, item in enumerate(value))
@@ -218,9 +241,16 @@ def _strange(value: Any, where: str, level: int = 0) -> str:
         return "" if math.isfinite(value) else f"{where}: {value} is not finite"
     elif isinstance(value, int):
         return "" if abs(value) < 2**63 else f"{where}: a number of more than 64 bits"
+    elif isinstance(value, str):
+        return "" if value.isascii() or _is_whole(value) else f"{where}: half a character"
     else:
-        return "" if value is None or isinstance(value, str) else f"{where}: a {type(value).__name__}"
+        return "" if value is None else f"{where}: a {type(value).__name__}"
     return next(filter(None, (_strange(item, name, level + 1) for name, item in inside)), "")
+
+
+def _is_whole(text: str) -> bool:
+    """Whether a text can be written, as halves of characters cannot."""
+    return text.isprintable() or text.encode(errors="replace").decode() == text
 
 
 def _nameless(written: Mapping[str, Any]) -> str:

@@ -38,7 +38,16 @@ PROBLEMS = {30: "gsm8k_30.jsonl", 60: "gsm8k_60.jsonl"}
 GOLD = re.compile(r"####\s*(\d+)")
 # As officially without a sign, a comma or a fraction, on both sides; an answer without these words lends its place to
 # the next one that has them.
-FOUND = re.compile(r"Answer_\d+:\s*.*?answer is (\d+)", re.DOTALL)
+BEGINS, ENDS = re.compile(r"Answer_\d+:"), re.compile(r"answer is (\d+)")
+
+
+def answers_in(output: str) -> list[str]:
+    """The numbers of an output's answers, read once through: after each "Answer_1:" the first after "answer is"."""
+    found, place = [], 0
+    while (start := BEGINS.search(output, place)) and (end := ENDS.search(output, start.end())):
+        found.append(end[1])
+        place = end.end()
+    return found
 
 
 class LongGenBench(Task):
@@ -82,7 +91,7 @@ class LongGenBench(Task):
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """The share of the parts 1 to N that the output has."""
         there, number = parts(sample.meta, output), sample.meta["number"]
-        return {"completion": len(there.keys() & set(range(1, number + 1))) / number}
+        return {"completion": sum(1 <= part <= number for part in there) / number}
 
     def questions(self, sample: Sample, output: str) -> dict[str, str]:
         """What a judge is asked, by the check's kind and its part's number; "" where the output has no such part."""
@@ -182,7 +191,7 @@ class ManyProblems(Task):
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """The share of the problems whose number the output has in their place."""
-        pairs = zip(sample.answers, FOUND.findall(output), strict=False)
+        pairs = zip(sample.answers, answers_in(output), strict=False)
         return {"accuracy": sum(gold == found for gold, found in pairs) / len(sample.answers)}
 
     @functools.cached_property

@@ -57,6 +57,8 @@ def write(runs: Runs, folders: str, out: Path) -> None:
         ConfigError: the folder holds something else or cannot be written, or the runs are timed ones alone.
     """
     check(out)
+    if held := next((path for arm in runs.arm.values() for path in arm["paths"] if _lies_in(path, out)), None):
+        raise ConfigError(f"--out {out}: holds the run {held}; name a folder beside the runs")
     site = Site(runs, folders)
     if not site.rows:
         raise ConfigError(f"--out {out}: timed runs alone make no site; --out report.html shows them")
@@ -64,6 +66,10 @@ def write(runs: Runs, folders: str, out: Path) -> None:
     files = [file for pages in PAGES.values() for file in pages.make(site, sections)]
     files += [File(name, Path(__file__).with_name(name).read_bytes()) for name in ASSETS]
     write_files(out, files)
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())
 
 
 __all__ = ["PAGES", "check", "write"]

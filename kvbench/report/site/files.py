@@ -12,6 +12,7 @@ from kvbench.report.site.parts import File
 from kvbench.runs.stored import json_in
 
 MARK = '<meta name="generator" content="kvbench">'  # of a page of ours
+ENDINGS = {".html", ".svg", ".css", ".js"}
 LIST = "site.json"  # names the files of the site, so that the next one there knows what it may delete
 
 
@@ -45,6 +46,7 @@ def write_files(out: Path, files: Sequence[File]) -> None:
         for file in files:
             target = targets[file.path]
             target.parent.mkdir(parents=True, exist_ok=True)
+            target.unlink(missing_ok=True)  # whatever it is, a pipe or a link
             target.write_bytes(file.content if isinstance(file.content, bytes) else file.content.encode())
         listed = json.dumps({"files": sorted(targets.keys() - {LIST})}, indent=0)
         targets[LIST].write_text(listed + "\n", encoding="utf-8")
@@ -56,6 +58,7 @@ def _of_older_site(out: Path) -> set[Path]:
     """The files in a folder that its list names."""
     paths = json_in(out / LIST).get("files")
     named = (out / path for path in (paths if isinstance(paths, list) else ()) if isinstance(path, str))
+    named = (path for path in named if path.suffix in ENDINGS and len(path.relative_to(out).parts) <= 2)
     return {path for path in named if "\0" not in str(path) and os.path.isfile(path) and _is_inside(out, path)}
 
 

@@ -265,7 +265,8 @@ def share_of(site: Site, row: Row, indexed: bool = False) -> float | None:
     if any(missing(arm["device_kv_bytes"]) or arm["failed"] for arm in (own, full, held)):
         return None
     windowed = _number(own, "windowed_kv_bytes")
-    dense = dense_of(site, row.run) / (1 - _number(own, "windowed_share"))  # of the layers without a window
+    unwindowed = 1 - _number(own, "windowed_share")
+    dense = dense_of(site, row.run) / unwindowed if unwindowed > 0 else 1.0  # of the layers without a window
     whole = (full["device_kv_bytes"] - windowed) * (1 - dense)
     kept = own["device_kv_bytes"] - windowed - (held["device_kv_bytes"] - windowed) * dense
     index = _number(own, "index_bytes") if indexed else 0.0

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from kvbench.report.frame import content_of
-from kvbench.report.html import MOST_LETTERS
+from kvbench.report.html import MOST_LETTERS, score_of
 from kvbench.report.site.parts import File, Row, Site, page
 from kvbench.runs.stored import read_samples
 
@@ -77,7 +77,7 @@ def _records(site: Site, row: Row, seeded: bool) -> dict[str, dict[str, Any]]:
     metric = arm["metric"]
     found = {}
     for record in (one for path in arm["paths"] for one in read_samples(path / "samples.jsonl")[0].values()):
-        score = (record.get("scores") or {}).get(metric)
+        score = score_of(record, metric)
         answers = record.get("answers")
         output = record.get("error") or record.get("output")
         which = f" ({record.get('content') or content_of(record)})" if seeded else ""

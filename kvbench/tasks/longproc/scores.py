@@ -31,14 +31,15 @@ def html_to_tsv(output: str, reference: str) -> dict[str, float]:
     nothing = {"f1": 0.0, "precision": 0.0, "recall": 0.0, "extraction_rate": 0.0}
     if not found or not right or len(found[0]) != len(right[0]):
         return nothing
-    precision = sum(row in right for row in found) / len(found)
-    recall = sum(row in found for row in right) / len(right)
+    wanted, there = set(right), set(found)
+    precision = sum(row in wanted for row in found) / len(found)
+    recall = sum(row in there for row in right) / len(right)
     both = precision + recall
     f1 = 2 * precision * recall / both if both else 0.0
     return {"f1": f1, "precision": precision, "recall": recall, "extraction_rate": 1.0}
 
 
-def _rows(table: str) -> list[list[str]]:
+def _rows(table: str) -> list[tuple[str, ...]]:
     """The rows of a TSV table after its header, in plain letters; [] of what is none.
 
     A last row of another length is left out, one before it is a row of "N/A".
@@ -52,7 +53,7 @@ def _rows(table: str) -> list[list[str]]:
     if rows and len(rows[-1]) != len(header):
         rows.pop()
     fitting = [row if len(row) == len(header) else ["N/A"] * len(header) for row in rows]
-    return [["".join(ARTICLES.sub(" ", _plain(cell)).split()) for cell in row] for row in fitting]
+    return [tuple("".join(ARTICLES.sub(" ", _plain(cell)).split()) for cell in row) for row in fitting]
 
 
 def _plain(text: str) -> str:
