@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.cli.output import printing
+from kvbench.cli.words import refuse_twice
 from kvbench.config import HARNESS_KEYS, ConfigError, check_types, check_valid, first_line, nearest, show
 from kvbench.runs.folder import (
     Record,
@@ -89,6 +90,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     try:
         if given.write and changes:
             raise ConfigError(f"--write: not with {changes[0]}, the run was made with other options; leave one out")
+        refuse_twice(changes)
         options = options_of(changes)
         folders = list(runs_in([Path(word) for word in given.words if word not in changes]))
     except (ConfigError, ResultsError) as error:
