@@ -25,6 +25,7 @@ from kvbench.cli.compose import compose_one, composed_jobs, loader_of, sweep_arm
 from kvbench.cli.output import printing
 from kvbench.cli.stopping import Terminated, stopped_by
 from kvbench.cli.threads import wait_briefly
+from kvbench.cli.words import refuse_flag
 from kvbench.config import (
     ConfigError,
     bind_methods,
@@ -166,6 +167,8 @@ def _tell_sweep(loader: ConfigLoaderImpl, config: DictConfig, words: Sequence[st
 
 def _flags(words: Sequence[str]) -> Namespace:
     from hydra._internal.utils import get_args_parser
+
+    refuse_flag(words)
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"{message} (see --help)")

@@ -45,9 +45,11 @@ def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
     from omegaconf import OmegaConf
 
     from kvbench.cli.compose import composed
+    from kvbench.cli.words import refuse_twice
     from kvbench.engine.heads import Calibration, own_folder
 
     bind_methods()
+    refuse_twice(words)
     chosen = [] if any(word.startswith("method=") for word in words) else [f"method={DEFAULT}"]
     # no task is run: prompts that fit any window
     config = composed("task=passkey", "task.lengths=[64]", *chosen, *words, here=False)

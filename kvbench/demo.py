@@ -24,6 +24,7 @@ from rich.table import Table
 from kvbench.cli.compose import composed
 from kvbench.cli.output import printing
 from kvbench.cli.threads import wait_briefly
+from kvbench.cli.words import refuse_twice
 from kvbench.config import ConfigError
 from kvbench.fetch import DEFAULT as MODEL
 from kvbench.fetch import fetch
@@ -113,11 +114,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def refuse_set(words: Sequence[str]) -> None:
-    """Refuse a setting that would make the table's own columns wrong.
+    """Refuse a setting that would make the table's own columns wrong, and one that is given twice.
 
     Raises:
         ConfigError: names it.
     """
+    refuse_twice(words)
     for word in words:
         if word.partition("=")[0] in SET_BY_DEMO:
             raise ConfigError(f"{word}: the demo sets {', '.join(SET_BY_DEMO)} itself; python -m kvbench takes them")

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.cli.output import printing
+from kvbench.cli.words import refuse_twice
 from kvbench.config import HARNESS_KEYS, ConfigError, check_types, check_valid, first_line, locate, nearest, show
 from kvbench.runs.folder import append_records, check_format, held, lost_samples, stored_state, write_whole, writing
 from kvbench.runs.identity import module_sources, source_hash
@@ -86,6 +87,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         return _predicted(given)
     changes = [word for word in given.words if word.startswith("task.") and "=" in word]
     try:
+        refuse_twice(changes)
         options = options_of(changes)
         folders = list(runs_in([Path(word) for word in given.words if word not in changes]))
     except (ConfigError, ResultsError) as error:

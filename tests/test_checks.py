@@ -130,7 +130,7 @@ def test_a_budget_out_of_range_is_refused(refusal, budget):
     assert line.startswith("budget=") and "out of range" in line
 
 
-@pytest.mark.parametrize("budget", ["lots", "true", "[256]", "12%"])
+@pytest.mark.parametrize("budget", ["lots", "true", "12%"])
 def test_a_budget_that_is_no_number_is_refused(refusal, budget):
     assert refusal(f"budget={budget}").startswith(f"budget={budget}: not a number; expected tokens (256)")
 

@@ -165,9 +165,10 @@ def test_bad_input_is_one_line_with_exit_code_2_and_nothing_heavy(python, tmp_pa
         (["protocol.acounting=paper"], "protocol.acounting=paper: no such key; did you mean accounting? "),
         (["+budgt=64"], "budgt=64: no such key; did you mean budget? "),
         (["~budgt"], "~budgt: no such key; did you mean budget? "),
-        (["budget"], "budget: missing EQUAL at '<EOF>'; expected key=value"),
-        (["budget=[1"], "budget=[1: no viable alternative at input '[1'; expected key=value"),
-        (["budget=64,128"], "budget=64,128: several values are a sweep and need -m; a list is written budget=[64,128]"),
+        (["budget"], "budget: no value; expected key=value, such as budget=256"),
+        (["budget=[1"], "budget=[1: cannot be read; expected key=value"),
+        (["budget=64,128"], "budget=64,128: several values are a sweep and need -m"),
+        (["task.lengths=1,2"], "task.lengths=1,2: several values are a sweep and need -m; a list is written task.len"),
         (["--budget", "64"], "--budget: no such flag; settings are written key=value, as in budget=64 (see --help)"),
         (["-m", "--cfg", "job"], "--cfg: shows one run; "),
         (["--config-dir", "nowhere"], "--config-dir=nowhere: no such folder"),
@@ -178,6 +179,99 @@ def test_bad_input_is_one_line_with_exit_code_2_and_nothing_heavy(python, tmp_pa
 )
 def test_unknown_names_keys_and_flags_are_refused_with_the_nearest(refusal, words, line):
     assert refusal(*words).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        (["quest"], "method=quest"),
+        (["-m", "full,quest"], "method=full,quest with -m"),
+        (["niah", "method=quest"], "task=niah"),
+        (["int8"], "kv=int8"),
+        (["icecache_fig6"], "+experiment=icecache_fig6"),
+        (["quset"], "method=quest?"),
+        (["method:quest"], "method=quest"),
+        (["method==quest"], "method=quest"),
+        (["method=", "quest"], "method=quest"),
+        (["budget=64,", "128"], "without spaces"),
+        (["budget", "=", "64"], "budget=256"),
+        (["method=quest,"], "comma"),
+        (["method=,quest"], "comma"),
+        (["a=b=c"], "a='b=c'"),
+        (["--method", "quest"], "method=quest"),
+        (["--method=quest"], "method=quest"),
+        (["-method", "quest"], "method=quest"),
+        (["--task.limit", "3"], "task.limit=3"),
+    ],
+)
+def test_a_word_that_is_no_setting_is_told_how_it_is_written(refusal, words, right):
+    said = refusal(*words)
+    assert right in said and not any(jargon in said for jargon in ("EQUAL", "EOF", "Lexer", "input"))
+
+
+@pytest.mark.parametrize("name", [*config.choices("method"), *config.choices("task")])
+def test_every_method_and_task_alone_is_no_command_and_told_its_key(name, capsys):
+    assert cli.main([name]) == 2
+    assert f"={name}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        (["method=[full,snapkv]"], "method=full,snapkv with -m"),
+        (["-m", "method=[full,snapkv]"], "method=full,snapkv with -m"),
+        (["-m", "method=[full,snapkv],quest"], "method=full,snapkv with -m"),
+        (["task=[passkey, niah]"], "task=passkey,niah with -m"),
+        (["model=[tiny]"], "model=tiny with -m"),
+        (["kv=[native,int8]"], "kv=native,int8 with -m"),
+        (["hydra/launcher=[local,in_turn]"], "hydra/launcher=local,in_turn with -m"),
+        (["budget=[64,128]"], "budget=64,128 with -m"),
+        (["-m", "budget=[64,128]"], "budget=64,128 with -m"),
+        (["seed=[0,1]"], "seed=0,1 with -m"),
+        (["probe.every=[1,2]"], "probe.every=1,2 with -m"),
+    ],
+)
+def test_a_list_where_one_value_is_expected_is_no_sweep(refusal, words, right):
+    assert right in refusal(*words)
+
+
+def test_a_list_of_choices_in_an_experiment_is_no_sweep_either(command, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params: {method: '[full,quest]'}\n"
+    (tmp_path / "experiment" / "both.yaml").write_text(text)
+    code, err, ran = command("--config-dir", str(tmp_path), "+experiment=both")
+    assert (code, ran) == (2, []) and "method=full,quest with -m" in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["method=full", "method=snapkv"],
+        ["budget=64", "-m", "budget=128"],
+        ["-m", "budget=64,128", "budget=128,256"],
+        ["task.limit=1", "++task.limit=2"],
+        ["results_dir=a", "results_dir=b"],
+        ["+experiment=icecache_fig6", "+experiment=reference_tiny"],
+    ],
+)
+def test_one_key_with_two_values_is_refused_and_both_are_named(refusal, words):
+    said = refusal(*words)
+    values = [word.partition("=")[2] for word in words if "=" in word]
+    assert all(f"={value}" in said for value in values) and f"={','.join(values)} with -m" in said
+
+
+def test_one_key_twice_with_one_value_and_a_value_over_an_experiments_are_what_they_say(command, tmp_path):
+    code, err, (cfg,) = command("budget=64", "method=quest", "budget=64")
+    assert (code, err, cfg.budget) == (0, "", 64)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nbudget: 128\nseed: 3\n")
+    code, err, (_, cfg) = command("--config-dir", str(tmp_path), "+experiment=mine", "budget=64")
+    assert (code, err, cfg.budget, cfg.seed) == (0, "", 64, 3)
+
+
+def test_a_value_twice_in_a_sweep_is_one_arm(command):
+    code, _, ran = command("-m", "method=quest,quest", "budget=64,64")
+    assert (code, len(ran)) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -471,3 +565,27 @@ def test_a_wheels_own_conf_comes_before_the_checkouts(monkeypatch, tmp_path):
 def test_version_is_kvbenchs_own(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == "kvbench 0.1.0\n"
+
+
+# -- the other commands -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["calibrate", "model=tiny", "model=dummy-tiny"],
+        ["demo", "model=tiny", "model=dummy-tiny"],
+        ["score", ".", "task.lengths=1", "task.lengths=2"],
+    ],
+)
+def test_one_key_with_two_values_is_refused_by_every_command(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and all(word in err for word in words[-2:])
+
+
+def test_a_calibration_takes_no_list_of_models(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["calibrate", "model=[tiny,dummy-tiny]"]) == 2
+    assert "model=[tiny,dummy-tiny]: expected one model" in capsys.readouterr().err

@@ -60,6 +60,18 @@ def test_answers_are_kept_in_a_file_for_each_thing_that_generates() -> None:
     assert command.cache_of("kept", setup_config({"method": "full", "threads": 1})) in files
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["method=full", "method=quest"], ["method=full", "--method", "quest"], ["budget=64", "--budget=128"]],
+)
+def test_a_word_and_a_flag_that_say_otherwise_are_refused(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "refuse_missing", lambda: None)
+    assert main(["lm-eval", *words, "--tasks", "gsm8k"]) == 2
+    assert "one key with two values" in capsys.readouterr().err
+
+
 def test_without_lm_eval_a_line_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

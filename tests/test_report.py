@@ -259,6 +259,7 @@ def test_mixed_protocols_are_refused_or_marked(results, capsys):
         (["--figure", "budget", "--out", "gone/x.png"], "--out gone/x.png: no such folder, gone; "),
         (["--rows", "metod"], "metod: no such key of a run; did you mean method"),
         (["--where", "method=slow"], "--where method=slow: no run has it"),
+        (["--where", "method=full", "--where", "method=quest"], "--where method=full --where method=quest: one key"),
     ],
 )
 def test_bad_input_is_one_line(results, capsys, monkeypatch, words, said):

@@ -142,6 +142,11 @@ def _check_keys(run: Any) -> None:
     known = needed.union(*(_known(group, run[group]) for group in groups() if group in run))
     for key in sorted(given.keys() - known):
         raise ConfigError(f"{key}={show(given[key])}: no such key; {nearest_key(key, known | set(groups()))}")
+    for key, default in leaves(root_keys()):
+        value = given[key]
+        if type(default) in (int, float, bool) and isinstance(value, list):
+            several = ",".join(map(show, value))
+            raise ConfigError(f"{key}={show(value)}: expected one value; several are a sweep, {key}={several} with -m")
     for group in ("method", "task"):
         original = shipped(group, str(run[group]["name"])) or {}
         check_types(group, run[group], original)

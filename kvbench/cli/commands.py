@@ -6,7 +6,7 @@ import importlib
 import re
 from collections.abc import Sequence
 
-from kvbench.config import ConfigError, nearest
+from kvbench.config import ConfigError, choices, groups, nearest
 
 COMMANDS = {
     "report": ("kvbench.report.__main__:main", "tables and pictures of what ran"),
@@ -37,6 +37,7 @@ def other_command(words: Sequence[str]) -> int | None:
         code: int = getattr(importlib.import_module(module), function)(words[1:])
         return code
     close = "" if first in RUN_WORDS else nearest(first, COMMANDS)
-    if re.fullmatch(r"[a-z]+(-[a-z]+)*", first) and close.startswith("did you mean"):
+    named = any(first in choices(group) for group in groups())  # method=scope is meant, and not `score`
+    if re.fullmatch(r"[a-z]+(-[a-z]+)*", first) and close.startswith("did you mean") and not named:
         raise ConfigError(f"{first}: no such command; {close}; settings are key=value")
     return None

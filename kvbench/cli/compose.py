@@ -14,16 +14,17 @@ import yaml
 
 from kvbench.cli import smoke
 from kvbench.cli.checks import check, leaves
-from kvbench.config import (
-    ConfigError,
-    conf_dir,
-    find_modules_in,
-    first_line,
-    nearest,
-    nearest_key,
-    show,
-    sweep_words,
+from kvbench.cli.words import (
+    no_such_choice,
+    options,
+    parsed,
+    reason,
+    refuse_several_choices,
+    refuse_sweep,
+    refuse_twice,
+    refuse_unknown_choices,
 )
+from kvbench.config import ConfigError, conf_dir, find_modules_in, first_line, nearest_key, show, sweep_words
 
 if TYPE_CHECKING:
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -73,10 +74,12 @@ def composed_jobs(
     """
     from hydra.types import RunMode
 
-    overrides = _parse(loader, words)
-    first = compose_one(loader, name, [_options(override)[0] for override in overrides])
+    overrides = parsed(loader, words)
+    refuse_twice(words, "; several are a sweep, {key}={values} with -m")
+    refuse_several_choices(loader, overrides)
+    first = compose_one(loader, name, [options(override)[0] for override in overrides])
     if not multirun and first.hydra.mode != RunMode.MULTIRUN:
-        _refuse_sweep(overrides)
+        refuse_sweep(loader, overrides)
         if first.sweep.shards != 1:
             raise ConfigError(f"sweep.shards={first.sweep.shards}: shares samples out over jobs, and needs -m")
         yield smoke.applied(without_hydra(first)), True
@@ -85,24 +88,25 @@ def composed_jobs(
     product = itertools.product
     combinations: list[tuple[Sequence[str], list[Sequence[str]]]] = []
     for arm in sweep_arms(loader, first, words):
+        refuse_several_choices(loader, arm)
         if not first.hydra.searchpath:
-            _check_choices(loader, arm)
-        plain = [_options(override) for override in arm if _is_plain_sweep(loader, override)]
-        others = [_options(override) for override in arm if not _is_plain_sweep(loader, override)]
+            refuse_unknown_choices(loader, arm)
+        plain = [options(override) for override in arm if _is_plain_sweep(loader, override)]
+        others = [options(override) for override in arm if not _is_plain_sweep(loader, override)]
         combinations += [(combination, list(product(*plain))) for combination in product(*others)]
     rng = random.Random(0)
     combinations = _covering(combinations, MOST_COMPOSED, rng, lambda one: one[0])
     for combination, rows in combinations:
         base = compose_one(loader, name, [*combination, *rows[0]])
         for row in _covering(rows, MOST_CHECKED // len(combinations), rng, lambda row: row):
-            yield smoke.applied(_with_values(without_hydra(base), _parse(loader, row))), here
+            yield smoke.applied(_with_values(without_hydra(base), parsed(loader, row))), here
 
 
 def sweep_arms(loader: ConfigLoaderImpl, config: DictConfig, words: Sequence[str]) -> list[list[Override]]:
     """What each arm of a sweep takes: an experiment may bring its own, and the command line has the last word."""
     sweeper, arms = config.hydra.sweeper, []
     for own in sweep_words(sweeper.get("params"), sweeper.get("arms")):
-        by_key = {override.get_key_element(): override for override in _parse(loader, [*own, *words])}
+        by_key = {override.get_key_element(): override for override in parsed(loader, [*own, *words])}
         arms.append(list(by_key.values()))
     return arms
 
@@ -118,63 +122,6 @@ def _covering(items: list[T], most: int, rng: random.Random, words: Callable[[T]
         (others if seen.issuperset(words(item)) else chosen).append(item)
         seen.update(words(item))
     return [*chosen, *others][:most]
-
-
-def _refuse_sweep(overrides: Iterable[Override]) -> None:
-    for override in overrides:
-        if override.is_sweep_override():
-            key, _, value = str(override.input_line).partition("=")
-            raise ConfigError(
-                f"{key}={value}: several values are a sweep and need -m; a list is written {key}=[{value}]"
-            )
-
-
-def _check_choices(loader: ConfigLoaderImpl, overrides: Iterable[Override]) -> None:
-    """Every choice of a swept group exists, also those that no composed job holds."""
-    for override in overrides:
-        valid = loader.get_group_options(override.key_or_group)
-        for word in _options(override) if valid and override.is_sweep_override() else []:
-            choice = word.partition("=")[2]
-            if choice not in valid:
-                raise _no_such_choice(override.key_or_group, choice, valid)
-
-
-def _no_such_choice(group: str, choice: str, valid: Iterable[str]) -> ConfigError:
-    others = "; model.path=FOLDER or a hub id takes any other" if group == "model" else ""
-    return ConfigError(f"{group}={choice}: no such {group}; {nearest(choice, valid)}{others}")
-
-
-def _parse(loader: ConfigLoaderImpl, words: Sequence[str]) -> list[Override]:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    parser = OverridesParser.create(config_loader=loader)
-    overrides = []
-    for word in words:
-        if word.lstrip("+~").startswith("="):
-            raise ConfigError(f"{word}: no key; expected key=value")
-        try:
-            overrides += parser.parse_overrides([word])
-        except HydraException as error:
-            right = "expected key=value, and quotes around special characters, \"key='value'\""
-            raise ConfigError(f"{word}: {_reason(error)}; {right}") from error
-    return overrides
-
-
-def _options(override: Override) -> list[str]:
-    """An override as one word for each value that it sweeps over."""
-    from hydra.errors import HydraException
-
-    key = override.get_key_element()
-    if not override.is_sweep_override():
-        return [str(override.input_line)]
-    try:
-        values = [f"{key}={value}" for value in override.sweep_string_iterator()]
-    except HydraException as error:
-        raise ConfigError(f"{override.input_line}: {_reason(error)}") from error
-    if not values:
-        raise ConfigError(f"{override.input_line}: no value in it")
-    return values
 
 
 def _is_plain_sweep(loader: ConfigLoaderImpl, override: Override) -> bool:
@@ -214,25 +161,25 @@ def compose_one(loader: ConfigLoaderImpl, name: str, words: Sequence[str]) -> Di
     except MissingConfigException as error:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         if not group:
-            raise ConfigError(f"--config-name={name}: {_reason(error)}") from error
-        raise _no_such_choice(group, choice, error.options or []) from error
+            raise ConfigError(f"--config-name={name}: {reason(error)}") from error
+        raise no_such_choice(group, choice, error.options or []) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(f"{mark.name if mark else name}: no YAML: {' '.join(str(error).split())}") from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         _refuse_no_name(loader, words)
         unknown = _unknown_key(loader, name, words)
-        raise ConfigError(unknown or _reason(error)) from error
+        raise ConfigError(unknown or reason(error)) from error
 
 
 def _refuse_no_name(loader: ConfigLoaderImpl, words: Sequence[str]) -> None:
     """Refuse a choice that is no name, such as method=null, or an experiment that is not put on top."""
-    for override in _parse(loader, words):
+    for override in parsed(loader, words):
         if override.key_or_group == "experiment" and not override.is_add():
             raise ConfigError(f"{override.input_line}: is put on top of the others; write +{override.input_line}")
         valid = loader.get_group_options(override.key_or_group)
         if valid and not override.is_sweep_override() and not isinstance(override.value(), str | list):
-            raise _no_such_choice(override.key_or_group, show(override.value()), valid)
+            raise no_such_choice(override.key_or_group, show(override.value()), valid)
 
 
 def _unknown_key(loader: ConfigLoaderImpl, name: str, words: Sequence[str]) -> str | None:
@@ -241,7 +188,7 @@ def _unknown_key(loader: ConfigLoaderImpl, name: str, words: Sequence[str]) -> s
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
-    overrides = _parse(loader, words)
+    overrides = parsed(loader, words)
     chosen = [str(override.input_line) for override in overrides if loader.get_group_options(override.key_or_group)]
     try:
         config = loader.load_configuration(name, chosen, run_mode=RunMode.RUN, validate_sweep_overrides=False)
@@ -259,13 +206,6 @@ def _unknown_key(loader: ConfigLoaderImpl, name: str, words: Sequence[str]) -> s
     return None
 
 
-def _reason(error: BaseException) -> str:
-    """What Hydra or OmegaConf says, cut to the line that tells."""
-    message = str(error) or str(error.__cause__ or type(error).__name__)
-    lines = [line for line in message.splitlines() if line and not line.startswith(("See ", "Error parsing "))]
-    return lines[0].strip() if lines else type(error).__name__
-
-
 def composed(*words: str, here: bool = True) -> DictConfig:
     """The checked config that these words make on the command line, for scripts and notebooks.
 
@@ -280,6 +220,8 @@ def composed(*words: str, here: bool = True) -> DictConfig:
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
 
+    loader = loader_of(Namespace(config_dir=None))
+    refuse_several_choices(loader, parsed(loader, words))
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):

@@ -20,6 +20,7 @@ from typing import Any
 from kvbench.cli.checks import check_setup
 from kvbench.cli.compose import composed_jobs, loader_of
 from kvbench.cli.threads import wait_briefly
+from kvbench.cli.words import refuse_twice
 from kvbench.config import ConfigError, bind_methods, first_line, show
 from kvbench.measure.protocol import GREEDY
 from kvbench.runs.identity import run_id
@@ -70,7 +71,9 @@ def main(arguments: Sequence[str]) -> int:
     refuse_missing()
     settings = dict(_setting(word) for word in words)
     flags = {"method": own.method, "budget": own.budget, "pretrained": own.model_path, "config_dir": own.config_dir}
-    settings |= {key: value for key, value in flags.items() if value is not None}
+    given = {key: value for key, value in flags.items() if value is not None}
+    refuse_twice([*words, *(f"{'model.path' if key == 'pretrained' else key}={given[key]}" for key in given)])
+    settings |= given
     config = setup_config(settings)
     if own.use_cache:
         theirs += ["--use_cache", cache_of(own.use_cache, config)]

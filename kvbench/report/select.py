@@ -21,11 +21,17 @@ def select(runs: Runs, where: Sequence[str] = ()) -> list[int]:
         ConfigError: no such key, or no run has the value.
     """
     chosen = list(runs.arms.index)
+    texts: dict[str, str] = {}
     for word in where:
         name, equals, text = word.partition("=")
         if not equals:
             raise ConfigError(f"--where {word}: expected key=value, such as method=quest")
         key = key_of(runs, name)
+        if (first := texts.setdefault(key, text)) != text:
+            raise ConfigError(
+                f"--where {name}={first} --where {name}={text}: one key with two values; several are written "
+                f"{name}={first},{text}"
+            )
         wanted = {text} if text.startswith("[") else set(text.split(","))
         there = {run: label_of(runs, run, key) for run in chosen}
         # A share of the prompt is shown as 10 % and given as 0.1.
