@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from kvbench.config import ConfigError, nearest
@@ -55,7 +54,6 @@ from kvbench.runs.summary import timed_alike
 # Options that say how many things lie together.
 SIZES = {"method.cluster_size": "chunks per cluster", "method.page_size": "tokens per page"}
 PICTURES = (".png", ".pdf", ".svg")
-POWER = re.compile(r"\$\\mathdefault\{[-\d.^{}]+\}\$")  # how matplotlib writes the ticks of a logarithmic axis
 POINTS = 100  # of a curve over decode steps, at most
 
 
@@ -91,9 +89,6 @@ def drawn(figure: Figure, kind: str) -> bytes:
     """A figure as a file of a kind: "png", "pdf" or "svg"."""
     from matplotlib import rc_context
 
-    for text in figure.findobj(Text):
-        if "$" in text.get_text() and not POWER.fullmatch(text.get_text()):
-            text.set_parse_math(False)  # names and settings are no formulas
     out, undated = io.BytesIO(), {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}[kind]
     with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "kvbench"}):  # fonts that journals take; no random names
         figure.savefig(out, format=kind, dpi=200, metadata=undated)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table as Drawn
@@ -231,26 +230,9 @@ def _markdown(table: Table) -> str:
     head = [*whole.head, *whole.columns]
     rule = [*["---"] * len(whole.head), *["---:"] * len(whole.columns)]
     lines = [[*line.labels, *line.texts] for row in whole.rows for line in row]
-    shown = [[in_markdown(cell) for cell in line] for line in [head, *lines]]
-    body = ["| " + " | ".join(line) + " |" for line in [shown[0], rule, *shown[1:]]]
-    notes = [f"- {in_markdown(note)}" for note in table.notes]
-    return "\n".join([f"### {in_markdown(table.title)}", "", *body, "", *notes, ""])
-
-
-def in_markdown(words: str) -> str:
-    """Words as Markdown shows them: no markup, no HTML, one line, whatever a name holds."""
-    return re.sub(r"[\\`*|~<>&$]|(?<!\w)_|_(?!\w)|(?<=\])(?=[(\[:])", r"\\\g<0>", " ".join(words.split()))
-
-
-def in_csv(cell: Any) -> Any:
-    """A cell as a spreadsheet takes it for what it is: a text that would be a formula has an apostrophe before it."""
-    if not isinstance(cell, str) or cell == NONE or not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
-        return cell
-    try:
-        float(cell)
-    except ValueError:
-        return f"'{cell}"
-    return cell
+    body = ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in [head, rule, *lines]]
+    notes = [f"- {note}" for note in table.notes]
+    return "\n".join([f"### {table.title}", "", *body, "", *notes, ""])
 
 
 def csv_text(tables: Sequence[Table]) -> str:
@@ -263,7 +245,7 @@ def csv_text(tables: Sequence[Table]) -> str:
     axes = {axis or "row": None for table in tables for axis in table.axes}
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(map(in_csv, ["table", *axes, "column", "status", *names, "marks", "timed_on", "run"]))
+    writer.writerow(["table", *axes, "column", "status", *names, "marks", "timed_on", "run"])
     for table in tables:
         for (row, column), cell in sorted(table.cells.items(), key=lambda item: item[0]):
             labels = dict(zip((axis or "row" for axis in table.axes), table.rows[row], strict=True))
@@ -271,5 +253,5 @@ def csv_text(tables: Sequence[Table]) -> str:
             numbers = [cell.numbers.get(name, "") for name in names]
             start = [table.id, *(labels.get(axis, "") for axis in axes), table.columns[column]]
             status = "run" if cell.run else NOT_RUN if cell.mapped else "published only"
-            writer.writerow(map(in_csv, [*start, status, *numbers, marks, cell.machine, cell.run]))
+            writer.writerow([*start, status, *numbers, marks, cell.machine, cell.run])
     return out.getvalue()

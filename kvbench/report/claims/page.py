@@ -16,7 +16,6 @@ from kvbench.report.claims.claim import Claim, Part, claims
 from kvbench.report.claims.numbers import filed, printed
 from kvbench.report.claims.sampled import sampled
 from kvbench.report.claims.verdict import Finding, Missing, Verdict, judge, of_all
-from kvbench.report.formats import in_csv
 from kvbench.report.frame import Runs, collect
 from kvbench.report.html import STYLE
 
@@ -155,7 +154,7 @@ def csv_text(found: Sequence[Judged]) -> str:
                 if isinstance(number, Missing)
                 else [*number[:4], part.n, number.note]
             )
-            writer.writerow(map(in_csv, [*start, *numbers]))
+            writer.writerow([*start, *numbers])
     return out.getvalue()
 
 
