@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from report_runs import stored
 
 from kvbench.report import published, tables
@@ -173,15 +171,6 @@ def test_letters_stand_above_a_number_and_names_are_as_published():
 
 
 # -- that it compiles --------------------------------------------------------------------------------------------------
-
-
-@given(st.text(alphabet=st.characters(codec="ascii", categories=["L", "N", "P", "S", "Z"]), max_size=30))
-def test_no_special_character_gets_through(word):
-    plain = re.sub(
-        r"\\textbackslash\{\}|\\textasciitilde\{\}|\\textasciicircum\{\}|\\[&%$#_{}]|^\{\}", "", escaped(word)
-    )
-    assert not set(plain) & set("\\&%$#_{}~^")
-    assert not escaped(word).startswith("["), "\\\\ before it would take it for an option"
 
 
 def made(tmp_path: Path) -> dict[str, str]:

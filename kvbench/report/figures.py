@@ -27,6 +27,7 @@ from kvbench.report.diagonal import published
 from kvbench.report.evidence import Evidence
 from kvbench.report.frame import YARDSTICK, Runs
 from kvbench.report.frontier import frontier
+from kvbench.report.labels import as_written
 from kvbench.report.maps import lost, passkey
 from kvbench.report.nearness import drift, fidelity
 from kvbench.report.panels import (
@@ -89,6 +90,7 @@ def drawn(figure: Figure, kind: str) -> bytes:
     """A figure as a file of a kind: "png", "pdf" or "svg"."""
     from matplotlib import rc_context
 
+    as_written(figure)
     out, undated = io.BytesIO(), {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}[kind]
     with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "kvbench"}):  # fonts that journals take; no random names
         figure.savefig(out, format=kind, dpi=200, metadata=undated)

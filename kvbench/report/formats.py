@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table as Drawn
@@ -184,9 +185,9 @@ def _in_parts(table: Table, target: Console) -> None:
     widths = _widths(whole)
     heads = len(whole.head)
     for columns in _parts(widths[:heads], widths[heads:], target.width):
-        drawn = Drawn(title=table.title, title_justify="left")
+        drawn = Drawn(title=Text(table.title), title_justify="left")
         for name in whole.head:
-            drawn.add_column(name, no_wrap=True)
+            drawn.add_column(Text(name), no_wrap=True)
         for column in columns:
             name = "\n".join(textwrap.wrap(whole.columns[column], widths[heads + column]))
             drawn.add_column(Text(name), justify="right", no_wrap=True)
@@ -230,9 +231,36 @@ def _markdown(table: Table) -> str:
     head = [*whole.head, *whole.columns]
     rule = [*["---"] * len(whole.head), *["---:"] * len(whole.columns)]
     lines = [[*line.labels, *line.texts] for row in whole.rows for line in row]
-    body = ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in [head, rule, *lines]]
-    notes = [f"- {note}" for note in table.notes]
-    return "\n".join([f"### {table.title}", "", *body, "", *notes, ""])
+    body = [rule if line is rule else [*map(plain_markdown, line)] for line in (head, rule, *lines)]
+    rows = ["| " + " | ".join(line) + " |" for line in body]
+    notes = [f"- {plain_markdown(note)}" for note in table.notes]
+    return "\n".join([f"### {plain_markdown(table.title)}", "", *rows, "", *notes, ""])
+
+
+def plain_markdown(words: str) -> str:
+    """Words as Markdown shows them, in one line: nothing in them is markup, nor a formula to GitHub.
+
+    A _ between letters is none, so that names stay readable.
+    """
+    return re.sub(r"[\\`*\[\]<>&~|$#]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", " ".join(words.split()))
+
+
+def plain_csv(value: str | float) -> str | float:
+    """A cell that no spreadsheet takes for a formula: text that begins like one gets an apostrophe, a number never."""
+    if not isinstance(value, str) or not re.match(r"[=+\-@\t\r\n＝＋－＠]", value) or value == NONE:
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
+
+
+def csv_lines(rows: Iterable[Sequence[Any]]) -> str:
+    """Rows as CSV, safe to open in a spreadsheet."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([*map(plain_csv, row)] for row in rows)
+    return out.getvalue()
 
 
 def csv_text(tables: Sequence[Table]) -> str:
@@ -243,9 +271,7 @@ def csv_text(tables: Sequence[Table]) -> str:
     """
     names = {name: None for table in tables for cell in table.cells.values() for name in cell.numbers}
     axes = {axis or "row": None for table in tables for axis in table.axes}
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["table", *axes, "column", "status", *names, "marks", "timed_on", "run"])
+    rows: list[Sequence[Any]] = [["table", *axes, "column", "status", *names, "marks", "timed_on", "run"]]
     for table in tables:
         for (row, column), cell in sorted(table.cells.items(), key=lambda item: item[0]):
             labels = dict(zip((axis or "row" for axis in table.axes), table.rows[row], strict=True))
@@ -253,5 +279,5 @@ def csv_text(tables: Sequence[Table]) -> str:
             numbers = [cell.numbers.get(name, "") for name in names]
             start = [table.id, *(labels.get(axis, "") for axis in axes), table.columns[column]]
             status = "run" if cell.run else NOT_RUN if cell.mapped else "published only"
-            writer.writerow([*start, status, *numbers, marks, cell.machine, cell.run])
-    return out.getvalue()
+            rows.append([*start, status, *numbers, marks, cell.machine, cell.run])
+    return csv_lines(rows)

@@ -1,9 +1,15 @@
-"""Names beside the ends of lines, in place of a legend: the reader's eye need not travel."""
+"""Names in figures: as they are written, and beside the ends of lines, in place of a legend: the reader's eye need not
+travel."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter
 
 from kvbench.report.style import Style
 
@@ -18,6 +24,24 @@ class End(NamedTuple):
     style: Style
     x: float
     y: float
+
+
+def as_written(figure: Figure) -> None:
+    """Have all words drawn as they are: a name with $ in it is no formula. Numbers along axes stay what they are, 10^3.
+
+    Call it when all words are there.
+    """
+    numbers = set()
+    for axis in figure.findobj(Axis):
+        for ticks, formatter in (
+            (axis.get_major_ticks(), axis.get_major_formatter()),
+            (axis.get_minor_ticks(), axis.get_minor_formatter()),
+        ):
+            if not isinstance(formatter, FuncFormatter):  # which has the labels that a figure sets by itself
+                numbers |= {label for tick in ticks for label in (tick.label1, tick.label2)}
+    for text in figure.findobj(Text):
+        if text not in numbers:
+            text.set_parse_math(False)
 
 
 def name_ends(axis: Any, ends: Sequence[End], tall: float) -> None:

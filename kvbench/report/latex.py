@@ -200,9 +200,11 @@ def _notes(table: Table, ranked: bool) -> Iterator[str]:
 
 
 _SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+_SPECIAL |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
 
 
 def escaped(word: str) -> str:
-    """A word as LaTeX prints it."""
-    word = re.sub(r"[\\~^±]|[&%$#_{}]", lambda found: _SPECIAL.get(found[0], "\\" + found[0]), word)
-    return "{}" + word if word.startswith("[") else word
+    """A word as LaTeX prints it, in one line."""
+    word = " ".join(word.split())
+    word = re.sub(r"[\\~^±<>|]|[&%$#_{}]", lambda found: _SPECIAL.get(found[0], "\\" + found[0]), word)
+    return "{}" + word if word.startswith(("[", "*")) else word  # which \\ before it would take for its own

@@ -114,7 +114,8 @@ def style_of(method: str) -> Style:
         return replace(STYLES[max(parents, key=len)], label=method, line="-.")
     number = zlib.crc32(plain.encode())
     colours = list(dict.fromkeys(style.colour for style in STYLES.values() if style.colour != BLACK))
-    return Style(method, colours[number % len(colours)], "<>8H"[number // len(colours) % 4])
+    label = f" {method}" if method.startswith("_") else method  # matplotlib leaves what begins with _ out of legends
+    return Style(label, colours[number % len(colours)], "<>8H"[number // len(colours) % 4])
 
 
 def _plain(name: str) -> str:

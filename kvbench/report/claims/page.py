@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import textwrap
 from collections.abc import Iterator, Sequence
 from functools import cache
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import kvbench
 from kvbench.report.claims.claim import Claim, Part, claims
 from kvbench.report.claims.numbers import filed, printed
 from kvbench.report.claims.sampled import sampled
 from kvbench.report.claims.verdict import Finding, Missing, Verdict, judge, of_all
+from kvbench.report.formats import csv_lines, plain_markdown
 from kvbench.report.frame import Runs, collect
 from kvbench.report.html import STYLE
 
@@ -128,24 +127,25 @@ def _paragraph(one: Judged) -> Iterator[str]:
 HEADS = ("id", "claim", "source", "kind", "measured", "verdict", "original", "weaker")
 
 
-def _rows(found: Sequence[Judged], between: str) -> Iterator[list[str]]:
+def _rows(found: Sequence[Judged]) -> Iterator[list[list[str]]]:
+    """The cells of each claim's row, each the lines in it."""
     for one in found:
         claim = one.claim
-        told = [claim.id, claim.claim, claim.source, claim.kind, between.join(one.measured), one.shown]
-        yield [*told, claim.original, claim.weaker]
+        told = [[claim.id], [claim.claim], [claim.source], [claim.kind], one.measured, [one.shown]]
+        yield [*told, [claim.original], [claim.weaker]]
 
 
 def markdown(found: Sequence[Judged]) -> str:
     """A table with a row for each claim."""
-    lines = [HEADS, ["---"] * len(HEADS), *([cell.replace("|", r"\|") for cell in row] for row in _rows(found, "<br>"))]
+    rows = (["<br>".join(map(plain_markdown, cell)) for cell in row] for row in _rows(found))
+    lines = [HEADS, ["---"] * len(HEADS), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{_summary(found)}\n"
 
 
 def csv_text(found: Sequence[Judged]) -> str:
     """A line for each part of each claim, numbers unrounded."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["id", "claim", "verdict", "part", "part_verdict", "value", "low", "high", "n", "wanted_n", "note"])
+    heads = ["id", "claim", "verdict", "part", "part_verdict", "value", "low", "high", "n", "wanted_n", "note"]
+    rows: list[list[Any]] = [heads]
     for one in found:
         for part, number, verdict in one.parts:
             start = [one.claim.id, one.claim.claim, one.shown, part.about, verdict.value]
@@ -154,16 +154,16 @@ def csv_text(found: Sequence[Judged]) -> str:
                 if isinstance(number, Missing)
                 else [*number[:4], part.n, number.note]
             )
-            writer.writerow([*start, *numbers])
-    return out.getvalue()
+            rows.append([*start, *numbers])
+    return csv_lines(rows)
 
 
 def html(found: Sequence[Judged]) -> str:
     """A page with one table; what was not measured says by which command it is."""
     heads = "".join(f"<th class=label>{name}</th>" for name in HEADS)
     rows = []
-    for row in _rows(found, "\n"):
-        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>")
+    for row in _rows(found):
+        rows.append("<tr>" + "".join(f"<td>{escape(chr(10).join(cell))}</td>" for cell in row) + "</tr>")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>claims</title>'
         f"<style>{STYLE} td {{ max-width: 24rem; }}</style></head><body><h1>The papers' claims</h1>"

@@ -30,7 +30,7 @@ def is_of(claim: Claim, method: str) -> bool:
 
 
 def _names(claim: Claim, method: str) -> bool:
-    return any(re.search(rf"\bmethod=(\w+,)*{method}\b", str(part.asked)) for part in claim.parts)
+    return any(re.search(rf"\bmethod=(\w+,)*{re.escape(method)}\b", str(part.asked)) for part in claim.parts)
 
 
 def told(found: Sequence[Judged]) -> str:
