@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import json
 import os
 import re
@@ -13,12 +11,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from html import escape, unescape
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import hostile
-import matplotlib.font_manager  # asks the system for its fonts, in a program of its own
 import pytest
 
 from kvbench import score, status
@@ -26,7 +23,6 @@ from kvbench.config import ConfigError
 from kvbench.report.__main__ import main as report
 from kvbench.report.frame import collect
 from kvbench.report.site import PAGES, write
-from kvbench.report.site.claimed import claims_on
 from kvbench.report.site.files import MARK, write_files
 from kvbench.report.site.parts import File, Site
 from kvbench.runs import judge
@@ -302,75 +298,3 @@ def test_no_page_lies_outside_a_site(site: Path, tmp_path: Path, path: str) -> N
     with pytest.raises(ConfigError, match="--out"):
         write_files(site, [File("index.html", "new"), File(path, "new")])
     assert hostile.listing(tmp_path) == before
-
-
-# -- texts in tables and pictures --------------------------------------------------------------------------------------
-
-ODD = [
-    "=1+1",
-    "@SUM(A1)",
-    "-x",
-    "$x^$",
-    r"\frac{",
-    "a_b^c",
-    "(",
-    "[x](http://y)",
-    "*b*",
-    "a|b",
-    "<i>",
-    "`c`",
-    "$\\mathdefault{$",
-]
-
-
-@pytest.fixture(scope="module")
-def oddly_named(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("odd")
-    for number, name in enumerate(ODD):
-        samples = [record(1.0), {**record(number / len(ODD)), "id": "a-1", "group": ODD[-1 - number]}]
-        hostile.stored(folder, name, 64, samples, model="$y^$", options={"shots": "$z^$"})
-    return folder
-
-
-def test_a_csv_has_no_formula_of_a_stranger_and_numbers_stay_numbers(
-    oddly_named: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert report([str(oddly_named), "--rows", "method", "--columns", "group", "--format", "csv"]) == 0
-    lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert {line["method"].removeprefix("'") for line in lines} == set(ODD)
-    for line in lines:
-        assert not any(cell[:1] in "=+-@" and not number(cell) for cell in line.values() if cell not in ("", "-"))
-        assert number(line["score"])
-
-
-def number(cell: str) -> bool:
-    try:
-        return bool(float(cell) + 1)
-    except ValueError:
-        return False
-
-
-def test_markdown_and_latex_print_names_as_they_are(oddly_named: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report([str(oddly_named), "--rows", "method,model", "--format", "markdown"]) == 0
-    text = capsys.readouterr().out
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1  # no name makes a column of its own
-    assert not re.search(r"(?<!\\)[*`<$]|\]\(", text)
-    plain = {re.sub(r"\\(.)", r"\1", re.split(r"(?<!\\) ?\| ?", row)[1]) for row in rows}
-    assert plain >= set(ODD)
-    assert report([str(oddly_named), "--rows", "method,model", "--format", "latex"]) == 0
-    body = capsys.readouterr().out.partition("midrule")[2].partition("bottomrule")[0]
-    assert "frac{" not in body.replace(r"\{", "") and not re.search(r"(?<!\\)[$^_]x", body)
-
-
-@pytest.mark.parametrize("name", ["tradeoff", "attended"])
-def test_names_in_pictures_are_no_formulas(name: str, oddly_named: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.svg"
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        assert report([str(oddly_named), "--figure", name, "--out", str(out)]) == 0
-    assert "$x^$" in unescape(out.read_text())
-
-
-def test_a_method_s_claims_are_found_whatever_it_is_called(oddly_named: Path) -> None:
-    site = Site(collect([oddly_named]), "odd")
-    assert [claims_on(site, name) for name in ODD] == [[]] * len(ODD)

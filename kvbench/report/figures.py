@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
