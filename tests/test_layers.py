@@ -20,8 +20,9 @@ from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
 from kvbench.engine.footprint import Prompts, footprint
 from kvbench.engine.generate import Generation, generate
-from kvbench.engine.hf import RotaryOf, engine_for, method_named
+from kvbench.engine.hf import engine_for, method_named
 from kvbench.engine.prefilled import prefill_once
+from kvbench.engine.rotary import RotaryOf
 from kvbench.engine.support import windows
 from kvbench.measure.synthetic import Filled, SyntheticEngine
 from kvbench.method import Method, Needs, Prompt, Selection, Shape
