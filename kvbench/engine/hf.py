@@ -18,6 +18,7 @@ from kvbench.budget import Accounting, Budget
 from kvbench.config import ConfigError, build, method_config, show
 from kvbench.engine import heads, rotary
 from kvbench.engine.engine import Engine, worker_pool
+from kvbench.engine.given import check_mask, columns, left_padded
 from kvbench.engine.interface import NAME, Call, CountingCache, CountingLayer, WindowedLayer, mailbox
 from kvbench.engine.layers import reading_of, shape_of
 from kvbench.engine.residuals import residuals_watched
@@ -237,13 +238,13 @@ class KVCache(CountingCache):
         width, seen, mask = given[name].shape[1], self.get_seq_length(), given.get("attention_mask")
         self._check_rows(given[name].shape[0])
         turn = self.engine is not None and self.engine.prefilled and width > 1
-        _check_mask(mask, seen, width, self._offsets if turn else ())
+        check_mask(mask, seen, width, self._offsets if turn else ())
         lengths = _lengths_after(self.engine, mask, self._prompt_length, width)
         rotary.refuse_mixed(self._model, lengths)
         if turn and self._question == "method":
             for at in range(width - 1):
-                self._model(**_columns(given, name, at, seen), past_key_values=self, use_cache=True, logits_to_keep=1)
-            given = given | _columns(given, name, width - 1, seen)
+                self._model(**columns(given, name, at, seen), past_key_values=self, use_cache=True, logits_to_keep=1)
+            given = given | columns(given, name, width - 1, seen)
         rotary.note(lengths)
         self._expected = seen + width
         return given
@@ -304,7 +305,7 @@ class KVCache(CountingCache):
             ids = torch.full((batch, width), -1, device=query.device)  # prompt given as embeddings
         if self.engine is None:
             columns = self._prompt_length or width
-            lengths, self._offsets = _left_padded(padding, batch, columns)
+            lengths, self._offsets = left_padded(padding, batch, columns)
             self.engine = engine_for(
                 self._model,
                 lengths,
@@ -350,8 +351,7 @@ def use_kvbench_attention(model: PreTrainedModel) -> None:
             f"model={str(model)[:80]!r}: a loaded model, as AutoModelForCausalLM.from_pretrained(...) gives one"
         )
     name = type(model).__name__
-    if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
-        raise ConfigError(f"model={name}: compiled by torch.compile; expected the model itself, not compiled")
+    refuse_compiled(model)
     refuse_unsupported(model.config.to_dict(), name)
     refuse_own_attention(type(model), name)
     devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
@@ -368,6 +368,22 @@ def use_kvbench_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(before)
         raise
     rotary.watch_length(model)
+
+
+def refuse_compiled(model: torch.nn.Module) -> None:
+    """Refuse a model that torch.compile has made, or is making, of another.
+
+    Raises:
+        ConfigError: names the model.
+    """
+    made = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+    if made or hasattr(model.forward, "_torchdynamo_orig_callable") or torch.compiler.is_compiling():
+        _say_compiled(type(getattr(model, "_orig_mod", model)).__name__)
+
+
+@torch.compiler.disable
+def _say_compiled(name: str) -> NoReturn:
+    raise ConfigError(f"model={name}: compiled by torch.compile; expected the model as it was before, not compiled")
 
 
 def refuse_own_attention(kind: type[PreTrainedModel], name: str) -> None:
@@ -478,18 +494,6 @@ def vocabulary_text(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [p.replace("\u2581", " ") if "\u2581" in p else tokenizer.convert_tokens_to_string([p]) for p in pieces]
 
 
-def _left_padded(padding: torch.Tensor | None, batch: int, columns: int) -> tuple[list[int], list[int]]:
-    """Lengths and offsets of a left-padded prompt from its 2D mask [B, >= first chunk]."""
-    if padding is None:
-        return [columns] * batch, [0] * batch
-    if not bool(padding.any(dim=1).all()):
-        raise ValueError("the first prefill chunk holds only padding of some row; raise prefill_chunk_size")
-    offsets = padding.int().argmax(dim=1).tolist()
-    if any(not bool(row[offset:].all()) for row, offset in zip(padding, offsets, strict=True)):
-        raise ValueError("kvbench needs the padding on the left: tokenizer.padding_side = 'left'")
-    return [columns - offset for offset in offsets], offsets
-
-
 def _held(engine: Engine | None) -> str:
     """Tokens of each row that were read, and the bytes that keys and values take."""
     if engine is None or not engine.prefilled:
@@ -501,25 +505,8 @@ def _held(engine: Engine | None) -> str:
 def _lengths_after(engine: Engine | None, mask: torch.Tensor | None, prompt: int | None, width: int) -> list[int]:
     """Tokens of each row once the next `width` columns are read; in a prompt, once all of it is."""
     if engine is None:
-        return _left_padded(mask, 1, prompt or width)[0]
+        return left_padded(mask, 1, prompt or width)[0]
     return [length + width for length in engine.lengths] if engine.prefilled else [*engine.shape.lengths]
-
-
-def _check_mask(mask: torch.Tensor | None, seen: int, width: int, offsets: Sequence[int]) -> None:
-    """Whether a mask is that of `width` columns after those seen, and of a later turn pads nothing but the prompt.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if mask is None:
-        return
-    if mask.ndim != 2 or mask.shape[1] != seen + width:
-        raise ValueError(
-            f"attention_mask={list(mask.shape)}: this KVCache has read {seen} tokens and is given {width}, so "
-            f"expected [{len(mask)}, {seen + width}]; a KVCache serves one conversation at a time"
-        )
-    if not all(bool(row[offset:].all()) for row, offset in zip(mask, offsets, strict=False)):
-        raise ValueError("a later turn was padded: give all rows turns of one length, or each row its own KVCache")
 
 
 def _layer_indices(layers: Collection[int], count: int) -> tuple[int, ...]:
@@ -528,16 +515,6 @@ def _layer_indices(layers: Collection[int], count: int) -> tuple[int, ...]:
     if not right or any(type(layer) is not int or not 0 <= layer < count for layer in layers):
         raise ConfigError(f"dense_layers={layers!r}: indices of the model's layers, 0 to {count - 1}; () for none")
     return tuple(sorted(set(layers)))
-
-
-def _columns(given: dict[str, Any], name: str, at: int, seen: int) -> dict[str, Any]:
-    """What a forward pass was given of its token `at` alone, after `seen` tokens read before it."""
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
-    return {
-        name: given[name][:, at : at + 1],
-        "attention_mask": None if mask is None else mask[:, : seen + at + 1],
-        "position_ids": None if positions is None else positions[..., at : at + 1],
-    }
 
 
 def _watch(model: PreTrainedModel) -> None:
@@ -556,6 +533,7 @@ def _before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     mailbox.call, mailbox.masking = None, False  # what a pass that failed has left
     cache = kwargs.get("past_key_values")
     if isinstance(cache, KVCache):
+        refuse_compiled(module)
         kwargs = cache.before(kwargs)
     mailbox.input_ids = kwargs.get("input_ids")
     return args, kwargs
