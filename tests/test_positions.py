@@ -237,7 +237,7 @@ def test_layers_that_attend_one_list_share_its_angles(tiny: Loaded, monkeypatch:
         return real(self, by)
 
     monkeypatch.setattr(RotaryOf, "angles", angles)
-    RotaryOf(tiny.model, [0])
+    RotaryOf(tiny.model, range(tiny.model.config.num_hidden_layers))
     tried, asked = len(asked), []
     streamed(tiny, [PROMPT], SMALL)
     assert len(asked) - tried == 4 * STEPS, "of the query and of the keys, from their old places and to their new ones"

@@ -207,7 +207,6 @@ def _attention(
     cache = note.cache
     if not cache.belongs_to(module):
         cache.refuse_strange_model()
-    assert note.layer == module.layer_idx, "a cache layer was updated out of order"
     scaling = kwargs.get("scaling")
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)  # None: as in sdpa
     reason = next(_unfit(module, query, key, value, attention_mask, note, scaling, kwargs), None)
@@ -228,6 +227,8 @@ def _unfit(
     given: Mapping[str, Any],
 ) -> Iterator[str]:
     """Why kvbench would compute a call of a layer's attention wrong."""
+    if note.layer != module.layer_idx:
+        yield f"it is layer {module.layer_idx} and stores its keys as layer {note.layer}"
     for name in ("softcap", "position_bias"):
         if given.get(name) is not None:
             yield f"its attention has a {name}, which kvbench does not compute"
@@ -280,9 +281,9 @@ AttentionMaskInterface.register(NAME, _mask)
 
 
 def beside(module: torch.nn.Module, name: str) -> Any:
-    """A function of the file that has the module's class, or the one of which that is a kind."""
+    """A function of the file that has the module's class, or the one of which that is a kind; None: they have none."""
     files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
-    return next(getattr(file, name) for file in files if hasattr(file, name))
+    return next((getattr(file, name) for file in files if hasattr(file, name)), None)
 
 
 AttentionInterface.register(NAME, _attention)

@@ -23,6 +23,7 @@ from kvbench.engine.layers import attention_modules, read_token
 from kvbench.engine.positions import Angles
 
 FULL = "full_attention"  # as transformers calls these layers
+PLACE = 3  # where a key is turned to, to see whether that is right
 
 
 class RotaryOf:
@@ -81,24 +82,23 @@ class RotaryOf:
 
         The hidden states of one token do not depend on its position: it attends itself alone.
         """
-        place = 3
-        first, later = (read_token(model, position).calls for position in (0, place))
-        angles = self.angles(torch.full((1, 1, 1), place, device=model.device))
+        first, later = (read_token(model, position).calls for position in (0, PLACE))
         for layer in layers:
             key, expected = first[layer].key.float(), later[layer].key.float()
             near = max(1e-3, 4 * torch.finfo(later[layer].key.dtype).eps) * expected.norm()
             if not (expected - key).norm() > near:
                 return "it has layers without rotary positions"
-            own = tuple(part.to(key.device) for part in angles)
-            if not any((expected - turned).norm() <= near for turned in self._turned(key, own)):
+            if not any((expected - turned).norm() <= near for turned in self._turned(key)):
                 return "it does more to a key than to turn it by its position, or does so in a way of its own"
         return ""
 
-    def _turned(self, key: torch.Tensor, angles: Any) -> Iterator[torch.Tensor]:
-        """A key turned as a whole, and as far as the angles reach, where that is possible; models do either."""
-        for self._width in (key.shape[-1], angles[0].shape[-1]):
-            with suppress(RuntimeError):  # sizes that do not fit
-                yield self.turn(key, angles)
+    def _turned(self, key: torch.Tensor) -> Iterator[torch.Tensor]:
+        """A key [1, H, 1, D] turned as a whole, and as far as the angles reach; models do either, or neither."""
+        with suppress(RuntimeError, TypeError, ValueError):
+            angles = self.angles(torch.full((1, 1, 1), PLACE, device=key.device))
+            for self._width in (key.shape[-1], angles[0].shape[-1]):
+                with suppress(RuntimeError):  # sizes that do not fit
+                    yield self.turn(key, angles)
 
 
 # -- angles that follow the length -------------------------------------------------------------------------------------
