@@ -32,7 +32,9 @@ from kvbench.config import shipped
 from kvbench.engine import models
 from kvbench.engine.engine import Engine
 from kvbench.engine.generate import decode_step, prefill
-from kvbench.engine.hf import NAME, EngineCache, method_named, shape_of
+from kvbench.engine.hf import EngineCache, method_named
+from kvbench.engine.interface import NAME
+from kvbench.engine.layers import shape_of
 
 CHUNK = 2048  # prompt tokens in one forward pass, the same on both sides
 SIDES = ("kvbench", "transformers")

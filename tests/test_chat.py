@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -383,6 +385,14 @@ def test_model_whose_attention_was_changed_is_refused(sdpa: PreTrainedModel) -> 
         ({"dense_layers": "auto"}, r"dense_layers='auto'"),
         ({"question": "sparse"}, r"question='sparse': one of dense, method"),
         ({"model": "org/name"}, r"model='org/name': a loaded model"),
+        ({"method": None}, "method=null: expected the name"),
+        ({"method": Method}, "method=.*: expected the name"),
+        ({"attention": "flash"}, "attention=flash: no such executor"),
+        ({"kv": 8}, "kv=8: expected native"),
+        ({"kv": "kivi2"}, "kv=kivi2: groups 32 channels"),
+        ({"method": "h2o", "kv": "kivi2", "accounting": "unified"}, "kv=kivi2: "),
+        ({"prompt_length": 0}, "prompt_length=0: expected columns"),
+        ({"method": "lychee"}, "tokenizer=None"),
     ],
 )
 def test_bad_input_gets_one_clear_line(model: PreTrainedModel, change: dict[str, Any], words: str) -> None:
@@ -411,11 +421,62 @@ def test_decoding_that_takes_tokens_back_is_refused_of_methods_that_cannot(model
     for cache in (KVCache(model, "snapkv", SMALL), KVCache(model, "full", question="method")):
         with pytest.raises(ValueError, match="assisted decoding with .* expected a method whose needs say crops=True"):
             generated(model, given, cache, prompt_lookup_num_tokens=3)
+    wider = random_model("llama", head_dim=32)  # KIVI's groups are of 32 channels
     with pytest.raises(ValueError, match="assisted decoding with Quest, question=dense, kv=kivi2, .* coded one by one"):
-        KVCache(model, "quest", SMALL, kv="kivi2").activate_past_recording()
+        KVCache(wider, "quest", SMALL, kv="kivi2").activate_past_recording()
     cache = KVCache(model, "snapkv", SMALL)
     say(model, ids_of(1), cache)
     with pytest.raises(ValueError, match="SnapKV takes no tokens back"):
         cache.crop(-1)
     with pytest.raises(ValueError, match=r"crop\(5\): minus the tokens"):
         cache.crop(5)
+
+
+# -- what a cache is not for -------------------------------------------------------------------------------------------
+
+
+def test_a_cache_shows_what_it_holds(model: PreTrainedModel) -> None:
+    cache = KVCache(model, "snapkv", SMALL)
+    assert repr(cache) == f"KVCache(method=snapkv, budget={SMALL}, tokens=[], bytes=0)"
+    say(model, ids_of(1), cache)
+    engine = cache.engine
+    taken = sum(store.allocated_bytes() + store.host_bytes() for store in engine.stores.values())
+    assert f"tokens={engine.lengths}, bytes={taken})" in repr(cache) and taken > 0
+
+
+def test_a_cache_is_not_written_to_files(model: PreTrainedModel) -> None:
+    for write in (pickle.dumps, lambda cache: torch.save(cache, io.BytesIO()), copy.copy):
+        with pytest.raises(TypeError, match="cache.copy") as refusal:
+            write(KVCache(model, "full", None))
+        assert "\n" not in str(refusal.value)
+
+
+def test_generation_without_a_cache_is_refused_with_one(model: PreTrainedModel) -> None:
+    """Transformers would give the whole text anew at every step, and the cache would read it as a turn."""
+    own = copy.deepcopy(model)
+    own.generation_config.use_cache = False  # as a config.json that says so makes it
+    given = {"input_ids": ids_of(1), "attention_mask": torch.ones_like(ids_of(1))}
+    for asked, options in ((model, {"use_cache": False}), (own, {})):
+        with pytest.raises(ConfigError, match="use_cache=False"):
+            generated(asked, given, KVCache(asked, "full", None), **options)
+    with pytest.raises(ValueError, match="cache_implementation"):
+        generated(model, given, KVCache(model, "full", None), cache_implementation="static")
+
+
+def test_a_compiled_model_is_refused(model: PreTrainedModel) -> None:
+    def by_itself(own: PreTrainedModel) -> Any:
+        own.compile(backend="eager")
+        return own
+
+    def its_forward(own: PreTrainedModel) -> Any:
+        own.forward = torch.compile(own.forward, backend="eager")
+        return own
+
+    ways = (lambda own: torch.compile(own, backend="eager"), by_itself, its_forward)
+    for way in ways:
+        own = copy.deepcopy(model)
+        with pytest.raises(ConfigError, match="LlamaForCausalLM: compiled by torch.compile"):
+            KVCache(way(own))
+        cache = KVCache(own := copy.deepcopy(model))
+        with pytest.raises(ConfigError, match="LlamaForCausalLM: compiled by torch.compile"):
+            way(own)(ids_of(1), past_key_values=cache)

@@ -20,11 +20,14 @@ from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
 from kvbench.engine.footprint import Prompts, footprint
 from kvbench.engine.generate import Generation, generate
-from kvbench.engine.hf import RotaryOf, engine_for, method_named
+from kvbench.engine.hf import engine_for, method_named
+from kvbench.engine.layers import shape_of
 from kvbench.engine.prefilled import prefill_once
+from kvbench.engine.rotary import RotaryOf
 from kvbench.engine.support import windows
 from kvbench.measure.synthetic import Filled, SyntheticEngine
 from kvbench.method import Method, Needs, Prompt, Selection, Shape
+from methods.blocks.votes import window_probabilities
 
 QUICK = ["gemma3_text", "gpt_oss"]
 each_windowed = pytest.mark.parametrize("family", QUICK)
@@ -267,3 +270,73 @@ def test_a_model_that_attends_other_values_than_it_stores_is_refused() -> None:
     model = random_model("diffllama")
     with pytest.raises(ConfigError, match="DiffLlamaAttention: it attends other keys and values than it stores"):
         generated(model, inputs(1), KVCache(model, "full", None))
+
+
+# -- the scaling that a model asks for ---------------------------------------------------------------------------------
+
+SCALED: dict[str, tuple[float, dict[str, Any]]] = {
+    "opt": (1.0, {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2}),  # scales its queries itself
+    "granite": (0.1, {"attention_multiplier": 0.1}),
+    "gemma3_text": (0.1, {"query_pre_attn_scalar": 100}),
+}
+
+
+class Scaled(Method):
+    """Notes what attention every token of the prompt received, and the first step's own."""
+
+    needs = Needs(attention_sums=True, query_window=4, probabilities=True)
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        self.prompt = prompt
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection:
+        return Selection(self.view.resident(layer))
+
+    def observe(self, layer: int, selection: Selection | None, probabilities: torch.Tensor) -> None:
+        self.weights = probabilities
+
+
+@pytest.mark.parametrize("family", SCALED)
+def test_attention_is_scaled_as_the_models_own_call_asks(family: str) -> None:
+    scaling, changes = SCALED[family]
+    model, row = random_model(family, "eager", **changes), numbers(40, seed=3)
+    ids, last = torch.tensor([row]), model.config.num_hidden_layers - 2
+    with torch.no_grad():
+        told = model(ids, output_attentions=True)
+        after = model(torch.tensor([[*row, 5]]), output_attentions=True)
+    ours, watching = copy.deepcopy(model), Scaled()
+    cache = KVCache(ours, "full", None)
+    assert shape_of(ours, [40], (), torch.float32, ours.device).scaling == pytest.approx(scaling)
+    torch.testing.assert_close(ours(ids, past_key_values=cache).logits, told.logits, rtol=0, atol=CLOSE * 10)
+    engine = engine_for(ours, [40], watching, Budget(None), [layer for layer in range(4) if layer != last])
+    logits: list[torch.Tensor] = []
+    generate(ours, [row], engine, max_new_tokens=2, given=[[5, 5]], watch=logits.append)
+    torch.testing.assert_close(logits[0][0], after.logits[0, -1], rtol=0, atol=CLOSE * 10)
+    received = told.attentions[last].sum(dim=2)
+    torch.testing.assert_close(watching.prompt.attention_sums, received, rtol=0, atol=CLOSE)
+    torch.testing.assert_close(watching.weights[..., :41], after.attentions[last][:, :, -1], rtol=0, atol=CLOSE)
+    votes = torch.cat(list(window_probabilities(watching.prompt, 4, watching.shape.scaling)), dim=1)
+    torch.testing.assert_close(votes, told.attentions[last][:, :, -4:], rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("attention", ["torch", "reference", "cpu"])
+def test_every_executor_scales_so(attention: str) -> None:
+    model = random_model("opt", **SCALED["opt"][1])
+    ids = torch.tensor([numbers(50, seed=1)])
+    tokens, logits = scored(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    for method in ("full", "h2o"):
+        cache = KVCache(copy.deepcopy(model), method, None if method == "full" else WHOLE, attention=attention)
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        found, noted = scored(cache._model, given, cache)
+        assert found == tokens
+        torch.testing.assert_close(noted, logits, rtol=0, atol=CLOSE * 10)
+
+
+def test_a_model_whose_scaling_changes_is_refused() -> None:
+    model = random_model("llama")
+    cache = KVCache(model, "full", None)
+    model.model.layers[2].self_attn.scaling = 0.5
+    with pytest.raises(ConfigError, match="scaled by 0.5 in layer 2, by 0.25 elsewhere"):
+        generated(model, inputs(1), cache)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM: its layers differ in .* scaling"):
+        KVCache(copy.deepcopy(model))

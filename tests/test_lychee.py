@@ -503,7 +503,7 @@ def test_budget_that_holds_no_chunks_says_the_minimum(
 ) -> None:
     with pytest.raises(ConfigError, match=f"{least - 1}.*{least} tokens"):
         KVCache(tiny.model, "lychee", least - 1, accounting=accounting, **options)
-    KVCache(tiny.model, "lychee", least, accounting=accounting, **options)
+    KVCache(tiny.model, "lychee", least, accounting=accounting, tokenizer=tiny.tokenizer, **options)
 
 
 @pytest.mark.parametrize(

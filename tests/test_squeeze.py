@@ -19,9 +19,10 @@ from omegaconf import OmegaConf
 from kvbench import KVCache
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError, bind_methods, build, method_config
-from kvbench.engine.hf import method_named, residuals_watched
+from kvbench.engine.hf import method_named
 from kvbench.engine.models import Loaded
 from kvbench.engine.prefilled import prefill_once
+from kvbench.engine.residuals import residuals_watched
 from kvbench.method import Method, Needs
 from kvbench.runs.run import prepare
 

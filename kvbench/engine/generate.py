@@ -17,7 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from kvbench.engine.engine import Engine
-from kvbench.engine.hf import EngineCache, residuals_watched
+from kvbench.engine.hf import EngineCache
+from kvbench.engine.residuals import residuals_watched
+from kvbench.engine.rotary import angles_of
 from kvbench.memory.transfer import uploaded
 from kvbench.spans import PARTS
 
@@ -212,8 +214,8 @@ def prefill_logits(
             ending = [row for row, own in enumerate(ends) if column < own <= end]
             columns = sorted({ends[row] - 1 - column for row in ending})
             engine.start_chunk(part)
-            first = uploaded(torch.tensor(engine.offsets), ids.device)[:, None]
-            positions = (torch.arange(column, end, device=ids.device) - first).clamp(min=0)
+            first, length = uploaded(torch.tensor([engine.offsets, [*engine.shape.lengths]]), ids.device)[..., None]
+            positions = (torch.arange(column, end, device=ids.device) - first).clamp(min=0).minimum(length - 1)
             logits = _forward(model, part, positions, cache, columns, end)
             for row in ending:
                 last[row] = logits[row, columns.index(ends[row] - 1 - column)].clone()  # and no more of the chunk's
@@ -258,7 +260,9 @@ def _forward(
     padding, offsets = None, cache.engine.offsets
     if any(offsets):
         padding = torch.arange(end, device=ids.device) >= uploaded(torch.tensor(offsets), ids.device)[:, None]
-    with cache.engine.spans("model"):
+    engine = cache.engine
+    lengths = [length + 1 for length in engine.lengths] if engine.prefilled else engine.shape.lengths
+    with engine.spans("model"), angles_of(lengths):
         out = model(
             input_ids=ids,
             attention_mask=padding,

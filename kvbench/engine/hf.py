@@ -1,223 +1,51 @@
-"""The only file that knows transformers' cache and attention interfaces.
-
-A cache layer here only counts: `update()` leaves a note of (cache, layer) for the attention function, which runs next
-in the same thread, and hands back the NEW keys and values. The attention function gives them to an `Engine`. A layer
-with a sliding window leaves no note: transformers keeps its window, and computes its attention as ever. So does a model
-switched to "kvbench" attention but run with another cache, or none.
-"""
+"""The doors through which a model of transformers runs a method: `KVCache`, and the caches of kvbench's own loop."""
 
 from __future__ import annotations
 
 import copy
-import sys
-import threading
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
 
 from kvbench import hub
+from kvbench.attention.executor import executor
 from kvbench.budget import Accounting, Budget
-from kvbench.config import ConfigError, build, method_config
-from kvbench.engine import heads
+from kvbench.config import ConfigError, build, method_config, show
+from kvbench.engine import heads, rotary
 from kvbench.engine.engine import Engine, worker_pool
-from kvbench.engine.positions import Angles
-from kvbench.engine.support import refuse_unsupported, windows
+from kvbench.engine.given import check_mask, columns, left_padded
+from kvbench.engine.interface import NAME, Call, CountingCache, CountingLayer, WindowedLayer, mailbox
+from kvbench.engine.layers import reading_of, shape_of
+from kvbench.engine.residuals import residuals_watched
+from kvbench.engine.rotary import RotaryOf
+from kvbench.engine.support import refuse_unsupported
 from kvbench.engine.turn import Transcript, take_back
-from kvbench.memory.kinds import GROUPED, NATIVE, kv_of, unfit, unfit_for
-from kvbench.method import HeadScores, Method, Needs, Shape
+from kvbench.memory.kinds import GROUPED, KV, NATIVE, kv_of, unfit, unfit_for
+from kvbench.method import HeadScores, Method, Shape
 
-NAME = "kvbench"
-FULL = "full_attention"  # as transformers calls these layers
 Question = Literal["dense", "method"]
 AUDIT_EVERY = 8  # a user's own generate() shall not pay for a count of every union at every step
 
 
-class _Call(NamedTuple):
-    """What a cache layer was just given."""
-
-    cache: _CountingCache
-    layer: int
-    key: torch.Tensor
-    value: torch.Tensor
-
-
-class _Mailbox(threading.local):
-    """Hand-over between the hooks of one forward pass; every note is taken once."""
-
-    call: _Call | None = None
-    residual: tuple[_CountingCache, torch.Tensor] | None = None
-    masking = False
-    input_ids: torch.Tensor | None = None
-
-
-_mailbox = _Mailbox()
-
-
-class _CountingLayer(CacheLayerMixin):
-    """Counts the tokens a layer has SEEN, which positions and masks follow, whatever was kept."""
-
-    is_compileable = False
-    is_sliding = False
-    is_croppable = False
-    supports_early_init = False
-
-    def __init__(self, owner: _CountingCache, layer: int) -> None:
-        super().__init__()
-        self.owner, self.layer, self.seen = owner, layer, 0
-        self.is_initialized = True
-
-    def lazy_initialization(self, *_: Any, **__: Any) -> None:
-        """Nothing to allocate here."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if _mailbox.masking or _mailbox.call is not None:  # notes that kvbench's own functions would have taken
-            self.owner.refuse_strange_model()
-        if self.layer == self.owner.first:
-            self.owner.begin_pass()
-        self.seen += key_states.shape[-2]
-        _mailbox.call = _Call(self.owner, self.layer, key_states, value_states)
-        return key_states, value_states
-
-    def get_seq_length(self, *_: Any) -> int:
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        _mailbox.masking = True
-        return self.seen + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        return -1
-
-    def reset(self) -> None:
-        self.seen = 0
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        raise ValueError("kvbench caches do not support beam search: an index belongs to one sequence")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        raise ValueError("kvbench caches do not support contrastive search: an index belongs to one sequence")
-
-    batch_select_indices = batch_repeat_interleave
-
-
-class _WindowedLayer(DynamicSlidingWindowLayer):
-    """The window of a layer, as transformers keeps it: of W tokens those that the next one may attend, W - 1."""
-
-    is_croppable = False
-    keys: torch.Tensor | None
-    values: torch.Tensor | None
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        seen: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states)
-        assert self.keys is not None and self.values is not None
-        if key_states.shape[-2] > 1:  # a part of a prompt would stay in memory whole
-            self.keys, self.values = self.keys.clone(), self.values.clone()
-        return seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        _mailbox.masking = False
-        sizes: tuple[int, int] = super().get_mask_sizes(query_length)
-        return sizes
-
-    def begin_from(self, other: _WindowedLayer) -> None:
-        """Hold what another layer holds: an update writes to no tensor that is there, so both may go on."""
-        self.__dict__.update(other.__dict__)
-
-    def resident_bytes(self) -> int:
-        """Bytes of the keys and values that the next token may attend."""
-        return sum(part.nbytes for part in (self.keys, self.values) if part is not None)
-
-    def allocated_bytes(self) -> int:
-        """Bytes that they take on the device: a step's one token more, of which they are a part."""
-        return sum(part.untyped_storage().nbytes() for part in (self.keys, self.values) if part is not None)
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        _CountingLayer.reorder_cache(self, beam_idx)
-
-
-class _CountingCache(Cache):
-    """A cache of counting layers, and of windows for the layers that have one. Subclasses say what a pass means."""
-
-    def __init__(self, layers: int, windowed: Mapping[int, Any]) -> None:
-        super().__init__(layers=[windowed.get(layer) or _CountingLayer(self, layer) for layer in range(layers)])
-        self.first = min(layer for layer in range(layers) if layer not in windowed)
-
-    def begin_pass(self) -> None:
-        """A forward pass begins; nothing of it is counted yet."""
-
-    def belongs_to(self, module: torch.nn.Module) -> bool:
-        """Whether the attention module is of the model that this cache was made for."""
-        return True
-
-    def refuse_strange_model(self) -> NoReturn:
-        """The model that runs this cache does not attend through kvbench.
-
-        Raises:
-            ValueError: always.
-        """
-        _mailbox.call, _mailbox.masking = None, False
-        raise ValueError(
-            "the model does not attend through kvbench: its attention was changed since this cache was made, or the "
-            "cache was made for another model; make a new KVCache(model) after set_attn_implementation"
-        )
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        padding: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        raise NotImplementedError
-
-    def residual(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
-        """What a layer's attention has made of the hidden states, see `Engine.residual`; of a prefill alone."""
-        engine: Engine = self.engine  # type: ignore[attr-defined]
-        if engine.method.needs.layer_similarity and not engine.prefilled:
-            engine.residual(layer, before, after)
-
-
-class EngineCache(_CountingCache):
+class EngineCache(CountingCache):
     """The measured loop's cache: that loop itself says which phase each forward pass belongs to."""
 
     def __init__(self, engine: Engine) -> None:
         engine.windowed = engine.windowed or _windowed(engine.shape.windows)  # of the generation that goes on here
         super().__init__(engine.shape.layers, engine.windowed)
-        self.engine = engine
+        self.engine, self.scaling = engine, engine.shape.scaling
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        padding: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, call: Call, query: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """Attention of one layer by the engine, in the phase that the loop is in; see `Engine.attend`."""
-        return self.engine.attend(layer, query, key, value, sinks)
+        return self.engine.attend(call.layer, query, call.key, call.value, call.sinks)
 
 
-class KVCache(_CountingCache):
+class KVCache(CountingCache):
     """A KV-cache method inside plain `model.generate(past_key_values=KVCache(model, ...))`.
 
     The first forward pass is the prompt (left padding allowed) and is dense; a later one of a single token is a decode
@@ -259,36 +87,42 @@ class KVCache(_CountingCache):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        harness: dict[str, Any] = {}
-        if isinstance(method, str):
-            config = method_config(method, **options)
-            self._method: Method = build(config)
-            harness = config.harness
-        elif options:
-            raise ConfigError(f"{', '.join(options)}: no such argument; give a Method object its options yourself")
-        else:
-            self._method = method
+        self._method, harness, self._name = _method_of(method, options)
         if question not in get_args(Question):
             raise ConfigError(f"question={question!r}: one of {', '.join(get_args(Question))}")
-        self._budget = Budget.of(budget, harness, accounting)
+        if prompt_length is not None and (type(prompt_length) is not int or prompt_length < 1):
+            raise ConfigError(f"prompt_length={prompt_length!r}: expected columns of the prompt, 1 or more, or None")
+        self._budget, kinds = Budget.of(budget, harness, accounting), kv_of(kv)
         use_kvbench_attention(model)
         config = model.config.get_text_config()
         self._dense_layers = _layer_indices(dense_layers, config.num_hidden_layers)
-        self._windowed = _windowed(windows(config.to_dict()))
-        self._full_layers = [layer for layer in range(config.num_hidden_layers) if layer not in self._windowed]
-        self._head_scores = _head_scores(model, self._method)
-        super().__init__(config.num_hidden_layers, self._windowed)
+        shape = shape_of(model, [1], self._dense_layers, model.dtype, model.device)
+        executor(attention, shape, kinds)
+        self._settings = _needed(model, shape, self._method, self._budget, kinds, tokenizer)
+        self._settings |= {"attention": attention, "kv": kinds, "seed": seed, "audit_every": AUDIT_EVERY}
+        self._settings["head_scores"] = _head_scores(model, self._method)
+        self._windowed, self._full_layers, self.scaling = _windowed(shape.windows), shape.full_layers, shape.scaling
+        super().__init__(shape.layers, self._windowed)
         self._model, self._question, self._prompt_length = model, question, prompt_length
-        self._attention, self._kv, self._tokenizer, self._seed = attention, kv_of(kv), tokenizer, seed
+        self._tokenizer = tokenizer
         self.engine: Engine | None = None
         self._transcript = Transcript()
         self._offsets: list[int] = []
         self._passing = False  # a forward pass has begun and not ended
         self._unsettled = False  # a step was decoded and is not counted yet
-        self._modules = frozenset(map(id, _attention_modules(model)))
+        self._modules = frozenset(id(call.module) for call in reading_of(model).calls.values())
         _watch(model)
         self._watched = ExitStack()
         self._watch_prompt()
+
+    def __repr__(self) -> str:
+        return f"KVCache(method={self._name}, budget={self._budget.size}, {_held(self.engine)})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a KVCache is not pickled, nor written by torch.save: it belongs to its model and to memory that methods "
+            "share; expected cache.copy(), or the text read anew"
+        )
 
     @property
     def batch_size(self) -> int:
@@ -314,7 +148,8 @@ class KVCache(_CountingCache):
         return self.engine.report()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
-        memo.update({id(shared): shared for shared in (self._model, self._tokenizer, worker_pool())})
+        shared = self._model, self._tokenizer, self._settings, worker_pool()
+        memo.update({id(thing): thing for thing in shared})
         memo[id(self._watched)] = ExitStack()
         if self.engine is not None:
             self._settle(self.engine)  # what is noted to be counted is of this cache's own stores
@@ -346,7 +181,7 @@ class KVCache(_CountingCache):
             take_back(self._method, self.engine.stores, self.engine.shape.sparse_layers, count)
             self._transcript.cut(count)
             for layer in self.layers:
-                assert isinstance(layer, _CountingLayer)
+                assert isinstance(layer, CountingLayer)
                 layer.seen -= count
 
     def activate_past_recording(self) -> None:
@@ -355,10 +190,10 @@ class KVCache(_CountingCache):
         Raises:
             ValueError: it takes tokens back, which the method cannot; or needs all logits of what is read.
         """
-        grouped = self._kv.device in GROUPED
-        if not self._method.needs.crops or self._question != "dense" or self._windowed or grouped:
+        kv: KV = self._settings["kv"]
+        if not self._method.needs.crops or self._question != "dense" or self._windowed or kv.device in GROUPED:
             raise ValueError(
-                f"assisted decoding with {type(self._method).__name__}, question={self._question}, kv={self._kv}, "
+                f"assisted decoding with {type(self._method).__name__}, question={self._question}, kv={kv}, "
                 f"{len(self._windowed)} layers with a window: it reads several tokens at once and takes some back; "
                 "expected a method whose needs say crops=True, question=dense, tokens coded one by one, and full "
                 "attention in every layer"
@@ -397,26 +232,31 @@ class KVCache(_CountingCache):
         Raises:
             ValueError: what it is given does not fit what was read.
         """
+        if given.get("use_cache") is False:
+            raise ConfigError("use_cache=False: a KVCache is kept from one step to the next; expected use_cache=True")
         name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
         width, seen, mask = given[name].shape[1], self.get_seq_length(), given.get("attention_mask")
         self._check_rows(given[name].shape[0])
-        if mask is not None and (mask.ndim != 2 or mask.shape[1] != seen + width):
-            raise ValueError(
-                f"attention_mask={list(mask.shape)}: this KVCache has read {seen} tokens and is given {width}, so "
-                f"expected [{len(mask)}, {seen + width}]; a KVCache serves one conversation at a time"
-            )
         turn = self.engine is not None and self.engine.prefilled and width > 1
-        if (
-            turn
-            and mask is not None
-            and not all(bool(row[offset:].all()) for row, offset in zip(mask, self._offsets, strict=True))
-        ):
-            raise ValueError("a later turn was padded: give all rows turns of one length, or each row its own KVCache")
-        if not turn or self._question == "dense":
-            return given
-        for at in range(width - 1):
-            self._model(**_columns(given, name, at, seen), past_key_values=self, use_cache=True, logits_to_keep=1)
-        return given | _columns(given, name, width - 1, seen)
+        check_mask(mask, seen, width, self._offsets if turn else ())
+        lengths = _lengths_after(self.engine, mask, self._prompt_length, width)
+        rotary.refuse_mixed(self._model, lengths)
+        if turn and self._question == "method":
+            for at in range(width - 1):
+                self._model(**columns(given, name, at, seen), past_key_values=self, use_cache=True, logits_to_keep=1)
+            given = given | columns(given, name, width - 1, seen)
+        rotary.note(lengths)
+        self._expected = seen + width
+        return given
+
+    def after(self) -> None:
+        """A forward pass of the model has ended.
+
+        Raises:
+            ConfigError: it went without this cache.
+        """
+        if self.get_seq_length() != self._expected:
+            _refuse_dropped(self._model, self.get_seq_length())
 
     def _check_rows(self, rows: int) -> None:
         if self.engine is not None and rows != self.batch_size:
@@ -442,21 +282,13 @@ class KVCache(_CountingCache):
         return id(module) in self._modules
 
     @torch.no_grad()
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        padding: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, call: Call, query: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """Attention of one layer, see `Engine.attend`; the first layer with full attention opens the forward pass."""
-        if layer == self._full_layers[0]:
+        if call.layer == self._full_layers[0]:
             self._start_forward(query, padding)
         assert self.engine is not None
-        out = self.engine.attend(layer, query, key, value, sinks)
-        if layer == self._full_layers[-1]:
+        out = self.engine.attend(call.layer, query, call.key, call.value, call.sinks)
+        if call.layer == self._full_layers[-1]:
             self._passing = False
         return out
 
@@ -468,12 +300,12 @@ class KVCache(_CountingCache):
 
     def _start_forward(self, query: torch.Tensor, padding: torch.Tensor | None) -> None:
         batch, _, width, _ = query.shape
-        ids, _mailbox.input_ids = _mailbox.input_ids, None
+        ids, mailbox.input_ids = mailbox.input_ids, None
         if ids is None or ids.shape != (batch, width):
             ids = torch.full((batch, width), -1, device=query.device)  # prompt given as embeddings
         if self.engine is None:
             columns = self._prompt_length or width
-            lengths, self._offsets = _left_padded(padding, batch, columns)
+            lengths, self._offsets = left_padded(padding, batch, columns)
             self.engine = engine_for(
                 self._model,
                 lengths,
@@ -483,11 +315,7 @@ class KVCache(_CountingCache):
                 self._tokenizer,
                 offsets=self._offsets,
                 columns=columns,
-                attention=self._attention,
-                kv=self._kv,
-                seed=self._seed,
-                audit_every=AUDIT_EVERY,
-                head_scores=self._head_scores,
+                **self._settings,
             )
             self.engine.windowed = self._windowed
         if self._method.view is not self.engine.view:
@@ -523,6 +351,7 @@ def use_kvbench_attention(model: PreTrainedModel) -> None:
             f"model={str(model)[:80]!r}: a loaded model, as AutoModelForCausalLM.from_pretrained(...) gives one"
         )
     name = type(model).__name__
+    refuse_compiled(model)
     refuse_unsupported(model.config.to_dict(), name)
     refuse_own_attention(type(model), name)
     devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
@@ -530,8 +359,31 @@ def use_kvbench_attention(model: PreTrainedModel) -> None:
         raise ConfigError(
             f"{name}: some of its layers wait on {' and '.join(away)} (hf_device_map); expected all of them on GPUs"
         )
-    if model.config._attn_implementation != NAME:
+    before = model.config._attn_implementation
+    if before != NAME:
         model.set_attn_implementation(NAME)
+    try:
+        reading_of(model)
+    except ConfigError:
+        model.set_attn_implementation(before)
+        raise
+    rotary.watch_length(model)
+
+
+def refuse_compiled(model: torch.nn.Module) -> None:
+    """Refuse a model that torch.compile has made, or is making, of another.
+
+    Raises:
+        ConfigError: names the model.
+    """
+    made = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+    if made or hasattr(model.forward, "_torchdynamo_orig_callable") or torch.compiler.is_compiling():
+        _say_compiled(type(getattr(model, "_orig_mod", model)).__name__)
+
+
+@torch.compiler.disable
+def _say_compiled(name: str) -> NoReturn:
+    raise ConfigError(f"model={name}: compiled by torch.compile; expected the model as it was before, not compiled")
 
 
 def refuse_own_attention(kind: type[PreTrainedModel], name: str) -> None:
@@ -547,101 +399,8 @@ def refuse_own_attention(kind: type[PreTrainedModel], name: str) -> None:
         )
 
 
-def shape_of(
-    model: PreTrainedModel,
-    lengths: Sequence[int],
-    dense_layers: Collection[int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Shape:
-    """The Shape of a generation on `model` for prompts of these lengths."""
-    config = model.config.get_text_config()
-    windowed, modules = windows(config.to_dict()), _attention_modules(model)
-    full = [module for layer, module in enumerate(modules) if layer not in windowed]
-    sizes = {(_head_dim(module), float(module.scaling)) for module in full}
-    if len(sizes) > 1:
-        raise ConfigError(
-            f"model={type(model).__name__}: its layers differ in head_dim or scaling; expected one of each"
-        )
-    [(head_dim, scaling)] = sizes
-    return Shape(
-        layers=config.num_hidden_layers,
-        query_heads=config.num_attention_heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=head_dim,
-        lengths=tuple(lengths),
-        dtype=dtype,
-        device=device,
-        scaling=scaling,
-        sparse_layers=tuple(
-            layer for layer in range(config.num_hidden_layers) if layer not in {*dense_layers, *windowed}
-        ),
-        windows=windowed,
-        elsewhere=_elsewhere(modules, device),
-    )
-
-
-def _elsewhere(modules: Iterable[torch.nn.Module], device: torch.device) -> dict[int, torch.device]:
-    """The layers of a spread model that are not on its first device, and where each is."""
-    places = (next(module.parameters()).device for module in modules)
-    return {layer: place for layer, place in enumerate(places) if place != device}
-
-
-def _windowed(sizes: Mapping[int, int]) -> dict[int, _WindowedLayer]:
-    return {layer: _WindowedLayer(size) for layer, size in sizes.items()}
-
-
-def _attention_modules(model: PreTrainedModel) -> list[Any]:
-    """The attention module of each layer."""
-    found = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
-    return sorted(found, key=lambda module: module.layer_idx)
-
-
-@contextmanager
-def residuals_watched(model: PreTrainedModel, needs: Needs) -> Iterator[None]:
-    """Meanwhile tell the cache of a forward pass each layer's hidden states before and after attention, if needed.
-
-    Raises:
-        ConfigError: the model's layers do not add attention to the hidden states before they go on with them.
-    """
-    handles = []
-    try:
-        for block in model.modules() if needs.layer_similarity else ():
-            layer = getattr(getattr(block, "self_attn", None), "layer_idx", None)
-            if layer is not None:
-                after = _reads_residual(block).register_forward_pre_hook(partial(_tell_residual, layer))
-                handles += [block.register_forward_pre_hook(_note_residual, with_kwargs=True), after]
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _reads_residual(block: torch.nn.Module) -> torch.nn.Module:
-    """The part of a decoder layer that reads the hidden states once its attention is added to them."""
-    names = ["pre_feedforward_layernorm", "post_attention_layernorm"]
-    if hasattr(block, "post_feedforward_layernorm"):  # the norms stand behind attention and MLP
-        names[1] = "mlp"
-    part = next((getattr(block, name) for name in names if hasattr(block, name)), None)
-    if part is None:
-        raise ConfigError(
-            f"{type(block).__name__}: adds attention and MLP at once; the method compares what is between"
-        )
-    return part
-
-
-def _note_residual(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache = kwargs.get("past_key_values")
-    _mailbox.residual = None
-    if isinstance(cache, _CountingCache):
-        _mailbox.residual = cache, args[0] if args else kwargs["hidden_states"]
-
-
-def _tell_residual(layer: int, _: torch.nn.Module, args: tuple[Any, ...]) -> None:
-    note, _mailbox.residual = _mailbox.residual, None
-    if note is not None:
-        cache, before = note
-        cache.residual(layer, before, args[0])
+def _windowed(sizes: Mapping[int, int]) -> dict[int, WindowedLayer]:
+    return {layer: WindowedLayer(size) for layer, size in sizes.items()}
 
 
 def engine_for(
@@ -660,19 +419,54 @@ def engine_for(
         ConfigError: the method needs what this model cannot give.
     """
     shape = shape_of(model, lengths, dense_layers, model.dtype, model.device)
-    kv, name = settings.get("kv", NATIVE), type(method).__name__
-    for reason in (*unfit(kv, shape.head_dim), *unfit_for(kv, method, name, budget.counts_generated)):
-        raise ConfigError(reason)
-    if method.needs.positions == "cache" or method.needs.rotation:
-        instead = "positions=original" if method.needs.positions == "cache" else "another method"
-        settings["rotary"] = RotaryOf(model, shape.sparse_layers, instead)
+    if "rotary" not in settings:
+        settings |= _needed(model, shape, method, budget, settings.get("kv", NATIVE), tokenizer)
+    rotary.refuse_recomputed(model, lengths, settings.get("new_tokens") or 0)
     if method.needs.token_text:
-        if tokenizer is None:
-            raise ConfigError(f"tokenizer=None: {type(method).__name__} reads the text of tokens; pass the tokenizer")
         settings["pieces"] = vocabulary_text(tokenizer)
     if method.needs.head_scores and settings.get("head_scores") is None:
         raise ConfigError(f"head_scores=None: {type(method).__name__} needs those that kvbench.calibrate makes")
     return kind(shape, method, budget, **settings)
+
+
+def _needed(
+    model: PreTrainedModel,
+    shape: Shape,
+    method: Method,
+    budget: Budget,
+    kv: KV,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> dict[str, Any]:
+    """What of a model a method needs, as a setting of an engine, whatever the prompt.
+
+    Raises:
+        ConfigError: it is not there, or its keys and values cannot be held as asked.
+    """
+    needs, name = method.needs, type(method).__name__
+    for reason in (*unfit(kv, shape.head_dim), *unfit_for(kv, method, name, budget.counts_generated)):
+        raise ConfigError(reason)
+    if needs.token_text and tokenizer is None:
+        raise ConfigError(f"tokenizer=None: {name} reads the text of tokens; pass the tokenizer")
+    if needs.positions != "cache" and not needs.rotation:
+        return {"rotary": None}
+    instead = "positions=original" if needs.positions == "cache" else "another method"
+    return {"rotary": RotaryOf(model, shape.sparse_layers, instead)}
+
+
+def _method_of(method: Any, options: dict[str, Any]) -> tuple[Method, dict[str, Any], str]:
+    """A method, what the harness reads of its YAML, and its name.
+
+    Raises:
+        ConfigError: there is none of this name, or what is given is none.
+    """
+    if isinstance(method, str):
+        config = method_config(method, **options)
+        return build(config), config.harness, method
+    if not isinstance(method, Method):
+        raise ConfigError(f"method={show(method)}: expected the name of a method, such as 'quest', or a Method object")
+    if options:
+        raise ConfigError(f"{', '.join(options)}: no such argument; give a Method object its options yourself")
+    return method, {}, type(method).__name__
 
 
 def _head_scores(model: PreTrainedModel, method: Method) -> HeadScores | None:
@@ -700,99 +494,19 @@ def vocabulary_text(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [p.replace("\u2581", " ") if "\u2581" in p else tokenizer.convert_tokens_to_string([p]) for p in pieces]
 
 
-def _beside(module: torch.nn.Module, name: str) -> Any:
-    """A function of the file that has the module's class, or the one of which that is a kind."""
-    files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
-    return next(getattr(file, name) for file in files if hasattr(file, name))
+def _held(engine: Engine | None) -> str:
+    """Tokens of each row that were read, and the bytes that keys and values take."""
+    if engine is None or not engine.prefilled:
+        return "tokens=[], bytes=0" if engine is None else "in the prompt"
+    host = sum(store.host_bytes() for store in engine.stores.values())
+    return f"tokens={engine.lengths}, bytes={engine.allocated_bytes() + host}"
 
 
-def _head_dim(attention: Any) -> int:
-    return int(getattr(attention, "head_dim", 0) or attention.head_size)  # GPT-NeoX's word
-
-
-class RotaryOf:
-    """The model's own rotary positions, see `kvbench.engine.positions.Rotary`.
-
-    Args:
-        layers: true indices of the layers whose keys will be turned, all of them with full attention.
-        instead: what an error advises.
-
-    Raises:
-        ConfigError: keys of these layers have no rotary positions, or angles that depend on the length, so that a
-            stored key cannot be turned to another position.
-    """
-
-    def __init__(self, model: PreTrainedModel, layers: Iterable[int], instead: str = "positions=original") -> None:
-        parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-        self._kind: tuple[str, ...] = ()  # of layer, where layers with a window have other angles
-        if FULL in parameters:
-            self._kind, parameters = (FULL,), parameters[FULL] or {}
-        rotary = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
-        modules = _attention_modules(model)
-        kind, reason = parameters.get("rope_type", "default"), ""
-        if kind in ("dynamic", "longrope"):
-            reason = f"its {kind} RoPE changes with the length"
-        elif not rotary or not all(_turns(modules[layer], rotary[0], self._kind) for layer in layers):
-            reason = "it has layers without rotary positions"
-        if reason:
-            raise ConfigError(
-                f"model={type(model).__name__}: {reason}, so stored keys cannot be turned to other positions; use "
-                f"{instead}"
-            )
-        self._rotary = rotary[0]
-        self._scaling = getattr(self._rotary, "_".join([*self._kind, "attention_scaling"]))
-        self._apply = _beside(modules[0], "apply_rotary_pos_emb")
-
-    def angles(self, by: torch.Tensor) -> Angles:
-        """cos and sin [B, L, n, D] of a turn by [B, L, n] positions."""
-        flat = by.flatten(0, 1)
-        parts = self._rotary(torch.empty(0, device=by.device), flat, *self._kind)  # read for its dtype and device
-        cos, sin = (part.to(by.device).unflatten(0, by.shape[:2]) / self._scaling for part in parts)
-        return cos, sin
-
-    def turn(self, vectors: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """Vectors [B, H, n, D] of any dtype, turned in float32."""
-        lists = vectors.float().reshape(-1, vectors.shape[1] // angles[0].shape[1], *vectors.shape[2:])
-        cos, sin = (part.flatten(0, 1) for part in angles)
-        turned: torch.Tensor = self._apply(lists, lists[:, :0], cos, sin)[0]
-        return turned.view_as(vectors).to(vectors.dtype)
-
-
-class _FirstKey(Exception):
-    """Ends a forward pass of an attention module where it would store a key; as its cache."""
-
-    def update(self, key: torch.Tensor, *_: Any, **__: Any) -> None:
-        """Keep the key."""
-        self.key = key
-        raise self
-
-
-@torch.inference_mode()
-def _turns(attention: Any, rotary: Any, kind: tuple[str, ...]) -> bool:
-    """Whether a layer's keys depend on their position; models tell it in many ways, so it is tried."""
-    weight = next(attention.parameters())
-    hidden = torch.ones(1, 1, attention.config.hidden_size, dtype=weight.dtype, device=weight.device)
-    keys = []
-    for position in (0, 1):
-        angles = rotary(hidden, torch.tensor([[position]], device=hidden.device), *kind)
-        angles = tuple(part.to(hidden.device) for part in angles)
-        try:
-            attention(hidden, position_embeddings=angles, attention_mask=None, past_key_values=_FirstKey())
-        except _FirstKey as stored:
-            keys.append(stored.key)
-    return not torch.equal(*keys)
-
-
-def _left_padded(padding: torch.Tensor | None, batch: int, columns: int) -> tuple[list[int], list[int]]:
-    """Lengths and offsets of a left-padded prompt from its 2D mask [B, >= first chunk]."""
-    if padding is None:
-        return [columns] * batch, [0] * batch
-    if not bool(padding.any(dim=1).all()):
-        raise ValueError("the first prefill chunk holds only padding of some row; raise prefill_chunk_size")
-    offsets = padding.int().argmax(dim=1).tolist()
-    if any(not bool(row[offset:].all()) for row, offset in zip(padding, offsets, strict=True)):
-        raise ValueError("kvbench needs the padding on the left: tokenizer.padding_side = 'left'")
-    return [columns - offset for offset in offsets], offsets
+def _lengths_after(engine: Engine | None, mask: torch.Tensor | None, prompt: int | None, width: int) -> list[int]:
+    """Tokens of each row once the next `width` columns are read; in a prompt, once all of it is."""
+    if engine is None:
+        return left_padded(mask, 1, prompt or width)[0]
+    return [length + width for length in engine.lengths] if engine.prefilled else [*engine.shape.lengths]
 
 
 def _layer_indices(layers: Collection[int], count: int) -> tuple[int, ...]:
@@ -803,105 +517,68 @@ def _layer_indices(layers: Collection[int], count: int) -> tuple[int, ...]:
     return tuple(sorted(set(layers)))
 
 
-def _columns(given: dict[str, Any], name: str, at: int, seen: int) -> dict[str, Any]:
-    """What a forward pass was given of its token `at` alone, after `seen` tokens read before it."""
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
-    return {
-        name: given[name][:, at : at + 1],
-        "attention_mask": None if mask is None else mask[:, : seen + at + 1],
-        "position_ids": None if positions is None else positions[..., at : at + 1],
-    }
-
-
 def _watch(model: PreTrainedModel) -> None:
     """Attention sees neither token ids nor what `generate` was given; look at both as they come to the model."""
     if getattr(model, "_kvbench_watches", False):
         return
-
-    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            args, kwargs = args[1:], {"input_ids": args[0], **kwargs}
-        _mailbox.call, _mailbox.masking = None, False  # what a pass that failed has left
-        cache = kwargs.get("past_key_values")
-        if isinstance(cache, KVCache):
-            kwargs = cache.before(kwargs)
-        _mailbox.input_ids = kwargs.get("input_ids")
-        return args, kwargs
-
-    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_pre_hook(_before, with_kwargs=True)
+    model.register_forward_hook(_after, with_kwargs=True, always_call=True)
     model.prepare_inputs_for_generation = types.MethodType(_prepare_inputs_for_generation, model)
     model._kvbench_watches = True  # type: ignore[assignment]
+
+
+def _before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        args, kwargs = args[1:], {"input_ids": args[0], **kwargs}
+    mailbox.call, mailbox.masking = None, False  # what a pass that failed has left
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, KVCache):
+        refuse_compiled(module)
+        kwargs = cache.before(kwargs)
+    mailbox.input_ids = kwargs.get("input_ids")
+    return args, kwargs
+
+
+def _after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    rotary.note(None)
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, KVCache) and output is not None:  # None: the pass has failed
+        cache.after()
 
 
 def _prepare_inputs_for_generation(model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """The model's own; but that `generate`, as it begins, gives a KVCache only what goes on from what was read."""
     cache = kwargs.get("past_key_values")
-    if kwargs.get("is_first_iteration") and isinstance(cache, KVCache):
+    if not isinstance(cache, KVCache):
+        return type(model).prepare_inputs_for_generation(model, input_ids, *args, **kwargs)
+    if kwargs.get("is_first_iteration"):
         if "next_sequence_length" not in kwargs:
             cache.take_chunk()
         elif kwargs["next_sequence_length"] is not None and kwargs.get("inputs_embeds") is None:
             cache.continue_with(input_ids)  # the whole conversation, of which what was read is left out
-    prepared: dict[str, Any] = type(model).prepare_inputs_for_generation(model, input_ids, *args, **kwargs)
+    prepared = type(model).prepare_inputs_for_generation(model, input_ids, *args, **kwargs)
+    if prepared.get("past_key_values") is None and not cache.get_seq_length():
+        prepared["past_key_values"] = cache  # it holds nothing that could be wrong, and all is read now
+    if prepared.get("past_key_values") is not cache:
+        _refuse_dropped(model, cache.get_seq_length())
     return prepared
 
 
-def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    call, _mailbox.call = _mailbox.call, None
-    sinks = kwargs.get("s_aux")
-    if call is None:
-        own = sdpa_attention_forward if sinks is None else _eager_attention
-        return own(module, query, key, value, attention_mask, **kwargs)
-    if not call.cache.belongs_to(module):
-        call.cache.refuse_strange_model()
-    for name in ("softcap", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise ConfigError(f"{type(module).__name__}: its attention has a {name}, which kvbench does not compute")
-    assert call.layer == module.layer_idx, "a cache layer was updated out of order"
-    if not (_same(key, call.key) and _same(value, call.value)):
-        raise ConfigError(f"{type(module).__name__}: it attends other keys and values than it stores")
-    out = call.cache.attend(call.layer, query, key, value, attention_mask, sinks)
-    return out.transpose(1, 2).contiguous(), None
+def _refuse_dropped(model: PreTrainedModel, read: int) -> NoReturn:
+    """The model's class goes on without the KVCache that it was given.
 
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same; of most models they are one."""
-    return one.shape == other.shape and (one.data_ptr() == other.data_ptr() or torch.equal(one, other))
-
-
-def _eager_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """The model's own attention, which knows its sinks, under sdpa's mask: True where a query sees a key."""
-    if mask is None and query.shape[2] > 1:  # sdpa's way to say causal
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    if mask is not None:
-        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(
-            ~mask, torch.finfo(query.dtype).min
-        )
-    return _beside(module, "eager_attention_forward")(module, query, key, value, mask, **kwargs)[0], None
-
-
-def _mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """For our caches the 2D padding mask as it is (None without padding); for any other, sdpa's."""
-    ours, _mailbox.masking = _mailbox.masking, False
-    if not ours:
-        return sdpa_mask(attention_mask=attention_mask, **kwargs)
-    return attention_mask
-
-
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _mask)
-
-__all__ = ["NAME", "ConfigError", "EngineCache", "KVCache", "method_named", "shape_of", "use_kvbench_attention"]
+    Raises:
+        ConfigError: always.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    key = "original_max_position_embeddings"
+    limit, stretched = getattr(config, key, None), rotary.stretches(model)
+    why, right = "", "a model whose class keeps the cache that generate is given"
+    if limit is not None and limit >= read:
+        why = f", to compute all keys again beyond {key}={limit}"
+        right = f"prompt and new tokens within {limit}, or a longer prompt read at once"
+        if stretched:
+            why += f" with other angles (rope_type={stretched[0].rope_type})"
+        else:
+            right += f"; as its angles do not follow the length, a larger model.config.{key} serves as well"
+    raise ConfigError(f"{name}: its class drops the KVCache after {read} tokens{why}; expected {right}")

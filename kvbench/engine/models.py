@@ -150,7 +150,6 @@ def _load(
         model, tokenizer = read_gguf(source.gguf, kind)
         try_out(tokenizer)
         _refuse_unsupported(model.config, source.name)
-        model.set_attn_implementation(hf.NAME)
         return _loaded(model.to(where), tokenizer, source, hub.fingerprint([source.gguf], "gguf"))
     return _pretrained(source, source.path, where, kind, try_out)
 
@@ -327,8 +326,10 @@ def _explained(path: str) -> Iterator[None]:
 def _loaded(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: hub.ModelSource, revision: str
 ) -> Loaded:
+    model = model.eval().requires_grad_(False)
+    hf.use_kvbench_attention(model)
     return Loaded(
-        model=model.eval().requires_grad_(False),
+        model=model,
         tokenizer=tokenizer,
         name=source.name,
         revision=revision,

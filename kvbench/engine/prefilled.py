@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
 from kvbench.engine.generate import Draw, chosen_tokens, prefill_logits
-from kvbench.engine.hf import EngineCache, shape_of
+from kvbench.engine.hf import EngineCache
+from kvbench.engine.layers import shape_of
+from kvbench.engine.rotary import refuse_recomputed
 from kvbench.memory.store import LayerStore
 from kvbench.method import Method, Needs, Prompt
 
@@ -130,6 +132,7 @@ def prefill_once(
     """
     start = time.perf_counter()
     shape = shape_of(model, [len(prompt) for prompt in prompts], (), model.dtype, model.device)
+    refuse_recomputed(model, shape.lengths, max_new_tokens)
     recorder = Recorder(union(needs))
     engine = Engine(shape, recorder, Budget(None), new_tokens=max_new_tokens)
     logits = prefill_logits(model, prompts, EngineCache(engine), chunk)

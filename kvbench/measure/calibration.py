@@ -15,7 +15,8 @@ from kvbench.budget import Budget
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
 from kvbench.engine.generate import prefill
-from kvbench.engine.hf import EngineCache, shape_of
+from kvbench.engine.hf import EngineCache
+from kvbench.engine.layers import shape_of
 from kvbench.engine.models import Loaded
 from kvbench.method import HeadScores, Method, Needs, Prompt
 

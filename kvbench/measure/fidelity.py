@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
 from kvbench.engine.generate import generate
-from kvbench.engine.hf import shape_of
+from kvbench.engine.layers import shape_of
 from kvbench.engine.prefilled import Prefilled
 from kvbench.method import Method
 

@@ -47,6 +47,8 @@ def kv_of(asked: str | Mapping[str, str]) -> KV:
         if asked not in KINDS["device"]:
             raise ConfigError(f"kv={asked}: expected {' | '.join(KINDS['device'])}")
         return KV(asked, asked if asked in ROWS else "native")
+    if not isinstance(asked, Mapping):
+        raise ConfigError(f"kv={show(asked)}: expected {' | '.join(KINDS['device'])}, or one each for device and host")
     for tier, kind in asked.items():
         if tier not in KINDS:
             raise ConfigError(f"kv.{tier}={show(kind)}: no such tier; one of {', '.join(KINDS)}")
