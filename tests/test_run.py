@@ -316,7 +316,7 @@ def test_the_command_that_makes_a_run_again_makes_the_same_one(
     config = made_by(*words, f"results_dir={tmp_path}")
     folder = tmp_path / "runs" / "task" / "model" / "arm" / "id"
     folder.mkdir(parents=True)
-    (folder / "run.yaml").write_text(yaml.safe_dump({"config": config}))
+    (folder / "run.yaml").write_text(yaml.safe_dump({"format": 1, "identity": {}, "config": config}, sort_keys=False))
     start, *again = shlex.split(command_of(folder).removeprefix("python -m "))
     assert start == "kvbench" and made_by(*again) == config
 
