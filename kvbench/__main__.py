@@ -30,6 +30,7 @@ from kvbench.config import (
 )
 from kvbench.runs.folder import ResultsError
 from kvbench.runs.identity import arm_name
+from kvbench.runs.terminal import fit_streams
 
 if TYPE_CHECKING:
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -60,6 +61,7 @@ flags:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Failures other than bad input and Ctrl-C are raised."""
+    fit_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if (code := other_command(given)) is not None:

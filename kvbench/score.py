@@ -20,7 +20,6 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
 from rich.table import Table
 
 from kvbench.config import HARNESS_KEYS, ConfigError, check_types, check_valid, first_line, nearest, show
@@ -41,6 +40,7 @@ from kvbench.runs.folder import (
 from kvbench.runs.identity import module_sources, source_hash
 from kvbench.runs.quantities import PASSED
 from kvbench.runs.summary import summarise
+from kvbench.runs.terminal import Console, fit_streams
 from kvbench.tasks import Sample, Task, predictions, task_of
 
 USAGE = """python -m kvbench.score RUN [RUN ...] [--write | task.key=value ...] [--json]
@@ -73,6 +73,7 @@ class Rescored:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code, 130 after Ctrl-C."""
+    fit_streams()
     try:
         return _main(arguments)
     except KeyboardInterrupt:

@@ -18,12 +18,14 @@ from rich.table import Table
 from kvbench.runs.folder import ResultsError, runs_in
 from kvbench.runs.state import State, state_of
 from kvbench.runs.table import add_numbers, wide_console
+from kvbench.runs.terminal import fit_streams
 
 FOLDER = Path("results")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    fit_streams()
     parser = argparse.ArgumentParser(
         "python -m kvbench.status", description="How the runs below a folder are doing, from any machine that sees it."
     )

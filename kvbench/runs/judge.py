@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvbench.config import ConfigError, first_line
 from kvbench.runs.folder import ResultsError, check_format, read_samples, runs_in, stored_task, write_whole
+from kvbench.runs.terminal import fit_streams
 from kvbench.tasks import Sample, task_of
 from kvbench.tasks.sources import read_jsonl
 
@@ -40,6 +41,7 @@ class Question:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    fit_streams()
     given = _parser().parse_args(arguments)
     try:
         (folder, *others) = runs_in([Path(given.run)])
