@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.table import Table
 
 from kvbench.cli.compose import composed
@@ -31,6 +30,7 @@ from kvbench.fetch import fetch
 from kvbench.runs.folder import ResultsError, writing
 from kvbench.runs.quantities import QUANTITIES, measured
 from kvbench.runs.table import add_numbers, wide_console, with_error
+from kvbench.runs.terminal import Console
 
 METHODS = ("full", "topk", "pariskv", "icecache", "lychee", "snapkv", "streaming_llm", "quest")
 BUDGET = 256

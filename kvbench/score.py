@@ -20,7 +20,6 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
 from rich.table import Table
 
 from kvbench.cli.output import printing
@@ -41,6 +40,7 @@ from kvbench.runs.stored import (
     what_of,
 )
 from kvbench.runs.summary import summarise
+from kvbench.runs.terminal import Console
 from kvbench.tasks import Sample, Task, predictions, task_of
 from kvbench.tasks.known import add_config_dir, refuse_unknown
 

@@ -36,7 +36,7 @@ from kvbench.config import (
     show,
 )
 from kvbench.engine.heads import calibration_for
-from kvbench.engine.support import refuse_impossible, refuse_unsupported, text_config, window
+from kvbench.engine.support import refuse_impossible, refuse_unsupported, refuse_wrong_rope, text_config, window
 from kvbench.engine.vllm.fit import unfit as vllm_unfit
 from kvbench.measure.protocol import Protocol
 from kvbench.memory.kinds import KINDS, kv_in, unfit
@@ -293,8 +293,10 @@ def _model_shape(model: Mapping[str, Any], source: hub.ModelSource) -> Mapping[s
         raise ConfigError(f"model.config={show(model.get('config'))}: random weights need a transformers config")
     if source.path is not None and source.gguf is None and source.folder is not None:
         hub.refuse_no_weights(source.folder, source.path)
+    where = "model.config." if source.path is None else f"{label}: config.json: "
+    refuse_wrong_rope(shape, where)
     refuse_unsupported(shape, label)
-    refuse_impossible(shape, "model.config." if source.path is None else f"{label}: config.json: ")
+    refuse_impossible(shape, where)
     return text_config(shape)
 
 

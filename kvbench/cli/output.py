@@ -1,4 +1,5 @@
-"""What commands print on: a reader who has enough (`| head`), a full device, a stream that was closed (`>&-`).
+"""What commands print on: a reader who has enough (`| head`), a full device, a stream that was closed (`>&-`), a
+terminal with few characters (`kvbench.runs.terminal`).
 
 Every command of kvbench goes through `printing`, so that none of them meets these by itself.
 """
@@ -10,6 +11,8 @@ import signal
 import sys
 from collections.abc import Callable
 from typing import Any, TextIO, cast
+
+from kvbench.runs.terminal import fit_streams
 
 
 class OutputLost(BaseException):
@@ -32,12 +35,8 @@ class Stream:
         self.lost: OSError | None = None
 
     def write(self, text: str) -> int:
-        """Print a text; a character that the stream's encoding lacks comes as its number."""
-        try:
-            self._try(lambda: self._file.write(text))
-        except UnicodeEncodeError as error:
-            known = text.encode(error.encoding, "backslashreplace").decode(error.encoding)
-            self._try(lambda: self._file.write(known))
+        """Print a text."""
+        self._try(lambda: self._file.write(text))
         return len(text)
 
     def flush(self) -> None:
@@ -67,6 +66,7 @@ def printing(main: Callable[[], int]) -> int:
     line tells. What cannot be written to standard error is dropped, and what goes to a closed stream, too.
     """
     _open_closed()
+    fit_streams()
     given = sys.stdout, sys.stderr
     out, errors = Stream(sys.stdout, stops=True), Stream(sys.stderr, stops=False)
     sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, errors)

@@ -24,7 +24,6 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
 from kvbench.cli import smoke
 from kvbench.cli.checks import check
@@ -34,6 +33,7 @@ from kvbench.cli.stopping import Terminated, stopped_by
 from kvbench.config import ConfigError, first_line, show, sweep_words
 from kvbench.runs.folder import WHOLE, ResultsError, Shard
 from kvbench.runs.table import Ended, tell
+from kvbench.runs.terminal import Console, fit_streams
 
 # Hydra imports its own plugins anew when it first looks for them, and a class must not descend from an earlier copy.
 Plugins.instance()
@@ -64,6 +64,7 @@ class Job:
         self.configs, self.shard, self.title = configs, shard, title
 
     def __call__(self) -> list[Ended]:
+        fit_streams()  # of the process that it runs in
         if self.title:
             print(self.title, flush=True)
         try:

@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 
 from kvbench import hub
 from kvbench.config import ConfigError, first_line
-from kvbench.engine import hf, spread
+from kvbench.engine import gguf, hf, spread
 from kvbench.engine.support import refuse_unsupported, window
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -147,9 +147,9 @@ def _load(
     if source.path is None:
         return _random(source, config["config"], where, kind, seed, try_out)
     if source.gguf is not None:
-        model, tokenizer = read_gguf(source.gguf, kind)
-        try_out(tokenizer)
-        _refuse_unsupported(model.config, source.name)
+        model, tokenizer = read_gguf(
+            source.gguf, kind, lambda config: _refuse_unsupported(config, source.name), try_out
+        )
         return _loaded(model.to(where), tokenizer, source, hub.fingerprint([source.gguf], "gguf"))
     return _pretrained(source, source.path, where, kind, try_out)
 
@@ -262,42 +262,75 @@ def _pretrained(
     return _loaded(model.to(device), described.tokenizer, source, described.revision)
 
 
-def _refuse_random_weights(found: Mapping[str, Any], path: str) -> None:
+def _refuse_random_weights(found: Mapping[str, Any], path: str, shape: str = "config.json") -> None:
     """Refuse weights that are not those of config.json, in whose place transformers goes on with random ones.
 
     Args:
         found: transformers' `output_loading_info`.
         path: what messages call the model.
+        shape: what tells which weights there are.
     """
     for name, there, wanted in sorted(map(tuple, found["mismatched_keys"])):
         raise ConfigError(
-            f"model.path={path}: {name} has the shape {list(there)} where config.json makes it {list(wanted)}"
+            f"model.path={path}: {name} has the shape {list(there)} where {shape} makes it {list(wanted)}"
         )
     if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ConfigError(f"model.path={path}: its weights are without {missing[0]}{more}, which config.json asks for")
+        raise ConfigError(f"model.path={path}: its weights are without {missing[0]}{more}, which are in {shape}")
 
 
-def read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and the tokenizer in a GGUF file, its weights dequantised.
+def read_gguf(
+    file: Path,
+    dtype: torch.dtype,
+    check: Callable[[PreTrainedConfig], None] = lambda config: None,
+    try_out: Callable[[PreTrainedTokenizerBase], None] = lambda tokenizer: None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and the tokenizer in a GGUF file, its weights dequantised and its rotary positions scaled as it says.
+
+    Args:
+        file: to read.
+        dtype: of the weights.
+        check, try_out: called with config and tokenizer before weights are read; what they raise ends the load.
 
     Raises:
-        ConfigError: transformers cannot read it, or lacks the packages to.
+        ConfigError: transformers cannot read it, or lacks the packages to; or what it reads is not what the file says.
     """
     if not sys.stderr.isatty():
         disable_progress_bar()
+    header = gguf.read_header(file)
     where_from = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where_from)
+        config = AutoConfig.from_pretrained(**where_from)
+        if rope := gguf.with_scaling(header, config):
+            config.rope_parameters = rope
+        gguf.refuse_dropped(header, config)
+        check(config)
+        try_out(tokenizer)
         quantised = GgufConfig(gguf_file=file.name, dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(**where_from, quantization_config=quantised, dtype=dtype)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            **where_from, config=config, quantization_config=quantised, dtype=dtype, output_loading_info=True
+        )
+        read = _tensors_read(model, header.arch)
     except ImportError as error:
         raise ConfigError(f"model.path={file}: needs gguf and accelerate; pip install 'kvbench[models]'") from error
+    except (ConfigError, MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # whatever a damaged file makes of the parser
         raise ConfigError(f"model.path={file}: cannot be read as GGUF: {first_line(error)}") from error
+    _refuse_random_weights(found, str(file), "the file's keys")
+    gguf.refuse_unread(header, read)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # it is not any more, and could not be saved
     return model, tokenizer
+
+
+def _tensors_read(model: PreTrainedModel, arch: str) -> set[str]:
+    """Names of the tensors of a GGUF file that transformers reads into a model."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    processor = TENSOR_PROCESSORS.get(arch, TensorProcessor)(config=model.config.to_dict())
+    return set(get_gguf_hf_weights_map(model, processor))
 
 
 @contextlib.contextmanager

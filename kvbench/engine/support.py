@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,6 +25,7 @@ def refuse_unsupported(model_config: Mapping[str, Any], name: str) -> None:
     Raises:
         ConfigError: names the model and the key that says so.
     """
+    refuse_wrong_rope(model_config, f"{name}: ")
     config = text_config(model_config)
     if model_config.get("is_encoder_decoder"):
         kind = model_config.get("model_type", "this architecture")
@@ -136,13 +138,114 @@ def text_config(model_config: Mapping[str, Any]) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else model_config
 
 
+# Kinds of rope scaling whose `max_position_embeddings` names the positions before it, unless something says otherwise.
+STRETCHING = ("linear", "dynamic", "yarn")
+
+
 def window(model_config: Mapping[str, Any]) -> int | None:
-    """Tokens that the positions of a model reach, by its transformers config; None where that does not say."""
+    """Tokens that the positions of a model reach, by its transformers config; None where that does not say.
+
+    `max_position_embeddings` is what they reach under llama3 and longrope scaling. Under linear, dynamic and YaRN
+    scaling it is what they reached before, as transformers documents `rope_scaling`, and `factor` times that is the
+    window (Vicuna 16k, LongChat), but for configs that tell more: a length before scaling of its own in the rope
+    parameters (YaRN), `max_sequence_length` beside a linear or dynamic factor, which is the window itself, and
+    parameters for each kind of layer (Gemma 3), whose limit is scaled already. A config that has a scaled limit
+    and says so nowhere (DeepSeek Coder: linear 4, 16384) looks as one with an unscaled one, and is taken as such.
+
+    Raises:
+        ConfigError: as `refuse_wrong_rope`.
+    """
+    refuse_wrong_rope(model_config)
     config = text_config(model_config)
-    limit = config.get("max_position_embeddings", config.get("n_positions"))  # the latter: GPT-2
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if limit is None or rope.get("rope_type", rope.get("type")) != "yarn":
+    limit: int | None = config.get("max_position_embeddings", config.get("n_positions"))  # the latter: GPT-2
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if limit is None or type(limit) is not int:  # what is no number, `refuse_impossible` refuses
+        return None
+    by_layer = any(isinstance(value, Mapping) for value in rope.values())
+    parts = [value for value in rope.values() if isinstance(value, Mapping)] if by_layer else [rope]
+    scaled_already = by_layer or str(config.get("model_type")).startswith("gemma3")
+    return max(_reach(part, limit, scaled_already, config.get("max_sequence_length")) for part in parts)
+
+
+def _reach(rope: Mapping[str, Any], limit: int, scaled_already: bool, stated: Any) -> int:
+    """Positions that layers with these rope parameters reach, of a model with this limit and `max_sequence_length`."""
+    kind = _kind(rope)
+    if kind not in STRETCHING:
         return limit
-    # YaRN as its authors write it leaves max_position_embeddings at the length before stretching.
-    original = rope.get("original_max_position_embeddings") or limit
+    if (original := rope.get("original_max_position_embeddings")) is None:
+        if scaled_already:
+            return limit
+        if kind != "yarn" and type(stated) is int and stated >= limit:
+            return stated
+        original = limit
     return max(limit, int((rope.get("factor") or 1) * original))
+
+
+# Rope parameters that are 1 or more, those above 0, and longrope's lists of these.
+ROPE_FROM_ONE = ("factor", "original_max_position_embeddings")
+ROPE_ABOVE_ZERO = (
+    "rope_theta",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "low_freq_factor",
+    "high_freq_factor",
+)
+ROPE_LISTS = ("short_factor", "long_factor")
+
+
+def _kind(rope: Mapping[str, Any]) -> Any:
+    """The kind of scaling that rope parameters ask for; `type` is the older name, which the newer stands above."""
+    return rope.get("rope_type", rope.get("type")) or "default"
+
+
+def refuse_wrong_rope(model_config: Mapping[str, Any], where: str = "") -> None:
+    """Refuse rope parameters of a type or size that none can have, with which transformers may go on all the same.
+
+    Args:
+        model_config: a transformers config as a mapping, as far as it is known.
+        where: what stands before a key in the message, such as "model.config.".
+
+    Raises:
+        ConfigError: names the key, its value and what would be right.
+    """
+    config = text_config(model_config)
+    _refuse_wrong_numbers(config, where)
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = config.get(name)
+        if rope is None:
+            continue
+        if not isinstance(rope, Mapping):
+            raise ConfigError(
+                f"{where}{name}={show(rope)}: expected a mapping, such as {{rope_type: linear,factor: 4}}"
+            )
+        by_layer = {f"{where}{name}.{key}.": part for key, part in rope.items() if isinstance(part, Mapping)}
+        for prefix, part in (by_layer or {f"{where}{name}.": rope}).items():
+            _refuse_wrong_numbers(part, prefix)
+            kind = _kind(part)
+            if not isinstance(kind, str):
+                raise ConfigError(f"{prefix}rope_type={show(kind)}: expected a word, such as linear")
+            if kind in ("linear", "dynamic", "llama3") and part.get("factor") is None:
+                raise ConfigError(f"{prefix}factor=null: {kind} scaling needs it; expected a number, 1 or more")
+
+
+def _refuse_wrong_numbers(rope: Mapping[str, Any], prefix: str) -> None:
+    for key in ROPE_FROM_ONE + ROPE_ABOVE_ZERO + ROPE_LISTS:
+        value: Any = rope.get(key)
+        whole = key == "original_max_position_embeddings"
+        if key in ROPE_LISTS:
+            right = isinstance(value, list | tuple) and all(map(_is_above_zero, value))
+            expected = "a list of numbers above 0"
+        elif key in ROPE_ABOVE_ZERO:
+            right, expected = _is_above_zero(value), "a number above 0"
+        else:
+            right = _is_above_zero(value) and value >= 1 and (type(value) is int or not whole)
+            expected = f"a {'whole ' if whole else ''}number, 1 or more"
+        if value is not None and not right:
+            raise ConfigError(f"{prefix}{key}={show(value)}: expected {expected}")
+
+
+def _is_above_zero(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -422,25 +423,42 @@ def failure(arm: Arm, prompt: TokenizedSample, error: str) -> dict[str, Any]:
 
 def stops(loaded: models.Loaded, sample: Sample) -> dict[str, Any]:
     """What ends the output of a sample, as `generate` takes it."""
-    tokenizer, ids = loaded.tokenizer, set(loaded.stop_ids)
+    tokenizer, ids, texts = loaded.tokenizer, set(loaded.stop_ids), sample.stop
     found: dict[str, Any] = {"stop_ids": ids}
     if sample.end_token:
-        ids.add(tokenizer(sample.end_token, add_special_tokens=False)["input_ids"][-1])
-        found["not_first"] = ids
-    if sample.stop:
-        found["ends"] = ends_at(tokenizer, sample.stop)
+        last = tokenizer(sample.end_token, add_special_tokens=False)["input_ids"][-1]
+        if PART in tokenizer.decode([last]):  # of a character, and of others that end in the same byte
+            texts = (*texts, sample.end_token[-1])
+        else:
+            ids.add(last)
+            found["not_first"] = ids
+    if texts:
+        found["ends"] = ends_at(tokenizer, texts)
     return found
+
+
+PART = "\N{REPLACEMENT CHARACTER}"  # what tokens are decoded to that hold less than a character
 
 
 def ends_at(
     tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], skip_special_tokens: bool = True
 ) -> Callable[[Sequence[int]], bool]:
     """Whether an output ends with its newest token, as `generate` asks: once its text holds one of `stops`."""
-    # A stop may begin inside a token, so texts are compared; the last tokens hold what the newest one completed.
-    tail = max(map(len, stops), default=0) + 8
+    # A stop may begin inside a token, so texts are compared. The last tokens that have a text hold what the newest one
+    # completed: a character takes a token for each of its bytes at most.
+    tail = 4 * max(map(len, stops), default=0) + 8
+    silent = set(tokenizer.all_special_ids) if skip_special_tokens else set()
+    known = len(tokenizer)  # a model's vocabulary may be padded
 
     def ends(tokens: Sequence[int]) -> bool:
-        text = str(tokenizer.decode(list(tokens[-tail:]), skip_special_tokens=skip_special_tokens))
+        last = list(islice((token for token in reversed(tokens) if token not in silent and token < known), tail + 3))
+        last.reverse()
+        # Bytes of which the first character is cut may all be unreadable; one of four places is between two characters.
+        text = ""
+        for cut in range(4 if len(last) == tail + 3 else 1):
+            text = str(tokenizer.decode(last[cut:], skip_special_tokens=skip_special_tokens))
+            if not text.startswith(PART):
+                break
         return any(stop in text for stop in stops)
 
     return ends

@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 bad input.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -257,10 +258,12 @@ def _print(given: Namespace, runs: Runs | None) -> list[str]:
     made = _tables(given, runs)
     narrow: list[str] = []
     if given.format == "console":
-        from rich.console import Console
+        from kvbench.runs.terminal import Console
 
         plain = given.out or not sys.stdout.isatty()
-        console = Console(width=formats.PAGE_WIDTH, file=sys.stdout) if plain else Console()
+        # A file is UTF-8, whatever the terminal is.
+        target = io.StringIO() if given.out else sys.stdout
+        console = Console(width=formats.PAGE_WIDTH, file=target) if plain else Console()
         with console.capture() as captured:
             narrow = formats.console(made, console)
         text = captured.get()

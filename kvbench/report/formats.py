@@ -12,12 +12,12 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table as Drawn
 from rich.text import Text
 
 from kvbench.report.cells import Cell, Table, beyond_noise
 from kvbench.runs.quantities import Quantity
+from kvbench.runs.terminal import Console, fitting
 
 GAP = 3  # characters between two columns of a box
 PAGE_WIDTH = 120  # characters of an overview, at most
@@ -150,9 +150,19 @@ def console(tables: Sequence[Table], target: Console) -> list[str]:
     return left_out
 
 
+def _fitting(whole: Grid, encoding: str) -> Grid:
+    """The same as a console of this encoding shows it, so that columns are as wide as what stands in them."""
+
+    def fit(texts: Iterable[str]) -> list[str]:
+        return [fitting(one, encoding) for one in texts]
+
+    rows = [[Line(tuple(fit(line.labels)), fit(line.texts)) for line in lines] for lines in whole.rows]
+    return Grid(tuple(fit(whole.head)), fit(whole.columns), rows)
+
+
 def _overview(table: Table, target: Console) -> list[str]:
     """Print a table as wide as a page at most, with the labels that rows share on lines of their own."""
-    whole = grid(table)
+    whole = _fitting(grid(table), target.encoding)
     widths, heads = _widths(whole)[table.shared :], len(whole.head) - table.shared
     room = min(target.width, PAGE_WIDTH)
     fits = [column for column in range(heads, len(widths)) if sum(widths[: column + 1]) + 2 * column <= room]
@@ -181,7 +191,7 @@ def _overview(table: Table, target: Console) -> list[str]:
 
 def _in_parts(table: Table, target: Console) -> None:
     """Print a table in a box, or in several where it is wider than the console."""
-    whole = grid(table)
+    whole = _fitting(grid(table), target.encoding)
     widths = _widths(whole)
     heads = len(whole.head)
     for columns in _parts(widths[:heads], widths[heads:], target.width):

@@ -10,10 +10,11 @@ from datetime import timedelta
 from typing import Any
 
 from numba.core import event
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Task as Bar
 from rich.text import Text
+
+from kvbench.runs.terminal import Console
 
 LINE_SECONDS = 30.0
 

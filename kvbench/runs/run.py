@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 import kvbench
@@ -44,6 +43,7 @@ from kvbench.runs.identity import (
 from kvbench.runs.progress import progress
 from kvbench.runs.summary import machine_name, summarise
 from kvbench.runs.table import table
+from kvbench.runs.terminal import Console
 from kvbench.tasks import Sample, several, take, task_of
 
 Config = dict[str, Any]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
 from kvbench.config import ConfigError, bind_methods
 from kvbench.engine.prefilled import Prefilled
@@ -32,6 +31,7 @@ from kvbench.runs.heartbeat import beating
 from kvbench.runs.identity import APART, arm_name
 from kvbench.runs.progress import Reporter, progress
 from kvbench.runs.run import Work, concluded, open_folder, prepare, work_of
+from kvbench.runs.terminal import Console
 
 
 class Outcome(NamedTuple):

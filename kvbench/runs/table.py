@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 from kvbench.runs.quantities import PASSED, QUANTITIES, measured, named
 from kvbench.runs.summary import machine_name
+from kvbench.runs.terminal import Console
 
 SCORE, ALLOCATED = QUANTITIES["score"], QUANTITIES["device_kv_allocated_bytes"]
 COSTS = (  # of a run, a line each
