@@ -1,7 +1,7 @@
 """What commands print, in characters that the terminal, file or pipe has: others become plain ones that mean the same.
 
-Every command begins with `fit_streams`, in `kvbench.cli.output`. Tables are laid out by a `Console` from here, which knows
-how wide they become.
+Every command begins with `fit_streams`, in `kvbench.cli.output`. Tables are laid out by a `Console` from here, which
+knows how wide they become.
 """
 
 from __future__ import annotations
