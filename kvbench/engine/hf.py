@@ -104,7 +104,7 @@ class KVCache(CountingCache):
         self._windowed, self._full_layers, self.scaling = _windowed(shape.windows), shape.full_layers, shape.scaling
         super().__init__(shape.layers, self._windowed)
         self._model, self._question, self._prompt_length = model, question, prompt_length
-        self._tokenizer = tokenizer
+        self._tokenizer, self._stretched = tokenizer, bool(rotary.stretches(model))
         self.engine: Engine | None = None
         self._transcript = Transcript()
         self._offsets: list[int] = []
@@ -240,7 +240,8 @@ class KVCache(CountingCache):
         turn = self.engine is not None and self.engine.prefilled and width > 1
         check_mask(mask, seen, width, self._offsets if turn else ())
         lengths = _lengths_after(self.engine, mask, self._prompt_length, width)
-        rotary.refuse_mixed(self._model, lengths)
+        if self._stretched:
+            rotary.refuse_mixed(self._model, lengths)
         if turn and self._question == "method":
             for at in range(width - 1):
                 self._model(**columns(given, name, at, seen), past_key_values=self, use_cache=True, logits_to_keep=1)
