@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import huggingface_hub
 import pytest
 
 from kvbench import hub
-from kvbench.tasks.sources import HubFile, LocalFile, read_jsonl
+from kvbench.tasks.sources import HubFile, LocalFile, read_jsonl, rows_of
 
 FILE = HubFile("owner/set", "data.zip", 114, key="task.data_dir")
 FIELDS = {"text": str, "answers": list, "classes": (list, type(None))}
@@ -95,6 +97,41 @@ def test_a_bad_line_names_file_line_and_field_and_costs_no_other():
     ]
     assert said[5].startswith("set.jsonl, line 8: not JSON (")
     assert said[6] == "set.jsonl, line 9: field text: holds half a character (a lone surrogate)"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[" * 100_000, "nested too deep"),
+        ('[{"text": ' + "[" * 100_000 + "]" * 100_000 + "}]", "nested too deep"),
+        ('[{"text": ' + "9" * 5001 + "}]", "digits"),
+        ('[{"text": NaN}]', "NaN: no value of JSON"),
+        ('[{"text": -Infinity}]', "-Infinity: no value of JSON"),
+        ('{"text": "a"}', "expected a list"),
+        ("[]", "nothing in it"),
+    ],
+    ids=["open", "closed", "digits", "nan", "infinity", "mapping", "empty"],
+)
+def test_a_json_file_that_is_none_is_one_line(tmp_path, content, reason):
+    (tmp_path / "set.json").write_text(content)
+    with pytest.raises(ValueError, match=reason) as caught:
+        rows_of(LocalFile(tmp_path / "set.json", "task.data_dir"), {"text": str})
+    assert str(caught.value).startswith(f"task.data_dir: {tmp_path}/set.json: ") and "\n" not in str(caught.value)
+
+
+def test_a_line_with_what_json_has_not_costs_no_other(tmp_path):
+    lines = ['{"text": "a"}', '{"text": "b", "score": NaN}', '{"text": ' + "9" * 5001 + "}", '{"text": "c"}']
+    (tmp_path / "set.jsonl").write_text("\n".join(lines))
+    rows = rows_of(LocalFile(tmp_path / "set.jsonl", "task.data_dir"), {"text": str})
+    assert [row.data.get("text") for row in rows] == ["a", None, None, "c"]
+    assert "line 2: not JSON (NaN" in rows[1].error and "line 3: not JSON (" in rows[2].error
+
+
+def test_a_pipe_a_device_or_a_folder_is_no_data_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path, kind in ((tmp_path / "pipe.jsonl", "pipe"), (Path("/dev/null"), "device"), (tmp_path, "folder")):
+        with pytest.raises(ValueError, match=rf"^task\.data_dir: {path}: .*{kind}"):
+            rows_of(LocalFile(path, "task.data_dir"), {"text": str})
 
 
 def test_a_line_of_a_megabyte_is_read():

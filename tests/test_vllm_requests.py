@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -361,3 +362,26 @@ def test_no_vllm_another_version_or_its_other_runner_is_refused_before_it_starts
     with pytest.raises(ConfigError, match=f"{RUNNER}=1"):
         vllm_options("quest")
     assert plan_of({}) is None
+
+
+def test_a_prompt_too_short_for_a_fraction_is_served_by_full_attention_and_ends_no_other() -> None:
+    fixed = [stream(length, steps=6, head_dim=32, seed=length) for length in (130, 60)]
+    plan = Plan("quest", 0.5, dense_layers=(0,))  # of 60 tokens half is below the method's 48
+    serving = Serving(plan, "vec", fixed)
+    requests = Requests(plan, shape_of(fixed[0]), **settings_of(plan, fixed[0]))
+    requests.memory.update(serving.requests.memory)
+    left: list[list[int]] = []  # by layer, the rows of a pass that vLLM attends
+
+    def attend(*arguments: Any) -> None:
+        left.append(Requests.attend(requests, *arguments))
+
+    serving.requests = cast(
+        Any, SimpleNamespace(start_pass=requests.start_pass, attend=attend, end_pass=requests.end_pass)
+    )
+    for counts in ({0: 130}, {0: 1, 1: 60}, {0: 1, 1: 1}):
+        left.clear()
+        serving.step(counts)
+    assert all(1 in rows for rows in left) and any(0 not in rows for rows in left)
+    told = requests.audits()
+    assert "full_attention" not in told["0"] and "budget=0.5" in told["1"]["full_attention"]
+    assert told["1"]["attended_mean"] == 61

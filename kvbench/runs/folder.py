@@ -158,11 +158,8 @@ class RunFolder:
                         pass
             self._mine.callback(os.close, take_lock(self._own))
         mine, self._end = read_samples(self._own / "samples.jsonl")
-        self._samples = os.open(
-            self._own / "samples.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666
-        )
-        self._mine.callback(os.close, self._samples)
-        os.ftruncate(self._samples, self._end)
+        with self._opened(os.O_CREAT) as samples:
+            os.ftruncate(samples, self._end)
         self._know(mine if alone else read_run(self.path))
         done = sum(not record.get("error") for record in mine.values())
         self._others = len(self.done) - done, len(self.records) - len(self.done) - (len(mine) - done)
@@ -204,15 +201,15 @@ class RunFolder:
             raise ValueError(f"a sample record needs an 'id' that is a string, not {key!r}")
         if self._own == self.path:
             (self.path / "summary.json").unlink(missing_ok=True)
-        self._append(json.dumps(plain, allow_nan=False).encode() + b"\n")
-        self.records[key] = plain
-        if plain.get("error"):
-            self.done.pop(key, None)
-        else:
-            self.done[key] = plain
-        # Most of the time passes here: Ctrl-C now leaves the record where it is.
-        with writing(self.path):
-            os.fsync(self._samples)
+        with writing(self.path), self._opened() as samples:
+            self._append(samples, json.dumps(plain, allow_nan=False).encode() + b"\n")
+            self.records[key] = plain
+            if plain.get("error"):
+                self.done.pop(key, None)
+            else:
+                self.done[key] = plain
+            # Most of the time passes here: Ctrl-C now leaves the record where it is.
+            os.fsync(samples)
         self._state, self._ran, self._share = "running", self._ran + 1, share
         self._write_status()
 
@@ -253,16 +250,24 @@ class RunFolder:
         with suppress(OSError):
             os.utime(self._own / "status.json")
 
-    def _append(self, line: bytes) -> None:
+    @contextmanager
+    def _opened(self, more: int = 0) -> Iterator[int]:
+        """samples.jsonl, open no longer than it is written: a sweep has many folders."""
+        samples = os.open(self._own / "samples.jsonl", os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | more, 0o666)
+        try:
+            yield samples
+        finally:
+            os.close(samples)
+
+    def _append(self, samples: int, line: bytes) -> None:
         """Write one whole line or none: what a full disk or Ctrl-C cuts off is taken back."""
-        with writing(self.path):
-            try:
-                rest = memoryview(line)
-                while rest:
-                    rest = rest[os.write(self._samples, rest) :]
-            except BaseException:
-                os.ftruncate(self._samples, self._end)
-                raise
+        try:
+            rest = memoryview(line)
+            while rest:
+                rest = rest[os.write(samples, rest) :]
+        except BaseException:
+            os.ftruncate(samples, self._end)
+            raise
         self._end += len(line)
 
     def _write_status(self) -> None:

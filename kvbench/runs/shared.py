@@ -27,6 +27,7 @@ from kvbench.measure.arm import (
 )
 from kvbench.measure.machine import threads
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
+from kvbench.runs.handles import folders_at_once
 from kvbench.runs.heartbeat import beating
 from kvbench.runs.identity import APART, arm_name
 from kvbench.runs.progress import Reporter, progress
@@ -75,14 +76,29 @@ def run_arms(configs: Sequence[DictConfig], console: Console | None = None, shar
 
     Raises:
         ConfigError: they differ in more, or what only the task's data can tell is wrong.
+        ResultsError: the system allows too few open files for a single one.
     """
     bind_methods()
     plain = [cast(dict[str, Any], OmegaConf.to_container(config, resolve=True)) for config in configs]
     refuse_different(plain)
+    size = folders_at_once(len(plain), shard)
+    console, loaded = console or Console(), None
+    if size < len(plain):
+        console.print(f"{len(plain)} arms, {size} at a time: no more files can be open (ulimit -n)", soft_wrap=True)
+    outcomes: list[Outcome] = []
+    with threads(plain[0]["threads"]):
+        for start in range(0, len(plain), size):
+            found, loaded = _together(plain[start : start + size], console, shard, loaded)
+            outcomes += found
+    return outcomes
+
+
+def _together(
+    plain: Sequence[dict[str, Any]], console: Console, shard: Shard, loaded: Any
+) -> tuple[list[Outcome], Any]:
+    """As many arms as can hold their folders at once, from one prefill of each sample; and the model that they ran."""
     outcomes = [Outcome(arm_name(config)) for config in plain]
-    loaded = None
     with ExitStack() as held:
-        held.enter_context(threads(plain[0]["threads"]))
         running: dict[int, tuple[Arm, RunFolder]] = {}
         for index, config in enumerate(plain):
             try:
@@ -94,7 +110,7 @@ def run_arms(configs: Sequence[DictConfig], console: Console | None = None, shar
                 outcomes[index] = outcomes[index]._replace(error=error)
         if running:
             with beating([folder for _, folder in running.values()]):
-                ended, work = _run(running, console or Console(), shard)
+                ended, work = _run(running, console, shard)
             for index, (arm, folder) in running.items():
                 if index in ended:
                     outcomes[index] = outcomes[index]._replace(error=ended[index])
@@ -103,7 +119,7 @@ def run_arms(configs: Sequence[DictConfig], console: Console | None = None, shar
                     outcomes[index] = outcomes[index]._replace(summary=concluded(folder, work, arm))
                 except ResultsError as error:
                     outcomes[index] = outcomes[index]._replace(error=error)
-    return outcomes
+    return outcomes, loaded
 
 
 def refuse_different(configs: Sequence[dict[str, Any]]) -> None:

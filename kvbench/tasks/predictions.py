@@ -165,6 +165,8 @@ def _rows(benchmark: Benchmark, name: str, path: Path) -> list[Row]:
     fields: dict[str, type] = {"pred": str, benchmark.answers: list}
     if known and known.classifies:
         fields["all_classes"] = list
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ConfigError(f"{path}: no file; expected one of predictions, a line each")
     try:
         with path.open("rb") as lines:
             rows = list(read_jsonl(str(path), lines, fields))

@@ -65,6 +65,8 @@ class LocalFile:
         """
         if not self.file.is_file():
             there = "no such file" if self.file.parent.is_dir() else "no such folder"
+            if self.file.exists():
+                there = "a folder, and no file" if self.file.is_dir() else "a pipe or a device, and no file"
             others = [name for name in self.subsets if self.file.with_name(f"{name}{self.file.suffix}").is_file()]
             choose = f"; task.subsets=[{','.join(others)}] takes what is there" if others else ""
             raise ValueError(f"{self.key}: {self.file}: {there}{choose}")
@@ -211,7 +213,7 @@ def rows_of(source: LocalFile | HubFile, fields: Mapping[str, type | tuple[type,
 def _lines(path: Path) -> Iterable[bytes]:
     """Each row of a table as a line of JSON."""
     if path.suffix == ".json":
-        found = json.loads(path.read_bytes())
+        found = parsed_json(path.read_bytes())
         if not isinstance(found, list):
             raise ValueError("expected a list")
         return [json.dumps(row).encode() for row in found]
@@ -221,6 +223,22 @@ def _lines(path: Path) -> Iterable[bytes]:
         frame = pandas.read_parquet(path) if path.suffix == ".parquet" else pandas.read_csv(path)
         return frame.to_json(orient="records", lines=True).encode().splitlines()
     return path.read_bytes().split(b"\n")
+
+
+def parsed_json(content: bytes | str) -> Any:
+    """What a JSON text holds.
+
+    Raises:
+        ValueError: it is none, holds NaN or Infinity, which JSON has not, or is nested too deep; says so in one line.
+    """
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word}: no value of JSON")
+
+    try:
+        return json.loads(content, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
 
 
 def read_jsonl(label: str, lines: Iterable[bytes], fields: Mapping[str, type | tuple[type, ...]]) -> Iterator[Row]:
@@ -239,10 +257,10 @@ def read_jsonl(label: str, lines: Iterable[bytes], fields: Mapping[str, type | t
 
 def _parsed(line: bytes, fields: Mapping[str, type | tuple[type, ...]]) -> tuple[dict[str, Any], str]:
     try:
-        data = json.loads(line.decode("utf-8-sig"))
+        data = parsed_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
         return {}, "not UTF-8"
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return {}, f"not JSON ({error})"
     if not isinstance(data, dict):
         return {}, f"expected an object with the fields {', '.join(fields)}"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvbench.attention import cpu
+from kvbench.config import ConfigError, first_line
 from kvbench.engine.engine import Engine
 from kvbench.engine.vllm.paged import Memory, PagedStore, Table
 from kvbench.engine.vllm.plan import Plan
@@ -93,9 +94,10 @@ class RequestEngine(Engine):
 
     Attributes:
         finite: no pass has made NaN or infinite queries, keys or logits; once one has, vLLM attends all for it.
+        instead: why full attention stands in for the engine's method; "" where it does not.
     """
 
-    finite = True
+    finite, instead = True, ""
 
     def __init__(self, memory: Mapping[int, Memory], *arguments: Any, **settings: Any) -> None:
         self._memory, self._table = memory, Table()
@@ -186,12 +188,14 @@ class RequestEngine(Engine):
         """The audit so far.
 
         Beside that of `Engine`, where it applies: `broken`, where a rule was; `visibility_only`, dropped tokens are
-        attended no more, and keep their memory; `not_finite`, there were NaN or infinite queries, keys or logits.
+        attended no more, and keep their memory; `not_finite`, there were NaN or infinite queries, keys or logits;
+        `full_attention`, why that stands in for the engine's method.
         """
         told = {
             "broken": self.audit.broken(row),
             "visibility_only": not all(store.complete for store in self.stores.values()),
             "not_finite": not self.finite,
+            "full_attention": self.instead,
         }
         return {**super().report(row), **{name: found for name, found in told.items() if found}}
 
@@ -245,7 +249,13 @@ class Requests:
         shape = replace(self._shape, lengths=(scheduled.prompt_length,))
         plan = self._plan
         settings = {"seed": plan.seed, "audit_every": plan.audit_every, **self._settings}
-        engine = RequestEngine(self.memory, shape, plan.build(), self._budget, **settings)
+        try:
+            engine = RequestEngine(self.memory, shape, plan.build(), self._budget, **settings)
+        except ConfigError as error:
+            # A fraction of its prompt is too little for the method. An error here would end all requests of a server.
+            full = Plan("full", None)
+            engine = RequestEngine(self.memory, shape, full.build(), full.sizes(), **settings)
+            engine.instead = first_line(error)
         self._engines[scheduled.request] = engine
         return engine
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 import yaml
 
 from kvbench.tasks.ruler import prose
-from kvbench.tasks.sources import LocalFile
+from kvbench.tasks.sources import LocalFile, parsed_json
 
 GENERATED = "generated"
 
@@ -222,7 +221,7 @@ def _published(
 ) -> Published:
     name, content = _read(file)
     try:
-        documents, asked = read(json.loads(content))
+        documents, asked = read(parsed_json(content))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(f"{file.key}={file.file}: not the JSON of {schema} ({problem})") from error
