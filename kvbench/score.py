@@ -92,7 +92,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         folders = list(runs_in([Path(word) for word in given.words if word not in changes]))
     except (ConfigError, ResultsError) as error:
         return _refused(error)
-    console = Console(markup=False, highlight=False)  # names may hold brackets
+    console = Console(highlight=False)
     entries, code = [], 0
     for folder in folders:
         try:
@@ -116,7 +116,7 @@ def _predicted(given: argparse.Namespace) -> int:
     if given.write:
         return _refused(ConfigError("--write: not with --predictions, whose folders are left as they are"))
     # Names may hold brackets; a file takes the whole width.
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     entries, code = [], 0
     for word in given.words:
         try:

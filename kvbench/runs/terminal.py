@@ -72,7 +72,13 @@ def fitting(text: str, encoding: str) -> str:
 
 
 class Console(rich.console.Console):
-    """A console of rich that lays texts out as its file shows them: what becomes longer has its room."""
+    """A console of rich that lays texts out as its file shows them: what becomes longer has its room. A name in square
+    brackets is a name, and no markup.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """See rich."""
+        super().__init__(**{"markup": False, **options})
 
     def render_str(self, text: str, **options: Any) -> Text:
         """See rich."""
