@@ -43,8 +43,8 @@ def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
     ids = torch.full((1, 1), min(token, config.vocab_size - 1), device=model.device)
     given = {} if position is None else {"position_ids": torch.full_like(ids, position)}
     try:
-        # not the model itself: what is hooked to it is not for this pass
-        model.forward(input_ids=ids, past_key_values=reading, use_cache=True, **given)
+        # neither the model itself, as what is hooked to it is not for this pass, nor its head, which is not asked
+        model.base_model.forward(input_ids=ids, past_key_values=reading, use_cache=True, **given)
     except (ConfigError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
