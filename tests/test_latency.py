@@ -19,6 +19,7 @@ import yaml
 from driver import slow
 from omegaconf import OmegaConf
 from twin import Twin, device
+from words import over
 
 from kvbench import __main__ as cli
 from kvbench.budget import Budget
@@ -468,7 +469,7 @@ def test_the_command_line_sweeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr("sys.argv", ["kvbench"])
     words = ["task.lengths=[200],[300]", "method=full,snapkv", "budget=64"]
-    assert cli.main(["-m", *SMALL, f"results_dir={tmp_path}", *words]) == 0
+    assert cli.main(["-m", *over(SMALL, words), f"results_dir={tmp_path}"]) == 0
     found = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/latency/*/*/*/run.yaml")]
     assert len(found) == 4 and not any("shared_prefill" in one["identity"] for one in found)
     check(composed(*SMALL))

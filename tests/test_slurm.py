@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from words import over
 
 from kvbench.cli import sweep as launcher
 from kvbench.config import ConfigError
@@ -79,7 +80,15 @@ def sweep(tmp_path: Path) -> Any:
     def run(signal: str, *words: str, whom: str = ITSELF, seconds: int = 0) -> SimpleNamespace:
         method = METHOD.replace("SIGNAL", signal).replace("WHOM", whom).replace("SECONDS", str(seconds))
         (tmp_path / "fragile.py").write_text(method)
-        command = [sys.executable, "-m", "kvbench", "-m", "--config-dir", str(tmp_path), *WORDS, "seed=1,2", *words]
+        command = [
+            sys.executable,
+            "-m",
+            "kvbench",
+            "-m",
+            "--config-dir",
+            str(tmp_path),
+            *over([*WORDS, "seed=1,2"], words),
+        ]
         command.append(f"results_dir={tmp_path / 'results'}")
         env = {**os.environ, "PYTHONPATH": str(tmp_path)}
         command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command]  # as a shell starts its background jobs

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from omegaconf import OmegaConf
+from words import over
 
 import kvbench.measure.arm
 from kvbench import __main__ as cli
@@ -35,7 +36,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
     monkeypatch.setattr("sys.argv", ["kvbench"])
 
     def run(*words: str, folder: str = "results") -> SimpleNamespace:
-        code = cli.main(["-m", *WORDS, f"results_dir={tmp_path / folder}", *words])
+        code = cli.main(["-m", *over(WORDS, words), f"results_dir={tmp_path / folder}"])
         return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
 
     return run
@@ -170,7 +171,7 @@ def test_an_arm_in_use_elsewhere_is_left_to_whoever_holds_it(sweep: Any, tmp_pat
 @pytest.mark.slow
 def test_two_sweeps_at_once_neither_corrupt_nor_repeat(sweep: Any, tmp_path: Path) -> None:
     words = ["method=full,quest,snapkv", "seed=0,1", "threads=1"]
-    command = [sys.executable, "-m", "kvbench", "-m", *WORDS, *words, f"results_dir={tmp_path / 'results'}"]
+    command = [sys.executable, "-m", "kvbench", "-m", *over(WORDS, words), f"results_dir={tmp_path / 'results'}"]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for one in both:
         _, err = one.communicate(timeout=200)
