@@ -120,7 +120,8 @@ def bench_index(count: int, seed: int, arguments: argparse.Namespace) -> dict[st
     points, lengths = pooled(keys, chunks.bounds, "mean"), chunks.lengths
 
     def make(**layout: Any) -> ClusterIndex:
-        return ClusterIndex(points, lengths, Layout(**layout), keys.dtype, torch.Generator().manual_seed(2))
+        settled = Layout(**{"radii": "exact", "move_units": False, **layout})
+        return ClusterIndex(points, lengths, settled, keys.dtype, torch.Generator().manual_seed(2))
 
     builds = {
         "full": partial(make),

@@ -9,6 +9,7 @@ import functools
 import os
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,18 @@ each_method_in_turn = pytest.mark.parametrize(
         for turn, case in enumerate(METHODS)
     ],
 )
+
+
+class Inline(Executor):
+    """Runs what is submitted at once, in the thread that submits it."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 def slow(*values: Any) -> list[ParameterSet]:

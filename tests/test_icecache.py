@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driver import Stream, drive, numbers, stream
+from driver import Inline, Stream, drive, numbers, stream
 
 import kvbench.engine.engine
 from kvbench.config import ConfigError, bind_methods, build, method_config
@@ -276,15 +276,6 @@ def test_four_thousand_generated_tokens_are_found_as_well_as_a_prompt_of_them() 
 
 
 # -- prefill and reuse -------------------------------------------------------------------------------------------------
-
-
-class Inline(Executor):
-    """Runs what is submitted at once, in the thread that submits it."""
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
 
 
 def test_trees_built_beside_the_prefill_are_those_built_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,8 @@ def lengths_of(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def index_of(points: torch.Tensor, dtype: torch.dtype = torch.bfloat16, **layout: Any) -> ClusterIndex:
-    return ClusterIndex(points, lengths_of(points.shape[1]), Layout(**layout), dtype, seeded())
+    settled = Layout(**{"radii": "exact", "move_units": False, **layout})
+    return ClusterIndex(points, lengths_of(points.shape[1]), settled, dtype, seeded())
 
 
 def clusters_of(index: ClusterIndex) -> torch.Tensor:

@@ -331,7 +331,7 @@ def test_without_a_budget_short_sequences_are_attended_whole() -> None:
         for at in drive(stream(60, steps=50, layers=1), small(**options), None).seen:
             (length,) = at.lengths
             assert (at.sets(0)[0] == set(range(length))) == (length < dense)
-            assert length < dense or len(at.sets(0)[0]) <= 3 + 10 + 7 + small(**options).zones_without_budget.k
+            assert length < dense or len(at.sets(0)[0]) <= 3 + 10 + 7 + small(**options).options.k
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

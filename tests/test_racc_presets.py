@@ -203,9 +203,8 @@ PRESETS = {
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_its_options(name: str) -> None:
-    method = method_named(name)
-    cycle = method.asked_cycle
-    assert (cycle.vote_kernel, cycle.vote_order, cycle.shifted, method.search_prompt) == PRESETS[name]
+    options = method_named(name).asked
+    assert (options.vote_kernel, options.vote_order, options.shifted, options.search_prompt) == PRESETS[name]
 
 
 def test_the_preset_of_the_code_keeps_what_the_list_keeps() -> None:

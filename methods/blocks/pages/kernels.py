@@ -91,7 +91,7 @@ def _mean_bounds(_, claims, queries, low, high, scores):  # type: ignore[no-unty
 
 @jit
 def _joined(ranked, pages, joined):  # type: ignore[no-untyped-def]
-    """Join ranked lists [Q, n] by rank, without repeats, after the last of `pages` pages; -1 behind them."""
+    """Join ranked lists [Q, n] by rank, without repeats, after the last of `pages` pages; then -1."""
     taken = np.zeros(pages, np.bool_)
     joined[0], taken[pages - 1], count = pages - 1, True, 1
     for rank in range(ranked.shape[1]):
@@ -105,7 +105,7 @@ def _joined(ranked, pages, joined):  # type: ignore[no-untyped-def]
 
 @jit
 def _tokens(ranked, starts, room, tokens):  # type: ignore[no-untyped-def]
-    """Write the tokens of ranked pages, as far as whole pages fit into `room`, and -1 behind them; how many."""
+    """Write the tokens of ranked pages, as far as whole pages fit into `room`, then -1; how many."""
     count = 0
     for page in ranked:
         if page < 0 or count + starts[page + 1] - starts[page] > room:
