@@ -281,13 +281,13 @@ def test_four_thousand_generated_tokens_are_found_as_well_as_a_prompt_of_them() 
 
 def test_trees_built_beside_the_prefill_are_those_built_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = stream(600, 333, steps=20, layers=4)
-    ahead, behind = small(), small()
+    ahead, in_turn = small(), small()
     pooled = drive(fixed, ahead, 48)
     monkeypatch.setattr(kvbench.engine.engine, "worker_pool", Inline)
-    serial = drive(fixed, behind, 48)
+    serial = drive(fixed, in_turn, 48)
     assert torch.equal(pooled.outputs, serial.outputs)
     for layer, row, head in np.ndindex(4, 2, 2):
-        ours, theirs = ahead.trees[layer][row][head].arrays, behind.trees[layer][row][head].arrays
+        ours, theirs = ahead.trees[layer][row][head].arrays, in_turn.trees[layer][row][head].arrays
         assert all(np.array_equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
@@ -324,7 +324,7 @@ def test_reused_layers_attend_what_their_anchor_found(dense_layers: tuple[int, .
     own, shared = small(), small(reuse=3)
     alone, reused = (drive(fixed, method, 48, dense_layers=dense_layers) for method in (own, shared))
     sparse = [layer for layer in range(6) if layer not in dense_layers]
-    anchors = {layer: sparse[place - place % 3] for place, layer in enumerate(sparse)}
+    anchors = {layer: sparse[index - index % 3] for index, layer in enumerate(sparse)}
     assert set(shared.trees) == set(anchors.values())
     index = {(at.step, at.layer): at.index for at in reused.seen}
     expected = {(at.step, at.layer): at.index for at in alone.seen}

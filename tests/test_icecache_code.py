@@ -264,7 +264,7 @@ def test_the_exact_scan_knows_no_projections() -> None:
 
 
 def test_what_is_attended_are_the_pages_that_each_query_head_descends_to() -> None:
-    """Joined by rank and cut to the slots, behind window and sinks."""
+    """Joined by rank and cut to the slots, after window and sinks."""
     fixed = stream(1300, steps=3, layers=1)
     options: dict[str, Any] = {"page_size": 4, "small_page_size": 4, "promotion": [0.004, 0.5]}
     method, compared = method_named("icecache_code", **options), 0

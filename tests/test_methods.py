@@ -279,10 +279,10 @@ def test_streaming_llm_attends_at_positions_in_the_cache(positions: str) -> None
     for step in range(fixed.steps):
         for row, prompt in enumerate(fixed.lengths):
             kept = sinks_and_recent(prompt + step + 1, 12)
-            place = torch.arange(len(kept)) if positions == "cache" else torch.tensor(kept)
+            position = torch.arange(len(kept)) if positions == "cache" else torch.tensor(kept)
             for head in range(4):
-                query = rotate(plain.queries[0, row, head, kept[-1:]].double(), place[-1:])
-                keys = rotate(plain.keys[0, row, head // 2, kept].double(), place)
+                query = rotate(plain.queries[0, row, head, kept[-1:]].double(), position[-1:])
+                keys = rotate(plain.keys[0, row, head // 2, kept].double(), position)
                 weights = (keys @ query[0] * fixed.scaling).softmax(0)
                 expected = weights @ plain.values[0, row, head // 2, kept].double()
                 torch.testing.assert_close(outputs[step, 0, row, head].double(), expected, rtol=0, atol=CLOSE)

@@ -228,7 +228,7 @@ def test_alpha_is_solved_from_the_ratio(alpha: float, compressions: int, beta: f
 
 
 def test_sizes_after_each_compression_are_the_recorded_ones() -> None:
-    """The published code's, behind a prompt of 100 tokens: 1 % of what there is at step 200 of a cycle returns."""
+    """The published code's, after a prompt of 100 tokens: 1 % of what there is at step 200 of a cycle returns."""
     linked = lambda number: share(0.01, 100 + 400 * number - 200) if number > 2 else 0  # noqa: E731
     assert [retained(done, 0.6, 400, 40, linked) for done in range(6)] == [0, 256, 409, 512, 578, 621]
 

@@ -83,10 +83,10 @@ class Cache:
 
     def votes(self, older: list[int], window: list[int]) -> list[float]:
         sums = [0.0] * len(older)
-        for place in window:
-            resident = [*range(self.prompt), *(token for token in self.generated if token <= place)]
+        for position in window:
+            resident = [*range(self.prompt), *(token for token in self.generated if token <= position)]
             over = older if self.vote == "softmax_l2" else resident
-            for query in self.voters[:, place]:
+            for query in self.voters[:, position]:
                 logits = [float(query @ self.keys[token]) * self.scaling for token in older]
                 total = sum(math.exp(float(query @ self.keys[token]) * self.scaling) for token in over)
                 for at, logit in enumerate(logits):

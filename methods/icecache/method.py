@@ -1,6 +1,6 @@
 """IceCache (ICLR 2026, sections 3 and 4): semantic pages on the host, found by a DCI tree per layer and KV head.
 
-The past of a sequence is parted in three: sink pages at its beginning, window pages at its end, and all between them,
+The past of a sequence has three regions: sink pages at its beginning, window pages at its end, and all between them,
 the indexed tokens, which lie on the host in the order of the tree's pages. A step attends sinks, window and the pages
 whose best member has the largest q.k. A page that rolls out of the window is inserted into the tree.
 """
@@ -27,7 +27,7 @@ from methods.icecache.tree import Keys, Workspace
 
 @dataclass(frozen=True)
 class Regions:
-    """How the past of one row is parted.
+    """How the past of one row is divided.
 
     Attributes:
         capacity: the row's budget C in tokens.
@@ -68,7 +68,7 @@ class IceCache(Method):
         self.tree = {"dci": DCITree, "exact": ExactScan}[options.index]
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
-        """Part each row into sinks, index and window, and share the trees out between the layers."""
+        """Divide each row into sinks, index and window, and share the trees out between the layers."""
         super().begin(shape, budget, view, context)
         if shape.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype={shape.dtype}: IceCache's index reads float32 or bfloat16 keys")

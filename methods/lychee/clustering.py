@@ -1,4 +1,4 @@
-"""How LycheeCluster's chunks are represented, and parted into fine clusters and coarse units (section 4)."""
+"""How LycheeCluster's chunks are represented, and grouped into fine clusters and coarse units (section 4)."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from methods.lychee.index import ClusterIndex, Search, compile_kernels
 
 @dataclass(frozen=True)
 class Regions:
-    """How the past of one row is parted; the same in all layers and heads, for chunks follow the text alone.
+    """How the past of one row is divided; the same in all layers and heads, for chunks follow the text alone.
 
     Attributes:
         text: its chunks; after them the buffer.

@@ -1,6 +1,6 @@
 """ParisKV (ICML 2026, arXiv 2602.07721): sign patterns that collide with the query's vote, 4-bit codes rerank.
 
-The past of a sequence is parted in four: sink tokens at its beginning, the local window and the update buffer at its
+The past of a sequence has four zones: sink tokens at its beginning, the local window and the update buffer at its
 end, and the retrieval zone between. Keys and values live on the host; of the zone's keys the device holds codes
 (`codebook.py`). A step attends sinks, window and buffer whole, and of the zone the k tokens whose estimated q.k is
 largest among those with most votes. A full buffer is encoded.
@@ -28,7 +28,7 @@ SPARE_NORMS = 256  # room for tokens to come that is added at once
 
 @dataclass(frozen=True)
 class Zones:
-    """How the past of one row is parted.
+    """How the past of one row is divided.
 
     Attributes:
         sinks: first tokens, always attended.
@@ -92,7 +92,7 @@ class ParisKV(Method):
         self.options = options
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
-        """Part each row into zones, and draw the signs of the rotation."""
+        """Divide each row into zones, and draw the signs of the rotation."""
         super().begin(shape, budget, view, context)
         self.zones = [self._zones(length) for length in shape.lengths]
         self.on_cpu = self.options.compute == "numba" or (self.options.compute == "auto" and shape.device.type == "cpu")

@@ -1,6 +1,6 @@
 """RACC: compression of the cache, and asynchronous retrieval of what was evicted.
 
-A sequence is parted in three: the prompt (L1), the older generated tokens (L2) and the observation window (L3). After
+A sequence has three regions: the prompt (L1), the older generated tokens (L2) and the observation window (L3). After
 every n generated tokens the queries of the window vote, a share alpha of L2 stays (`compressor`), and the rest goes to
 the host, where an index finds what a later query asks for (`retrieval`; sections 4.1 and 4.2, Algorithm 1). A prompt
 may be compressed as well, by any method that evicts.
