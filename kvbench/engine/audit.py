@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 
+from kvbench.kernels.lists import count_lists
 from kvbench.method import Extra, Method, Selection, Shape
 
 
@@ -283,20 +283,6 @@ def extra_entries(extra: Extra | None, kv_heads: int) -> torch.Tensor | int:
         return 0
     there = extra.log_weight.unflatten(1, (kv_heads, -1)) > -torch.inf
     return there.any(dim=2).sum(dim=2).cpu()
-
-
-@njit(nogil=True, cache=True)
-def count_lists(lists):  # type: ignore[no-untyped-def]
-    """Of each of lists [L, M] how many ids >= 0 it has, [L], and how many distinct ones, [L]."""
-    named, distinct = np.zeros(len(lists), np.int64), np.zeros(len(lists), np.int64)
-    for place in range(len(lists)):
-        last = -1
-        for token in np.sort(lists[place]):
-            if token >= 0:
-                named[place] += 1
-                distinct[place] += token != last
-                last = token
-    return named, distinct
 
 
 def held_bytes(method: Method, stored: Iterable[torch.Tensor] = ()) -> int:
