@@ -106,7 +106,7 @@ class Backend(Protocol):
             try_out: called with the tokenizer before weights are read; what it raises ends the loading.
 
         Raises:
-            ConfigError: what only the model's files or the machine can tell is wrong.
+            ConfigError: something is wrong that only the model's files or the machine show.
         """
 
     def generate(self, arm: Arm, asked: Asked) -> Generated:

@@ -209,13 +209,13 @@ class Audit:
     def report(
         self, method: Method, budget: int | None, stored: Iterable[torch.Tensor] = (), row: int | None = None
     ) -> dict[str, Any]:
-        """The audit of a finished generation; keys as in `summary.json`. What no step told of is left out.
+        """The audit of a finished generation; keys as in `summary.json`. What no step had is left out.
 
         Args:
             method: whose memory is counted.
             budget: C in tokens.
             stored: the tensors of the stores.
-            row: whose entries attended are told; None: those of all. Bytes are of all rows.
+            row: whose attended entries are meant; None: those of all. Bytes are of all rows.
         """
         rows = self._rows if row is None else self._rows[row : row + 1]
         report = {
@@ -288,7 +288,7 @@ def extra_entries(extra: Extra | None, kv_heads: int) -> torch.Tensor | int:
 def held_bytes(method: Method, stored: Iterable[torch.Tensor] = ()) -> int:
     """Bytes of all tensors and arrays a method object holds, each storage once; the harness's own parts left out.
 
-    A library's memory, which Python does not see, is what an object tells as its `foreign_bytes`. A view of what the
+    A library's memory, which Python does not see, is what an object says in `foreign_bytes`. A view of what the
     store holds (`stored`) is no memory of the method's; of keys that the store has dropped it is.
     """
     seen = {tensor.untyped_storage().data_ptr() for tensor in stored}

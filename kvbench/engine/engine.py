@@ -147,7 +147,7 @@ class Engine:
         self.view = StoreView(self.stores, self.audit.read)
         try:
             method.begin(shape, budget, self.view, how.context(shape, self.spans))
-        except ValueError as error:  # what only the model's shape or its tokenizer tells
+        except ValueError as error:  # what only the model's shape or its tokenizer shows
             raise ConfigError(first_line(error)) from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:

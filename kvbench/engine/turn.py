@@ -1,6 +1,6 @@
 """Later turns of a conversation, several tokens that are read at once, and tokens that are taken back.
 
-The tokens of a turn attend all that any tier still has, and themselves, causally. Behind the last layer they are stored
+The tokens of a turn attend all that any tier still has, and themselves, causally. After the last layer they are stored
 one after the other, and the method learns of each as of a generated token.
 """
 

@@ -173,7 +173,7 @@ class KVCache(CountingCache):
         """Look at a chunk of what `generate` prefills in chunks.
 
         Raises:
-            ValueError: it is of a prompt whose length nobody told.
+            ValueError: it is of a prompt whose length is not known.
         """
         started = self.engine is not None and not self.engine.audit.generated and not self._unsettled
         if started and self._prompt_length is None:
