@@ -28,8 +28,8 @@ from kvbench.spans import Spans
 class DeviceCache:
     """What stays on the device of tokens that were brought up from the host, beside those that the step attends.
 
-    It changes what is moved and held, never what is attended. Policies other than "last" with one step are worked out on
-    the CPU, which then waits for a selection made on a GPU.
+    It changes what is moved and held, never what is attended. Policies other than "last" with one step are worked out
+    on the CPU, which then waits for a selection made on a GPU.
 
     Attributes:
         policy: "last", what the last steps attended; "lru" and "lfu", that of one step, and blocks of consecutive

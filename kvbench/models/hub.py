@@ -147,7 +147,7 @@ def stated_revision(folder: Path) -> str | None:
 
 
 def weights_of(source: ModelSource, seed: int = 0) -> str | None:
-    """What distinguishes a model's weights from others, whatever lies beside them; None where they are not on this machine yet.
+    """What distinguishes a model's weights from others; None where they are not on this machine yet.
 
     Args:
         source: whose weights.

@@ -1,4 +1,4 @@
-"""What the layers of a model hand to their attention: found by reading one token, since every model says it in its own way."""
+"""What the layers of a model hand to their attention: found by reading one token, as no config says it."""
 
 from __future__ import annotations
 

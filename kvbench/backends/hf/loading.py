@@ -375,7 +375,7 @@ def _loaded(
 
 
 def stop_ids_of(*sources: Any) -> tuple[int, ...]:
-    """The tokens that end a generation, by the first of a generation config, a config and a tokenizer that names any."""
+    """The tokens that end a generation, by the first of generation config, config and tokenizer that names any."""
     # Chat models list several in their generation config and only one in the other two places.
     for source in sources:
         ids = getattr(source, "eos_token_id", None)

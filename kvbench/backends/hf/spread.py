@@ -96,7 +96,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _parts(module: nn.Module, layers: nn.ModuleList) -> Iterator[tuple[nn.Module, bool]]:
-    """The layers, and the largest parts of a module without them; whether such a part has weights and comes after them."""
+    """The layers, and the largest parts of a module without them; whether a part has weights and comes after them."""
     after = False
     for child in module.children():
         if child is layers:
