@@ -306,7 +306,7 @@ def test_a_lower_limit_does_not_finish_a_longer_run_that_was_stopped(
 def test_the_command_that_makes_a_run_again_makes_the_same_one(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbench.cli.checks._check_vllm", lambda *_: None)  # it need not be installed here
+    monkeypatch.setattr("kvbench.backends.backend._VLLM.refuse", lambda *_: None)  # it need not be installed here
 
     def made_by(*words: str) -> dict[str, Any]:
         config: Any = OmegaConf.to_container(composed(*words), resolve=True)
