@@ -28,18 +28,10 @@ from kvbench.measure.machine import threads
 from kvbench.measure.protocol import GREEDY, Protocol
 from kvbench.memory.kinds import kv_in, unfit_for
 from kvbench.method import Method
+from kvbench.runs.code import harness_sources, module_sources, source_hash
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
-from kvbench.runs.identity import (
-    LOCAL,
-    arm_name,
-    budget_of,
-    engine_of,
-    former_arm_name,
-    harness_sources,
-    module_sources,
-    source_hash,
-)
+from kvbench.runs.identity import LOCAL, arm_name, budget_of, engine_of, former_arm_name
 from kvbench.runs.progress import progress
 from kvbench.runs.summary import machine_name, summarise
 from kvbench.runs.table import table
@@ -388,7 +380,7 @@ def identity(arm: Arm) -> dict[str, Any]:
     for group in ("method", "task"):
         config[group] = {key: value for key, value in config[group].items() if key not in NOT_IDENTITY_OF_GROUP}
     random_weights = arm.loaded.revision.startswith("dummy-")
-    sources = [*harness_sources(), *module_sources(config["method"]["_target_"])]
+    harness = harness_sources(engine_of(arm.config))
     data = [source.path() for source in arm.task.sources]
     for key, value in config["task"].items():
         if isinstance(value, str) and any(Path(value) in (path, *path.parents) for path in data):
@@ -401,9 +393,10 @@ def identity(arm: Arm) -> dict[str, Any]:
         "dense_layers": list(arm.dense_layers),
         "model_revision": arm.loaded.revision,
         "model_shape": arm.config["model"]["config"] if random_weights else None,
-        "data": source_hash([*module_sources(config["task"]["_target_"]), *data]),
+        "data": source_hash([*module_sources(config["task"]["_target_"]), *data], harness),
         "notes": dict(arm.task.notes),
-        "source": source_hash(sources),
+        "harness": source_hash(harness),
+        "source": source_hash(module_sources(config["method"]["_target_"]), harness),
         "device": arm.loaded.device.type,
         "dtype": dtype_of(arm),
     }
