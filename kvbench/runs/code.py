@@ -33,21 +33,7 @@ DEPTH = 3
 
 # What only checks, prints, stores or wires: counting it would throw away hours of results for a new progress bar. Tasks
 # come in through `module_sources`, so that an edited task reruns its own runs only.
-NOT_NUMBERS = {
-    "__init__.py",
-    "__main__.py",
-    "cli",
-    "config.py",
-    "demo.py",
-    "fetch.py",
-    "hub.py",
-    "report",
-    "runs",
-    "score.py",
-    "status.py",
-    "tasks",
-}
-BACKENDS = "engine"  # where each folder is a backend's
+NOT_NUMBERS = {"__init__.py", "__main__.py", "cli", "config.py", "models/hub.py", "report", "runs", "tasks"}
 
 Place = tuple[str, int]  # a statement: its module, and which of that module's it is
 Meaning = tuple[
@@ -138,8 +124,9 @@ def harness_sources(backend: str, package: Path = PACKAGE) -> list[Path]:
 
     Everything but what prints, stores or reports. Of the backends, the one that runs and what it imports of others.
     """
-    files = {path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in NOT_NUMBERS}
-    backends = {module_name(path): path for path in files if path.parent.parent == package / BACKENDS}
+    every = {path.relative_to(package): path for path in package.rglob("*.py")}
+    files = {path for place, path in every.items() if NOT_NUMBERS.isdisjoint({place.parts[0], place.as_posix()})}
+    backends = {module_name(path): path for path in files if path.parent.parent == package / "backends"}
     own = [name for name, path in backends.items() if path.parent.name == backend]
     return sorted({*files.difference(backends.values()), *_reached(own, backends.get).values()})
 
