@@ -24,11 +24,6 @@ def engine_of(config: Mapping[str, Any]) -> str:
     return str((config.get("engine") or {}).get("name", "hf"))
 
 
-def former_arm_name(config: Mapping[str, Any]) -> str:
-    """The same before methods without a budget had one folder for all: "full-256"."""
-    return f"{config['method']['name']}-{_size(config)}{_accounting(config)}{_kv(config)}"
-
-
 def _size(config: Mapping[str, Any]) -> Any:
     return "preset" if config["budget"] is None else config["budget"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -32,7 +32,7 @@ from kvbench.models.heads import calibration_for
 from kvbench.runs.code import harness_sources, module_sources, source_hash
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
-from kvbench.runs.identity import LOCAL, arm_name, budget_of, engine_of, former_arm_name
+from kvbench.runs.identity import LOCAL, arm_name, budget_of, engine_of
 from kvbench.runs.progress import progress
 from kvbench.runs.summary import machine_name, summarise
 from kvbench.runs.table import table
@@ -149,16 +149,8 @@ def open_folder(arm: Arm, shard: Shard = WHOLE) -> RunFolder:
         arm_name(config),
         own,
         {**config, **facts},
-        former(config, own),
         shard,
     )
-
-
-def former(config: Config, own: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Where older versions kept a run of this identity: full attention by its budget, arms of a sweep by themselves."""
-    by_budget = {**own, "config": {**own["config"], "budget": config["budget"]}}
-    name = former_arm_name(config)
-    return [(name, by_budget), (name, {**by_budget, "shared_prefill": True})]
 
 
 def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
