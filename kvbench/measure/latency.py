@@ -74,26 +74,15 @@ def time_sample(
     if generation.tt2t_s is not None:
         generation.tt2t_s -= made
     peak = hardware.peak_bytes(device)
-
-    steps, step_ms = len(generation.step_ms), statistics.fmean(generation.step_ms[timed.warmup :])
-    busy = _busy_ms(model, generation, engine, watched) if watched else None
-    audit, shape = generation.audit, engine.shape
-    read = hardware.read_weight_bytes(model, shape.batch)
-    attended = audit["attended_bytes_per_step"]
-    weights = hardware.weight_bytes(model)
-    told = {
+    facts = {
         "copy_bandwidth": bandwidth.copy,
         "upload_bandwidth": bandwidth.upload,
-        "must_read_bytes": read + attended,
-        "floor_ms": 1e3 * hardware.floor_seconds(read, attended, bandwidth.copy),
-        "python_ms": None if busy is None else max(0.0, step_ms - busy),
-        "memory": "counted" if peak is None else "allocated",
-        "memory_bytes": weights + engine.allocated_bytes() + audit["index_bytes"] if peak is None else peak,
+        **_floor(model, generation, engine, bandwidth.copy),
+        "python_ms": _python_ms(model, timed, generation, engine, watched) if watched else None,
+        **_memory(model, generation, engine, peak),
         "prefill_memory_bytes": watch.prefill_bytes,
-        "weight_bytes": weights,
-        "whole_kv_bytes": hardware.whole_kv_bytes(shape, steps),
     }
-    return generation, engine, {"machine": measured_on, "hardware": told}
+    return generation, engine, {"machine": measured_on, "hardware": facts}
 
 
 def _generate(
@@ -140,6 +129,35 @@ class _Watch:
             hardware.restart_peak(self._device)
         if self._progress:
             self._progress(done, total)
+
+
+def _floor(model: PreTrainedModel, generation: Generation, engine: Engine, bandwidth: float) -> dict[str, float]:
+    """The bytes that a step must read, and the milliseconds that they take at least."""
+    read = hardware.read_weight_bytes(model, engine.shape.batch)
+    attended = generation.audit["attended_bytes_per_step"]
+    seconds = hardware.floor_seconds(read, attended, bandwidth)
+    return {"must_read_bytes": read + attended, "floor_ms": 1e3 * seconds}
+
+
+def _memory(model: PreTrainedModel, generation: Generation, engine: Engine, peak: int | None) -> dict[str, Any]:
+    """The device's memory: the peak of what was allocated, or without a GPU what is counted."""
+    weights = hardware.weight_bytes(model)
+    counted = weights + engine.allocated_bytes() + generation.audit["index_bytes"]
+    return {
+        "memory": "counted" if peak is None else "allocated",
+        "memory_bytes": counted if peak is None else peak,
+        "weight_bytes": weights,
+        "whole_kv_bytes": hardware.whole_kv_bytes(engine.shape, len(generation.step_ms)),
+    }
+
+
+def _python_ms(
+    model: PreTrainedModel, timed: Timed, generation: Generation, engine: Engine, steps: int
+) -> float | None:
+    """Milliseconds of a step in which the device waits for the host."""
+    step_ms = statistics.fmean(generation.step_ms[timed.warmup :])
+    busy = _busy_ms(model, generation, engine, steps)
+    return None if busy is None else max(0.0, step_ms - busy)
 
 
 @torch.inference_mode()
