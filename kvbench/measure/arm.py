@@ -1,4 +1,4 @@
-"""One sample through one arm: its prompt, its generation, its score, and what of it is the sample's own failure."""
+"""One sample through one arm: its prompt, its generation, its score, and which errors fail that sample alone."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Setup:
 
 @dataclass
 class Arm(Setup):
-    """A setup and its task: all that a run's samples share."""
+    """A setup and its task: all that the samples of a run share."""
 
     task: Task
 
@@ -85,7 +85,7 @@ class Arm(Setup):
     def generated(
         self, prompts: Sequence[TokenizedSample], progress: Progress | None, prefilled: Prefilled | None
     ) -> Generated:
-        """What a batch of samples comes to, before it is scored; `prefilled` as for `measure`."""
+        """Generate for a batch of samples; `prefilled` as for `measure`."""
         generation, engine, more = _generated(self, prompts, progress, prefilled)
         rows = range(len(prompts)) if len(prompts) > 1 else [None]  # one sample that is timed may have rows of its own
         audits = [generation.audit if row is None else engine.report(row) for row in rows]
@@ -120,7 +120,7 @@ class ServedArm(Arm):
     def generated(
         self, prompts: Sequence[TokenizedSample], progress: Progress | None, prefilled: Prefilled | None
     ) -> Generated:
-        """See `Arm`; every prompt is read anew."""
+        """See `Arm`; no prefill is shared."""
         sample, rows = prompts[0].sample, [prompt.ids for prompt in prompts]
         for row in rows:
             self.budget.check_prompt(len(row))
@@ -135,17 +135,17 @@ class ServedArm(Arm):
         return Generated(generation, audits, [audit.pop("broken", None) for audit in audits], {"machine": measured_on})
 
     def attends_whole(self, record: dict[str, Any]) -> bool:
-        """Not known here: a request has its method to itself, and takes it along when it ends."""
+        """Not known here: the method of a request is gone when the request ends."""
         return False
 
 
 class Generated(NamedTuple):
-    """What a batch of samples came to, before it is scored.
+    """The result of generating for a batch of samples, before it is scored.
 
     Attributes:
-        audits: of each sample.
-        broken: where a sample's method first broke its rule; None: nowhere.
-        more: what else their records tell.
+        audits: one for each sample.
+        broken: for each sample, where the method first broke its budget rule; None: nowhere.
+        more: further entries of each sample's record, such as "machine".
     """
 
     generation: Generation
@@ -340,7 +340,7 @@ def _records(
 def _generated(
     arm: Arm, prompts: Sequence[TokenizedSample], progress: Progress | None, prefilled: Prefilled | None
 ) -> tuple[Generation, Engine, dict[str, Any]]:
-    """The generation of a batch of samples, its engine, and what else their records tell."""
+    """The generation of a batch of samples, its engine, and further entries of their records."""
     prompt, model = prompts[0], arm.loaded.model
     sample, rows = prompt.sample, [one.ids for one in prompts]
     synthetic = sample.timed and sample.timed.keys == "synthetic_attention"
@@ -475,7 +475,7 @@ def is_failed_sample(error: Exception) -> bool:
 
 
 def measured(generation: Generation, probed: bool, warmup: int = 0) -> dict[str, Any]:
-    """What a sample's record tells of the times of its generation, or of its probes, with which nothing is timed.
+    """The entries of a sample's record about the times of its generation; with probes, which cost time, about these.
 
     What a shared prefill hides, the time to the first token, is left out; so are the first `warmup` steps of the time
     per token. The times of a batch are those of each of its samples.

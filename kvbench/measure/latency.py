@@ -1,7 +1,7 @@
-"""A timed sample: a rehearsal, a generation that nothing ends early, and what both are held to.
+"""A timed sample: a rehearsal, a generation that nothing ends early, and the hardware's limits for it.
 
 Loading kernels and compiling take longer than any step, so the same runs first with a short prompt and is thrown away.
-After the timed steps a few more tell how long the device was busy, where there is a GPU.
+On a GPU a few more steps after the timed ones measure how long it is busy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvbench.tasks import Timed
 
 REHEARSED = 4096  # prompt tokens of the rehearsal, at most: long enough for every method's index
 REHEARSED_STEPS = 3
-WATCHED = 8  # decode steps that tell how long the device is busy
+WATCHED = 8  # decode steps in which the busy time of a GPU is measured
 
 # Makes the engine of rows of token ids, with room for so many new tokens.
 MakeEngine = Callable[[Sequence[Sequence[int]], int], Engine]
@@ -54,7 +54,7 @@ def time_sample(
         besides: `machine`, and as `hardware` what the hardware can do, the floor, and memory.
     """
     device = model.device
-    gc.collect()  # stores of the sample before: caches and engines know each other
+    gc.collect()  # the stores of the sample before: caches and engines refer to each other
     if probed:
         engine = make(timed.rows, new_tokens)
         return _generate(model, timed.rows, timed, engine, new_tokens, prefill_chunk, progress), engine, {}

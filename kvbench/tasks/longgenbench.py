@@ -1,8 +1,8 @@
 """Two benchmarks by the name of LongGenBench, both of one short prompt and a very long output.
 
 `longgenbench` is mozhu621's (Wu et al. 2024), which IceCache and RACC run: diaries, menus, skyscrapers and blocks of a
-town, part by part. What is counted here is how many of the parts there are, its completion rate. Whether a part tells
-what it should is for a judge, another model: `kvbench judge` writes the questions and reads its replies.
+town, part by part. What is counted here is how many of the parts there are, its completion rate. Whether a part is
+about the right thing, a judge decides, another model: `kvbench judge` writes the questions and reads its replies.
 
 `longgenbench_gsm8k` is that of Liu et al. 2024 as SCOPE runs it: thirty or sixty problems of GSM8K in one prompt.
 """
