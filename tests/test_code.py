@@ -307,6 +307,17 @@ def test_a_moved_function_that_finds_another_helper_is_another(tmp_path: Path) -
         assert placed(ours, theirs + function) != before
 
 
+def test_files_of_one_name_in_folders_that_are_no_packages_all_count(tmp_path: Path) -> None:
+    files = [tmp_path / folder / "helper.py" for folder in ("one", "two")]
+    seen = set()
+    for values in ((1, 2), (3, 2), (1, 3)):
+        for file, value in zip(files, values, strict=True):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(f"LIMIT = {value}\n")
+        seen.add(source_hash(files))
+    assert len(seen) == 3
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.text("ab \n#'", max_size=9)), min_size=2, max_size=6),
     st.randoms(),

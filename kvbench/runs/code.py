@@ -36,9 +36,7 @@ DEPTH = 3
 NOT_NUMBERS = {"__init__.py", "__main__.py", "cli", "config.py", "models/hub.py", "report", "runs", "tasks"}
 
 Place = tuple[str, int]  # a statement: its module, and which of that module's it is
-Meaning = tuple[
-    Place | None, str
-]  # a definition of the set, if it is one, and what is taken of it, or a name elsewhere
+Meaning = tuple[Place | None, str]  # a definition and its attribute, "" for none; or None and a name from elsewhere
 
 
 def source_hash(paths: Iterable[Path], beside: Iterable[Path] = ()) -> str:
@@ -62,7 +60,16 @@ def _sha(data: bytes) -> str:
 
 @functools.lru_cache(maxsize=64)  # in a sweep the harness is one set, and each method and task another
 def _definitions(files: tuple[tuple[Path, bytes], ...], beside: Definitions | None) -> Definitions:
-    return Definitions({module_name(path): _parsed(path, source) for path, source in files}, beside)
+    modules: dict[str, Source] = {}
+    for path, source in files:
+        name = module_name(path)
+        modules[str(path) if name in modules else name] = _parsed(path, source)  # folders of no package may share names
+    return Definitions(modules, beside)
+
+
+def _digest(syntax: str, uses: Iterable[Iterable[Meaning]], known: Mapping[Place | None, str]) -> str:
+    meanings = ["|".join(known.get(place, "") + name for place, name in use) for use in uses]
+    return _sha("\n".join([syntax, *meanings]).encode())
 
 
 class Definitions:
@@ -89,14 +96,9 @@ class Definitions:
         }
         self.digests: dict[Place, str] = {}
         for _ in range(DEPTH + 1):
-            known = {**(beside.digests if beside else {}), **self.digests}
-
-            def written(meanings: list[Meaning], known: Mapping[Place | None, str] = known) -> str:
-                return "|".join(known.get(place, "") + name for place, name in meanings)
-
+            known: dict[Place | None, str] = {**(beside.digests if beside else {}), **self.digests}
             self.digests = {
-                place: _sha("\n".join([statement.syntax, *map(written, meant[place])]).encode())
-                for place, statement in statements.items()
+                place: _digest(statement.syntax, meant[place], known) for place, statement in statements.items()
             }
 
     def _meanings(self, module: str, name: str, attribute: str, seen: frozenset[str] = frozenset()) -> list[Meaning]:
