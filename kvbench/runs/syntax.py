@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import symtable
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 # Fields of a node that change no number.
@@ -69,28 +69,45 @@ def parsed(source: bytes, package: str) -> Source:
     Raises:
         SyntaxError: it is no Python.
     """
-    writer = _Writer(package)
+    writer, scopes = _Writer(package), symtable.symtable(source, package, "exec").get_children()
     written = [found for node in ast.parse(source).body if (found := writer.statement(node)).words]
     definitions: dict[str, list[int]] = defaultdict(list)
     for place, found in enumerate(written):
-        for name in found.binds:
+        for name in _bound(found.node):
             definitions[name].append(place)
     known = definitions.keys() | writer.imports.keys()
     statements = []
-    for words, names, _ in written:
-        words = words.copy()
-        for place, use in names.items():
-            words[place] = "" if use.name in known else ".".join(use)
-        statements.append(Statement("\n".join(words), [use for use in names.values() if use.name in known]))
+    for node, words, names in written:
+        lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        open_names = known - _local(scope for scope in scopes if scope.get_lineno() in lines)
+        uses = {place: use for place, use in names.items() if use.name in open_names}
+        words = ["" if place in uses else word for place, word in enumerate(words)]
+        statements.append(Statement("\n".join(words), list(uses.values())))
     return Source(statements, dict(definitions), dict(writer.imports))
 
 
-class _Written(NamedTuple):
-    """A statement as words, names among them that may be the module's by their places, and the names that it binds."""
+def _bound(node: ast.stmt) -> set[str]:
+    """The names that a top-level statement binds in its module, and perhaps some of comprehensions."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
 
+
+def _local(scopes: Iterable[symtable.SymbolTable]) -> set[str]:
+    """Names that are those of a class or function wherever they stand in it."""
+    tables = list(scopes)
+    for table in tables:
+        tables += table.get_children()
+    symbols = [(symbol.get_name(), symbol.is_global()) for table in tables for symbol in table.get_symbols()]
+    return {name for name, outer in symbols if not outer} - {name for name, outer in symbols if outer}
+
+
+class _Written(NamedTuple):
+    """A statement as words, and those among them that may be names of the module, by their places."""
+
+    node: ast.stmt
     words: list[str]
     names: dict[int, Use]
-    binds: set[str]
 
 
 class _Writer(ast.NodeVisitor):
@@ -99,68 +116,43 @@ class _Writer(ast.NodeVisitor):
     def __init__(self, package: str) -> None:
         self.imports: dict[str, set[Import]] = defaultdict(set)
         self._package = package.split(".")
-        self._out = _Written([], {}, set())
-        self._local: set[str] | None = None  # names of the outermost function and of what is in it
+        self._words: list[str] = []
+        self._names: dict[int, Use] = {}
         self._in_class = False
 
     def statement(self, node: ast.stmt) -> _Written:
         """A top-level statement, written."""
-        self._out = _Written([], {}, set())
+        self._words, self._names = [], {}
         self.visit(node)
-        return self._out
+        return _Written(node, self._words, self._names)
 
     def generic_visit(self, node: ast.AST) -> None:
         """A node's kind and fields. Empty ones are left out, as other versions of Python have others."""
-        self._fields(node)
-
-    def _fields(self, node: ast.AST, *without: str) -> None:
-        self._out.words.append(type(node).__name__)
+        self._words.append(type(node).__name__)
         for field in node._fields:
             value = getattr(node, field, None)
-            if value is not None and value != [] and field not in UNCOUNTED and field not in without:
-                self._out.words.append(field)
+            if value is not None and value != [] and field not in UNCOUNTED:
+                self._words.append(field)
                 self._write(value)
-        self._out.words.append(")")
+        self._words.append(")")
 
     def _write(self, value: Any) -> None:
         if isinstance(value, list):
             for each in value:
                 self._write(each)
-            self._out.words.append("]")
+            self._words.append("]")
         elif isinstance(value, ast.AST):
             self.visit(value)
         else:
-            self._out.words.append(repr(value))
-
-    def _bind(self, name: str) -> None:
-        if self._local is not None:
-            self._local.add(name)
-        elif not self._in_class:
-            self._out.binds.add(name)
+            self._words.append(repr(value))
 
     def _use(self, name: str, attribute: str) -> None:
-        self._out.names[len(self._out.words)] = Use(name, attribute)
-        self._out.words.append("")
-
-    @contextmanager
-    def _inside(self, in_class: bool, function: bool) -> Iterator[None]:
-        """The body of a class or function; names of an outermost function are none of the module's."""
-        before, outermost, begin = self._in_class, function and self._local is None, len(self._out.words)
-        self._in_class = in_class
-        if outermost:
-            self._local = set()
-        yield
-        self._in_class = before
-        if outermost:
-            local, self._local = self._local or set(), None
-            for place, use in list(self._out.names.items()):
-                if place >= begin and use.name in local:
-                    self._out.words[place] = ".".join(self._out.names.pop(place))
+        self._names[len(self._words)] = Use(name, attribute)
+        self._words.append(f"{name}.{attribute}")
 
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Store):
-            self._bind(node.id)
-            self._out.words.append(node.id)
+            self._words.append(node.id)
         else:
             self._use(node.id, "")
 
@@ -168,68 +160,36 @@ class _Writer(ast.NodeVisitor):
         if isinstance(node.value, ast.Name):
             self._use(node.value.id, node.attr)
         else:
-            self._fields(node)
+            self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> None:
         if not isinstance(node.value, ast.Constant):  # a docstring, or "..."
-            self._fields(node)
+            self.generic_visit(node)
 
     def visit_Pass(self, node: ast.Pass) -> None:
         """Nothing, as of a docstring."""
 
+    def _scope(self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        before, self._in_class = self._in_class, isinstance(node, ast.ClassDef)
+        self.generic_visit(node)
+        self._in_class = before
+
+    visit_ClassDef = visit_FunctionDef = visit_AsyncFunctionDef = _scope
+
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if self._in_class:  # a field of a dataclass, maybe
-            self._fields(node)
+            self.generic_visit(node)
             words = {getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(node.annotation)}
-            self._out.words.extend(sorted(words & FIELD_KINDS))
+            self._words += sorted(words & FIELD_KINDS)
         elif node.value is not None:
-            self._fields(ast.Assign([node.target], node.value))
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self._bind(node.name)
-        with self._inside(in_class=True, function=False):
-            self._fields(node)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self._bind(node.name)
-        self._write(node.decorator_list)
-        self._function(node)
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
-        self._write([*node.args.defaults, None, *node.args.kw_defaults])  # which are of the scope around it
-        with self._inside(in_class=False, function=True):
-            self._fields(node, "decorator_list")
-
-    visit_Lambda = _function
-
-    def visit_arguments(self, node: ast.arguments) -> None:
-        self._fields(node, "defaults", "kw_defaults")
-
-    def visit_arg(self, node: ast.arg) -> None:
-        self._bind(node.arg)
-        self._fields(node)
-
-    def _comprehension(self, node: ast.AST) -> None:
-        with self._inside(in_class=False, function=True):
-            self._fields(node)
-
-    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _comprehension
-
-    def _capture(self, node: ast.ExceptHandler | ast.MatchAs | ast.MatchStar) -> None:
-        if node.name:
-            self._bind(node.name)
-        self._fields(node)
-
-    visit_ExceptHandler = visit_MatchAs = visit_MatchStar = _capture
+            self.generic_visit(ast.Assign([node.target], node.value))
 
     def visit_If(self, node: ast.If) -> None:
         if "TYPE_CHECKING" in (getattr(node.test, "id", ""), getattr(node.test, "attr", "")):
             for each in node.orelse:
                 self.visit(each)
         else:
-            self._fields(node)
+            self.generic_visit(node)
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
