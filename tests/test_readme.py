@@ -66,7 +66,7 @@ def test_the_task_that_the_tasks_page_adds_runs_from_a_folder_of_ones_own(tmp_pa
     (tmp_path / "conf" / "task" / "colours.yaml").write_text(config)
     (tmp_path / "colours.jsonl").write_text('{"text": "Snow is white.", "colour": "white"}\n{"text": "no colour"}\n')
     printed = run(tmp_path, "task=colours", "method=full", "budget=null")
-    assert "(2 samples, 1 failed)" in printed and "colours, line 2: field colour: missing" in printed
+    assert "(2 samples, 1 failed)" in printed and "colours.jsonl, line 2: field colour: missing" in printed
 
 
 def commands(command: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""One sample through one arm: its prompt, its generation, its score, and what of it is the sample's own failure."""
+"""One sample through one arm: its prompt, its generation, its score, and which errors fail that sample alone."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Setup:
 
 @dataclass
 class Arm(Setup):
-    """A setup and its task: all that a run's samples share."""
+    """A setup and its task: all that the samples of a run share."""
 
     task: Task
 
@@ -409,7 +409,7 @@ def is_failed_sample(error: Exception) -> bool:
 
 
 def measured(generation: Generation, probed: bool, warmup: int = 0) -> dict[str, Any]:
-    """What a sample's record tells of the times of its generation, or of its probes, with which nothing is timed.
+    """The entries of a sample's record about the times of its generation; with probes, which cost time, about these.
 
     What a shared prefill hides, the time to the first token, is left out; so are the first `warmup` steps of the time
     per token. The times of a batch are those of each of its samples.

@@ -136,7 +136,7 @@ class Task(ABC):
         """All samples, in an order whose every prefix is a fair smaller run.
 
         Raises:
-            ValueError: what only the tokenizer or the data can tell is wrong.
+            ValueError: something is wrong that shows only with the tokenizer or the data.
         """
 
     @abstractmethod
