@@ -154,7 +154,7 @@ def test_a_bad_file_costs_its_own_run_alone(
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with watched(monkeypatch):
         runs = collect([tmp_path])
-        assert {arm["method"] for arm in runs.arm.values()} >= {"snapkv"}
+        assert {run.arm["method"] for run in runs} >= {"snapkv"}
         assert bad == "a pipe for the status" or [one.path for one in runs.left_out] == [file.parent]
         assert score.main([str(tmp_path), "--json"]) == (0 if name == "status.json" else 2)
         told = capsys.readouterr()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-    from kvbench.report.data.frame import LeftOut, Runs
+    from kvbench.report.data.run import LeftOut, Run, Runs
     from kvbench.report.tables.cells import Table
     from kvbench.runs.quantities import Quantity
 
@@ -153,9 +153,9 @@ def _list() -> str:
     from kvbench.report.figures.all import FIGURES, OF_FILES
     from kvbench.runs.quantities import NUMBERS
 
-    parts = {
+    lists = {
         "published tables (--paper)": ids(),
-        "figures (--figure)": {name: title for name, (_, title) in (FIGURES | OF_FILES).items()},
+        "figures (--figure)": FIGURES | OF_FILES,
         "values (--values)": {
             **{name: quantity.heading + _better(quantity) for name, quantity in NUMBERS.items()},
             "breakdown_ms.PART": "a part of a decode step, such as breakdown_ms.select",
@@ -169,7 +169,7 @@ def _list() -> str:
         },
     }
     lines = []
-    for heading, entries in parts.items():
+    for heading, entries in lists.items():
         width = max(map(len, entries))
         lines += [f"{heading}:", *(f"  {name:<{width}}  {about}" for name, about in entries.items()), ""]
     return "\n".join(lines).rstrip()
@@ -318,25 +318,23 @@ def _page(given: Namespace, runs: Runs | None, made: Sequence[Table]) -> str:
 
     chosen = runs.only(select(runs, given.where))
     figures, undrawn = {}, []
-    for name, (_, title) in FIGURES.items():
+    for name, title in FIGURES.items():
         try:
             figures[name] = (title, draw(name, chosen))
         except ConfigError as error:
             undrawn.append(str(error))
     folders = " and ".join(map(str, given.folders))
     about = f"{len(chosen.arms)} runs below {folders}."
-    outputs = {arm["path"].name: _outputs(chosen, run) for run, arm in chosen.arm.items()}
+    outputs = {run.arm["path"].name: _outputs(run) for run in chosen}
     return html.page("kvbench report", about, made, figures, runs.left_out, undrawn, outputs)
 
 
-def _outputs(runs: Runs, run: int) -> str:
+def _outputs(run: Run) -> str:
     """A run's samples for the page."""
-    from kvbench.report.data.select import label_of
     from kvbench.report.html import outputs_of
 
-    arm = runs.arm[run]
-    name = ", ".join(label_of(runs, run, key) for key in ("model", "task", "method", "budget"))
-    return outputs_of(name, arm["path"].name, arm["metric"], runs.samples(runs.arms.loc[run]))
+    name = ", ".join(map(run.label, ("model", "task", "method", "budget")))
+    return outputs_of(name, run.arm["path"].name, run.arm["metric"], run.samples())
 
 
 def _write_site(given: Namespace, runs: Runs | None) -> list[str]:
@@ -361,11 +359,11 @@ def _draw(given: Namespace, runs: Runs | None) -> list[str]:
 
 def _drawn_from_file(given: Namespace) -> bool:
     """Whether the figure is one of a script's JSON, which then is drawn."""
-    from kvbench.report.figures.all import OF_FILES
+    from kvbench.report.figures.all import OF_FILES, draw_file
 
     if given.figure not in OF_FILES:
         return False
-    _write_figure(given, OF_FILES[given.figure][0](given.folders))
+    _write_figure(given, draw_file(given.figure, given.folders))
     return True
 
 

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.report.data.frame import LeftOut
+from kvbench.report.data.run import LeftOut
 from kvbench.report.tables.cells import Cell, Table
 from kvbench.report.tables.formats import NONE, NOT_RUN, grid
 from kvbench.runs.quantities import is_number

@@ -14,7 +14,8 @@ from kvbench.report.claims.claim import Claim, Part, claims
 from kvbench.report.claims.numbers import filed, printed
 from kvbench.report.claims.sampled import sampled
 from kvbench.report.claims.verdict import Finding, Missing, Verdict, judge, of_all
-from kvbench.report.data.frame import Runs, collect
+from kvbench.report.data.frame import collect
+from kvbench.report.data.run import Runs
 from kvbench.report.html import STYLE
 from kvbench.report.tables.formats import csv_lines, plain_markdown
 
@@ -131,8 +132,8 @@ def _rows(found: Sequence[Judged]) -> Iterator[list[list[str]]]:
     """The cells of each claim's row, each the lines in it."""
     for one in found:
         claim = one.claim
-        told = [[claim.id], [claim.claim], [claim.source], [claim.kind], one.measured, [one.shown]]
-        yield [*told, [claim.original], [claim.weaker]]
+        cells = [[claim.id], [claim.claim], [claim.source], [claim.kind], one.measured, [one.shown]]
+        yield [*cells, [claim.original], [claim.weaker]]
 
 
 def markdown(found: Sequence[Judged]) -> str:

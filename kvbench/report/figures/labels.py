@@ -15,6 +15,7 @@ from kvbench.report.figures.style import Style
 
 SIZE = 8  # of the words, in points
 GAP = 1.3 * SIZE / 72  # inches from name to name, at least
+WIDE, TALL = 6.6, 3.4  # inches of a panel with names beside it, and of its axis at least
 
 
 class End(NamedTuple):
@@ -24,6 +25,11 @@ class End(NamedTuple):
     style: Style
     x: float
     y: float
+
+
+def height_for(names: int) -> float:
+    """Height of an axis that has room for so many names beside it, in inches."""
+    return max(TALL, GAP * names)
 
 
 def as_written(figure: Figure) -> None:

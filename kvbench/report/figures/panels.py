@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from PIL import Image
 
 from kvbench.config import ConfigError
-from kvbench.report.data.frame import Runs
+from kvbench.memory.kinds import NATIVE
+from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
+from kvbench.report.data.select import fewest_keys
 from kvbench.report.data.stats import Estimate
 from kvbench.report.figures.style import STYLES, Style, style_of
 
@@ -121,7 +123,7 @@ def panels_of(
     for _, own in arms.groupby([common[key] for key in common], sort=False):
         task, model = own[["task", "model"]].iloc[0]
         others = common[(common["task"] == task) & (common["model"] == model)]
-        varied = telling(others.drop_duplicates().to_dict("records"))
+        varied = fewest_keys(others.drop_duplicates().to_dict("records"))
         first = common.loc[own.index[0]]
         apart = [first[key] if key == "machine" else f"{_last_word(key)}={_shortened(first[key])}" for key in varied]
         panels.append((", ".join([task, model, *apart]), own))
@@ -130,17 +132,18 @@ def panels_of(
     return panels
 
 
-def telling(settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """The fewest keys by which settings differ as they do by all of them; how many samples there are tells least."""
+def fidelity_panels(runs: Runs, name: str) -> list[tuple[str, pd.DataFrame]]:
+    """The arms of `task=fidelity` that are not full attention itself, as `panels_of` has them.
 
-    def apart(keys: Sequence[str]) -> int:
-        return len({tuple(own.get(key) for key in keys) for own in settings})
-
-    keys = [key for key in dict.fromkeys(key for own in settings for key in own) if apart([key]) > 1]
-    for key in sorted(keys, key=lambda key: key != "task.samples"):
-        rest = [other for other in keys if other != key]
-        keys = rest if apart(rest) == apart(keys) else keys
-    return keys
+    Raises:
+        ConfigError: there is none.
+    """
+    arms = arms_for(runs, name, probed=False, task="fidelity")
+    coded = runs.settings.loc[arms.index, "kv"] != str(NATIVE)
+    others = arms[(arms["method"] != YARDSTICK) | coded]
+    if not len(others):
+        raise ConfigError(f"figure={name}: of the runs of task=fidelity none is sparse")
+    return panels_of(name, runs, others)
 
 
 def _last_word(key: str) -> str:
@@ -169,10 +172,10 @@ def series_of(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[Ser
         without: a setting that tells no series from another.
     """
     known = {method: index for index, method in enumerate(STYLES)}
-    telling = [key for key in runs.settings if key.startswith(OF_VARIANTS)]
+    of_variants = [key for key in runs.settings if key.startswith(OF_VARIANTS)]
     for method in sorted(arms["method"].unique(), key=lambda name: (known.get(name, len(known)), name)):
         own = arms[arms["method"] == method]
-        settings = runs.settings.loc[own.index, [key for key in telling if key != without]].map(str)
+        settings = runs.settings.loc[own.index, [key for key in of_variants if key != without]].map(str)
         varied = [key for key in settings if settings[key].nunique() > 1]
         variants = {
             run: ", ".join(f"{_last_word(key)}={_shortened(settings.at[run, key])}" for key in varied)
@@ -186,11 +189,11 @@ def series_of(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[Ser
             yield Series(replace(style, line=line), variant, by_budget)
 
 
-def curves_of(runs: Runs, arms: pd.DataFrame) -> Iterator[tuple[str, Style, Any]]:
-    """Each arm with its label and style; budgets of a method differ in their lines."""
+def curves_of(runs: Runs, arms: pd.DataFrame) -> Iterator[tuple[str, Style, Run]]:
+    """Each run with its label and style; budgets of a method differ in their lines."""
     for one in series_of(runs, arms):
         for index, arm in enumerate(rows_of(one.arms)):
-            yield one.label(arm.budget), replace(one.style, line=_next_line(one.style.line, index)), arm
+            yield one.label(arm.budget), replace(one.style, line=_next_line(one.style.line, index)), runs[arm.name]
 
 
 def _next_line(line: str, steps: int) -> str:
@@ -208,6 +211,14 @@ def grid(rows: int, columns: int, title: str, size: tuple[float, float] = (5.5, 
     figure = Picture(figsize=(max(7.0, size[0] * columns), 1.2 + size[1] * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     figure.suptitle(title)
+    return figure, axes
+
+
+def tiled(count: int, columns: int, title: str, size: tuple[float, float] = (5.5, 3.6)) -> tuple[Picture, Any]:
+    """A figure and its axes [rows, columns], so many of them, row by row; those beyond are blank."""
+    figure, axes = grid(math.ceil(count / columns), columns, title, size)
+    for axis in axes.flat[count:]:
+        axis.set_axis_off()
     return figure, axes
 
 
@@ -246,21 +257,30 @@ def mark_powers(axis: Any, ticks: Iterable[float]) -> None:
     axis.grid(alpha=0.3)
 
 
+def mark_octaves(axis: Any, low: float, high: float) -> None:
+    """A logarithmic x axis that is marked at the powers of 2 from below the least value to above the largest."""
+    mark_powers(axis, [2.0**octave for octave in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)])
+
+
 def finished(
     figure: Figure,
     axes: Any,
     arms: Sequence[pd.DataFrame],
     times: bool = False,
     named: bool = False,
-    told: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> Figure:
-    """One legend for all panels, but for lines `named` at their ends, and what a reader must know of the runs; where
-    `times` are drawn, of them too. What is `told` besides has lines of its own.
+    """The figure with a legend for all panels, and below it what a reader must know of these arms.
+
+    Args:
+        times: are drawn, so what must be known of them is said, too.
+        named: lines have their names at their ends, and there is no legend.
+        notes: further lines below.
     """
     whole = pd.concat(arms)
     caveats = " | ".join(filter(None, [*(_of_times(whole) if times else []), *_caveats(whole)]))
     letters = int(LETTERS * figure.get_figwidth())
-    below = "\n".join(textwrap.fill(words, letters) for words in [*told, caveats])
+    below = "\n".join(textwrap.fill(words, letters) for words in [*notes, caveats])
     if named:
         figure.supxlabel(below, fontsize=8)
         return figure
@@ -313,14 +333,9 @@ def _caveats(arms: pd.DataFrame) -> list[str]:
 
 def size_text(budget: Any) -> str:
     """A budget as text: tokens, or a share of the prompt; "" for none."""
-    if no_budget(budget):
+    if missing(budget):
         return ""
     return f"{100 * budget:g} %" if isinstance(budget, float) else str(budget)
-
-
-def no_budget(budget: Any) -> bool:
-    """Whether a budget in a frame is there for want of one: None or NaN."""
-    return budget is None or (isinstance(budget, float) and math.isnan(budget))
 
 
 def thousands(value: float) -> str:

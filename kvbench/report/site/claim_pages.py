@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from pathlib import Path
 
 from kvbench.report.claims.claim import Part, beds
 from kvbench.report.claims.page import Judged
 from kvbench.report.claims.sampled import arms_of, runs_of
 from kvbench.report.claims.verdict import Finding, Missing, Verdict
-from kvbench.report.site.claimed import LOOKS, is_about, listed, shown, told
+from kvbench.report.site.claimed import LOOKS, counted, is_about, listed, shown
 from kvbench.report.site.parts import File, Site, ids_of, linked, page, small, table_of
 from kvbench.report.tables.formats import NONE
 
@@ -30,7 +29,7 @@ def claim_pages(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
             yield page(f"claims/{one.claim.id}.html", name, site, sections, _body(site, one))
     body = (
         f"<p>{len(site.judged)} claims of the papers, judged by these runs, or by those that kvbench ships where they "
-        f"measure more: {told(site.judged)}. A claim holds if the "
+        f"measure more: {counted(site.judged)}. A claim holds if the "
         "whole interval meets its criterion, and does not hold if none of it does; otherwise, or with fewer samples "
         "than its criterion asks for, it is undecided. Criteria were set before the runs. A claim that needs a larger "
         "model or a GPU is judged by a smaller test, and marked as one that a stand-in decided. Of ParisKV's paper a "
@@ -75,8 +74,8 @@ def _measured(one: Judged) -> str:
         decided = f'<td class="label"><b class="{LOOKS.get(verdict, "open")}">{verdict.value}</b></td>'
         lines.append(f'<tr><th scope="row">{escape(part.about)}</th>{decided}{cells}</tr>')
     notes = [found.note for _, found, _ in one.parts if isinstance(found, Finding) and found.note]
-    behind = "".join(f"<li>{escape(note)}</li>" for note in dict.fromkeys(notes))
-    return table_of(head, lines, "claim") + (f"<ul class=notes>{behind}</ul>" if behind else "")
+    items = "".join(f"<li>{escape(note)}</li>" for note in dict.fromkeys(notes))
+    return table_of(head, lines, "claim") + (f"<ul class=notes>{items}</ul>" if items else "")
 
 
 def _number(name: str, number: float | None, source: str, more: str = "") -> str:
@@ -101,9 +100,7 @@ def _source(one: Judged, part: Part, place: str) -> str:
 def _found(one: Judged, part: Part, arm: str) -> list[str] | Missing:
     """The names of the folders of an arm's runs."""
     found = runs_of(one.runs, part.asked["bed"], arm)
-    if one.runs is None or isinstance(found, Missing):
-        return found if isinstance(found, Missing) else []
-    return [Path(one.runs.arms.loc[run]["path"]).name for run in found]
+    return found if isinstance(found, Missing) else [run.arm["path"].name for run in found]
 
 
 def _runs(one: Judged) -> str:

@@ -33,7 +33,7 @@ def _names(claim: Claim, method: str) -> bool:
     return any(re.search(rf"\bmethod=(\w+,)*{re.escape(method)}\b", str(part.asked)) for part in claim.parts)
 
 
-def told(found: Sequence[Judged]) -> str:
+def counted(found: Sequence[Judged]) -> str:
     """How many claims have each verdict, in words; those that a stand-in decided count like all others."""
     counts = {verdict: sum(one.verdict is verdict for one in found) for verdict in Verdict}
     return ", ".join(f"{count} {verdict.of(count)}" for verdict, count in counts.items() if count)
@@ -62,8 +62,8 @@ def claims_section(site: Site, method: str) -> str:
     own = [one for one in found if is_of(one.claim, method)]
     others = [one for one in found if one not in own]
     none = "" if own else " None is of its own paper."
-    parts = [f"<p>{told(found)}. A claim opens what was measured of it, and the runs behind that.{none}</p>"]
+    lists = [f"<p>{counted(found)}. A claim opens what was measured of it, and the runs behind that.{none}</p>"]
     for title, some in ((f"Of {label_of(method)}'s own paper", own), ("Of other papers, about it", others)):
         if some:
-            parts.append(f"<h3>{escape(title)}</h3>{listed(some, '../')}")
-    return "".join(parts)
+            lists.append(f"<h3>{escape(title)}</h3>{listed(some, '../')}")
+    return "".join(lists)

@@ -1,4 +1,4 @@
-"""What the pages of a site share: the runs behind them, the frame around them, and how a number of a run is written.
+"""What the pages of a site share: their runs, the frame around them, and how a number of a run is written.
 
 A number stands in a cell with its name, its whole value and its run, so that whoever reads the page can find it again;
 the script sorts and filters by these.
@@ -19,13 +19,11 @@ from typing import Any, NamedTuple
 import kvbench
 from kvbench.config import choices
 from kvbench.report.claims.page import Judged, judged
-from kvbench.report.data.evidence import Evidence
-from kvbench.report.data.frame import Runs, missing
+from kvbench.report.data.run import Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
-from kvbench.report.data.select import by_protocol
-from kvbench.report.figures.panels import telling
+from kvbench.report.data.select import by_protocol, fewest_keys
 from kvbench.report.figures.style import STYLES, style_of
-from kvbench.report.tables.cells import Cell, Table, runs_of
+from kvbench.report.tables.cells import Cell, Table
 from kvbench.report.tables.formats import NONE, text
 from kvbench.report.tables.runs import summary
 
@@ -48,17 +46,16 @@ class Row(NamedTuple):
     """An arm: the settings that name it, its numbers, and the table that they are from.
 
     Attributes:
-        run: index in `Site.runs`.
+        run: of `Site.joined`.
         panel: name of the arms that it can be compared with, of the same samples under the same protocol.
-        variant: what tells it from others of the same method, budget and panel, or "".
+        variant: what it has otherwise than others of the same method, budget and panel, or "".
         cell, table: its numbers, and how they are shown.
-        full: index of the run of full attention on the same samples, or None.
-        is_yardstick: whether it is full attention over keys and values as the model computes them.
-        is_hopeless: whether full attention itself may score 0 on these samples, by its interval: then no score tells
-            of a method.
+        full: the run of full attention on the same samples, or None.
+        is_hopeless: whether full attention itself may score 0 on these samples, by its interval: then no score says
+            anything of a method.
     """
 
-    run: int
+    run: Run
     model: str
     task: str
     method: str
@@ -67,8 +64,7 @@ class Row(NamedTuple):
     variant: str
     cell: Cell
     table: Table
-    full: int | None
-    is_yardstick: bool
+    full: Run | None
     is_hopeless: bool
 
     @property
@@ -77,7 +73,7 @@ class Row(NamedTuple):
         that full attention answers.
         """
         within = self.cell.numbers.get("attended_share", 0.0) < FAR_OVER
-        return within and not self.is_yardstick and not self.is_hopeless and self.method != ORACLE
+        return within and not self.run.is_full and not self.is_hopeless and self.method != ORACLE
 
     @property
     def name(self) -> str:
@@ -101,12 +97,7 @@ class Site:
     @cached_property
     def joined(self) -> Runs:
         """The runs, one for all that differ in their seed alone."""
-        return over_seeds(self.runs, self.runs.arms.index)[0]
-
-    @cached_property
-    def evidence(self) -> Evidence:
-        """What can be said of them."""
-        return Evidence(self.joined)
+        return over_seeds(self.runs, self.runs)[0]
 
     @cached_property
     def judged(self) -> list[Judged]:
@@ -123,49 +114,27 @@ class Site:
         """Every arm, the nearest to full attention or with the best score first in its panel; of a task's panels that
         with the most arms first.
         """
-        run_of = {runs_of(arm): run for run, arm in self.joined.arm.items()}
-        protocols = [what for _, what in by_protocol(self.joined, self._untimed)]
+        run_of = {run.folders: run for run in self.joined}
+        protocols = [what for _, what in by_protocol(self._untimed)]
         rows, words = [], {}
         for table, protocol in zip(self.tables, protocols, strict=True):
             for (place, _), cell in table.cells.items():
                 labels = dict(zip(table.axes, table.rows[place], strict=True))
                 run = run_of[cell.run]
                 words[run] = [f"{_short(key)}={value}" for key, value in labels.items() if key not in AXES]
-                full = self.evidence.yardstick(run)
+                full = run.full()
                 model, task, method, budget = (labels[key] for key in AXES)
                 panel = ", ".join(filter(None, [task, model, protocol]))
-                bare = self.joined.is_yardstick(run)
-                hopeless = full is not None and self._may_score_0(full)
-                rows.append(Row(run, model, task, method, budget, panel, "", cell, table, full, bare, hopeless))
-        told = []
-        for alike in _grouped(self._told_apart(rows), lambda row: (row.panel, row.method, row.budget)):
+                hopeless = full is not None and _may_score_0(full)
+                rows.append(Row(run, model, task, method, budget, panel, "", cell, table, full, hopeless))
+        named = []
+        for alike in _grouped(_in_panels(rows), lambda row: (row.panel, row.method, row.budget)):
             shared = set.intersection(*(set(words[row.run]) for row in alike))
             for row in alike:
                 apart = [word for word in words[row.run] if word not in shared]
-                told.append(row._replace(variant=", ".join(apart)))
-        size = Counter(row.panel for row in told)
-        return sorted(told, key=lambda row: (row.task, -size[row.panel], row.panel, _rank(row.cell.numbers)))
-
-    def _may_score_0(self, full: int) -> bool:
-        """Whether the score of a run of full attention may be 0, by its interval; of one sample, whether it is."""
-        score = self.evidence.score(full)
-        return (score.mean if score.low is None else score.low) <= 0
-
-    def _told_apart(self, rows: Sequence[Row]) -> Iterator[Row]:
-        """The rows, with what tells the samples of a panel from others of its model and task in the panel's name."""
-        for own in _grouped(rows, lambda row: row.panel):
-            kinds = {row.run: self.evidence.kind(row.run) for row in own}
-            settings = {run: dict(part.split("=", 1) for part in kind[:-1]) for run, kind in kinds.items()}
-            keys = telling(list(settings.values()))
-            names = {
-                run: [f"{_short(key)}={setting[key]}" for key in keys if key in setting]
-                for run, setting in settings.items()
-            }
-            for alike in _grouped(own, lambda row: tuple(names[row.run])):  # noqa: B023
-                several = len({kinds[row.run][-1] for row in alike}) > 1  # data, which no setting tells apart
-                for row in alike:
-                    data = [f"data {kinds[row.run][-1]}"] if several else []
-                    yield row._replace(panel=", ".join([row.panel, *names[row.run], *data]))
+                named.append(row._replace(variant=", ".join(apart)))
+        size = Counter(row.panel for row in named)
+        return sorted(named, key=lambda row: (row.task, -size[row.panel], row.panel, _rank(row.cell.numbers)))
 
     @cached_property
     def methods(self) -> list[str]:
@@ -181,19 +150,37 @@ class Site:
     @property
     def timed(self) -> int:
         """So many timed runs there are, of which no page is made."""
-        return len(self.joined.arm) - len(self._untimed)
+        return len(self.joined.arms) - len(self._untimed)
 
     @cached_property
-    def _untimed(self) -> list[int]:
-        return [run for run in self.joined.arm if not self.joined.timed(run)]
+    def _untimed(self) -> list[Run]:
+        return [run for run in self.joined if not run.is_timed]
 
-    def folder_names(self, run: int) -> list[str]:
-        """The names of a run's folders, which are their ids; of several seeds all."""
-        return [Path(path).name for path in self.joined.arm[run]["paths"]]
+
+def _may_score_0(full: Run) -> bool:
+    """Whether the score of a run of full attention may be 0, by its interval; of one sample, whether it is."""
+    score = full.score()
+    return (score.mean if score.low is None else score.low) <= 0
+
+
+def _in_panels(rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows, with what the samples of a panel have otherwise than others of its model and task in its name."""
+    for own in _grouped(rows, lambda row: row.panel):
+        settings = {row.run: dict(word.split("=", 1) for word in row.run.kind[:-1]) for row in own}
+        keys = fewest_keys(list(settings.values()))
+        names = {
+            run: [f"{_short(key)}={setting[key]}" for key in keys if key in setting]
+            for run, setting in settings.items()
+        }
+        for alike in _grouped(own, lambda row: tuple(names[row.run])):  # noqa: B023
+            several = len({row.run.kind[-1] for row in alike}) > 1  # data, in which no setting differs
+            for row in alike:
+                data = [f"data {row.run.kind[-1]}"] if several else []
+                yield row._replace(panel=", ".join([row.panel, *names[row.run], *data]))
 
 
 def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[list[Row]]:
-    """Rows with the same key together, in order of appearance."""
+    """The rows of each key, in order of appearance."""
     found: dict[Any, list[Row]] = {}
     for row in rows:
         found.setdefault(key(row), []).append(row)
@@ -242,12 +229,12 @@ def linked(method: str, root: str, part: str = "") -> str:
     return f'<a class="method" href="{page}">{swatch(method)}{escape(label_of(method))}</a>'
 
 
-def dense_of(site: Site, run: int) -> float:
+def dense_of(run: Run) -> float:
     """The share of the layers that a run leaves dense."""
-    return _number(site.joined.arm[run], "dense_share")
+    return _number(run.arm, "dense_share")
 
 
-def share_of(site: Site, row: Row, indexed: bool = False) -> float | None:
+def share_of(row: Row, indexed: bool = False) -> float | None:
     """Per cent of the keys and values that full attention held on the device for the same samples, in the layers that
     the method selects in: none that the arm leaves dense, none with a window.
 
@@ -256,17 +243,15 @@ def share_of(site: Site, row: Row, indexed: bool = False) -> float | None:
     Args:
         indexed: with the bytes of the method's index, wherever it lies.
     """
-    alike = row.full
-    if alike is not None and dense_of(site, row.run):
-        alike = site.evidence.yardstick(row.run, site.joined.setting[row.run]["kv"])
+    alike = row.run.full(row.run.settings["kv"]) if dense_of(row.run) else row.full
     if row.full is None or alike is None:
         return None
-    own, full, held = (site.joined.arm[run] for run in (row.run, row.full, alike))
+    own, full, held = row.run.arm, row.full.arm, alike.arm
     if any(missing(arm["device_kv_bytes"]) or arm["failed"] for arm in (own, full, held)):
         return None
     windowed = _number(own, "windowed_kv_bytes")
     unwindowed = 1 - _number(own, "windowed_share")
-    dense = dense_of(site, row.run) / unwindowed if unwindowed > 0 else 1.0  # of the layers without a window
+    dense = dense_of(row.run) / unwindowed if unwindowed > 0 else 1.0  # of the layers without a window
     whole = (full["device_kv_bytes"] - windowed) * (1 - dense)
     kept = own["device_kv_bytes"] - windowed - (held["device_kv_bytes"] - windowed) * dense
     index = _number(own, "index_bytes") if indexed else 0.0
@@ -284,10 +269,10 @@ def protocols(site: Site) -> str:
     for panel in dict.fromkeys(row.panel for row in site.rows):
         own = [row.run for row in site.rows if row.panel == panel]
         hopeless = any(row.is_hopeless for row in site.rows if row.panel == panel)
-        setting, arms = site.joined.setting[own[0]], [site.joined.arm[run] for run in own]
+        setting, arms = own[0].settings, [run.arm for run in own]
         counts = sorted({int(arm["n"]) for arm in arms})
         lengths = "" if missing(setting.get("task.lengths")) else f" of {words_of(setting['task.lengths'])} tokens"
-        dense = {site.joined.setting[run]["dense_layers"] for run in own} - {"[]"}
+        dense = {run.settings["dense_layers"] for run in own} - {"[]"}
         places = sorted({str(arm["measured_on"]) for arm in arms if not missing(arm["measured_on"])})
         facts = [
             f"{' to '.join(map(str, counts[:1] + counts[1:][-1:]))} samples{lengths}",
@@ -299,9 +284,9 @@ def protocols(site: Site) -> str:
             HOPELESS if hopeless else "",
         ]
         lines.append(f"<li><b>{escape(panel)}</b>: {escape('; '.join(filter(None, facts)))}</li>")
-    slow = any(site.joined.setting[row.run]["device"] == "cpu" for row in site.rows)
-    told = "<li>Times on a CPU are no guide to those on a GPU.</li>" if slow else ""
-    return f'<ul class="notes">{"".join(lines)}{told}</ul>'
+    slow = any(row.run.settings["device"] == "cpu" for row in site.rows)
+    warning = "<li>Times on a CPU are no guide to those on a GPU.</li>" if slow else ""
+    return f'<ul class="notes">{"".join(lines)}{warning}</ul>'
 
 
 def words_of(listed: str) -> str:
@@ -339,7 +324,7 @@ def ends_of(name: str) -> tuple[str, str]:
 
 
 def small(words: str) -> str:
-    """Words that stand small behind others, or nothing."""
+    """Words that stand small after others, or nothing."""
     return f" <small>{escape(words)}</small>" if words else ""
 
 

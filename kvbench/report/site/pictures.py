@@ -8,8 +8,8 @@ from html import escape
 from typing import NamedTuple
 
 from kvbench.report.claims.page import OURS, SHIPPED, shipped_runs
-from kvbench.report.data.frame import Runs
-from kvbench.report.figures.all import OF_FILES, draw
+from kvbench.report.data.run import Runs
+from kvbench.report.figures.all import draw, draw_file
 from kvbench.report.site.drawing import legible, picture
 from kvbench.report.site.parts import File, Site, figure, page
 
@@ -68,13 +68,13 @@ def _of_shipped(name: str) -> bytes:
     """A figure of what kvbench ships; b"" where it was installed without that."""
     shown, runs = SHOWN[name], shipped_runs(SHIPPED / "claims")
     if shown.file:
-        return picture(partial(OF_FILES[name][0], [SHIPPED / shown.file]))
+        return picture(partial(draw_file, name, [SHIPPED / shown.file]))
     return b"" if runs is None else picture(lambda: draw(name, _chosen(runs, shown.longest)))
 
 
 def _chosen(runs: Runs, longest: str) -> Runs:
     """The runs to draw."""
     if longest:
-        steps = {run: int(one["task.steps"]) for run, one in runs.setting.items() if one["task"] == longest}
+        steps = {run: int(run.settings["task.steps"]) for run in runs if run.arm["task"] == longest}
         runs = runs.only([run for run, many in steps.items() if many == max(steps.values())])
     return legible(runs)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbench.config import ConfigError
-from kvbench.report.data.frame import YARDSTICK, Runs
 from kvbench.report.data.papers import PaperTable, ids, table
+from kvbench.report.data.run import YARDSTICK, Runs
 from kvbench.report.site.parts import ids_of, small, table_of
 from kvbench.report.tables.cells import Cell, Table
 from kvbench.report.tables.formats import NONE, text
@@ -58,9 +58,9 @@ def published(method: str, tables: Sequence[Printed]) -> str:
         theirs, ours = (sum(name in cell.numbers for cell in cells) for name in ("published", "score"))
         all_theirs, all_ours = all_theirs + theirs, all_ours + ours
         notes = "".join(f"<li>{escape(note)}</li>" for note in filter(None, [*made.notes, why]))
-        told = small(f"{paper.source.partition(';')[0]}: {theirs} published, {ours} run here")
+        counts = small(f"{paper.source.partition(';')[0]}: {theirs} published, {ours} run here")
         parts.append(
-            f"<details{' open' if ours else ''}><summary>{escape(paper.title)}{told}</summary>{_table(made, shown)}"
+            f"<details{' open' if ours else ''}><summary>{escape(paper.title)}{counts}</summary>{_table(made, shown)}"
             f"<ul class=notes>{notes}<li><code>kvbench report --paper {paper.id}</code></li></ul></details>"
         )
     if not parts:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from kvbench.report.data.evidence import MARKS, Evidence
-from kvbench.report.data.frame import missing
+from kvbench.report.data.marks import MARKS
+from kvbench.report.data.run import Run, missing
 from kvbench.report.data.stats import COVERAGE, RESAMPLES
 from kvbench.runs.quantities import QUANTITIES, Quantity
 
@@ -100,16 +99,15 @@ def seeds_of(cells: Iterable[Cell]) -> dict[str, Quantity]:
     return SEEDS if any("seeds" in cell.numbers for cell in cells) else {}
 
 
-def kl_numbers(evidence: Evidence, run: int) -> dict[str, float]:
+def kl_numbers(run: Run) -> dict[str, float]:
     """The interval of a run's KL divergence over its samples, as `Cell.numbers`."""
-    kl = evidence.kl(run)
+    kl = run.kl()
     return {} if kl is None or kl.low is None or kl.high is None else {"kl_mean_low": kl.low, "kl_mean_high": kl.high}
 
 
-def score_numbers(evidence: Evidence, run: int, groups: tuple[str, ...]) -> dict[str, float]:
+def score_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
     """A run's score of these groups (all: ()) with all that it never stands without, as `Cell.numbers`."""
-    own, against = evidence.score(run, groups), evidence.against_full(run, groups)
-    seeds = evidence.seeds(run, groups).values()
+    own, against, seeds = run.score(groups), run.against_full(groups), run.seeds(groups).values()
     found = {
         "score": own.mean,
         "low": own.low,
@@ -118,17 +116,17 @@ def score_numbers(evidence: Evidence, run: int, groups: tuple[str, ...]) -> dict
         "against_full_low": against and against.low,
         "against_full_high": against and against.high,
         "pairs": against and against.n,
-        "attended_share": evidence.runs.arm[run]["attended_share"],
+        "attended_share": run.arm["attended_share"],
         "samples": own.n,
-        "failed": evidence.failed(run, groups),
+        "failed": run.failed(groups),
     }
     if len(seeds) > 1:
         found |= {"seeds": len(seeds), "seeds_low": min(seeds), "seeds_high": max(seeds)}
     return {name: float(value) for name, value in found.items() if not missing(value)}
 
 
-def tell_machines(cells: Mapping[Place, Cell], times: Collection[str]) -> tuple[dict[Place, Cell], list[str]]:
-    """The cells, and a note on where these quantities of theirs were measured.
+def mark_machines(cells: Mapping[Place, Cell], times: Collection[str]) -> tuple[dict[Place, Cell], list[str]]:
+    """The cells, and a note on the machines that these times of theirs were taken on.
 
     Where that is on several machines, each of them has a number, which marks its times.
     """
@@ -141,13 +139,8 @@ def tell_machines(cells: Mapping[Place, Cell], times: Collection[str]) -> tuple[
     for place, cell in timed.items():
         own = {name: cell.marks.get(name, "") + number[cell.machine] for name in times if name in cell.numbers}
         marked[place] = replace(cell, marks={**cell.marks, **own})
-    told = "; ".join(f"{number[name]}: {name}" for name, _ in counts)
-    return {**cells, **marked}, [f"Times are of several machines, and those of two are not comparable: {told}."]
-
-
-def runs_of(line: Mapping[str, Any]) -> str:
-    """The folders of a line of `Runs.arms`, as `Cell.run`."""
-    return "; ".join(map(str, line["paths"]))
+    names = "; ".join(f"{number[name]}: {name}" for name, _ in counts)
+    return {**cells, **marked}, [f"Times are of several machines, and those of two are not comparable: {names}."]
 
 
 def ends(spread: Mapping[str, tuple[float, float]], lines: Mapping[str, Quantity]) -> dict[str, float]:

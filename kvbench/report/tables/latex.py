@@ -12,7 +12,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvbench.report.data.frame import YARDSTICK
+from kvbench.report.data.run import YARDSTICK
 from kvbench.report.data.stats import COVERAGE
 from kvbench.report.figures.style import STYLES
 from kvbench.report.tables.cells import Cell, Table, beyond_noise
