@@ -24,7 +24,8 @@ from kvbench.config import ConfigError
 from kvbench.report.data.frame import collect
 from kvbench.report.site import PAGES, write
 from kvbench.report.site.files import MARK, write_files
-from kvbench.report.site.parts import File, Site
+from kvbench.report.site.markup import File
+from kvbench.report.site.rows import Site
 
 SEEDS = int(os.environ.get("KVBENCH_FUZZ_SEEDS", "24"))  # 300 take ten minutes, and an hour with their sites
 SECONDS = 60  # for a command on a handful of small runs

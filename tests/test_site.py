@@ -28,8 +28,8 @@ from kvbench.report.site.board import board
 from kvbench.report.site.claim_pages import claim_pages
 from kvbench.report.site.drawing import OF_EACH_KIND, legible
 from kvbench.report.site.front import front
-from kvbench.report.site.parts import Site, share_of
 from kvbench.report.site.results import results as list_of_results
+from kvbench.report.site.rows import Site, share_of
 from kvbench.report.site.samples import samples
 from kvbench.runs.summary import is_disturbed
 
@@ -176,7 +176,7 @@ def expected(known: dict[str, dict[str, Any]], cell: dict[str, str]) -> float:
 
 def claimed(known: dict[str, dict[str, Any]], cell: dict[str, str]) -> float | None:
     """A claim's number by the samples of the runs that its cell names; None for the few kinds not reckoned here."""
-    part = next(one for one in claims() if one.id == cell["data-claim"]).parts[int(cell["data-part"])]
+    part = next(one for one in claims() if one.id == cell["data-claim"]).criteria[int(cell["data-part"])]
     asked = part.asked
     if part.kind != "runs" or "lengths" in asked or not isinstance(asked.get("less", ""), str):
         return None

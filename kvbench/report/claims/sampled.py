@@ -1,4 +1,4 @@
-"""Numbers of claims that are measured in runs: of one arm's samples, or of two arms' on the same samples.
+"""Numbers of claims that are taken from runs: from one arm's samples, or from two arms' on the same samples.
 
 A criterion asks for
   bed         of `claims.beds`, whose words all runs share
@@ -28,7 +28,7 @@ from kvbench.report.data.stats import estimate, is_0_1, proportion, ratio
 from kvbench.runs.stored import Record
 from kvbench.runs.summary import is_disturbed
 
-# What a run has where an arm does not say otherwise.
+# What an arm's words mean where they do not name these keys.
 USUAL = {
     "protocol.accounting": "paper",
     "protocol.question_as_decode": "false",
@@ -60,7 +60,7 @@ class Reading(NamedTuple):
 
 
 def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
-    """The number that a part asks for."""
+    """The number that a criterion asks for."""
     arms = arms_of(asked)
     found: dict[str, list[dict[Key, Reading]]] = {}
     taken: dict[str, Run] = {}
@@ -113,7 +113,7 @@ def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
 
 
 def arms_of(asked: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The arms that a part asks for, in words of the command line, by the role that they have in its number."""
+    """The arms that a criterion asks for, in words of the command line, by the role that they have in its number."""
     named = {role: asked[role] for role in ROLES if role in asked}
     return {role: [arms] if isinstance(arms, str) else arms for role, arms in named.items()}
 

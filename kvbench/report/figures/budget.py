@@ -37,10 +37,10 @@ def budget(runs: Runs) -> Figure:
             axis.set(ylim=(-5, 105), title=title)
         row[0].set(ylabel=QUANTITIES["score"].axis, xlabel="budget C: tokens, or below 1 a share of the prompt")
         row[1].set_xlabel(QUANTITIES["attended_mean"].axis)
-        attended = arms.loc[arms["budget"].notna(), "attended_mean"].astype(float).dropna()
-        if len(attended):
+        entries = arms.loc[arms["budget"].notna(), "attended_mean"].astype(float).dropna()
+        if len(entries):
             mark_powers(row[0], arms["budget"].dropna().astype(float))
-            mark_octaves(row[1], attended.min(), attended.max())
+            mark_octaves(row[1], entries.min(), entries.max())
         for axis, x in zip(row, ("budget", "attended_mean"), strict=True):
             known = arms[arms["budget"].notna() & arms[x].notna()]
             draw_front(axis, known[x].astype(float), known["score"].astype(float), more_is_better=True)

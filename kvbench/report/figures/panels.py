@@ -45,7 +45,7 @@ class Series(NamedTuple):
 
     Attributes:
         style: label, colour, marker and line.
-        variant: what sets these arms apart from others of their method, or "".
+        variant: the settings in which these arms differ from others of their method, or "".
         arms: lines of `Runs.arms`, by budget.
     """
 
@@ -54,7 +54,7 @@ class Series(NamedTuple):
     arms: pd.DataFrame
 
     def label(self, budget: Any = None) -> str:
-        """The method's name, with a budget and what sets these arms apart."""
+        """The method's name, with a budget and the variant."""
         name = f"{self.style.label} {size_text(budget)}".rstrip()
         return f"{name}, {self.variant}" if self.variant else name
 
@@ -65,8 +65,8 @@ def arms_for(
     """The arms a figure can use.
 
     Args:
-        probed: those with probes, else those without; of task=fidelity, whose numbers no probe changes, then also those
-            that ran with probes alone.
+        probed: those with probes; else those without. No probe changes the numbers of task=fidelity: of its arms that
+            ran with probes only, these count among those without.
         column: which has a value.
         task: the one that they are of.
         scored: those that have a score, and are no timed runs.
@@ -105,11 +105,11 @@ def panels_of(
     free: Collection[str] = frozenset(NOT_COMPARED),
     times: bool = False,
 ) -> list[tuple[str, pd.DataFrame]]:
-    """The arms that can be compared, of one task, model and protocol, alike in all but what is free to differ, and a
-    title that says which.
+    """Panels of arms that can be compared, each with a title: of one task, model and protocol, alike in all settings
+    that are not free to differ.
 
     Args:
-        free: keys that do not count.
+        free: those keys.
         times: are drawn, so only arms of one machine can be compared.
 
     Raises:
@@ -169,7 +169,7 @@ def series_of(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[Ser
     """The arms of each method, apart where they differ in more than the budget; in the order of `STYLES`.
 
     Args:
-        without: a setting that tells no series from another.
+        without: a setting in which arms of one series may differ.
     """
     known = {method: index for index, method in enumerate(STYLES)}
     of_variants = [key for key in runs.settings if key.startswith(OF_VARIANTS)]

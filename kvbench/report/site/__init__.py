@@ -16,9 +16,10 @@ from kvbench.report.site.board import board
 from kvbench.report.site.claim_pages import claim_pages
 from kvbench.report.site.files import check, write_files
 from kvbench.report.site.front import front
+from kvbench.report.site.markup import File
 from kvbench.report.site.method_pages import method_pages
-from kvbench.report.site.parts import File, Site
 from kvbench.report.site.pictures import pictures
+from kvbench.report.site.rows import Site
 from kvbench.report.site.samples import samples
 
 ASSETS = ("site.css", "site.js")

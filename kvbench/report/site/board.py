@@ -8,19 +8,8 @@ from typing import NamedTuple
 
 from kvbench.report.data.select import order_of
 from kvbench.report.site.front import SHARES
-from kvbench.report.site.parts import (
-    FAR_OVER,
-    File,
-    Row,
-    Site,
-    cell_of,
-    ids_of,
-    linked,
-    page,
-    protocols,
-    share_of,
-    small,
-)
+from kvbench.report.site.markup import File, cell_of, ids_of, linked, page, protocols, small
+from kvbench.report.site.rows import FAR_OVER, Row, Site, share_of
 from kvbench.report.tables.formats import NONE
 
 

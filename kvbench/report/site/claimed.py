@@ -9,7 +9,8 @@ from html import escape
 from kvbench.report.claims.claim import Claim
 from kvbench.report.claims.page import Judged
 from kvbench.report.claims.verdict import Verdict
-from kvbench.report.site.parts import Site, label_of, small
+from kvbench.report.site.markup import label_of, small
+from kvbench.report.site.rows import Site
 
 LOOKS = {Verdict.HOLDS: "ahead", Verdict.FAILS: "behind"}
 
@@ -30,7 +31,7 @@ def is_of(claim: Claim, method: str) -> bool:
 
 
 def _names(claim: Claim, method: str) -> bool:
-    return any(re.search(rf"\bmethod=(\w+,)*{re.escape(method)}\b", str(part.asked)) for part in claim.parts)
+    return any(re.search(rf"\bmethod=(\w+,)*{re.escape(method)}\b", str(one.asked)) for one in claim.criteria)
 
 
 def counted(found: Sequence[Judged]) -> str:

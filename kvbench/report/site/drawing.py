@@ -12,7 +12,7 @@ from kvbench.report.data.run import Runs
 from kvbench.report.figures.all import drawn
 from kvbench.runs.stored import DAMAGED, ResultsError
 
-MOST_METHODS = 20  # that a reader can tell apart in one picture
+MOST_METHODS = 20  # that a reader can distinguish in one picture
 # Of more than that, a method of each kind.
 OF_EACH_KIND = {
     *("full", "topk", "streaming_llm", "snapkv", "snapkv_racc", "h2o", "quest", "arkvale", "lychee"),

@@ -12,20 +12,8 @@ from kvbench.report.data.run import YARDSTICK, Runs
 from kvbench.report.figures.all import draw
 from kvbench.report.site.claimed import claims_on, counted, is_of
 from kvbench.report.site.drawing import legible, picture
-from kvbench.report.site.parts import (
-    File,
-    Row,
-    Site,
-    dense_of,
-    ends_of,
-    figure,
-    linked,
-    page,
-    protocols,
-    share_of,
-    small,
-    table_of,
-)
+from kvbench.report.site.markup import File, ends_of, figure, linked, page, protocols, small, table_of
+from kvbench.report.site.rows import Row, Site, dense_of, share_of
 from kvbench.report.tables.formats import NONE
 from kvbench.runs.quantities import QUANTITIES
 

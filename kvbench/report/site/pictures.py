@@ -11,7 +11,8 @@ from kvbench.report.claims.page import OURS, SHIPPED, shipped_runs
 from kvbench.report.data.run import Runs
 from kvbench.report.figures.all import draw, draw_file
 from kvbench.report.site.drawing import legible, picture
-from kvbench.report.site.parts import File, Site, figure, page
+from kvbench.report.site.markup import File, figure, page
+from kvbench.report.site.rows import Site
 
 
 class Shown(NamedTuple):
@@ -46,14 +47,14 @@ SHOWN = {
 
 def pictures(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     """The page with its pictures: of the site's runs or, where these make none, of those that kvbench ships."""
-    parts = []
+    blocks = []
     for name, shown in SHOWN.items():
         image, note = _drawn(site, name, shown)
         if image:
             yield File(f"pictures/{name}.svg", image)
             shot = figure(f"{name}.svg", f"{shown.about}{note}")
-            parts.append(f'<section id="{name}"><h2>{escape(shown.question)}</h2>{shot}</section>')
-    body = "\n".join(parts) or "<p>None can be drawn of these runs.</p>"
+            blocks.append(f'<section id="{name}"><h2>{escape(shown.question)}</h2>{shot}</section>')
+    body = "\n".join(blocks) or "<p>None can be drawn of these runs.</p>"
     yield page("pictures/index.html", "Pictures", site, sections, body)
 
 

@@ -11,19 +11,8 @@ from kvbench.report.data.run import YARDSTICK
 from kvbench.report.data.select import order_of
 from kvbench.report.figures.all import draw
 from kvbench.report.site.drawing import picture
-from kvbench.report.site.parts import (
-    FAR_OVER,
-    ORACLE,
-    Row,
-    Site,
-    better,
-    cell_of,
-    ids_of,
-    linked,
-    protocols,
-    small,
-    table_of,
-)
+from kvbench.report.site.markup import cell_of, ids_of, linked, protocols, small, table_of
+from kvbench.report.site.rows import FAR_OVER, ORACLE, Row, Site, better
 from kvbench.report.tables.formats import NONE
 
 FIGURES = {

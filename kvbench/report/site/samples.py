@@ -11,7 +11,8 @@ from typing import Any
 from kvbench.report.data.frame import content_of
 from kvbench.report.data.run import Run
 from kvbench.report.html import MOST_LETTERS, score_of
-from kvbench.report.site.parts import File, Row, Site, page
+from kvbench.report.site.markup import File, page
+from kvbench.report.site.rows import Row, Site
 
 MOST_SAMPLES = 24  # of a page: those on which the arms differ most
 

@@ -14,7 +14,7 @@ from kvbench.report.data.run import Run, missing
 from kvbench.report.data.stats import COVERAGE, RESAMPLES
 from kvbench.runs.quantities import QUANTITIES, Quantity
 
-# What a score never stands without: its interval, its distance to full attention, what it attended, its samples.
+# What every table shows beside a score: its interval, the difference to full attention, attended / C, its samples.
 WITH_SCORE = {
     "interval": Quantity("interval", "", f"{COVERAGE} % interval", digits=1),
     "against_full": Quantity("against_full", "", "against full", digits=1),
@@ -71,8 +71,8 @@ class Table:
         cells: by row and column; where there is none, nothing was found.
         lines: the quantities that each cell shows, by name.
         notes: what a reader must know, a sentence each.
-        heads: the labels of each column apart, where it has several.
-        shared: so many labels of a row, the first, may stand once above all rows that have them.
+        heads: the labels of each column one by one, where it has several.
+        shared: how many labels of a row, from the first, may be printed once above all rows that have them.
     """
 
     id: str
@@ -106,7 +106,7 @@ def kl_numbers(run: Run) -> dict[str, float]:
 
 
 def score_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
-    """A run's score of these groups (all: ()) with all that it never stands without, as `Cell.numbers`."""
+    """A run's score of these groups (all: ()) and what is shown beside it, as `Cell.numbers`."""
     own, against, seeds = run.score(groups), run.against_full(groups), run.seeds(groups).values()
     found = {
         "score": own.mean,

@@ -1,22 +1,13 @@
-"""What the pages of a site share: their runs, the frame around them, and how a number of a run is written.
-
-A number stands in a cell with its name, its whole value and its run, so that whoever reads the page can find it again;
-the script sorts and filters by these.
-"""
+"""The runs of a site as rows: every arm with its numbers, its panel, and full attention beside it."""
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import kvbench
 from kvbench.config import choices
 from kvbench.report.claims.page import Judged, judged
 from kvbench.report.data.run import Run, Runs, missing
@@ -24,22 +15,13 @@ from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.select import by_protocol, fewest_keys
 from kvbench.report.figures.style import STYLES, style_of
 from kvbench.report.tables.cells import Cell, Table
-from kvbench.report.tables.formats import NONE, text
+from kvbench.report.tables.formats import NONE
 from kvbench.report.tables.runs import summary
 
 VALUES = ("score", "kl_mean", "device_kv_bytes", "index_bytes", "moved_bytes_per_step", "tpot_ms_p50", "recall", "n")
-RANGE_UP_TO = 3  # samples: of so few the ends of a percentile bootstrap are the least and the largest
 ORACLE = "topk"  # scores every key exactly: what selection can come to, and no method to take
-HOPELESS = "full attention's own score may be 0, so no method is named best and none has a place"
-FAR_OVER = 3.0  # attended / C from which an arm is none of its budget, as what keeps a whole prompt
+FAR_OVER = 3.0  # attended / C from which an arm no longer counts as one of its budget
 AXES = ("model", "task", "method", "budget")
-
-
-class File(NamedTuple):
-    """One file of a site: its path from the site's folder, and what stands in it."""
-
-    path: str
-    content: str | bytes
 
 
 class Row(NamedTuple):
@@ -48,7 +30,7 @@ class Row(NamedTuple):
     Attributes:
         run: of `Site.joined`.
         panel: name of the arms that it can be compared with, of the same samples under the same protocol.
-        variant: what it has otherwise than others of the same method, budget and panel, or "".
+        variant: the settings in which it differs from others of the same method, budget and panel, or "".
         cell, table: its numbers, and how they are shown.
         full: the run of full attention on the same samples, or None.
         is_hopeless: whether full attention itself may score 0 on these samples, by its interval: then no score says
@@ -79,7 +61,7 @@ class Row(NamedTuple):
     def name(self) -> str:
         """The arm in words, among those of its panel."""
         budget = "" if self.budget == NONE else f" {self.budget}"
-        return f"{label_of(self.method)}{budget}{f', {self.variant}' if self.variant else ''}"
+        return f"{style_of(self.method).label}{budget}{f', {self.variant}' if self.variant else ''}"
 
 
 @dataclass(frozen=True)
@@ -164,7 +146,7 @@ def _may_score_0(full: Run) -> bool:
 
 
 def _in_panels(rows: Sequence[Row]) -> Iterator[Row]:
-    """The rows, with what the samples of a panel have otherwise than others of its model and task in its name."""
+    """The rows; the name of a panel says in what its samples differ from others of its model and task."""
     for own in _grouped(rows, lambda row: row.panel):
         settings = {row.run: dict(word.split("=", 1) for word in row.run.kind[:-1]) for row in own}
         keys = fewest_keys(list(settings.values()))
@@ -203,32 +185,6 @@ def better(one: Row, other: Row) -> bool:
     return _rank(one.cell.numbers)[:2] < _rank(other.cell.numbers)[:2]
 
 
-# -- HTML --------------------------------------------------------------------------------------------------------------
-
-
-def label_of(method: str) -> str:
-    """A method's published name."""
-    return style_of(method).label
-
-
-def swatch(method: str) -> str:
-    """A dot in the colour that the method has in the figures."""
-    return f'<i class="swatch" style="--colour:{style_of(method).colour}"></i>'
-
-
-def slug(name: str) -> str:
-    """A method's name in a path: itself, or where it has other letters than a file of ours what is left and a hash."""
-    if re.fullmatch(r"\w[\w.+-]{0,80}", name, re.ASCII) and name != "index":
-        return name
-    return f"{re.sub(r'[^a-zA-Z0-9_]+', '-', name)[:40].strip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-
-
-def linked(method: str, root: str, part: str = "") -> str:
-    """A method's name, which leads to its page, or to a part of it such as "#claims"."""
-    page = f"{root}methods/{slug(method)}.html{part}"
-    return f'<a class="method" href="{page}">{swatch(method)}{escape(label_of(method))}</a>'
-
-
 def dense_of(run: Run) -> float:
     """The share of the layers that a run leaves dense."""
     return _number(run.arm, "dense_share")
@@ -261,120 +217,3 @@ def share_of(row: Row, indexed: bool = False) -> float | None:
 def _number(arm: Mapping[str, Any], name: str) -> float:
     """A number of an audit, 0 where it says nothing."""
     return 0.0 if missing(arm[name]) else float(arm[name])
-
-
-def protocols(site: Site) -> str:
-    """A line for each panel: on how many samples of which lengths, computed in what, on which machine."""
-    lines = []
-    for panel in dict.fromkeys(row.panel for row in site.rows):
-        own = [row.run for row in site.rows if row.panel == panel]
-        hopeless = any(row.is_hopeless for row in site.rows if row.panel == panel)
-        setting, arms = own[0].settings, [run.arm for run in own]
-        counts = sorted({int(arm["n"]) for arm in arms})
-        lengths = "" if missing(setting.get("task.lengths")) else f" of {words_of(setting['task.lengths'])} tokens"
-        dense = {run.settings["dense_layers"] for run in own} - {"[]"}
-        places = sorted({str(arm["measured_on"]) for arm in arms if not missing(arm["measured_on"])})
-        facts = [
-            f"{' to '.join(map(str, counts[:1] + counts[1:][-1:]))} samples{lengths}",
-            f"{setting['dtype']}",
-            f"layers {words_of(min(dense))} dense" if len(dense) == 1 else "",
-            f"up to {setting['batch']} together, whose bytes and times these are" if setting["batch"] > 1 else "",
-            f"on {' and '.join(places).replace(', 1 threads', ', 1 thread')}" if places else "",
-            "an interval of so few is their range" if counts[-1] <= RANGE_UP_TO and counts[-1] > 1 else "",
-            HOPELESS if hopeless else "",
-        ]
-        lines.append(f"<li><b>{escape(panel)}</b>: {escape('; '.join(filter(None, facts)))}</li>")
-    slow = any(row.run.settings["device"] == "cpu" for row in site.rows)
-    warning = "<li>Times on a CPU are no guide to those on a GPU.</li>" if slow else ""
-    return f'<ul class="notes">{"".join(lines)}{warning}</ul>'
-
-
-def words_of(listed: str) -> str:
-    """A setting that is a list, such as "[2048,4096]", in words."""
-    numbers = listed.strip("[]").split(",")
-    return " and ".join(filter(None, [", ".join(numbers[:-1]), numbers[-1]]))
-
-
-def cell_of(row: Row, name: str, look: str = "") -> str:
-    """A number of an arm as a report's tables show it, with its whole value and its run; a dash where there is none."""
-    numbers, run = row.cell.numbers, ids_of(Path(path).name for path in row.cell.run.split("; "))
-    column = f' data-name="{name}"'
-    if name not in numbers:
-        return f'<td{column} class="{f"none {look}".strip()}">{NONE}</td>'
-    column += f' class="{look}"' if look else ""
-    ends = "".join(
-        f' data-{end}="{numbers[key]!r}"'
-        for end, key in zip(("low", "high"), ends_of(name), strict=True)
-        if key in numbers
-    )
-    first, _, rest = text(row.table, row.cell, name, 0).partition(" ")
-    if name == "score" and "low" in numbers:
-        rest = f"{text(row.table, row.cell, 'interval', 0)} {rest}".rstrip()
-    return f'<td{column} data-value="{numbers[name]!r}"{ends} data-run="{run}">{escape(first)}{small(rest)}</td>'
-
-
-def ids_of(names: Iterable[str]) -> str:
-    """Names of run folders as an attribute holds them."""
-    return escape(" ".join(names))
-
-
-def ends_of(name: str) -> tuple[str, str]:
-    """What the ends of a number's interval are called in a cell."""
-    return ("low", "high") if name == "score" else (f"{name}_low", f"{name}_high")
-
-
-def small(words: str) -> str:
-    """Words that stand small after others, or nothing."""
-    return f" <small>{escape(words)}</small>" if words else ""
-
-
-def figure(path: str, words: str) -> str:
-    """A picture with words below it, which a small screen opens alone to look at it closely."""
-    path = escape(path)
-    return (
-        f'<figure><a href="{path}"><img loading="lazy" src="{path}" alt="{words}"></a>'
-        f"<figcaption>{words}.</figcaption></figure>"
-    )
-
-
-def table_of(head: str, lines: Iterable[str], look: str = "") -> str:
-    """A table that scrolls by itself where the screen is narrow.
-
-    Args:
-        head: the headings, HTML of one row; "": none.
-        lines: the rows, HTML.
-        look: its class.
-    """
-    top = f"<thead><tr>{head}</tr></thead>" if head else ""
-    return f'<div class="scroll"><table class="{look}">{top}<tbody>\n{chr(10).join(lines)}\n</tbody></table></div>'
-
-
-def page(path: str, title: str, site: Site, sections: Mapping[str, str], body: str) -> File:
-    """A whole page.
-
-    Args:
-        path: from the site's folder.
-        title: its heading.
-        site: for what stands below every page.
-        sections: of the site, their first page by their name.
-        body: HTML.
-    """
-    root = "../" * path.count("/")
-    here = path.partition("/")[0]
-    nav = "".join(
-        f'<a href="{root}{first}"{" aria-current=page" if first.partition("/")[0] == here else ""}>{escape(name)}</a>'
-        for name, first in sections.items()
-    )
-    about = f"Made by kvbench {kvbench.__version__} from {len(site.runs.arms)} runs below {site.folders}."
-    return File(
-        path,
-        f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="generator" content="kvbench"><title>{escape(title)} - kvbench</title><link rel="icon" href="data:,">
-<link rel="stylesheet" href="{root}site.css"></head><body>
-<header><a class="home" href="{root}index.html">kvbench</a><nav>{nav}</nav></header>
-<main><h1>{escape(title)}</h1>
-{body}
-</main><footer>{escape(about)}</footer><script src="{root}site.js"></script></body></html>
-""",
-    )
