@@ -148,7 +148,7 @@ def _check_site(given: Namespace) -> None:
 
 
 def _list() -> str:
-    """All that can be asked for, each with a line on what it is."""
+    """Everything that can be asked for, each with a line on what it is."""
     from kvbench.report.data.papers import ids
     from kvbench.report.figures.all import FIGURES, OF_FILES
     from kvbench.runs.quantities import NUMBERS
@@ -180,10 +180,10 @@ def _better(quantity: Quantity) -> str:
 
 
 def _runs(given: Namespace) -> Runs | None:
-    """The runs of the folders; None where a paper's table can do without.
+    """The runs of the folders; None where there are none and published tables are asked for, which need none.
 
     Raises:
-        ResultsError: there is none to be had.
+        ResultsError: there are none.
     """
     from kvbench.report.data.frame import collect
 
@@ -203,10 +203,10 @@ def _runs(given: Namespace) -> Runs | None:
 
 
 def _own_folders() -> list[Path]:
-    """What is in the default folder, without the runs that kvbench ships; the folder itself where there are none.
+    """The folders of a user's own runs in the default folder; that folder itself where none of those inside is shipped.
 
     Raises:
-        ResultsError: there are only those.
+        ResultsError: there are only runs that kvbench ships.
     """
     inside = sorted(FOLDER.iterdir()) if FOLDER.is_dir() else []
     shipped = [path for path in inside if path.resolve() in SHIPPED]
@@ -218,11 +218,11 @@ def _own_folders() -> list[Path]:
 
 
 def _say_left_out(runs: Runs | None, narrow: Sequence[str]) -> None:
-    """In a line on standard error, what is not in what was made."""
-    said = [_named(runs.left_out)] if runs and runs.left_out else []
-    said += [f"{', '.join(narrow)}: too wide for here; --format html has room"] if narrow else []
-    if said:
-        print(printable(f"left out: {'; '.join(said)}"), file=sys.stderr)
+    """Print a line on standard error: the runs and columns that are not in the report."""
+    words = [_named(runs.left_out)] if runs and runs.left_out else []
+    words += [f"{', '.join(narrow)}: too wide for here; --format html has room"] if narrow else []
+    if words:
+        print(printable(f"left out: {'; '.join(words)}"), file=sys.stderr)
 
 
 def _named(left_out: Sequence[LeftOut]) -> str:
@@ -291,7 +291,7 @@ def _give(given: Namespace, text: str) -> None:
 
 
 def _print_claims(given: Namespace) -> None:
-    """Print or write the claims with their verdicts; without runs those that need none are decided all the same."""
+    """Print or write the claims with their verdicts; some need no runs, and are decided without any."""
     from kvbench.report.claims import page
     from kvbench.report.data.frame import collect
     from kvbench.report.data.select import select
@@ -308,7 +308,7 @@ def _print_claims(given: Namespace) -> None:
 
 
 def _page(given: Namespace, runs: Runs | None, made: Sequence[Table]) -> str:
-    """The HTML page: the tables, and without a selection every picture that these runs can be drawn in."""
+    """The HTML page: the tables, and where no rows are chosen every figure that can be drawn from these runs."""
     from kvbench.report import html
 
     if given.paper or given.rows or runs is None:
@@ -358,7 +358,7 @@ def _draw(given: Namespace, runs: Runs | None) -> list[str]:
 
 
 def _drawn_from_file(given: Namespace) -> bool:
-    """Whether the figure is one of a script's JSON, which then is drawn."""
+    """Draw the figure if it is one of a script's JSON; whether it is."""
     from kvbench.report.figures.all import OF_FILES, draw_file
 
     if given.figure not in OF_FILES:

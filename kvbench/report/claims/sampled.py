@@ -141,7 +141,7 @@ def runs_of(runs: Runs | None, bed: str, words: str) -> list[Run] | Missing:
 
 
 def _differing(bed: str, taken: Mapping[str, Run]) -> Missing | None:
-    """What arms differ in that neither they nor the bed ask for, so that they cannot be compared; None: nothing."""
+    """Why arms cannot be compared: they differ in what neither they nor the bed ask for. None: they can."""
     asked = {word.partition("=")[0] for words in taken for word in words.split()}
     kinds = []
     for run in taken.values():

@@ -1,4 +1,4 @@
-"""Which runs stand where: words of the command line become settings, labels, and runs that count side by side."""
+"""Words of the command line become runs: which are chosen, which label each has, and which share a row or column."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The figure `frontier`: where a bit buys more than a token, by the bytes that an arm holds and that its step reads.
 
-Methods, budgets and ways to hold keys and values (`kv=`) stand in one panel, and the Pareto front is named.
+A panel has methods, budgets and ways to hold keys and values (`kv=`), and the names of the arms on its Pareto front.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COSTS = {
 }
 MARKERS = "osD^vPX*<>"  # by `kv`, in the order of `KINDS`, then of those that differ by tier
 WIDE, TALL = 6.8, 4.4  # inches of a panel, and of its axis
-ROOM = 8  # how far left of the cheapest arm an axis begins, as a factor: names stand there
+ROOM = 8  # an axis begins at the cost of the cheapest arm over this: names are written there
 
 
 class Point(NamedTuple):

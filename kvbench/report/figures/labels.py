@@ -1,5 +1,4 @@
-"""Names in figures: as they are written, and beside the ends of lines, in place of a legend: the reader's eye need not
-travel."""
+"""Names in figures: drawn as they are written, and put beside the ends of lines, so that no legend is needed."""
 
 from __future__ import annotations
 

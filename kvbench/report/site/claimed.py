@@ -1,4 +1,4 @@
-"""Which claims a page speaks of, and the lists in which they stand, each with its verdict and a way to its page."""
+"""The claims on a page: those about a method, and lists of claims, each with its verdict and a link to its page."""
 
 from __future__ import annotations
 

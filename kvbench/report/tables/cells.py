@@ -1,6 +1,6 @@
 """What tables are made of: cells with numbers, how a score is put into one, and the notes below a table.
 
-Which run stands where is of `kvbench.report.data.select`, how a table is printed of `kvbench.report.tables.formats`.
+`kvbench.report.data.select` says which runs share a cell, `kvbench.report.tables.formats` how a table is printed.
 """
 
 from __future__ import annotations

@@ -28,16 +28,16 @@ TIMED = {
     ),
     "latency_parts": ("where a step goes", ("tpot_ms_mean", "floor_ms", "python_ms", "breakdown_ms")),
 }
-# Of a method against full attention at several lengths.
+# A method against full attention at several lengths.
 AGAINST_FULL = {
     "faster_from": Quantity("faster_from", "", "faster than full from", Unit("tokens"), 0, LESS),
     "time_over_full": Quantity("time_over_full", "", "time / full's at the longest", better=LESS),
     "ttft_over_full": Quantity("ttft_over_full", "", "TTFT / full's at the longest", better=LESS),
 }
-# Where a step's transfers count, and a mark says if they were none to a device.
+# Times with the transfers of a step in them; a mark says if those went to no device.
 TRANSFERRED = {"tpot_ms_p50", "tpot_ms_mean", "breakdown_ms.transfer"}
 AXES = ("model", "task.keys", "task.prefill", "method", "budget")
-MACHINE = "device_name"  # an axis where there are several: times of two never stand in one line
+MACHINE = "device_name"  # an axis where there are several: no line has times of two
 
 REPEATS_NOTE = "Times are medians of repeats, with the least and the largest; samples says how many there are."
 NO_REPEATS_NOTE = "One sample a line: task.repeats=N takes N, whose times can be seen to differ."
