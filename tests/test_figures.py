@@ -26,11 +26,11 @@ from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.report.data.frame import collect
 from kvbench.report.data.run import Run, Runs
+from kvbench.report.data.style import STYLES, style_of
 from kvbench.report.figures import all as figures
 from kvbench.report.figures import steps
 from kvbench.report.figures.pareto import front
 from kvbench.report.figures.passkey import passkey_cells
-from kvbench.report.figures.style import STYLES, style_of
 from kvbench.runs.run import run
 from kvbench.runs.shared import run_shared
 

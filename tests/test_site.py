@@ -23,7 +23,7 @@ from kvbench.config import choices
 from kvbench.report.claims.claim import claims
 from kvbench.report.data.frame import collect
 from kvbench.report.data.papers import FOLDER
-from kvbench.report.figures.style import style_of
+from kvbench.report.data.style import style_of
 from kvbench.report.site.board import board
 from kvbench.report.site.claim_pages import claim_pages
 from kvbench.report.site.drawing import OF_EACH_KIND, legible

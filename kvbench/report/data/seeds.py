@@ -36,26 +36,22 @@ def over_seeds(runs: Runs, chosen: Iterable[Run]) -> tuple[Runs, list[Run]]:
         if run.is_timed and missing(run.arm["measured_on"]):
             kind["device_name"] = run.arm["device_name"]  # which samples of older runs do not say
         alike.setdefault(json.dumps(kind, sort_keys=True, default=str), []).append(run)
-    joined = {members[0].index: members for members in alike.values()}
-    if all(len(members) == 1 for members in joined.values()):
-        return runs, [run for (run,) in joined.values()]
-    gone = {run.index for members in joined.values() for run in members[1:]}
-    kept = [run for run in runs if run.index not in gone]
-    arms, settings = {run.index: run.arm for run in kept}, {run.index: run.settings for run in kept}
-    scores = {run.index: run.scores for run in kept}
-    for first, members in joined.items():
-        members.sort(key=lambda run: order_of(str(run.settings["seed"])))
-        seeds = {"seed": ", ".join(str(run.settings["seed"]) for run in members)}
-        arms[first] = _arm([run.arm for run in members]) | seeds
-        settings[first] = {**settings[first], **runs[first].but_for_seed, **seeds}
-        scores[first] = _scores([run.scores for run in members])
-    whole = Runs(
-        framed(list(arms.values())).set_axis(list(arms)),
-        pd.DataFrame(list(settings.values()), list(settings), dtype=object),
-        scores,
-        runs.left_out,
-    )
-    return whole, [whole[first] for first in joined]
+    if all(len(members) == 1 for members in alike.values()):
+        return runs, [run for (run,) in alike.values()]
+    joined = {members[0]: members for members in alike.values()}
+    gone = {run for members in joined.values() for run in members[1:]}
+    kept = [run for run in runs if run not in gone]
+    arms, settings, scores = [], [], {}
+    for run in kept:
+        members = sorted(joined.get(run, [run]), key=lambda one: order_of(str(one.settings["seed"])))
+        seeds = {"seed": ", ".join(str(one.settings["seed"]) for one in members)}
+        arms.append(_arm([one.arm for one in members]) | seeds)
+        settings.append({**run.settings, **run.but_for_seed, **seeds})
+        scores[run.index] = _scores([one.scores for one in members])
+    index = list(scores)
+    frames = framed(arms).set_axis(index), pd.DataFrame(settings, index, dtype=object)
+    whole = Runs(*frames, scores, runs.left_out)
+    return whole, [whole[run.index] for run in joined]
 
 
 def _arm(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from matplotlib.ticker import FormatStrFormatter, LogFormatter
 from kvbench.config import ConfigError
 from kvbench.report.data.crossing import TIME, Times, crossing
 from kvbench.report.data.run import CELL, Run, Runs, missing
+from kvbench.report.data.style import Style
 from kvbench.report.figures.panels import (
     MOST_PANELS,
     NOT_COMPARED,
@@ -24,7 +25,6 @@ from kvbench.report.figures.panels import (
     thousands,
     tiled,
 )
-from kvbench.report.figures.style import Style
 
 _Curve = tuple[str, Style, Run, dict[int, float]]  # label, style, and milliseconds a token by prompt tokens
 

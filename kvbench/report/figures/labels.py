@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 
-from kvbench.report.figures.style import Style
+from kvbench.report.data.style import Style
 
 SIZE = 8  # of the words, in points
 GAP = 1.3 * SIZE / 72  # inches from name to name, at least

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
 from kvbench.report.data.run import Runs
+from kvbench.report.data.style import Style
 from kvbench.report.figures.panels import arms_for, curves_of, finished, line_look, mark_powers, panels_of, tiled
-from kvbench.report.figures.style import Style
 from kvbench.runs.quantities import QUANTITIES
 from kvbench.runs.summary import timed_alike
 

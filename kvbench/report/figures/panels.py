@@ -19,7 +19,7 @@ from kvbench.memory.kinds import NATIVE
 from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
 from kvbench.report.data.select import fewest_keys
 from kvbench.report.data.stats import Estimate
-from kvbench.report.figures.style import STYLES, Style, style_of
+from kvbench.report.data.style import STYLES, Style, style_of
 
 LINES = ("-", "--", ":", "-.")
 MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 80, 24  # that one picture can show

@@ -13,9 +13,9 @@ from kvbench.report.data.marks import MARKS
 from kvbench.report.data.papers import PaperTable, ids, table
 from kvbench.report.data.run import Runs
 from kvbench.report.data.stats import COVERAGE
+from kvbench.report.data.style import Style, style_of
 from kvbench.report.figures.panels import MOST_PANELS, finished, refuse_crowd, tiled
 from kvbench.report.figures.pareto import FRONT
-from kvbench.report.figures.style import Style, style_of
 from kvbench.report.tables.cells import Cell
 from kvbench.report.tables.published import beside
 

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from kvbench.config import ConfigError
+from kvbench.report.data.style import Style, style_of
 from kvbench.report.figures.panels import grid, legend, line_look
 from kvbench.report.figures.pareto import FRONT
-from kvbench.report.figures.style import Style, style_of
 from kvbench.runs.stored import DAMAGED, ResultsError, contents, json_of
 
 # The arms of the script that are drawn: IceCache's trees as their presets rank nodes, and faiss on the same keys.

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogFormatter, NullFormatter
 
 from kvbench.report.data.run import Runs
+from kvbench.report.data.style import style_of
 from kvbench.report.figures.panels import arms_for, finished, grid, panels_of, series_of, size_text
 from kvbench.report.figures.pareto import BARE, FRONT, areas, draw_front
-from kvbench.report.figures.style import style_of
 from kvbench.runs.quantities import QUANTITIES
 
 COSTS = {"device_kv_bytes": "log", "tpot_ms_mean": "linear"}

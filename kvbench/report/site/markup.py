@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import kvbench
 from kvbench.report.data.run import missing
-from kvbench.report.figures.style import style_of
+from kvbench.report.data.style import style_of
 from kvbench.report.site.rows import Row, Site
 from kvbench.report.tables.formats import NONE, text
 

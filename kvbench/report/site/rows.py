@@ -13,7 +13,7 @@ from kvbench.report.claims.page import Judged, judged
 from kvbench.report.data.run import Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.select import by_protocol, fewest_keys
-from kvbench.report.figures.style import STYLES, style_of
+from kvbench.report.data.style import STYLES, style_of
 from kvbench.report.tables.cells import Cell, Table
 from kvbench.report.tables.formats import NONE
 from kvbench.report.tables.runs import summary

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvbench.report.data.run import YARDSTICK
 from kvbench.report.data.stats import COVERAGE
-from kvbench.report.figures.style import STYLES
+from kvbench.report.data.style import STYLES
 from kvbench.report.tables.cells import Cell, Table, beyond_noise
 from kvbench.report.tables.formats import NONE, text
 
