@@ -202,6 +202,13 @@ def _runs(given: Namespace) -> Runs | None:
     return runs if len(runs.arms) else None
 
 
+def _chosen(given: Namespace, runs: Runs) -> Runs:
+    """The runs of --where."""
+    from kvbench.report.data.select import select
+
+    return runs.only(select(runs, given.where))
+
+
 def _own_folders() -> list[Path]:
     """The folders of a user's own runs in the default folder; that folder itself where none of those inside is shipped.
 
@@ -294,13 +301,12 @@ def _print_claims(given: Namespace) -> None:
     """Print or write the claims with their verdicts; some need no runs, and are decided without any."""
     from kvbench.report.claims import page
     from kvbench.report.data.frame import collect
-    from kvbench.report.data.select import select
 
     named, runs = bool(given.folders), None
     try:
         given.folders = given.folders or _own_folders()
         found = collect(given.folders, given.unfinished)
-        runs = found.only(select(found, given.where)) if len(found.arms) else None
+        runs = _chosen(given, found) if len(found.arms) else None
     except ResultsError:
         if named:
             raise
@@ -313,10 +319,9 @@ def _page(given: Namespace, runs: Runs | None, made: Sequence[Table]) -> str:
 
     if given.paper or given.rows or runs is None:
         return html.page("kvbench report", "", made, {}, runs.left_out if runs else [])
-    from kvbench.report.data.select import select
     from kvbench.report.figures.all import FIGURES, draw
 
-    chosen = runs.only(select(runs, given.where))
+    chosen = _chosen(given, runs)
     figures, undrawn = {}, []
     for name, title in FIGURES.items():
         try:
@@ -339,20 +344,18 @@ def _outputs(run: Run) -> str:
 
 def _write_site(given: Namespace, runs: Runs | None) -> list[str]:
     from kvbench.report import site
-    from kvbench.report.data.select import select
 
     assert runs is not None
-    site.write(runs.only(select(runs, given.where)), " and ".join(map(str, given.folders)), given.out)
+    site.write(_chosen(given, runs), " and ".join(map(str, given.folders)), given.out)
     print(given.out / "index.html")
     return []
 
 
 def _draw(given: Namespace, runs: Runs | None) -> list[str]:
-    from kvbench.report.data.select import select
     from kvbench.report.figures.all import draw
 
     assert runs is not None
-    _write_figure(given, draw(given.figure, runs.only(select(runs, given.where))))
+    _write_figure(given, draw(given.figure, _chosen(given, runs)))
     print(given.out)
     return []
 

@@ -98,8 +98,7 @@ def _timed_alike(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _scores(members: Sequence[Scores]) -> Scores:
     if len(members) == 1:
         return members[0]
-    lists = ([one for own in members for one in getattr(own, name)] for name in ("ids", "groups", "seeds"))
-    ids, groups, seeds = lists
+    ids, groups, seeds = ([one for own in members for one in getattr(own, name)] for name in ("ids", "groups", "seeds"))
     values, failed, contents, kl = (
         np.concatenate([getattr(own, name) for own in members]) for name in ("values", "failed", "contents", "kl")
     )

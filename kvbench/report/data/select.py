@@ -50,7 +50,7 @@ def key_of(runs: Runs, name: str) -> str:
         ConfigError: no such key, or several.
     """
     known = [*runs.settings.columns, *OF_ARMS, "group"]
-    return _one_of(name, known, {*known, *(key.rpartition(".")[2] for key in known)}, f"{name}: no such key of a run")
+    return _one_of(name, known, {*known, *map(last_word, known)}, f"{name}: no such key of a run")
 
 
 def value_of(runs: Runs, name: str) -> str:
@@ -62,6 +62,11 @@ def value_of(runs: Runs, name: str) -> str:
     unlisted = [column for column in runs.arms.columns if "." in column]
     known = [*NUMBERS, *unlisted]
     return _one_of(name, known, known, f"--values {name}: no such value")
+
+
+def last_word(key: str) -> str:
+    """A setting's name without its section."""
+    return key.rpartition(".")[2]
 
 
 def _one_of(name: str, known: Sequence[str], words: Iterable[str], unknown: str) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogFormatter
@@ -80,9 +79,4 @@ def _curves(runs: Runs, arms: pd.DataFrame) -> dict[str, list[_Curve]]:
 def _at(times: Times, tokens: float) -> float:
     """The time at a length, interpolated as `crossing` does."""
     lengths = sorted(times)
-    above = next(index for index, length in enumerate(lengths) if length >= tokens)
-    if lengths[above] == tokens:
-        return times[lengths[above]]
-    low, high = lengths[above - 1], lengths[above]
-    share = math.log(tokens / low) / math.log(high / low)
-    return times[low] * (times[high] / times[low]) ** share
+    return float(np.exp(np.interp(np.log(tokens), np.log(lengths), np.log([times[length] for length in lengths]))))

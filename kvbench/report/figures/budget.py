@@ -8,8 +8,7 @@ from kvbench.report.data.run import Runs
 from kvbench.report.data.stats import COVERAGE
 from kvbench.report.figures.panels import (
     arms_for,
-    draw_intervals,
-    draw_level,
+    draw_by_budget,
     finished,
     grid,
     mark_octaves,
@@ -29,11 +28,7 @@ def budget(runs: Runs) -> Figure:
     for (title, arms), row in zip(panels, axes, strict=True):
         for axis, x in zip(row, ("budget", "attended_mean"), strict=True):
             for one in series_of(runs, arms):
-                scores = [runs[run].score() for run in one.arms.index]
-                if one.arms["budget"].isna().all():
-                    draw_level(axis, one, scores)
-                    continue
-                draw_intervals(axis, one, one.arms[x].astype(float), scores)
+                draw_by_budget(axis, one, one.arms[x], [runs[run].score() for run in one.arms.index])
             axis.set(ylim=(-5, 105), title=title)
         row[0].set(ylabel=QUANTITIES["score"].axis, xlabel="budget C: tokens, or below 1 a share of the prompt")
         row[1].set_xlabel(QUANTITIES["attended_mean"].axis)

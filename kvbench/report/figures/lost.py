@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
 from kvbench.report.data.run import YARDSTICK, Runs
-from kvbench.report.figures.maps import Map, draw_maps, named_arms
+from kvbench.report.figures.maps import draw_maps, named_arms
 from kvbench.report.figures.panels import arms_for
 
 
@@ -20,7 +20,7 @@ def lost(runs: Runs) -> Figure:
     arms = arms[arms["method"] != YARDSTICK]
     named, below = named_arms(runs, "lost", arms) if len(arms) else ([], "")
     cells = [(title, lost_cells(run.samples())) for title, run in named]
-    found = [Map(f"{title}: {own.to_numpy().mean():.1f} %", own) for title, own in cells if own.size]
+    found = [(f"{title}: {own.to_numpy().mean():.1f} %", own) for title, own in cells if own.size]
     if not found:
         raise ConfigError("figure=lost: of the runs with probes none is sparse and has the mass of each layer and head")
     most = max(own.to_numpy().max() for _, own in found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -21,13 +20,6 @@ from kvbench.report.figures.panels import (
 )
 
 
-class Map(NamedTuple):
-    """The cells of an arm, rows by columns, with what stands above them."""
-
-    title: str
-    cells: pd.DataFrame
-
-
 def named_arms(runs: Runs, name: str, arms: pd.DataFrame) -> tuple[list[tuple[str, Run]], str]:
     """Each arm under its name, with that of its panel where there are several; else that stands in the title."""
     panels = panels_of(name, runs, arms)
@@ -41,10 +33,13 @@ def named_arms(runs: Runs, name: str, arms: pd.DataFrame) -> tuple[list[tuple[st
     return found, f": {panels[0][0]}" if len(panels) == 1 else ""
 
 
-def draw_maps(maps: Sequence[Map], arms: pd.DataFrame, title: str, words: tuple[str, str, str], most: float) -> Figure:
+def draw_maps(
+    maps: Sequence[tuple[str, pd.DataFrame]], arms: pd.DataFrame, title: str, words: tuple[str, str, str], most: float
+) -> Figure:
     """The maps of these arms under one scale.
 
     Args:
+        maps: the title and the cells of each, rows by columns.
         words: what the colour, the columns and the rows are.
         most: where the scale ends; it begins at 0.
     """

@@ -17,7 +17,7 @@ from PIL import Image
 from kvbench.config import ConfigError
 from kvbench.memory.kinds import NATIVE
 from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
-from kvbench.report.data.select import fewest_keys
+from kvbench.report.data.select import fewest_keys, last_word
 from kvbench.report.data.stats import Estimate
 from kvbench.report.data.style import STYLES, Style, style_of
 
@@ -125,7 +125,7 @@ def panels_of(
         others = common[(common["task"] == task) & (common["model"] == model)]
         varied = fewest_keys(others.drop_duplicates().to_dict("records"))
         first = common.loc[own.index[0]]
-        apart = [first[key] if key == "machine" else f"{_last_word(key)}={_shortened(first[key])}" for key in varied]
+        apart = [first[key] if key == "machine" else f"{last_word(key)}={_shortened(first[key])}" for key in varied]
         panels.append((", ".join([task, model, *apart]), own))
     refuse_crowd(name, len(panels), "tasks, models and protocols", MOST_PANELS)
     refuse_crowd(name, max((len(own) for _, own in panels), default=0), "arms in a panel", MOST_ARMS)
@@ -144,10 +144,6 @@ def fidelity_panels(runs: Runs, name: str) -> list[tuple[str, pd.DataFrame]]:
     if not len(others):
         raise ConfigError(f"figure={name}: of the runs of task=fidelity none is sparse")
     return panels_of(name, runs, others)
-
-
-def _last_word(key: str) -> str:
-    return key.rpartition(".")[2]
 
 
 def _shortened(value: str) -> str:
@@ -178,7 +174,7 @@ def series_of(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[Ser
         settings = runs.settings.loc[own.index, [key for key in of_variants if key != without]].map(str)
         varied = [key for key in settings if settings[key].nunique() > 1]
         variants = {
-            run: ", ".join(f"{_last_word(key)}={_shortened(settings.at[run, key])}" for key in varied)
+            run: ", ".join(f"{last_word(key)}={_shortened(settings.at[run, key])}" for key in varied)
             for run in own.index
         }
         style = style_of(method)
@@ -228,14 +224,6 @@ def line_look(style: Style) -> dict[str, Any]:
     return {**look, "markersize": 6, "markerfacecolor": "none"}
 
 
-def draw_level(axis: Any, one: Series, found: Sequence[Estimate]) -> None:
-    """Arms without a budget, full attention: a level with the band of its interval."""
-    for score in found:
-        axis.axhline(score.mean, color=one.style.colour, linestyle="--", linewidth=1.2, label=one.label())
-        if score.low is not None and score.high is not None:
-            axis.axhspan(score.low, score.high, color=one.style.colour, alpha=0.1, linewidth=0)
-
-
 def draw_intervals(axis: Any, one: Series, places: Iterable[float], found: Sequence[Estimate]) -> None:
     """A line over these places, with the interval of each estimate as a bar; what has no place is left out."""
     drawn = sorted((place, value) for place, value in zip(places, found, strict=True) if not math.isnan(place))
@@ -243,6 +231,17 @@ def draw_intervals(axis: Any, one: Series, places: Iterable[float], found: Seque
     below = [0.0 if value.low is None else max(0.0, value.mean - value.low) for _, value in drawn]
     above = [0.0 if value.high is None else max(0.0, value.high - value.mean) for _, value in drawn]
     axis.errorbar(x, y, [below, above], label=one.label(), **line_look(one.style))
+
+
+def draw_by_budget(axis: Any, one: Series, places: pd.Series, found: Sequence[Estimate]) -> None:
+    """As `draw_intervals`; arms without a budget, full attention, are a level with the band of its interval."""
+    if one.arms["budget"].notna().any():
+        draw_intervals(axis, one, places.astype(float), found)
+        return
+    for score in found:
+        axis.axhline(score.mean, color=one.style.colour, linestyle="--", linewidth=1.2, label=one.label())
+        if score.low is not None and score.high is not None:
+            axis.axhspan(score.low, score.high, color=one.style.colour, alpha=0.1, linewidth=0)
 
 
 def mark_powers(axis: Any, ticks: Iterable[float]) -> None:
@@ -277,8 +276,7 @@ def finished(
         named: lines have their names at their ends, and there is no legend.
         notes: further lines below.
     """
-    whole = pd.concat(arms)
-    caveats = " | ".join(filter(None, [*(_of_times(whole) if times else []), *_caveats(whole)]))
+    caveats = " | ".join(filter(None, _caveats(pd.concat(arms), times)))
     letters = int(LETTERS * figure.get_figwidth())
     below = "\n".join(textwrap.fill(words, letters) for words in [*notes, caveats])
     if named:
@@ -302,33 +300,22 @@ def legend(figure: Figure, axes: Any, title: str, more: Sequence[Any] = ()) -> F
     return figure
 
 
-def _of_times(arms: pd.DataFrame) -> list[str]:
-    """What a reader must know of the times in a picture."""
-    found = []
-    if arms["disturbed"].isin([True]).any():
-        found.append("with times disturbed by other work")
-    if (arms["left_out"].astype(float) > 0).any():
-        found.append("times of samples elsewhere or disturbed are left out")
-    return found
-
-
-def _caveats(arms: pd.DataFrame) -> list[str]:
-    """What a reader must know of the runs in a picture."""
-    found = []
-    if (arms["weights"] == "random").any():
-        found.append("random weights: scores mean nothing")
-    if arms["transfer"].map(lambda transfer: "simulated" in str(transfer)).any():
-        found.append("transfers between host and device simulated in memory")
-    if arms["transfer"].map(lambda transfer: "in place" in str(transfer)).any():
-        found.append("transfers between host and device counted, in no time")
-    if arms["failed"].sum():
-        found.append(f"{int(arms['failed'].sum())} failed samples, which score 0")
-    if not arms["finished"].all():
-        found.append("with unfinished runs")
+def _caveats(arms: pd.DataFrame, times: bool) -> list[str]:
+    """What a reader must know of the runs in a picture, and of their times where these are drawn."""
+    transfers, failed = " ".join(map(str, arms["transfer"])), int(arms["failed"].sum())
     seeds = sorted({str(seed) for seed in arms["seed"]}, key=len)
-    if any("," in seed for seed in seeds):
-        found.append(f"seeds {' or '.join(seeds)}")
-    return [*found, "; ".join(sorted({str(name) for name in arms["device_name"].dropna()}))]
+    found = {
+        "with times disturbed by other work": times and arms["disturbed"].isin([True]).any(),
+        "times of samples elsewhere or disturbed are left out": times and (arms["left_out"].astype(float) > 0).any(),
+        "random weights: scores mean nothing": (arms["weights"] == "random").any(),
+        "transfers between host and device simulated in memory": "simulated" in transfers,
+        "transfers between host and device counted, in no time": "in place" in transfers,
+        f"{failed} failed samples, which score 0": failed,
+        "with unfinished runs": not arms["finished"].all(),
+        f"seeds {' or '.join(seeds)}": any("," in seed for seed in seeds),
+    }
+    machines = "; ".join(sorted({str(name) for name in arms["device_name"].dropna()}))
+    return [*(words for words, there in found.items() if there), machines]
 
 
 def size_text(budget: Any) -> str:

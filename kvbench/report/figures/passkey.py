@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvbench.report.data.run import Runs
-from kvbench.report.figures.maps import Map, draw_maps, named_arms
+from kvbench.report.figures.maps import draw_maps, named_arms
 from kvbench.report.figures.panels import arms_for
 
 
@@ -18,7 +18,7 @@ def passkey(runs: Runs) -> Figure:
     arms = arms_for(runs, "passkey", probed=False, task="passkey")
     named, below = named_arms(runs, "passkey", arms)
     units = " or ".join(sorted({str(unit) for unit in runs.settings.loc[arms.index, "task.unit"]}))
-    found = [Map(title, passkey_cells(run.samples())) for title, run in named]
+    found = [(title, passkey_cells(run.samples())) for title, run in named]
     title = f"passkeys found by depth and length{below}"
     return draw_maps(found, arms, title, ("found (%)", f"prompt length ({units})", "depth (%)"), 100)
 

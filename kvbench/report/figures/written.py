@@ -10,8 +10,7 @@ from kvbench.report.data.run import Run, Runs
 from kvbench.report.data.stats import COVERAGE, estimate, proportion
 from kvbench.report.figures.panels import (
     arms_for,
-    draw_intervals,
-    draw_level,
+    draw_by_budget,
     finished,
     grid,
     mark_powers,
@@ -39,10 +38,7 @@ def written(runs: Runs) -> Figure:
             lengths = [estimate([found["length"].to_numpy(float)]) for found in outputs]
             looped = [proportion([100 * found["looped"].to_numpy(float)]) for found in outputs]
             for axis, values in zip(row, (lengths, looped), strict=True):
-                if one.arms["budget"].isna().all():
-                    draw_level(axis, one, values)
-                else:
-                    draw_intervals(axis, one, one.arms["budget"].astype(float), values)
+                draw_by_budget(axis, one, one.arms["budget"], values)
         for axis, measure in zip(row, (LENGTH, LOOPED), strict=True):
             axis.set(title=title, ylabel=measure.axis, xlabel="budget C: tokens, or below 1 a share of the prompt")
             axis.set_ylim(bottom=0)

@@ -12,7 +12,7 @@ from kvbench.config import choices
 from kvbench.report.claims.page import Judged, judged
 from kvbench.report.data.run import Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
-from kvbench.report.data.select import by_protocol, fewest_keys
+from kvbench.report.data.select import by_protocol, fewest_keys, last_word
 from kvbench.report.data.style import STYLES, style_of
 from kvbench.report.tables.cells import Cell, Table
 from kvbench.report.tables.formats import NONE
@@ -103,7 +103,7 @@ class Site:
             for (place, _), cell in table.cells.items():
                 labels = dict(zip(table.axes, table.rows[place], strict=True))
                 run = run_of[cell.run]
-                words[run] = [f"{_short(key)}={value}" for key, value in labels.items() if key not in AXES]
+                words[run] = [f"{last_word(key)}={value}" for key, value in labels.items() if key not in AXES]
                 full = run.full()
                 model, task, method, budget = (labels[key] for key in AXES)
                 panel = ", ".join(filter(None, [task, model, protocol]))
@@ -151,7 +151,7 @@ def _in_panels(rows: Sequence[Row]) -> Iterator[Row]:
         settings = {row.run: dict(word.split("=", 1) for word in row.run.kind[:-1]) for row in own}
         keys = fewest_keys(list(settings.values()))
         names = {
-            run: [f"{_short(key)}={setting[key]}" for key in keys if key in setting]
+            run: [f"{last_word(key)}={setting[key]}" for key in keys if key in setting]
             for run, setting in settings.items()
         }
         for alike in _grouped(own, lambda row: tuple(names[row.run])):  # noqa: B023
@@ -167,11 +167,6 @@ def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[list[Row]]:
     for row in rows:
         found.setdefault(key(row), []).append(row)
     return list(found.values())
-
-
-def _short(key: str) -> str:
-    """A setting's name without its section."""
-    return key.rpartition(".")[2]
 
 
 def _rank(numbers: Mapping[str, float]) -> tuple[bool, float, float]:

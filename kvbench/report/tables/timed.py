@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kvbench.report.data.crossing import TIME, crossing
 from kvbench.report.data.marks import time_marks, transfer_marks
 from kvbench.report.data.run import CELL, Run, TimedCell, is_shared, missing
-from kvbench.report.data.select import differing_keys, labels_of, order_of
+from kvbench.report.data.select import differing_keys, labels_of, last_word, order_of
 from kvbench.report.tables.cells import Cell, Table, ends, notes_of
 from kvbench.runs.quantities import LESS, Quantity, Unit, named
 
@@ -82,8 +82,8 @@ def timed_tables(chosen: Sequence[Run], number: str, what: str) -> list[Table]:
     ]
     timed.sort(key=lambda row: (row.tokens, row.batch, [order_of(label) for label in row.labels]))
     rows = [(str(row.tokens), str(row.batch), *row.labels) for row in timed]
-    head = ("tokens", "batch", *("machine" if key == MACHINE else _last_word(key) for key in axes))
-    title = ", ".join(filter(None, ["latency", *(f"{_last_word(key)}={label}" for key, label in same.items()), what]))
+    head = ("tokens", "batch", *("machine" if key == MACHINE else last_word(key) for key in axes))
+    title = ", ".join(filter(None, ["latency", *(f"{last_word(key)}={label}" for key, label in same.items()), what]))
     tables = []
     for id, (about, wanted) in TIMED.items():
         names = [name for word in wanted for name in (_parts_of_step(timed) if word == "breakdown_ms" else [word])]
@@ -128,13 +128,11 @@ def _against_full(rows: Sequence[_Row], axes: Sequence[str]) -> dict[tuple[str, 
             sides = ({tokens: row.line[TIME.name] for tokens, row in side.items()} for side in (own, beside))
             if start := crossing(*sides):
                 numbers["faster_from"] = start
-            letters = _letters(mine, theirs, TIME.name)
-            marks = dict.fromkeys(numbers, letters) if letters else {}
+            marks = dict.fromkeys(numbers, _letters(mine, theirs, TIME.name))
             if not (missing(mine["ttft_s"]) or missing(theirs["ttft_s"])):
                 numbers["ttft_over_full"] = mine["ttft_s"] / theirs["ttft_s"]
-                if letters := _letters(mine, theirs, "ttft_s"):
-                    marks["ttft_over_full"] = letters
-            cells[labels] = Cell(numbers, marks, run.folders)
+                marks["ttft_over_full"] = _letters(mine, theirs, "ttft_s")
+            cells[labels] = Cell(numbers, {name: own for name, own in marks.items() if own}, run.folders)
     return cells
 
 
@@ -152,10 +150,6 @@ def _axes(cells_of: Mapping[Run, Cells]) -> tuple[list[str], dict[str, str]]:
     if same.get("task.prefill") == "true":
         del same["task.prefill"]  # as everywhere
     return axes, same
-
-
-def _last_word(key: str) -> str:
-    return key.rpartition(".")[2]
 
 
 def _parts_of_step(rows: Sequence[_Row]) -> list[str]:
