@@ -147,8 +147,8 @@ def _ranged(values: np.ndarray, note: str) -> Finding:
 def _at(
     value: Any, path: str, where: Mapping[str, Sequence[Any]], words: bool = False, place: tuple[int, ...] = ()
 ) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """The numbers at a path, and words where they are asked for, each with the places of the elements that led there;
-    only of records that have one of the values wanted of each key of `where`.
+    """The numbers at a path, and words where they are asked for, each with the indices of the elements on the way; only
+    of records whose keys have one of the values that `where` wants.
     """
     if isinstance(value, Mapping) and any(key in value and value[key] not in some for key, some in where.items()):
         return

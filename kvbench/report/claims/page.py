@@ -52,9 +52,9 @@ class Judged(NamedTuple):
 
 
 def judged(runs: Runs | None, folders: Sequence[Path]) -> list[Judged]:
-    """Every claim, with its verdict by these runs and by the measurements' files in these folders, else the shipped.
+    """Every claim with its verdict, by these runs and the measurements' files in these folders or the shipped ones.
 
-    A claim of which the runs that kvbench ships measure more, on as many samples as it needs, is judged by them.
+    If the runs that kvbench ships measure more of a claim, on as many samples as it needs, they decide it.
     """
     found = []
     for claim in claims():
@@ -160,7 +160,7 @@ def csv_text(found: Sequence[Judged]) -> str:
 
 
 def html(found: Sequence[Judged]) -> str:
-    """A page with one table; what was not measured says by which command it is."""
+    """A page with one table; where a number is missing it has the command that measures it."""
     heads = "".join(f"<th class=label>{name}</th>" for name in HEADS)
     rows = []
     for row in _rows(found):

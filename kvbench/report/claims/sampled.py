@@ -51,7 +51,7 @@ class Reading(NamedTuple):
     Attributes:
         group: of the sample.
         value: of it.
-        below: what it is to be divided by; NaN for a plain value.
+        below: the number that divides it; NaN where none does.
     """
 
     group: str
@@ -159,7 +159,7 @@ def _differing(bed: str, taken: Mapping[str, Run]) -> Missing | None:
 
 
 def _matches(settings: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
-    """Whether a run has these settings; what it has no such key for, it leaves at its usual value."""
+    """Whether a run has these settings; a key that it does not have has its usual value."""
     for key, value in wanted.items():
         own = settings.get(key)
         known = USUAL.get(key, "null") if missing(own) else show(own)
@@ -171,8 +171,8 @@ def _matches(settings: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
 def _readings(chosen: Sequence[Run], value: str, lengths: Sequence[int], failures: bool) -> dict[Key, Reading]:
     """What the samples of an arm say; of those that are the same under several seeds the first.
 
-    A failed sample has no value but a score of 0, and that only with `failures`: of an arm that others are compared
-    with nothing is known there. Times of a disturbed machine are left out.
+    A failed sample has no value, except a score of 0 with `failures`; in an arm that others are compared with it has
+    none at all. Times of a disturbed machine are left out.
     """
     found: dict[Key, Reading] = {}
     is_time = value.partition(".")[0] in TIMES

@@ -1,7 +1,7 @@
 """Reads run folders: one line a run, and the scores of every sample.
 
 Everything is made from the sample lines, as `kvbench.runs.summary` does; nothing is written and no run is locked.
-What cannot be used is left out and said why, and never stops the rest.
+A run that cannot be used is left out with the reason, and never stops the rest.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Read(NamedTuple):
 def collect(folders: Sequence[Path], unfinished: bool = False) -> Runs:
     """Read all runs at or below these folders.
 
-    Of two runs of one arm, which differ in the state of the code or the data alone, the newest stands.
+    Of two runs of one arm, which differ only in the state of the code or the data, the newest is taken.
 
     Args:
         folders: each a run folder or one above some.
@@ -151,7 +151,7 @@ def _whole(own: Mapping[str, Any], key: str, default: int | None) -> int | None:
 
 
 def _budget(own: Mapping[str, Any]) -> int | float | None:
-    """The budget as it counts: a preset's size where none was given, and None for a method that has no budget."""
+    """The budget that a run had: a preset's size where none was given, and None for a method that has no budget."""
     return size_of(own["budget"], own["method"]) if has_budget(own["method"]) else None
 
 

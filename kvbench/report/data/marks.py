@@ -33,7 +33,7 @@ MARKS = {
 
 
 def transfer_marks(transfer: object) -> str:
-    """The letters for times of runs whose `transfer` is this: how tokens came to the device, where there was none."""
+    """The letters for times of runs with this `transfer`: how tokens came to the device where there was no GPU."""
     return "c" * ("simulated" in str(transfer)) + "e" * ("in place" in str(transfer))
 
 

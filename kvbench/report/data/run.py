@@ -81,7 +81,7 @@ class Scores:
         return [names == group for group in groups or dict.fromkeys(self.groups)]
 
     def known(self, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The values in these rows that are no NaN, one for each sample: its mean under several seeds is one value."""
+        """The values in these rows that are not NaN; of a sample that several seeds share one, their mean."""
         rows = rows & ~np.isnan(values)
         if len(set(self.seeds)) < 2:
             return values[rows]
@@ -145,13 +145,13 @@ class Run:
 
     @functools.cached_property
     def but_for_seed(self) -> dict[str, Any]:
-        """The settings without the seed, which is that of random weights, too."""
+        """The settings without the seed, and without the revision of random weights, which the seed decides."""
         settings = {key: value for key, value in self.settings.items() if key != "seed"}
         return {**settings, "model.revision": "dummy"} if self.arm["weights"] == "random" else settings
 
     @functools.cached_property
     def kind(self) -> tuple[str, ...]:
-        """All that two runs must share to be compared sample by sample; beside the seed, which samples have."""
+        """What two runs must share to be compared sample by sample, but for the seed, which each sample has."""
         shared = [f"{key}={value}" for key, value in self.but_for_seed.items() if is_shared(key)]
         return (*shared, str(self.arm["data"]))
 
@@ -255,7 +255,7 @@ class Run:
         }
 
     def marks(self, groups: tuple[str, ...] = ()) -> str:
-        """The letters of `MARKS` that the score deserves, but for the table's own (m)."""
+        """The letters of `MARKS` for the score, without those that a table adds (g, m)."""
         against = self.against_full(groups)
         found = {
             "b": against is not None and against.low is not None and against.low > 0,
@@ -336,7 +336,7 @@ def is_shared(key: str) -> bool:
 
 
 def columns_of(summary: Mapping[str, Any], budget: Any) -> dict[str, Any]:
-    """All that a summary holds by the names of the columns; without a budget nothing is measured against one."""
+    """All that a summary holds, by column; without a budget nothing is compared with one."""
     absent = dict.fromkeys(() if budget else ("attended_share", "budget_tokens"))
     return {**dict.fromkeys(QUANTITIES), **recorded(summary), **absent}
 
@@ -350,5 +350,5 @@ def framed(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def missing(value: Any) -> bool:
-    """Whether a frame's value is there for want of another: None or NaN."""
+    """Whether a value of a frame is None or NaN."""
     return value is None or value != value

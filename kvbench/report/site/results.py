@@ -109,7 +109,7 @@ def _group_cell(site: Site, row: Row, group: str) -> str:
 
 
 def pictures(site: Site, own: Sequence[Row]) -> Iterator[tuple[str, bytes]]:
-    """The figures that a method's runs can be drawn in, by name: of panels where it has several budgets, if any."""
+    """The figures of a method's runs, by name; only of panels with several of its budgets, if there are any."""
     budgets: dict[str, set[str]] = {}
     for row in own:
         budgets.setdefault(row.panel, set()).add(row.budget)

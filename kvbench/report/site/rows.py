@@ -93,8 +93,8 @@ class Site:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Every arm, the nearest to full attention or with the best score first in its panel; of a task's panels that
-        with the most arms first.
+        """Every arm. A task's panels are in order of their number of arms, the arms of a panel by nearness to full
+        attention or by score, the best first.
         """
         run_of = {run.folders: run for run in self.joined}
         protocols = [what for _, what in by_protocol(self._untimed)]
@@ -131,7 +131,7 @@ class Site:
 
     @property
     def timed(self) -> int:
-        """So many timed runs there are, of which no page is made."""
+        """The number of timed runs, of which no page is made."""
         return len(self.joined.arms) - len(self._untimed)
 
     @cached_property

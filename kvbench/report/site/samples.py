@@ -72,7 +72,7 @@ def _panel(rows: Sequence[Row]) -> tuple[str, bool]:
 def _records(run: Run, seeded: bool) -> dict[str, dict[str, Any]]:
     """What a run stored of each sample: score 0-100, group, what was expected, output; None: not stored.
 
-    By the sample's id, and among runs of several seeds by what it is: the same prompt is asked for under many of them.
+    By the sample's id; among runs of several seeds with the word for its content, as seeds share ids.
     """
     found = {}
     for record in run.samples():

@@ -38,7 +38,7 @@ BRIEF_SCORE = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands at one row and column of a table.
+    """The numbers at one row and column of a table.
 
     Attributes:
         numbers: by the name of a quantity, in the unit of its heading; an interval has "low" and "high", a difference
@@ -95,7 +95,7 @@ class Table:
 
 
 def seeds_of(cells: Iterable[Cell]) -> dict[str, Quantity]:
-    """What stands beside a score where runs of several seeds are one."""
+    """The quantities beside a score where runs of several seeds are one."""
     return SEEDS if any("seeds" in cell.numbers for cell in cells) else {}
 
 
@@ -128,7 +128,7 @@ def score_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
 def mark_machines(cells: Mapping[Place, Cell], times: Collection[str]) -> tuple[dict[Place, Cell], list[str]]:
     """The cells, and a note on the machines that these times of theirs were taken on.
 
-    Where that is on several machines, each of them has a number, which marks its times.
+    Of several machines each has a number, which marks its times.
     """
     timed = {place: cell for place, cell in cells.items() if cell.machine and not cell.numbers.keys().isdisjoint(times)}
     counts = Counter(cell.machine for cell in timed.values()).most_common()
@@ -159,7 +159,7 @@ def beyond_noise(numbers: Mapping[str, float]) -> bool:
 
 
 def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
-    """How to read these cells: what stands in them is explained, and nothing else."""
+    """How to read these cells: explains what is in them, and nothing else."""
     cells = list(cells)
     notes = []
     if any("low" in cell.numbers for cell in cells):

@@ -129,7 +129,7 @@ def _ours(paper: PaperTable, line: Any, alike: Sequence[Run], mixed: dict[Run, s
 
 
 def _on_generated_text(run: Run, groups: Iterable[str]) -> bool:
-    """Whether samples of these groups (all: ()) are of texts that a file of RULER's has otherwise."""
+    """Whether samples of these groups (all: ()) are of generated texts, where RULER has files of its own."""
     if run.arm["task"] != "ruler" or not missing(run.settings.get("task.data_dir")):
         return False
     subsets = {group.partition("/")[0] for group in groups or run.scores.groups}
@@ -138,9 +138,9 @@ def _on_generated_text(run: Run, groups: Iterable[str]) -> bool:
 
 
 def _timed_cell(run: Run, line: Any, mixed: str) -> Cell:
-    """What a timed run found of a published time, in seconds; nothing where a part is missing.
+    """What a timed run found of a published time, in seconds; nothing where a term of the sum is missing.
 
-    Of several machines that which nothing disturbed, and with the most repeats.
+    Of several machines one that nothing disturbed is taken, then the one with the most repeats.
     """
     place = tuple(map(int, line.group.split(" x ")))
     there = [found for cell, found in run.cells().items() if (cell.tokens, cell.batch) == place]

@@ -58,7 +58,7 @@ Where = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 def overview(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
     """One table for all runs, by model and task: a row for each method and budget, or where these are many, a row for
-    each method with the scores alone. Timed runs have tables of their own, and only where there are no others.
+    each method with only the scores. It has no timed runs: they have tables of their own, shown where there are no other runs.
 
     Raises:
         ConfigError: as `select`.
@@ -123,7 +123,7 @@ def by_group(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
 
 
 def _axes_for(chosen: Sequence[Run], axes: list[str]) -> list[str]:
-    """These axes and all that it takes to have no two runs in one cell."""
+    """These axes, and the settings by which no two runs share a cell."""
     return [*axes, *differing_keys(by_labels(chosen, axes).values())]
 
 
@@ -174,7 +174,7 @@ def _table(
     score_lines: Mapping[str, Quantity] = WHOLE_SCORE,
     shared: int = 0,
 ) -> Table:
-    """The table of these runs; no cell of it holds two that count alike.
+    """The table of these runs, of which at most one without probes and one with them share a cell.
 
     Args:
         score_lines: what a score is shown by.
@@ -232,7 +232,7 @@ def _runs_of_cells(chosen: Sequence[Run], rows: Sequence[str], columns: Sequence
 
 
 def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], mixed: Mapping[Run, str]) -> Cell:
-    """The numbers of the runs in one cell: scores and times of those that count, probes of those that probe."""
+    """The numbers of one cell: scores and times of its run without probes, probes of its run with them."""
     source, machine = "", ""
     numbers: dict[str, float] = {}
     marks: dict[str, str] = {}

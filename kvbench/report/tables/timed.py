@@ -105,7 +105,7 @@ def timed_tables(chosen: Sequence[Run], number: str, what: str) -> list[Table]:
 def _against_full(rows: Sequence[_Row], axes: Sequence[str]) -> dict[tuple[str, ...], Cell]:
     """What `AGAINST_FULL` says of each arm that was timed at several lengths, as full attention was beside it.
 
-    Of several runs of full attention that one counts which is most like the arm.
+    Of several runs of full attention the one with the most settings in common counts.
     """
     shared = [key == MACHINE or (is_shared(key) and key not in CELL) for key in axes]
     arms: dict[tuple[str, ...], dict[int, _Row]] = {}
