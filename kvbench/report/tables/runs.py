@@ -57,8 +57,8 @@ Where = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 
 def overview(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
-    """One table for all runs, by model and task: a row for each method and budget, or where these are many, a row for
-    each method with only the scores. It has no timed runs: they have tables of their own, shown where there are no other runs.
+    """One table for all runs but timed ones, by model and task: a row for each method and budget, or where these are
+    many, a row for each method with only the scores. Where all runs are timed, their own tables.
 
     Raises:
         ConfigError: as `select`.
