@@ -283,8 +283,8 @@ class Runs:
             such as "breakdown_ms.select", a number of the method's own `report()` such as "audit.candidates". What a
             run did not measure is missing (NaN or None).
         settings: one line a run, all that makes its arm: every option of method and task as "method.page_size",
-            protocol and probe as on the command line, `backend`, and `kv` ("int8", or "device-host" where tiers differ);
-            of a path to data its last part; what a run has no such key for is missing.
+            protocol and probe as on the command line, `backend`, and `kv` ("int8", or "device-host" where tiers
+            differ); of a path to data its last part; what a run has no such key for is missing.
         scores: of every run, by index.
         left_out: what is not there, and why.
     """
