@@ -38,7 +38,7 @@ def refused(call, *arguments, **options) -> str:
 def of(runs: Runs, method: str) -> Run:
     """The index of the one run of a method."""
     (run,) = (run for run in runs if run.arm["method"] == method)
-    return int(run)
+    return run
 
 
 def test_the_difference_to_full_attention_is_paired_by_sample(tmp_path):
