@@ -36,7 +36,7 @@ def refused(call, *arguments, **options) -> str:
 
 
 def of(runs: Runs, method: str) -> Run:
-    """The index of the one run of a method."""
+    """The one run of a method."""
     (run,) = (run for run in runs if run.arm["method"] == method)
     return run
 
