@@ -37,7 +37,7 @@ from kvbench.backends.hf.model import engine_for
 from kvbench.backends.hf.sampling import Sampler
 from kvbench.cli.compose import composed
 from kvbench.engine.engine import Engine
-from kvbench.report.figures.style import style_of
+from kvbench.report.data.style import style_of
 from kvbench.runs.run import prepare
 from kvbench.runs.summary import is_looped
 

@@ -19,10 +19,10 @@ from kvbench.cli.report import main
 from kvbench.config import ConfigError
 from kvbench.report.data.frame import collect
 from kvbench.report.data.papers import PaperTable
+from kvbench.report.data.style import STYLES, style_of
 from kvbench.report.figures import all as figures
 from kvbench.report.figures import published as diagonal
 from kvbench.report.figures.labels import apart
-from kvbench.report.figures.style import STYLES, style_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKEN = 1024  # bytes of a token's keys and values in all layers
@@ -115,7 +115,7 @@ def test_what_was_attended_stands_over_its_budget_in_tokens_and_no_words_on_one_
     assert overprinted(figure) == []
     with pytest.raises(ConfigError, match="figure=attended: no run with a budget among 1 runs"):
         runs = collect([tmp_path])
-        figures.draw("attended", runs.only(list(runs.arms.index[runs.arms["method"] == "full"])))
+        figures.draw("attended", runs.only(run for run in runs if run.arm["method"] == "full"))
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(0.01, 0.08))
@@ -184,7 +184,7 @@ def test_a_search_is_drawn_from_what_its_script_printed(tmp_path: Path, capsys: 
     group = {"group": 1, "flat_us": 90.0, "stream_us": 80.0, "points": {"dci point": points, "faiss_ivf": points[:1]}}
     path = tmp_path / "index.json"
     path.write_text(json.dumps({"runs": [{"keys": "made", "n": 100, "groups": [group]}]}))
-    (axis,) = figures.OF_FILES["search"][0]([path]).axes
+    (axis,) = figures.draw_file("search", [path]).axes
     assert lines_of(axis)["IceCache"] == ([20, 40], [0.5, 0.9]) and lines_of(axis)["faiss, IVF"] == ([40], [0.9])
     assert [10, 30] in [list(line.get_xdata()) for line in axis.lines], "the floor"
     assert lines_of(axis)["one pass over all keys"][0] == [80, 80]

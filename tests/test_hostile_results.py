@@ -24,7 +24,8 @@ from kvbench.config import ConfigError
 from kvbench.report.data.frame import collect
 from kvbench.report.site import PAGES, write
 from kvbench.report.site.files import MARK, write_files
-from kvbench.report.site.parts import File, Site
+from kvbench.report.site.markup import File
+from kvbench.report.site.rows import Site
 
 SEEDS = int(os.environ.get("KVBENCH_FUZZ_SEEDS", "24"))  # 300 take ten minutes, and an hour with their sites
 SECONDS = 60  # for a command on a handful of small runs
@@ -154,7 +155,7 @@ def test_a_bad_file_costs_its_own_run_alone(
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with watched(monkeypatch):
         runs = collect([tmp_path])
-        assert {arm["method"] for arm in runs.arm.values()} >= {"snapkv"}
+        assert {run.arm["method"] for run in runs} >= {"snapkv"}
         assert bad == "a pipe for the status" or [one.path for one in runs.left_out] == [file.parent]
         assert score.main([str(tmp_path), "--json"]) == (0 if name == "status.json" else 2)
         told = capsys.readouterr()

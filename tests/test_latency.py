@@ -35,7 +35,8 @@ from kvbench.measure import hardware, latency, machine
 from kvbench.measure.arm import measure, prompt_of
 from kvbench.measure.synthetic import MADE, SyntheticAttention, SyntheticEngine
 from kvbench.method import Shape
-from kvbench.report.data.frame import Runs, collect
+from kvbench.report.data.frame import collect
+from kvbench.report.data.run import Runs
 from kvbench.report.figures import all as figures
 from kvbench.report.tables.runs import summary
 from kvbench.runs.run import prepare, run
@@ -309,10 +310,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def of_two_cells(runs: Runs, method: str) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
     """The cells and the samples of the run of a method that has two of them."""
-    (run,) = (
-        run for run in runs.arm if runs.arm[run]["method"] == method and runs.arm[run]["n"] == 2 and runs.timed(run)
-    )
-    return runs.cells(run), runs.samples(runs.arms.loc[run])
+    (run,) = (run for run in runs if run.arm["method"] == method and run.arm["n"] == 2 and run.is_timed)
+    return run.cells(), run.samples()
 
 
 def table(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, str]]:
@@ -344,10 +343,8 @@ def test_a_report_has_a_line_for_each_cell_and_arm(results: Path, capsys: pytest
 
 def test_the_line_of_a_cell_is_what_its_samples_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = collect([results])
-    (full,) = (
-        run for run in runs.arm if runs.arm[run]["method"] == "full" and runs.timed(run) and len(runs.cells(run)) > 1
-    )
-    samples = {sample["meta"]["batch"]: sample for sample in runs.samples(runs.arms.loc[full])}
+    (full,) = (run for run in runs if run.arm["method"] == "full" and run.is_timed and len(run.cells()) > 1)
+    samples = {sample["meta"]["batch"]: sample for sample in full.samples()}
     lines = table(results, capsys, "--where", "task=latency", "--where", "method=full", "--where", "task.lengths=[300]")
     for line in lines:
         sample = samples[int(line["batch"])]
@@ -409,7 +406,7 @@ def test_runs_by_an_older_kvbench_have_no_floor_and_still_load(results: Path, tm
         (copied / file).write_bytes((path / file).read_bytes())
     assert "hardware" not in json.loads((copied / "summary.json").read_text())
     runs = collect([tmp_path])
-    assert not runs.timed(0) and runs.arm[0]["floor_ratio"] is None
+    assert not runs[0].is_timed and runs[0].arm["floor_ratio"] is None
 
 
 def test_the_picture_has_a_panel_for_each_cell_with_its_floor(results: Path) -> None:
@@ -427,14 +424,12 @@ def test_the_picture_has_a_panel_for_each_cell_with_its_floor(results: Path) -> 
     assert {"floor", "attention"} <= {text.get_text() for text in figure.legends[0].get_texts()}
     parts = figure.axes[3 + 2]
     (floors,) = (lines for lines in parts.collections if lines.get_label() == "floor")
-    cells = {
-        runs.arm[run]["method"]: runs.cells(run) for run in runs.arm if runs.timed(run) and len(runs.cells(run)) > 1
-    }
+    cells = {run.arm["method"]: run.cells() for run in runs if run.is_timed and len(run.cells()) > 1}
     here = f"{machine.name_of(torch.device('cpu'))}, 1 threads"
     expected = [cells[method][300, 1, here]["floor_ms"] for method in ("full", "icecache")]
     assert [segment[0][0] for segment in floors.get_segments()] == expected
     with pytest.raises(ConfigError, match="no run"):
-        figures.draw("budget", runs.only([run for run in runs.arm if runs.timed(run)]))
+        figures.draw("budget", runs.only(run for run in runs if run.is_timed))
 
 
 def test_times_of_ours_stand_beside_published_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

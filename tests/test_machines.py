@@ -187,7 +187,7 @@ def test_the_parts_of_a_step_are_of_one_repeat_and_add_up_to_its_time(tmp_path) 
     parts = [{"model": 1.0, "attention": 9.0}, {"model": 9.0, "attention": 2.0}, {"model": 5.0, "attention": 7.0}]
     samples = [{**repeat(index, sum(own.values()), None), "breakdown_ms": own} for index, own in enumerate(parts)]
     stored(tmp_path, "full", None, samples, task="latency", options={"keys": "model", "prefill": True})
-    (found,) = collect([tmp_path]).cells(0).values()
+    (found,) = collect([tmp_path])[0].cells().values()
     assert found["tpot_ms_mean"] == 11 == found["breakdown_ms.model"] + found["breakdown_ms.attention"]
 
 

@@ -23,13 +23,13 @@ from kvbench.config import choices
 from kvbench.report.claims.claim import claims
 from kvbench.report.data.frame import collect
 from kvbench.report.data.papers import FOLDER
-from kvbench.report.figures.style import style_of
+from kvbench.report.data.style import style_of
 from kvbench.report.site.board import board
 from kvbench.report.site.claim_pages import claim_pages
 from kvbench.report.site.drawing import OF_EACH_KIND, legible
 from kvbench.report.site.front import front
-from kvbench.report.site.parts import Site, share_of
 from kvbench.report.site.results import results as list_of_results
+from kvbench.report.site.rows import Site, share_of
 from kvbench.report.site.samples import samples
 from kvbench.runs.summary import is_disturbed
 
@@ -176,7 +176,7 @@ def expected(known: dict[str, dict[str, Any]], cell: dict[str, str]) -> float:
 
 def claimed(known: dict[str, dict[str, Any]], cell: dict[str, str]) -> float | None:
     """A claim's number by the samples of the runs that its cell names; None for the few kinds not reckoned here."""
-    part = next(one for one in claims() if one.id == cell["data-claim"]).parts[int(cell["data-part"])]
+    part = next(one for one in claims() if one.id == cell["data-claim"]).criteria[int(cell["data-part"])]
     asked = part.asked
     if part.kind != "runs" or "lengths" in asked or not isinstance(asked.get("less", ""), str):
         return None
@@ -330,7 +330,7 @@ def test_memory_is_a_share_of_full_attention_s_in_the_layers_that_a_method_selec
         arm("full", 8 * 50 + 20, "int8")
     site = Site(collect([tmp_path]), "")
     (row,) = (row for row in site.rows if row.method == "quest")
-    shares = share_of(site, row), share_of(site, row, indexed=True)
+    shares = share_of(row), share_of(row, indexed=True)
     assert shares == ((None, None) if coded and not beside else (pytest.approx(5), pytest.approx(7)))
 
 
@@ -464,7 +464,7 @@ def test_full_attention_over_coded_keys_and_values_is_a_choice_with_its_name(tmp
     *_, start = front(site, {"Leaderboard": "leaderboard.html"})
     named = [(cell["data-method"], words) for cell, words in cells_of(str(start.content)) if "data-method" in cell]
     assert named and all(method == "full" and "kv=kivi4" in words for method, words in named)
-    assert sorted((row.is_yardstick, row.is_choice) for row in site.rows) == [
+    assert sorted((row.run.is_full, row.is_choice) for row in site.rows) == [
         (False, False),
         (False, True),
         (True, False),
@@ -480,7 +480,7 @@ def test_an_arm_with_failed_samples_has_no_share_and_without_kl_the_last_place(t
     stored(tmp_path, "quest", 64, [line(0.3, 2**20)], task="fidelity")
     stored(tmp_path, "snapkv", 64, [line(None, 2**20, error="no memory")], task="fidelity")
     site = Site(collect([tmp_path]), "")
-    assert [(row.method, share_of(site, row)) for row in site.rows] == [("full", 100), ("quest", 25), ("snapkv", None)]
+    assert [(row.method, share_of(row)) for row in site.rows] == [("full", 100), ("quest", 25), ("snapkv", None)]
 
 
 def test_another_score_in_a_run_is_another_number_on_the_site(results: Path, tmp_path: Path) -> None:
@@ -582,7 +582,7 @@ def test_of_many_methods_a_picture_has_one_of_each_kind_and_a_user_s_own(tmp_pat
     for method in ["mine", *choices("method")]:
         stored(tmp_path, method, 64)
     runs = legible(collect([tmp_path]))
-    assert {arm["method"] for arm in runs.arm.values()} == {"mine", *OF_EACH_KIND}
+    assert {run.arm["method"] for run in runs} == {"mine", *OF_EACH_KIND}
 
 
 def test_runs_without_outputs_say_so(results: Path, tmp_path: Path) -> None:
