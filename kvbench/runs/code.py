@@ -67,8 +67,8 @@ def _definitions(files: tuple[tuple[Path, bytes], ...], beside: Definitions | No
     return Definitions(modules, beside)
 
 
-def _digest(syntax: str, uses: Iterable[Iterable[Meaning]], known: Mapping[Place | None, str]) -> str:
-    meanings = ["|".join(known.get(place, "") + name for place, name in use) for use in uses]
+def _digest(syntax: str, uses: Iterable[Iterable[Meaning]], known: Mapping[Place, str]) -> str:
+    meanings = ["|".join((known.get(place, "") if place else "") + name for place, name in use) for use in uses]
     return _sha("\n".join([syntax, *meanings]).encode())
 
 
@@ -96,7 +96,7 @@ class Definitions:
         }
         self.digests: dict[Place, str] = {}
         for _ in range(DEPTH + 1):
-            known: dict[Place | None, str] = {**(beside.digests if beside else {}), **self.digests}
+            known = {**(beside.digests if beside else {}), **self.digests}
             self.digests = {
                 place: _digest(statement.syntax, meant[place], known) for place, statement in statements.items()
             }
