@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import symtable
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -69,8 +70,9 @@ def parsed(source: bytes, package: str) -> Source:
     Raises:
         SyntaxError: it is no Python.
     """
-    writer, scopes = _Writer(package), symtable.symtable(source.decode(), package, "exec").get_children()
-    written = [found for node in ast.parse(source).body if (found := writer.statement(node)).words]
+    text, writer = importlib.util.decode_source(source), _Writer(package)
+    scopes = symtable.symtable(text, package, "exec").get_children()
+    written = [found for node in ast.parse(text).body if (found := writer.statement(node)).words]
     definitions: dict[str, list[int]] = defaultdict(list)
     for place, found in enumerate(written):
         for name in _bound(found.node):

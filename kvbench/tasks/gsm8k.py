@@ -74,8 +74,7 @@ class Gsm8k(TableTask):
         self._strings = _STRINGS[variant]
         super().__init__({"": local_or_hub(data_dir, HUB, "test.jsonl")}, NEW_TOKENS)
         self._exemplars = None if exemplars is None else LocalFile(Path(str(exemplars)).expanduser(), "task.exemplars")
-        if self._exemplars is not None:
-            self.sources = (*self.sources, self._exemplars)
+        self.sources = tuple(file for file in (*self.files.values(), self._exemplars) if file is not None)
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """Right or wrong, by what stands before the first stop text."""
