@@ -82,6 +82,7 @@ def loader_of(config_dir: str | None = None) -> ConfigLoader:
     OwnFolder.folder = folder
     GlobalHydra.instance().clear()  # a notebook may have used Hydra itself
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        OwnFolder.folder = None  # whatever else uses Hydra in this process has none
         return GlobalHydra.instance().config_loader()
 
 

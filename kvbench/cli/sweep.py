@@ -26,7 +26,7 @@ def run_sweep(asked: Asked) -> None:
         ResultsError: the jobs' own files cannot be written.
         SweepError: some did not finish.
     """
-    launcher = _launcher(asked.config)
+    launcher, folder = _launcher(asked.config), Path(asked.config.hydra.sweep.dir)
     given = combinations(asked.arms or [])
     configs = list[DictConfig]()
     for words in given:
@@ -42,7 +42,7 @@ def run_sweep(asked: Asked) -> None:
         print("\n".join(described(groups)), flush=True)
     ends: list[list[Ended]] = [[] for _ in chosen]
     made = [Job([chosen[arm] for arm in job.arms], job.shard, job.title, checked=launcher.here) for job in jobs]
-    for number, ended in launcher.run(made, Path(asked.config.hydra.sweep.dir)):
+    for number, ended in launcher.run(made, folder):
         for index, end in zip(jobs[number].arms, ended, strict=True):
             ends[index].append(end)
     tell(list(zip(names, map(_arm_end, ends), strict=True)))
