@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.plugins import Plugins
@@ -21,8 +22,8 @@ def complete(loader: ConfigLoader, name: str, words: Sequence[str]) -> None:
     Raises:
         ConfigError: another word, or no such shell.
     """
-    plugins = [plugin(loader) for plugin in Plugins.instance().discover(CompletionPlugin)]
-    shells = {plugin.provides(): plugin for plugin in plugins}
+    kinds = cast(list[type[CompletionPlugin]], Plugins.instance().discover(CompletionPlugin))
+    shells = {kind.provides(): kind(loader) for kind in kinds}
     act, _, shell = " ".join(words).partition("=")
     if act not in ("install", "uninstall", "query") or shell not in shells:
         raise ConfigError(f"-sc {' '.join(words)}: expected install=SHELL or uninstall=SHELL, of {' | '.join(shells)}")
