@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import ConfigError
 from kvbench.runs.folder import Shard
-from kvbench.runs.identity import APART, budget_of, engine_of
+from kvbench.runs.identity import APART, backend_name, budget_of
 
 OF_NO_RUN = {"threads", "sweep", "memory_check"}  # keys that change no number
 MOST_SHOWN = 20  # groups that get a line of their own
@@ -77,7 +77,7 @@ def counted(number: int, what: str) -> str:
 
 def _why(config: DictConfig, arms: int) -> str:
     if arms > 1:
-        return f"{arms} arms share {'each prefill' if engine_of(config) == 'hf' else 'one engine'}"
+        return f"{arms} arms share {'each prefill' if backend_name(config) == 'hf' else 'one engine'}"
     if config.task.get("own_prefill"):
         return f"1 arm, as task={config.task.name} times a prefill of its own"
     if not config.sweep.shared_prefill:
@@ -162,7 +162,7 @@ def grouped(jobs: Sequence[DictConfig]) -> list[list[int]]:
 
     def common(config: dict[str, Any], index: int) -> list[Any]:
         shared = config["sweep"]["shared_prefill"] and not config["task"].get("own_prefill")
-        shared = shared or engine_of(config) != "hf"  # which share the engine, and prefill for themselves
+        shared = shared or backend_name(config) != "hf"  # which share the engine, and prefill for themselves
         return [{key: config[key] for key in config if not shared or key not in APART}, None if shared else index]
 
     return _alike(jobs, common)
