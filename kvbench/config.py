@@ -1,6 +1,6 @@
 """The configuration folder: what can be chosen in it, and how a choice becomes an object.
 
-Reads `conf/` with OmegaConf alone. Hydra composes a run on the command line (`kvbench.__main__`); a user's own code,
+Reads `conf/` with OmegaConf alone. Hydra composes a run on the command line (`kvbench.cli.compose`); a user's own code,
 through `kvbench.KVCache(method="quest")`, never meets it. Imports no torch.
 """
 

@@ -95,6 +95,10 @@ def test_a_method_knows_the_interface_alone_and_the_harness_no_method() -> None:
     assert not {module for module in ours if module.startswith("methods")}
 
 
+def test_hydra_is_used_by_its_public_names_alone() -> None:
+    assert [path.name for path in sources("kvbench", "scripts") if "hydra._" in path.read_text()] == []
+
+
 def definitions(path: Path) -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef]]:
     """Public classes and functions, and the public methods of public classes."""
     for node in ast.parse(path.read_text()).body:
