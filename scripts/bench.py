@@ -1,4 +1,4 @@
-"""What the scripts share: a command line that shows their docstring, times taken in turns, and the JSON they end with."""
+"""What scripts share: a command line that shows their docstring, times taken in turns, and the JSON they end with."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def median_us(
 
 def print_result(found: Any) -> None:
     """One JSON object, the last line of a script; numbers have four digits, as more would be noise."""
-    print(json.dumps(rounded(found, 4), default=str))
+    print(json.dumps(rounded(found, 4)))
 
 
 def rounded(value: Any, digits: int) -> Any:
