@@ -14,7 +14,7 @@ Prints one JSON object as its last line:
   model      for each n of --model-lengths, the small model reading RULER's needles in prose, --budget tokens:
     build_share            of the prefill, by build: building the index over the whole; build_s, prefill_s without it
     retrieval_share        of a decode step: selection and index updates over the whole; step_ms
-    bytes_over_kv          as above, of this text's chunks; chunk_tokens, their mean length
+    chunk_tokens           mean length of its chunks
   structure  the paper's pilot study: JSON documents with facts in some records, the question read as decode steps,
              --small-budget tokens, everything counted: score, and answer_recall, the share of the answer's tokens
              that the best head of the layer that retrieves attends as it writes them; gain: structure over fixed
@@ -159,29 +159,22 @@ def answer(loaded: Loaded, prompt: list[int], method: Any, budget: Budget, steps
 
 
 def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Shares of time and memory where the model reads `count` tokens and answers with --steps."""
+    """Shares of time where the model reads `count` tokens and answers with --steps."""
     say(f"model: {count} tokens")
     task = build(composed("task=niah", "task.subsets=[niah_single_2]", f"task.lengths=[{count}]")["task"])
     prompt = loaded.tokenizer(next(iter(task.samples(loaded.tokenizer, 0))).prompt)["input_ids"]
-    shared = prefill_once(loaded.model, [prompt], [], max_new_tokens=arguments.steps, chunk=4096)
-    arms = {"full": {}, "two_level": {"build": "two_level"}, "strict": {"radii": "strict"}, "exact": {"radii": "exact"}}
-    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in arms}
-    held: dict[str, float] = {}
+    steps, budget = arguments.steps, Budget(arguments.budget)
+    shared = prefill_once(loaded.model, [prompt], [], max_new_tokens=steps, chunk=4096)
+    rows: dict[str, list[tuple[float, float, float]]] = {"full": [], "two_level": []}
     for _ in range(arguments.repeats):
-        for name, options in arms.items():
-            method: Any = method_named("lychee", **options)
-            steps = arguments.steps
-            done = answer(
-                loaded, prompt, method, Budget(arguments.budget), steps, max_new_tokens=steps, prefilled=shared
-            )
+        for name, of_build in rows.items():
+            method: Any = method_named("lychee", build=name)
+            done = answer(loaded, prompt, method, budget, steps, max_new_tokens=steps, prefilled=shared)
             step = done.breakdown_ms
             parts = step["select"] + step["index_update"]
-            rows[name].append((done.prefill_ms["index_build"] / 1e3, parts / sum(step.values()), sum(step.values())))
-            held[name] = done.audit["index_bytes"] / done.audit["device_kv_bytes"]
-    middle = {
-        name: [statistics.median(column) for column in zip(*of_arm, strict=True)] for name, of_arm in rows.items()
-    }
-    build_s = {name: middle[name][0] for name in ("full", "two_level")}
+            of_build.append((done.prefill_ms["index_build"] / 1e3, parts / sum(step.values()), sum(step.values())))
+    middle = {name: list(map(statistics.median, zip(*of_build, strict=True))) for name, of_build in rows.items()}
+    build_s = {name: times[0] for name, times in middle.items()}
     return {
         "n": len(prompt),
         "chunk_tokens": float(method.rows[0].text.chunks.lengths.float().mean()),
@@ -190,7 +183,6 @@ def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> di
         "build_share": {name: seconds / (seconds + shared.seconds) for name, seconds in build_s.items()},
         "retrieval_share": middle["full"][1],
         "step_ms": middle["full"][2],
-        "bytes_over_kv": {"paper": held["full"], "strict": held["strict"], "exact": held["exact"]},
     }
 
 
