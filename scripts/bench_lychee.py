@@ -36,13 +36,13 @@ import torch
 from bench import command_line, median_us, print_result, say
 from json_texts import LAYOUTS, document
 
+from kvbench.backends.hf.generate import Generation, generate
+from kvbench.backends.hf.loading import Loaded, load
+from kvbench.backends.hf.model import engine_for, method_named
+from kvbench.backends.hf.prefilled import prefill_once
 from kvbench.budget import Budget
 from kvbench.cli.compose import composed
 from kvbench.config import bind_methods, build
-from kvbench.engine.generate import Generation, generate
-from kvbench.engine.hf import engine_for, method_named
-from kvbench.engine.models import Loaded, load
-from kvbench.engine.prefilled import prefill_once
 
 bind_methods()
 

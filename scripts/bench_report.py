@@ -73,7 +73,7 @@ def write(folder: Path, runs: int, samples: int) -> None:
 def measured(words: list[str]) -> dict[str, float]:
     """Seconds and peak memory of a report in a process of its own."""
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "kvbench.report", *words], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", "kvbench", "report", *words], stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - start
     if status:

@@ -14,8 +14,8 @@ from typing import Any
 
 from bench import command_line
 
+from kvbench.backends.hf.loading import Loaded, load
 from kvbench.cli.compose import composed
-from kvbench.engine.models import Loaded, load
 from kvbench.tasks.ruler import prose
 from kvbench.tasks.ruler.needles import Needles, draw
 

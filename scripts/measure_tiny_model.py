@@ -23,8 +23,8 @@ import torch
 from bench import command_line, print_result, say
 from omegaconf import OmegaConf
 
+from kvbench.backends.hf.loading import Loaded
 from kvbench.cli.compose import composed
-from kvbench.engine.models import Loaded
 from kvbench.measure.arm import Arm, measure, prefill_shared, prompt_of
 from kvbench.runs.run import prepare
 from kvbench.tasks import Sample

@@ -30,7 +30,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors, t
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvbench.engine.streamed import slow_in_bfloat16
+from kvbench.backends.hf.streamed import slow_in_bfloat16
 from kvbench.tasks import passkey
 from kvbench.tasks.ruler import prose
 from kvbench.tasks.ruler.task import ADJECTIVES, NOUNS, SUBSETS, Needles, Niah, draw

@@ -485,7 +485,7 @@ def tear_of(folder: Path, samples: int) -> str:
     if type(finished) is int and samples > finished:
         return f"samples.jsonl has {samples} samples, and {finished} when the run finished; the same command says more"
     if stored_state(folder) == "finished" and not (folder / "summary.json").exists():
-        return f"summary.json is missing; python -m kvbench.score {shlex.quote(str(folder))} --write writes it anew"
+        return f"summary.json is missing; kvbench score {shlex.quote(str(folder))} --write writes it anew"
     return ""
 
 
