@@ -38,8 +38,8 @@ def median_us(
 
 
 def print_result(found: Any) -> None:
-    """One JSON object, the last line of a script; numbers have four digits, as more would be noise."""
-    print(json.dumps(rounded(found, 4)))
+    """One JSON object, the last line of a script; numbers have five digits, as more would be noise."""
+    print(json.dumps(rounded(found, 5)))
 
 
 def rounded(value: Any, digits: int) -> Any:

@@ -30,6 +30,7 @@ from kvbench.runs.run import prepare
 from kvbench.tasks import Sample
 
 LENGTHS = (1024, 2048, 4096, 8192)
+ABLATED = 4096  # tokens, where layers are windowed and methods compared
 NIAH = ("niah_single_1", "niah_single_2", "niah_multikey_1")
 WINDOW = 128  # tokens that a windowed layer attends: 4 sinks and the most recent
 TOP = 64
@@ -95,7 +96,7 @@ def mean(values: Sequence[float]) -> dict[str, float]:
 def masses(folder: Path, loaded: Loaded, samples: int) -> dict[str, float]:
     """Attention mass in the exact top 64 keys by layer, mean over heads, decode steps and tasks at 4096 tokens."""
     found: dict[str, list[float]] = {}
-    for words in tasks([4096], samples):
+    for words in tasks([ABLATED], samples):
         probing = {"topk": arm(folder, loaded, *words, "method=topk", f"budget={TOP}", "probe.every=1")}
         for _, _, record in side_by_side(probing):
             for layer, values in record["probe"]["layers"].items():
@@ -117,11 +118,11 @@ def measured(folder: Path, samples: int) -> dict[str, Any]:
         others = [other for other in range(layers) if other != layer]
         window = ["method=streaming_llm", "method.positions=original", f"budget={WINDOW}"]
         windowed[str(layer)] = [*window, f"protocol.dense_layers={others}"]
-    by_layer = scores(folder, loaded, [4096], max(10, samples // 2), windowed)
+    by_layer = scores(folder, loaded, [ABLATED], max(10, samples // 2), windowed)
     say(str(by_layer))
 
     methods = {f"{name} {budget}": [f"method={name}", f"budget={budget}"] for name, budget in METHODS}
-    separation = scores(folder, loaded, [4096], samples, {"full": full, **methods})
+    separation = scores(folder, loaded, [ABLATED], samples, {"full": full, **methods})
     say(str(separation))
     return {
         "samples": samples,
