@@ -1,5 +1,8 @@
 """Methods and options by name, and what is built of them, without a command line."""
 
+import math
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +10,7 @@ from omegaconf import OmegaConf
 
 from kvbench import config
 from kvbench.config import ConfigError
-from kvbench.models.support import refuse_unsupported, window
+from kvbench.models.support import refuse_unsupported
 
 
 @pytest.mark.parametrize(
@@ -50,16 +53,6 @@ def test_full_attention_in_a_layer_passes(keys):
     refuse_unsupported({"num_hidden_layers": 32, **keys}, "model=x")
 
 
-def test_yarn_stretches_the_window_and_llama3_scaling_is_already_counted():
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    assert window({"max_position_embeddings": 32768, "rope_scaling": yarn}) == 131072
-    assert window({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0}}) == 131072
-    assert window({"max_position_embeddings": 163840, "rope_scaling": {**yarn, "factor": 1.0}}) == 163840
-    llama = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 131072}
-    assert window({"max_position_embeddings": 131072, "rope_parameters": llama}) == 131072
-    assert window({"rope_scaling": yarn}) is None
-
-
 def test_one_typo_in_a_name_still_finds_it():
     @given(
         name=st.sampled_from(sorted(config.choices("method"))), place=st.integers(0, 20), letter=st.sampled_from("xyz")
@@ -79,6 +72,35 @@ def test_a_method_is_read_without_hydra():
     assert harness["minimum"] == {"paper": 96, "unified": 96}
 
 
+def beyond(rule):
+    """Values that a rule of a file's `valid` key leaves out."""
+    if isinstance(rule, list):
+        return ["no_such_word"]
+    if "above" in rule or "from" in rule:
+        low = [rule["above"]] if "above" in rule else [rule["from"] - 0.1]
+        return [*low, "half", math.nan, True, *([rule["at_most"] + 0.1] if "at_most" in rule else [])]
+    least = rule.get("at_least", 1)
+    return [least - 1, least + 0.5, *([least + least % 2] if rule.get("odd") else [])]
+
+
+WITH_VALID = [
+    (group, name)
+    for group in ("method", "task")
+    for name in config.choices(group)
+    if config.shipped(group, name).get("valid")
+]
+
+
+@pytest.mark.parametrize(("group", "name"), WITH_VALID)
+def test_a_value_that_a_file_leaves_out_is_refused_with_key_and_value(group, name):
+    for key, rule in config.shipped(group, name)["valid"].items():
+        for value in beyond(rule):
+            with pytest.raises(ConfigError, match=rf"^{group}\.{key}={re.escape(config.show(value))}: expected .*$"):
+                if group == "method":
+                    config.method_config(name, **{key: value})
+                config.check_valid(group, {key: value}, {key: rule})
+
+
 @pytest.mark.parametrize(
     ("name", "options", "line"),
     [
@@ -86,10 +108,6 @@ def test_a_method_is_read_without_hydra():
         ("../method/quest", {}, "no such method"),
         ("quest", {"page": 3}, r"page: no such option of method quest; did you mean page_size\?"),
         ("quest", {"preset": 3}, r"preset: no such option of method quest; \(valid: page_size, selection\)"),
-        ("quest", {"page_size": 1.5}, "method.page_size=1.5: expected a whole number, such as 16"),
-        ("quest", {"page_size": 0}, "method.page_size=0: expected a whole number, 1 or more"),
-        ("quest", {"selection": "head"}, r"method.selection=head: expected query_head \| kv_head"),
-        ("snapkv", {"kernel": 8}, "method.kernel=8: expected an odd whole number, 1 or more"),
     ],
 )
 def test_a_wrong_method_or_option_in_code_names_the_nearest(name, options, line):

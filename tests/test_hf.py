@@ -63,6 +63,14 @@ def test_large_budget_generates_what_sdpa_generates(pairs: Any, family: str, met
     assert generated(pair.ours, inputs(batch), KVCache(pair.ours, method, 500)) == pair.expected[batch]
 
 
+@pytest.mark.parametrize(("method", "accounting"), [("icecache", "paper"), ("pariskv", "unified")])
+def test_a_store_that_grows_inside_generate_keeps_to_a_small_budget(tiny: Loaded, method: str, accounting: str) -> None:
+    cache = KVCache(tiny.model, method, 64, accounting=accounting, dense_layers=())
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    tiny.model.generate(torch.tensor([numbers(100)]), past_key_values=cache, **options)
+    assert cache.audit()["attended_max"] <= 64
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 @each_method_in_turn
 def test_every_method_with_a_large_budget_generates_what_sdpa_generates(

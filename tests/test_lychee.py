@@ -513,12 +513,6 @@ def test_budget_that_holds_no_chunks_says_the_minimum(
         ({"min_chunk": 17}, "min_chunk=17: at most max_chunk=16"),
         ({"max_chunk": 4}, "min_chunk=8: at most max_chunk=4"),
         ({"buffer": 15}, "buffer=15: at least max_chunk=16"),
-        ({"packing": "all"}, "method.packing=all: expected buffer | chunk"),
-        ({"sinks": -1}, "method.sinks=-1: expected a whole number, 0 or more"),
-        ({"ub_weight": 2}, "method.ub_weight=2: expected 0 | 1"),
-        ({"cluster_size": 0}, "method.cluster_size=0"),
-        ({"radii": "tight"}, "method.radii=tight: expected exact | strict | paper"),
-        ({"build": "two-level"}, "method.build=two-level: expected full | two_level"),
     ],
     ids=str,
 )

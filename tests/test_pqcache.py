@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.backends.hf.model import method_named
-from kvbench.config import ConfigError, bind_methods, method_config
+from kvbench.config import ConfigError, bind_methods
 
 bind_methods()
 
@@ -84,12 +84,6 @@ def test_codes_are_those_of_the_nearest_centroids_as_tokens_come() -> None:
         distance = (keys[:, :, :, None] - method.tables[0][row][:, None]).square().sum(dim=4)  # [Hkv, n, m, K]
         expected = distance.argmin(dim=3).transpose(1, 2)
         assert torch.equal(method.codes[0][row, :, :, : length + 6].long(), expected)
-
-
-@pytest.mark.parametrize(("key", "value"), [("bits", 0), ("subspaces", 0), ("iterations", 0)])
-def test_a_size_that_is_none_is_refused(key: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=f"{key}={value}: expected"):
-        method_config("pqcache", **{key: value})
 
 
 def test_a_code_of_more_than_a_byte_is_refused() -> None:
