@@ -118,7 +118,7 @@ def test_the_picture_marks_where_lines_cross(results: Path, tmp_path: Path) -> N
 
 def test_without_full_attention_there_is_nothing_to_draw(results: Path) -> None:
     runs = collect([results])
-    with pytest.raises(ConfigError, match=r"^figure=breakeven: no method and method=full at several lengths"):
+    with pytest.raises(ConfigError, match=r"^figure=breakeven: .*method=full"):
         figures.draw("breakeven", runs.only([run for run in runs.arm if runs.arm[run]["method"] != "full"]))
 
 

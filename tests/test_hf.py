@@ -208,7 +208,7 @@ def test_model_that_would_run_wrong_is_refused_by_name(family: str, changes: dic
 def test_model_with_layers_off_its_devices_is_refused(pairs: Any) -> None:
     model = copy.copy(pairs("llama").sdpa)
     model.hf_device_map = {"model.embed_tokens": 0, "model.layers.0": 1, "model.layers.1": "disk"}
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM: some of its layers wait on disk \(hf_device_map\)"):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM: .*hf_device_map"):
         KVCache(model)
 
 

@@ -97,9 +97,7 @@ def test_bad_settings_are_refused_in_a_line_before_a_model_loads(words: list[str
 @pytest.mark.parametrize("model", ["tiny", "llama3.1-8b-instruct"])
 def test_random_weights_take_a_longer_window_and_the_refusal_says_so(model: str) -> None:
     words = ["task=latency", f"model={model}", "model.weights=dummy", "task.lengths=[524288]"]
-    with pytest.raises(
-        ConfigError, match=r"; model.config.max_position_embeddings=N stretches that of random weights$"
-    ):
+    with pytest.raises(ConfigError, match=r"model.config.max_position_embeddings=N"):
         composed(*words)
     assert composed(*words, "model.config.max_position_embeddings=600000").task.lengths == [524288]
 
@@ -108,7 +106,7 @@ def test_a_prompt_beyond_a_window_that_only_the_model_tells_is_refused(dummies: 
     config = OmegaConf.to_container(composed(*SMALL), resolve=True)
     config["task"]["lengths"] = [32768]  # type: ignore[index,call-overload]
     arm = prepare(config, dummies("dummy-tiny"))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="max_position_embeddings=N stretches that of random weights$"):
+    with pytest.raises(ConfigError, match="max_position_embeddings=N"):
         prompt_of(arm, next(iter(arm.task.samples(arm.loaded.tokenizer, 0))))
 
 

@@ -261,14 +261,14 @@ def test_keys_turn_as_the_layers_with_full_attention_turn_them(pair: Any, family
 @pytest.mark.parametrize("family", ["cohere2", "smollm3", "gpt2"])
 def test_layers_without_rotary_positions_are_refused_where_keys_would_be_turned(family: str) -> None:
     model = random_model(family)
-    with pytest.raises(ConfigError, match="layers without rotary positions, .* use positions=original"):
+    with pytest.raises(ConfigError, match="positions=original"):
         generated(model, inputs(1), KVCache(model, "streaming_llm", SMALL, dense_layers=()))
     generated(model, inputs(1), KVCache(model, "streaming_llm", SMALL, positions="original", dense_layers=()))
 
 
 def test_a_model_that_attends_other_values_than_it_stores_is_refused() -> None:
     model = random_model("diffllama")
-    with pytest.raises(ConfigError, match="DiffLlamaAttention: it attends other keys and values than it stores"):
+    with pytest.raises(ConfigError, match="DiffLlamaAttention: "):
         generated(model, inputs(1), KVCache(model, "full", None))
 
 
@@ -336,7 +336,7 @@ def test_a_model_whose_scaling_changes_is_refused() -> None:
     model = random_model("llama")
     cache = KVCache(model, "full", None)
     model.model.layers[2].self_attn.scaling = 0.5
-    with pytest.raises(ConfigError, match="scaled by 0.5 in layer 2, by 0.25 elsewhere"):
+    with pytest.raises(ConfigError, match="0.5 in layer 2, .*0.25"):
         generated(model, inputs(1), cache)
-    with pytest.raises(ConfigError, match="LlamaForCausalLM: its layers differ in .* scaling"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM: .*scaling"):
         KVCache(copy.deepcopy(model))

@@ -87,10 +87,10 @@ def test_codes_are_those_of_the_nearest_centroids_as_tokens_come() -> None:
 
 
 def test_a_code_of_more_than_a_byte_is_refused() -> None:
-    with pytest.raises(ConfigError, match="bits=9: a code is a byte; expected 8 at most"):
+    with pytest.raises(ConfigError, match="bits=9: .*8 at most"):
         method_named("pqcache", bits=9)
 
 
 def test_parts_that_do_not_divide_a_key_are_refused() -> None:
-    with pytest.raises(ConfigError, match="subspaces=3: expected a divisor of the head dim, 16"):
+    with pytest.raises(ConfigError, match="subspaces=3: .*16"):
         drive(stream(30), method_named("pqcache", subspaces=3), 8)

@@ -214,7 +214,7 @@ def test_a_torn_run_is_left_out_with_the_command_that_mends_it(tmp_path):
     told = left_out(tmp_path)
     lost = told["quest-64"]
     assert lost.startswith("1 of its 2 samples are missing; ") and lost.endswith(" runs them again")
-    assert told["icecache-64"] == "run.yaml is missing; the command that made the run writes it anew"
+    assert told["icecache-64"].startswith("run.yaml is missing")
     assert told["topk-64"].startswith("summary.json is missing; kvbench score ")
     assert "line 1 is damaged; delete that line (sed -i 1d " in told["lychee-64"]
 

@@ -257,7 +257,7 @@ def test_layers_that_add_attention_and_mlp_at_once_are_refused() -> None:
             self.self_attn.layer_idx = 0  # type: ignore[assignment]
 
     watching = residuals_watched(torch.nn.ModuleList([Block()]), Noting.needs)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="^Block: adds attention and MLP at once"), watching:
+    with pytest.raises(ConfigError, match="^Block: "), watching:
         pass
 
 
@@ -268,5 +268,5 @@ def test_a_prompt_that_nothing_reads_has_no_similarity(tmp_path: Path) -> None:
     """Synthetic fills are refused before a model loads."""
     words = ("task=latency", "model=dummy-tiny", "method=squeeze", f"results_dir={tmp_path}", "task.lengths=[300]")
     config = composed(*words, "task.keys=synthetic_attention", "task.prefill=false")
-    with pytest.raises(ConfigError, match="^task.prefill=false: squeeze needs what only a prefill shows"):
+    with pytest.raises(ConfigError, match="^task.prefill=false: squeeze"):
         prepare(OmegaConf.to_container(config, resolve=True), loaded=None)  # type: ignore[arg-type]
