@@ -325,9 +325,10 @@ def test_every_executor_scales_so(attention: str) -> None:
     ids = torch.tensor([numbers(50, seed=1)])
     tokens, logits = scored(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     for method in ("full", "h2o"):
-        cache = KVCache(copy.deepcopy(model), method, None if method == "full" else WHOLE, attention=attention)
+        ours = copy.deepcopy(model)
+        cache = KVCache(ours, method, None if method == "full" else WHOLE, attention=attention)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        found, noted = scored(cache._model, given, cache)
+        found, noted = scored(ours, given, cache)
         assert found == tokens
         torch.testing.assert_close(noted, logits, rtol=0, atol=CLOSE * 10)
 

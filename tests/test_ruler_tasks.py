@@ -302,11 +302,19 @@ def test_three_coded_words_are_more_frequent_than_all_but_the_dots():
 
 
 def test_every_size_has_a_certain_answer():
-    from kvbench.tasks.ruler import writers as ruler_writers
-
+    """The last word asked for is more frequent than the next; below the least size it is not."""
     writer = FrequentWords()
-    assert all(ruler_writers._certain(size) for size in range(writer.least, 5000))
-    assert not ruler_writers._certain(writer.least - 1)
+    draft = writer.draft(Cell("fwe", 4096, 0, lambda text: len(words_as_tokens(text)["input_ids"])), 0)
+
+    def by_frequency(size):
+        text = draft.write(size).text.partition("coded words. ")[2].partition("\nQuestion")[0]
+        return [count for _, count in Counter(text.split(" ")).most_common(5)]
+
+    for size in (*range(writer.least, writer.least + 100), 1000, 5000):
+        *_, last, after = by_frequency(size)
+        assert last > after
+    *_, last, after = by_frequency(writer.least - 1)
+    assert last == after
 
 
 @pytest.mark.parametrize("length", [3000, 4096, 6450])

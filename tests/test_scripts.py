@@ -152,7 +152,7 @@ def test_notebooks_are_kept_with_what_they_show(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "notebooks" / "sum.ipynb"
     path.parent.mkdir()
     cells = [nbformat.v4.new_code_cell("import sys; print('noise', file=sys.stderr); 20 + 3")]
-    about = {"kernelspec": {"name": "python3"}, "language_info": {"name": "python"}}
+    about = {"kernelspec": {"name": "python3", "display_name": "Python 3"}, "language_info": {"name": "python"}}
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=about), path)
     monkeypatch.setattr(script, "FOLDER", path.parent)
     monkeypatch.setattr(sys, "argv", ["run_notebooks.py"])
@@ -196,7 +196,7 @@ def test_pariskv_s_benchmark_prints_ratios_and_bytes(
 @slow
 def test_learned_centroids_lose_where_codes_do_not() -> None:
     """In the end no topic of the prompt is left among the new keys."""
-    stream = drift_pariskv._drifting(np.random.default_rng(0), 3000, 5000, 64)
+    stream = drift_pariskv.drifting(3000, 5000, 64)[0]
     found = drift_pariskv.report([stream], drift_pariskv.Sizes(4, 64, 500, 50, 100))
     assert found["steps"] == list(range(100, 5001, 100))
     assert found["zone"][0] == 3000 - 68 and found["zone"][-1] == 3000 - 68 + 5000
