@@ -19,7 +19,6 @@ from rich.console import Console
 from kvbench.cli.compose import composed
 from kvbench.report.data.frame import Runs, collect
 from kvbench.report.tables import runs as tables
-from kvbench.runs.folder import ResultsError
 from kvbench.runs.run import run
 from kvbench.runs.shared import run_shared
 
@@ -222,13 +221,6 @@ def test_a_torn_run_is_left_out_with_the_command_that_mends_it(tmp_path):
 def test_a_method_whose_budget_counts_in_one_accounting_alone_has_one(tmp_path):
     stored(tmp_path, "racc", 64, config={"method": {"name": "racc", "minimum": {"paper": None, "unified": 40}}})
     assert list(collect([tmp_path]).arms["budget"]) == [64]
-
-
-def test_no_runs_says_where_it_looked(tmp_path):
-    with pytest.raises(ResultsError, match=f"{tmp_path}: no run in it"):
-        collect([tmp_path])
-    with pytest.raises(ResultsError, match="gone: no such folder"):
-        collect([tmp_path / "gone"])
 
 
 def test_frames_of_nothing_usable_are_empty(tmp_path):
