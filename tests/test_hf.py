@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,14 +36,7 @@ def tokenizer(dummies: Callable[[str], Loaded]) -> Any:
 
 @pytest.fixture(scope="session")
 def pairs() -> Callable[[str], Pair]:
-    made: dict[str, Pair] = {}
-
-    def get(family: str) -> Pair:
-        if family not in made:
-            made[family] = Pair(family)
-        return made[family]
-
-    return get
+    return functools.cache(Pair)
 
 
 # -- the same tokens as sdpa -------------------------------------------------------------------------------------------

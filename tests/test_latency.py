@@ -439,15 +439,7 @@ def test_times_of_ours_stand_beside_published_ones(tmp_path: Path, capsys: pytes
     """Of the run at the figure's own length, the parts that its bars name."""
     parts = {"query": 5, "select": 1, "transfer": 15, "attention": 10, "model": 20, "index_update": 2, "insert": 3}
     for length, more in ((36000, 0), (4096, 500)):
-        one = report_runs.record(
-            f"latency-{length}-1-0",
-            f"{length} x 1",
-            1.0,
-            meta={"length": length, "batch": 1},
-            tpot_ms={"mean": 57.0 + more, "p50": 56.0, "p95": 60.0},
-            breakdown_ms={**parts, "other": 1.0 + more},
-            hardware={"floor_ms": 5.0, "copy_bandwidth": 1e12, "memory": "allocated"},
-        )
+        one = report_runs.timed(length, 57.0 + more, breakdown_ms={**parts, "other": 1.0 + more})
         options = {"lengths": [length], "keys": "synthetic_attention", "prefill": True}
         report_runs.stored(
             tmp_path, "icecache", 256, [one], task="latency", model="llama3.1-8b-instruct", options=options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -69,14 +70,7 @@ def scored(model: PreTrainedModel, given: dict[str, torch.Tensor], cache: Any = 
 
 @pytest.fixture(scope="session")
 def pair() -> Callable[[str], Pair]:
-    made: dict[str, Pair] = {}
-
-    def get(family: str) -> Pair:
-        if family not in made:
-            made[family] = Pair(family)
-        return made[family]
-
-    return get
+    return functools.cache(Pair)
 
 
 def looped(
