@@ -11,7 +11,6 @@ Prints one JSON object as its last line, with one entry in `runs`:
                        over Flat's; accuracy, recall of the exact k in percent
   paper                the paper's own numbers as the same ratios
   orderings            of each column, the pairs of arms whose order here is not the paper's, as [arm, arm, here, paper]
-  why                  what explains them
 
 IVFPQ's three numbers are read as lists, subspaces and probes; HNSW's as neighbours, efConstruction and efSearch.
 """
@@ -54,30 +53,6 @@ HNSW = {
     "HNSW-2": (32, 200, 1500),
     "HNSW-3": (16, 200, 1500),
     "HNSW-code": (32, 200, 100),
-}
-# What explains each column's differences: facts of the indexes first, what the paper may have done as a guess.
-WHY = {
-    "memory": (
-        "an IVFPQ index holds for each vector an id and a code of one byte a subspace, far below Flat; the paper's is "
-        "larger than Flat, so it seems to count more than the index, such as the process. A graph holds the vectors "
-        "and its edges, so it cannot be smaller than Flat, as the paper's HNSW-1 and HNSW-3 are"
-    ),
-    "build": (
-        "CPU time of one thread: a graph inserts vectors one after the other with a beam of 200; the paper's 0.4 s for "
-        "100,000 of them takes many threads, and its HNSW-1 and HNSW-3, which differ in efSearch alone and so are the "
-        "same graph, take 0.39 and 0.81 s: its build times vary by a factor of two"
-    ),
-    "search": (
-        "CPU time of one query on one thread: a graph that keeps 1,500 or 2,000 candidates evaluates several times as "
-        "many vectors, at random places of memory, and Flat streams through all of them; the paper's HNSW-2, with "
-        "more edges, is no slower than HNSW-3, so its times may be of batches on many threads. IVFPQ's settings "
-        "lie near each other: a query pays for the distances to all lists first, and then for few codes"
-    ),
-    "accuracy": (
-        "a beam of 1,500 for k=100 finds nearly all neighbours; the paper's 82 % is what a graph finds that is "
-        "searched by another metric than the one it is judged by. What IVFPQ finds depends on how well codes part "
-        "neighbours, so on the vectors"
-    ),
 }
 
 
@@ -176,8 +151,7 @@ def bench(vectors: Floats, queries: Floats, k: int, names: list[str]) -> dict[st
         "flat": dict(zip(("build_s", "search_ms", "mbytes"), rows["Flat"][:3], strict=True)),
         "arms": ratios,
         "paper": {name: paper[name] for name in ratios if name in paper},
-        "orderings": (differing := orderings(ratios, paper)),
-        "why": {column: WHY[column] for column in differing},
+        "orderings": orderings(ratios, paper),
     }
 
 
