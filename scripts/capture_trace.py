@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -49,8 +49,13 @@ class Trace(NamedTuple):
 def load(path: str | Path) -> list[Trace]:
     """The layers of a captured file, in their order."""
     with np.load(path) as file:
-        layers = sorted(int(name.removeprefix("keys.")) for name in file.files if name.startswith("keys."))
-        return [Trace(at, *(file[f"{part}.{at}"] for part in ("queries", "keys", "values"))) for at in layers]
+        return layers_of(file)
+
+
+def layers_of(arrays: Mapping[str, Any]) -> list[Trace]:
+    """The layers of what `capture` gives."""
+    layers = sorted(int(name.removeprefix("keys.")) for name in arrays if name.startswith("keys."))
+    return [Trace(at, *(arrays[f"{part}.{at}"] for part in ("queries", "keys", "values"))) for at in layers]
 
 
 class Capture(Method):

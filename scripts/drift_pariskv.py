@@ -26,15 +26,13 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import faiss
 import numpy as np
 import torch
 from bench import command_line, print_result, say
-from capture_trace import capture, load
+from capture_trace import capture, layers_of
 
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
@@ -144,11 +142,8 @@ def captured(words: Sequence[str], steps: int, sample: int) -> list[Stream]:
     """
     arrays = capture(["+experiment=pariskv_drift", f"task.samples={sample + 1}", *words], None, 1, steps, sample)
     prompt = json.loads(str(arrays["about"]))["prompt_tokens"]
-    with TemporaryDirectory() as folder:
-        np.savez(Path(folder, "trace.npz"), **arrays)
-        traces = load(Path(folder, "trace.npz"))
     streams = []
-    for trace in traces:
+    for trace in layers_of(arrays):
         kv_heads, _, dim = trace.keys.shape
         queries = trace.queries[:, 1:].reshape(kv_heads, -1, steps, dim).mean(axis=1)
         streams += [Stream(prompt, keys, own) for keys, own in zip(trace.keys, queries, strict=True)]
