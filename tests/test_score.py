@@ -149,11 +149,14 @@ def test_a_line_that_was_torn_off_counts_for_nothing(tmp_path, capsys):
     assert [line["id"] for line in lines(folder)] == ["a", "b", "c", "a", "b"]
 
 
-def test_it_loads_neither_torch_nor_transformers(tmp_path):
-    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
+@pytest.mark.parametrize("predictions", [False, True])
+def test_it_loads_neither_torch_nor_transformers(tmp_path, predictions):
+    (tmp_path / "vt.jsonl").write_text('{"pred": "a", "outputs": ["a"], "length": 1}\n')
+    stored_run = str(stored(tmp_path / "results", RIGHT_BUT_STORED_WRONG))
+    words = ["--predictions", "ruler", str(tmp_path)] if predictions else [stored_run, "--write"]
     code = (
         "import sys; from kvbench.cli.score import main\n"
-        f"assert main([{str(folder)!r}, '--write']) == 0\n"
+        f"assert main({words}) == 0\n"
         "assert not {'torch', 'transformers', 'pandas', 'hydra'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
