@@ -95,10 +95,12 @@ WITH_VALID = [
 def test_a_value_that_a_file_leaves_out_is_refused_with_key_and_value(group, name):
     for key, rule in config.shipped(group, name)["valid"].items():
         for value in beyond(rule):
-            with pytest.raises(ConfigError, match=rf"^{group}\.{key}={re.escape(config.show(value))}: expected .*$"):
-                if group == "method":
-                    config.method_config(name, **{key: value})
+            line = rf"^{group}\.{key}={re.escape(config.show(value))}: expected .*$"
+            with pytest.raises(ConfigError, match=line):
                 config.check_valid(group, {key: value}, {key: rule})
+    if group == "method":
+        with pytest.raises(ConfigError, match=line):
+            config.method_config(name, **{key: value})
 
 
 @pytest.mark.parametrize(
