@@ -163,7 +163,7 @@ from dataclasses import replace
 import torch
 from driver import drive, stream
 
-from kvbench.backends.hf.cache import method_named
+from kvbench.backends.hf.model import method_named
 from methods.icecache.kernels import anchors, choosing, layer, levels, p_dci, pages, products, ranking
 
 files = (anchors, choosing, layer, p_dci, levels, pages, products, ranking)
