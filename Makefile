@@ -20,7 +20,7 @@ help:
 	@echo "make test-vllm  kvbench's methods inside vLLM, in an environment of their own"
 	@echo "make coverage   all tests with a coverage report: slower"
 	@echo "make reference  every method on the real model, a night; PARTS=texts one part, LIMIT=3 samples, SMOKE=1 minutes"
-	@echo "make reference-tiny  run the sweep behind results/reference_tiny anew"
+	@echo "make reference-tiny  run the sweep of results/reference_tiny anew"
 	@echo "make lint    set up .venv, then ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environments and the caches; results stay"
@@ -53,7 +53,7 @@ reference-tiny: $(STAMP)
 # cores with AMX: texts 3 h (146 arms of 12 samples), passkey 35 min (38 of 20), long 1 h (13 of 2), ruler 4 h (38 of 52).
 # Left out: tasks at other budgets than 256, and LongBench unless LONGBENCH=FOLDER has its files. What is committed of an
 # earlier night is not run again while the code that makes its numbers is the same; LIMIT=3 takes the first samples of
-# each task, another time goes on behind them.
+# each task, another time goes on after them.
 PARTS ?= texts passkey long ruler $(if $(LONGBENCH),longbench)
 texts := +experiment=reference_texts
 passkey := +experiment=reference_tasks task=passkey task.lengths=[4096]
