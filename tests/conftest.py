@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import functools
 import gc
 import hashlib
 import itertools
@@ -142,14 +143,12 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def dummies() -> Callable[[str], Loaded]:
     """The dummy models by name, each loaded once."""
-    loaded: dict[str, Loaded] = {}
 
+    @functools.cache
     def get(name: str) -> Loaded:
-        if name not in loaded:
-            config = shipped("model", name)
-            assert config is not None
-            loaded[name] = load(config, device="cpu", dtype="float32")
-        return loaded[name]
+        config = shipped("model", name)
+        assert config is not None
+        return load(config, device="cpu", dtype="float32")
 
     return get
 

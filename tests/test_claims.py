@@ -95,7 +95,7 @@ def test_samples_that_were_asked_count_where_only_some_answers_do(tmp_path: Path
     asked = {"bed": "made", "value": "score", "of": "method=quest budget=64", "among": "method=full"}
     found = sampled.sampled(collect([tmp_path]), asked)
     assert isinstance(found, Finding) and (found.value, found.n) == (pytest.approx(200 / 3), 4)
-    assert found.note == "over the 3 of 4 that method=full answers"
+    assert "3 of 4" in found.note
 
 
 def test_a_share_that_is_whole_in_all_samples_is_no_score_of_0_or_1(tmp_path: Path, bed: None) -> None:

@@ -260,7 +260,7 @@ def test_curves_over_steps_are_means_over_samples(runs):
 
 def test_runs_by_an_older_kvbench_without_values_of_each_step_are_not_an_empty_picture(runs, monkeypatch):
     monkeypatch.setattr(Run, "samples", lambda self: [{"probe": {"recall": 0.5, "layers": {}}}])
-    with pytest.raises(ConfigError, match="none is sparse and has values of each step"):
+    with pytest.raises(ConfigError, match="none is sparse"):
         figures.draw("recall", runs)
 
 
@@ -312,7 +312,7 @@ def test_what_a_reader_must_know_stands_below(runs):
     [
         ("recal", "all", r"^figure=recal: no such figure; did you mean recall\?"),
         ("recall", "timed", r"^figure=recall: no run with probes \(probe.every=1 makes some\) among 9 runs"),
-        ("recall", "full", r"^figure=recall: of the runs with probes none is sparse and has values of each step"),
+        ("recall", "full", r"^figure=recall: of the runs with probes none is sparse"),
         ("clusters", "snapkv", r"^figure=clusters: no two runs with probes differ in method.cluster_size or"),
         ("latency", "probed", r"^figure=latency: no run with timings among 4 runs"),
         ("passkey", "none", r"^figure=passkey: no run of task=passkey among 0 runs"),
@@ -340,12 +340,10 @@ def test_more_than_a_picture_can_show_is_refused_before_samples_are_read(runs, m
     scores = dict(enumerate([runs.scores[run] for run in timed.index] * 12))
     monkeypatch.setattr(Run, "samples", lambda self: pytest.fail("samples read"))
     crowd = replace(runs, arms=many, settings=settings, scores=scores)
-    with pytest.raises(
-        ConfigError, match=r"^figure=length: 84 arms in a panel, and a picture shows 80 at most; --where"
-    ):
+    with pytest.raises(ConfigError, match=r"^figure=length: 84 arms .*80 at most.*--where"):
         figures.draw("length", crowd)
     threads = replace(crowd, settings=settings.assign(threads=range(84)))
-    with pytest.raises(ConfigError, match=r"^figure=budget: 84 tasks, models and protocols, .* 8 at most"):
+    with pytest.raises(ConfigError, match=r"^figure=budget: 84 .* 8 at most"):
         figures.draw("budget", threads)
     few = replace(crowd, arms=many[:28], settings=settings[:28])
     with pytest.raises(ConfigError, match=r"^figure=passkey: 28 arms, .* 24 at most"):
@@ -353,7 +351,7 @@ def test_more_than_a_picture_can_show_is_refused_before_samples_are_read(runs, m
 
 
 def test_another_ending_is_refused(runs, tmp_path):
-    with pytest.raises(ConfigError, match=r"^out=.*figure.jpg: expected a file that ends in .png or .pdf or .svg"):
+    with pytest.raises(ConfigError, match=r"^out=.*figure.jpg: expected .*.png or .pdf or .svg"):
         figures.write(figures.draw("budget", runs), tmp_path / "figure.jpg")
 
 

@@ -65,7 +65,7 @@ def test_a_step_reads_what_is_attended_in_all_layers_and_what_is_scanned(tmp_pat
 
 def test_bytes_read_need_a_yardstick(tmp_path: Path) -> None:
     stored(tmp_path, "quest", 64)
-    with pytest.raises(ConfigError, match="figure=read: no sparse run with an audit beside one of method=full"):
+    with pytest.raises(ConfigError, match="figure=read: .*method=full"):
         figures.draw("read", collect([tmp_path]))
 
 
@@ -113,7 +113,7 @@ def test_what_was_attended_stands_over_its_budget_in_tokens_and_no_words_on_one_
     assert curves[100.0,] == [1.5], "a share of the prompt stands at its tokens"
     assert {text.get_text() for text in axis.texts} >= {style_of(method).label for method in methods}
     assert overprinted(figure) == []
-    with pytest.raises(ConfigError, match="figure=attended: no run with a budget among 1 runs"):
+    with pytest.raises(ConfigError, match="figure=attended: .*among 1 runs"):
         runs = collect([tmp_path])
         figures.draw("attended", runs.only(run for run in runs if run.arm["method"] == "full"))
 
@@ -152,9 +152,7 @@ def test_lengths_of_outputs_stand_at_their_budget(tmp_path: Path) -> None:
     assert lines_of(length)["Quest"] == ([64], [50]) and set(lines_of(length)["Full"][1]) == {15}
     assert lines_of(loops)["Quest"] == ([64], [50]) and set(lines_of(loops)["Full"][1]) == {0}
     bare = stored(tmp_path / "bare", "quest", 64)
-    with pytest.raises(
-        ConfigError, match="figure=written: no run stored its outputs or how long they are among 1 runs"
-    ):
+    with pytest.raises(ConfigError, match="figure=written: .*among 1 runs"):
         figures.draw("written", collect([bare]))
 
 
@@ -175,7 +173,7 @@ def test_ours_stands_over_the_published_and_says_what_differs(tmp_path: Path, mo
     assert [text.get_text() for text in figure.axes[0].texts] == ["g"]
     assert figure.legends[0].get_title().get_text().startswith("g: on texts that kvbench generates")
     stored(tmp_path / "other", "snapkv", 128)
-    with pytest.raises(ConfigError, match="figure=published: none of these 1 runs is of a published cell's model"):
+    with pytest.raises(ConfigError, match="figure=published: none of these 1 runs"):
         figures.draw("published", collect([tmp_path / "other"]))
 
 
@@ -192,4 +190,4 @@ def test_a_search_is_drawn_from_what_its_script_printed(tmp_path: Path, capsys: 
     path.write_text("{}")
     for words in ([str(path)], [str(tmp_path)], []):
         assert main([*words, "--figure", "search", "--out", str(tmp_path / "search.png")]) == 2
-        assert "expected one file, what scripts/bench_index.py prints last" in capsys.readouterr().err
+        assert "scripts/bench_index.py" in capsys.readouterr().err

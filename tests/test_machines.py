@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import subprocess
 import sys
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from report_runs import csv_lines as lines
 from report_runs import record, stored
 
 from kvbench.cli.report import main as report
@@ -37,12 +36,6 @@ def repeat(number: int, ms: float, on: dict[str, Any] | None, length: int = 1024
     hardware = {"floor_ms": 1.0, "copy_bandwidth": 1e10, "memory": "counted", "memory_bytes": 1}
     meta = {"length": length, "batch": 1}
     return timed(number, ms, on, meta=meta, hardware=hardware, prompt_tokens=length)
-
-
-def lines(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> list[dict[str, str]]:
-    capsys.readouterr()
-    assert report([str(folder), "--format", "csv", *words]) == 0
-    return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
 
 
 # -- what a sample records ---------------------------------------------------------------------------------------------

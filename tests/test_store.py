@@ -32,8 +32,8 @@ def value_of(row: int, head: int, token: int) -> list[float]:
     return [-number for number in key_of(row, head, token)]
 
 
-class StoreMachine(RuleBasedStateMachine):
-    """Random calls on a store; after each, everything it can tell is compared with the twin.
+class StoreTwin(RuleBasedStateMachine):
+    """A store and its twin after the prompt, and what must be equal in them after every call.
 
     The twin is three plain things: the tier of every token [row][head][token], the staged tokens [row][head] (and those
     that will be, once what was prefetched is asked for), and the number of entries moved up.
@@ -140,7 +140,66 @@ class StoreMachine(RuleBasedStateMachine):
                 index[row, head] = torch.tensor(data.draw(st.permutations(ids), "order"))
         return index
 
-    # -- rules ---------------------------------------------------------------------------------------------------------
+    # -- after every rule ----------------------------------------------------------------------------------------------
+
+    @invariant()
+    def the_store_finds_itself_whole(self) -> None:
+        self.store.check_integrity()
+
+    @invariant()
+    def lengths_and_tiers_are_the_twins(self) -> None:
+        assert self.store.lengths == [len(row[0]) for row in self.tiers]
+        tiers = self.store.tiers()  # asserts itself that no token is in two
+        assert tiers.shape[2] == max(self.store.lengths)
+        for row, head in self.every_head():
+            beyond = [DROPPED] * (tiers.shape[2] - len(self.tiers[row][head]))
+            assert tiers[row, head].tolist() == self.tiers[row][head] + beyond
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        for row, head in self.every_head():
+            ids, key, value = self.store.everything(row, head)
+            there = self.tokens_in(row, head, DEVICE, HOST)
+            assert ids.tolist() == there
+            assert key.tolist() == [key_of(row, head, token) for token in there]
+            assert value.tolist() == [value_of(row, head, token) for token in there]
+
+    @invariant()
+    def resident_is_what_the_device_holds(self) -> None:
+        ids = self.store.resident_ids()
+        for row, head in self.every_head():
+            here = sorted({*self.tokens_in(row, head, DEVICE), *self.staged[row][head]})
+            assert ids[row, head].tolist() == here + [-1] * (ids.shape[2] - len(here))
+            assert int(self.store.resident_counts()[row, head]) == len(here)
+        if self.home == "device":
+            key, value, mask = self.store.resident()
+            for row, head in self.every_head():
+                here = self.tokens_in(row, head, DEVICE)
+                used = slice(None) if mask is None else mask[row, head]
+                assert key[row, head, used].tolist() == [key_of(row, head, token) for token in here]
+                assert value[row, head, used].tolist() == [value_of(row, head, token) for token in here]
+
+    @invariant()
+    def bytes_are_the_twins(self) -> None:
+        on_device = sum(len({*self.tokens_in(r, h, DEVICE), *self.staged[r][h]}) for r, h in self.every_head())
+        assert self.store.resident_bytes() == on_device * ENTRY
+        assert self.store.host_bytes() == sum(len(self.tokens_in(r, h, HOST)) for r, h in self.every_head()) * ENTRY
+        assert sum(self.moved_bytes) == self.moved * ENTRY
+
+    @invariant()
+    def blocks_neither_move_nor_hold_more_than_reserved(self) -> None:
+        if self.grows:
+            return
+        assert self.pointers() == self.block, "only keep may take new memory"
+        held = [len(self.tokens_in(r, h, DEVICE)) for r, h in self.every_head()]
+        if not self.evicted:
+            held = [max(held)] * len(held)  # each row takes as much as the longest
+        slots = [max(count + self.room, 1) if self.home == "device" else 0 for count in held]
+        assert self.store.allocated_bytes() == sum(map(whole_pages, slots + [self.staged_slots] * len(held))) * ENTRY
+
+
+class StoreMachine(StoreTwin):
+    """Random calls on a store; after each, everything it says is compared with the twin."""
 
     @rule()
     def append(self) -> None:
@@ -334,63 +393,6 @@ class StoreMachine(RuleBasedStateMachine):
     def nothing_is_resident_in_place(self) -> None:
         with pytest.raises(LookupError, match="must select"):
             self.store.resident()
-
-    # -- after every rule ----------------------------------------------------------------------------------------------
-
-    @invariant()
-    def the_store_finds_itself_whole(self) -> None:
-        self.store.check_integrity()
-
-    @invariant()
-    def lengths_and_tiers_are_the_twins(self) -> None:
-        assert self.store.lengths == [len(row[0]) for row in self.tiers]
-        tiers = self.store.tiers()  # asserts itself that no token is in two
-        assert tiers.shape[2] == max(self.store.lengths)
-        for row, head in self.every_head():
-            beyond = [DROPPED] * (tiers.shape[2] - len(self.tiers[row][head]))
-            assert tiers[row, head].tolist() == self.tiers[row][head] + beyond
-
-    @invariant()
-    def nothing_is_lost(self) -> None:
-        for row, head in self.every_head():
-            ids, key, value = self.store.everything(row, head)
-            there = self.tokens_in(row, head, DEVICE, HOST)
-            assert ids.tolist() == there
-            assert key.tolist() == [key_of(row, head, token) for token in there]
-            assert value.tolist() == [value_of(row, head, token) for token in there]
-
-    @invariant()
-    def resident_is_what_the_device_holds(self) -> None:
-        ids = self.store.resident_ids()
-        for row, head in self.every_head():
-            here = sorted({*self.tokens_in(row, head, DEVICE), *self.staged[row][head]})
-            assert ids[row, head].tolist() == here + [-1] * (ids.shape[2] - len(here))
-            assert int(self.store.resident_counts()[row, head]) == len(here)
-        if self.home == "device":
-            key, value, mask = self.store.resident()
-            for row, head in self.every_head():
-                here = self.tokens_in(row, head, DEVICE)
-                used = slice(None) if mask is None else mask[row, head]
-                assert key[row, head, used].tolist() == [key_of(row, head, token) for token in here]
-                assert value[row, head, used].tolist() == [value_of(row, head, token) for token in here]
-
-    @invariant()
-    def bytes_are_the_twins(self) -> None:
-        on_device = sum(len({*self.tokens_in(r, h, DEVICE), *self.staged[r][h]}) for r, h in self.every_head())
-        assert self.store.resident_bytes() == on_device * ENTRY
-        assert self.store.host_bytes() == sum(len(self.tokens_in(r, h, HOST)) for r, h in self.every_head()) * ENTRY
-        assert sum(self.moved_bytes) == self.moved * ENTRY
-
-    @invariant()
-    def blocks_neither_move_nor_hold_more_than_reserved(self) -> None:
-        if self.grows:
-            return
-        assert self.pointers() == self.block, "only keep may take new memory"
-        held = [len(self.tokens_in(r, h, DEVICE)) for r, h in self.every_head()]
-        if not self.evicted:
-            held = [max(held)] * len(held)  # each row takes as much as the longest
-        slots = [max(count + self.room, 1) if self.home == "device" else 0 for count in held]
-        assert self.store.allocated_bytes() == sum(map(whole_pages, slots + [self.staged_slots] * len(held))) * ENTRY
 
 
 # -- unequal KV heads --------------------------------------------------------------------------------------------------
