@@ -34,6 +34,7 @@ from kvbench.runs.stored import (
     ResultsError,
     printable,
     read_samples,
+    refuse_archive,
     runs_in,
     stored_task,
     using,
@@ -90,6 +91,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         refuse_twice(changes)
         options = options_of(changes)
         folders = list(runs_in([Path(word) for word in given.words if word not in changes]))
+        for folder in folders if given.write else ():
+            refuse_archive(folder)
     except (ConfigError, ResultsError) as error:
         return _refused(error)
     console = Console(highlight=False)

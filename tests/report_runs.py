@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,10 @@ def stored(
         if finished:
             folder.finish(summarise(folder.records.values(), "accuracy"))
     return folder.path
+
+
+def archived(results: Path, archive: Path) -> Path:
+    """The runs of a results folder in an archive, as tar packs them."""
+    with tarfile.open(archive, "w:xz", format=tarfile.USTAR_FORMAT) as packed:
+        packed.add(results / "runs", "runs")
+    return archive

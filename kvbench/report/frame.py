@@ -30,6 +30,7 @@ from kvbench.runs.stored import (
     DAMAGED,
     Record,
     ResultsError,
+    is_there,
     json_in,
     printable,
     read_run_yaml,
@@ -233,11 +234,11 @@ def _read(path: Path, unfinished: bool) -> _Run:
     Raises:
         ResultsError: why it cannot be used.
     """
-    written = read_run_yaml(path) if (path / "run.yaml").exists() else {}
+    written = read_run_yaml(path) if is_there(path / "run.yaml") else {}
     records, _ = read_samples(path / "samples.jsonl")
     if tear := tear_of(path, len(records)):
         raise ResultsError(tear)
-    finished = (path / "summary.json").exists()
+    finished = is_there(path / "summary.json")
     if not finished and not unfinished:
         raise ResultsError(f"unfinished, {len(records)} samples so far; --unfinished shows it")
     if not records:

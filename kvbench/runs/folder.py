@@ -35,10 +35,12 @@ from kvbench.runs.stored import (
     Record,
     ResultsError,
     contents,
+    is_there,
     json_in,
     of_shards,
     read_run,
     read_samples,
+    refuse_archive,
 )
 
 MERGE_SECONDS = 60.0  # the longest that a shard waits for another one that merges
@@ -297,6 +299,7 @@ def unlinked(path: str, flags: int) -> int:
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Say which folder could not be written, and which key moves it elsewhere."""
+    refuse_archive(path)
     try:
         yield
     except OSError as error:
@@ -477,14 +480,14 @@ def tear_of(folder: Path, samples: int) -> str:
         folder: the run's.
         samples: in its samples.jsonl now.
     """
-    if not (folder / "run.yaml").is_file():
+    if not is_there(folder / "run.yaml"):
         return "run.yaml is missing; the command that made the run writes it anew"
     if lost := lost_samples(folder, samples):
         return lost
     finished = json_in(folder / "summary.json").get("n")
     if type(finished) is int and samples > finished:
         return f"samples.jsonl has {samples} samples, and {finished} when the run finished; the same command says more"
-    if stored_state(folder) == "finished" and not (folder / "summary.json").exists():
+    if stored_state(folder) == "finished" and not is_there(folder / "summary.json"):
         return f"summary.json is missing; python -m kvbench.score {shlex.quote(str(folder))} --write writes it anew"
     return ""
 

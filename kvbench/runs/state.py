@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbench.runs.heartbeat import DEAD_SECONDS
-from kvbench.runs.stored import SHARDS, json_in
+from kvbench.runs.stored import SHARDS, archive_of, json_in
 
 LEAST_SHARE = 1e-6  # of the work: what is left cannot be told from less
 TYPES: dict[str, tuple[type, ...]] = {
@@ -113,7 +113,7 @@ def _status(file: Path) -> _Status | None:
     """A status file, of which what has another type than kvbench writes says nothing; None where it cannot be read."""
     says = json_in(file)  # opening asks a file server for the file's present time
     try:
-        age = time.time() - file.stat().st_mtime
+        age = time.time() - (archive_of(file.parent) or file).stat().st_mtime
     except OSError:
         return None
     plain = {key: value for key, value in says.items() if type(value) in TYPES.get(key, ())}
