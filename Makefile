@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 run: $(STAMP)
-	$(BIN)/python -m kvbench.demo
+	$(BIN)/kvbench demo
 
 reference-tiny: $(STAMP)
 	$(BIN)/python -m kvbench +experiment=reference_tiny

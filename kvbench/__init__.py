@@ -9,12 +9,12 @@ __version__ = "0.1.0"
 __all__ = ["KVCache", "__version__"]
 
 if TYPE_CHECKING:
-    from kvbench.engine.hf import KVCache
+    from kvbench.backends.hf.cache import KVCache
 
 
 def __getattr__(name: str) -> Any:
     if name == "KVCache":
-        from kvbench.engine.hf import KVCache
+        from kvbench.backends.hf.cache import KVCache
 
         return KVCache
     raise AttributeError(f"module 'kvbench' has no attribute {name!r}")

@@ -63,7 +63,7 @@ def register_resolvers() -> None:
     """Make `${kvbench.add:a,b}`, `${kvbench.mul:a,b}` and `${kvbench.over:a,b}`, a / b rounded up, known to OmegaConf,
     for minima that follow from options,
     `${kvbench.only:a,value,words}`, a where the value is one of the words and null elsewhere,
-    `${kvbench.assets:name}`, a folder that kvbench ships, `${kvbench.fetched:name}`, one that `kvbench.fetch` makes.
+    `${kvbench.assets:name}`, a folder that kvbench ships, `${kvbench.fetched:name}`, one that `kvbench fetch` makes.
     """
     OmegaConf.register_new_resolver("kvbench.add", lambda *terms: sum(terms), replace=True)
     OmegaConf.register_new_resolver("kvbench.mul", lambda *factors: math.prod(factors), replace=True)
@@ -84,7 +84,7 @@ def home() -> Path:
 
 
 def fetched_folder(model: str) -> Path:
-    """Where `kvbench.fetch` keeps a model."""
+    """Where `kvbench fetch` keeps a model."""
     return home() / "models" / model
 
 

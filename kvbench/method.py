@@ -73,7 +73,7 @@ class Needs:
             `Method.home` says of each layer.
         cache: of a home on the host, which of the rows moved up stay on the device.
         host_keys: the index reads `View.host_keys` as it works, so that coded keys are there decoded, too.
-        head_scores: hand over in `Context.head_scores` what `kvbench.calibrate` has measured of the model: "auto", its
+        head_scores: hand over in `Context.head_scores` what `kvbench calibrate` has measured of the model: "auto", its
             own file, found by the weights; or the name of a file. None: nothing.
         on_drop: what `View.keep` does with the other tokens: forget them, or move them to the host.
         rebuilds_keys: `Selection.keys` are those of all tokens off the device, so that only their values are moved up;

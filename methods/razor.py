@@ -2,7 +2,7 @@
 Cache Compression Through Retrieval Heads", section 3).
 
 Retrieval heads are those that look back to earlier copies of a token, or to what followed them, found once for a model
-by `python -m kvbench.calibrate`. All other heads keep sinks and recent tokens; one compensation token, the mean of the
+by `kvbench calibrate`. All other heads keep sinks and recent tokens; one compensation token, the mean of the
 keys and values that a head has dropped, stands for all of these with their number as weight.
 """
 
@@ -28,7 +28,7 @@ class RazorAttention(Method):
     heads' are taken from the other heads', down to half of C; from then on they, too, keep recent tokens only.
 
     Args:
-        heads: "auto", what was measured of the model, or a file of `python -m kvbench.calibrate`.
+        heads: "auto", what was measured of the model, or a file of `kvbench calibrate`.
         echo, induction: share of the model's KV heads that are retrieval heads by either score.
         sinks: first tokens that always stay.
         window, ratio: see above (S_0 and C in the paper).
@@ -226,5 +226,5 @@ def refuse_other_shape(scores: HeadScores, shape: Shape) -> None:
     if (layers, heads) != (shape.layers, shape.kv_heads):
         raise ValueError(
             f"method.heads: scores of {layers} layers of {heads} KV heads, and the model has {shape.layers} of "
-            f"{shape.kv_heads}; python -m kvbench.calibrate makes its own"
+            f"{shape.kv_heads}; kvbench calibrate makes its own"
         )

@@ -22,7 +22,7 @@ import torch
 
 from kvbench.attention import executor as attention
 from kvbench.attention.flashinfer import FlashInfer, unfit
-from kvbench.engine.models import DTYPES
+from kvbench.backends.hf.loading import DTYPES
 from kvbench.measure import hardware
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape

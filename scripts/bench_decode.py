@@ -43,19 +43,19 @@ wait_briefly()  # as a run does, before torch is loaded
 
 import torch  # noqa: E402
 
+from kvbench.backends.hf import loading as models  # noqa: E402
+from kvbench.backends.hf.generate import EngineCache, decode_step  # noqa: E402
+from kvbench.backends.hf.model import engine_for, method_named  # noqa: E402
+from kvbench.backends.hf.streamed import stream  # noqa: E402
 from kvbench.budget import Budget  # noqa: E402
 from kvbench.config import choices, shipped  # noqa: E402
-from kvbench.engine import models  # noqa: E402
-from kvbench.engine.generate import decode_step  # noqa: E402
-from kvbench.engine.hf import EngineCache, engine_for, method_named  # noqa: E402
-from kvbench.engine.streamed import stream  # noqa: E402
 from kvbench.measure import hardware  # noqa: E402
 from kvbench.measure.synthetic import SyntheticEngine  # noqa: E402
 from kvbench.memory.kinds import kv_of  # noqa: E402
 
 # Compiled code that a layer's step calls.
 COMPILED = {
-    "kvbench.attention.kernels": ("attend_resident", "attend_lists", "merge"),
+    "kvbench.kernels.attend": ("attend_resident", "attend_lists", "merge"),
     "methods.blocks.pages.kernels": ("best_tokens", "mean_bounds", "take_in"),
     "methods.icecache.kernels": ("attend",),
     "methods.lychee.kernels": ("best_tokens",),

@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
+from kvbench.backends.hf.model import method_named
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
-from kvbench.engine.hf import method_named
 from kvbench.method import Shape
 
 METHODS = ("h2o", "raas", "scope", "rkv", "cake", "racc", "full")

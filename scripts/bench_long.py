@@ -32,12 +32,12 @@ import torch
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
+from kvbench.backends.hf.generate import generate
+from kvbench.backends.hf.model import engine_for
+from kvbench.backends.hf.sampling import Sampler
 from kvbench.cli.compose import composed
 from kvbench.engine.engine import Engine
-from kvbench.engine.generate import generate
-from kvbench.engine.hf import engine_for
-from kvbench.engine.sampling import Sampler
-from kvbench.report.style import style_of
+from kvbench.report.figures.style import style_of
 from kvbench.runs.run import prepare
 from kvbench.runs.summary import is_looped
 

@@ -43,13 +43,13 @@ from typing import Any
 
 import torch
 
+from kvbench.backends.hf.generate import generate
+from kvbench.backends.hf.loading import Loaded, load
+from kvbench.backends.hf.model import engine_for, method_named
+from kvbench.backends.hf.prefilled import prefill_once
 from kvbench.budget import Budget
 from kvbench.cli.compose import composed
 from kvbench.config import bind_methods, build
-from kvbench.engine.generate import generate
-from kvbench.engine.hf import engine_for, method_named
-from kvbench.engine.models import Loaded, load
-from kvbench.engine.prefilled import prefill_once
 from kvbench.tasks.ruler import prose
 from kvbench.tasks.ruler.needles import Needles, draw
 

@@ -27,14 +27,14 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
+from kvbench.backends.hf import loading as models
+from kvbench.backends.hf.generate import EngineCache, decode_step, prefill
+from kvbench.backends.hf.hooks import NAME
+from kvbench.backends.hf.layers import shape_of
+from kvbench.backends.hf.model import method_named
 from kvbench.budget import Budget
 from kvbench.config import shipped
-from kvbench.engine import models
 from kvbench.engine.engine import Engine
-from kvbench.engine.generate import decode_step, prefill
-from kvbench.engine.hf import EngineCache, method_named
-from kvbench.engine.interface import NAME
-from kvbench.engine.layers import shape_of
 
 CHUNK = 2048  # prompt tokens in one forward pass, the same on both sides
 SIDES = ("kvbench", "transformers")

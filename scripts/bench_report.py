@@ -117,7 +117,7 @@ def record(rng: random.Random, number: int, budget: int) -> dict[str, Any]:
 def measured(words: list[str]) -> dict[str, float]:
     """Seconds and peak memory of a report in a process of its own."""
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "kvbench.report", *words], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", "kvbench", "report", *words], stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - start
     if status:

@@ -38,8 +38,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import torch  # noqa: E402
 
+from kvbench.backends.vllm.plan import Plan, vllm_options  # noqa: E402
 from kvbench.config import ConfigError, fetched_folder  # noqa: E402
-from kvbench.engine.vllm.plan import Plan, vllm_options  # noqa: E402
 
 OWN = "vllm"
 ALONE = 4  # requests of batch 1, one after the other
@@ -122,7 +122,7 @@ def over(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="one that kvbench.fetch has fetched")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="one that kvbench fetch has fetched")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--methods", nargs="+", default=["quest"])
     parser.add_argument("--budget", type=int, default=256)

@@ -32,12 +32,12 @@ wait_briefly()  # as a run does, before torch is loaded
 
 import torch  # noqa: E402
 
+from kvbench.backends.hf import loading as models  # noqa: E402
+from kvbench.backends.hf.generate import generate  # noqa: E402
+from kvbench.backends.hf.model import engine_for, method_named  # noqa: E402
+from kvbench.backends.hf.streamed import stream  # noqa: E402
 from kvbench.budget import Budget  # noqa: E402
 from kvbench.config import fetched_folder, shipped  # noqa: E402
-from kvbench.engine import models  # noqa: E402
-from kvbench.engine.generate import generate  # noqa: E402
-from kvbench.engine.hf import engine_for, method_named  # noqa: E402
-from kvbench.engine.streamed import stream  # noqa: E402
 
 CHUNK = 4096  # prompt tokens in one forward pass of ours
 CHILD = """

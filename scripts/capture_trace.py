@@ -25,11 +25,11 @@ import torch
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
+from kvbench.backends.hf.generate import generate
+from kvbench.backends.hf.model import engine_for
 from kvbench.budget import Budget
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.engine.generate import generate
-from kvbench.engine.hf import engine_for
 from kvbench.measure.arm import prompt_of
 from kvbench.method import Method, Needs, Prompt
 from kvbench.runs.run import prepare, samples

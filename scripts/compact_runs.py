@@ -5,7 +5,7 @@
 Of each arm the newest run is kept: run.yaml, summary.json, status.json without process and host, and of each sample all
 but the prompt's answers and the output, of which it says how long it was: a data set's texts may not be passed on.
 `--outputs` names the tasks of which both are kept, those that make their prompts. Numbers have five digits, and of a
-path from the root its last part is left. `python -m kvbench.report` reads the archive as it reads the runs, and the
+path from the root its last part is left. `kvbench report` reads the archive as it reads the runs, and the
 same runs make the same bytes.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from kvbench.config import choices, nearest
-from kvbench.report.frame import collect, content_of
+from kvbench.report.data.frame import collect, content_of
 from kvbench.runs.archive import SUFFIX, packed
 from kvbench.runs.stored import Record, ResultsError, contents, json_in, read_run_yaml, read_samples
 from kvbench.runs.summary import written

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvbench.report.frame import collect
+from kvbench.report.data.frame import collect
 from kvbench.runs.folder import ResultsError
 
 PACKAGES = ("torch", "transformers", "flashinfer-python", "triton", "numpy", "numba")
@@ -191,7 +191,7 @@ def main() -> None:
     }
     table = ""
     if measured:
-        words = ["-m", "kvbench.report", str(folder / "runs"), "--where", "task=latency", "--format", "markdown"]
+        words = ["-m", "kvbench", "report", str(folder / "runs"), "--where", "task=latency", "--format", "markdown"]
         table = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True).stdout
     (folder / "gpu_check.json").write_text(json.dumps(report, indent=1, default=str) + "\n")
     (folder / "gpu_check.md").write_text(written(report, promised, table))

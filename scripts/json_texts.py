@@ -12,8 +12,8 @@ from pathlib import Path
 
 from bench_lychee import LAYOUTS, document
 
+from kvbench.backends.hf.loading import load
 from kvbench.cli.compose import composed
-from kvbench.engine.models import load
 
 
 def main() -> None:

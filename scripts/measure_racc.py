@@ -36,12 +36,12 @@ from typing import Any
 
 import torch
 
+from kvbench.backends.hf.generate import EngineCache, decode_step, prefill
+from kvbench.backends.hf.loading import Loaded, load
+from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.budget import Budget
 from kvbench.cli.compose import composed
 from kvbench.engine.engine import Engine
-from kvbench.engine.generate import decode_step, prefill
-from kvbench.engine.hf import EngineCache, engine_for, method_named
-from kvbench.engine.models import Loaded, load
 from kvbench.tasks.ruler import prose
 from kvbench.tasks.ruler.needles import Needles, draw
 

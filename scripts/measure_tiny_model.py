@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from kvbench.backends.hf.loading import Loaded
 from kvbench.cli.compose import composed
-from kvbench.engine.models import Loaded
 from kvbench.measure.arm import Arm, measure, prefill_shared, prompt_of
 from kvbench.runs.run import prepare
 from kvbench.tasks import Sample

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvbench.config import choices
-from kvbench.report.audited import bytes_read
-from kvbench.report.evidence import Evidence
-from kvbench.report.frame import YARDSTICK, Runs, collect, missing
-from kvbench.report.stats import estimate
+from kvbench.report.data.evidence import Evidence
+from kvbench.report.data.frame import YARDSTICK, Runs, collect, missing
+from kvbench.report.data.stats import estimate
+from kvbench.report.figures.attended import bytes_read
 from kvbench.runs.quantities import MIB
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -40,7 +40,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from kvbench.engine.streamed import slow_in_bfloat16
+from kvbench.backends.hf.streamed import slow_in_bfloat16
 from kvbench.tasks import Sample, passkey
 from kvbench.tasks.passkey import Passkey
 from kvbench.tasks.ruler import prose

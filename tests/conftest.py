@@ -24,8 +24,8 @@ from hypothesis import settings
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 
+from kvbench.backends.hf.loading import Loaded, load
 from kvbench.config import shipped
-from kvbench.engine.models import Loaded, load
 from kvbench.measure import machine
 
 # These models are so small that waking a second thread costs more than it brings, here and in the processes that tests

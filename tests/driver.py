@@ -18,13 +18,13 @@ import torch
 from _pytest.mark import ParameterSet
 from omegaconf import OmegaConf
 
+from kvbench.backends.hf.generate import Generation, generate
+from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.model import engine_for
 from kvbench.budget import Budget
 from kvbench.config import ASSETS, build, method_config
 from kvbench.engine.audit import extra_entries
 from kvbench.engine.engine import Engine
-from kvbench.engine.generate import Generation, generate
-from kvbench.engine.hf import engine_for
-from kvbench.engine.models import Loaded
 from kvbench.memory.kinds import KV, NATIVE
 from kvbench.method import HeadScores, Method, Shape
 

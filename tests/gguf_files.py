@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from kvbench.engine.models import byte_tokenizer
+from kvbench.backends.hf.loading import byte_tokenizer
 
 SIZE = 512  # of the vocabulary: the 256 bytes, two specials, one pair of letters, and unused ones
 

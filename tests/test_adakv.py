@@ -13,8 +13,8 @@ from driver import Driven, Stream, drive, each_accounting, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.backends.hf.model import method_named
 from kvbench.config import ConfigError, bind_methods
-from kvbench.engine.hf import method_named
 from kvbench.method import Method, Prompt
 
 bind_methods()

@@ -14,10 +14,9 @@ import pandas as pd
 import pytest
 from report_runs import archived, stored
 
-from kvbench import score, status
-from kvbench.report.__main__ import main as report
-from kvbench.report.frame import collect
-from kvbench.runs import judge
+from kvbench.cli import judge, score, status
+from kvbench.cli.report import main as report
+from kvbench.report.data.frame import collect
 from kvbench.runs.archive import packed, unpacked
 from kvbench.runs.stored import archive_of, runs_in
 

@@ -9,8 +9,8 @@ from driver import Stream, drive, stream
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvbench.backends.hf.model import method_named
 from kvbench.config import ConfigError, method_config
-from kvbench.engine.hf import method_named
 
 Vectors = list[list[float]]
 

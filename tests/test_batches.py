@@ -13,9 +13,9 @@ from driver import slow
 from omegaconf import DictConfig, OmegaConf
 
 import kvbench.measure.arm
+from kvbench.backends.hf.generate import generate
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.engine.generate import generate
 from kvbench.measure.arm import batches, measure, prompt_of
 from kvbench.memory.store import LayerStore
 from kvbench.runs.run import largest_prompts, prepare, run, samples

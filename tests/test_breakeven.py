@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib import image
 
+from kvbench.cli.report import main as report
 from kvbench.config import ConfigError
-from kvbench.report import figures
-from kvbench.report.__main__ import main as report
-from kvbench.report.breakeven import crossing
-from kvbench.report.frame import collect
+from kvbench.report.data.crossing import crossing
+from kvbench.report.data.frame import collect
+from kvbench.report.figures.all import all as figures
 
 TREES = ("latency", "icecache")
 FULL = {1000: 10.0, 2000: 20.0, 4000: 40.0, 8000: 80.0}

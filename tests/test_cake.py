@@ -13,9 +13,10 @@ from driver import Stream, drive, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.backends.hf.cache import KVCache
+from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.model import method_named
 from kvbench.config import ConfigError, bind_methods
-from kvbench.engine.hf import KVCache, method_named
-from kvbench.engine.models import Loaded
 from kvbench.method import Prompt
 
 bind_methods()

@@ -17,8 +17,8 @@ from test_hf import generated, random_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
 from kvbench import KVCache
+from kvbench.backends.hf.loading import Loaded
 from kvbench.config import ASSETS, ConfigError
-from kvbench.engine.models import Loaded
 from kvbench.memory.tiers import DROPPED
 from kvbench.method import Method, Needs, Selection
 from kvbench.tasks.passkey import QUESTION, Passkey

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from kvbench import config, hub
+from kvbench import config
+from kvbench.backends.vllm import plan
 from kvbench.budget import Budget
 from kvbench.cli import checks
 from kvbench.cli.checks import check
 from kvbench.config import ConfigError
-from kvbench.engine.support import refuse_unsupported, window
-from kvbench.engine.vllm import plan
+from kvbench.models import hub
+from kvbench.models.support import refuse_unsupported, window
 
 
 @pytest.fixture(autouse=True)

@@ -11,14 +11,14 @@ from omegaconf import DictConfig, OmegaConf
 from report_runs import archived, record, stored
 from test_experiments import composed
 
+from kvbench.cli.report import main
 from kvbench.config import choices, show
-from kvbench.report.__main__ import main
 from kvbench.report.claims import page, sampled
 from kvbench.report.claims.claim import Bed, Part, beds, claims
 from kvbench.report.claims.numbers import filed, printed
 from kvbench.report.claims.page import judged
 from kvbench.report.claims.verdict import Finding, Missing, Verdict, judge, of_all
-from kvbench.report.frame import collect, content_of
+from kvbench.report.data.frame import collect, content_of
 
 HOLDS, FAILS, UNDECIDED, NOT_MEASURED = Verdict
 

@@ -10,9 +10,9 @@ from driver import drive, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.backends.hf.model import method_named
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, bind_methods, method_config
-from kvbench.engine.hf import method_named
 
 bind_methods()
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from kvbench.cli.compose import composed
-from kvbench.report.frame import collect
+from kvbench.report.data.frame import collect
 from kvbench.runs.shared import run_shared
 
 SCRIPT = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "compact_runs.py"))

@@ -30,10 +30,10 @@ from driver import (
 )
 
 from kvbench.attention import executor as attention
+from kvbench.backends.hf.loading import Loaded
 from kvbench.budget import Budget, has_budget
 from kvbench.config import ConfigError, choices
 from kvbench.engine.engine import Engine
-from kvbench.engine.models import Loaded
 from kvbench.memory.slots import whole_pages
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Method, Needs, Prompt, Selection

@@ -27,13 +27,14 @@ from driver import (
 )
 from twin import Twin, device
 
+from kvbench.backends.hf.cache import KVCache
+from kvbench.backends.hf.generate import generate
+from kvbench.backends.hf.loading import Loaded, load
+from kvbench.backends.hf.model import engine_for
+from kvbench.backends.hf.prefilled import prefill_once
 from kvbench.budget import Budget
 from kvbench.config import shipped
 from kvbench.engine.engine import Engine
-from kvbench.engine.generate import generate
-from kvbench.engine.hf import KVCache, engine_for
-from kvbench.engine.models import Loaded, load
-from kvbench.engine.prefilled import prefill_once
 from kvbench.memory.view import StoreView
 
 CASES = {case.id: case for case in METHODS}

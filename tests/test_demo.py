@@ -8,7 +8,7 @@ import pytest
 from matplotlib import image
 from rich.console import Console
 
-from kvbench import demo
+from kvbench.cli import demo
 from kvbench.config import ConfigError
 
 

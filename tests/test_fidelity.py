@@ -13,12 +13,12 @@ from matplotlib import image
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from kvbench.backends.hf.loading import byte_tokenizer
 from kvbench.cli.compose import composed
+from kvbench.cli.score import rescore
 from kvbench.config import ConfigError
-from kvbench.engine.models import byte_tokenizer
 from kvbench.runs.run import run
 from kvbench.runs.shared import run_shared
-from kvbench.score import rescore
 from kvbench.tasks.fidelity import Fidelity
 
 WORDS = ["model=dummy-tiny", "task=fidelity", "dtype=float32", "task.lengths=[200]", "task.steps=12", "task.samples=2"]
@@ -57,7 +57,7 @@ def test_every_step_has_its_divergence_and_the_likelihood_of_the_text(tmp_path: 
 
 def test_the_reference_is_the_model_read_in_one_piece(tmp_path: Path) -> None:
     """Full attention's likelihood of the given tokens, against one forward pass over prompt and tokens by sdpa."""
-    from kvbench.engine.models import load
+    from kvbench.backends.hf.loading import load
 
     config = configured(tmp_path, "method=snapkv", "budget=64", "task.samples=1")
     run(config)
@@ -158,8 +158,8 @@ def test_a_text_shorter_than_asked_for_says_how_long_it_is(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_figures_draw_what_the_runs_hold(tmp_path: Path) -> None:
-    from kvbench.report import figures
-    from kvbench.report.frame import collect
+    from kvbench.report.data.frame import collect
+    from kvbench.report.figures.all import all as figures
 
     run(configured(tmp_path, "method=full"))
     with pytest.raises(ConfigError, match="figure=drift: of the runs of task=fidelity none is sparse"):

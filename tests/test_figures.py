@@ -24,11 +24,11 @@ from rich.console import Console
 
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.report import figures
-from kvbench.report.frame import Runs, collect
-from kvbench.report.maps import passkey_cells
-from kvbench.report.style import STYLES, style_of
-from kvbench.report.tradeoff import front
+from kvbench.report.data.frame import Runs, collect
+from kvbench.report.figures.all import all as figures
+from kvbench.report.figures.maps import passkey_cells
+from kvbench.report.figures.style import STYLES, style_of
+from kvbench.report.figures.tradeoff import front
 from kvbench.runs.run import run
 from kvbench.runs.shared import run_shared
 
@@ -357,7 +357,7 @@ def test_another_ending_is_refused(runs, tmp_path):
 
 @pytest.mark.slow
 def test_figures_leave_no_state_in_matplotlib():
-    code = "import sys, kvbench.report.figures; print({'matplotlib.pyplot', 'torch'} & {*sys.modules})"
+    code = "import sys, kvbench.report.figures.all; print({'matplotlib.pyplot', 'torch'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
 

@@ -15,13 +15,14 @@ from matplotlib.colors import to_hex
 from report_runs import record, stored
 from test_figures import overprinted
 
+from kvbench.cli.report import main
 from kvbench.config import ConfigError
-from kvbench.report import diagonal, figures
-from kvbench.report.__main__ import main
-from kvbench.report.frame import collect
-from kvbench.report.labels import apart
-from kvbench.report.published import PaperTable
-from kvbench.report.style import STYLES, style_of
+from kvbench.report.data.frame import collect
+from kvbench.report.data.papers import PaperTable
+from kvbench.report.figures.all import all as figures
+from kvbench.report.figures.all import published as diagonal
+from kvbench.report.figures.labels import apart
+from kvbench.report.figures.style import STYLES, style_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKEN = 1024  # bytes of a token's keys and values in all layers

@@ -13,10 +13,10 @@ import torch
 from driver import numbers, run_loop
 
 import kvbench.runs.run
+from kvbench.backends.hf.loading import Loaded
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError, build, choices, method_config, shipped
-from kvbench.engine.footprint import GIB, Footprint, Prompts, footprint, free_memory, refuse_too_large
-from kvbench.engine.models import Loaded
+from kvbench.models.footprint import GIB, Footprint, Prompts, footprint, free_memory, refuse_too_large
 from kvbench.runs.run import run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

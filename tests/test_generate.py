@@ -9,9 +9,9 @@ import pytest
 import torch
 from driver import METHODS, SMALL, Case, each_method, numbers, run_loop
 
-from kvbench.engine.hf import method_named
-from kvbench.engine.models import Loaded
-from kvbench.engine.prefilled import prefill_once
+from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.model import method_named
+from kvbench.backends.hf.prefilled import prefill_once
 from kvbench.method import Needs
 from kvbench.spans import PARTS, Spans
 

@@ -11,9 +11,9 @@ import torch
 from gguf_files import random_model, write_gguf
 from transformers import PreTrainedModel
 
+from kvbench.backends.hf.loading import load, read_gguf
 from kvbench.config import ConfigError, shipped
-from kvbench.engine.gguf import read_header
-from kvbench.engine.models import load, read_gguf
+from kvbench.models.gguf import read_header
 
 IDS = torch.tensor([[256, *range(40, 240)]])
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from kvbench.backends.hf.loading import Loaded, load
 from kvbench.engine.audit import attended_bytes
-from kvbench.engine.models import Loaded, load
 from kvbench.measure import hardware
 from kvbench.measure.hardware import bandwidth, floor_seconds, union_length
 from kvbench.method import Shape

@@ -13,8 +13,8 @@ from zoo import LENGTH, NEW, OFFSET, generated, inputs, random_model
 from zoo import PLAIN as FAMILIES
 
 from kvbench import KVCache
+from kvbench.backends.hf.loading import Loaded
 from kvbench.config import ConfigError
-from kvbench.engine.models import Loaded
 
 
 class Pair:

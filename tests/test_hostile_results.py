@@ -22,14 +22,13 @@ import pytest
 from hostile import member
 from report_runs import archived
 
-from kvbench import score, status
+from kvbench.cli import judge, score, status
+from kvbench.cli.report import main as report
 from kvbench.config import ConfigError
-from kvbench.report.__main__ import main as report
-from kvbench.report.frame import collect
+from kvbench.report.data.frame import collect
 from kvbench.report.site import PAGES, write
 from kvbench.report.site.files import MARK, write_files
 from kvbench.report.site.parts import File, Site
-from kvbench.runs import judge
 
 SEEDS = int(os.environ.get("KVBENCH_FUZZ_SEEDS", "24"))  # 300 take ten minutes, and an hour with their sites
 SECONDS = 60  # for a command on a handful of small runs

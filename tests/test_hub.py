@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from kvbench import hub
 from kvbench.config import ConfigError
+from kvbench.models import hub
 
 PROXIES = [f"{kind}_proxy" for kind in ("http", "https", "all", "no")]
 

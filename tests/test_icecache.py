@@ -16,9 +16,10 @@ import torch
 from driver import Stream, drive, numbers, stream
 
 import kvbench.engine.engine
+from kvbench.backends.hf.cache import KVCache
+from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.model import method_named
 from kvbench.config import ConfigError, bind_methods, build, method_config
-from kvbench.engine.hf import KVCache, method_named
-from kvbench.engine.models import Loaded
 from kvbench.method import Prompt
 from kvbench.runs.identity import module_sources
 
@@ -173,7 +174,7 @@ from dataclasses import replace
 import torch
 from driver import drive, stream
 
-from kvbench.engine.hf import method_named
+from kvbench.backends.hf.cache import method_named
 from methods.icecache.kernels import anchors, choosing, layer, levels, p_dci, pages, products, ranking
 
 files = (anchors, choosing, layer, p_dci, levels, pages, products, ranking)

@@ -5,11 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvbench.config import bind_methods
-
-bind_methods()
-
-from methods import forget_old_kernels  # noqa: E402
+from kvbench.kernels.cache import forget_old_kernels
 
 
 def test_a_changed_file_of_kernels_makes_the_kernels_that_call_it_compile_again(tmp_path: Path) -> None:
@@ -33,6 +29,18 @@ def test_a_changed_file_of_kernels_makes_the_kernels_that_call_it_compile_again(
     kept = file("one/kernels/__pycache__/called.nbi", 31)
     forget_old_kernels(tmp_path)
     assert kept.exists()
-    file("blocks/lanes.py", 40)
+    (tmp_path / "one/lanes.py").write_text("@jit\ndef add(a, b): ...\n")  # compiled, whatever the file's name
     forget_old_kernels(tmp_path)
     assert not kept.exists()
+
+
+def test_kernels_are_old_where_a_package_changed_whose_functions_they_call(tmp_path: Path) -> None:
+    caller, called = tmp_path / "caller/__pycache__/kernels.nbi", tmp_path / "called/kernels.py"
+    for path in (caller, called):
+        path.parent.mkdir(parents=True)
+        path.write_text("")
+    os.utime(caller, (10, 10))
+    forget_old_kernels(tmp_path / "caller")
+    assert caller.exists()
+    forget_old_kernels(tmp_path / "caller", tmp_path / "called")
+    assert not caller.exists()

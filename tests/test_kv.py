@@ -7,10 +7,11 @@ import pytest
 import torch
 from driver import CLOSE, SMALL, Case, Driven, drive, each_method, same_attended, slow, stream
 
+from kvbench.backends.hf.cache import KVCache
+from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.model import method_named
 from kvbench.config import ConfigError
 from kvbench.engine.audit import attended_bytes
-from kvbench.engine.hf import KVCache, method_named
-from kvbench.engine.models import Loaded
 from kvbench.memory.grouped import GroupedTier
 from kvbench.memory.kinds import KV, unfit
 from kvbench.memory.store import LayerStore

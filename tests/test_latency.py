@@ -22,23 +22,23 @@ from twin import Twin, device
 from words import over
 
 from kvbench import __main__ as cli
+from kvbench.backends.hf.loading import Loaded, byte_tokenizer
+from kvbench.backends.hf.model import method_named
 from kvbench.budget import Budget
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.cli.plan import grouped
+from kvbench.cli.report import main as report
+from kvbench.cli.score import main as score
 from kvbench.config import ConfigError, choices
-from kvbench.engine.hf import method_named
-from kvbench.engine.models import Loaded, byte_tokenizer
 from kvbench.measure import hardware, latency, machine
 from kvbench.measure.arm import measure, prompt_of
 from kvbench.measure.synthetic import MADE, SyntheticAttention, SyntheticEngine
 from kvbench.method import Shape
-from kvbench.report import figures
-from kvbench.report.__main__ import main as report
-from kvbench.report.frame import Runs, collect
-from kvbench.report.tables import summary
+from kvbench.report.data.frame import Runs, collect
+from kvbench.report.figures.all import all as figures
+from kvbench.report.tables.runs import summary
 from kvbench.runs.run import prepare, run
-from kvbench.score import main as score
 from kvbench.tasks.latency import Latency
 
 TABLES = ["latency", "latency_bytes", "latency_parts", "latency_breakeven"]

@@ -15,18 +15,18 @@ from transformers import PreTrainedModel
 from zoo import FAMILIES, LENGTH, NEW, OFFSET, SIZES, WINDOW, WINDOWED, config_of, generated, inputs, random_model
 
 from kvbench import KVCache
+from kvbench.backends.hf.generate import Generation, generate
+from kvbench.backends.hf.layers import shape_of
+from kvbench.backends.hf.model import engine_for, method_named
+from kvbench.backends.hf.prefilled import prefill_once
+from kvbench.backends.hf.rotary import RotaryOf
 from kvbench.budget import Budget
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
-from kvbench.engine.footprint import Prompts, footprint
-from kvbench.engine.generate import Generation, generate
-from kvbench.engine.hf import engine_for, method_named
-from kvbench.engine.layers import shape_of
-from kvbench.engine.prefilled import prefill_once
-from kvbench.engine.rotary import RotaryOf
-from kvbench.engine.support import windows
 from kvbench.measure.synthetic import Filled, SyntheticEngine
 from kvbench.method import Method, Needs, Prompt, Selection, Shape
+from kvbench.models.footprint import Prompts, footprint
+from kvbench.models.support import windows
 from methods.blocks.votes import window_probabilities
 
 QUICK = ["gemma3_text", "gpt_oss"]

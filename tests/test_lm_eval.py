@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kvbench.__main__ import main
+from kvbench.backends.hf.cache import KVCache
 from kvbench.cli import lm_eval as command
 from kvbench.cli.lm_eval import setup_config
 from kvbench.config import ASSETS, ConfigError
-from kvbench.engine.hf import KVCache
 
 TINY = str(ASSETS / "tiny")
 PROSE = " ".join((ASSETS / "prose" / "1962-kennedy.txt").read_text().split())

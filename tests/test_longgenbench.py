@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
+from kvbench.cli.judge import main as judge
 from kvbench.config import ConfigError
-from kvbench.runs.judge import main as judge
 from kvbench.runs.run import run
 from kvbench.tasks import Sample, longgenbench
 from kvbench.tasks.longgenbench import LongGenBench, ManyProblems

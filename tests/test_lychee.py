@@ -12,9 +12,10 @@ import torch
 from driver import PIECES, Attended, Stream, drive, numbers, run_loop, slow, stream, watch
 from torch.nn.functional import pad
 
+from kvbench.backends.hf.cache import KVCache
+from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.model import method_named
 from kvbench.config import ConfigError, bind_methods, build, method_config
-from kvbench.engine.hf import KVCache, method_named
-from kvbench.engine.models import Loaded
 
 bind_methods()
 

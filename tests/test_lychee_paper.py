@@ -15,8 +15,8 @@ from driver import PIECES, drive, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.backends.hf.model import method_named
 from kvbench.config import bind_methods
-from kvbench.engine.hf import method_named
 
 bind_methods()
 

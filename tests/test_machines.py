@@ -16,10 +16,10 @@ import pytest
 import torch
 from report_runs import record, stored
 
+from kvbench.cli.report import main as report
 from kvbench.measure import machine
-from kvbench.report import figures
-from kvbench.report.__main__ import main as report
-from kvbench.report.frame import collect
+from kvbench.report.data.frame import collect
+from kvbench.report.figures.all import all as figures
 from kvbench.runs.summary import summarise
 
 CPU = torch.device("cpu")

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import kvbench.spans
+from kvbench.backends.hf.generate import generate
+from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.budget import Budget
 from kvbench.engine.audit import count_lists, held_bytes
-from kvbench.engine.generate import generate
-from kvbench.engine.hf import engine_for, method_named
-from kvbench.engine.models import Loaded
 from kvbench.method import Method, Prompt, Selection
 from kvbench.spans import Spans
 

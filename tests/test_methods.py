@@ -16,9 +16,9 @@ from driver import CLOSE, METHODS, PIECES, Driven, Stream, drive, each_accountin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.backends.hf.model import method_named
 from kvbench.budget import Budget
 from kvbench.config import bind_methods
-from kvbench.engine.hf import method_named
 
 bind_methods()
 

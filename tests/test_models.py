@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvbench import hub
+from kvbench.backends.hf.loading import BYTE_VOCABULARY, Loaded, byte_tokenizer, load
 from kvbench.cli import checks
 from kvbench.config import ConfigError, choices, shipped
-from kvbench.engine.models import BYTE_VOCABULARY, Loaded, byte_tokenizer, load
+from kvbench.models import hub
 
 TOKENIZER = byte_tokenizer()
 DUMMIES = sorted(name for name in choices("model") if name.startswith("dummy-"))

@@ -14,9 +14,9 @@ from driver import SMALL, drive, stream
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbench.backends.hf.model import method_named
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
-from kvbench.engine.hf import method_named
 from kvbench.measure.arm import is_failed_sample
 from kvbench.memory import pinned
 from kvbench.memory.codec import Codecs

@@ -8,7 +8,7 @@ import pytest
 import torch
 from driver import Stream, drive, stream
 
-from kvbench.engine.hf import method_named
+from kvbench.backends.hf.model import method_named
 
 ENTRY = 2 * 16 * 4  # bytes of one token's key and value in one KV head of a stream
 

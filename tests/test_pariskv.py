@@ -13,11 +13,12 @@ from driver import CLOSE, Stream, drive, numbers, rotate, slow, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.backends.hf.cache import KVCache
+from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.model import method_named
 from kvbench.budget import Budget
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError, bind_methods, build, method_config
-from kvbench.engine.hf import KVCache, method_named
-from kvbench.engine.models import Loaded
 from kvbench.runs.run import run
 
 bind_methods()

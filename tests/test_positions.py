@@ -10,12 +10,12 @@ import torch
 from driver import CLOSE, SMALL, numbers, run_loop
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from kvbench.backends.hf.loading import Loaded, load
+from kvbench.backends.hf.model import engine_for, method_named
+from kvbench.backends.hf.rotary import RotaryOf
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, shipped
-from kvbench.engine.hf import engine_for, method_named
-from kvbench.engine.models import Loaded, load
 from kvbench.engine.positions import PromptRotation
-from kvbench.engine.rotary import RotaryOf
 
 PROMPT = numbers(150)
 STEPS = 40  # beyond the step at which StreamingLLM next evicts

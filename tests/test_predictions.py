@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.score import main
+from kvbench.cli.score import main
 from kvbench.tasks.longbench import SUBSETS
 from kvbench.tasks.ruler.task import ALL_SUBSETS
 
@@ -58,7 +58,7 @@ def refused(capsys: pytest.CaptureFixture[str], kind: str, *words: object) -> st
     capsys.readouterr()
     assert main(["--predictions", kind, *map(str, words)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("kvbench.score: ") and error.count("\n") == 1
+    assert error.startswith("kvbench score: ") and error.count("\n") == 1
     return error
 
 
@@ -219,7 +219,7 @@ def test_nothing_is_written_and_write_is_refused(tmp_path, capsys):
 def test_it_loads_neither_torch_nor_transformers(tmp_path):
     folder = written(tmp_path, vt=[found("a", "a")])
     code = (
-        "import sys; from kvbench.score import main\n"
+        "import sys; from kvbench.cli.score import main\n"
         f"assert main(['--predictions', 'ruler', {str(folder)!r}]) == 0\n"
         "assert not {'torch', 'transformers', 'pandas', 'hydra'} & set(sys.modules)"
     )

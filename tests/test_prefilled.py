@@ -11,11 +11,11 @@ import pytest
 import torch
 from driver import METHODS, SMALL, Attended, numbers, run_loop, same_attended, slow, watch
 
+from kvbench.backends.hf.generate import EngineCache, decode_step
+from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.model import engine_for, method_named
+from kvbench.backends.hf.prefilled import Prefilled, prefill_once
 from kvbench.budget import Budget
-from kvbench.engine.generate import decode_step
-from kvbench.engine.hf import EngineCache, engine_for, method_named
-from kvbench.engine.models import Loaded
-from kvbench.engine.prefilled import Prefilled, prefill_once
 from kvbench.method import Method, Needs
 
 RAGGED = [numbers(150, seed=1), numbers(97, seed=2), numbers(60, seed=3)]

@@ -12,11 +12,11 @@ import pytest
 import torch
 from driver import SMALL, Driven, Stream, drive, numbers, run_loop, stream
 
+from kvbench.backends.hf.generate import generate
+from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
-from kvbench.engine.generate import generate
-from kvbench.engine.hf import engine_for, method_named
-from kvbench.engine.models import Loaded
 from kvbench.measure.arm import measured
 from kvbench.method import Method, Needs, Selection
 

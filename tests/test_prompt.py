@@ -11,11 +11,11 @@ from driver import CLOSE, SMALL, Stream, drive, numbers, run_loop, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.backends.hf.generate import EngineCache, decode_step, generate, prefill
+from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
-from kvbench.engine.generate import decode_step, generate, prefill
-from kvbench.engine.hf import EngineCache, engine_for, method_named
-from kvbench.engine.models import Loaded
 from kvbench.method import Method, Needs, Prompt, Selection, Shape
 
 # -- the prompt --------------------------------------------------------------------------------------------------------

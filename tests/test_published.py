@@ -11,7 +11,7 @@ import pytest
 
 from kvbench.cli.checks import check
 from kvbench.config import ConfigError, choices, conf_dir
-from kvbench.report import published
+from kvbench.report.data import papers as published
 from kvbench.tasks.longbench import SUBSETS
 from kvbench.tasks.longproc.task import SUBSETS as LEVELS
 from kvbench.tasks.ruler.task import ALL_SUBSETS

@@ -7,9 +7,10 @@ from driver import Driven, drive, each_accounting, stream
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbench.backends.hf.cache import KVCache
+from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.model import method_named
 from kvbench.config import ConfigError, bind_methods, build, method_config
-from kvbench.engine.hf import KVCache, method_named
-from kvbench.engine.models import Loaded
 
 bind_methods()
 

@@ -14,8 +14,8 @@ from report_runs import records, stored
 from rich.console import Console
 
 from kvbench.cli.compose import composed
-from kvbench.report.__main__ import main
-from kvbench.report.frame import collect
+from kvbench.cli.report import main
+from kvbench.report.data.frame import collect
 from kvbench.runs.quantities import KIB, MIB, MS, NUMBERS, QUANTITIES, find, measured, named
 from kvbench.runs.run import run
 from kvbench.runs.stored import json_in, runs_in

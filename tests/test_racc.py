@@ -17,12 +17,13 @@ from driver import CLOSE, Driven, Stream, drive, each_accounting, same_attended,
 from omegaconf import OmegaConf
 
 import kvbench.engine.engine
+from kvbench.backends.hf.cache import KVCache
+from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.model import method_named
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError, bind_methods, build, method_config
 from kvbench.engine.engine import Engine
-from kvbench.engine.hf import KVCache, method_named
-from kvbench.engine.models import Loaded
 from kvbench.measure.arm import measure, prompt_of
 from kvbench.runs.run import prepare, samples
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from driver import Stream, drive, stream
 
+from kvbench.backends.hf.model import method_named
 from kvbench.config import bind_methods
-from kvbench.engine.hf import method_named
 
 bind_methods()
 

@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from kvbench import KVCache, calibrate, hub
+from kvbench import KVCache
+from kvbench.backends.hf.loading import Loaded, load
+from kvbench.backends.hf.model import method_named
+from kvbench.cli import calibrate
 from kvbench.cli.compose import composed
 from kvbench.config import ASSETS, ConfigError, shipped
-from kvbench.engine import heads
-from kvbench.engine.hf import method_named
-from kvbench.engine.models import Loaded, load
 from kvbench.measure import calibration
+from kvbench.models import heads, hub
 from kvbench.runs.run import identity, prepare
 
 LAYERS, KV_HEADS, SINKS = 3, 2, 4
@@ -219,9 +220,7 @@ def test_a_user_s_own_model_is_calibrated_once_and_found(
     with pytest.raises(ConfigError) as caught:
         composed(*words)
     line = str(caught.value)
-    assert line.startswith(
-        "method.heads=auto: dummy-qwen3 is not calibrated; python -m kvbench.calibrate model=dummy-qwen3"
-    )
+    assert line.startswith("method.heads=auto: dummy-qwen3 is not calibrated; kvbench calibrate model=dummy-qwen3")
     assert calibrate.main(["method=quest", "model=dummy-qwen3"]) == 2
     assert "method=quest: needs no head scores; expected one that does" in capsys.readouterr().err
     assert calibrate.main(["method=razor", "model=dummy-qwen3", "dtype=float32"]) == 0
@@ -238,7 +237,7 @@ def test_heads_of_another_model_and_no_heads_are_refused_in_one_line(tmp_path: P
     other = ASSETS / "heads" / "dummy-tiny.json"
     for file, words in (
         (other, "made of dummy-tiny .dummy-tiny-dummy-0., and the model is tiny .weights-"),
-        (tmp_path / "none.json", "no such file; expected one of python -m kvbench.calibrate"),
+        (tmp_path / "none.json", "no such file; expected one of kvbench calibrate"),
         (damaged, "no head scores: echo and induction are not a number for each layer"),
     ):
         with pytest.raises(ConfigError, match=f"^method.heads=.*{file.name}: {words}") as caught:

@@ -15,8 +15,8 @@ import yaml
 
 import kvbench
 from kvbench import __main__ as command
+from kvbench.cli import report
 from kvbench.config import ASSETS, choices, conf_dir, fetched_folder, method_config
-from kvbench.report import __main__ as report
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("conf", "kvbench", "methods", "notebooks", "results", "scripts", "tests")
@@ -69,28 +69,26 @@ def test_the_task_that_the_tasks_page_adds_runs_from_a_folder_of_ones_own(tmp_pa
     assert "(2 samples, 1 failed)" in printed and "colours, line 2: field colour: missing" in printed
 
 
-def commands(module: str) -> list[str]:
-    """What the pages' plain code blocks give to `python -m MODULE`, without what needs a folder of the reader's."""
+def commands(command: str) -> list[str]:
+    """What the pages' plain code blocks give to a command, without what needs a folder of the reader's."""
     plain = [
         block for text in PAGES.values() for block in re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     ]
     lines = {line for block in plain for line in block.replace("\\\n", " ").splitlines()}
-    asked = sorted(
-        line.partition(f"python -m {module} ")[2] for line in lines if line.startswith(f"python -m {module} ")
-    )
+    asked = sorted(line.removeprefix(f"{command} ") for line in lines if line.startswith(f"{command} "))
     return [line for line in asked if "FOLDER" not in line]
 
 
 def test_the_commands_that_the_pages_show_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_HOME", str(tmp_path))
     shutil.copytree(ASSETS / "tiny", fetched_folder("smollm2-135m-instruct"))  # stands in for the fetched model
-    runs = [shlex.split(line, comments=True) for line in commands("kvbench")]
+    runs = [shlex.split(line, comments=True) for line in commands("python -m kvbench")]
     named = {word.partition("=")[2] for words in runs for word in words if word.startswith("+experiment=")}
     assert named and named <= set(choices("experiment"))  # what is in them is tested with the experiments
     for words in runs:
         if not any(word.startswith(("+experiment=", "--help")) for word in words):
             command.check_command(sorted(words, key=lambda word: "=" in word))
-    reports = [shlex.split(line, comments=True) for line in commands("kvbench.report")]
+    reports = [shlex.split(line, comments=True) for line in commands("kvbench report")]
     assert len(runs) > 5 and len(reports) > 5
     for words in reports:
         report._check(report._parser().parse_args(words))
@@ -139,7 +137,7 @@ def test_every_experiment_and_launcher_stands_on_the_configuration_s_page() -> N
 
 def test_every_figure_and_executor_stands_on_its_page() -> None:
     from kvbench.attention.executor import EXECUTORS
-    from kvbench.report.figures import FIGURES, OF_FILES
+    from kvbench.report.figures.all import FIGURES, OF_FILES
 
     assert set(table("kvbench/report/README.md", "`--figure`")) == {*FIGURES, *OF_FILES}
     assert set(table("kvbench/attention/README.md", "`attention=`")) == {*EXECUTORS, "flashinfer", "auto"}

@@ -1,4 +1,4 @@
-"""SmolLM2 on this machine, if `python -m kvbench.fetch` has been here: what only a real model can tell."""
+"""SmolLM2 on this machine, if `kvbench fetch` has been here: what only a real model can tell."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvbench import KVCache
+from kvbench.backends.hf.loading import load
 from kvbench.config import fetched_folder, shipped
-from kvbench.engine.models import load
 
 NAME = "smollm2-135m-instruct"
 FOLDER = fetched_folder(NAME)
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not FOLDER.is_dir(), reason="not fetched: python -m kvbench.fetch"),
+    pytest.mark.skipif(not FOLDER.is_dir(), reason="not fetched: kvbench fetch"),
 ]
 CHATS = [
     "What is the capital of France?",

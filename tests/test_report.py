@@ -1,4 +1,4 @@
-"""`python -m kvbench.report`: what it prints and writes, how quickly it answers, and what it refuses."""
+"""`kvbench report`: what it prints and writes, how quickly it answers, and what it refuses."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 from report_runs import archived, record, stored
 
 from kvbench.cli.compose import composed
-from kvbench.report import figures, published
-from kvbench.report.__main__ import SHIPPED, main
+from kvbench.cli.report import SHIPPED, main
+from kvbench.report.data import papers as published
+from kvbench.report.figures.all import all as figures
 from kvbench.runs.run import run
 
 CHECKOUT = Path(__file__).parents[1]
@@ -31,7 +32,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     assert main(list(map(str, words))) == 2
     told = capsys.readouterr()
     lines = [line for line in told.err.splitlines() if not line.startswith("left out: ")]
-    assert len(lines) == 1 and lines[0].startswith("kvbench.report: ") and not told.out
+    assert len(lines) == 1 and lines[0].startswith("kvbench report: ") and not told.out
     return lines[0]
 
 
@@ -71,11 +72,9 @@ def test_runs_that_are_shipped_are_shown_when_they_are_named(results, capsys, mo
     (results / "results").mkdir()
     shipped = archived(results, results / "results" / "reference.tar.xz")
     monkeypatch.chdir(results)
-    monkeypatch.setattr("kvbench.report.__main__.SHIPPED", [shipped])
-    said = (
-        "results: no run of yours yet; python -m kvbench.report results/reference.tar.xz shows those that kvbench ships"
-    )
-    assert said in refused(capsys)
+    monkeypatch.setattr("kvbench.cli.report.SHIPPED", [shipped])
+    said = refused(capsys)
+    assert "no run of yours" in said and "kvbench report results/reference.tar.xz" in said
     stored(results / "results", "snapkv")
     stored(results / "results" / "sweep_mine", "topk")
     told, _ = made(capsys)
@@ -189,7 +188,7 @@ def test_a_paper_s_table_needs_no_run(tmp_path, capsys, monkeypatch):
     told, said = made(capsys, "--paper", "icecache_table3", "--paper", "racc_table5")
     assert "48.2" in told and "not run" in told and "IVFPQ" in told
     assert said == (
-        "kvbench.report: results: no such folder; a run is a folder such as "
+        "kvbench report: results: no such folder; a run is a folder such as "
         "results/runs/<task>/<model>/<arm>/<run id>; the published numbers stand alone\n"
     )
 
@@ -277,7 +276,7 @@ def test_no_runs_says_where_it_looked(tmp_path, capsys, monkeypatch):
 
 
 def test_an_unknown_paper_is_refused_before_runs_are_read(capsys, monkeypatch):
-    monkeypatch.setattr("kvbench.report.frame.collect", lambda *a: pytest.fail("read"))
+    monkeypatch.setattr("kvbench.report.data.frame.collect", lambda *a: pytest.fail("read"))
     assert "no such published table" in refused(capsys, "--paper", "gone")
 
 
@@ -289,7 +288,7 @@ def test_nothing_but_unusable_runs_is_an_error_that_counts_them(tmp_path, capsys
 
 
 def test_nothing_imports_torch_and_help_not_even_pandas(tmp_path):
-    code = "import sys; from kvbench.report.__main__ import main\n"
+    code = "import sys; from kvbench.cli.report import main\n"
     for words in (["--help"], ["--list"], ["--paper", "racc_table1"], ["--rows", "x", "gone"]):
         code += f"try: main({words})\nexcept SystemExit: pass\n"
         code += "print('imported', *sorted({'torch', 'pandas'} & {*sys.modules}))\n"

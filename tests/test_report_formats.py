@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from kvbench.report import formats, html, latex, published
-from kvbench.report.beside import BESIDE, beside
-from kvbench.report.cells import BRIEF_SCORE, WITH_SCORE, Cell, Table
-from kvbench.report.frame import LeftOut
-from kvbench.report.tables import OVERVIEW
+from kvbench.report import html
+from kvbench.report.data import papers as published
+from kvbench.report.data.frame import LeftOut
+from kvbench.report.tables.cells import BRIEF_SCORE, WITH_SCORE, Cell, Table
+from kvbench.report.tables.published import BESIDE, beside
+from kvbench.report.tables.runs import OVERVIEW, formats, latex
 from kvbench.runs.quantities import QUANTITIES, named
 
 AWKWARD = "a_b & 50 % #1 $x$ {y} ~z^ \\w <b>|c|</b> \"q\" 'r'"

@@ -17,8 +17,8 @@ from report_runs import record, records, stored
 from rich.console import Console
 
 from kvbench.cli.compose import composed
-from kvbench.report import tables
-from kvbench.report.frame import Runs, collect
+from kvbench.report.data.frame import Runs, collect
+from kvbench.report.tables.runs import runs as tables
 from kvbench.runs.folder import ResultsError
 from kvbench.runs.run import run
 from kvbench.runs.shared import run_shared
@@ -215,7 +215,7 @@ def test_a_torn_run_is_left_out_with_the_command_that_mends_it(tmp_path):
     lost = told["quest-64"]
     assert lost.startswith("1 of its 2 samples are missing; ") and lost.endswith(" runs them again")
     assert told["icecache-64"] == "run.yaml is missing; the command that made the run writes it anew"
-    assert told["topk-64"].startswith("summary.json is missing; python -m kvbench.score ")
+    assert told["topk-64"].startswith("summary.json is missing; kvbench score ")
     assert "line 1 is damaged; delete that line (sed -i 1d " in told["lychee-64"]
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from report_runs import stored
 
-from kvbench.report import published, tables
-from kvbench.report.__main__ import main
-from kvbench.report.beside import beside
-from kvbench.report.cells import BRIEF_SCORE, BRIEFEST_SCORE, Cell, Table
-from kvbench.report.frame import collect
-from kvbench.report.latex import escaped, latex
+from kvbench.cli.report import main
+from kvbench.report.data import papers as published
+from kvbench.report.data.frame import collect
+from kvbench.report.tables.cells import BRIEF_SCORE, BRIEFEST_SCORE, Cell, Table
+from kvbench.report.tables.latex import escaped, latex
+from kvbench.report.tables.published import beside
+from kvbench.report.tables.runs import runs as tables
 from kvbench.runs.quantities import named
 
 AWKWARD = "a_b & 50 % #1 $x$ {y} ~z^ \\w [q]"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.report.stats import Z, estimate, proportion
+from kvbench.report.data.stats import Z, estimate, proportion
 
 scores = st.lists(st.floats(0, 100), min_size=2, max_size=40).map(np.array)
 
@@ -67,7 +67,7 @@ def test_strata_of_one_sample_weigh_as_many_as_they_are():
 
 def test_another_process_finds_the_same_interval():
     code = (
-        "import numpy as np; from kvbench.report.stats import estimate; "
+        "import numpy as np; from kvbench.report.data.stats import estimate; "
         "print(estimate([np.arange(30.0), np.arange(7.0) ** 2]))"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

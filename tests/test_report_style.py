@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvbench import demo
+from kvbench.cli import demo
 from kvbench.config import choices
-from kvbench.report.style import STYLES, style_of
+from kvbench.report.figures.style import STYLES, style_of
 
 
 def test_no_two_methods_share_a_colour_and_a_marker():

@@ -9,14 +9,14 @@ import pytest
 from report_runs import record, stored
 
 from kvbench.config import ConfigError
-from kvbench.report import published
-from kvbench.report.beside import beside
-from kvbench.report.cells import Cell, Table
-from kvbench.report.evidence import Evidence
-from kvbench.report.frame import Runs, collect
-from kvbench.report.published import PaperTable
-from kvbench.report.select import select
-from kvbench.report.tables import by_group, overview, pivot, summary
+from kvbench.report.data import papers as published
+from kvbench.report.data.evidence import Evidence
+from kvbench.report.data.frame import Runs, collect
+from kvbench.report.data.papers import PaperTable
+from kvbench.report.data.select import select
+from kvbench.report.tables.cells import Cell, Table
+from kvbench.report.tables.published import beside
+from kvbench.report.tables.runs import by_group, overview, pivot, summary
 
 ALTERNATING = [1.0, 0.0] * 20
 

@@ -14,13 +14,13 @@ from transformers import DynamicCache, PreTrainedModel
 from zoo import PAD, random_model
 
 from kvbench import KVCache
+from kvbench.backends.hf.generate import generate
+from kvbench.backends.hf.model import engine_for, method_named, use_kvbench_attention
+from kvbench.backends.hf.prefilled import prefill_once
+from kvbench.backends.hf.rotary import RotaryOf
 from kvbench.budget import Budget
 from kvbench.config import ConfigError
-from kvbench.engine.generate import generate
-from kvbench.engine.hf import engine_for, method_named, use_kvbench_attention
 from kvbench.engine.positions import PromptRotation
-from kvbench.engine.prefilled import prefill_once
-from kvbench.engine.rotary import RotaryOf
 from kvbench.method import Needs
 
 LIMIT, NEW = 64, 8

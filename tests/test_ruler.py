@@ -10,8 +10,8 @@ from itertools import islice
 import pytest
 
 from kvbench import config
+from kvbench.backends.hf.loading import byte_tokenizer
 from kvbench.config import build, choices
-from kvbench.engine.models import byte_tokenizer
 from kvbench.tasks import Sample
 from kvbench.tasks.ruler import prose
 from kvbench.tasks.ruler.task import DEPTHS, NEW_TOKENS, SUBSETS, Niah, cleaned

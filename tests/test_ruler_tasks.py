@@ -12,8 +12,8 @@ from itertools import islice
 import pytest
 
 from kvbench import config
+from kvbench.backends.hf.loading import byte_tokenizer
 from kvbench.config import build
-from kvbench.engine.models import byte_tokenizer
 from kvbench.measure.protocol import render
 from kvbench.tasks import Sample
 from kvbench.tasks.ruler.task import ALL_SUBSETS, ONE_IS_ENOUGH, SUBSETS, Ruler, cleaned

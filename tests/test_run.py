@@ -15,12 +15,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 import kvbench.measure.arm
+from kvbench.backends.hf.generate import generate
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError, conf_dir
-from kvbench.engine.generate import generate
 from kvbench.memory.kinds import kv_in
-from kvbench.report.frame import collect
+from kvbench.report.data.frame import collect
 from kvbench.runs.command import command_of
 from kvbench.runs.folder import ResultsError
 from kvbench.runs.run import run
@@ -227,7 +227,7 @@ def test_question_read_through_the_method_is_no_part_of_the_prefill(
 
 
 def test_ids_that_a_score_goes_by_are_stored_and_score_the_same_again(tmp_path: Path, configured: Any) -> None:
-    from kvbench.score import rescore
+    from kvbench.cli.score import rescore
 
     run(configured("task.limit=2", "task.variant=arkvale"))
     folder = only_folder(tmp_path)

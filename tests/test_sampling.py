@@ -15,17 +15,17 @@ from driver import numbers, run_loop
 from twin import device, on_device
 
 import kvbench.measure.arm
+from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.model import method_named
+from kvbench.backends.hf.prefilled import prefill_once
+from kvbench.backends.hf.sampling import Sampler
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.engine.hf import method_named
-from kvbench.engine.models import Loaded
-from kvbench.engine.prefilled import prefill_once
-from kvbench.engine.sampling import Sampler
 from kvbench.measure.protocol import Protocol
 from kvbench.method import Needs
-from kvbench.report.frame import collect
-from kvbench.report.tables import summary as summary_tables
+from kvbench.report.data.frame import collect
+from kvbench.report.tables.runs import summary as summary_tables
 from kvbench.runs.run import run
 from kvbench.runs.shared import run_shared
 from kvbench.runs.summary import summarise

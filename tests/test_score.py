@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from kvbench import score
+from kvbench.cli import judge, score
+from kvbench.cli.score import main
 from kvbench.config import shipped
-from kvbench.runs import judge
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.summary import summarise
-from kvbench.score import main
 
 IDENTITY = {"method": "quest", "budget": 64}
 
@@ -87,7 +86,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     capsys.readouterr()
     assert main([*map(str, words)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("kvbench.score: ") and error.count("\n") == 1
+    assert error.startswith("kvbench score: ") and error.count("\n") == 1
     return error
 
 
@@ -153,7 +152,7 @@ def test_a_line_that_was_torn_off_counts_for_nothing(tmp_path, capsys):
 def test_it_loads_neither_torch_nor_transformers(tmp_path):
     folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
     code = (
-        "import sys; from kvbench.score import main\n"
+        "import sys; from kvbench.cli.score import main\n"
         f"assert main([{str(folder)!r}, '--write']) == 0\n"
         "assert not {'torch', 'transformers', 'pandas', 'hydra'} & set(sys.modules)"
     )
@@ -236,7 +235,7 @@ def test_killed_between_scores_and_summary_the_next_one_makes_the_summary(tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(score, "write_whole", killed)
         assert main([str(folder), "--write"]) == 130
-    assert capsys.readouterr().err.startswith("kvbench.score: stopped; what was written is whole")
+    assert capsys.readouterr().err.startswith("kvbench score: stopped; what was written is whole")
     assert len(lines(folder)) == 5 and not (folder / "summary.json").exists()
     assert main([str(folder), "--write"]) == 0
     assert len(lines(folder)) == 5 and summary(folder)["rescored"] == 2
@@ -399,7 +398,7 @@ def test_help_and_a_missing_run_come_from_the_shell(capsys):
         with pytest.raises(SystemExit) as stop:
             main(words)
         assert stop.value.code == code
-    assert "python -m kvbench.score RUN" in capsys.readouterr().out
+    assert "kvbench score RUN" in capsys.readouterr().out
 
 
 # -- files of others ---------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ import torch
 from driver import CLOSE, drive, each_accounting, numbers, run_loop, same_attended, stream
 from omegaconf import OmegaConf
 
+from kvbench.backends.hf.loading import Loaded
 from kvbench.budget import Budget
 from kvbench.config import bind_methods, build
-from kvbench.engine.models import Loaded
 from kvbench.method import Method, Prompt
 
 bind_methods()

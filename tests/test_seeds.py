@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from report_runs import record, stored
 
-from kvbench.report import figures
-from kvbench.report.__main__ import main as report
-from kvbench.report.evidence import Evidence
-from kvbench.report.frame import Runs, collect
-from kvbench.report.seeds import over_seeds
-from kvbench.report.stats import estimate, proportion
+from kvbench.cli.report import main as report
+from kvbench.report.data.evidence import Evidence
+from kvbench.report.data.frame import Runs, collect
+from kvbench.report.data.seeds import over_seeds
+from kvbench.report.data.stats import estimate, proportion
+from kvbench.report.figures.all import all as figures
 
 
 def lines(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> list[dict[str, str]]:

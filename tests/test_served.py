@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvbench.backends.vllm import plan
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.cli.plan import grouped
 from kvbench.config import ConfigError
-from kvbench.engine.vllm import plan
 from kvbench.runs.identity import arm_name
 
 
@@ -95,7 +95,7 @@ class Engine:
 
 
 def test_rows_end_each_by_its_own_stop_and_have_audits_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvbench.engine.vllm.served import Served
+    from kvbench.backends.vllm.served import Served
 
     words = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA=1))
     vllm = SimpleNamespace(SamplingParams=SimpleNamespace, sampling_params=words)

@@ -10,7 +10,7 @@ from driver import CLOSE, Driven, LlamaRotary, Stream, drive, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.engine.hf import method_named
+from kvbench.backends.hf.model import method_named
 from methods.shadowkv import low_rank
 
 CHUNK, LAYERS = 8, 2

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 import kvbench.measure.arm
+from kvbench.backends.hf.generate import generate
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.engine.generate import generate
 from kvbench.runs.identity import run_id
 from kvbench.runs.run import run
 from kvbench.runs.shared import run_shared

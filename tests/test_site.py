@@ -18,11 +18,12 @@ import pytest
 from report_runs import record, stored
 
 import kvbench.report.site as site_package
+from kvbench.cli.report import main
 from kvbench.config import choices
-from kvbench.report.__main__ import main
 from kvbench.report.claims.claim import claims
-from kvbench.report.frame import collect
-from kvbench.report.published import FOLDER
+from kvbench.report.data.frame import collect
+from kvbench.report.data.papers import FOLDER
+from kvbench.report.figures.style import style_of
 from kvbench.report.site.board import board
 from kvbench.report.site.claim_pages import claim_pages
 from kvbench.report.site.drawing import OF_EACH_KIND, legible
@@ -30,7 +31,6 @@ from kvbench.report.site.front import front
 from kvbench.report.site.parts import Site, share_of
 from kvbench.report.site.results import results as list_of_results
 from kvbench.report.site.samples import samples
-from kvbench.report.style import style_of
 from kvbench.runs.summary import is_disturbed
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench import __main__ as cli
-from kvbench import hub
 from kvbench.cli.compose import composed
 from kvbench.cli.smoke import applied
 from kvbench.config import ConfigError, choices, conf_dir
+from kvbench.models import hub
 from kvbench.runs.run import identity, prepare
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from kvbench import hub
+from kvbench.models import hub
 from kvbench.tasks.sources import HubFile, LocalFile, read_jsonl, rows_of
 
 FILE = HubFile("owner/set", "data.zip", 114, key="task.data_dir")

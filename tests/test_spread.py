@@ -11,13 +11,14 @@ import torch
 from driver import METHODS, SMALL, Case, numbers, run_loop, slow
 from twin import Twin, device
 
+from kvbench.backends.hf import spread
+from kvbench.backends.hf.cache import KVCache
+from kvbench.backends.hf.generate import generate
+from kvbench.backends.hf.loading import Loaded, load
+from kvbench.backends.hf.model import engine_for
+from kvbench.backends.hf.prefilled import prefill_once
 from kvbench.budget import Budget
 from kvbench.config import ASSETS, ConfigError, shipped
-from kvbench.engine import spread
-from kvbench.engine.generate import generate
-from kvbench.engine.hf import KVCache, engine_for
-from kvbench.engine.models import Loaded, load
-from kvbench.engine.prefilled import prefill_once
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 CASES = {case.id: case for case in METHODS}

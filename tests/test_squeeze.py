@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from kvbench import KVCache
+from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.model import method_named
+from kvbench.backends.hf.prefilled import prefill_once
+from kvbench.backends.hf.residuals import residuals_watched
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError, bind_methods, build, method_config
-from kvbench.engine.hf import method_named
-from kvbench.engine.models import Loaded
-from kvbench.engine.prefilled import prefill_once
-from kvbench.engine.residuals import residuals_watched
 from kvbench.method import Method, Needs
 from kvbench.runs.run import prepare
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvbench import status
+from kvbench.cli import status
 from kvbench.runs import folder as folders
 from kvbench.runs import heartbeat
 from kvbench.runs import progress as bars

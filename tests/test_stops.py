@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, StopStringCriteria
 
-from kvbench.engine.models import byte_tokenizer
+from kvbench.backends.hf.loading import byte_tokenizer
 from kvbench.measure.arm import ends_at, stops
 from kvbench.tasks import Sample
 

@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 import kvbench.measure.arm
 import kvbench.runs.run
+from kvbench.backends.hf.generate import Generation
+from kvbench.backends.hf.loading import byte_tokenizer
 from kvbench.cli.checks import check
 from kvbench.config import ConfigError, conf_dir
-from kvbench.engine.generate import Generation
-from kvbench.engine.models import byte_tokenizer
 from kvbench.measure.arm import stops
 from kvbench.runs.run import run
 from kvbench.tasks import Sample, Task

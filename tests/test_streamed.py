@@ -19,8 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
-from kvbench.engine import models
-from kvbench.engine.streamed import FEW, StreamedAttention, StreamedLinear, StreamedMLP, StreamedNorm, stream
+from kvbench.backends.hf import loading as models
+from kvbench.backends.hf.streamed import FEW, StreamedAttention, StreamedLinear, StreamedMLP, StreamedNorm, stream
 from kvbench.measure.hardware import read_weight_bytes, weight_bytes
 from kvbench.memory import large
 
@@ -57,7 +57,7 @@ def test_a_streamed_layer_computes_what_the_plain_one_does(
 def test_many_rows_are_multiplied_as_exactly_on_a_processor_that_is_slow_in_bfloat16(
     bias: bool, slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbench.engine.streamed.slow_in_bfloat16", lambda: slow)
+    monkeypatch.setattr("kvbench.backends.hf.streamed.slow_in_bfloat16", lambda: slow)
     plain = nn.Linear(96, 33, bias=bias).to(torch.bfloat16).requires_grad_(False)
     x = torch.randn(2, FEW, 96).to(torch.bfloat16)
     exact = nn.functional.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)

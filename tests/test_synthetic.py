@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvbench.backends.hf.model import method_named
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
-from kvbench.engine.hf import method_named
 from kvbench.measure.synthetic import BLOCK, RUN, SINKS, Filled, SyntheticAttention, SyntheticEngine, _chance
 from kvbench.method import Method, Prompt, Selection, Shape
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from kvbench.team import claim, together
+from kvbench.kernels.threads import claim, together
 
 
 @njit(nogil=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from report_runs import stored
 
-from kvbench import demo, score, status
+from kvbench.cli import demo, score, status
 from kvbench.cli.output import printing
-from kvbench.report.__main__ import main as report
+from kvbench.cli.report import main as report
 from kvbench.runs.progress import progress
 from kvbench.runs.table import table, wide_console
 from kvbench.runs.terminal import Console, fitting
@@ -135,6 +135,6 @@ def test_what_a_character_becomes(text: str, encoding: str, shown: str) -> None:
 
 def test_a_command_of_its_own_prints_on_an_ascii_terminal(tmp_path: Path) -> None:
     stored(tmp_path, model="modèle ≤7")
-    words = [sys.executable, "-m", "kvbench.report", str(tmp_path), "--rows", "model"]
+    words = [sys.executable, "-m", "kvbench", "report", str(tmp_path), "--rows", "model"]
     done = subprocess.run(words, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=True)
     assert NAMES["ascii"].encode() in done.stdout and not done.stderr

@@ -14,8 +14,8 @@ import torch
 from driver import CLOSE, SMALL, Attended, drive, numbers, run_loop, stream, watch
 
 from kvbench.attention import executor as attention
-from kvbench.engine.hf import method_named
-from kvbench.engine.models import Loaded
+from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.model import method_named
 from kvbench.memory.host import HostTier
 from kvbench.memory.slots import PAGE
 from kvbench.method import Extra, Method, Needs, Prompt, Selection

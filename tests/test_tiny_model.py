@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvbench.cli.compose import composed
 from kvbench.config import ASSETS, shipped
-from kvbench.hub import source_of
 from kvbench.measure.arm import measure, prefill_shared, prompt_of
+from kvbench.models.hub import source_of
 from kvbench.runs.run import prepare
 
 TINY = ASSETS / "tiny"

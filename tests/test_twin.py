@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from twin import Twin, device
 
+from kvbench.backends.hf.loading import load
 from kvbench.config import shipped
-from kvbench.engine.models import load
 
 CUDA = torch.device("cuda:0")
 

@@ -16,12 +16,12 @@ import torch
 from driver import CLOSE, PIECES, Attended, LlamaRotary, Stream, slow, stream, watch
 
 from kvbench.attention import cpu, reference
+from kvbench.backends.vllm import plan as plans
+from kvbench.backends.vllm.paged import Memory
+from kvbench.backends.vllm.plan import KEY, RUNNER, Plan, plan_of, vllm_options
+from kvbench.backends.vllm.requests import Requests, Scheduled
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
-from kvbench.engine.vllm import plan as plans
-from kvbench.engine.vllm.paged import Memory
-from kvbench.engine.vllm.plan import KEY, RUNNER, Plan, plan_of, vllm_options
-from kvbench.engine.vllm.requests import Requests, Scheduled
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
 

@@ -13,10 +13,10 @@ from hydra import compose, initialize_config_dir
 from transformers import AutoConfig
 
 from kvbench import config
+from kvbench.backends.hf.loading import load
 from kvbench.cli.checks import check
 from kvbench.config import ConfigError, shipped
-from kvbench.engine.models import load
-from kvbench.engine.support import refuse_unsupported, window
+from kvbench.models.support import refuse_unsupported, window
 
 LINEAR, DYNAMIC = {"type": "linear", "factor": 4.0}, {"rope_type": "dynamic", "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}

@@ -1,8 +1,8 @@
 """The CPU executor: attends tokens where they lie, in either tier, and decodes as it reads; nothing is gathered.
 
-On a CPU "device" and "host" are the same memory, so that nothing has to move; the store is told what was attended, and
-counts later what a device would have been brought. `kernels.py` has the compiled half. Rows that are held in several
-ways are parts of one attention, a call of a kernel each.
+On a CPU "device" and "host" are the same memory, so that nothing has to move; the store notes what was attended, and
+counts later what a device would have been brought. `kvbench.kernels.attend` is the compiled half. Rows that are held in
+several ways are parts of one attention, a call of a kernel each.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvbench.attention import kernels
 from kvbench.attention import torch as torch_executor
+from kvbench.kernels import attend as kernels
+from kvbench.kernels import rows
 from kvbench.memory.codec import Codec, Fp8, Int8, KiviKeys, KiviValues, Native
 from kvbench.memory.device import DeviceTier, Span
 from kvbench.memory.host import HostTier
@@ -28,7 +29,7 @@ from kvbench.method import Extra, Selection, Shape
 Claims = NDArray[np.int64]  # the next piece, see `kernels.attend_lists`
 Pieces = tuple[int, int]  # of a list: the first, and how many
 Asked = tuple[NDArray[Any], np.float32]  # queries [L, R, D], and their scaling
-Part = Callable[..., None]  # of a layer's attention, see `_Work.run`
+Part = Callable[..., None]  # of a layer's attention, see `Work.run`
 
 # A number of each dtype that the kernels read, of the type in which they read it: NumPy has no bfloat16.
 STORED: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
@@ -94,11 +95,11 @@ def _kind(codec: Codec | KiviKeys) -> tuple[Any, int, int]:
     number = STORED[codec.dtype]
     match codec:
         case Int8():
-            return kernels.Int8(), codec.width, codec.head_dim
+            return rows.Int8(), codec.width, codec.head_dim
         case Fp8():
-            return kernels.Fp8(), codec.width, codec.head_dim
+            return rows.Fp8(), codec.width, codec.head_dim
         case KiviKeys(bits=bits) | KiviValues(bits=bits):
-            return {2: kernels.Kivi2, 4: kernels.Kivi4}[bits](number), codec.width, codec.head_dim * bits // 8
+            return {2: rows.Kivi2, 4: rows.Kivi4}[bits](number), codec.width, codec.head_dim * bits // 8
     return number, codec.head_dim * number.itemsize, 0
 
 
@@ -140,7 +141,7 @@ def _attend_resident(
     """Output as the query and probabilities [B, Hq, n], n = most used slots, for all slots that are used."""
     columns = max(int((one.where[0] + one.where[2]).max()) for one in stretches) if probabilities else 0
     pieces = [kernels.pieces_of(one.longest, kernels.DENSE_PIECE) for one in stretches]
-    work = _Work(query, scaling, len(stretches[0].where[0]), pieces, columns)
+    work = Work(query, scaling, len(stretches[0].where[0]), pieces, columns)
     work.run([_stretch_part(one) for one in stretches], sum(one.size for one in stretches))
     return work.merged()
 
@@ -191,27 +192,6 @@ def _attend_lists(
     return found
 
 
-def attend_blocks(query: torch.Tensor, blocks: tuple[Any, ...], selection: Selection, scaling: float) -> torch.Tensor:
-    """As `attend`, of tokens that lie in a serving engine's blocks; all of them are there.
-
-    Args:
-        blocks: see `kernels.gather`, of all rows of the batch.
-        selection: without extra entries.
-    """
-    (batch, query_heads, _, head_dim), index = query.shape, selection.index.contiguous()
-    lists, count = max(index.shape[1], blocks[1].shape[1]), index.shape[2]
-    own = None if selection.keys is None else selection.keys.to(query.dtype).contiguous()
-    bias = _bias(selection, batch, query_heads).view(batch * lists, query_heads // lists, -1).numpy()
-    held = index.numpy(), bias, blocks, 0 if own is None else own.data_ptr(), STORED[query.dtype]
-
-    def part(threads: int, claims: Claims, pieces: Pieces, asked: Asked, *results: NDArray[np.float32]) -> None:
-        kernels.attend_blocks(threads, claims, pieces, *asked, *held, *results)
-
-    work = _Work(query, scaling, batch * lists, [kernels.pieces_of(count, kernels.LIST_PIECE)], 0)
-    work.run([part], batch * lists * count * 2 * head_dim * query.itemsize)
-    return work.merged()[0]
-
-
 def _attend_parts(
     query: torch.Tensor,
     scaling: float,
@@ -230,7 +210,7 @@ def _attend_parts(
     own = None if selection.keys is None else selection.keys.to(plain.dtype).contiguous()
     more = () if extra is None else (extra.key.to(plain.dtype).contiguous(), extra.value.to(plain.dtype).contiguous())
     entries = (*(part.data_ptr() for part in more), extras, count) if extras else (0, 0, 0, 0)
-    bias = _bias(selection, batch, query_heads).view(batch * lists, query_heads // lists, -1).numpy()
+    bias = bias_of(selection, batch, query_heads).view(batch * lists, query_heads // lists, -1).numpy()
 
     def call(tokens: torch.Tensor, part: Lists, keys: torch.Tensor | None, entries: tuple[int, ...]) -> Part:
         codecs = part.codecs if keys is None else (plain, part.codecs[1])
@@ -251,12 +231,12 @@ def _attend_parts(
         pieces = [each] * len(parts) + [1] * (extras > 0)
         alone = [call(index[..., :0], last._replace(codecs=(plain, plain)), None, entries)] if extras else []
         calls = [*(call(index, part, own, nothing) for part in parts), *alone]
-    work = _Work(query, scaling, batch * lists, pieces, count + extras if probabilities else 0)
+    work = Work(query, scaling, batch * lists, pieces, count + extras if probabilities else 0)
     there = work.run(calls, batch * lists * count * max(_entry_bytes(part.codecs) for part in parts))
     return work.merged() if there else None
 
 
-def _bias(selection: Selection, batch: int, query_heads: int) -> torch.Tensor:
+def bias_of(selection: Selection, batch: int, query_heads: int) -> torch.Tensor:
     """[B, Hq, M (+ E)] float32, what is added to the logits; [B, Hq, 0]: nothing."""
     weight, extra = selection.log_weight, selection.extra
     if extra is None:
@@ -309,7 +289,7 @@ def _near(device: DeviceTier, span: Span) -> tuple[Any, ...]:
 # -- the work ----------------------------------------------------------------------------------------------------------
 
 
-class _Work:
+class Work:
     """A layer's attention in parts, these in pieces, spread over threads, and their results.
 
     Args:
@@ -354,8 +334,8 @@ class _Work:
 def compile_kernels(dtype: torch.dtype, kv: KV = NATIVE) -> None:
     """Compile, or read from disk, before anything is timed: what reads rows as they are, and as a tier holds them."""
     for kind in sorted({"native", *kv}):
-        store = LayerStore(1, 1, kernels.GROUP, 1, dtype, torch.device("cpu"), kv=KV(kind, kind))
-        token = torch.zeros(1, 1, 1, kernels.GROUP, dtype=dtype)
+        store = LayerStore(1, 1, rows.GROUP, 1, dtype, torch.device("cpu"), kv=KV(kind, kind))
+        token = torch.zeros(1, 1, 1, rows.GROUP, dtype=dtype)
         store.write_prompt(token, token, 0, [0])
         store.seal_prompt([1])
         store.encode()

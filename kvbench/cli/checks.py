@@ -20,8 +20,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench import hub
 from kvbench.attention.limits import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
+from kvbench.backends.vllm.fit import unfit as vllm_unfit
 from kvbench.budget import Budget
 from kvbench.config import (
     FACTS,
@@ -35,11 +35,11 @@ from kvbench.config import (
     shipped,
     show,
 )
-from kvbench.engine.heads import calibration_for
-from kvbench.engine.support import refuse_impossible, refuse_unsupported, refuse_wrong_rope, text_config, window
-from kvbench.engine.vllm.fit import unfit as vllm_unfit
 from kvbench.measure.protocol import Protocol
 from kvbench.memory.kinds import KINDS, kv_in, unfit
+from kvbench.models import hub
+from kvbench.models.heads import calibration_for
+from kvbench.models.support import refuse_impossible, refuse_unsupported, refuse_wrong_rope, text_config, window
 from kvbench.runs.folder import refuse_other_formats
 from kvbench.runs.identity import arm_name, engine_of
 from kvbench.tasks import task_of
@@ -269,7 +269,7 @@ def _check_kv(run: Any, shape: Mapping[str, Any]) -> None:
 
 def _check_vllm(run: Any, source: hub.ModelSource, here: bool) -> None:
     """Refuse what vLLM cannot run, or a machine that has none; the method's needs tell the first, which takes torch."""
-    from kvbench.engine.vllm.plan import check_installed, plan_of_run
+    from kvbench.backends.vllm.plan import check_installed, plan_of_run
 
     if reason := next(vllm_unfit(run, source), None):
         raise ConfigError(f"{reason} (engine=vllm)")

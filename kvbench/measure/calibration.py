@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from kvbench.backends.hf.generate import EngineCache, prefill
+from kvbench.backends.hf.layers import shape_of
+from kvbench.backends.hf.loading import Loaded
 from kvbench.budget import Budget
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
-from kvbench.engine.generate import prefill
-from kvbench.engine.hf import EngineCache
-from kvbench.engine.layers import shape_of
-from kvbench.engine.models import Loaded
 from kvbench.method import HeadScores, Method, Needs, Prompt
 
 TOKENS, COPIES = 2500, 4

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvbench.backends.hf.generate import generate
+from kvbench.backends.hf.layers import shape_of
+from kvbench.backends.hf.prefilled import Prefilled
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
-from kvbench.engine.generate import generate
-from kvbench.engine.layers import shape_of
-from kvbench.engine.prefilled import Prefilled
 from kvbench.method import Method
 
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvbench.backends.hf.generate import EngineCache, Generation, Progress, decode_step, generate
 from kvbench.engine.engine import Engine
-from kvbench.engine.generate import Generation, Progress, decode_step, generate
-from kvbench.engine.hf import EngineCache
 from kvbench.measure import hardware, machine
 from kvbench.measure.synthetic import MADE, Filled, SyntheticEngine
 from kvbench.tasks import Timed

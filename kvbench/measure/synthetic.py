@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
+from kvbench.backends.hf.generate import Draw
+from kvbench.backends.hf.prefilled import Prefilled
 from kvbench.engine.engine import Engine
-from kvbench.engine.generate import Draw
-from kvbench.engine.prefilled import Prefilled
 from kvbench.method import Shape
 
 TOPICS, RUN, FOLLOWS = 64, 64, 0.9

@@ -1,4 +1,4 @@
 """Reports: run folders and published tables become one data frame, and that becomes tables and figures.
 
-`python -m kvbench.report` is the way in. Nothing here runs a model, and importing a module of it imports no torch.
+`kvbench report` is the way in. Nothing here runs a model, and importing a module of it imports no torch.
 """

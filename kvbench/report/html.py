@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.report.cells import Cell, Table
-from kvbench.report.formats import NONE, NOT_RUN, grid
-from kvbench.report.frame import LeftOut
+from kvbench.report.data.frame import LeftOut
+from kvbench.report.tables.cells import Cell, Table
+from kvbench.report.tables.formats import NONE, NOT_RUN, grid
 from kvbench.runs.quantities import is_number
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _value(text: str) -> str:
 
 
 def _picture(name: str, caption: str, figure: Figure) -> str:
-    from kvbench.report.figures import drawn
+    from kvbench.report.figures.all import drawn
 
     source = base64.b64encode(drawn(figure, "svg")).decode()
     return (

@@ -488,7 +488,7 @@ def tear_of(folder: Path, samples: int) -> str:
     if type(finished) is int and samples > finished:
         return f"samples.jsonl has {samples} samples, and {finished} when the run finished; the same command says more"
     if stored_state(folder) == "finished" and not is_there(folder / "summary.json"):
-        return f"summary.json is missing; python -m kvbench.score {shlex.quote(str(folder))} --write writes it anew"
+        return f"summary.json is missing; kvbench score {shlex.quote(str(folder))} --write writes it anew"
     return ""
 
 

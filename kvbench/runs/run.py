@@ -13,21 +13,22 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 import kvbench
-from kvbench import hub
+from kvbench.backends.hf import loading as models
+from kvbench.backends.hf import spread
+from kvbench.backends.hf.streamed import stream
+from kvbench.backends.vllm import served
+from kvbench.backends.vllm.plan import PACKAGE
 from kvbench.budget import Budget, has_budget
 from kvbench.config import ConfigError, bind_methods, build
-from kvbench.engine import models, spread
-from kvbench.engine.footprint import Prompts, footprint, free_memory, refuse_too_large
-from kvbench.engine.heads import calibration_for
-from kvbench.engine.streamed import stream
-from kvbench.engine.vllm import served
-from kvbench.engine.vllm.plan import PACKAGE
 from kvbench.measure import machine
 from kvbench.measure.arm import Arm, PromptPrefill, ServedArm, Setup, batches, measure, prompt_of
 from kvbench.measure.machine import threads
 from kvbench.measure.protocol import GREEDY, Protocol
 from kvbench.memory.kinds import kv_in, unfit_for
 from kvbench.method import Method
+from kvbench.models import hub
+from kvbench.models.footprint import Prompts, footprint, free_memory, refuse_too_large
+from kvbench.models.heads import calibration_for
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
 from kvbench.runs.identity import (
@@ -193,7 +194,7 @@ Load = Callable[[Config, Prompts, Callable[[PreTrainedTokenizerBase], None]], mo
 def load_here(
     config: Config, prompts: Prompts, try_out: Callable[[PreTrainedTokenizerBase], None] = lambda tokenizer: None
 ) -> models.Loaded:
-    """The model that a config names, in this process; see `kvbench.engine.models.load`."""
+    """The model that a config names, in this process; see `kvbench.backends.hf.loading.load`."""
     return models.load(config["model"], config["device"], config["dtype"], config["seed"], try_out)
 
 
@@ -233,7 +234,7 @@ def set_up(
         config: composed, and checked.
         prompts: the largest to come: what does not fit into memory is refused.
         loaded: the model, if it is there.
-        try_out: see `kvbench.engine.models.load`.
+        try_out: see `kvbench.backends.hf.loading.load`.
         load: how the model is loaded.
 
     Raises:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from kvbench.backends.hf.prefilled import Prefilled
 from kvbench.config import ConfigError, bind_methods
-from kvbench.engine.prefilled import Prefilled
 from kvbench.measure.arm import (
     Arm,
     PromptPrefill,

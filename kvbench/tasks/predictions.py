@@ -1,7 +1,7 @@
 """Predictions that other projects stored, in the files of LongBench's and RULER's own scripts, scored as ours are.
 
 A folder has a file a subset, `<subset>.jsonl`, one line a sample: LongBench's `pred`, `answers`, `all_classes` and
-perhaps `length`, RULER's `pred` and `outputs`. `kvbench.score --predictions` shows what is found here.
+perhaps `length`, RULER's `pred` and `outputs`. `kvbench score --predictions` shows what is found here.
 """
 
 from __future__ import annotations

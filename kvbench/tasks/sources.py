@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from kvbench import hub
+from kvbench.models import hub
 
 
 class DataFile(Protocol):

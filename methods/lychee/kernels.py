@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvbench.team import claim, together
+from kvbench.kernels.threads import claim, together
 from methods.blocks.kernels import jit, kernel, sort, widen, write_best
 
 

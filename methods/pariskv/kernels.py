@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kvbench.team import claim, together
+from kvbench.kernels.threads import claim, together
 from methods.blocks.kernels import prefetch, sort, write_best
 from methods.blocks.lanes import ALL, LANES, at_least, look_up, lowest, lowest_ones, ones
 from methods.pariskv import codebook

@@ -16,8 +16,8 @@ os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0"
 
 from vllm import LLM, SamplingParams
 
+from kvbench.backends.vllm.plan import Plan, vllm_options
 from kvbench.config import ASSETS, ConfigError
-from kvbench.engine.vllm.plan import Plan, vllm_options
 
 STEPS = 8
 
@@ -65,7 +65,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 def checked() -> Iterator[None]:
     """The worker's requests are held, each in every pass, against itself alone."""
     with pytest.MonkeyPatch.context() as patch:
-        from kvbench.engine.vllm import worker
+        from kvbench.backends.vllm import worker
 
         patch.setattr(worker, "Requests", Checked)
         yield

@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own: make test-vllm")
 
+from kvbench.backends.vllm.requests import RequestEngine
 from kvbench.cli.compose import composed
-from kvbench.engine.vllm.requests import RequestEngine
 from kvbench.runs.shared import run_shared
 
 ARMS = ("full", "streaming_llm", "topk")

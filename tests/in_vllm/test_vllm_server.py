@@ -1,4 +1,4 @@
-"""The server of `kvbench/engine/vllm/README.md`, by the command that stands there, for this machine alone."""
+"""The server of `kvbench/backends/vllm/README.md`, by the command that stands there, for this machine alone."""
 
 from __future__ import annotations
 

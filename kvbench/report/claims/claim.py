@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from kvbench.report.published import FOLDER
+from kvbench.report.data.papers import FOLDER
 
 KINDS = ("runs", "printed", "file")  # where a part's number is from
 

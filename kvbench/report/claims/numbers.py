@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvbench.report import published
 from kvbench.report.claims.sampled import quarter_of
 from kvbench.report.claims.verdict import Finding, Missing, exactly
-from kvbench.report.stats import estimate
+from kvbench.report.data import papers as published
+from kvbench.report.data.stats import estimate
 from kvbench.runs.quantities import is_number
 from kvbench.runs.stored import DAMAGED, ResultsError, contents
 

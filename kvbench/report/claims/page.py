@@ -14,9 +14,9 @@ from kvbench.report.claims.claim import Claim, Part, claims
 from kvbench.report.claims.numbers import filed, printed
 from kvbench.report.claims.sampled import sampled
 from kvbench.report.claims.verdict import Finding, Missing, Verdict, judge, of_all
-from kvbench.report.formats import csv_lines, plain_markdown
-from kvbench.report.frame import Runs, collect
+from kvbench.report.data.frame import Runs, collect
 from kvbench.report.html import STYLE
+from kvbench.report.tables.formats import csv_lines, plain_markdown
 
 SHIPPED = Path(kvbench.__file__).parents[1] / "results"
 WIDTH = 120

@@ -23,9 +23,9 @@ import numpy as np
 from kvbench.config import show
 from kvbench.report.claims.claim import beds
 from kvbench.report.claims.verdict import Finding, Missing
-from kvbench.report.evidence import but_for_seed, is_shared, scored_in_parts, what_scores
-from kvbench.report.frame import Runs, missing
-from kvbench.report.stats import estimate, is_0_1, proportion, ratio
+from kvbench.report.data.evidence import but_for_seed, is_shared, scored_in_parts, what_scores
+from kvbench.report.data.frame import Runs, missing
+from kvbench.report.data.stats import estimate, is_0_1, proportion, ratio
 from kvbench.runs.stored import Record
 from kvbench.runs.summary import is_disturbed
 

@@ -1,6 +1,6 @@
 """A static site of runs: a front door, a leaderboard, a page for each claim and method, pictures, samples side by side.
 
-`python -m kvbench.report FOLDER --out site/` writes it. Nothing of it needs a server or is fetched from elsewhere. A
+`kvbench report FOLDER --out site/` writes it. Nothing of it needs a server or is fetched from elsewhere. A
 further kind of page is a function of `Site` that yields files, and a line of `PAGES`.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbench.config import ConfigError
-from kvbench.report.frame import Runs
+from kvbench.report.data.frame import Runs
 from kvbench.report.site.board import board
 from kvbench.report.site.claim_pages import claim_pages
 from kvbench.report.site.files import check, write_files

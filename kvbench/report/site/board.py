@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from kvbench.report.formats import NONE
-from kvbench.report.select import order_of
+from kvbench.report.data.select import order_of
 from kvbench.report.site.front import SHARES
 from kvbench.report.site.parts import (
     FAR_OVER,
@@ -22,6 +21,7 @@ from kvbench.report.site.parts import (
     share_of,
     small,
 )
+from kvbench.report.tables.formats import NONE
 
 
 class Column(NamedTuple):

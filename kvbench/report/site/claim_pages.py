@@ -10,9 +10,9 @@ from kvbench.report.claims.claim import Part, beds
 from kvbench.report.claims.page import Judged
 from kvbench.report.claims.sampled import arms_of, runs_of
 from kvbench.report.claims.verdict import Finding, Missing, Verdict
-from kvbench.report.formats import NONE
 from kvbench.report.site.claimed import LOOKS, is_about, listed, shown, told
 from kvbench.report.site.parts import File, Site, ids_of, linked, page, small, table_of
+from kvbench.report.tables.formats import NONE
 
 COLUMNS = ("number", "verdict", "measured", "from", "to", "wanted", "samples")
 LABELS = ("number", "wanted", "verdict")  # those that hold words
@@ -125,7 +125,7 @@ def _runs(one: Judged) -> str:
 def _commands(one: Judged) -> str:
     """What makes the evidence, and what prints the verdict."""
     commands = [_command(part) for part, *_ in one.parts]
-    lines = "\n".join(dict.fromkeys([*commands, "python -m kvbench.report --claims"]))
+    lines = "\n".join(dict.fromkeys([*commands, "kvbench report --claims"]))
     return f"<pre><code>{escape(lines)}</code></pre>"
 
 
@@ -134,7 +134,7 @@ def _command(part: Part) -> str:
         return beds()[part.asked["bed"]].command
     if part.kind == "file":
         return f"{part.asked['command']} | tail -1 > results/{part.asked['file']}"
-    return "\n".join(f"python -m kvbench.report --paper {name}" for name in _printed_tables(part))
+    return "\n".join(f"kvbench report --paper {name}" for name in _printed_tables(part))
 
 
 def _printed_tables(part: Part) -> Sequence[str]:

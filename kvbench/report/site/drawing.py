@@ -8,8 +8,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from kvbench.config import choices
-from kvbench.report.figures import drawn
-from kvbench.report.frame import Runs
+from kvbench.report.data.frame import Runs
+from kvbench.report.figures.all import drawn
 from kvbench.runs.stored import DAMAGED, ResultsError
 
 MOST_METHODS = 20  # that a reader can tell apart in one picture

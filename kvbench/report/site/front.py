@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
 
-from kvbench.report.figures import draw
-from kvbench.report.formats import NONE
-from kvbench.report.frame import YARDSTICK, Runs
+from kvbench.report.data.frame import YARDSTICK, Runs
+from kvbench.report.figures.all import draw
 from kvbench.report.site.claimed import claims_on, is_of, told
 from kvbench.report.site.drawing import legible, picture
 from kvbench.report.site.parts import (
@@ -27,6 +26,7 @@ from kvbench.report.site.parts import (
     small,
     table_of,
 )
+from kvbench.report.tables.formats import NONE
 from kvbench.runs.quantities import QUANTITIES
 
 SHARES = (2, 5, 10, 25, 50)  # per cent of full attention's device memory

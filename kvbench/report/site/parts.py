@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 
 import kvbench
 from kvbench.config import choices
-from kvbench.report.cells import Cell, Table, runs_of
 from kvbench.report.claims.page import Judged, judged
-from kvbench.report.evidence import Evidence
-from kvbench.report.formats import NONE, text
-from kvbench.report.frame import Runs, missing
-from kvbench.report.panels import telling
-from kvbench.report.seeds import over_seeds
-from kvbench.report.select import by_protocol
-from kvbench.report.style import STYLES, style_of
-from kvbench.report.tables import summary
+from kvbench.report.data.evidence import Evidence
+from kvbench.report.data.frame import Runs, missing
+from kvbench.report.data.seeds import over_seeds
+from kvbench.report.data.select import by_protocol
+from kvbench.report.figures.panels import telling
+from kvbench.report.figures.style import STYLES, style_of
+from kvbench.report.tables.cells import Cell, Table, runs_of
+from kvbench.report.tables.formats import NONE, text
+from kvbench.report.tables.runs import summary
 
 VALUES = ("score", "kl_mean", "device_kv_bytes", "index_bytes", "moved_bytes_per_step", "tpot_ms_p50", "recall", "n")
 RANGE_UP_TO = 3  # samples: of so few the ends of a percentile bootstrap are the least and the largest

@@ -8,8 +8,8 @@ from html import escape
 from typing import NamedTuple
 
 from kvbench.report.claims.page import OURS, SHIPPED, shipped_runs
-from kvbench.report.figures import OF_FILES, draw
-from kvbench.report.frame import Runs
+from kvbench.report.data.frame import Runs
+from kvbench.report.figures.all import OF_FILES, draw
 from kvbench.report.site.drawing import legible, picture
 from kvbench.report.site.parts import File, Site, figure, page
 

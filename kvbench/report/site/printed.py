@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbench.config import ConfigError
-from kvbench.report.beside import beside
-from kvbench.report.cells import Cell, Table
-from kvbench.report.formats import NONE, text
-from kvbench.report.frame import YARDSTICK, Runs
-from kvbench.report.published import PaperTable, ids, table
+from kvbench.report.data.frame import YARDSTICK, Runs
+from kvbench.report.data.papers import PaperTable, ids, table
 from kvbench.report.site.parts import ids_of, small, table_of
+from kvbench.report.tables.cells import Cell, Table
+from kvbench.report.tables.formats import NONE, text
+from kvbench.report.tables.published import beside
 
 LINES = {"published": "", "score": "ours", "difference": "difference"}  # of a published row
 
@@ -61,7 +61,7 @@ def published(method: str, tables: Sequence[Printed]) -> str:
         told = small(f"{paper.source.partition(';')[0]}: {theirs} published, {ours} run here")
         parts.append(
             f"<details{' open' if ours else ''}><summary>{escape(paper.title)}{told}</summary>{_table(made, shown)}"
-            f"<ul class=notes>{notes}<li><code>python -m kvbench.report --paper {paper.id}</code></li></ul></details>"
+            f"<ul class=notes>{notes}<li><code>kvbench report --paper {paper.id}</code></li></ul></details>"
         )
     if not parts:
         return "<p>No table that kvbench holds prints a number of it.</p>"

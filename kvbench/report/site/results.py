@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from html import escape
 
-from kvbench.report.figures import draw
-from kvbench.report.formats import NONE
-from kvbench.report.frame import YARDSTICK
-from kvbench.report.select import order_of
+from kvbench.report.data.frame import YARDSTICK
+from kvbench.report.data.select import order_of
+from kvbench.report.figures.all import draw
 from kvbench.report.site.drawing import picture
 from kvbench.report.site.parts import (
     FAR_OVER,
@@ -25,6 +24,7 @@ from kvbench.report.site.parts import (
     small,
     table_of,
 )
+from kvbench.report.tables.formats import NONE
 
 FIGURES = {
     "budget": "Score against the budget and what was attended, beside full attention and the exact top-k",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from kvbench.report.frame import content_of
+from kvbench.report.data.frame import content_of
 from kvbench.report.html import MOST_LETTERS, score_of
 from kvbench.report.site.parts import File, Row, Site, page
 from kvbench.runs.stored import read_samples

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvbench.team import claim, together
+from kvbench.kernels.threads import claim, together
 from methods.blocks.kernels import jit, kernel, prefetch, widen, write_best
 
 AHEAD = 16  # pages whose bounds are on their way while one is scored

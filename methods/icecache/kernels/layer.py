@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, types
 from numba.extending import intrinsic
 
-from kvbench.team import claim, together
+from kvbench.kernels.threads import claim, together
 from methods.blocks.kernels import jit, kernel
 from methods.icecache.kernels.arrays import NODE, NONE, PAGE, PAGES, POINT, POINTS, TOP, Tree, Workspace
 from methods.icecache.kernels.choosing import best_pages, interleave

@@ -1,0 +1,1 @@
+"""What runs a model: transformers in this process, or vLLM's CPU engine."""

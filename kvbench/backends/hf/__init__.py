@@ -1,0 +1,1 @@
+"""Models of transformers, in the loop of kvbench or in `model.generate`."""

@@ -1,0 +1,420 @@
+"""`KVCache`: a method inside plain `model.generate`."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from typing import Any, Literal, NoReturn, get_args
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvbench.attention.executor import executor
+from kvbench.backends.hf import rotary
+from kvbench.backends.hf.given import check_mask, columns, left_padded
+from kvbench.backends.hf.hooks import Call, CountingCache, CountingLayer, mailbox, windowed_layers
+from kvbench.backends.hf.layers import reading_of, shape_of
+from kvbench.backends.hf.model import (
+    engine_for,
+    head_scores_of,
+    method_of,
+    needed,
+    refuse_compiled,
+    use_kvbench_attention,
+)
+from kvbench.backends.hf.residuals import residuals_watched
+from kvbench.budget import Accounting, Budget
+from kvbench.config import ConfigError
+from kvbench.engine.engine import Engine, worker_pool
+from kvbench.engine.turn import Transcript, take_back
+from kvbench.memory.kinds import GROUPED, KV, kv_of
+from kvbench.method import Method
+
+Question = Literal["dense", "method"]
+AUDIT_EVERY = 8  # a user's own generate() shall not pay for a count of every union at every step
+
+
+class KVCache(CountingCache):
+    """A KV-cache method inside plain `model.generate(past_key_values=KVCache(model, ...))`.
+
+    The first forward pass is the prompt (left padding allowed) and is dense; a later one of a single token is a decode
+    step. One of several tokens is a later turn of the conversation: `generate`, given the whole conversation and the
+    same cache again, passes what the cache has not read. All rows of a batch take a turn of one length.
+
+    Args:
+        model: a transformers causal language model; switched to "kvbench" attention.
+        method: a method's name (with its options as keywords), or a Method object, which serves one cache.
+        budget: tokens (int), a fraction of the prompt (float in (0, 1]), or None: the method's own sizes.
+        accounting: "paper" or "unified" (what counts inside the budget).
+        dense_layers: true indices of layers that always attend everything; one with a sliding window is none, and stays
+            as it is.
+        question: how the tokens of a later turn are read: "dense", at once, attending all that the method has not
+            dropped, or "method", one by one, as decode steps (the logits are then the last token's alone).
+        prompt_length: columns of the prompt, padding included, where it is prefilled in several forward passes.
+        attention: the executor, "auto", "cpu", "torch", "reference" or "flashinfer".
+        kv: what keys and values are held in, "native", "int8", "fp8", "kivi4", "kivi2", or {"device": .., "host": ..}.
+        tokenizer: for methods that read the text of tokens.
+        seed: what the method's randomness derives from.
+
+    Raises:
+        ConfigError: an unknown method or option, a bad budget, a model that kvbench does not support.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: str | Method = "quest",
+        budget: int | float | None = 256,
+        *,
+        accounting: Accounting = "paper",
+        dense_layers: Collection[int] = (0, 1),
+        question: Question = "dense",
+        prompt_length: int | None = None,
+        attention: str = "auto",
+        kv: str | Mapping[str, str] = "native",
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        self._method, harness, self._name = method_of(method, options)
+        if question not in get_args(Question):
+            raise ConfigError(f"question={question!r}: one of {', '.join(get_args(Question))}")
+        if prompt_length is not None and (type(prompt_length) is not int or prompt_length < 1):
+            raise ConfigError(f"prompt_length={prompt_length!r}: expected columns of the prompt, 1 or more, or None")
+        self._budget, kinds = Budget.of(budget, harness, accounting), kv_of(kv)
+        use_kvbench_attention(model)
+        config = model.config.get_text_config()
+        self._dense_layers = _layer_indices(dense_layers, config.num_hidden_layers)
+        shape = shape_of(model, [1], self._dense_layers, model.dtype, model.device)
+        executor(attention, shape, kinds)
+        self._settings = needed(model, shape, self._method, self._budget, kinds, tokenizer)
+        self._settings |= {"attention": attention, "kv": kinds, "seed": seed, "audit_every": AUDIT_EVERY}
+        self._settings["head_scores"] = head_scores_of(model, self._method)
+        self._windowed, self._full_layers, self.scaling = (
+            windowed_layers(shape.windows),
+            shape.full_layers,
+            shape.scaling,
+        )
+        super().__init__(shape.layers, self._windowed)
+        self._model, self._question, self._prompt_length = model, question, prompt_length
+        self._tokenizer, self._stretched = tokenizer, bool(rotary.stretches(model))
+        self.engine: Engine | None = None
+        self._transcript = Transcript()
+        self._offsets: list[int] = []
+        self._passing = False  # a forward pass has begun and not ended
+        self._unsettled = False  # a step was decoded and is not counted yet
+        self._modules = frozenset(id(call.module) for call in reading_of(model).calls.values())
+        _watch(model)
+        self._watched = ExitStack()
+        self._watch_prompt()
+
+    def __repr__(self) -> str:
+        return f"KVCache(method={self._name}, budget={self._budget.size}, {_held(self.engine)})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a KVCache is not pickled, nor written by torch.save: it belongs to its model and to memory that methods "
+            "share; expected cache.copy(), or the text read anew"
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the generation; -1 before the first prompt."""
+        return -1 if self.engine is None else self.engine.shape.batch
+
+    def reset(self) -> None:
+        """Forget everything; the next forward pass is a new prompt."""
+        super().reset()
+        self.engine, self._transcript = None, Transcript()
+        self._passing = self._unsettled = False
+        self._watch_prompt()
+
+    def _watch_prompt(self) -> None:
+        self._watched.close()
+        self._watched.enter_context(residuals_watched(self._model, self._method.needs))
+
+    def audit(self) -> dict[str, Any]:
+        """What was attended and held so far; keys as in `summary.json`, and those of later turns."""
+        if self.engine is None:
+            raise ValueError("nothing to audit: no prompt was read yet")
+        self._settle(self.engine)
+        return self.engine.report()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        shared = self._model, self._tokenizer, self._settings, worker_pool()
+        memo.update({id(thing): thing for thing in shared})
+        memo[id(self._watched)] = ExitStack()
+        if self.engine is not None:
+            self._settle(self.engine)  # what is noted to be counted is of this cache's own stores
+        copy.deepcopy(self.engine, memo)  # it knows what else is shared
+        twin = memo[id(self)] = object.__new__(type(self))
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        if twin.engine is None or not twin.engine.prefilled:
+            twin._watch_prompt()
+        return twin
+
+    def copy(self) -> KVCache:
+        """A cache that goes on from here by itself, as `copy.deepcopy` gives one; it takes as much memory again."""
+        return copy.deepcopy(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last -`tokens_to_remove` tokens of every row back, as assisted decoding does.
+
+        Raises:
+            ValueError: a positive number, as in transformers, or more than there are; or a method that cannot.
+        """
+        count = -tokens_to_remove
+        if count and self._windowed:
+            raise ValueError(f"crop({tokens_to_remove}): layers with a window have forgotten what came before it")
+        if not 0 <= count < max(1, self._shortest):
+            raise ValueError(f"crop({tokens_to_remove}): minus the tokens to remove, of a row of {self._shortest}")
+        if count:
+            assert self.engine is not None
+            self._settle(self.engine)
+            take_back(self._method, self.engine.stores, self.engine.shape.sparse_layers, count)
+            self._transcript.cut(count)
+            for layer in self.layers:
+                assert isinstance(layer, CountingLayer)
+                layer.seen -= count
+
+    def activate_past_recording(self) -> None:
+        """Assisted decoding begins.
+
+        Raises:
+            ValueError: it takes tokens back, which the method cannot; or needs all logits of what is read.
+        """
+        kv: KV = self._settings["kv"]
+        if not self._method.needs.crops or self._question != "dense" or self._windowed or kv.device in GROUPED:
+            raise ValueError(
+                f"assisted decoding with {type(self._method).__name__}, question={self._question}, kv={kv}, "
+                f"{len(self._windowed)} layers with a window: it reads several tokens at once and takes some back; "
+                "expected a method whose needs say crops=True, question=dense, tokens coded one by one, and full "
+                "attention in every layer"
+            )
+
+    @property
+    def _shortest(self) -> int:
+        """Tokens of the shortest row."""
+        return 0 if self.engine is None else min(self.engine.lengths)
+
+    # -- before a forward pass -------------------------------------------------------------------------------------
+
+    def take_chunk(self) -> None:
+        """Look at a chunk of what `generate` prefills in chunks.
+
+        Raises:
+            ValueError: it is of a prompt whose length nobody told.
+        """
+        started = self.engine is not None and not self.engine.audit.generated and not self._unsettled
+        if started and self._prompt_length is None:
+            raise ValueError("a prompt prefilled in chunks: give the KVCache its columns, prompt_length=")
+
+    def continue_with(self, input_ids: torch.Tensor) -> None:
+        """Look at the whole conversation [B, n], as `generate` begins; it leaves out what was read.
+
+        Raises:
+            ValueError: it does not go on from what was read.
+        """
+        if self.engine is not None:
+            self._check_rows(len(input_ids))
+            self._transcript.check(input_ids)
+
+    def before(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Look at what a forward pass of the model is given; returns what it shall be given.
+
+        Raises:
+            ValueError: what it is given does not fit what was read.
+        """
+        if given.get("use_cache") is False:
+            raise ConfigError("use_cache=False: a KVCache is kept from one step to the next; expected use_cache=True")
+        name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+        width, seen, mask = given[name].shape[1], self.get_seq_length(), given.get("attention_mask")
+        self._check_rows(given[name].shape[0])
+        turn = self.engine is not None and self.engine.prefilled and width > 1
+        check_mask(mask, seen, width, self._offsets if turn else ())
+        lengths = _lengths_after(self.engine, mask, self._prompt_length, width)
+        if self._stretched:
+            rotary.refuse_mixed(self._model, lengths)
+        if turn and self._question == "method":
+            for at in range(width - 1):
+                self._model(**columns(given, name, at, seen), past_key_values=self, use_cache=True, logits_to_keep=1)
+            given = given | columns(given, name, width - 1, seen)
+        rotary.note(lengths)
+        self._expected = seen + width
+        return given
+
+    def after(self) -> None:
+        """A forward pass of the model has ended.
+
+        Raises:
+            ConfigError: it went without this cache.
+        """
+        if self.get_seq_length() != self._expected:
+            _refuse_dropped(self._model, self.get_seq_length())
+
+    def _check_rows(self, rows: int) -> None:
+        if self.engine is not None and rows != self.batch_size:
+            raise ValueError(f"this KVCache holds {self.batch_size} rows and is given {rows}: take a new one")
+
+    # -- in a forward pass -----------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """A forward pass begins.
+
+        Raises:
+            ValueError: the last one has not ended.
+        """
+        if self._passing:
+            raise ValueError(
+                "the last forward pass through this KVCache did not end: it failed, or another thread generates with "
+                "it; a KVCache serves one generation at a time, and after an error reset() or a new one"
+            )
+        self._passing = True
+
+    def belongs_to(self, module: torch.nn.Module) -> bool:
+        """Whether the attention module is of the model that this cache was made for."""
+        return id(module) in self._modules
+
+    @torch.no_grad()
+    def attend(self, call: Call, query: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+        """Attention of one layer, see `Engine.attend`; the first layer with full attention opens the forward pass."""
+        if call.layer == self._full_layers[0]:
+            self._start_forward(query, padding)
+        assert self.engine is not None
+        out = self.engine.attend(call.layer, query, call.key, call.value, call.sinks)
+        if call.layer == self._full_layers[-1]:
+            self._passing = False
+        return out
+
+    def _settle(self, engine: Engine) -> None:
+        """Count the step before this one: the last layers of the model, with a window, may come after all others."""
+        if self._unsettled:
+            engine.settle()
+        self._unsettled = False
+
+    def _start_forward(self, query: torch.Tensor, padding: torch.Tensor | None) -> None:
+        batch, _, width, _ = query.shape
+        ids, mailbox.input_ids = mailbox.input_ids, None
+        if ids is None or ids.shape != (batch, width):
+            ids = torch.full((batch, width), -1, device=query.device)  # prompt given as embeddings
+        if self.engine is None:
+            columns = self._prompt_length or width
+            lengths, self._offsets = left_padded(padding, batch, columns)
+            self.engine = engine_for(
+                self._model,
+                lengths,
+                self._method,
+                self._budget,
+                self._dense_layers,
+                self._tokenizer,
+                offsets=self._offsets,
+                columns=columns,
+                **self._settings,
+            )
+            self.engine.windowed = self._windowed
+        if self._method.view is not self.engine.view:
+            raise ValueError("the Method object of this KVCache has begun another generation: give each cache its own")
+        self._settle(self.engine)
+        if self.engine.prefilled:
+            self._watched.close()  # of the prompt all is known
+        if not self.engine.prefilled:
+            ids = ids if padding is None else ids.masked_fill(padding[:, -width:].to(ids.device) == 0, -1)
+            self.engine.start_chunk(ids)
+        elif width == 1:
+            self._unsettled = True
+            self.engine.start_step(ids[:, 0].cpu())
+        else:
+            self.engine.start_turn(ids)
+        self._transcript.add(ids)
+
+
+def _held(engine: Engine | None) -> str:
+    """Tokens of each row that were read, and the bytes that keys and values take."""
+    if engine is None or not engine.prefilled:
+        return "tokens=[], bytes=0" if engine is None else "in the prompt"
+    host = sum(store.host_bytes() for store in engine.stores.values())
+    return f"tokens={engine.lengths}, bytes={engine.allocated_bytes() + host}"
+
+
+def _lengths_after(engine: Engine | None, mask: torch.Tensor | None, prompt: int | None, width: int) -> list[int]:
+    """Tokens of each row once the next `width` columns are read; in a prompt, once all of it is."""
+    if engine is None:
+        return left_padded(mask, 1, prompt or width)[0]
+    return [length + width for length in engine.lengths] if engine.prefilled else [*engine.shape.lengths]
+
+
+def _layer_indices(layers: Collection[int], count: int) -> tuple[int, ...]:
+    """Indices of layers, checked against how many there are."""
+    right = not isinstance(layers, str) and isinstance(layers, Collection)
+    if not right or any(type(layer) is not int or not 0 <= layer < count for layer in layers):
+        raise ConfigError(f"dense_layers={layers!r}: indices of the model's layers, 0 to {count - 1}; () for none")
+    return tuple(sorted(set(layers)))
+
+
+def _watch(model: PreTrainedModel) -> None:
+    """Attention sees neither token ids nor what `generate` was given; look at both as they come to the model."""
+    if getattr(model, "_kvbench_watches", False):
+        return
+    model.register_forward_pre_hook(_before, with_kwargs=True)
+    model.register_forward_hook(_after, with_kwargs=True, always_call=True)
+    model.prepare_inputs_for_generation = types.MethodType(_prepare_inputs_for_generation, model)
+    model._kvbench_watches = True  # type: ignore[assignment]
+
+
+def _before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        args, kwargs = args[1:], {"input_ids": args[0], **kwargs}
+    mailbox.call, mailbox.masking = None, False  # what a pass that failed has left
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, KVCache):
+        refuse_compiled(module)
+        kwargs = cache.before(kwargs)
+    mailbox.input_ids = kwargs.get("input_ids")
+    return args, kwargs
+
+
+def _after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    rotary.note(None)
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, KVCache) and output is not None:  # None: the pass has failed
+        cache.after()
+
+
+def _prepare_inputs_for_generation(model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The model's own; but that `generate`, as it begins, gives a KVCache only what goes on from what was read."""
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, KVCache):
+        return type(model).prepare_inputs_for_generation(model, input_ids, *args, **kwargs)
+    if kwargs.get("is_first_iteration"):
+        if "next_sequence_length" not in kwargs:
+            cache.take_chunk()
+        elif kwargs["next_sequence_length"] is not None and kwargs.get("inputs_embeds") is None:
+            cache.continue_with(input_ids)  # the whole conversation, of which what was read is left out
+    prepared = type(model).prepare_inputs_for_generation(model, input_ids, *args, **kwargs)
+    if prepared.get("past_key_values") is None and not cache.get_seq_length():
+        prepared["past_key_values"] = cache  # it holds nothing that could be wrong, and all is read now
+    if prepared.get("past_key_values") is not cache:
+        _refuse_dropped(model, cache.get_seq_length())
+    return prepared
+
+
+def _refuse_dropped(model: PreTrainedModel, read: int) -> NoReturn:
+    """The model's class goes on without the KVCache that it was given.
+
+    Raises:
+        ConfigError: always.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    key = "original_max_position_embeddings"
+    limit, stretched = getattr(config, key, None), rotary.stretches(model)
+    why, right = "", "a model whose class keeps the cache that generate is given"
+    if limit is not None and limit >= read:
+        why = f", to compute all keys again beyond {key}={limit}"
+        right = f"prompt and new tokens within {limit}, or a longer prompt read at once"
+        if stretched:
+            why += f" with other angles (rope_type={stretched[0].rope_type})"
+        else:
+            right += f"; as its angles do not follow the length, a larger model.config.{key} serves as well"
+    raise ConfigError(f"{name}: its class drops the KVCache after {read} tokens{why}; expected {right}")

@@ -1,0 +1,291 @@
+"""How transformers and kvbench meet: cache layers that count, and the attention function that reads their notes.
+
+A cache layer here only counts: `update()` leaves a note of (cache, layer) for the attention function, which runs next
+in the same thread, and hands back the NEW keys and values. The attention function gives them to the cache. A layer
+with a sliding window leaves no note: transformers keeps its window, and computes its attention as ever. So does a model
+switched to "kvbench" attention but run with another cache, or none.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from kvbench.config import ConfigError
+
+NAME = "kvbench"
+
+
+class Call(NamedTuple):
+    """A call of a layer's attention: what its cache layer was just given, and what comes with the query.
+
+    Attributes:
+        cache, layer: of which cache, and of its layers which.
+        key, value: [B, Hkv, q, D], of the new tokens.
+        module: the attention module.
+        scaling: factor on the logits.
+        sinks: [Hq], see `kvbench.attention.sinks`; None: the model has none.
+    """
+
+    cache: CountingCache
+    layer: int
+    key: torch.Tensor
+    value: torch.Tensor
+    module: Any = None
+    scaling: float = 1.0
+    sinks: torch.Tensor | None = None
+
+
+class _Mailbox(threading.local):
+    """Hand-over between the hooks of one forward pass; every note is taken once."""
+
+    call: Call | None = None
+    residual: tuple[CountingCache, torch.Tensor] | None = None
+    masking = False
+    input_ids: torch.Tensor | None = None
+
+
+mailbox = _Mailbox()
+
+
+class CountingLayer(CacheLayerMixin):
+    """Counts the tokens a layer has SEEN, which positions and masks follow, whatever was kept."""
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, owner: CountingCache, layer: int) -> None:
+        super().__init__()
+        self.owner, self.layer, self.seen = owner, layer, 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, *_: Any, **__: Any) -> None:
+        """Nothing to allocate here."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if mailbox.masking or mailbox.call is not None:  # notes that kvbench's own functions would have taken
+            self.owner.refuse_strange_model()
+        if self.layer == self.owner.first:
+            self.owner.begin_pass()
+        self.seen += key_states.shape[-2]
+        mailbox.call = Call(self.owner, self.layer, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        mailbox.masking = True
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.seen = 0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise ValueError("kvbench caches do not support beam search: an index belongs to one sequence")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise ValueError("kvbench caches do not support contrastive search: an index belongs to one sequence")
+
+    batch_select_indices = batch_repeat_interleave
+
+
+class WindowedLayer(DynamicSlidingWindowLayer):
+    """The window of a layer, as transformers keeps it: of W tokens those that the next one may attend, W - 1."""
+
+    is_croppable = False
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        seen: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        if key_states.shape[-2] > 1:  # a part of a prompt would stay in memory whole
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+        return seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        mailbox.masking = False
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length)
+        return sizes
+
+    def begin_from(self, other: WindowedLayer) -> None:
+        """Hold what another layer holds: an update writes to no tensor that is there, so both may go on."""
+        self.__dict__.update(other.__dict__)
+
+    def resident_bytes(self) -> int:
+        """Bytes of the keys and values that the next token may attend."""
+        return sum(part.nbytes for part in (self.keys, self.values) if part is not None)
+
+    def allocated_bytes(self) -> int:
+        """Bytes that they take on the device: a step's one token more, of which they are a part."""
+        return sum(part.untyped_storage().nbytes() for part in (self.keys, self.values) if part is not None)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        CountingLayer.reorder_cache(self, beam_idx)
+
+
+def windowed_layers(sizes: Mapping[int, int]) -> dict[int, WindowedLayer]:
+    """Layers with a sliding window, by their index, of these widths."""
+    return {layer: WindowedLayer(size) for layer, size in sizes.items()}
+
+
+class CountingCache(Cache):
+    """A cache of counting layers, and of windows for the layers that have one. Subclasses say what a pass means.
+
+    Attributes:
+        scaling: factor on the logits that every attention call must ask for; None: not known yet.
+    """
+
+    scaling: float | None = None
+    engine: Any = None
+
+    def __init__(self, layers: int, windowed: Mapping[int, Any]) -> None:
+        super().__init__(layers=[windowed.get(layer) or CountingLayer(self, layer) for layer in range(layers)])
+        self.first = min(layer for layer in range(layers) if layer not in windowed)
+
+    def begin_pass(self) -> None:
+        """A forward pass begins; nothing of it is counted yet."""
+
+    def belongs_to(self, module: torch.nn.Module) -> bool:
+        """Whether the attention module is of the model that this cache was made for."""
+        return True
+
+    def refuse_strange_model(self) -> NoReturn:
+        """The model that runs this cache does not attend through kvbench.
+
+        Raises:
+            ValueError: always.
+        """
+        mailbox.call, mailbox.masking = None, False
+        raise ValueError(
+            "the model does not attend through kvbench: its attention was changed since this cache was made, or the "
+            "cache was made for another model; make a new KVCache(model) after set_attn_implementation"
+        )
+
+    def attend(self, call: Call, query: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+        """Attention [B, Hq, q, D] of the query [B, Hq, q, D] in a layer.
+
+        Args:
+            padding: the 2D mask of the forward pass; None: no padding.
+        """
+        raise NotImplementedError
+
+    def residual(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
+        """What a layer's attention has made of the hidden states, see `Engine.residual`; of a prefill alone."""
+        if self.engine.method.needs.layer_similarity and not self.engine.prefilled:
+            self.engine.residual(layer, before, after)
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    note, mailbox.call = mailbox.call, None
+    if note is None:
+        own = sdpa_attention_forward if kwargs.get("s_aux") is None else _eager_attention
+        return own(module, query, key, value, attention_mask, **kwargs)
+    cache = note.cache
+    if not cache.belongs_to(module):
+        cache.refuse_strange_model()
+    scaling = kwargs.get("scaling")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)  # None: as in sdpa
+    reason = next(_unfit(module, query, key, value, attention_mask, note, scaling, kwargs), None)
+    if reason is not None:
+        raise ConfigError(f"{type(module).__name__}: {reason}")
+    call = note._replace(module=module, scaling=scaling, sinks=kwargs.get("s_aux"))
+    return cache.attend(call, query, attention_mask).transpose(1, 2).contiguous(), None
+
+
+def _unfit(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    note: Call,
+    scaling: float,
+    given: Mapping[str, Any],
+) -> Iterator[str]:
+    """Why kvbench would compute a call of a layer's attention wrong."""
+    if note.layer != module.layer_idx:
+        yield f"it is layer {module.layer_idx} and stores its keys as layer {note.layer}"
+    for name in ("softcap", "position_bias"):
+        if given.get(name) is not None:
+            yield f"its attention has a {name}, which kvbench does not compute"
+    if mask is not None and mask.ndim != 2:  # `_mask` gives none, or the padding
+        yield "it gives its attention a mask of its own"
+    if not getattr(module, "is_causal", True):
+        yield "its attention looks ahead (is_causal=False)"
+    if not (_same(key, note.key) and _same(value, note.value)):
+        yield "it attends other keys and values than it stores"
+    if key.shape != value.shape or query.shape[3] != key.shape[3] or query.shape[1] % key.shape[1]:
+        sizes = ", ".join(f"{list(part.shape[1::2])}" for part in (query, key, value))
+        yield f"its queries, keys and values have [heads, head_dim] {sizes}; expected one head_dim, heads shared out"
+    if note.cache.scaling not in (None, scaling):
+        yield f"its attention is scaled by {scaling:.6g} in layer {note.layer}, by {note.cache.scaling:.6g} elsewhere"
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same; of most models they are one."""
+    return one.shape == other.shape and (one.data_ptr() == other.data_ptr() or torch.equal(one, other))
+
+
+def _eager_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The model's own attention, which knows its sinks, under sdpa's mask: True where a query sees a key."""
+    if mask is None and query.shape[2] > 1:  # sdpa's way to say causal
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(
+            ~mask, torch.finfo(query.dtype).min
+        )
+    return beside(module, "eager_attention_forward")(module, query, key, value, mask, **kwargs)[0], None
+
+
+def _mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+    """For our caches the 2D padding mask as it is (None without padding); for any other, sdpa's."""
+    ours, mailbox.masking = mailbox.masking, False
+    if not ours:
+        return sdpa_mask(attention_mask=attention_mask, **kwargs)
+    return attention_mask
+
+
+def beside(module: torch.nn.Module, name: str) -> Any:
+    """A function of the file that has the module's class, or the one of which that is a kind; None: they have none."""
+    files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+    return next((getattr(file, name) for file in files if hasattr(file, name)), None)
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)

@@ -1,0 +1,122 @@
+"""What the layers of a model hand to their attention: found by reading one token, as models tell it in many ways."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvbench.backends.hf.hooks import Call, CountingCache, mailbox
+from kvbench.config import ConfigError, first_line
+from kvbench.method import Shape
+from kvbench.models.support import windows
+
+
+class _Reading(CountingCache):
+    """The cache of a forward pass of one token, which notes the call of every layer's attention."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers, {})
+        self.calls: dict[int, Call] = {}
+        self.query_heads: set[int] = set()
+
+    def attend(self, call: Call, query: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+        """What one token attends: itself."""
+        self.calls[call.layer] = call
+        self.query_heads.add(query.shape[1])
+        return call.value.repeat_interleave(query.shape[1] // call.value.shape[1], dim=1)
+
+
+@torch.no_grad()
+def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
+    """The calls of all layers as the model, with "kvbench" attention, reads a token; at a position, or as its first.
+
+    Raises:
+        ConfigError: the model hands its attention what kvbench would compute wrong.
+    """
+    config, name = model.config.get_text_config(), type(model).__name__
+    reading = _Reading(config.num_hidden_layers)
+    token = next(token for token in (3, 4) if token != config.pad_token_id)  # whose embedding may be zero
+    ids = torch.full((1, 1), min(token, config.vocab_size - 1), device=model.device)
+    given = {} if position is None else {"position_ids": torch.full_like(ids, position)}
+    try:
+        # neither the model itself, as what is hooked to it is not for this pass, nor its head, which is not asked
+        model.base_model.forward(input_ids=ids, past_key_values=reading, use_cache=True, **given)
+    except (ConfigError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{name}: reading a token through kvbench's attention fails, {type(error).__name__}: {first_line(error)}; "
+            "kvbench runs models that attend through transformers' attention interface what they store"
+        ) from error
+    finally:
+        mailbox.call, mailbox.masking = None, False
+    if reading.calls.keys() != set(range(config.num_hidden_layers)):
+        raise ConfigError(
+            f"{name}: of its {config.num_hidden_layers} layers {len(reading.calls)} store and attend keys; kvbench "
+            "runs models with attention in every layer"
+        )
+    return reading
+
+
+_read: weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[int], _Reading]] = weakref.WeakKeyDictionary()
+
+
+def reading_of(model: PreTrainedModel) -> _Reading:
+    """`read_token`, once for each model as long as it has the same modules.
+
+    Raises:
+        ConfigError: as there.
+    """
+    modules = [id(module) for module in model.modules()]
+    known, reading = _read.get(model, ([], None))
+    if reading is None or known != modules:
+        reading = read_token(model)
+        _read[model] = modules, reading
+    return reading
+
+
+def attention_modules(model: PreTrainedModel) -> list[Any]:
+    """The attention module of each layer."""
+    calls = reading_of(model).calls
+    return [calls[layer].module for layer in sorted(calls)]
+
+
+def shape_of(
+    model: PreTrainedModel,
+    lengths: Sequence[int],
+    dense_layers: Collection[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Shape:
+    """The Shape of a generation on `model` for prompts of these lengths.
+
+    Raises:
+        ConfigError: its layers differ in what a method is told once.
+    """
+    reading, windowed = reading_of(model), windows(model.config.get_text_config().to_dict())
+    layers = sorted(reading.calls)
+    full = [reading.calls[layer] for layer in layers if layer not in windowed]
+    sizes = {(*call.key.shape[1::2], call.scaling) for call in full}
+    if len(sizes) > 1 or len(reading.query_heads) > 1:
+        raise ConfigError(
+            f"model={type(model).__name__}: its layers differ in heads, head_dim or scaling; expected one of each"
+        )
+    [(kv_heads, head_dim, scaling)], [query_heads] = sizes, reading.query_heads
+    places = {layer: next(reading.calls[layer].module.parameters()).device for layer in layers}
+    return Shape(
+        layers=len(layers),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        lengths=tuple(lengths),
+        dtype=dtype,
+        device=device,
+        scaling=scaling,
+        sparse_layers=tuple(layer for layer in layers if layer not in {*dense_layers, *windowed}),
+        windows=windowed,
+        elsewhere={layer: place for layer, place in places.items() if place != device},
+    )

@@ -1,0 +1,178 @@
+"""What kvbench asks of a model of transformers: its attention, its shape, an engine for it, the text of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvbench.backends.hf import rotary
+from kvbench.backends.hf.hooks import NAME
+from kvbench.backends.hf.layers import reading_of, shape_of
+from kvbench.backends.hf.rotary import RotaryOf
+from kvbench.budget import Budget
+from kvbench.config import ConfigError, build, method_config, show
+from kvbench.engine.engine import Engine
+from kvbench.memory.kinds import KV, NATIVE, unfit, unfit_for
+from kvbench.method import HeadScores, Method, Shape
+from kvbench.models import heads, hub
+from kvbench.models.support import refuse_unsupported
+
+
+def use_kvbench_attention(model: PreTrainedModel) -> None:
+    """Switch a loaded model to "kvbench" attention; refuses by name what kvbench would run wrong.
+
+    Raises:
+        ConfigError: it is no model, or not one that kvbench runs.
+    """
+    if not hasattr(model, "set_attn_implementation"):
+        raise ConfigError(
+            f"model={str(model)[:80]!r}: a loaded model, as AutoModelForCausalLM.from_pretrained(...) gives one"
+        )
+    name = type(model).__name__
+    refuse_compiled(model)
+    refuse_unsupported(model.config.to_dict(), name)
+    refuse_own_attention(type(model), name)
+    devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
+    if len(devices) > 1 and (away := sorted(devices & {"cpu", "disk"})):
+        raise ConfigError(
+            f"{name}: some of its layers wait on {' and '.join(away)} (hf_device_map); expected all of them on GPUs"
+        )
+    before = model.config._attn_implementation
+    if before != NAME:
+        model.set_attn_implementation(NAME)
+    try:
+        reading_of(model)
+    except ConfigError:
+        model.set_attn_implementation(before)
+        raise
+    rotary.watch_length(model)
+
+
+def refuse_compiled(model: torch.nn.Module) -> None:
+    """Refuse a model that torch.compile has made, or is making, of another.
+
+    Raises:
+        ConfigError: names the model.
+    """
+    made = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+    if made or hasattr(model.forward, "_torchdynamo_orig_callable") or torch.compiler.is_compiling():
+        _say_compiled(type(getattr(model, "_orig_mod", model)).__name__)
+
+
+@torch.compiler.disable
+def _say_compiled(name: str) -> NoReturn:
+    raise ConfigError(f"model={name}: compiled by torch.compile; expected the model as it was before, not compiled")
+
+
+def refuse_own_attention(kind: type[PreTrainedModel], name: str) -> None:
+    """Refuse a class of models that computes attention in a way of its own.
+
+    Raises:
+        ConfigError: names the model.
+    """
+    if not kind._can_set_attn_implementation():
+        raise ConfigError(
+            f"{name}: {kind.__name__} computes attention in a way of its own; kvbench runs models that use "
+            "transformers' attention interface"
+        )
+
+
+def engine_for(
+    model: PreTrainedModel,
+    lengths: Sequence[int],
+    method: Method,
+    budget: Budget,
+    dense_layers: Collection[int],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    kind: type[Engine] = Engine,
+    **settings: Any,
+) -> Engine:
+    """An engine of a kind that runs `method` on prompts of these lengths; `settings` as for `Engine`.
+
+    Raises:
+        ConfigError: the method needs what this model cannot give.
+    """
+    shape = shape_of(model, lengths, dense_layers, model.dtype, model.device)
+    if "rotary" not in settings:
+        settings |= needed(model, shape, method, budget, settings.get("kv", NATIVE), tokenizer)
+    rotary.refuse_recomputed(model, lengths, settings.get("new_tokens") or 0)
+    if method.needs.token_text:
+        settings["pieces"] = vocabulary_text(tokenizer)
+    if method.needs.head_scores and settings.get("head_scores") is None:
+        raise ConfigError(f"head_scores=None: {type(method).__name__} needs those that kvbench calibrate makes")
+    return kind(shape, method, budget, **settings)
+
+
+def needed(
+    model: PreTrainedModel,
+    shape: Shape,
+    method: Method,
+    budget: Budget,
+    kv: KV,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> dict[str, Any]:
+    """What of a model a method needs, as a setting of an engine, whatever the prompt.
+
+    Raises:
+        ConfigError: it is not there, or its keys and values cannot be held as asked.
+    """
+    needs, name = method.needs, type(method).__name__
+    for reason in (*unfit(kv, shape.head_dim), *unfit_for(kv, method, name, budget.counts_generated)):
+        raise ConfigError(reason)
+    if needs.token_text and tokenizer is None:
+        raise ConfigError(f"tokenizer=None: {name} reads the text of tokens; pass the tokenizer")
+    if needs.positions != "cache" and not needs.rotation:
+        return {"rotary": None}
+    instead = "positions=original" if needs.positions == "cache" else "another method"
+    return {"rotary": RotaryOf(model, shape.sparse_layers, instead)}
+
+
+def vocabulary_text(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text of every token id, spaces as in running text; bytes that are no whole character become U+FFFD."""
+    pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    # SentencePiece writes a space as U+2581 and would strip it from a piece that stands alone
+    return [p.replace("\u2581", " ") if "\u2581" in p else tokenizer.convert_tokens_to_string([p]) for p in pieces]
+
+
+def method_named(name: str, **options: Any) -> Method:
+    """The method called `name` in conf/method, built with its defaults and `options`."""
+    method: Method = build(method_config(name, **options))
+    return method
+
+
+def head_scores_of(model: PreTrainedModel, method: Method) -> HeadScores | None:
+    """The scores of a model's heads that a method asks for; None: for none.
+
+    Raises:
+        ConfigError: there are none, or those of the file are of another model.
+    """
+    asked, path = method.needs.head_scores, model.config._name_or_path
+    if asked is None:
+        return None
+    if path:
+        found = heads.calibration_of(hub.ModelSource(Path(path).name, path, ()), asked, f"model.path={path}")
+    else:  # made of a config, and not read from files
+        found = None if asked == heads.AUTO else heads.read(Path(asked).expanduser())
+    if found is None:
+        raise ConfigError("heads=auto: the model is not from a file; give heads=FILE of kvbench calibrate")
+    return found.scores
+
+
+def method_of(method: Any, options: dict[str, Any]) -> tuple[Method, dict[str, Any], str]:
+    """A method, what the harness reads of its YAML, and its name.
+
+    Raises:
+        ConfigError: there is none of this name, or what is given is none.
+    """
+    if isinstance(method, str):
+        config = method_config(method, **options)
+        return build(config), config.harness, method
+    if not isinstance(method, Method):
+        raise ConfigError(f"method={show(method)}: expected the name of a method, such as 'quest', or a Method object")
+    if options:
+        raise ConfigError(f"{', '.join(options)}: no such argument; give a Method object its options yourself")
+    return method, {}, type(method).__name__

@@ -1,0 +1,148 @@
+"""One dense prefill that serves many methods: a snapshot from which any of them begins.
+
+The prompt's keys and values are one immutable block with room for the generated tokens after it; the method that holds
+the snapshot writes there, and the next one writes over it. So one method at a time generates from a snapshot, in the
+very memory layout of a run of its own, and gets the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from kvbench.backends.hf.generate import Draw, EngineCache, chosen_tokens, prefill_logits
+from kvbench.backends.hf.layers import shape_of
+from kvbench.backends.hf.rotary import refuse_recomputed
+from kvbench.budget import Budget
+from kvbench.engine.engine import Engine
+from kvbench.memory.store import LayerStore
+from kvbench.method import Method, Needs, Prompt
+
+RECORDED_LESS = "the prefill recorded less than this method needs; name its needs in prefill_once"
+
+
+class Recorder(Method):
+    """Keeps what the prefill shows of every layer, for the methods that begin from it."""
+
+    def __init__(self, needs: Needs) -> None:
+        self.needs = needs
+        self.prompts: dict[int, Prompt] = {}
+        self.similarity: torch.Tensor | None = None
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Keep the prompt of a layer."""
+        self.prompts[layer] = prompt
+
+    def observe_layers(self, similarity: torch.Tensor) -> None:
+        """Keep it, as of all layers: one with a window, which no method is asked about, has none."""
+        layers = torch.tensor(self.shape.sparse_layers, device=similarity.device)
+        every = similarity.new_zeros(self.shape.layers, similarity.shape[1])
+        self.similarity = every.index_copy_(0, layers, similarity)
+
+
+class Prefilled:
+    """The snapshot of a dense prefill.
+
+    Attributes:
+        lengths: prompt tokens of each row.
+        tokens: [B], the likeliest first new token of each row.
+        seconds: what the prefill took.
+        reference: [T, vocabulary] fp32, what full attention says after each token of a text that is given (see
+            `kvbench.measure.fidelity`); None: nobody asked.
+    """
+
+    def __init__(
+        self, logits: torch.Tensor, not_first: Collection[int], recorded: Recorder, engine: Engine, start: float
+    ) -> None:
+        self.lengths = engine.shape.lengths
+        self._logits, self._not_first = logits, not_first
+        self.tokens = chosen_tokens(logits, not_first)
+        self.seconds = time.perf_counter() - start
+        self._prompts, self._similarity = recorded.prompts, recorded.similarity
+        self._stores, self._windowed = engine.stores, engine.windowed
+        self._capacity = engine.capacity
+        self.reference: torch.Tensor | None = None
+        self._lent: list[LayerStore] = []
+
+    def first_tokens(self, draw: Draw | None) -> torch.Tensor:
+        """The first new token of each row, [B] on the CPU: the likeliest, or drawn."""
+        return self.tokens if draw is None else chosen_tokens(self._logits, self._not_first, draw)
+
+    def lend(self, engine: Engine) -> None:
+        """Let `engine`, fresh and made for these prompts, begin here. The engine that began before it must not go on.
+
+        Raises:
+            ValueError: the engine was made for other prompts, or needs more than was recorded.
+        """
+        if engine.shape.lengths != self.lengths:
+            raise ValueError(f"the prefill read prompts of {self.lengths} tokens, the engine expects others")
+        if engine.capacity > self._capacity:
+            raise ValueError("the prefill left less room than this engine needs; raise max_new_tokens in prefill_once")
+        prompts = {layer: self._seen_by(engine.method, prompt) for layer, prompt in self._prompts.items()}
+        similar = engine.method.needs.layer_similarity
+        if similar and self._similarity is None:
+            raise ValueError(RECORDED_LESS)
+        for store in self._lent:
+            store.close()
+        self._lent = []
+        for layer, prompt in prompts.items():
+            self._lent.append(engine.adopt(layer, self._stores[layer], prompt))
+        for layer, windowed in self._windowed.items():
+            engine.windowed[layer].begin_from(windowed)
+        if similar:
+            engine.end_prefill(self._similarity)
+
+    @staticmethod
+    def _seen_by(method: Method, prompt: Prompt) -> Prompt:
+        window = min(method.needs.query_window, max(prompt.lengths))
+        if window > prompt.queries.shape[2] or (method.needs.attention_sums and prompt.attention_sums is None):
+            raise ValueError(RECORDED_LESS)
+        queries = prompt.queries[:, :, prompt.queries.shape[2] - window :]
+        return replace(
+            prompt,
+            queries=queries if window else queries[:, :0],
+            attention_sums=prompt.attention_sums if method.needs.attention_sums else None,
+        )
+
+
+@torch.inference_mode()
+def prefill_once(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    needs: Iterable[Needs],
+    *,
+    max_new_tokens: int,
+    chunk: int | None = None,
+    not_first: Collection[int] = (),
+) -> Prefilled:
+    """Read prompts once for all methods with these needs.
+
+    Args:
+        model: with "kvbench" attention.
+        prompts: token ids of each row.
+        needs: of the methods that will begin from the snapshot.
+        max_new_tokens: most tokens any of them will generate.
+        chunk: prompt columns in one forward pass; None: all.
+        not_first: tokens that no row may begin with.
+    """
+    start = time.perf_counter()
+    shape = shape_of(model, [len(prompt) for prompt in prompts], (), model.dtype, model.device)
+    refuse_recomputed(model, shape.lengths, max_new_tokens)
+    recorder = Recorder(union(needs))
+    engine = Engine(shape, recorder, Budget(None), new_tokens=max_new_tokens)
+    logits = prefill_logits(model, prompts, EngineCache(engine), chunk)
+    return Prefilled(logits, not_first, recorder, engine, start)
+
+
+def union(needs: Iterable[Needs]) -> Needs:
+    """What a prefill must record to serve all of `needs`."""
+    needs = list(needs)
+    return Needs(
+        query_window=max((need.query_window for need in needs), default=0),
+        attention_sums=any(need.attention_sums for need in needs),
+        layer_similarity=any(need.layer_similarity for need in needs),
+    )

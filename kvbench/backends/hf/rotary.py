@@ -1,0 +1,259 @@
+"""A model's rotary positions: keys turned to others, and angles that follow the length of a text.
+
+Under dynamic NTK scaling and LongRoPE transformers takes the angles of all that a forward pass reads from its largest
+position, and keeps some of that in the module for the next pass: what a prompt gives would depend on its chunks, on the
+rows beside it, and on what the model read before. Here they follow from the length of a row alone: those that the pass
+which reads it alone, at once, with a fresh model would have.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from kvbench.backends.hf.hooks import CountingCache, CountingLayer, beside
+from kvbench.backends.hf.layers import attention_modules, read_token
+from kvbench.config import ConfigError
+from kvbench.engine.positions import Angles
+
+FULL = "full_attention"  # as transformers calls these layers
+PLACE = 3  # where a key is turned to, to see whether that is right
+
+
+class RotaryOf:
+    """The model's own rotary positions, see `kvbench.engine.positions.Rotary`.
+
+    Args:
+        layers: true indices of the layers whose keys will be turned, all of them with full attention.
+        instead: what an error advises.
+
+    Raises:
+        ConfigError: keys of these layers have no rotary positions, or others than transformers' common ones, or angles
+            that depend on the length, so that a stored key cannot be turned to another position.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Iterable[int], instead: str = "positions=original") -> None:
+        parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+        self._kind: tuple[str, ...] = ()  # of layer, where layers with a window have other angles
+        if FULL in parameters:
+            self._kind, parameters = (FULL,), parameters[FULL] or {}
+        rotary, kind = _modules(model), parameters.get("rope_type", "default")
+        reason = ""
+        if _follows_length(kind):
+            reason = f"its {kind} RoPE changes with the length"
+        elif not rotary:
+            reason = "it has layers without rotary positions"
+        else:
+            self._rotary = rotary[0]
+            self._scaling = getattr(self._rotary, "_".join([*self._kind, "attention_scaling"]), 1.0)
+            self._apply = beside(attention_modules(model)[0], "apply_rotary_pos_emb")
+            reason = self._tried(model, layers)
+        if reason:
+            raise ConfigError(
+                f"model={type(model).__name__}: {reason}, so stored keys cannot be turned to other positions; use "
+                f"{instead}"
+            )
+
+    def angles(self, by: torch.Tensor) -> Angles:
+        """cos and sin [B, L, n, R] of a turn by [B, L, n] positions; R of D dimensions are turned."""
+        flat = by.flatten(0, 1)
+        parts = self._rotary(torch.empty(0, device=by.device), flat, *self._kind)  # read for its dtype and device
+        cos, sin = (part.to(by.device).unflatten(0, by.shape[:2]) / self._scaling for part in parts)
+        return cos, sin
+
+    def turn(self, vectors: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """Vectors [B, H, n, D] of any dtype, turned in float32."""
+        lists = vectors.float().reshape(-1, vectors.shape[1] // angles[0].shape[1], *vectors.shape[2:])
+        cos, sin = (part.flatten(0, 1) for part in angles)
+        part, rest = lists.split([self._width, lists.shape[-1] - self._width], dim=-1)
+        turned: torch.Tensor = self._apply(part, part[:, :0], cos, sin)[0]
+        whole = torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+        return whole.view_as(vectors).to(vectors.dtype)
+
+    @torch.no_grad()
+    def _tried(self, model: PreTrainedModel, layers: Iterable[int]) -> str:
+        """Why a key of the first position, turned, is not that of a later one; "" where it is, in all these layers.
+
+        The hidden states of one token do not depend on its position: it attends itself alone.
+        """
+        first, later = (read_token(model, position).calls for position in (0, PLACE))
+        for layer in layers:
+            key, expected = first[layer].key.float(), later[layer].key.float()
+            near = max(1e-3, 4 * torch.finfo(later[layer].key.dtype).eps) * expected.norm()
+            if not (expected - key).norm() > near:
+                return "it has layers without rotary positions"
+            if not any((expected - turned).norm() <= near for turned in self._turned(key)):
+                return "it does more to a key than to turn it by its position, or does so in a way of its own"
+        return ""
+
+    def _turned(self, key: torch.Tensor) -> Iterator[torch.Tensor]:
+        """A key [1, H, 1, D] turned as a whole, and as far as the angles reach; models do either, or neither."""
+        with suppress(RuntimeError, TypeError, ValueError):
+            angles = self.angles(torch.full((1, 1, 1), PLACE, device=key.device))
+            for self._width in (key.shape[-1], angles[0].shape[-1]):
+                with suppress(RuntimeError):  # sizes that do not fit
+                    yield self.turn(key, angles)
+
+
+# -- angles that follow the length -------------------------------------------------------------------------------------
+
+
+class Stretch(NamedTuple):
+    """Rotary positions of a model, or of one kind of its layers, whose angles follow the length.
+
+    Attributes:
+        rope_type: "dynamic" or "longrope".
+        limit: up to so many tokens the angles are those that the model began with.
+        key: of the model's config, what says the limit.
+    """
+
+    rope_type: str
+    limit: int
+    key: str
+
+    def side(self, length: int) -> int:
+        """Texts with the same have the same angles."""
+        return int(length > self.limit) if self.rope_type == "longrope" else max(length, self.limit)
+
+    def __str__(self) -> str:
+        return f"rope_type={self.rope_type} with {self.key}={self.limit}"
+
+
+class _Noted(threading.local):
+    """Tokens of each row that the angles of this thread's forward pass are for; None: the pass is none of kvbench's."""
+
+    lengths: Sequence[int] | None = None
+
+
+_noted = _Noted()
+
+
+def note(lengths: Sequence[int] | None) -> None:
+    """The next forward passes read rows that come to these lengths, see `Stretch`; None: transformers' own way."""
+    _noted.lengths = lengths
+
+
+@contextmanager
+def angles_of(lengths: Sequence[int]) -> Iterator[None]:
+    """Meanwhile `note` the lengths of the rows."""
+    note(lengths)
+    try:
+        yield
+    finally:
+        note(None)
+
+
+def stretches(model: PreTrainedModel) -> list[Stretch]:
+    """Those of a model; [] where positions alone say its angles."""
+    return [stretch for module in _modules(model) for stretch in _stretches(module).values()]
+
+
+def watch_length(model: PreTrainedModel) -> None:
+    """Have the angles of a model follow what is noted, where they follow the length."""
+    for module in _modules(model):
+        if _stretches(module) and not getattr(module, "_kvbench_watches", False):
+            module.register_forward_hook(_angles, with_kwargs=True)
+            module._kvbench_watches = True
+
+
+def refuse_mixed(model: PreTrainedModel, lengths: Sequence[int]) -> None:
+    """Refuse a batch whose rows transformers would give each other's angles.
+
+    Raises:
+        ConfigError: names the kind of rotary positions, and where it changes.
+    """
+    for stretch in stretches(model):
+        if len({stretch.side(length) for length in lengths}) > 1:
+            raise ConfigError(
+                f"{type(model).__name__}: rows of {min(lengths)} and {max(lengths)} tokens have different angles "
+                f"({stretch}); expected rows of one length, or none beyond the limit, or each row with its own KVCache"
+            )
+
+
+def refuse_recomputed(model: PreTrainedModel, lengths: Sequence[int], new_tokens: int) -> None:
+    """Refuse prompts that pass, as they go on, where the model's class computes all keys again, with other angles.
+
+    Raises:
+        ConfigError: names the kind of rotary positions, and where it changes.
+    """
+    for stretch in stretches(model):
+        crossing = [length for length in lengths if length <= stretch.limit < length + new_tokens]
+        if crossing and drops_cache(model, stretch.limit):
+            raise ConfigError(
+                f"{type(model).__name__}: a prompt of {crossing[0]} tokens and {new_tokens} new ones pass where it "
+                f"computes all keys again with other angles ({stretch}), which a method's cache cannot; expected "
+                f"prompt and new tokens within {stretch.limit}, or a longer prompt"
+            )
+
+
+def drops_cache(model: PreTrainedModel, read: int) -> bool:
+    """Whether the model's class, in `generate`, lets go of a cache that has read so many tokens, at the next one."""
+    cache = CountingCache(model.config.get_text_config().num_hidden_layers, {})
+    for layer in cache.layers:
+        assert isinstance(layer, CountingLayer)
+        layer.seen = read
+    ids = torch.zeros(1, read + 1, dtype=torch.int64, device=model.device)
+    given = {"past_key_values": cache, "attention_mask": torch.ones_like(ids), "use_cache": True}
+    prepared = type(model).prepare_inputs_for_generation(model, ids, next_sequence_length=1, **given)
+    return prepared.get("past_key_values") is not cache
+
+
+def _modules(model: PreTrainedModel) -> list[Any]:
+    return [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
+
+
+def _follows_length(rope_type: str) -> bool:
+    return "dynamic" in rope_type or rope_type == "longrope"
+
+
+def _stretches(module: Any) -> dict[str, Stretch]:
+    """What of a module follows the length, by the prefix of its buffers: "", or a kind of layer's."""
+    kinds, parameters = getattr(module, "rope_type", "default"), getattr(module.config, "rope_parameters", None) or {}
+    each = {f"{name}_": (kind, parameters[name]) for name, kind in kinds.items()} if isinstance(kinds, dict) else {}
+    found = {}
+    for prefix, (kind, own) in (each or {"": (kinds, parameters)}).items():
+        if kind == "longrope":
+            key = "original_max_position_embeddings"
+            found[prefix] = Stretch(kind, own[key], key)
+        elif _follows_length(kind):
+            found[prefix] = Stretch(kind, module.original_max_seq_len, "max_position_embeddings")
+    return found
+
+
+def _angles(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """cos and sin [B, q, R] of positions [B, q], each row's for its noted length."""
+    lengths = _noted.lengths
+    if lengths is None:
+        return output
+    given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    positions = given.pop("position_ids")
+    if len(positions) != len(lengths) or len(set(lengths)) == 1:  # one list of positions is for all rows
+        rows = [(positions, max(lengths))]
+    else:
+        rows = [(positions[row : row + 1], length) for row, length in enumerate(lengths)]
+    found = [_for_length(module, own, length, given) for own, length in rows]
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+
+def _for_length(module: Any, positions: torch.Tensor, length: int, given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The module's own, but as it was made, and of positions the last of which is the text's."""
+    _renew(module)
+    last = positions.new_full((len(positions), 1), length - 1)
+    out = module.forward(position_ids=torch.cat([positions, last], dim=1), **given)
+    _renew(module)
+    return tuple(part[:, :-1] for part in out)
+
+
+def _renew(module: Any) -> None:
+    """Forget the longest text that a module was asked about; only dynamic scaling goes by it."""
+    for prefix, stretch in _stretches(module).items():
+        if stretch.rope_type != "longrope":
+            module.register_buffer(f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False)
+            for name in (f"{prefix}max_seq_len_cached", "max_seq_len_cached"):
+                setattr(module, name, module.original_max_seq_len)

@@ -1,0 +1,145 @@
+"""A model's layers that read their weights once, at the speed of memory, where a few tokens meet them: bfloat16, CPU.
+
+A decode step is little else than this reading, and the steps of Python from one tensor to the next; so what stands
+between two weights is computed with them. Beside transformers' own layers, results differ by the order of a sum's terms
+and in that numbers are not rounded between.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, eager_attention_forward
+
+from kvbench.kernels import layers as kernels
+from kvbench.memory import large
+
+FEW = 8  # rows up to which the kernels are no slower
+_BFLOAT16 = np.uint16(0)  # as the kernels take it: NumPy has none
+
+
+def _few(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernels take x [..., inputs] for a weight [..., inputs]: they know addresses alone.
+
+    What they do not take is torch's, to compute or to refuse.
+    """
+    fits = x.dtype == weight.dtype == torch.bfloat16 and x.shape[-1] == weight.shape[-1]
+    return fits and x.shape[:-1].numel() <= FEW
+
+
+@functools.cache
+def slow_in_bfloat16() -> bool:
+    """Whether torch multiplies matrices in bfloat16 one number after another: on x86 without AVX512.
+
+    A prompt then takes four times as long as in float32. Arm, of which torch tells other names, is not measured.
+    """
+    return torch.cpu.get_capabilities().get("avx512_bw") is False
+
+
+class StreamedLinear(nn.Linear):
+    """y = x . weight^T + bias."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., out_features] of x [..., in_features]."""
+        weight, bias = self.weight, self.bias
+        if not _few(x, weight):
+            if x.dtype == weight.dtype == torch.bfloat16 and slow_in_bfloat16():
+                return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+            return super().forward(x)
+        outputs, inputs = weight.shape
+        x, out = x.contiguous(), x.new_empty(*x.shape[:-1], outputs)
+        addresses = x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
+        kernels.products(torch.get_num_threads(), *addresses, x.numel() // inputs, inputs, outputs, _BFLOAT16)
+        return out
+
+
+class StreamedNorm(LlamaRMSNorm):
+    """Vectors over their root mean square, times a weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width] of x [..., width]."""
+        weight = self.weight
+        if not _few(x, weight):
+            return super().forward(x)
+        x, width = x.contiguous(), len(weight)
+        out = torch.empty_like(x)
+        addresses = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+        kernels.normed(*addresses, x.numel() // width, width, self.variance_epsilon, _BFLOAT16)
+        return out
+
+
+class StreamedMLP(LlamaMLP):
+    """The feed-forward part, of SiLU and without biases."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width] of x [..., width]."""
+        weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        if not _few(x, weights[0]):
+            return super().forward(x)
+        hidden, width = weights[0].shape
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        addresses = x.data_ptr(), *(weight.data_ptr() for weight in weights), out.data_ptr()
+        kernels.gated(torch.get_num_threads(), *addresses, x.numel() // width, width, hidden, _BFLOAT16)
+        return out
+
+
+class StreamedAttention(LlamaAttention):
+    """Projections without biases, rotary positions, and attention as the model was told to attend."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As transformers'."""
+        if not _few(hidden_states, self.q_proj.weight):
+            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        query, key, value = self._projected(hidden_states.contiguous(), position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        out, weights = attend(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def _projected(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        """Queries, keys and values, [B, heads, q, D] each, of x [B, q, inputs]; angles [1 or B, q, D]."""
+        (batch, many, inputs), head_dim = x.shape, self.head_dim
+        weights = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
+        outs = [x.new_empty(batch, many, len(weight) // head_dim, head_dim) for weight in weights]
+        turns = [part.expand(batch, -1, -1).contiguous() for part in angles]
+        addresses = (tuple(part.data_ptr() for part in parts) for parts in (weights, turns, outs))
+        heads = outs[0].shape[2], outs[1].shape[2], head_dim
+        kernels.rotated(torch.get_num_threads(), x.data_ptr(), *addresses, batch * many, inputs, heads, _BFLOAT16)
+        return [out.transpose(1, 2) for out in outs]
+
+
+def stream(model: PreTrainedModel) -> None:
+    """Have a model that is to run read its weights so, where that is quicker; nothing elsewhere.
+
+    All linear layers do, and what lies between them in the models of Llama's kind; the weights move into large pages.
+    """
+    if model.device.type != "cpu" or model.dtype != torch.bfloat16:
+        return
+    config = model.config
+    kinds: dict[type, type] = {nn.Linear: StreamedLinear, LlamaRMSNorm: StreamedNorm}
+    if not getattr(config, "attention_bias", False):
+        kinds[LlamaAttention] = StreamedAttention
+    if not getattr(config, "mlp_bias", False) and getattr(config, "hidden_act", None) == "silu":
+        kinds[LlamaMLP] = StreamedMLP
+    for module in model.modules():
+        if type(module) in kinds and all(weight.is_contiguous() for weight in module.parameters()):
+            module.__class__ = kinds[type(module)]
+    large.move(model.parameters())
+    with torch.inference_mode():
+        model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False)  # the kernels are compiled now

@@ -1,0 +1,36 @@
+"""What a run asks for that vLLM cannot give, found before anything starts. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvbench.memory.kinds import kv_in
+from kvbench.models import hub
+
+
+def unfit(run: Mapping[str, Any], source: hub.ModelSource) -> Iterator[str]:
+    """Why `engine=vllm` cannot run a config; each names the key, the value and what would be right.
+
+    Args:
+        run: composed, its values checked one by one.
+        source: where its model comes from.
+    """
+    protocol, task = run["protocol"], run["task"]
+    if task.get("one_by_one"):
+        yield f"task={task['name']}: its steps are given or timed one by one; expected a task whose outputs are scored"
+    expected = {
+        "attention": (run["attention"], ("auto",)),
+        "kv": (str(kv_in(run)), ("native",)),
+        "device": (run["device"], ("auto", "cpu")),
+        "model.device_map": (run["model"]["device_map"], (None,)),
+        "probe.every": (run["probe"]["every"], (0,)),
+        "protocol.question_as_decode": (protocol["question_as_decode"], (False,)),
+        "protocol.temperature": (protocol["temperature"], (0,)),
+    }
+    for key, (value, right) in expected.items():
+        if value not in right:
+            words = " | ".join("null" if one is None else str(one).lower() for one in right)
+            yield f"{key}={str(value).lower()}: vLLM does that by itself, or not at all; expected {words}"
+    if source.path is None or source.gguf is not None:
+        yield f"model={source.name}: vLLM runs trained weights of a folder or the hub, and no others"

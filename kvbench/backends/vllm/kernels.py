@@ -1,0 +1,134 @@
+"""Attention over the blocks of a serving engine, and copies out of them: the compiled half of `paged.py`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvbench.kernels.attend import LIST_PIECE, scratch, write_piece
+from kvbench.kernels.rows import BLOCK, add_values, lay_out, scale_logits, score, weigh
+from kvbench.kernels.threads import claim, together
+from kvbench.kernels.vectors import LANES, LOWEST, inner, kernel
+
+
+@kernel
+def attend_blocks(  # type: ignore[no-untyped-def]
+    threads, claims, pieces, query, scaling, index, bias, blocks, own, stored, logits, results
+):
+    """Attention over lists of tokens that lie in a serving engine's blocks, in so many threads.
+
+    A few rows at a time are copied out of their block, and attended while they are in the cache.
+
+    Args:
+        claims, pieces, query, scaling, index, bias, own, logits, results: as of `attend_lists`, without extra entries.
+        blocks: see `gather`, of all rows of the batch.
+        stored: the type of a number.
+    """
+    arguments = claims, pieces, query, scaling, index, bias, blocks, own, stored, logits, results
+    together(threads, _attend_blocks, arguments)
+
+
+@inner
+def _attend_blocks(  # type: ignore[no-untyped-def]
+    _, claims, pieces, query, scaling, index, bias, blocks, own, stored, logits, results
+):
+    """As many pieces of a layer's lists as other threads leave."""
+    tables, cache, pair, number = blocks
+    count, head_dim = index.shape[2], query.shape[2]
+    own_keys, own_values = np.empty((BLOCK, head_dim // pair), cache.dtype), np.empty((BLOCK, head_dim), number.dtype)
+    keys, values, groups = np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp), np.empty(0, np.intp)
+    size, rank, ids = head_dim * number.itemsize, np.empty(BLOCK, np.intp), np.empty(BLOCK, np.int64)
+    for i in range(BLOCK):
+        keys[i], values[i] = own_keys.ctypes.data + i * size, own_values.ctypes.data + i * size
+    asked, own_most, own_total, own_sums = scratch(query)
+    block = np.empty((query.shape[1], BLOCK), np.float32)
+    lists, heads = len(query) // len(index), cache.shape[1]
+    before, pieces = pieces
+    item = claim(claims)
+    while item < len(query) * pieces:
+        at, piece = item // pieces, item % pieces
+        row = at // lists
+        head, own_list = at % lists * heads // lists, min(at % lists, index.shape[1] - 1)
+        own_most[:], own_total[:], own_sums[:] = LOWEST, 0, 0
+        lay_out(query[at], asked, stored)
+        place, end = piece * LIST_PIECE, min(count, (piece + 1) * LIST_PIECE)
+        while place < end:
+            rows = 0
+            while place < end and rows < BLOCK:
+                if index[row, own_list, place] >= 0:
+                    ids[rows], rank[rows] = index[row, own_list, place], place
+                    rows += 1
+                place += 1
+            _copy_rows(ids, 0, rows, tables[row], cache, head, pair, own_keys, own_values)
+            if own:
+                for i in range(rows):
+                    keys[i] = own + ((row * heads + head) * count + rank[i]) * size
+            score(asked, keys, groups, (0, 0), rows, (keys[:0], 0), block, stored)
+            scale_logits(block, rows, scaling)
+            for r in range(query.shape[1]):
+                if bias.shape[2]:
+                    for i in range(rows):
+                        block[r, i] += bias[at, r, rank[i]]
+                if logits.shape[2]:
+                    for i in range(rows):
+                        logits[at, r, rank[i]] = block[r, i]
+            weigh(block, rows, own_most, own_total, own_sums)
+            add_values(block, values, (0, 0), rows, (keys[:0], 0), own_sums, stored)
+        write_piece(results[at, before + piece], own_most, own_total, own_sums, stored)
+        item = claim(claims)
+
+
+@kernel
+def gather(threads, claims, ids, blocks, keys, values):  # type: ignore[no-untyped-def]
+    """Copy keys and values out of a serving engine's blocks, in so many threads.
+
+    Args:
+        claims: [1] int64, the next piece, 0.
+        ids: [H, M] int64 token ids of one row; -1 is read as 0.
+        blocks: which blocks each row has, [B, n] int64; them all, [blocks, H, 2, W], a block's keys and its values, in
+            words of one number, or of two where they are packed: keys by words of neighbouring dimensions, in tiles of
+            16 tokens, and values by words of neighbouring tokens, in tiles of 16 dimensions; numbers of a word, 1 or 2;
+            and an array [0] of the type that a number has there.
+        keys: [H, M, words], to be written.
+        values: [H, M, D], numbers, likewise.
+    """
+    together(threads, _gather, (claims, ids, blocks, keys, values))
+
+
+@inner
+def _gather(_, claims, ids, blocks, keys, values):  # type: ignore[no-untyped-def]
+    """As many pieces as other threads leave."""
+    tables, cache, pair, _ = blocks
+    heads, count = ids.shape
+    pieces = -(-count // BLOCK)
+    item = claim(claims)
+    while item < heads * pieces:
+        head, first = item // pieces, item % pieces * BLOCK
+        _copy_rows(ids[head], first, min(first + BLOCK, count), tables[0], cache, head, pair, keys[head], values[head])
+        item = claim(claims)
+
+
+@inner
+def _copy_rows(ids, first, end, table, cache, head, pair, keys, values):  # type: ignore[no-untyped-def]
+    """Copy the rows of ids[first:end] to the same places of keys and values."""
+    words, head_dim = keys.shape[1], values.shape[1]
+    size = cache.shape[3] // words
+    halves = np.zeros(2, cache.dtype)  # bits of a word before the number of an even token, and of an odd one
+    halves[1] = 8 * values.itemsize
+    block, at, following = 0, size, -1
+    for i in range(first, end):
+        token = max(ids[i], 0)
+        if token != following or at == size:  # lists often name neighbours, one after the other
+            block, at = table[token // size], token % size
+        if pair == 2:
+            start = at // LANES * LANES * words + at % LANES
+            for j in range(words):
+                keys[i, j] = cache[block, head, 0, start + j * LANES]
+            half = halves[at % 2]
+            for group in range(0, head_dim, LANES):
+                start = group * size // 2 + at // 2 * LANES
+                for lane in range(LANES):
+                    values[i, group + lane] = cache[block, head, 1, start + lane] >> half
+        else:
+            for j in range(words):
+                keys[i, j], values[i, j] = cache[block, head, 0, j * size + at], cache[block, head, 1, at * words + j]
+        at, following = at + 1, token + 1

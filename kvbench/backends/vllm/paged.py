@@ -1,0 +1,231 @@
+"""Keys and values where vLLM's CPU attention keeps them: blocks of tokens, of all requests, in a packed order.
+
+Nothing is copied but what is read. A token that a method drops is no longer attended, and keeps its place: vLLM frees
+the blocks of a request as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvbench.attention.cpu import STORED, WORTH_A_THREAD, Asked, Claims, Pieces, Work, bias_of
+from kvbench.backends.vllm import kernels
+from kvbench.config import ConfigError
+from kvbench.kernels.attend import LIST_PIECE, pieces_of
+from kvbench.memory.codec import Codecs
+from kvbench.memory.device import DeviceTier, Located
+from kvbench.memory.slots import Pool, with_free_slots
+from kvbench.memory.store import LayerStore
+from kvbench.method import Selection
+
+PLAIN = ("vec", "vec16")  # a block's keys dimension after dimension, its values token after token
+PACKED = ("amx",)  # in tiles: keys by pairs of dimensions of 16 tokens, values by 16 dimensions of pairs of tokens
+WORDS = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}  # of so many bytes
+
+
+class Memory:
+    """One layer's blocks, as rows of keys and values.
+
+    Args:
+        cache: [blocks, Hkv, block size, 2 D], as vLLM allocates it.
+        isa: the order within a block, by the name vLLM's CPU attention gives it.
+
+    Attributes:
+        whole: the cache itself.
+        size: tokens of a block.
+
+    Raises:
+        ConfigError: an order that kvbench does not know.
+    """
+
+    def __init__(self, cache: torch.Tensor, isa: str) -> None:
+        if isa not in PLAIN + PACKED:
+            raise ConfigError(
+                f"vLLM's attention here is {isa}: kvbench reads the memory of {', '.join(PLAIN + PACKED)}"
+            )
+        self.whole, (blocks, self.kv_heads, self.size, width) = cache, cache.shape
+        self.head_dim, self._pair = width // 2, 2 if isa in PACKED else 1
+        words = cache.view(blocks, self.kv_heads, 2, self.size * self.head_dim).view(WORDS[cache.itemsize * self._pair])
+        self._words, self._word = words.numpy(), words.dtype
+        self._number = torch.empty(0, dtype=WORDS[cache.itemsize]).numpy()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, of all KV heads."""
+        return self.whole[0].nbytes
+
+    def blocks(self, tables: torch.Tensor) -> tuple[Any, ...]:
+        """As `kernels.gather` takes them, of requests with these block tables, [B, blocks]."""
+        return tables.numpy(), self._words, self._pair, self._number
+
+    def rows(self, table: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of token ids [1, Hkv, M] of the request with this block table, [1, Hkv, M, D] each.
+
+        In place of a token that is none, -1, stands another.
+        """
+        key, value = (torch.empty(*ids.shape, self.head_dim, dtype=self.whole.dtype) for _ in range(2))
+        threads = max(1, min(torch.get_num_threads(), key.nbytes // WORTH_A_THREAD))
+        out = key[0].view(self._word).numpy(), value[0].view(WORDS[key.itemsize]).numpy()
+        kernels.gather(threads, np.zeros(1, np.int64), ids[0].contiguous().numpy(), self.blocks(table[None]), *out)
+        return key, value
+
+    def first(self, table: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a request's first tokens, [1, Hkv, count, D] each."""
+        return self.rows(table, torch.arange(count).expand(1, self.kv_heads, count))
+
+
+class Table:
+    """Which blocks a request has, in their order; vLLM tells anew at every step."""
+
+    def __init__(self) -> None:
+        self.blocks = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class _InBlocks(Located):
+    """Tokens located in a request's blocks: slots are token ids."""
+
+    tier: PagedTier
+
+    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Located.held`."""
+        return self.tier.memory.rows(self.tier.table.blocks, self.slots)
+
+
+class PagedTier(DeviceTier):
+    """The blocks of one request in one layer: vLLM writes them, and which token is where follows from its id.
+
+    What the tier keeps itself is which tokens a method still attends.
+
+    Args:
+        memory: of the layer.
+        table: of the request.
+    """
+
+    def __init__(self, memory: Memory, table: Table) -> None:
+        self.memory, self.table = memory, table
+        heads = 1, memory.kv_heads
+        self.codecs = Codecs.of("native", memory.head_dim, memory.whole.dtype)
+        # Sizes are read of it, and bytes; its rows are not those of tokens
+        self.pool = Pool(*(memory.whole.view(-1, memory.head_dim),) * 2)
+        self.room, self.used = (torch.zeros(heads, dtype=torch.int64) for _ in range(2))
+        self.first, self.even, self.capacity = torch.zeros(heads, dtype=torch.int64), True, 0
+        self.ids: torch.Tensor | None = None
+        self.reserved, self._grows = 0, True
+
+    @property
+    def key(self) -> torch.Tensor:
+        """Keys of all tokens seen, [1, Hkv, n, D], copied."""
+        return self.memory.first(self.table.blocks, self.longest)[0]
+
+    @property
+    def value(self) -> torch.Tensor:
+        """Values, as `key`."""
+        return self.memory.first(self.table.blocks, self.longest)[1]
+
+    def write_prompt(self, key: torch.Tensor, value: torch.Tensor, column: int, offsets: Sequence[int]) -> None:
+        """vLLM has written it."""
+
+    def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        """vLLM has written the next token, whose id is `lengths[0]`; it is attended from now on."""
+        if self.ids is not None:
+            self.ids = with_free_slots(self.ids, self.longest + 1)
+            self.ids.scatter_(2, self.used[..., None], lengths[0])
+        self._used, self.longest = self._used + 1, self.longest + 1
+
+    def reserve(self, slots: int) -> None:
+        """Blocks are vLLM's to reserve."""
+
+    def keep(
+        self, ids: torch.Tensor, used: torch.Tensor, key: torch.Tensor, value: torch.Tensor, room: int | None = None
+    ) -> None:
+        """Attend these tokens and no others; see `DeviceTier.keep`. Nothing is freed."""
+        self.ids, self.used = ids, used
+
+    def resident(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Keys and values of the tokens that are attended, [1, Hkv, n, D], copied; see `DeviceTier.resident`."""
+        if self.ids is None:
+            return (*self.memory.first(self.table.blocks, self.longest), None)
+        ids = self.token_ids()
+        mask = None if self.uniform else ids >= 0
+        return (*self.memory.rows(self.table.blocks, ids), mask)
+
+    def locate(self, index: torch.Tensor) -> Located:
+        """Where token ids [1, Hkv, M] (-1 = none) lie; see `DeviceTier.locate`."""
+        self.refuse_absent(index)
+        index, present = self.upload(index)
+        return _InBlocks(self.pool, index, present, self.codecs, self)
+
+    def refuse_absent(self, index: torch.Tensor) -> None:
+        """Refuse token ids [1, Hs, M] (-1 = none) that are not attended any more, or were never seen.
+
+        Raises:
+            LookupError: one is not here.
+        """
+        if self.ids is None and (index.numpy() < self.longest).all():
+            return
+        heads = self.used.shape[1]
+        by_head = index.reshape(1, heads, -1) if index.shape[1] > heads else index.expand(1, heads, -1)
+        self.refuse_lost(by_head, self.find(by_head)[1])
+
+
+class PagedStore(LayerStore):
+    """Keys and values of one request in one layer, in vLLM's memory.
+
+    Args:
+        memory: of the layer.
+        table: of the request.
+        settings: as of `LayerStore`.
+    """
+
+    def __init__(self, memory: Memory, table: Table, **settings: Any) -> None:
+        whole = memory.whole
+        super().__init__(1, memory.kv_heads, memory.head_dim, 0, whole.dtype, whole.device, grows=True, **settings)
+        self.device = PagedTier(memory, table)
+
+    def blocks_with(self, selection: Selection | None) -> tuple[tuple[Any, ...], Selection]:
+        """The request's blocks, as `kernels.gather` takes them, and what is attended of them.
+
+        Raises:
+            LookupError: a token that is selected is not attended any more, or was never seen.
+        """
+        tier = self.device
+        assert isinstance(tier, PagedTier)
+        if selection is None:
+            selection = Selection(tier.token_ids())
+        else:
+            tier.refuse_absent(selection.index)
+        return tier.memory.blocks(tier.table.blocks[None]), selection
+
+    def allocated_bytes(self) -> int:
+        """Bytes of the request's blocks, those of dropped tokens among them."""
+        tier = self.device
+        assert isinstance(tier, PagedTier)
+        return -(-max(self.lengths) // tier.memory.size) * tier.memory.block_bytes
+
+
+def attend_blocks(query: torch.Tensor, blocks: tuple[Any, ...], selection: Selection, scaling: float) -> torch.Tensor:
+    """As `attend`, of tokens that lie in a serving engine's blocks; all of them are there.
+
+    Args:
+        blocks: see `kernels.gather`, of all rows of the batch.
+        selection: without extra entries.
+    """
+    (batch, query_heads, _, head_dim), index = query.shape, selection.index.contiguous()
+    lists, count = max(index.shape[1], blocks[1].shape[1]), index.shape[2]
+    own = None if selection.keys is None else selection.keys.to(query.dtype).contiguous()
+    bias = bias_of(selection, batch, query_heads).view(batch * lists, query_heads // lists, -1).numpy()
+    held = index.numpy(), bias, blocks, 0 if own is None else own.data_ptr(), STORED[query.dtype]
+
+    def part(threads: int, claims: Claims, pieces: Pieces, asked: Asked, *results: NDArray[np.float32]) -> None:
+        kernels.attend_blocks(threads, claims, pieces, *asked, *held, *results)
+
+    work = Work(query, scaling, batch * lists, [pieces_of(count, LIST_PIECE)], 0)
+    work.run([part], batch * lists * count * 2 * head_dim * query.itemsize)
+    return work.merged()[0]

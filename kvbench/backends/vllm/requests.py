@@ -1,0 +1,298 @@
+"""The requests of a vLLM engine, each with a method of its own. Knows vLLM's memory, and nothing else of vLLM.
+
+vLLM reads prompts, whole or in chunks, and writes all keys and values. A method is shown a prompt when its last chunk
+is there; from then on a forward pass of a single token is a decode step. A preempted request is read again from its
+first token: its prompt is one anew, and the tokens that it had generated are those of a later turn, which attend
+everything (see `kvbench.engine.turn`).
+
+A method whose tokens live on the host, in an order of its own, has them there: a copy of what vLLM's blocks hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.attention import cpu
+from kvbench.backends.vllm.paged import Memory, PagedStore, Table, attend_blocks
+from kvbench.backends.vllm.plan import Plan
+from kvbench.config import ConfigError, first_line
+from kvbench.engine.engine import Engine
+from kvbench.memory.store import LayerStore
+from kvbench.method import Selection, Shape
+
+REPORTS = 1000  # ended requests whose audits are kept, the last ones
+
+
+@dataclass(frozen=True, eq=False)
+class Scheduled:
+    """A request's part of a forward pass.
+
+    Attributes:
+        request: its id.
+        prompt_length: tokens of its prompt; those that it has generated are not among them.
+        token_ids: [n] all its tokens up to the end of this pass.
+        computed: of them, those of earlier passes, or of another request that began alike.
+        blocks: [blocks] int64, where its keys and values lie.
+    """
+
+    request: str
+    prompt_length: int
+    token_ids: Tensor
+    computed: int
+    blocks: Tensor
+
+
+class _Executor:
+    """Attends what is selected, and leaves the rest to vLLM's own attention; see `kvbench.attention.executor`.
+
+    Attributes:
+        whole: all tokens were asked for, which vLLM shall attend.
+    """
+
+    name, note, in_place = "vllm", None, True
+
+    def __init__(self) -> None:
+        self.whole = False
+
+    def __call__(
+        self,
+        query: Tensor,
+        store: LayerStore,
+        selection: Selection | None,
+        scaling: float,
+        probabilities: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One decode step's attention in one layer; without meaning where it is left to vLLM."""
+        self.whole = selection is None and store.complete
+        if self.whole:
+            return query, None
+        if store.host is not None:
+            return cpu.attend(query, store, selection, scaling, probabilities)
+        assert isinstance(store, PagedStore) and not probabilities
+        return attend_blocks(query, *store.blocks_with(selection), scaling), None
+
+    def prefill(self, query: Tensor, *_: Any) -> Tensor:
+        """vLLM computes it."""
+        return query
+
+    def used(self) -> str:
+        """Its name."""
+        return self.name
+
+
+class RequestEngine(Engine):
+    """The engine of one request, whose stores lie in vLLM's memory, but for those with a home on the host.
+
+    Args:
+        memory: of each layer, as soon as vLLM has shown it.
+        arguments, settings: as of `Engine`.
+
+    Attributes:
+        finite: no pass has made NaN or infinite queries, keys or logits; once one has, vLLM attends all for it.
+        instead: why full attention stands in for the engine's method; "" where it does not.
+    """
+
+    finite, instead = True, ""
+
+    def __init__(self, memory: Mapping[int, Memory], *arguments: Any, **settings: Any) -> None:
+        self._memory, self._table = memory, Table()
+        super().__init__(*arguments, attention="torch", **settings)
+        self._own = self.executor = _Executor()  # type: ignore[assignment]
+        cpu.compile_kernels(self.shape.dtype)
+
+    def _store(self, layer: int, shared: LayerStore | None = None) -> LayerStore:
+        if self._copied(layer):
+            return super()._store(layer, shared)
+        if layer not in self.stores:
+            self.stores[layer] = PagedStore(self._memory[layer], self._table, spans=self.spans)
+        return self.stores[layer]
+
+    def _copied(self, layer: int) -> bool:
+        """Whether a layer's keys and values live on the host, beside what vLLM has of them."""
+        return layer in self._sparse and self.method.home(layer) == "host"
+
+    @property
+    def seen(self) -> int:
+        """Tokens that the forward passes before this one have read."""
+        return self.lengths[0] if self.prefilled else self._reader.column + self._reader.width
+
+    def start_pass(self, scheduled: Scheduled) -> None:
+        """A forward pass begins; of a prompt, all that was not computed in this engine's sight is passed over."""
+        self._decodes = False
+        if not self.finite:
+            return
+        self._table.blocks = scheduled.blocks
+        prompt, end = self.shape.lengths[0], len(scheduled.token_ids)
+        self._within = max(0, prompt - scheduled.computed)  # tokens of the pass that are the prompt's
+        self._behind = scheduled.token_ids[scheduled.computed if self.prefilled else prompt :]  # not taken in yet
+        self._decodes = self.prefilled and len(self._behind) == 1
+        if self._decodes:
+            self.start_step(self._behind)
+        elif not self.prefilled:
+            ids = scheduled.token_ids[None, :prompt]
+            self._passed = slice(self.seen, min(scheduled.computed, prompt))
+            if self.seen < scheduled.computed:
+                self.start_chunk(ids[:, self.seen : scheduled.computed])
+            self.start_chunk(ids[:, scheduled.computed : end])
+
+    def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        """Attention of one layer, all [1, H, q, D]; None: vLLM shall attend all tokens."""
+        try:
+            return self._attended(layer, query, key, value) if self.finite else None
+        except FloatingPointError:  # of this request: the others of the pass go on
+            self.finite = self._decodes = False
+            return None
+
+    def _attended(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        if self._decodes:
+            out = self.attend(layer, query, key, value)
+            return None if self._own.whole else out
+        if not self.prefilled:
+            if self._passed.start < self._passed.stop and self._copied(layer):
+                before = self._memory[layer].first(self._table.blocks, self._passed.stop)
+                held_key, held_value = (part[:, :, self._passed] for part in before)
+                self._store(layer).write_prompt(held_key, held_value, self._passed.start, [0])
+            self.attend(layer, *(part[:, :, : self._within] for part in (query, key, value)))
+        if layer == self._last:
+            self._take_in()
+        return None
+
+    def _take_in(self) -> None:
+        """Learn of tokens behind the prompt that vLLM has read at once: a decode step each, without its attention."""
+        if not len(self._behind):
+            return
+        self.audit.start_turn()
+        for token in self._behind:
+            at = torch.tensor(self.lengths)
+            self.method.step(token[None], at, torch.ones(1, dtype=torch.bool))
+            for layer, store in self.stores.items():
+                here = at.expand(1, self.shape.kv_heads, 1)
+                key, value = self._memory[layer].rows(self._table.blocks, here)
+                store.append(key, value)
+                if layer in self._sparse:
+                    self.method.append(layer, key, value)
+            self.method.end_step()
+        self.audit.end_turn(len(self._behind))
+
+    def end_pass(self) -> None:
+        """Count the step that has ended."""
+        if self._decodes:
+            self.settle()
+
+    def report(self, row: int | None = None) -> dict[str, Any]:
+        """The audit so far.
+
+        Beside that of `Engine`, where it applies: `broken`, where a rule was; `visibility_only`, dropped tokens are
+        attended no more, and keep their memory; `not_finite`, there were NaN or infinite queries, keys or logits;
+        `full_attention`, why that stands in for the engine's method.
+        """
+        told = {
+            "broken": self.audit.broken(row),
+            "visibility_only": not all(store.complete for store in self.stores.values()),
+            "not_finite": not self.finite,
+            "full_attention": self.instead,
+        }
+        return {**super().report(row), **{name: found for name, found in told.items() if found}}
+
+
+class Requests:
+    """All requests of one worker.
+
+    Args:
+        plan: what runs.
+        shape: the model's, of no request: without lengths.
+        settings: of every `Engine`: rotary, pieces.
+
+    Attributes:
+        memory: of each layer; who knows it puts it here before the layer's first attention.
+        reports: audits of requests that have ended, by id.
+    """
+
+    def __init__(self, plan: Plan, shape: Shape, **settings: Any) -> None:
+        self.memory: dict[int, Memory] = {}
+        self.reports: dict[str, dict[str, Any]] = {}
+        self._plan, self._shape, self._settings, self._budget = plan, shape, settings, plan.sizes()
+        self._engines: dict[str, RequestEngine] = {}
+        self._passing: list[RequestEngine] = []
+
+    def forget(self, requests: Iterable[str]) -> None:
+        """These have ended, or lost their memory."""
+        for request in requests:
+            engine = self._engines.pop(request, None)
+            if engine is not None and (engine.prefilled or not engine.finite):
+                self.reports[request] = engine.report()
+        while len(self.reports) > REPORTS:
+            del self.reports[next(iter(self.reports))]
+
+    def audits(self) -> dict[str, dict[str, Any]]:
+        """Of requests that have ended, the last ones, and of those that decode now, or cannot; by id."""
+        told = {request: engine for request, engine in self._engines.items() if engine.prefilled or not engine.finite}
+        going = {request: engine.report() for request, engine in told.items()}
+        return {**self.reports, **going}
+
+    def start_pass(self, rows: Sequence[Scheduled]) -> None:
+        """A forward pass of these requests begins."""
+        self._passing = [self._engine(scheduled) for scheduled in rows]
+        for engine, scheduled in zip(self._passing, rows, strict=True):
+            engine.start_pass(scheduled)
+
+    def _engine(self, scheduled: Scheduled) -> RequestEngine:
+        """The request's own, or a new one: its first pass, or it was preempted and is read again."""
+        known = self._engines.get(scheduled.request)
+        if known is not None and (known.seen == scheduled.computed or not known.finite):
+            return known
+        shape = replace(self._shape, lengths=(scheduled.prompt_length,))
+        plan = self._plan
+        settings = {"seed": plan.seed, "audit_every": plan.audit_every, **self._settings}
+        try:
+            engine = RequestEngine(self.memory, shape, plan.build(), self._budget, **settings)
+        except ConfigError as error:
+            # A fraction of its prompt is too little for the method. An error here would end all requests of a server.
+            full = Plan("full", None)
+            engine = RequestEngine(self.memory, shape, full.build(), full.sizes(), **settings)
+            engine.instead = first_line(error)
+        self._engines[scheduled.request] = engine
+        return engine
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, starts: list[int], out: Tensor
+    ) -> list[int]:
+        """Attention of one layer in the pass that was started.
+
+        Args:
+            query: [T, Hq, D], post-RoPE.
+            key, value: [T, Hkv, D], in the layer's memory already.
+            starts: [B + 1], where the tokens of each request begin.
+            out: [T, Hq, D], written for the requests that have attended a selection.
+
+        Returns:
+            The others, which vLLM shall attend: all tokens, causally.
+        """
+        others = []
+        for row, engine in enumerate(self._passing):
+            tokens = slice(starts[row], starts[row + 1])
+            new = (part[tokens].transpose(0, 1)[None] for part in (query, key, value))
+            attended = engine.attend_new(layer, *new)
+            if attended is None:
+                others.append(row)
+            else:
+                out[tokens] = attended[0].transpose(0, 1)
+        return others
+
+    def end_pass(self, logits: Tensor | None = None) -> None:
+        """The forward pass is over.
+
+        Args:
+            logits: [B, vocabulary], of each request in it; None: none were made.
+        """
+        if logits is not None and not bool((finite := logits.amax(dim=1).isfinite()).all()):
+            for row in (~finite).nonzero()[:, 0].tolist():
+                self._passing[row].finite = False
+        for engine in self._passing:
+            engine.end_pass()
+        self._passing = []

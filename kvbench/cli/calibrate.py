@@ -1,0 +1,70 @@
+"""`kvbench calibrate`: head scores of a model, which methods with retrieval heads need, made once.
+
+The file lies under `$KVBENCH_HOME/heads` (default: the user's cache folder) from then on, where every run of the model
+finds it; or where `--out` says, for `method.heads=FILE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from kvbench.config import ConfigError, bind_methods
+
+DEFAULT = "razor"
+USAGE = "kvbench calibrate [model=MODEL] [key=value ...] [--out FILE]"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser("kvbench calibrate", USAGE, "Measures which heads of a model retrieve, once.")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="as for a run: model, model.path, seed, dtype")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write (default: where runs find it)")
+    given = parser.parse_args(arguments)
+    try:
+        print(calibrated(given.words, given.out))
+    except ConfigError as error:
+        print(f"kvbench calibrate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("kvbench calibrate: stopped; nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
+    """Calibrate the model that these words of a command line choose; returns the file.
+
+    Raises:
+        ConfigError: a word is wrong, the method needs no calibration, or the model cannot be loaded.
+    """
+    from omegaconf import OmegaConf
+
+    from kvbench.cli.compose import composed
+    from kvbench.cli.words import refuse_twice
+    from kvbench.models.heads import Calibration, own_folder
+
+    bind_methods()
+    refuse_twice(words)
+    chosen = [] if any(word.startswith("method=") for word in words) else [f"method={DEFAULT}"]
+    # no task is run: prompts that fit any window
+    config = composed("task=passkey", "task.lengths=[64]", *chosen, *words, here=False)
+    if "heads" not in config.method:
+        raise ConfigError(f"method={config.method.name}: needs no head scores; expected one that does, as {DEFAULT}")
+    from kvbench.backends.hf.loading import load
+    from kvbench.measure.calibration import calibrate
+    from kvbench.models import hub
+
+    model = cast(dict[str, Any], OmegaConf.to_container(config.model, resolve=True))
+    loaded = load(model, config.device, config.dtype, config.seed)
+    scores, procedure = calibrate(loaded, config.seed)
+    weights = hub.weights_of(hub.source_of(model), config.seed)
+    file = out or own_folder() / f"{loaded.name}.json"
+    try:
+        Calibration(loaded.name, weights, procedure, scores.echo, scores.induction).write(file)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; expected a file to write (--out, or $KVBENCH_HOME)") from error
+    return file

@@ -1,0 +1,210 @@
+"""The demo: how near to full attention methods stay on a real model, and what they find, in minutes and without a GPU.
+
+    kvbench demo                             results in results/, table.json and tradeoff.png in results/demo/
+    kvbench demo model=tiny results_dir=out  settings for every arm, as `python -m kvbench` takes them
+
+Its model is SmolLM2-135M, which is fetched at the first start; where that cannot be had, the small model of the package
+takes its place, and a line says so. Its runs are runs as any other: a second start goes on where the first was stopped,
+and reports read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+from rich.table import Table
+
+from kvbench.cli.compose import composed
+from kvbench.cli.fetch import DEFAULT as MODEL
+from kvbench.cli.fetch import fetch
+from kvbench.cli.threads import wait_briefly
+from kvbench.cli.words import refuse_twice
+from kvbench.config import ConfigError
+from kvbench.runs.folder import ResultsError, writing
+from kvbench.runs.quantities import QUANTITIES, measured
+from kvbench.runs.table import add_numbers, wide_console, with_error
+from kvbench.runs.terminal import Console
+
+METHODS = ("full", "topk", "pariskv", "icecache", "lychee", "snapkv", "streaming_llm", "quest")
+BUDGET = 256
+LENGTH = 2048
+SMALL_MODEL = "tiny"
+SET_BY_DEMO = ("method", "budget", "task", "task.lengths", "probe.every")
+# A stretch of each of four addresses; two of RULER's eight needle tasks.
+FIDELITY, NEEDLES = "fidelity", "niah"
+TASKS = {
+    FIDELITY: ["task.samples=4", "task.steps=16"],
+    NEEDLES: ["task.subsets=[niah_single_2,niah_multikey_1]", "task.samples=2"],
+}
+# What an arm costs on running text, under headings that leave room for the rest.
+COSTS = {
+    "attended_share": QUANTITIES["attended_share"]._replace(label="attended/C"),
+    "device_kv_bytes": QUANTITIES["device_kv_bytes"]._replace(label="KV MiB"),
+    "moved_bytes_per_step": QUANTITIES["moved_bytes_per_step"]._replace(label="moved KiB/step"),
+    "tpot_ms_mean": QUANTITIES["tpot_ms_mean"]._replace(label="ms/token", digits=1),
+}
+KL = QUANTITIES["kl_mean"]
+
+
+class Row(NamedTuple):
+    """What the demo found for a method.
+
+    Attributes:
+        method: its name.
+        budget: tokens; None for full attention.
+        kl_mean, kl_stderr: KL divergence of next-token distributions from full attention's in nats, and its standard
+            error over the stretches of text.
+        agreement, needles: 0-100: steps with full attention's top token, needles found; each with its standard error.
+        attended_share: attended entries of a KV head over the budget; None for full attention.
+        device_kv_bytes: on the device.
+        moved_bytes_per_step: from host to device.
+        tpot_ms_mean: a decode step.
+    """
+
+    method: str
+    budget: int | None
+    kl_mean: float
+    kl_stderr: float | None
+    agreement: tuple[float, float | None]
+    needles: tuple[float, float | None]
+    attended_share: float | None
+    device_kv_bytes: float
+    moved_bytes_per_step: float
+    tpot_ms_mean: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; returns the exit code, as `python -m kvbench` does."""
+    parser = argparse.ArgumentParser(
+        "kvbench demo", description="Eight methods on a real model, a table and a picture."
+    )
+    parser.add_argument("words", nargs="*", metavar="key=value", help="settings for every arm, as for a run")
+    words = parser.parse_args(arguments).words
+    console = wide_console()
+    wait_briefly()
+    try:
+        refuse_set(words)
+        for task in TASKS:
+            config(words, task, METHODS[0])  # what is wrong with the words shows before anything is fetched
+        words = [*model_words(words), *words]
+        configs = {task: [config(words, task, method) for method in METHODS] for task in TASKS}
+        rows = demo(configs, console)
+        folder = Path(configs[FIDELITY][0]["results_dir"], "demo")
+        picture = folder / "tradeoff.png"
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "table.json").write_text(json.dumps([one._asdict() for one in rows], indent=1) + "\n")
+            draw(rows, model_name(configs), picture)
+    except (ConfigError, ResultsError) as error:
+        print(f"kvbench: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("kvbench: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    console.print(table(rows))
+    console.print(f"picture: {picture}", soft_wrap=True)
+    return 0
+
+
+def refuse_set(words: Sequence[str]) -> None:
+    """Refuse a setting that would make the table's own columns wrong, and one that is given twice.
+
+    Raises:
+        ConfigError: names it.
+    """
+    refuse_twice(words)
+    for word in words:
+        if word.partition("=")[0] in SET_BY_DEMO:
+            raise ConfigError(f"{word}: the demo sets {', '.join(SET_BY_DEMO)} itself; python -m kvbench takes them")
+
+
+def model_words(words: Sequence[str]) -> list[str]:
+    """The words that choose the model where no word of the user's does: the real one, fetched, or the small one."""
+    if any(word.partition("=")[0] in ("model", "model.path") for word in words):
+        return []
+    try:
+        fetch(MODEL)
+    except ConfigError as error:
+        print(f"kvbench: {error}; the small model takes its place", file=sys.stderr)
+        return [f"model={SMALL_MODEL}"]
+    return [f"model={MODEL}"]
+
+
+def config(words: Sequence[str], task: str, method: str) -> DictConfig:
+    """The config of an arm; `words` have the last word."""
+    size = "null" if method == "full" else str(BUDGET)
+    sizes = [f"task.lengths=[{LENGTH}]", *TASKS[task]]
+    return composed(f"task={task}", f"method={method}", f"budget={size}", *sizes, *words)
+
+
+def demo(configs: dict[str, list[DictConfig]], console: Console) -> list[Row]:
+    """Run all arms on both tasks."""
+    from kvbench.runs.shared import run_shared
+
+    found = {}
+    for task, arms in configs.items():
+        console.print(f"{task} at {LENGTH} tokens, {len(arms)} arms, {model_name(configs)}")
+        found[task] = run_shared(arms, console)
+    return [row(*arm) for arm in zip(METHODS, found[FIDELITY], found[NEEDLES], strict=True)]
+
+
+def model_name(configs: dict[str, list[DictConfig]]) -> str:
+    """What the model of all arms is called."""
+    return str(configs[FIDELITY][0]["model"]["name"])
+
+
+def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> Row:
+    """The line of a method, from the summaries of its two runs."""
+    found = measured(fidelity)
+    budget = None if method == "full" else BUDGET
+    return Row(
+        method,
+        budget,
+        kl_mean=found[KL.name],
+        kl_stderr=found.get("kl_stderr"),
+        agreement=(fidelity["score"], fidelity["stderr"]),
+        needles=(needles["macro"]["score"], needles["macro"]["stderr"]),
+        attended_share=found["attended_share"] if budget else None,
+        device_kv_bytes=found["device_kv_bytes"],
+        moved_bytes_per_step=found["moved_bytes_per_step"],
+        tpot_ms_mean=found["tpot_ms_mean"],
+    )
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """All arms, a line each."""
+    drawn = Table(title="how near to full attention's next-token distribution, and what it cost", title_justify="left")
+    drawn.caption = "KL: mean ± standard error over texts; moved: from host to device, on a CPU counted alone"
+    drawn.add_column("method")
+    add_numbers(drawn, ["C", "KL, nats", "same token %", "needles %", *(cost.heading for cost in COSTS.values())])
+    for one in rows:
+        near = KL.number(one.kl_mean) + ("" if one.kl_stderr is None else f" ± {KL.number(one.kl_stderr)}")
+        scores = [with_error(*pair, digits=0) for pair in (one.agreement, one.needles)]
+        costs = [cost.number(getattr(one, name)) for name, cost in COSTS.items()]
+        drawn.add_row(one.method, "-" if one.budget is None else str(one.budget), near, *scores, *costs)
+    return drawn
+
+
+def draw(rows: Sequence[Row], model: str, path: Path) -> None:
+    """The trade-off as a picture: KL against device memory, and against the time per token."""
+    import pandas
+    from matplotlib.figure import Figure
+
+    from kvbench.report.figures.tradeoff import draw_tradeoff
+
+    # All have the budget that the title says: no mark needs its own.
+    points = pandas.DataFrame(rows, dtype=object).assign(label=[one.method for one in rows], budget=None)
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    draw_tradeoff(axes, points, KL.name)
+    axes[0].set_ylabel(KL.axis)
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
+    figure.suptitle(f"{model}, text of {LENGTH} tokens, C = {BUDGET}: down and left is better")
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,398 @@
+"""`kvbench score RUN [RUN ...]`: scores anew from stored outputs, without a model and without torch.
+
+A RUN is a run folder or any folder above some. Each one's task is built from its own run.yaml, and every record without
+an error is scored by the code that is there now; failed ones stay at 0. Nothing is changed without `--write`. With
+`--predictions` folders of other projects' predictions are scored instead. Exit codes: 0 done, 2 something could not be
+scored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.table import Table
+
+from kvbench.cli.words import refuse_twice
+from kvbench.config import HARNESS_KEYS, ConfigError, check_types, check_valid, first_line, locate, nearest, show
+from kvbench.runs.folder import append_records, check_format, held, lost_samples, stored_state, write_whole, writing
+from kvbench.runs.identity import module_sources, source_hash
+from kvbench.runs.quantities import PASSED
+from kvbench.runs.stored import (
+    DAMAGED,
+    Record,
+    ResultsError,
+    printable,
+    read_samples,
+    refuse_archive,
+    runs_in,
+    stored_task,
+    using,
+    what_of,
+)
+from kvbench.runs.summary import summarise
+from kvbench.runs.terminal import Console
+from kvbench.tasks import Sample, Task, predictions, task_of
+from kvbench.tasks.known import add_config_dir, refuse_unknown
+
+USAGE = """kvbench score RUN [RUN ...] [task.key=value ...] [--write] [--config-dir FOLDER] [--json]
+       kvbench score --predictions longbench|ruler DIR [DIR ...] [--json]"""
+
+# Of a summary, what follows from scores.
+SCORES = ("score", "stderr", "score_ok", "scores", "n", "failed", "groups", "macro", "prompts", *PASSED)
+
+
+@dataclass(frozen=True)
+class Rescored:
+    """A run's records, scored anew.
+
+    Attributes:
+        folder: the run's.
+        metric: the main score's name.
+        before: summary of the records as stored; empty where none holds the main score.
+        after: summary of the records with their new scores.
+        changed: the new records that differ from the stored ones.
+        end: size in bytes of the stored samples up to the last whole line.
+    """
+
+    folder: Path
+    metric: str
+    before: dict[str, Any]
+    after: dict[str, Any]
+    changed: list[Record]
+    end: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code, 130 after Ctrl-C."""
+    try:
+        return _main(arguments)
+    except KeyboardInterrupt:
+        print("kvbench score: stopped; what was written is whole, and the same command does the rest", file=sys.stderr)
+        return 130
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    given = _parser().parse_intermixed_args(arguments)
+    if given.predictions:
+        return _predicted(given)
+    changes = [word for word in given.words if word.startswith("task.") and "=" in word]
+    try:
+        refuse_twice(changes)
+        options = options_of(changes)
+        folders = list(runs_in([Path(word) for word in given.words if word not in changes]))
+        for folder in folders if given.write else ():
+            refuse_archive(folder)
+    except (ConfigError, ResultsError) as error:
+        return _refused(error)
+    console = Console(highlight=False)
+    entries, code = [], 0
+    for folder in folders:
+        try:
+            make = rewrite if given.write else rescore
+            found = make(folder, options, given.config_dir)
+        except (ConfigError, ResultsError) as error:
+            code = _refused(error)
+            continue
+        if given.json:
+            entries.append(as_json(found, given.write))
+        else:
+            console.print(table(found))
+            console.print(printable(outcome(found, given.write)), soft_wrap=True)
+    if given.json:
+        print(json.dumps(entries, indent=2, allow_nan=False))
+    return code
+
+
+def _predicted(given: argparse.Namespace) -> int:
+    """Score folders of other projects' predictions; returns the exit code."""
+    if given.write:
+        return _refused(ConfigError("--write: not with --predictions, whose folders are left as they are"))
+    # Names may hold brackets; a file takes the whole width.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    entries, code = [], 0
+    for word in given.words:
+        try:
+            found = predictions.read(given.predictions, Path(word))
+        except ConfigError as error:
+            code = _refused(error)
+            continue
+        if given.json:
+            entries.append(predictions_as_json(found))
+        else:
+            console.print(predictions_table(found))
+            for line in remarks(found):
+                console.print(line, soft_wrap=True)
+    if given.json:
+        print(json.dumps(entries, indent=2, allow_nan=False))
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "Scores anew from stored outputs, without a model. Nothing is changed without --write."
+    parser = argparse.ArgumentParser("kvbench score", USAGE, about)
+    parser.add_argument("words", nargs="+", metavar="RUN", help="a run folder, or a folder above some")
+    formats = list(predictions.BENCHMARKS)
+    parser.add_argument("--predictions", choices=formats, help="each RUN is a folder of its scripts' <subset>.jsonl")
+    add_config_dir(parser)
+    parser.add_argument("--write", action="store_true", help="keep the new scores, in samples.jsonl and summary.json")
+    parser.add_argument("--json", action="store_true", help="print JSON, scores before and after, and no tables")
+    return parser
+
+
+def _refused(error: Exception) -> int:
+    print(f"kvbench score: {printable(str(error))}", file=sys.stderr)
+    return 2
+
+
+def options_of(words: Sequence[str]) -> dict[str, Any]:
+    """The task options that `task.key=value` words name.
+
+    Raises:
+        ConfigError: a word that is no such thing.
+    """
+    try:
+        node: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)), resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{' '.join(words)}: {first_line(error)}") from error
+    options: dict[str, Any] = node.get("task", {})
+    return options
+
+
+def rescore(folder: Path, options: Mapping[str, Any] | None = None, config_dir: Path | None = None) -> Rescored:
+    """Score the stored outputs of a run, which may go on meanwhile, and change nothing.
+
+    Args:
+        folder: the run's.
+        options: of its task, where they shall differ from the run's own, and what scoring is allowed to do.
+        config_dir: a folder with the user's own tasks.
+
+    Raises:
+        ConfigError: the task is not known, cannot be built, has no such options, or lacks a permission.
+        ResultsError: what is stored is damaged, of another format, or without answers.
+    """
+    with using(folder):
+        check_format(folder)
+        config = stored_task(folder)
+        return _rescored(folder, _task_of(folder, config, options or {}, config_dir), config["_target_"])
+
+
+def _rescored(folder: Path, task: Task, target: str) -> Rescored:
+    records, end = read_samples(folder / "samples.jsonl")
+    if lost := lost_samples(folder, len(records)):
+        raise ResultsError(f"{folder}: {lost}")
+    stored = list(records.values())
+    mark = {"task": _code(target), "notes": dict(task.notes)}
+    scored = [_scored(folder, record, task, mark) for record in stored]
+    before = summarise(stored, task.metric)
+    has_metric = any(task.metric in (record.get("scores") or {}) for record in stored if not record.get("error"))
+    after = summarise(scored, task.metric)
+    if again := sum("rescored" in record for record in scored):
+        after["rescored"] = again
+    changed = [new for old, new in zip(stored, scored, strict=True) if new is not old]
+    return Rescored(folder, task.metric, before if has_metric else {}, after, changed, end)
+
+
+def rewrite(folder: Path, options: Mapping[str, Any] | None = None, config_dir: Path | None = None) -> Rescored:
+    """Score the stored outputs of a run and keep the new scores.
+
+    Changed records are appended to samples.jsonl, where the newest line of an id wins, so the old ones stay there too.
+    summary.json is made anew if the run was finished; of an unfinished one the run itself makes it.
+
+    Args:
+        folder: the run's.
+        options: as `rescore`, of those that the run was made with.
+        config_dir: as `rescore`.
+
+    Raises:
+        ConfigError, ResultsError: as `rescore`; other options than the run's; another process holds the folder; it
+            cannot be written.
+    """
+    with held(folder):
+        with using(folder):
+            check_format(folder)
+            stored = stored_task(folder)
+        if other := next((key for key, value in (options or {}).items() if stored.get(key) != value), ""):
+            given = f"task.{other}={show((options or {})[other])}"
+            raise ConfigError(f"--write: not with {given}, {folder} was made with other options; leave one out")
+        found = rescore(folder, options, config_dir)
+        finished = (folder / "summary.json").exists() or stored_state(folder) == "finished"
+        with writing(folder):
+            if found.changed:
+                # A summary is there only while it covers every line.
+                (folder / "summary.json").unlink(missing_ok=True)
+                append_records(folder / "samples.jsonl", found.changed, found.end)
+            if finished:
+                text = json.dumps(found.after, indent=2, allow_nan=False) + "\n"
+                write_whole(folder / "summary.json", text, durable=True)
+    return found
+
+
+def _task_of(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any], config_dir: Path | None) -> Task:
+    """The task of a stored run, with these options in place of its own.
+
+    Raises:
+        ConfigError: as `rescore`.
+    """
+    refuse_unknown(folder, config, config_dir)
+    valid = config.keys() - HARNESS_KEYS
+    for key, value in options.items():
+        if key not in valid:
+            name = config.get("name", config["_target_"])
+            raise ConfigError(f"{folder}: task.{key}={show(value)}: no such option of {name}; {nearest(key, valid)}")
+    check_types("task", options, config)
+    check_valid("task", options, config.get("valid") or {})
+    for key in getattr(locate(config["_target_"]), "permissions", ()):
+        if config.get(key) and key not in options:
+            raise ConfigError(
+                f"{folder}: config.task.{key}={show(config[key])}: a file is no permission; where nothing is secret, "
+                f"give task.{key}={show(config[key])} on the command line"
+            )
+    return task_of({**config, **options})
+
+
+def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -> Record:
+    """The record with its scores of now; itself where they are the same or it failed."""
+    if record.get("error"):
+        return record
+    key, answers, output = record["id"], record.get("answers"), record.get("output")
+    if answers is None:
+        raise ResultsError(f"{folder}: {key} is stored without its answers, by an older kvbench; run it again")
+    if output is None:
+        raise ResultsError(f"{folder / 'samples.jsonl'}: the newest line of {key} is damaged: no output")
+    asked, group = record.get("sample") or key, record.get("group") or ""
+    sample = Sample(asked, "", tuple(answers), 0, group=group, meta=record.get("meta") or {})
+    try:
+        scores = task.score(sample, output)
+    except DAMAGED as error:
+        raise ResultsError(
+            f"{folder}: {printable(key)} cannot be scored as {task.name} ({what_of(error)}); was it another one?"
+        ) from error
+    return record if scores == record.get("scores") else {**record, "scores": scores, "rescored": mark}
+
+
+@functools.cache
+def _code(target: str) -> str:
+    return source_hash(module_sources(target))
+
+
+def as_json(found: Rescored, written: bool) -> dict[str, Any]:
+    """What `--json` prints of a run; `before` is null where the main score was not stored."""
+    return {
+        "run": str(found.folder),
+        "metric": found.metric,
+        "before": _only_scores(found.before) or None,
+        "after": _only_scores(found.after),
+        "changed": len(found.changed),
+        "written": written,
+    }
+
+
+def _only_scores(summary: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: summary[key] for key in SCORES if key in summary}
+
+
+def table(found: Rescored) -> Table:
+    """Scores of a run before and after, each 0-100: groups, their plain mean, all samples, and the other scores."""
+    drawn = Table(title=printable(" / ".join(found.folder.resolve().parts[-4:])), title_justify="left")
+    for heading in (found.metric, "samples", "failed", "before", "now"):
+        drawn.add_column(heading, justify="left" if heading == found.metric else "right")
+    before, after = found.before, found.after
+    for name, group in after.get("groups", {}).items():
+        row = _pair(before.get("groups", {}).get(name), group)
+        drawn.add_row(printable(name), str(group["n"]), str(group["failed"]), *row)
+    if "macro" in after:
+        drawn.add_row(f"mean of {len(after['groups'])} groups", "", "", *_pair(before.get("macro"), after["macro"]))
+    drawn.add_section()
+    drawn.add_row("all samples", str(after["n"]), str(after["failed"]), *_pair(before, after))
+    for name, score in after["scores"].items():
+        if name != found.metric:
+            old = before.get("scores", {}).get(name)
+            drawn.add_row(printable(name), "", "", *_pair({"score": old}, {"score": score}))
+    return drawn
+
+
+def outcome(found: Rescored, written: bool) -> str:
+    """What became of a run, in a line."""
+    count = len(found.changed)
+    if not count:
+        return f"{found.folder}: no score changed"
+    changed = f"{count} of {found.after['n']} scores changed"
+    if not written:
+        return f"{found.folder}: {changed}; nothing is written"
+    finished = "" if (found.folder / "summary.json").exists() else "; unfinished, so without a summary"
+    return f"{found.folder}: {changed} and written{finished}"
+
+
+def predictions_table(found: predictions.Predictions) -> Table:
+    """Scores of predictions, each 0-100: every subset by every metric it has, and the plain mean over subsets."""
+    bins = [name for name in predictions.BINS if any(name in subset.by_length for subset in found.subsets)]
+    drawn = Table(title=str(found.folder), title_justify="left")
+    for heading in ("subset", "metric"):
+        drawn.add_column(heading, overflow="fold")
+    for heading in ("samples", "empty", "score", *bins):
+        drawn.add_column(heading, justify="right")
+    for subset in found.subsets:
+        own = _summary(subset)
+        lengths = [_with_error({"score": subset.by_length.get(name)}) for name in bins]
+        main, *others = subset.metrics
+        drawn.add_row(subset.name, main, str(own["n"]), str(subset.empty), _with_error(own), *lengths)
+        for name in others:
+            drawn.add_row("", name, "", "", _with_error({"score": own["scores"][name]}))
+    for name in found.others:
+        drawn.add_row(f"{name}, not scored", "-", "-", "-", "-")
+    drawn.add_section()
+    for name, mean in found.means().items():
+        metric = "" if name == "score" else f"with {name}"
+        drawn.add_row(f"mean of {len(found.subsets)} subsets", metric, "", "", _with_error({"score": mean}))
+    return drawn
+
+
+def remarks(found: predictions.Predictions) -> list[str]:
+    """What a reader of the table must know: what has no subset to be scored as, and what is missing from the mean."""
+    lines = []
+    if found.others:
+        files = ", ".join(f"{name}.jsonl" for name in found.others)
+        lines.append(f"{found.folder}: not scored: {files}; none of {found.benchmark.title}")
+    if found.missing:
+        lines.append(f"{found.folder}: of {found.benchmark.title} without {', '.join(found.missing)}")
+    return lines
+
+
+def predictions_as_json(found: predictions.Predictions) -> dict[str, Any]:
+    """What `--json` prints of a folder of predictions."""
+    return {
+        "predictions": str(found.folder),
+        "subsets": {
+            subset.name: {**_only_scores(_summary(subset)), "empty": subset.empty, "by_length": subset.by_length}
+            for subset in found.subsets
+        },
+        "means": found.means(),
+        "missing": found.missing,
+        "not_scored": found.others,
+    }
+
+
+def _summary(subset: predictions.Subset) -> dict[str, Any]:
+    return summarise([{"scores": scores} for scores in subset.scores], "score")
+
+
+def _pair(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> tuple[str, str]:
+    return _with_error(before or {}), _with_error(after)
+
+
+def _with_error(found: Mapping[str, Any]) -> str:
+    """A score and its standard error, or a dash."""
+    score, error = found.get("score"), found.get("stderr")
+    if score is None:
+        return "-"
+    return f"{score:.2f}" + (f" ± {error:.2f}" if error is not None else "")

@@ -1,0 +1,72 @@
+"""`kvbench status [FOLDER ...]`: how the runs below a folder are doing, from any machine that sees it.
+
+Exit codes: 0 done, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from rich.table import Table
+
+from kvbench.runs.state import State, state_of
+from kvbench.runs.stored import ResultsError, printable, runs_in
+from kvbench.runs.table import add_numbers, wide_console
+
+FOLDER = Path("results")
+LONGEST = 10**9  # seconds that are shown: a status file may say anything
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        "kvbench status", description="How the runs below a folder are doing, from any machine that sees it."
+    )
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="runs, or folders above some; results")
+    parser.add_argument("--all", action="store_true", help="a line for finished runs, too")
+    parser.add_argument("--json", action="store_true", help="print all runs as JSON")
+    given = parser.parse_args(arguments)
+    try:
+        states = [state_of(folder) for folder in runs_in(given.folders or [FOLDER])]
+    except ResultsError as error:
+        print(f"kvbench status: {printable(str(error))}", file=sys.stderr)
+        return 2
+    if given.json:
+        print(json.dumps([{**one._asdict(), "path": str(one.path)} for one in states], indent=2))
+        return 0
+    shown = [one for one in states if given.all or one.state != "finished" or one.failed]
+    console = wide_console()
+    if shown:
+        console.print(table(shown))
+    counts = Counter(printable(one.state) for one in states)
+    console.print(f"{len(states)} runs: " + ", ".join(f"{count} {state}" for state, count in counts.most_common()))
+    return 0
+
+
+def table(states: Sequence[State]) -> Table:
+    """A line for each run."""
+    drawn = Table()
+    drawn.add_column("run", overflow="fold")
+    drawn.add_column("state")
+    add_numbers(drawn, ["done", "failed", "samples/min", "left", "last sign"])
+    for one in states:
+        drawn.add_row(
+            printable("/".join(one.path.parts[-4:])),
+            printable(one.state) + (f", {one.running} of {one.shards} shards" if one.shards > 1 else ""),
+            f"{one.done}/{'?' if one.total is None else one.total}",
+            str(one.failed),
+            "" if one.rate is None else f"{one.rate:.1f}",
+            _duration(one.left_s),
+            _duration(one.silent_s),
+        )
+    return drawn
+
+
+def _duration(seconds: float | None) -> str:
+    return "" if seconds is None or seconds > LONGEST else str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,286 @@
+"""Attention over rows where they lie: the compiled half of `kvbench.attention.cpu`.
+
+Work is cut into pieces of a list or of a sequence; each leaves the largest logit, the sum of the weights and the
+weighted sum of the values, and `merge` joins those of a list (flash-decoding). Pieces do not depend on the number of
+threads, so neither does what comes out. Kernels hold no state and release the GIL.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvbench.kernels.rows import BLOCK, GROUP, add_values, grouped, lay_out, paired, scale_logits, score, weigh
+from kvbench.kernels.threads import claim, together
+from kvbench.kernels.vectors import (
+    LANES,
+    LINE,
+    LOWEST,
+    NOTHING,
+    PAIR,
+    exponential,
+    fetch,
+    first_of,
+    inner,
+    kernel,
+    put,
+    splat,
+)
+
+LIST_PIECE = 256  # entries of a selected list
+DENSE_PIECE = 512
+
+
+def pieces_of(count: int, size: int) -> int:
+    """Pieces of `size` that a list of `count` is cut into."""
+    return -(-count // size)
+
+
+@inner
+def scratch(query):  # type: ignore[no-untyped-def]
+    """Queries and results of a piece, while it is at work: in lines of the cache that no other thread writes."""
+    rows, shape = query.shape[1], query.shape[1:]
+    return (
+        np.empty(shape, np.float32),
+        np.empty(rows, np.float32),
+        np.empty(rows, np.float32),
+        np.empty(shape, np.float32),
+    )
+
+
+@inner
+def write_piece(found, most, total, sums, stored):  # type: ignore[no-untyped-def]
+    """The results of a piece, [R, D + 2], whose sums are laid out as values of this type are read."""
+    rows, head_dim = sums.shape
+    pairs = paired(head_dim, stored)
+    for r in range(rows):
+        for first in range(0, pairs, PAIR):
+            for i in range(LANES):
+                found[r, first + 2 * i] = sums[r, first + i]
+                found[r, first + 2 * i + 1] = sums[r, first + LANES + i]
+        for j in range(pairs, head_dim):
+            found[r, j] = sums[r, j]
+        found[r, head_dim], found[r, head_dim + 1] = most[r], total[r]
+
+
+@kernel
+def attend_resident(  # type: ignore[no-untyped-def]
+    threads, claims, pieces, query, scaling, used, first, column, held, stored, logits, results
+):
+    """Attention over all used slots of each KV head, in so many threads.
+
+    Args:
+        claims: [1] int64, the next piece, 0.
+        pieces: of each list, `DENSE_PIECE` slots each: the first in `results`, and how many.
+        query: [L, R, D] float32; list l is a KV head of a row.
+        scaling: of the logits, float32.
+        used: [L] int64, slots of each list that are attended.
+        first: [L] int64, where the slots of each list begin in the pool.
+        column: [L] int64, of the logits, that the first slot of each list has.
+        held: address of the pool's keys, of its values, and of the parameters of its groups of keys; see `score`.
+        stored: how keys, and how values are stored, see there; bytes of a row and to its parameters, of each.
+        logits: [L, R, n], where they are wanted, else [L, R, 0].
+        results: [L, P, R, D + 2], written for each piece: the weighted sum of values, the largest logit, and the sum of
+            weights.
+    """
+    arguments = claims, pieces, query, scaling, used, first, column, held, stored, logits, results
+    together(threads, _attend_resident, arguments)
+
+
+@inner
+def _attend_resident(  # type: ignore[no-untyped-def]
+    _, claims, pieces, query, scaling, used, first, column, held, stored, logits, results
+):
+    """As many pieces of a layer's attention as other threads leave."""
+    key, value, parameters = held
+    key_kind, value_kind, (key_size, key_beside), (value_size, value_beside), group_size = stored
+    block = np.empty((query.shape[1], BLOCK), np.float32)
+    keys, values, groups = np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp)
+    asked, own_most, own_total, own_sums = scratch(query)
+    before, pieces = pieces
+    item = claim(claims)
+    while item < len(query) * pieces:
+        head, piece = item // pieces, item % pieces
+        own_most[:], own_total[:], own_sums[:] = LOWEST, 0, 0
+        lay_out(query[head], asked, key_kind)
+        end = min((piece + 1) * DENSE_PIECE, used[head])
+        for start in range(piece * DENSE_PIECE, end, BLOCK):
+            count = min(BLOCK, end - start)
+            slot = first[head] + start
+            for i in range(count):
+                keys[i], values[i] = key + (slot + i) * key_size, value + (slot + i) * value_size
+                if grouped(key_kind):
+                    groups[i] = parameters + (slot + i) // GROUP * group_size
+            ahead = keys[:0], value + slot * value_size
+            score(asked, keys, groups, (key_beside, value_size), count, ahead, block, key_kind)
+            scale_logits(block, count, scaling)
+            if logits.shape[2]:
+                at = column[head] + start
+                logits[head, :, at : at + count] = block[:, :count]
+            weigh(block, count, own_most, own_total, own_sums)
+            ahead = keys[:0], key + (slot + BLOCK) * key_size
+            add_values(block, values, (value_beside, key_size), count, ahead, own_sums, value_kind)
+        write_piece(results[head, before + piece], own_most, own_total, own_sums, value_kind)
+        item = claim(claims)
+
+
+@kernel
+def attend_lists(  # type: ignore[no-untyped-def]
+    threads, claims, pieces, query, scaling, index, bias, device, host, own, extra, stored, logits, results
+):
+    """Attention over lists of tokens, in so many threads.
+
+    Tokens are attended where they are stored as `stored` says; those that are held elsewhere are for another call.
+
+    Args:
+        claims: [2] int64, the next piece, 0, and how many pieces named a token that is in neither tier, 0.
+        pieces: as of `attend_resident`, `LIST_PIECE` entries each, and one of extra entries, where there are any.
+        query, scaling: as of `attend_resident`; a row of the batch has L / B lists, one for each KV head or more.
+        index: [B, 1 or L / B, M] int64 token ids, -1 = none.
+        bias: [L, R, M + E], added to the logits, or [L, R, 0].
+        device: addresses of the keys, values and parameters of all H KV heads of all rows (see `attend_resident`),
+            where those of each begin [H], the ids in their slots [H, S], or [H, 0] where slot = id, [H] slots used, and
+            [H] the first slot and the slot after the last that are attended.
+        host: addresses of the keys and values [H, S', D], S', the slots of the ids [H, S'], whether a token is there
+            [H, S'], and whether those that are there are attended.
+        own: address of keys [H, M, D] in place of the stored ones, or 0.
+        extra: addresses of the keys and values [H, E, D] of extra entries, E, and which of the logits is their first.
+        stored: as of `attend_resident`, of all these rows.
+        logits: [L, R, M + E], where they are wanted, else [L, R, 0]; an entry that is absent is not written.
+        results: as of `attend_resident`.
+    """
+    arguments = claims, pieces, query, scaling, index, bias, device, host, own, extra, stored, logits, results
+    together(threads, _attend_lists, arguments)
+
+
+@inner
+def _attend_lists(  # type: ignore[no-untyped-def]
+    _, claims, pieces, query, scaling, index, bias, device, host, own, extra, stored, logits, results
+):
+    """As many pieces of a layer's lists as other threads leave."""
+    extra_key, extra_value, extras, column = extra
+    key_kind, value_kind, (key_size, key_beside), (value_size, value_beside), group_size = stored
+    count = index.shape[2]
+    room = max(LIST_PIECE, extras)
+    keys, values, rank = np.empty(room, np.intp), np.empty(room, np.intp), np.empty(room, np.intp)
+    groups = np.empty(room, np.intp)
+    asked, own_most, own_total, own_sums = scratch(query)
+    block = np.empty((query.shape[1], BLOCK), np.float32)
+    lists, heads = len(query) // len(index), len(device[5]) // len(index)
+    before, pieces = pieces
+    item = claim(claims)
+    while item < len(query) * pieces:
+        at, piece = item // pieces, item % pieces
+        row = at // lists
+        head = row * heads + at % lists * heads // lists
+        own_most[:], own_total[:], own_sums[:] = LOWEST, 0, 0
+        lay_out(query[at], asked, key_kind)
+        if extras and piece == pieces - 1:
+            found = extras
+            for i in range(extras):
+                place = head * extras + i
+                keys[i], values[i], rank[i] = extra_key + place * key_size, extra_value + place * value_size, column + i
+        else:
+            start = piece * LIST_PIECE
+            tokens = index[row, min(at % lists, index.shape[1] - 1), start : start + LIST_PIECE]
+            found = _find(tokens, head, device, host, stored, keys, values, groups, rank)
+            if found < 0:
+                claim(claims[1:])
+                found = 0
+            for i in range(found):
+                rank[i] += start
+                if own:
+                    keys[i] = own + (head * count + rank[i]) * key_size
+        for start in range(0, found, BLOCK):
+            rows = min(BLOCK, found - start)
+            ahead = values[start : start + rows], 0
+            score(asked, keys[start:], groups[start:], (key_beside, value_size), rows, ahead, block, key_kind)
+            scale_logits(block, rows, scaling)
+            for r in range(query.shape[1]):
+                if bias.shape[2]:
+                    for i in range(rows):
+                        block[r, i] += bias[at, r, rank[start + i]]
+                if logits.shape[2]:
+                    for i in range(rows):
+                        logits[at, r, rank[start + i]] = block[r, i]
+            weigh(block, rows, own_most, own_total, own_sums)
+            ahead = keys[start + rows : found], 0
+            add_values(block, values[start:], (value_beside, key_size), rows, ahead, own_sums, value_kind)
+        write_piece(results[at, before + piece], own_most, own_total, own_sums, value_kind)
+        item = claim(claims)
+
+
+@inner
+def _find(tokens, head, device, host, stored, keys, values, groups, rank):  # type: ignore[no-untyped-def]
+    """Where tokens lie: addresses of their keys, values and groups' parameters, and the place of each in the list.
+
+    Returns:
+        How many of them are to be attended, -1 where one is in neither tier.
+    """
+    near_key, near_value, parameters, first, ids, used, begin, end = device
+    far_key, far_value, far_slots, slot_of, present, far_too = host
+    key_kind, _, (key_size, _), (value_size, _), group_size = stored
+    here = ids[head, : used[head]]
+    found, guess = 0, 0
+    for i in range(len(tokens)):
+        token = tokens[i]
+        if token < 0:
+            continue
+        slot = -1
+        if ids.shape[1]:
+            if guess >= len(here) or here[guess] != token:  # lists often name neighbours, one after the other
+                guess = np.searchsorted(here, token)
+            if guess < len(here) and here[guess] == token:
+                slot = guess
+                guess += 1
+        elif token < used[head]:
+            slot = token
+        if slot >= 0:
+            if not begin[head] <= slot < end[head]:
+                continue
+            at = first[head] + slot
+            keys[found], values[found] = near_key + at * key_size, near_value + at * value_size
+            if grouped(key_kind):
+                groups[found] = parameters + at // GROUP * group_size
+        elif token < far_slots and present[head, token]:
+            if not far_too:
+                continue
+            at = head * far_slots + slot_of[head, token]
+            keys[found], values[found] = far_key + at * key_size, far_value + at * value_size
+        else:
+            return -1
+        if found < BLOCK:
+            for line in range(0, key_size, LINE):
+                fetch(keys[found] + line)
+        rank[found] = i
+        found += 1
+    return found
+
+
+@kernel
+def merge(results, out, stored, logits):  # type: ignore[no-untyped-def]
+    """Join the pieces of each list.
+
+    Args:
+        results: as of `attend_resident`.
+        out: address of [L, R, D], in the type of `stored`.
+        logits: [L, R, n], which become probabilities.
+    """
+    lists, pieces, rows, width = results.shape
+    head_dim = width - 2
+    sum = np.empty(head_dim, np.float32)
+    for head in range(lists):
+        for r in range(rows):
+            largest, whole = LOWEST, NOTHING
+            for piece in range(pieces):
+                largest = max(largest, results[head, piece, r, head_dim])
+            sum[:] = 0
+            for piece in range(pieces):
+                own = results[head, piece, r]
+                weight = first_of(exponential(splat(own[head_dim] - largest)))
+                whole += weight * own[head_dim + 1]
+                for j in range(head_dim):
+                    sum[j] += weight * own[j]
+            for j in range(head_dim):
+                put(out, (head * rows + r) * head_dim + j, sum[j] / whole, stored)
+            for i in range(logits.shape[2]):
+                logits[head, r, i] = first_of(exponential(splat(logits[head, r, i] - largest))) / whole

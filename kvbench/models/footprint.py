@@ -1,0 +1,137 @@
+"""What a run takes of memory at least, from the shape of its model alone, and what is free: asked before it is taken.
+
+The estimates are lower bounds, so that nothing is refused that might run: weights, keys and values of the longest
+prompt, and the widest tensors of one chunk of its prefill. What cannot be known here (indexes, buffers, what a library
+keeps) comes on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from kvbench.config import ConfigError
+from kvbench.memory.codec import Codecs
+from kvbench.models.support import text_config, windows
+
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+GIB = 2**30
+
+
+class Prompts(NamedTuple):
+    """The largest prompts of a run.
+
+    Attributes:
+        tokens: of a row, the generated ones included; 0 where they are not known before the tokenizer is.
+        rows: that are generated together.
+        chunk: tokens of a forward pass; None: all.
+    """
+
+    tokens: int
+    rows: int = 1
+    chunk: int | None = None
+
+
+class Footprint(NamedTuple):
+    """Bytes that a run takes at least.
+
+    Attributes:
+        weights: of the model.
+        cache: keys and values of all layers.
+        activations: of one forward pass of the prefill.
+    """
+
+    weights: int
+    cache: int
+    activations: int
+
+
+def footprint(
+    model_config: Mapping[str, Any], dtype: torch.dtype, prompts: Prompts, kind: str = "native"
+) -> Footprint | None:
+    """The bytes of a model and its prompts, with keys and values held as `kind` says (`kvbench.memory.kinds`); None
+    where the shape does not tell.
+    """
+    shape = text_config(model_config)
+    if not all(shape.get(key) for key in NEEDED):
+        return None
+    width, layers, heads, vocabulary = (int(shape[key]) for key in NEEDED)
+    head_dim = shape.get("head_dim") or width // heads
+    kv_heads = shape.get("num_key_value_heads") or heads
+    inner = shape.get("intermediate_size") or 0
+    # Queries and the output each H x Hq D, keys and values each H x Hkv D, and the three matrices of a gated MLP.
+    layer = 2 * width * head_dim * (heads + kv_heads) + 3 * width * inner
+    embeddings = vocabulary * width * (2 if shape.get("tie_word_embeddings") is False else 1)
+    held = [min(prompts.tokens, size - 1) for size in windows(shape).values()]
+    entries = sum(held) + (layers - len(held)) * prompts.tokens
+    at_once = min(prompts.tokens, prompts.chunk or prompts.tokens)
+    # Beside the hidden states, the two inner ones of the MLP and their product.
+    wide = 2 * width + 3 * inner
+    return Footprint(
+        (layers * layer + embeddings) * dtype.itemsize,
+        Codecs.of(kind, head_dim, dtype).nbytes * kv_heads * entries * prompts.rows,
+        wide * at_once * prompts.rows * dtype.itemsize,
+    )
+
+
+def refuse_too_large(
+    needed: Footprint, device: torch.device, home: str, model: str, prompts: Prompts, free: Mapping[str, int]
+) -> None:
+    """Refuse a run that cannot fit.
+
+    Args:
+        needed: bytes of its parts.
+        device: that computes.
+        home: of keys and values, as in `Needs.home`; "by_layer" leaves open what of them either tier takes.
+        model: what messages call the model.
+        prompts: those that `needed` is of.
+        free: bytes free, by "device" and "host"; what is not known is absent.
+
+    Raises:
+        ConfigError: names the key that takes most, the estimate, what is free and what would be right.
+    """
+    resting = {"weights": needed.weights, "activations": needed.activations}
+    cache = {"KV cache": needed.cache}
+    one_memory = device.type == "cpu"
+    tiers = {"host": resting | cache} if one_memory else {"device": resting | (cache if home == "device" else {})}
+    if home == "host" and not one_memory:
+        tiers["host"] = cache
+    for tier, parts in tiers.items():
+        total = sum(parts.values())
+        if total <= free.get(tier, total):
+            continue
+        told = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+        by_model = parts.get("weights", 0) > free[tier]
+        key = f"model={model}" if by_model else f"task.lengths: {prompts.tokens} tokens x {prompts.rows}"
+        right = "a smaller model" if by_model else "shorter prompts, fewer rows or a smaller model"
+        raise ConfigError(
+            f"{key}: takes {total / GIB:.1f} GiB of {tier} memory at least ({told}), and {free[tier] / GIB:.1f} are "
+            f"free; choose {right} (memory_check=false tries all the same)"
+        )
+
+
+def free_memory(*devices: torch.device) -> dict[str, int]:
+    """Bytes free on the host and, where it is another memory, on the devices; what cannot be told is absent."""
+    free = {"host": host} if (host := _free_on_host()) is not None else {}
+    if devices[0].type == "cuda":
+        free["device"] = sum(torch.cuda.mem_get_info(device)[0] for device in devices)
+    return free
+
+
+def _free_on_host() -> int | None:
+    """What Linux says is available to a new program, or what a container's limit leaves of it; None elsewhere."""
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, LookupError):
+        return None
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return min(available, limit - used + int(kept["inactive_file"]))  # files it has read make room
+    except (OSError, ValueError, LookupError):  # "max" is no number: there is no limit
+        return available

@@ -1,0 +1,139 @@
+"""Head scores of models, one JSON file each: made by `kvbench calibrate`, found by the weights they are of.
+
+Those of kvbench's own models lie in `kvbench/assets/heads`, a user's under `$KVBENCH_HOME/heads`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.config import ASSETS, ConfigError, first_line, home, shipped
+from kvbench.models import hub
+
+if TYPE_CHECKING:
+    from kvbench.method import HeadScores
+
+AUTO = "auto"
+
+Scores = tuple[tuple[float, ...], ...]  # [layers][Hkv]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `kvbench calibrate` has measured of a model.
+
+    Attributes:
+        model: its name.
+        weights: which weights, by `hub.weights_of`.
+        procedure: how it was measured.
+        echo, induction: see `kvbench.method.HeadScores`.
+    """
+
+    model: str
+    weights: str | None
+    procedure: dict[str, Any]
+    echo: Scores
+    induction: Scores
+
+    @property
+    def scores(self) -> HeadScores:
+        """As methods are given them."""
+        from kvbench.method import HeadScores
+
+        return HeadScores(self.echo, self.induction)
+
+    @property
+    def digest(self) -> str:
+        """12 hex digits of the scores, for run ids."""
+        return hashlib.sha256(json.dumps([self.echo, self.induction]).encode()).hexdigest()[:12]
+
+    def write(self, file: Path) -> None:
+        """Write it as JSON, a line for each layer's scores."""
+        facts = {"model": self.model, "weights": self.weights, "procedure": self.procedure}
+        lines = [f'  "{name}": {json.dumps(value)}' for name, value in facts.items()]
+        for name, layers in (("echo", self.echo), ("induction", self.induction)):
+            rows = ",\n    ".join(map(json.dumps, layers))
+            lines.append(f'  "{name}": [\n    {rows}\n  ]')
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def own_folder() -> Path:
+    """Where `kvbench calibrate` puts a user's."""
+    return home() / "heads"
+
+
+def read(file: Path) -> Calibration:
+    """The calibration in a file.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        echo, induction = (tuple(tuple(map(float, row)) for row in found[name]) for name in ("echo", "induction"))
+        whole = list(map(len, echo)) == list(map(len, induction)) and len(set(map(len, echo))) == 1
+        if not whole:
+            raise ValueError("echo and induction are not a number for each layer and KV head")
+        return Calibration(found["model"], found["weights"], found["procedure"], echo, induction)
+    except FileNotFoundError as error:
+        raise ConfigError(f"method.heads={file}: no such file; expected one of kvbench calibrate") from error
+    except (OSError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"method.heads={file}: no head scores: {first_line(error)}; expected a file of kvbench calibrate"
+        ) from error
+
+
+def calibration_of(source: hub.ModelSource, asked: str, words: str, seed: int = 0) -> Calibration | None:
+    """The calibration of a model; None where its weights are not on this machine yet, so nobody can tell.
+
+    Args:
+        source: the model.
+        asked: "auto", or a file.
+        words: what `kvbench calibrate` takes to make it, for messages.
+        seed: of random weights.
+
+    Raises:
+        ConfigError: there is none, or the file is of another model.
+    """
+    weights = hub.weights_of(source, seed)
+    if asked != AUTO:
+        found = read(Path(asked).expanduser())
+        if weights is not None and found.weights != weights:
+            raise ConfigError(
+                f"method.heads={asked}: made of {found.model} ({found.weights}), and the model is {source.name} "
+                f"({weights}); kvbench calibrate {words} makes its own"
+            )
+        return found
+    if weights is None:
+        return None
+    for folder in (own_folder(), ASSETS / "heads"):
+        for file in sorted(folder.glob("*.json")):
+            if (found := read(file)).weights == weights:
+                return found
+    raise ConfigError(f"method.heads=auto: {source.name} is not calibrated; kvbench calibrate {words} does that, once")
+
+
+def calibration_for(config: Mapping[str, Any]) -> Calibration | None:
+    """What the method of a composed run needs, by its key `heads`; None where it needs nothing, or nobody can tell yet.
+
+    Raises:
+        ConfigError: as `calibration_of`.
+    """
+    asked = config["method"].get("heads")
+    if not isinstance(asked, str):
+        return None
+    model = config["model"]
+    original = shipped("model", str(model["name"]))
+    words = f"model={model['name']}"
+    source = hub.source_of(model)
+    if source.name != model["name"] or original is None:
+        words = f"model.path={source.path}"
+    elif source.path is None and original["path"] is not None:
+        words += " model.weights=dummy"
+    return calibration_of(source, asked, words, config["seed"])

@@ -1,0 +1,303 @@
+"""Where a model comes from, found out without torch: random weights, a folder, or the hub with its local cache.
+
+`kvbench.cli.checks` refuses with it what cannot be loaded, before anything heavy starts; the backends load what it
+names, so that the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from kvbench.config import ASSETS, ConfigError, fetched_folder, first_line, shipped
+
+REAL_DENSE_LAYERS = (0, 1)  # of a model that kvbench has no file for
+PATIENCE = 1.0  # seconds to wait for the hub; its own library would try again for half a minute
+
+
+class ModelSource(NamedTuple):
+    """What the keys of a run's `model` group ask for.
+
+    Attributes:
+        name: the model's name in results.
+        path: where trained weights lie, a folder or a hub id; None: random weights in the shape of `model.config`.
+        dense_layers: layers that stay dense under `protocol.dense_layers=auto`.
+    """
+
+    name: str
+    path: str | None
+    dense_layers: tuple[int, ...]
+
+    @property
+    def gguf(self) -> Path | None:
+        """The GGUF file that `path` means; None for all else.
+
+        Raises:
+            ConfigError: there is no such file, or it does not begin as GGUF does.
+        """
+        if self.path is None or not self.path.endswith(".gguf"):
+            return None
+        file = Path(self.path).expanduser()
+        if not file.is_file():
+            raise ConfigError(f"model.path={self.path}: no such file")
+        with file.open("rb") as stream:
+            if stream.read(4) != b"GGUF":
+                raise ConfigError(f"model.path={self.path}: not a GGUF file; expected one that begins with GGUF")
+        return file
+
+    @property
+    def folder(self) -> Path | None:
+        """The local folder that `path` means; None for random weights and hub ids.
+
+        Raises:
+            ConfigError: it can only mean a folder, and that is not there.
+        """
+        if self.path is None:
+            return None
+        if not self.path.strip():
+            raise ConfigError(f"model.path='{self.path}': empty; expected a folder, or a hub id such as org/name")
+        folder = Path(self.path).expanduser()
+        if folder.is_dir():
+            return folder
+        if folder == fetched_folder(self.name):
+            raise ConfigError(f"model={self.name}: not on this machine yet; kvbench fetch {self.name} gets it")
+        local = folder.exists() or self.path.startswith(("/", ".", "~"))
+        if local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.path):
+            raise ConfigError(
+                f"model.path={self.path}: no such folder; expected a folder, or a hub id such as org/name"
+            )
+        return None
+
+
+def source_of(model: Mapping[str, Any]) -> ModelSource:
+    """What a composed `model` group means.
+
+    `model.path=X` over a model of kvbench's own (random weights, or those it ships) asks for X itself, under its own
+    name; `model.weights=dummy` over one that has a path asks for random weights in that shape.
+
+    Raises:
+        ConfigError: trained weights without a path.
+    """
+    name, path, known = str(model["name"]), model.get("path"), shipped("model", str(model["name"]))
+    dense_layers = tuple(model.get("dense_layers") or ())
+    ours = known is not None and (known["path"] is None or "kvbench.assets" in known["path"])
+    if path is not None and ours and Path(str(path)).parent != ASSETS:
+        return ModelSource(Path(str(path)).name, str(path), REAL_DENSE_LAYERS)
+    if model.get("weights") == "dummy":
+        return ModelSource(name, None, dense_layers)
+    if path is None:
+        raise ConfigError(f"model.path=null: {name} has no weights of its own; give a hub id or a folder")
+    return ModelSource(name, str(path), dense_layers)
+
+
+def shape_of(model: Mapping[str, Any], source: ModelSource) -> Mapping[str, Any]:
+    """The transformers config of a model, as far as it can be known here: nothing of a hub id never loaded before.
+
+    Raises:
+        ConfigError: the folder has none that can be read.
+    """
+    if source.path is None:
+        return model.get("config") or {}
+    if source.gguf is not None:
+        return {}  # in the file, which transformers reads
+    if source.folder is not None:
+        return config_in(source.folder, source.path)
+    if (cached := cached_folder(source.path)) is not None:
+        return config_in(cached, source.path)
+    original = shipped("model", str(model["name"])) or model
+    return model.get("config") or {} if original["path"] == source.path else {}
+
+
+def how_to_stretch(random_weights: bool) -> str:
+    """The end of a message about a window that is too short: random weights read any position as well as another."""
+    return "; model.config.max_position_embeddings=N stretches that of random weights" if random_weights else ""
+
+
+def config_in(folder: Path, path: str) -> Mapping[str, Any]:
+    """The transformers config in a model's folder; `path` is what messages call the folder.
+
+    Raises:
+        ConfigError: no config.json, or one that cannot be read.
+    """
+    try:
+        shape = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"model.path={path}: no config.json in it; expected a transformers model's folder") from error
+    except (OSError, RecursionError, ValueError) as error:
+        raise ConfigError(f"model.path={path}: config.json cannot be read: {first_line(error)}") from error
+    if not isinstance(shape, dict):
+        raise ConfigError(f"model.path={path}: config.json is no mapping; expected a transformers model's folder")
+    return shape
+
+
+def stated_revision(folder: Path) -> str | None:
+    """What the folder of a fetched model says its weights are; None for any other folder."""
+    try:
+        return str(json.loads((folder / "kvbench.json").read_text())["revision"])
+    except (OSError, LookupError, RecursionError, TypeError, ValueError):
+        return None
+
+
+def weights_of(source: ModelSource, seed: int = 0) -> str | None:
+    """What tells a model's weights from others, whatever lies beside them; None where they are not on this machine yet.
+
+    Args:
+        source: whose weights.
+        seed: of random weights.
+    """
+    if source.path is None:
+        return f"{source.name}-dummy-{seed}"
+    if source.gguf is not None:
+        return fingerprint([source.gguf], "gguf")
+    folder = source.folder or cached_folder(source.path)
+    if folder is None or not holds_weights(folder):
+        return None
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    return stated_revision(folder) or fingerprint(files, "weights")
+
+
+def fingerprint(files: Iterable[Path], kind: str) -> str:
+    """`<kind>-<hash>` of files: text in full, weights by name, size and a few megabytes of their bytes."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            for start in _sampled(size):
+                stream.seek(start)
+                digest.update(stream.read(1 << 20))
+    return f"{kind}-{digest.hexdigest()[:16]}"
+
+
+def _sampled(size: int) -> list[int]:
+    """Offsets of the megabytes to hash: all of a small file, else the first, the last, and two between."""
+    step = 1 << 20
+    if size <= 64 * step:
+        return list(range(0, size, step))
+    return [0, size // 3, 2 * size // 3, size - step]
+
+
+def refuse_no_weights(folder: Path, path: str) -> None:
+    """Refuse a model's folder that is a config alone, or whose weights are cut short, as by a broken download.
+
+    Raises:
+        ConfigError: names the file.
+    """
+    if not holds_weights(folder):
+        raise ConfigError(f"model.path={path}: no weights in it; expected *.safetensors or *.bin beside config.json")
+    files = {file.name for file in folder.glob("*.safetensors")}
+    for name in sorted(files):
+        if reason := _damage(folder / name):
+            raise ConfigError(f"model.path={path}: {name} {reason}; copy or download it again")
+    if missing := sorted(_parts(folder / "model.safetensors.index.json") - files):
+        raise ConfigError(f"model.path={path}: {missing[0]} is missing, which model.safetensors.index.json names")
+
+
+def _damage(file: Path) -> str:
+    """What is wrong with a safetensors file by its header, which tells where its tensors end; "" for nothing."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or 8 + length > size:
+            return f"is cut short, {size} bytes"
+        try:
+            header = json.loads(stream.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            whole = 8 + length + max(ends, default=0)
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
+            return "is no safetensors file"
+    return "" if size == whole else f"has {size} bytes where its header tells of {whole}"
+
+
+def _parts(index: Path) -> set[str]:
+    """The files that the weights of a model are spread over; none where no index says so."""
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        return set()
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder has files as trained weights come in."""
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+
+
+def cached_folder(hub_id: str) -> Path | None:
+    """The folder in the local cache that holds config.json of a hub id, or None.
+
+    Raises:
+        ConfigError: no hub id can be written so.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        config = try_to_load_from_cache(hub_id, "config.json")
+    except ValueError as error:
+        raise ConfigError(f"model.path={hub_id}: no such folder, and no hub id: {first_line(error)}") from error
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def refuse_out_of_reach(hub_id: str) -> None:
+    """Refuse a hub id that is not in the local cache while the hub does not answer.
+
+    Raises:
+        ConfigError: says why, and that `model.path=FOLDER` needs no network.
+    """
+    folder = cached_folder(hub_id)
+    if folder is not None and holds_weights(folder):
+        return
+    reason = out_of_reach()
+    if reason is not None:
+        raise ConfigError(
+            f"model.path={hub_id}: not in the local cache of the hub, and {reason}; "
+            "without network, use model.path=FOLDER"
+        )
+
+
+@functools.cache
+def out_of_reach() -> str | None:
+    """Why nothing can be had from the hub, or None: asked once in a process, and answered within about a second."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    address = urlsplit(constants.ENDPOINT)
+    host = address.hostname or ""
+    if _has_proxy(address.scheme, host) or _answers(host, address.port or (80 if address.scheme == "http" else 443)):
+        return None
+    return f"{host} does not answer"
+
+
+def _has_proxy(scheme: str, host: str) -> bool:
+    """Whether another machine makes our connections: then it alone can say what is within reach."""
+    from urllib.request import getproxies, proxy_bypass
+
+    proxies = getproxies()
+    return bool(proxies.get(scheme) or proxies.get("all")) and not proxy_bypass(host)
+
+
+def _answers(host: str, port: int) -> bool:
+    """Whether a connection to a host opens within `PATIENCE`."""
+    opened = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=PATIENCE).close()
+            opened.append(True)
+        except OSError:
+            pass
+
+    # Looking a name up knows no time limit, so it is left behind in a thread that keeps no process alive.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return bool(opened)

@@ -1,0 +1,1 @@
+"""Run folders and printed numbers as data: frames, selections, intervals."""

@@ -1,0 +1,1 @@
+"""Pictures of a report, each in the file that bears its name."""

@@ -1,0 +1,86 @@
+"""Names in figures: as they are written, and beside the ends of lines, in place of a legend: the reader's eye need not
+travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter
+
+from kvbench.report.figures.style import Style
+
+SIZE = 8  # of the words, in points
+GAP = 1.3 * SIZE / 72  # inches from name to name, at least
+
+
+class End(NamedTuple):
+    """Where a line ends, in data coordinates, and what it is called."""
+
+    name: str
+    style: Style
+    x: float
+    y: float
+
+
+def as_written(figure: Figure) -> None:
+    """Have all words drawn as they are: a name with $ in it is no formula. Numbers along axes stay what they are, 10^3.
+
+    Call it when all words are there.
+    """
+    numbers = set()
+    for axis in figure.findobj(Axis):
+        for ticks, formatter in (
+            (axis.get_major_ticks(), axis.get_major_formatter()),
+            (axis.get_minor_ticks(), axis.get_minor_formatter()),
+        ):
+            if not isinstance(formatter, FuncFormatter):  # which has the labels that a figure sets by itself
+                numbers |= {label for tick in ticks for label in (tick.label1, tick.label2)}
+    for text in figure.findobj(Text):
+        if text not in numbers:
+            text.set_parse_math(False)
+
+
+def name_ends(axis: Any, ends: Sequence[End], tall: float) -> None:
+    """Write the names to the right of an axis with their markers, each with a thin line from where its line ends.
+
+    Call it when the limits and scales are final.
+
+    Args:
+        axis: matplotlib's.
+        ends: one for each line.
+        tall: height of the axis in inches.
+    """
+    to_axis = axis.transData + axis.transAxes.inverted()
+    placed = sorted(((float(to_axis.transform((end.x, end.y))[1]), end) for end in ends), key=lambda one: one[0])
+    for height, (_, end) in zip(apart([wanted for wanted, _ in placed], GAP / tall), placed, strict=True):
+        colour = end.style.colour
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.4, "shrinkA": 0, "shrinkB": 4}
+        at = {"xycoords": "data", "textcoords": "axes fraction", "annotation_clip": False}
+        axis.annotate("", (end.x, end.y), (1.03, height), arrowprops=line, **at)
+        mark = {"marker": end.style.marker, "color": colour, "markerfacecolor": "none", "markersize": 5}
+        axis.plot(1.045, height, transform=axis.transAxes, clip_on=False, linestyle="", **mark)
+        axis.text(1.065, height, end.name, transform=axis.transAxes, fontsize=SIZE, color=colour, va="center")
+
+
+def apart(wanted: Sequence[float], gap: float) -> list[float]:
+    """Heights as near to those wanted as can be (least squares) of which no two are nearer than a gap.
+
+    Args:
+        wanted: in their order, 0..1; the result is moved into that range if it fits there.
+    """
+    blocks: list[list[float]] = []  # neighbours that touch: for each the height of their lowest that it would like
+    for place, height in enumerate(wanted):
+        blocks.append([height - gap * place])
+        while len(blocks) > 1 and _mean(blocks[-2]) > _mean(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    room = max(0.0, 1 - gap * (len(wanted) - 1))
+    lows = [min(max(_mean(block), 0.0), room) for block in blocks for _ in block]
+    return [low + gap * place for place, low in enumerate(lows)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

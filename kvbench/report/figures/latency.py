@@ -1,0 +1,140 @@
+"""The latency figure: bars of the time to the second token, the time per token, and the parts of a step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from kvbench.report.data.frame import CELL, Runs, TimedCell, framed, missing
+from kvbench.report.figures.panels import (
+    MOST_PANELS,
+    NOT_COMPARED,
+    Picture,
+    arms_for,
+    finished,
+    panels_of,
+    refuse_crowd,
+    rows_of,
+    series_of,
+)
+from kvbench.runs.quantities import QUANTITIES
+
+# Parts of a decode step in the order they are stacked, each with a colour and a hatch for print without colour. Parts
+# that only a method has a name for (IceCache's query, insert) take those of SPARE_LOOKS.
+PARTS = {
+    "index_build": ("#332288", "xx"),
+    "index_update": ("#56B4E9", "//"),
+    "select": ("#0072B2", ""),
+    "transfer": ("#D55E00", ".."),
+    "attention": ("#E69F00", ""),
+    "model": ("#999999", "\\\\"),
+    "other": ("#FFFFFF", ""),
+}
+SPARE_LOOKS = (("#009E73", ""), ("#CC79A7", "--"), ("#F0E442", ""), ("#882255", "||"))
+PAGE = (11.0, 14.0)  # width and height that a page has room for, in inches; the legend stands below
+HEAD, BAR, LEAST = 1.0, 0.28, 0.11  # height of a panel without bars, of a bar, and of the narrowest that can be read
+
+
+def latency(runs: Runs) -> Figure:
+    """Time to the second token, time per token, and its parts (IceCache, Fig. 7; LycheeCluster, Fig. 5).
+
+    Runs that shared their prefill have no time to the second token; where all did, it is left out. Timed runs have a
+    panel for each length and batch, the floor of each step, and on a GPU how long it is busy; a line in a bar goes from
+    the least to the largest of its repeats.
+    """
+    panels = _latency_panels(runs, arms_for(runs, "latency", probed=False, column="tpot_ms_mean"))
+    bar = _bar([len(arms) for _, arms in panels])
+    words = min(10.0, 72 * 0.8 * bar)  # points
+    heights = [HEAD + bar * len(arms) for _, arms in panels]
+    figure = Picture(figsize=(PAGE[0], 1.2 + sum(heights)), layout="constrained")
+    second = any(arms.tt2t_s.notna().any() for _, arms in panels)
+    times = [QUANTITIES[name] for name in (["tt2t_s"] if second else []) + ["tpot_ms_mean"]]
+    axes = np.array(figure.subplots(len(panels), len(times) + 1, squeeze=False, sharey="row", height_ratios=heights))
+    figure.suptitle(("time to the second token, " if second else "") + "time per token and its parts")
+    for (title, arms), row in zip(panels, axes, strict=True):
+        bars = [(one, arm) for one in series_of(runs, arms) for arm in rows_of(one.arms)]
+        row[0].set_yticks(range(len(bars)), [one.label(arm.budget) for one, arm in bars], fontsize=words)
+        row[0].set_ylim(len(bars) - 0.4, -0.6)
+        row[0].set_title(title, loc="left")
+        for axis, quantity in zip(row, times, strict=False):
+            for index, (one, arm) in enumerate(bars):
+                value = arm[quantity.name]
+                if missing(value):
+                    axis.annotate(" not measured", (0, index), va="center", fontsize=min(8, words), color="#666666")
+                    continue
+                low, high = arm["spread"].get(quantity.name, (value, value))
+                axis.barh(index, value, color=one.style.colour, edgecolor="black", linewidth=0.6, height=0.7)
+                if high > low:
+                    axis.hlines(index, low, high, colors="black", linewidth=1.2)
+                axis.annotate(f" {value:.3g}", (high, index), va="center", fontsize=min(8, words))
+            axis.set_xlabel(quantity.axis)
+            axis.margins(x=0.15)
+            axis.locator_params(axis="x", nbins=5)
+            axis.grid(axis="x", alpha=0.3)
+        _stack(row[-1], pd.DataFrame([arm for _, arm in bars]))
+        _limits(row[-2:], [arm for _, arm in bars])
+    return finished(figure, axes[:, -1], [arms for _, arms in panels], times=True)
+
+
+def _bar(counts: Sequence[int]) -> float:
+    """The height of a bar, in inches, with which panels of so many bars fit a page.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    room = PAGE[1] - 1.2 - HEAD * len(counts)
+    refuse_crowd("latency", sum(counts), "bars", int(room / LEAST))
+    return min(BAR, room / sum(counts))
+
+
+def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """As `_panels`; what timed runs measured at each length and batch has a panel of its own."""
+    timed = arms["floor_ms"].notna()
+    panels = panels_of("latency", runs, arms[~timed], times=True) if not timed.all() else []
+    for title, own in panels_of("latency", runs, arms[timed], NOT_COMPARED | CELL) if timed.any() else []:
+        lines: dict[TimedCell, dict[int, dict[str, Any]]] = {}
+        for run in own.index:
+            for cell, line in runs.cells(run).items():
+                lines.setdefault(cell, {})[run] = line
+        keys = runs.settings.at[own.index[0], "task.keys"]
+        several = len({cell.machine for cell in lines}) > 1
+        for cell, of_cell in sorted(lines.items()):
+            frame = framed(list(of_cell.values())).set_axis(list(of_cell))
+            where = f", on {cell.machine}" if several else ""
+            what = f"{title}: {cell.tokens} tokens, batch {cell.batch}, keys of {keys}{where}"
+            panels.append((what, frame[frame["tpot_ms_mean"].notna()]))
+    refuse_crowd("latency", len(panels), "tasks, models, protocols, machines, lengths and batches", MOST_PANELS)
+    return [(title, own) for title, own in panels if len(own)]
+
+
+def _limits(axes: Iterable[Any], arms: Sequence[Any]) -> None:
+    """Beside the bar of each arm the floor of a step, and how long of it the device is busy."""
+    times = pd.DataFrame(arms)[["floor_ms", "tpot_ms_mean", "python_ms"]].astype(float).reset_index(drop=True)
+    marks = {"floor": (times["floor_ms"], "-"), "device busy": (times["tpot_ms_mean"] - times["python_ms"], ":")}
+    for axis, (label, (values, line)) in itertools.product(axes, marks.items()):
+        values = values.dropna()
+        if len(values):
+            ends = (values.index - 0.42, values.index + 0.42)
+            axis.vlines(values, *ends, colors="#CC0000", linestyles=line, linewidth=2, label=label, zorder=3)
+
+
+def _stack(axis: Any, arms: pd.DataFrame) -> None:
+    """The parts of a decode step of each arm, one on another."""
+    times = arms.filter(like="breakdown_ms.").rename(columns=lambda key: key.removeprefix("breakdown_ms."))
+    times = times.fillna(0.0).loc[:, (times > 0).any()]
+    own = dict(zip(sorted(set(times) - PARTS.keys()), itertools.cycle(SPARE_LOOKS)))
+    left = np.zeros(len(arms))
+    for part, (colour, hatch) in {**own, **PARTS}.items():
+        if part not in times:
+            continue
+        widths = times[part].to_numpy(float)
+        look = {"color": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.6, "height": 0.7}
+        axis.barh(range(len(arms)), widths, left=left, label=part.replace("_", " "), **look)
+        left += widths
+    axis.set_xlabel("parts of a step (ms)")
+    axis.grid(axis="x", alpha=0.3)

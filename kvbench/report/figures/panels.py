@@ -1,0 +1,328 @@
+"""What the figures of a report share: which arms stand in which panel and make which line, axes, and a legend."""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from PIL import Image
+
+from kvbench.config import ConfigError
+from kvbench.report.data.frame import Runs
+from kvbench.report.data.stats import Estimate
+from kvbench.report.figures.style import STYLES, Style, style_of
+
+LINES = ("-", "--", ":", "-.")
+MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 80, 24  # that one picture can show
+LETTERS = 15  # to an inch, of the words below a picture
+# Settings in which the arms of a panel may differ; in all others they are alike, or they stand in panels of their own.
+# What begins like one of these makes a variant of a method, and is named in the legend.
+OF_VARIANTS = ("method.", "attention", "kv", "shared_prefill")
+NOT_COMPARED = {"method", "budget", "probe.every", "seed"}
+
+
+class Picture(Figure):
+    """A figure that a notebook shows as it is, small enough to be kept in it."""
+
+    def _repr_png_(self) -> bytes:
+        whole, small = io.BytesIO(), io.BytesIO()
+        self.savefig(whole, format="png", dpi=80)
+        Image.open(whole).quantize(64).save(small, format="png", optimize=True)
+        return small.getvalue()
+
+
+class Series(NamedTuple):
+    """Arms that make one line or one group of marks.
+
+    Attributes:
+        style: label, colour, marker and line.
+        variant: what sets these arms apart from others of their method, or "".
+        arms: lines of `Runs.arms`, by budget.
+    """
+
+    style: Style
+    variant: str
+    arms: pd.DataFrame
+
+    def label(self, budget: Any = None) -> str:
+        """The method's name, with a budget and what sets these arms apart."""
+        name = f"{self.style.label} {size_text(budget)}".rstrip()
+        return f"{name}, {self.variant}" if self.variant else name
+
+
+def arms_for(
+    runs: Runs, name: str, probed: bool, column: str | None = None, task: str | None = None, scored: bool = False
+) -> pd.DataFrame:
+    """The arms a figure can use.
+
+    Args:
+        probed: those with probes, else those without; of task=fidelity, whose numbers no probe changes, then also those
+            that ran with probes alone.
+        column: which has a value.
+        task: the one that they are of.
+        scored: those that have a score, and are no timed runs.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    arms = runs.arms
+    if len(arms):
+        arms = arms[(arms["probe_every"] > 0) == probed] if probed else arms[_without_probes(runs, arms)]
+    if len(arms) and scored:
+        arms = arms[arms["floor_ms"].isna()]
+    if len(arms) and task:
+        arms = arms[arms["task"] == task]
+    if len(arms) and column:
+        arms = arms[arms[column].notna()]
+    if not len(arms):
+        kind = " with probes (probe.every=1 makes some)" if probed else " with timings" if column else ""
+        raise ConfigError(
+            f"figure={name}: no run{f' of task={task}' if task else ''}{kind} among {len(runs.arms)} runs"
+        )
+    return arms
+
+
+def _without_probes(runs: Runs, arms: pd.DataFrame) -> pd.Series:
+    """Whether an arm ran without probes, or is of `task=fidelity` and did not run without them as well."""
+    bare = arms["probe_every"] == 0
+    others = runs.settings.loc[arms.index].drop(columns="probe.every", errors="ignore").map(str).apply(tuple, axis=1)
+    return bare | ((arms["task"] == "fidelity") & ~others.isin(set(others[bare])))
+
+
+def panels_of(
+    name: str,
+    runs: Runs,
+    arms: pd.DataFrame,
+    free: Collection[str] = frozenset(NOT_COMPARED),
+    times: bool = False,
+) -> list[tuple[str, pd.DataFrame]]:
+    """The arms that can be compared, of one task, model and protocol, alike in all but what is free to differ, and a
+    title that says which.
+
+    Args:
+        free: keys that do not count.
+        times: are drawn, so only arms of one machine can be compared.
+
+    Raises:
+        ConfigError: more than the figure of this name can show.
+    """
+    settings = runs.settings.loc[arms.index].map(str)
+    common = settings[[key for key in settings if key not in free and not key.startswith(OF_VARIANTS)]]
+    if times:
+        common = common.assign(machine=arms["device_name"].map(str))
+    panels = []
+    for _, own in arms.groupby([common[key] for key in common], sort=False):
+        task, model = own[["task", "model"]].iloc[0]
+        others = common[(common["task"] == task) & (common["model"] == model)]
+        varied = telling(others.drop_duplicates().to_dict("records"))
+        first = common.loc[own.index[0]]
+        apart = [first[key] if key == "machine" else f"{_last_word(key)}={_shortened(first[key])}" for key in varied]
+        panels.append((", ".join([task, model, *apart]), own))
+    refuse_crowd(name, len(panels), "tasks, models and protocols", MOST_PANELS)
+    refuse_crowd(name, max((len(own) for _, own in panels), default=0), "arms in a panel", MOST_ARMS)
+    return panels
+
+
+def telling(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """The fewest keys by which settings differ as they do by all of them; how many samples there are tells least."""
+
+    def apart(keys: Sequence[str]) -> int:
+        return len({tuple(own.get(key) for key in keys) for own in settings})
+
+    keys = [key for key in dict.fromkeys(key for own in settings for key in own) if apart([key]) > 1]
+    for key in sorted(keys, key=lambda key: key != "task.samples"):
+        rest = [other for other in keys if other != key]
+        keys = rest if apart(rest) == apart(keys) else keys
+    return keys
+
+
+def _last_word(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _shortened(value: str) -> str:
+    """A setting's value, cut where it is a long list."""
+    return value if len(value) <= 32 else f"{value[:29]}..."
+
+
+def refuse_crowd(name: str, count: int, what: str, most: int) -> None:
+    """Refuse more than a picture can show.
+
+    Raises:
+        ConfigError: names the figure, and says how many there are of what.
+    """
+    if count > most:
+        raise ConfigError(f"figure={name}: {count} {what}, and a picture shows {most} at most; --where chooses some")
+
+
+def series_of(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[Series]:
+    """The arms of each method, apart where they differ in more than the budget; in the order of `STYLES`.
+
+    Args:
+        without: a setting that tells no series from another.
+    """
+    known = {method: index for index, method in enumerate(STYLES)}
+    telling = [key for key in runs.settings if key.startswith(OF_VARIANTS)]
+    for method in sorted(arms["method"].unique(), key=lambda name: (known.get(name, len(known)), name)):
+        own = arms[arms["method"] == method]
+        settings = runs.settings.loc[own.index, [key for key in telling if key != without]].map(str)
+        varied = [key for key in settings if settings[key].nunique() > 1]
+        variants = {
+            run: ", ".join(f"{_last_word(key)}={_shortened(settings.at[run, key])}" for key in varied)
+            for run in own.index
+        }
+        style = style_of(method)
+        groups = dict(list(own.groupby(pd.Series(variants))))
+        for index, variant in enumerate(sorted(groups, key=lambda words: (len(words), words))):
+            line = _next_line(style.line, index)
+            by_budget = groups[variant].sort_values("budget", key=lambda sizes: sizes.astype(float))
+            yield Series(replace(style, line=line), variant, by_budget)
+
+
+def curves_of(runs: Runs, arms: pd.DataFrame) -> Iterator[tuple[str, Style, Any]]:
+    """Each arm with its label and style; budgets of a method differ in their lines."""
+    for one in series_of(runs, arms):
+        for index, arm in enumerate(rows_of(one.arms)):
+            yield one.label(arm.budget), replace(one.style, line=_next_line(one.style.line, index)), arm
+
+
+def _next_line(line: str, steps: int) -> str:
+    """The line style that comes so many steps after another."""
+    return LINES[(LINES.index(line) + steps) % len(LINES)]
+
+
+def rows_of(arms: pd.DataFrame) -> list[Any]:
+    """The arms one by one, with an attribute and a key for each column."""
+    return [line for _, line in arms.iterrows()]
+
+
+def grid(rows: int, columns: int, title: str, size: tuple[float, float] = (5.5, 3.6)) -> tuple[Picture, Any]:
+    """A figure and its axes [rows, columns]."""
+    figure = Picture(figsize=(max(7.0, size[0] * columns), 1.2 + size[1] * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    figure.suptitle(title)
+    return figure, axes
+
+
+def line_look(style: Style) -> dict[str, Any]:
+    """Matplotlib's words for a line with outlined markers in this style."""
+    look = {"color": style.colour, "marker": style.marker, "linestyle": style.line, "linewidth": 1.6}
+    return {**look, "markersize": 6, "markerfacecolor": "none"}
+
+
+def draw_level(axis: Any, one: Series, found: Sequence[Estimate]) -> None:
+    """Arms without a budget, full attention: a level with the band of its interval."""
+    for score in found:
+        axis.axhline(score.mean, color=one.style.colour, linestyle="--", linewidth=1.2, label=one.label())
+        if score.low is not None and score.high is not None:
+            axis.axhspan(score.low, score.high, color=one.style.colour, alpha=0.1, linewidth=0)
+
+
+def draw_intervals(axis: Any, one: Series, places: Iterable[float], found: Sequence[Estimate]) -> None:
+    """A line over these places, with the interval of each estimate as a bar; what has no place is left out."""
+    drawn = sorted((place, value) for place, value in zip(places, found, strict=True) if not math.isnan(place))
+    x, y = [place for place, _ in drawn], [value.mean for _, value in drawn]
+    below = [0.0 if value.low is None else max(0.0, value.mean - value.low) for _, value in drawn]
+    above = [0.0 if value.high is None else max(0.0, value.high - value.mean) for _, value in drawn]
+    axis.errorbar(x, y, [below, above], label=one.label(), **line_look(one.style))
+
+
+def mark_powers(axis: Any, ticks: Iterable[float]) -> None:
+    """A logarithmic x axis that is marked at these values, as far as there is room."""
+    ticks = sorted(set(ticks))
+    room = (ticks[-1] / ticks[0]) ** 0.1
+    kept = [tick for index, tick in enumerate(ticks) if not index or tick >= room * ticks[index - 1]]
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_locator(FixedLocator(kept))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, position: thousands(value)))
+    axis.grid(alpha=0.3)
+
+
+def finished(
+    figure: Figure,
+    axes: Any,
+    arms: Sequence[pd.DataFrame],
+    times: bool = False,
+    named: bool = False,
+    told: Sequence[str] = (),
+) -> Figure:
+    """One legend for all panels, but for lines `named` at their ends, and what a reader must know of the runs; where
+    `times` are drawn, of them too. What is `told` besides has lines of its own.
+    """
+    whole = pd.concat(arms)
+    caveats = " | ".join(filter(None, [*(_of_times(whole) if times else []), *_caveats(whole)]))
+    letters = int(LETTERS * figure.get_figwidth())
+    below = "\n".join(textwrap.fill(words, letters) for words in [*told, caveats])
+    if named:
+        figure.supxlabel(below, fontsize=8)
+        return figure
+    return legend(figure, axes, below)
+
+
+def legend(figure: Figure, axes: Any, title: str, more: Sequence[Any] = ()) -> Figure:
+    """One legend for all axes and for `more` handles, under a title; where there is none of them the title alone."""
+    lines = {name: handle for axis in axes.flat for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+    lines |= {handle.get_label(): handle for handle in more}
+    if not lines:
+        figure.supxlabel(title, fontsize=8)
+        return figure
+    columns = max(1, min(len(lines), int(figure.get_figwidth() * 11 / (max(map(len, lines)) + 6))))
+    rows = math.ceil(len(lines) / columns) + title.count("\n")
+    figure.set_figheight(figure.get_figheight() + 0.24 * max(0, rows - 3))
+    look = {"loc": "outside lower center", "ncols": columns, "frameon": False}
+    figure.legend(lines.values(), lines.keys(), title=title, title_fontsize=8, handlelength=3, **look)
+    return figure
+
+
+def _of_times(arms: pd.DataFrame) -> list[str]:
+    """What a reader must know of the times in a picture."""
+    found = []
+    if arms["disturbed"].isin([True]).any():
+        found.append("with times disturbed by other work")
+    if (arms["left_out"].astype(float) > 0).any():
+        found.append("times of samples elsewhere or disturbed are left out")
+    return found
+
+
+def _caveats(arms: pd.DataFrame) -> list[str]:
+    """What a reader must know of the runs in a picture."""
+    found = []
+    if (arms["weights"] == "random").any():
+        found.append("random weights: scores mean nothing")
+    if arms["transfer"].map(lambda transfer: "simulated" in str(transfer)).any():
+        found.append("transfers between host and device simulated in memory")
+    if arms["transfer"].map(lambda transfer: "in place" in str(transfer)).any():
+        found.append("transfers between host and device counted, in no time")
+    if arms["failed"].sum():
+        found.append(f"{int(arms['failed'].sum())} failed samples, which score 0")
+    if not arms["finished"].all():
+        found.append("with unfinished runs")
+    seeds = sorted({str(seed) for seed in arms["seed"]}, key=len)
+    if any("," in seed for seed in seeds):
+        found.append(f"seeds {' or '.join(seeds)}")
+    return [*found, "; ".join(sorted({str(name) for name in arms["device_name"].dropna()}))]
+
+
+def size_text(budget: Any) -> str:
+    """A budget as text: tokens, or a share of the prompt; "" for none."""
+    if no_budget(budget):
+        return ""
+    return f"{100 * budget:g} %" if isinstance(budget, float) else str(budget)
+
+
+def no_budget(budget: Any) -> bool:
+    """Whether a budget in a frame is there for want of one: None or NaN."""
+    return budget is None or (isinstance(budget, float) and math.isnan(budget))
+
+
+def thousands(value: float) -> str:
+    """10000 -> "10k", 4096 -> "4096", 0.1 -> "0.1"."""
+    return f"{value / 1000:g}k" if value >= 10_000 and value % 1000 == 0 else f"{value:g}"

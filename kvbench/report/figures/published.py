@@ -1,0 +1,86 @@
+"""Published scores against ours: a mark for each cell of the papers' tables that one of our runs stands beside."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+
+from kvbench.config import ConfigError
+from kvbench.report.data.evidence import MARKS
+from kvbench.report.data.frame import Runs
+from kvbench.report.data.papers import PaperTable, ids, table
+from kvbench.report.data.stats import COVERAGE
+from kvbench.report.figures.panels import MOST_PANELS, finished, grid, refuse_crowd
+from kvbench.report.figures.style import Style, style_of
+from kvbench.report.figures.tradeoff import FRONT
+from kvbench.report.tables.cells import Cell, runs_of
+from kvbench.report.tables.published import beside
+
+BETTER = "b"  # the one letter that says nothing of samples or protocol
+
+
+class _Point(NamedTuple):
+    """A published cell with ours.
+
+    Attributes:
+        marks: letters of what tells our run's samples or protocol from the paper's; "" where nothing is known to.
+    """
+
+    style: Style
+    cell: Cell
+    marks: str
+
+
+def published(runs: Runs) -> Figure:
+    """Ours against the published score, a panel for each table; an open mark is of other samples or protocol."""
+    panels = {paper: points for paper in map(table, ids()) if not paper.timed and (points := _points(runs, paper))}
+    if not panels:
+        raise ConfigError(
+            f"figure=published: none of these {len(runs.arms)} runs is of a published cell's model, method, budget and "
+            "task; --paper ID says what would be"
+        )
+    refuse_crowd("published", len(panels), "tables", MOST_PANELS)
+    across = min(2, len(panels))
+    title = "ours against the published score; on the line they agree; what an open mark's letter is stands below"
+    figure, axes = grid(math.ceil(len(panels) / across), across, title, (5.5, 5.2))
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (paper, points) in zip(axes.flat, panels.items(), strict=False):
+        _draw(axis, points)
+        axis.set_title(textwrap.fill(paper.title, 60), fontsize=9)
+        axis.set(xlabel="published score", ylabel=f"ours, with its {COVERAGE} % interval")
+    drawn = [point for points in panels.values() for point in points]
+    paths = {point.cell.run for point in drawn}
+    used = runs.arms.loc[[run for run, arm in runs.arm.items() if runs_of(arm) in paths]]
+    letters = sorted({letter for point in drawn for letter in point.marks})
+    return finished(figure, axes, [used], told=[f"{letter}: {MARKS[letter]}" for letter in letters])
+
+
+def _points(runs: Runs, paper: PaperTable) -> list[_Point]:
+    made = beside(runs, paper)
+    method = dict(zip(paper.frame["row"], paper.frame["method"], strict=True))
+    return [
+        _Point(style_of(method[made.rows[row][0]]), cell, cell.marks["score"].replace(BETTER, ""))
+        for (row, _), cell in made.cells.items()
+        if {"published", "score"} <= cell.numbers.keys()
+    ]
+
+
+def _draw(axis: Any, points: Sequence[_Point]) -> None:
+    axis.axline((0, 0), slope=1, label="as published", **FRONT)
+    for style, cell, marks in points:
+        numbers = cell.numbers
+        x, y = numbers["published"], numbers["score"]
+        low, high = numbers.get("low", y), numbers.get("high", y)
+        look = {"marker": style.marker, "color": style.colour, "markerfacecolor": "none" if marks else style.colour}
+        axis.errorbar(x, y, [[y - low], [high - y]], linestyle="", elinewidth=0.8, label=style.label, **look)
+        if marks:
+            axis.annotate(marks, (x, y), (4, 4), textcoords="offset points", fontsize=7, color=style.colour)
+    shown = ("published", "score", "low", "high")
+    ends = [cell.numbers[name] for _, cell, _ in points for name in shown if name in cell.numbers]
+    axis.set(xlim=(min(ends) - 3, max(ends) + 3), ylim=(min(ends) - 3, max(ends) + 3), aspect="equal")
+    axis.grid(alpha=0.3)

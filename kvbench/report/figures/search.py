@@ -1,0 +1,90 @@
+"""A picture of what `scripts/bench_index.py` printed: what a search finds in its time, and what reading would take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from kvbench.config import ConfigError
+from kvbench.report.figures.panels import grid, legend, line_look
+from kvbench.report.figures.style import Style, style_of
+from kvbench.report.figures.tradeoff import FRONT
+from kvbench.runs.stored import DAMAGED, ResultsError, contents, json_of
+
+# The arms of the script that are drawn: IceCache's trees as their presets rank nodes, and faiss on the same keys.
+ARMS = {
+    "dci point": style_of("icecache"),
+    "dci_plus centroid": style_of("icecache_plus"),
+    "faiss_hnsw": Style("faiss, HNSW", style_of("pariskv").colour, "v"),
+    "faiss_ivf": Style("faiss, IVF", style_of("lychee").colour, "o"),
+}
+FLOOR: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.8}
+ALL = {**FRONT, "linestyle": ":"}
+
+
+def search(files: Sequence[Path]) -> Figure:
+    """Recall of the exact top k against the time of one query: a row for each kind of keys, a column for each number.
+
+    A point is a beam width, or faiss's efSearch or nprobe. Its bandwidth floor is the time to read the nodes and keys
+    that it scored, at the pace of one pass over all keys.
+
+    Args:
+        files: the script's JSON.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    (path, *others) = files or [Path("results")]
+    try:
+        runs = {(run["keys"], run["n"]): _alone(run) for run in json_of(contents(path))["runs"]}
+        if not runs:
+            raise LookupError
+    except (OSError, ResultsError, *DAMAGED) as error:
+        raise ConfigError(
+            f"figure=search: {path}: expected one file, what scripts/bench_index.py prints last, such as "
+            f"results/bench_index_cpu.json ({type(error).__name__})"
+        ) from error
+    if others:
+        raise ConfigError(f"figure=search: {1 + len(others)} files; expected one")
+    kinds, sizes = (list(dict.fromkeys(names)) for names in zip(*runs, strict=True))
+    title = "recall of the exact top k against the time of a query, on one thread"
+    figure, axes = grid(len(kinds), len(sizes), title, (3.9, 2.7))
+    for row, kind in zip(axes, kinds, strict=True):
+        for axis, size in zip(row, sizes, strict=True):
+            axis.set_title(f"{size:,} keys, {kind}", fontsize=10)
+            if (kind, size) in runs:
+                _draw(axis, runs[kind, size])
+            else:
+                axis.set_title("")
+                axis.set_axis_off()
+        row[0].set_ylabel("recall")
+    for axis in axes[-1]:
+        axis.set_xlabel("time of a query (us)")
+    floor = Line2D([], [], color=FRONT["color"], label="floor: the same reads, nothing else", **FLOOR)
+    return legend(figure, axes, "", [floor])
+
+
+def _alone(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What was measured of queries that are asked one by one."""
+    found: Mapping[str, Any] = next(group for group in run["groups"] if group["group"] == 1)
+    return found
+
+
+def _draw(axis: Any, measured: Mapping[str, Any]) -> None:
+    for arm, style in ARMS.items():
+        points = sorted(measured["points"].get(arm, []), key=lambda point: point["recall"])
+        recall = [point["recall"] for point in points]
+        look = {**line_look(style), "markersize": 4, "linewidth": 1.2}
+        axis.plot([point["query_us"] for point in points], recall, label=style.label, **look)
+        if points and "floor_us" in points[0]:
+            axis.plot(
+                [point["floor_us"] for point in points], recall, color=style.colour, linestyle=style.line, **FLOOR
+            )
+    axis.axvline(measured["stream_us"], label="one pass over all keys", **FRONT)
+    axis.axvline(measured["flat_us"], label="faiss, all keys scored", **ALL)
+    axis.set(xscale="log", ylim=(-0.03, 1.03))
+    axis.grid(alpha=0.3)

@@ -1,0 +1,102 @@
+"""Score, or nearness to full attention, against what it costs: marks, and the Pareto front that no arm is beyond."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, LogFormatter, NullFormatter
+
+from kvbench.report.data.frame import Runs
+from kvbench.report.figures.panels import arms_for, finished, grid, no_budget, panels_of, series_of, size_text
+from kvbench.report.figures.style import style_of
+from kvbench.runs.quantities import QUANTITIES
+
+COSTS = {"device_kv_bytes": "log", "tpot_ms_mean": "linear"}
+BARE, SMALLEST, LARGEST = 190, 30, 150  # area of a mark: of an arm without a budget, and of the least and most budget
+FRONT = {"color": "#666666", "linewidth": 1.2, "linestyle": (0, (4, 2)), "zorder": 1}
+
+
+def tradeoff(runs: Runs) -> Figure:
+    """Score against device memory and against the time per token; a row for each task and model (IceCache, Fig. 1)."""
+    arms = arms_for(runs, "tradeoff", probed=False, column="tpot_ms_mean", scored=True)
+    panels = panels_of("tradeoff", runs, arms, times=True)
+    figure, axes = grid(len(panels), 2, "score against memory and time; up and left is better")
+    sizes = areas([budget for _, arms in panels for budget in arms["budget"]])
+    for (title, arms), row in zip(panels, axes, strict=True):
+        points = pd.concat([one.arms.assign(label=one.label()) for one in series_of(runs, arms)])
+        draw_tradeoff(row, points, sizes=sizes)
+        row[0].set(ylabel=QUANTITIES["score"].axis, title=title)
+        row[1].set_title(title)
+    for budget, area in sizes.items():
+        look = {"marker": "o", "facecolor": "none", "edgecolor": FRONT["color"]}
+        axes[0, 0].scatter([], [], s=area, label=f"C = {size_text(budget)}", **look)
+    return finished(figure, axes, [arms for _, arms in panels], times=True)
+
+
+def areas(budgets: Sequence[Any]) -> dict[Any, float]:
+    """The area of the mark of each budget, by equal steps; the largest where there is one."""
+    there = sorted({budget for budget in budgets if not no_budget(budget)})
+    step = (LARGEST - SMALLEST) / max(1, len(there) - 1)
+    return {budget: LARGEST - step * index for index, budget in enumerate(reversed(there))}
+
+
+def draw_tradeoff(
+    axes: Sequence[Any], points: pd.DataFrame, y: str = "score", sizes: dict[Any, float] | None = None
+) -> None:
+    """Mark arms on two axes: a quantity against KV bytes on the device, and against the time per token.
+
+    Args:
+        axes: two of matplotlib's.
+        points: a line an arm with method, label, budget (None: no budget), device_kv_bytes, tpot_ms_mean, and what is
+            marked. Budgets of one label are joined by a line.
+        y: "score" (0-100), or a quantity that is best at 0 and drawn on a log axis: an arm that has 0 of it, as full
+            attention has, is a line at its cost.
+        sizes: the area of the mark of each budget.
+    """
+    for axis, (name, scale) in zip(axes, COSTS.items(), strict=True):
+        cost = QUANTITIES[name]
+        for label, arms in points.groupby("label", sort=False):
+            style = style_of(arms["method"].iloc[0])
+            x, heights = arms[name].astype(float) * cost.unit.scale, arms[y].astype(float)
+            if y != "score" and not heights.any():
+                axis.axvline(x.iloc[0], color=style.colour, linestyle="--", linewidth=1.2, label=label)
+                continue
+            axis.plot(x, heights, color=style.colour, linewidth=0.8, alpha=0.5, zorder=2)
+            # Arms that score alike at like cost lie on one another: outlines leave both to be seen.
+            area = [(sizes or {}).get(budget, BARE) for budget in arms["budget"]]
+            look = {"marker": style.marker, "facecolor": "none", "edgecolor": style.colour, "linewidth": 1.6}
+            axis.scatter(x, heights, s=area, label=label, zorder=3, **look)
+        axis.set(xlabel=cost.axis, xscale=scale)
+        axis.set(**({"ylim": (-9, 108)} if y == "score" else {"yscale": "log"}))
+        axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axis.xaxis.set_minor_formatter(LogFormatter() if scale == "log" else NullFormatter())
+        axis.margins(x=0.1, y=0.12)
+        axis.grid(alpha=0.3)
+        drawn = points[points[y] != 0] if y != "score" else points
+        draw_front(axis, drawn[name].astype(float) * cost.unit.scale, drawn[y].astype(float), y == "score")
+
+
+def draw_front(axis: Any, costs: Sequence[float], values: Sequence[float], more_is_better: bool) -> None:
+    """Draw the Pareto front: the best value that is to be had at a cost or less, to the axis' right end."""
+    corners = front(costs, values, more_is_better)
+    if len(corners) > 0:
+        left, right = axis.get_xlim()
+        axis.step(
+            [*(cost for cost, _ in corners), right], [*(value for _, value in corners), corners[-1][1]],
+            where="post", label="Pareto front", **FRONT,
+        )  # fmt: skip
+        axis.set_xlim(left, right)
+
+
+def front(costs: Sequence[float], values: Sequence[float], more_is_better: bool) -> list[tuple[float, float]]:
+    """The points (cost, value) to which no other is at once as cheap and as good, and better in one; by cost."""
+    sign, found, best = (1 if more_is_better else -1), [], -math.inf
+    for cost, value in sorted(zip(costs, values, strict=True), key=lambda point: (point[0], -sign * point[1])):
+        if sign * value > best:
+            best = sign * value
+            found.append((cost, value))
+    return found

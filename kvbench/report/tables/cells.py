@@ -1,0 +1,194 @@
+"""What tables are made of: cells with numbers, how a score is put into one, and the notes below a table.
+
+Which run stands where is of `kvbench.report.data.select`, how a table is printed of `kvbench.report.tables.formats`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvbench.report.data.evidence import MARKS, Evidence
+from kvbench.report.data.frame import missing
+from kvbench.report.data.stats import COVERAGE, RESAMPLES
+from kvbench.runs.quantities import QUANTITIES, Quantity
+
+# What a score never stands without: its interval, its distance to full attention, what it attended, its samples.
+WITH_SCORE = {
+    "interval": Quantity("interval", "", f"{COVERAGE} % interval", digits=1),
+    "against_full": Quantity("against_full", "", "against full", digits=1),
+    "attended_share": QUANTITIES["attended_share"],
+    "samples": Quantity("samples", "", "samples", digits=0),
+}
+SEEDS = {"seeds": Quantity("seeds", "", "seeds, and their scores", digits=1)}  # where any has several
+
+Place = tuple[int, int]  # row and column
+WHOLE_SCORE = {"score": QUANTITIES["score"], **WITH_SCORE}
+# The same in less room: with its interval, and a star where it surely differs from full attention's.
+BRIEFEST_SCORE = {
+    "brief_score": Quantity("brief_score", "", "score", digits=1, better="more", label=f"score [{COVERAGE} % interval]")
+}
+BRIEF_SCORE = {
+    **BRIEFEST_SCORE,
+    "brief_against_full": Quantity("brief_against_full", "", "against full", digits=1),
+    "samples": WITH_SCORE["samples"],
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What stands at one row and column of a table.
+
+    Attributes:
+        numbers: by the name of a quantity, in the unit of its heading; an interval has "low" and "high", a difference
+            to full attention also "against_full_low" and "_high" and its "pairs" of samples, any other number of
+            several runs or repeats the same two ends, a published number "published" and "difference".
+        marks: letters of `MARKS`, by the name of the quantity that they stand at.
+        run: the folder that the score, or else the first of the numbers, is from, of several seeds all of them; ""
+            where nothing of ours stands.
+        mapped: a run of ours could stand here.
+        machine: that its times are of; "" where it has none.
+    """
+
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    marks: Mapping[str, str] = field(default_factory=dict)
+    run: str = ""
+    mapped: bool = True
+    machine: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows and columns of cells.
+
+    Attributes:
+        id: a word for file names and labels.
+        title: one line.
+        axes: what the labels of a row are, such as ("method", "budget").
+        rows: the labels of each row.
+        columns: the labels; [""] where the quantities stand side by side instead.
+        cells: by row and column; where there is none, nothing was found.
+        lines: the quantities that each cell shows, by name.
+        notes: what a reader must know, a sentence each.
+        heads: the labels of each column apart, where it has several.
+        shared: so many labels of a row, the first, may stand once above all rows that have them.
+    """
+
+    id: str
+    title: str
+    axes: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    columns: list[str]
+    cells: dict[Place, Cell]
+    lines: dict[str, Quantity]
+    notes: list[str]
+    heads: tuple[tuple[str, ...], ...] = ()
+    shared: int = 0
+
+    def section(self, row: int) -> str:
+        """The labels that a row shares with its neighbours, in words."""
+        shared = zip(self.axes[: self.shared], self.rows[row], strict=False)
+        return ", ".join(
+            label if axis in ("model", "task") else f"{axis.rpartition('.')[2]}={label}" for axis, label in shared
+        )
+
+
+def seeds_of(cells: Iterable[Cell]) -> dict[str, Quantity]:
+    """What stands beside a score where runs of several seeds are one."""
+    return SEEDS if any("seeds" in cell.numbers for cell in cells) else {}
+
+
+def kl_numbers(evidence: Evidence, run: int) -> dict[str, float]:
+    """The interval of a run's KL divergence over its samples, as `Cell.numbers`."""
+    kl = evidence.kl(run)
+    return {} if kl is None or kl.low is None or kl.high is None else {"kl_mean_low": kl.low, "kl_mean_high": kl.high}
+
+
+def score_numbers(evidence: Evidence, run: int, groups: tuple[str, ...]) -> dict[str, float]:
+    """A run's score of these groups (all: ()) with all that it never stands without, as `Cell.numbers`."""
+    own, against = evidence.score(run, groups), evidence.against_full(run, groups)
+    seeds = evidence.seeds(run, groups).values()
+    found = {
+        "score": own.mean,
+        "low": own.low,
+        "high": own.high,
+        "against_full": against and against.mean,
+        "against_full_low": against and against.low,
+        "against_full_high": against and against.high,
+        "pairs": against and against.n,
+        "attended_share": evidence.runs.arm[run]["attended_share"],
+        "samples": own.n,
+        "failed": evidence.failed(run, groups),
+    }
+    if len(seeds) > 1:
+        found |= {"seeds": len(seeds), "seeds_low": min(seeds), "seeds_high": max(seeds)}
+    return {name: float(value) for name, value in found.items() if not missing(value)}
+
+
+def tell_machines(cells: Mapping[Place, Cell], times: Collection[str]) -> tuple[dict[Place, Cell], list[str]]:
+    """The cells, and a note on where these quantities of theirs were measured.
+
+    Where that is on several machines, each of them has a number, which marks its times.
+    """
+    timed = {place: cell for place, cell in cells.items() if cell.machine and not cell.numbers.keys().isdisjoint(times)}
+    counts = Counter(cell.machine for cell in timed.values()).most_common()
+    if len(counts) < 2:
+        return dict(cells), [f"Times are of {name}." for name, _ in counts]
+    number = {name: str(index) for index, (name, _) in enumerate(counts, 1)}
+    marked = {}
+    for place, cell in timed.items():
+        own = {name: cell.marks.get(name, "") + number[cell.machine] for name in times if name in cell.numbers}
+        marked[place] = replace(cell, marks={**cell.marks, **own})
+    told = "; ".join(f"{number[name]}: {name}" for name, _ in counts)
+    return {**cells, **marked}, [f"Times are of several machines, and those of two are not comparable: {told}."]
+
+
+def runs_of(line: Mapping[str, Any]) -> str:
+    """The folders of a line of `Runs.arms`, as `Cell.run`."""
+    return "; ".join(map(str, line["paths"]))
+
+
+def ends(spread: Mapping[str, tuple[float, float]], lines: Mapping[str, Quantity]) -> dict[str, float]:
+    """The ends of a spread as `Cell.numbers` has them, of these quantities."""
+    return {
+        f"{name}_{end}": lines[name].scaled(value)
+        for name, both in spread.items()
+        if name in lines
+        for end, value in zip(("low", "high"), both, strict=True)
+    }
+
+
+def beyond_noise(numbers: Mapping[str, float]) -> bool:
+    """Whether a score differs from full attention's on the same samples by more than chance: no 0 in the interval."""
+    return numbers.get("against_full_low", 0.0) > 0 or numbers.get("against_full_high", 0.0) < 0
+
+
+def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
+    """How to read these cells: what stands in them is explained, and nothing else."""
+    cells = list(cells)
+    notes = []
+    if any("low" in cell.numbers for cell in cells):
+        notes.append(
+            f"Score: the plain mean over groups of samples. {COVERAGE} % interval: Wilson's where all scores of a task "
+            f"are 0 or 100, else a bootstrap over the samples of each group ({RESAMPLES:,} resamples), which has no "
+            "width where all samples scored alike."
+        )
+    if any("kl_mean_low" in cell.numbers for cell in cells):
+        notes.append(f"KL from full attention: with its {COVERAGE} % bootstrap interval over samples.")
+    if any("seeds" in cell.numbers for cell in cells):
+        notes.append(
+            "Seeds: how many there are, and the lowest and highest score of one; intervals are over the samples of "
+            "all. Other numbers are means, times medians, with the least and largest of the seeds."
+        )
+    if any("against_full" in cell.numbers for cell in cells):
+        notes.append("Against full: points, paired on the same samples under full attention, where it was run on them.")
+    if "brief_score" in lines and any(beyond_noise(cell.numbers) for cell in cells):
+        notes.append(f"*: not full attention's by chance: the {COVERAGE} % interval of the difference leaves out 0.")
+    used = {letter for cell in cells for letters in cell.marks.values() for letter in letters}
+    notes += [f"{letter}: {meaning}." for letter, meaning in MARKS.items() if letter in used]
+    probes = {name for name, line in lines.items() if line.part == "probe"}
+    if any(probes & cell.numbers.keys() for cell in cells):
+        notes.append("Recall and the other probes are of runs with probe.every, which may have other samples.")
+    return notes

@@ -1,0 +1,293 @@
+"""A table as text: for the console, in Markdown and as CSV.
+
+All but CSV print the same grid of strings. CSV is for machines: a line for each cell, numbers unrounded.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.table import Table as Drawn
+from rich.text import Text
+
+from kvbench.report.tables.cells import Cell, Table, beyond_noise
+from kvbench.runs.quantities import Quantity
+from kvbench.runs.terminal import Console, fitting
+
+GAP = 3  # characters between two columns of a box
+PAGE_WIDTH = 120  # characters of an overview, at most
+NOT_RUN, NONE = "not run", "-"
+
+
+class Line(NamedTuple):
+    """A printed line.
+
+    Attributes:
+        labels: of its row; empty but in the first line of a row.
+        texts: what stands in its columns.
+    """
+
+    labels: tuple[str, ...]
+    texts: list[str]
+
+
+class Grid(NamedTuple):
+    """A table as strings.
+
+    Attributes:
+        head: of the labels.
+        columns: the headings over the texts.
+        rows: the lines of each row.
+    """
+
+    head: tuple[str, ...]
+    columns: list[str]
+    rows: list[list[Line]]
+
+
+def grid(table: Table) -> Grid:
+    """The strings of a table: values side by side where it has no columns, else a line for each value."""
+    cells = table.cells
+    if table.columns == [""]:
+        names = [name for name in table.lines if any(text(table, cell, name, 0) != NONE for cell in cells.values())]
+        rows = [
+            [Line(labels, [text(table, cells.get((row, 0)), name, 0) for name in names])]
+            for row, labels in enumerate(table.rows)
+        ]
+        return Grid(table.axes, [table.lines[name].heading for name in names], rows)
+    several = len(table.lines) > 1
+    rows = []
+    for row, labels in enumerate(table.rows):
+        lines: list[Line] = []
+        for name, value in table.lines.items():
+            texts = [text(table, cells.get((row, column)), name, column) for column in range(len(table.columns))]
+            if any(one != NONE for one in texts):
+                shown = labels if not lines else ("",) * len(labels)
+                lines.append(Line((*shown, value.heading) if several else shown, texts))
+        rows.append(lines)
+    return Grid((*table.axes, "") if several else table.axes, table.columns, rows)
+
+
+def text(table: Table, cell: Cell | None, name: str, column: int) -> str:
+    """What a cell shows of a value: `NONE` where there is nothing, `NOT_RUN` where ours could be beside a paper's."""
+    if cell is None:
+        return NONE
+    numbers, value = cell.numbers, table.lines[name]
+    if name == "brief_score" and "score" in numbers:
+        sure, marks = "*" * beyond_noise(numbers), cell.marks.get("score")
+        shown = f"{numbers['score']:.{value.digits}f}{sure}" + (f" ({marks})" if marks else "")
+        return f"{shown} {_interval(numbers, 'low', 'high', value)}".rstrip()
+    if name == "brief_against_full" and "against_full" in numbers:
+        return _signed(f"{numbers['against_full']:.{value.digits}f}")
+    if name == "interval":
+        return _interval(numbers, "low", "high", value) or NONE
+    if name not in numbers:
+        return NOT_RUN if name == "score" and "published" in table.lines and cell.mapped else NONE
+    shown = f"{numbers[name]:.{_digits(table, name, column)}f}"
+    if name == "against_full":
+        few = numbers["pairs"] < numbers["samples"]
+        return " ".join(
+            [
+                _signed(shown),
+                _interval(numbers, "against_full_low", "against_full_high", value),
+                *([f"({numbers['pairs']:.0f} pairs)"] if few else []),
+            ]
+        )
+    if name == "seeds":
+        ends = (f"{numbers[end]:.{value.digits}f}" for end in ("seeds_low", "seeds_high"))
+        return f"{numbers[name]:.0f}: {' to '.join(ends)}"
+    if name == "difference":
+        return _signed(shown)
+    if name == "samples" and numbers.get("failed"):
+        return f"{shown}, {numbers['failed']:.0f} failed"
+    marks = cell.marks.get(name)
+    spread = _interval(numbers, f"{name}_low", f"{name}_high", value)
+    spread = "" if spread == f"[{shown}, {shown}]" else spread
+    return " ".join(filter(None, [shown, spread, f"({marks})" if marks else ""]))
+
+
+def _interval(numbers: Mapping[str, float], low: str, high: str, value: Quantity) -> str:
+    if low not in numbers:
+        return ""
+    return f"[{numbers[low]:.{value.digits}f}, {numbers[high]:.{value.digits}f}]"
+
+
+def _signed(shown: str) -> str:
+    return shown if shown.startswith("-") or not float(shown) else f"+{shown}"
+
+
+def _digits(table: Table, name: str, column: int) -> int:
+    """Digits after the point; of published numbers as many as the column's most exact one has."""
+    if name != "published":
+        return table.lines[name].digits
+    numbers = [cell.numbers.get(name, 0.0) for (_, index), cell in table.cells.items() if index == column]
+    return max(len(f"{number:.4f}".rstrip("0").partition(".")[2]) for number in numbers)
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
+
+
+def console(tables: Sequence[Table], target: Console) -> list[str]:
+    """Print tables. Returns the headings of the columns for which an overview had no room.
+
+    A table that is wider than the console comes in parts, each with the labels of its rows; a part of one column that
+    is still wider runs over: no number is cut.
+    """
+    left_out = []
+    for table in tables:
+        if table.shared:
+            left_out += _overview(table, target)
+        else:
+            _in_parts(table, target)
+        for note in table.notes:
+            target.print(Text(note), width=min(target.width, PAGE_WIDTH))
+        target.print()
+    return left_out
+
+
+def _fitting(whole: Grid, encoding: str) -> Grid:
+    """The same as a console of this encoding shows it, so that columns are as wide as what stands in them."""
+
+    def fit(texts: Iterable[str]) -> list[str]:
+        return [fitting(one, encoding) for one in texts]
+
+    rows = [[Line(tuple(fit(line.labels)), fit(line.texts)) for line in lines] for lines in whole.rows]
+    return Grid(tuple(fit(whole.head)), fit(whole.columns), rows)
+
+
+def _overview(table: Table, target: Console) -> list[str]:
+    """Print a table as wide as a page at most, with the labels that rows share on lines of their own."""
+    whole = _fitting(grid(table), target.encoding)
+    widths, heads = _widths(whole)[table.shared :], len(whole.head) - table.shared
+    room = min(target.width, PAGE_WIDTH)
+    fits = [column for column in range(heads, len(widths)) if sum(widths[: column + 1]) + 2 * column <= room]
+    kept = widths[: max(heads + 1, *(column + 1 for column in fits))] if fits else widths[: heads + 1]
+
+    def show(cells: Sequence[str], style: str = "") -> None:
+        aligned = (f"{cell:{'<' if index < heads else '>'}{kept[index]}}" for index, cell in enumerate(cells))
+        target.print(Text("  ".join(aligned).rstrip(), style), soft_wrap=True)
+
+    names = (*whole.head[table.shared :], *whole.columns)[: len(kept)]
+    wrapped = [textwrap.wrap(name, width) for name, width in zip(names, kept, strict=True)]
+    depth = max(map(len, wrapped))
+    target.print(Text(table.title, "italic"))
+    for line in zip(*([""] * (depth - len(words)) + words for words in wrapped), strict=True):
+        show(line, "bold")
+    above = None
+    for row, lines in enumerate(whole.rows):
+        if table.section(row) != above:
+            above = table.section(row)
+            target.print(Text(f"\n{above}", "bold"), soft_wrap=True)
+        for line in lines:
+            show((*line.labels[table.shared :], *line.texts)[: len(kept)])
+    target.print()
+    return whole.columns[len(kept) - heads :]
+
+
+def _in_parts(table: Table, target: Console) -> None:
+    """Print a table in a box, or in several where it is wider than the console."""
+    whole = _fitting(grid(table), target.encoding)
+    widths = _widths(whole)
+    heads = len(whole.head)
+    for columns in _parts(widths[:heads], widths[heads:], target.width):
+        drawn = Drawn(title=Text(table.title), title_justify="left")
+        for name in whole.head:
+            drawn.add_column(Text(name), no_wrap=True)
+        for column in columns:
+            name = "\n".join(textwrap.wrap(whole.columns[column], widths[heads + column]))
+            drawn.add_column(Text(name), justify="right", no_wrap=True)
+        for lines in whole.rows:
+            for line in lines:
+                drawn.add_row(*map(Text, (*line.labels, *(line.texts[column] for column in columns))))
+            if len(lines) > 1:
+                drawn.add_section()
+        needed = sum(widths[:heads]) + sum(widths[heads + column] for column in columns)
+        width, target.width = target.width, max(target.width, needed + GAP * (heads + len(columns)) + 1)
+        target.print(drawn, crop=False)
+        target.width = width
+
+
+def _widths(whole: Grid) -> list[int]:
+    """The characters of each column, labels first; a heading of several words wraps."""
+    lines = [(*line.labels, *line.texts) for row in whole.rows for line in row]
+    columns = zip((*whole.head, *whole.columns), *lines, strict=True)
+    return [max(map(len, [*name.split(), *texts, ""])) for name, *texts in columns]
+
+
+def _parts(heads: Sequence[int], widths: Sequence[int], width: int) -> Iterator[list[int]]:
+    """The columns of each part of a table that is `width` characters wide; at least one in each."""
+    room = width - sum(heads) - GAP * len(heads) - 1
+    part: list[int] = []
+    for column, size in enumerate(widths):
+        if part and sum(widths[one] + GAP for one in part) + size + GAP > room:
+            yield part
+            part = []
+        part.append(column)
+    yield part
+
+
+def markdown(tables: Sequence[Table]) -> str:
+    """Tables in GitHub's Markdown."""
+    return "\n".join(map(_markdown, tables))
+
+
+def _markdown(table: Table) -> str:
+    whole = grid(table)
+    head = [*whole.head, *whole.columns]
+    rule = [*["---"] * len(whole.head), *["---:"] * len(whole.columns)]
+    lines = [[*line.labels, *line.texts] for row in whole.rows for line in row]
+    body = [rule if line is rule else [*map(plain_markdown, line)] for line in (head, rule, *lines)]
+    rows = ["| " + " | ".join(line) + " |" for line in body]
+    notes = [f"- {plain_markdown(note)}" for note in table.notes]
+    return "\n".join([f"### {plain_markdown(table.title)}", "", *rows, "", *notes, ""])
+
+
+def plain_markdown(words: str) -> str:
+    """Words as Markdown shows them, in one line: nothing in them is markup, nor a formula to GitHub.
+
+    A _ between letters is none, so that names stay readable.
+    """
+    return re.sub(r"[\\`*\[\]<>&~|$#]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", " ".join(words.split()))
+
+
+def plain_csv(value: str | float) -> str | float:
+    """A cell that no spreadsheet takes for a formula: text that begins like one gets an apostrophe, a number never."""
+    if not isinstance(value, str) or not re.match(r"[=+\-@\t\r\n＝＋－＠]", value) or value == NONE:
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
+
+
+def csv_lines(rows: Iterable[Sequence[Any]]) -> str:
+    """Rows as CSV, safe to open in a spreadsheet."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([*map(plain_csv, row)] for row in rows)
+    return out.getvalue()
+
+
+def csv_text(tables: Sequence[Table]) -> str:
+    """Tables as CSV, a line a cell: labels of the row, the column, every number, marks, the machine that times are of,
+    and the run that it is from.
+
+    `status` is "run", "not run" or, of a paper's cell that kvbench cannot run, "published only".
+    """
+    names = {name: None for table in tables for cell in table.cells.values() for name in cell.numbers}
+    axes = {axis or "row": None for table in tables for axis in table.axes}
+    rows: list[Sequence[Any]] = [["table", *axes, "column", "status", *names, "marks", "timed_on", "run"]]
+    for table in tables:
+        for (row, column), cell in sorted(table.cells.items(), key=lambda item: item[0]):
+            labels = dict(zip((axis or "row" for axis in table.axes), table.rows[row], strict=True))
+            marks = "".join(dict.fromkeys("".join(cell.marks.values())))
+            numbers = [cell.numbers.get(name, "") for name in names]
+            start = [table.id, *(labels.get(axis, "") for axis in axes), table.columns[column]]
+            status = "run" if cell.run else NOT_RUN if cell.mapped else "published only"
+            rows.append([*start, status, *numbers, marks, cell.machine, cell.run])
+    return csv_lines(rows)

@@ -1,0 +1,210 @@
+"""A table as LaTeX prints it, ready for a paper: booktabs and graphicx, and no other package.
+
+A row is a method (or whatever the rows are), a score stands in one cell with its interval, the best of a column is bold
+and the second best underlined. What else a score comes with stands in the notes below.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvbench.report.data.frame import YARDSTICK
+from kvbench.report.data.stats import COVERAGE
+from kvbench.report.figures.style import STYLES
+from kvbench.report.tables.cells import Cell, Table, beyond_noise
+from kvbench.report.tables.formats import NONE, text
+
+PAGE = 88  # characters of a line in LaTeX's text width; a wider table is scaled to it
+IN_CELL = {"interval", "against_full", "brief_against_full", "samples"}  # of a score: in its cell and in the notes
+SCORES = {"score", "brief_score"}
+LINE = r"\\"  # ends one
+STAR = r"$\ast$"
+NOT_HERE = ("*: ", "Against full: ")  # how notes begin for which there are others here
+NARROW = 14  # characters of a heading on one line
+
+
+def latex(tables: Sequence[Table]) -> str:
+    """Tables for LaTeX with \\usepackage{booktabs,graphicx}; what is wider than a page is scaled to its width."""
+    return "\n".join(map(_latex, tables))
+
+
+def _latex(table: Table) -> str:
+    lines = [name for name in table.lines if name not in IN_CELL and _is_shown(table, name)] or [*table.lines][:1]
+    stacked = "published" in table.lines  # published numbers stand below ours, all others side by side
+    names = [*(axis.rpartition(".")[2] for axis in table.axes[table.shared :]), *([""] if stacked else [])]
+    columns = [(column, name) for column in range(len(table.columns)) for name in ([""] if stacked else lines)]
+    ranks = {} if stacked else _ranks(table, lines)
+    body: list[str] = []
+    for row, labels in enumerate(table.rows):
+        begins = table.shared and (not row or table.section(row) != table.section(row - 1))
+        if row and (begins or stacked):
+            body.append(r"\addlinespace")
+        if begins:
+            section = rf"\emph{{{escaped(table.section(row))}}}"
+            body.append(rf"\multicolumn{{{len(names) + len(columns)}}}{{@{{}}l}}{{{section}}} \\")
+        own = [_label(axis, label) for axis, label in zip(table.axes, labels, strict=True)][table.shared :]
+        for number, line in enumerate(lines if stacked else [""]):
+            shown = [*([""] * len(own) if number else own), *([table.lines[line].heading] if stacked else [])]
+            cells = [_cell(table, row, column, name or line, ranks) for column, name in columns]
+            body.append(" & ".join([*map(escaped, shown), *cells]) + r" \\")
+    head = list(_head(table, names, columns))
+    notes = " ".join(_notes(table, bool(ranks)))
+    wide = max(map(_printed, [*head, *body])) > PAGE
+    return "\n".join(
+        [
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{escaped(table.title)}}}",
+            rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', table.id.lower())}}}",
+            *([r"\resizebox{\linewidth}{!}{%"] if wide else []),
+            rf"\begin{{tabular}}{{{'l' * len(names)}{'r' * len(columns)}}}",
+            r"\toprule",
+            *head,
+            r"\midrule",
+            *body,
+            r"\bottomrule",
+            r"\end{tabular}" + ("}" if wide else ""),
+            *([rf"{{\par\smallskip\footnotesize\raggedright {notes}\par}}"] if notes else []),
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+def _is_shown(table: Table, name: str) -> bool:
+    """Whether any cell has this number."""
+    return any(text(table, cell, name, column) != NONE for (_, column), cell in table.cells.items())
+
+
+def _printed(line: str) -> int:
+    """About how many characters of a line are printed; sub- and superscripts are small and stand above each other."""
+    line = re.sub(r"\$\^\{.(.*?)\}_.*?\$", lambda found: "n" * len(found[1]), line)
+    return len(re.sub(r"\\shortstack|\\multicolumn\{\d+\}\{.*?\}|\\[a-z]+|\(lr\)|[\\{}$^]", "", line))
+
+
+def _label(axis: str, label: str) -> str:
+    """A method by the name it was published with, any other label as it is."""
+    return STYLES[label].label if axis == "method" and label in STYLES else label
+
+
+def _head(table: Table, names: Sequence[str], columns: Sequence[tuple[int, str]]) -> Iterator[str]:
+    """The lines of the head: the labels of each column, one below the other, and what stands in it."""
+    several = len({name for _, name in columns}) > 1
+    labels = [
+        (*_labels(table, column), *([_heading(table, name)] if several or table.columns == [""] else []))
+        for column, name in columns
+    ]
+    for level in range(len(labels[0]) - 1):
+        above, rules, place = [""] * len(names), "", len(names) + 1
+        for label, alike in itertools.groupby(own[: level + 1] for own in labels):
+            end = place + len(list(alike))
+            above.append(rf"\multicolumn{{{end - place}}}{{c}}{{{escaped(label[-1])}}}")
+            rules += rf"\cmidrule(lr){{{place}-{end - 1}}}"
+            place = end
+        yield " & ".join(above) + r" \\"
+        yield rules
+    yield " & ".join([*map(escaped, names), *(_stacked(own[-1]) for own in labels)]) + r" \\"
+
+
+def _labels(table: Table, column: int) -> tuple[str, ...]:
+    """The labels of a column, one for each of its settings; none where the values stand side by side."""
+    if table.heads:
+        return table.heads[column]
+    return (table.columns[column],) if table.columns != [""] else ()
+
+
+def _heading(table: Table, name: str) -> str:
+    return "score" if name in SCORES else table.lines[name].heading
+
+
+def _stacked(heading: str) -> str:
+    """A heading over a column; of a long one the words one below the other."""
+    words = [escaped(line) for line in textwrap.wrap(heading, NARROW, break_long_words=False)]
+    return rf"\shortstack[r]{{{LINE.join(words)}}}" if len(words) > 1 else escaped(heading)
+
+
+def _cell(table: Table, row: int, column: int, name: str, ranks: Mapping[tuple[int, int, str], str]) -> str:
+    """What stands in a cell: a number with its letters, a score with its interval and a star, too."""
+    cell, rank = table.cells.get((row, column)), ranks.get((row, column, name), "")
+    letters = cell.marks.get("score" if name in SCORES else name, "") if cell else ""
+    if cell is None or name not in SCORES or "score" not in cell.numbers:
+        shown = text(table, cell, name, column).removesuffix(f" ({letters})")
+        return _ranked(shown, rank) + (rf"\rlap{{\textsuperscript{{{letters}}}}}" if letters else "")
+    mean, digits = cell.numbers["score"], table.lines[name].digits
+    shown = _ranked(f"{mean:.{digits}f}", rank)
+    if "low" in cell.numbers:
+        up, down = (f"{abs(cell.numbers[end] - mean):.{digits}f}" for end in ("high", "low"))
+        shown += rf"$^{{+{up}}}_{{-{down}}}$"
+    marks = STAR * beyond_noise(cell.numbers) + letters
+    return shown + (rf"\rlap{{\,\scriptsize {marks}}}" if marks else "")
+
+
+def _ranked(shown: str, rank: str) -> str:
+    return f"{rank}{{{escaped(shown)}}}" if rank else escaped(shown)
+
+
+def _ranks(table: Table, lines: Sequence[str]) -> dict[tuple[int, int, str], str]:
+    """The command for the best and for the second best of each column, by row, column and line.
+
+    Rivals are the methods of rows that are alike in all else; full attention is none. What prints alike ranks alike,
+    and where all print alike nothing is best, nor among times of several machines.
+    """
+    if "method" not in table.axes:
+        return {}
+    rivals: dict[tuple[str, ...], list[int]] = {}
+    for row, labels in enumerate(table.rows):
+        named = dict(zip(table.axes, labels, strict=True))
+        if named["method"] != YARDSTICK:
+            others = (label for axis, label in named.items() if not axis.startswith("method"))
+            rivals.setdefault(tuple(others), []).append(row)
+    found = {}
+    for rows, column, name in itertools.product(rivals.values(), range(len(table.columns)), lines):
+        quantity = table.lines[name]
+        shown = {row: _number(table.cells.get((row, column)), name, quantity.digits) for row in rows}
+        values = sorted({value for value in shown.values() if value == value}, reverse=quantity.better != "less")
+        cells = [table.cells[row, column] for row in rows if (row, column) in table.cells]
+        apart = quantity.is_time and len({cell.machine for cell in cells}) > 1
+        if not quantity.better or len(values) < 2 or apart:
+            continue
+        for row, value in shown.items():
+            if value in values[:2]:
+                found[row, column, name] = (r"\textbf", r"\underline")[values.index(value)]
+    return found
+
+
+def _number(cell: Cell | None, name: str, digits: int) -> float:
+    """A number as exact as it is printed; NaN for none."""
+    name = "score" if name in SCORES else name
+    return round(cell.numbers[name], digits) if cell and name in cell.numbers else math.nan
+
+
+def _notes(table: Table, ranked: bool) -> Iterator[str]:
+    cells = table.cells.values()
+    yield from (escaped(note) for note in table.notes if not note.startswith(NOT_HERE))
+    if any("low" in cell.numbers for cell in cells):
+        yield rf"Beside a score: how far its {COVERAGE} \% interval reaches up and down."
+    counts = sorted({int(cell.numbers["samples"]) for cell in cells if "samples" in cell.numbers})
+    if counts:
+        yield f"Samples of a score: {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}."
+    if any(beyond_noise(cell.numbers) for cell in cells):
+        yield (
+            rf"{STAR}: differs from full attention on the same samples (the {COVERAGE} \% interval of the paired "
+            "differences leaves out 0)."
+        )
+    if ranked:
+        yield r"\textbf{Bold}: best, \underline{underlined}: second best of a column, full attention aside."
+
+
+_SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+_SPECIAL |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
+
+
+def escaped(word: str) -> str:
+    """A word as LaTeX prints it, in one line."""
+    word = " ".join(word.split())
+    word = re.sub(r"[\\~^±<>|]|[&%$#_{}]", lambda found: _SPECIAL.get(found[0], "\\" + found[0]), word)
+    return "{}" + word if word.startswith(("[", "*")) else word  # which \\ before it would take for its own

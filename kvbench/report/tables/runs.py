@@ -1,0 +1,264 @@
+"""Tables of runs: everything found, by group, and any selection of rows, columns and numbers.
+
+A table is made of cells with numbers, and knows nothing of how it is printed (`kvbench.report.tables.formats`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvbench.report.data.evidence import Evidence, time_marks, transfer_marks
+from kvbench.report.data.frame import Runs, missing
+from kvbench.report.data.seeds import over_seeds
+from kvbench.report.data.select import (
+    PROTOCOL_KEYS,
+    by_labels,
+    by_protocol,
+    differing_keys,
+    key_of,
+    label_of,
+    labels_of,
+    marks_of_mixed,
+    order_of,
+    probed,
+    refuse_several,
+    scored,
+    select,
+    value_of,
+)
+from kvbench.report.tables.cells import (
+    BRIEF_SCORE,
+    BRIEFEST_SCORE,
+    WHOLE_SCORE,
+    Cell,
+    Table,
+    ends,
+    kl_numbers,
+    notes_of,
+    runs_of,
+    score_numbers,
+    seeds_of,
+    tell_machines,
+)
+from kvbench.report.tables.timed import timed_tables
+from kvbench.runs.quantities import PASSED, Quantity, named
+
+SEVERAL = tuple(PASSED)[1:]  # of one answer it is the score
+COSTS = ("device_kv_bytes", "moved_bytes_per_step", "ttft_s", "tpot_ms_mean", "recall")
+SUMMARY = ("score", *SEVERAL, *COSTS, "new_tokens", "new_tokens_median", "looped")
+# The most telling first: what has no room on a console is left out from the end.
+OVERVIEW = (
+    *("score", *SEVERAL, "kl_mean", "attended_share", "device_kv_bytes", "tpot_ms_mean", "recall"),
+    *("moved_bytes_per_step", "ttft_s", "new_tokens", "new_tokens_median"),
+)
+MOST_ROWS = 40  # of an overview with a row for each budget
+
+# A row's labels, a column's, and the groups that the cell there is of: () for the whole run.
+Where = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+
+
+def overview(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
+    """One table for all runs, by model and task: a row for each method and budget, or where these are many, a row for
+    each method with the scores alone. Timed runs have tables of their own, and only where there are no others.
+
+    Raises:
+        ConfigError: as `select`.
+    """
+    found = select(runs, where)
+    chosen = [run for run in found if not runs.timed(run)]
+    if not chosen:
+        return summary(runs, where)
+    count, timed = len(chosen), len(found) - len(chosen)
+    runs, chosen = over_seeds(runs, chosen)
+    shared = ["model", "task", *(key for key in PROTOCOL_KEYS if len(labels_of(runs, chosen, key)) > 1)]
+    axes = _telling_axes(runs, chosen, [*shared, "method", "budget"])
+    title, score, columns = f"{count} runs", BRIEF_SCORE, []
+    if len(by_labels(runs, chosen, axes)) > MOST_ROWS and len(labels_of(runs, chosen, "budget")) > 2:
+        axes.remove("budget")
+        title, score, columns = f"{title}: score by budget", BRIEFEST_SCORE, ["budget"]
+    values = ["score"] if columns else OVERVIEW
+    table = _table(Evidence(runs), chosen, axes, columns, values, "overview", title, {}, score, len(shared))
+    if timed:
+        table.notes.append(f"{timed} timed runs have tables of their own: --where task=latency.")
+    return [table]
+
+
+def summary(runs: Runs, where: Sequence[str] = (), values: Sequence[str] = SUMMARY) -> list[Table]:
+    """Everything found, a line for each model, task, method and budget and for what else differs; a table for each
+    protocol. Timed runs follow in tables of their own.
+
+    Args:
+        values: names of `kvbench.runs.quantities.NUMBERS`, of runs that are not timed.
+
+    Raises:
+        ConfigError: as `select`.
+    """
+    runs, found = over_seeds(runs, select(runs, where))
+    evidence, tables = Evidence(runs), []
+    for number, (chosen, what) in enumerate(by_protocol(runs, [run for run in found if not runs.timed(run)]), 1):
+        axes = _telling_axes(runs, chosen, ["model", "task", "method", "budget"])
+        id, title = (f"summary{number}", f"Runs with {what}") if what else ("summary", "All runs")
+        tables.append(_table(evidence, chosen, axes, [], values, id, title, {}))
+    for number, (chosen, what) in enumerate(by_protocol(runs, [run for run in found if runs.timed(run)]), 1):
+        tables += timed_tables(runs, chosen, str(number) if what else "", what)
+    return tables
+
+
+def by_group(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
+    """The scores of each group of samples (subset, length); a table for each task that has some, and each protocol.
+
+    Raises:
+        ConfigError: as `select`.
+    """
+    runs, found = over_seeds(runs, select(runs, where))
+    evidence, tables = Evidence(runs), []
+    for task in dict.fromkeys(runs.arms["task"]):
+        own = [run for run in found if runs.arm[run]["task"] == task and not runs.timed(run)]
+        for number, (chosen, what) in enumerate(by_protocol(runs, own), 1):
+            if len({group for run in chosen for group in runs.scores[run].groups}) > 1:
+                axes = _telling_axes(runs, chosen, ["model", "method", "budget"])
+                title = f"{task} by group" + (f", with {what}" if what else "")
+                id = f"{task}{number if what else ''}"
+                tables.append(_table(evidence, chosen, axes, ["group"], ["score"], id, title, {}))
+    return tables
+
+
+def _telling_axes(runs: Runs, chosen: Sequence[int], axes: list[str]) -> list[str]:
+    """These axes and all that it takes to have no two runs in one cell."""
+    return [*axes, *differing_keys(runs, by_labels(runs, chosen, axes).values())]
+
+
+def pivot(
+    runs: Runs,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Sequence[str],
+    where: Sequence[str] = (),
+    allow_mixed: bool = False,
+    score_lines: Mapping[str, Quantity] = WHOLE_SCORE,
+) -> Table:
+    """Any selection: runs, or their groups, by some of their settings.
+
+    Args:
+        rows, columns: settings such as "method", "budget", "task.lengths" or "page_size", and "group". Without columns
+            the values stand side by side. Runs that differ in their seed alone are one, unless "seed" is among these.
+        values: names of `kvbench.runs.quantities.NUMBERS`, parts of a step such as "breakdown_ms.select", and numbers
+            of a method's own such as "audit.candidates"; of the last two what follows the dot is enough.
+        where: as `select` takes them.
+        allow_mixed: runs of several protocols may stand together, marked.
+        score_lines: what a score is shown by.
+
+    Raises:
+        ConfigError: no such key or value; several runs in one cell of the table, which says in what they differ;
+            several protocols.
+    """
+    chosen = select(runs, where)
+    down, across = ([key_of(runs, name) for name in names] for names in (rows, columns))
+    if "seed" not in (*down, *across):
+        runs, chosen = over_seeds(runs, chosen)
+    names = [value_of(runs, name) for name in values]
+    marks = marks_of_mixed(runs, chosen, [*down, *across], allow_mixed)
+    for labels, alike in by_labels(runs, chosen, [*down, *across]).items():
+        refuse_several(runs, alike, ", ".join(labels), "add it to --rows or --columns, or ")
+    title = f"{', '.join(names)} by {', '.join([*down, *across])}"
+    return _table(Evidence(runs), chosen, down, across, names, "table", title, marks, score_lines)
+
+
+def _table(
+    evidence: Evidence,
+    chosen: Sequence[int],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Sequence[str],
+    id: str,
+    title: str,
+    mixed: Mapping[int, str],
+    score_lines: Mapping[str, Quantity] = WHOLE_SCORE,
+    shared: int = 0,
+) -> Table:
+    """The table of these runs; no cell of it holds two that count alike.
+
+    Args:
+        score_lines: what a score is shown by.
+    """
+    runs = evidence.runs
+    cells_of = _runs_of_cells(runs, chosen, rows, columns)
+    seen = dict.fromkeys(group for *_, groups in cells_of for group in groups)
+    appeared = {group: index for index, group in enumerate(seen)}
+
+    def order(labels: Iterable[str]) -> list[Any]:
+        return [(appeared.get(label, -1), order_of(label)) for label in labels]
+
+    row_labels = sorted({row for row, *_ in cells_of}, key=order)
+    column_labels = sorted({column for _, column, _ in cells_of}, key=order)
+    cells = {
+        (row_labels.index(row), column_labels.index(column)): _cell(evidence, alike, groups, values, mixed)
+        for (row, column, groups), alike in cells_of.items()
+    }
+    lines: dict[str, Quantity] = {}
+    for name in values:
+        lines |= {**score_lines, **seeds_of(cells.values())} if name == "score" else {name: named(name)}
+    times = [name for name, line in lines.items() if line.is_time]
+    cells, machines = tell_machines(cells, times)
+    notes = [*notes_of(cells.values(), lines), *machines]
+    if "group" in (*rows, *columns) and "attended_share" in lines:
+        notes.append("attended / C, and all but the scores, are of the whole run and not of the group.")
+    heads = tuple(column_labels) if len(columns) > 1 else ()
+    names = list(map(", ".join, column_labels))
+    return Table(id, title, tuple(rows), row_labels, names, cells, lines, notes, heads, shared)
+
+
+def _runs_of_cells(
+    runs: Runs, chosen: Sequence[int], rows: Sequence[str], columns: Sequence[str]
+) -> dict[Where, list[int]]:
+    """The runs of each cell, in the order in which they and their groups appear.
+
+    A method that has no budget stands in the column of each budget, if its row tells it from others.
+    """
+    found: dict[Where, list[int]] = {}
+    for run in chosen:
+        for group in dict.fromkeys(runs.scores[run].groups) if "group" in (*rows, *columns) else [None]:
+            row, column = (
+                tuple(group if key == "group" and group is not None else label_of(runs, run, key) for key in axes)
+                for axes in (rows, columns)
+            )
+            found.setdefault((row, column, () if group is None else (group,)), []).append(run)
+    if "budget" not in columns or "method" not in rows:
+        return found
+    place = columns.index("budget")
+    budgets: dict[tuple[str, ...], list[tuple[str, ...]]] = {}  # the columns that differ in the budget alone
+    for column in dict.fromkeys(column for _, column, _ in found if column[place] != "-"):
+        budgets.setdefault((*column[:place], *column[place + 1 :]), []).append(column)
+    return {
+        (row, each, groups): own
+        for (row, column, groups), own in found.items()
+        for each in (column[place] == "-" and budgets.get((*column[:place], *column[place + 1 :]))) or [column]
+    }
+
+
+def _cell(
+    evidence: Evidence, alike: Sequence[int], groups: tuple[str, ...], values: Sequence[str], mixed: Mapping[int, str]
+) -> Cell:
+    """The numbers of the runs in one cell: scores and times of those that count, probes of those that probe."""
+    runs, source, machine = evidence.runs, "", ""
+    numbers: dict[str, float] = {}
+    marks: dict[str, str] = {}
+    for name in values:
+        quantity = named(name)
+        candidates = probed(runs, alike) if quantity.part == "probe" else scored(runs, alike)
+        if not candidates:
+            continue
+        (run,) = candidates
+        arm = runs.arm[run]
+        if name == "score":
+            numbers |= score_numbers(evidence, run, groups)
+            marks["score"] = evidence.marks(run, groups) + mixed.get(run, "")
+        elif not missing(arm[name]):
+            numbers |= {name: quantity.scaled(arm[name]), **ends(arm["spread"], {name: quantity})}
+            numbers |= kl_numbers(evidence, run) if name == "kl_mean" else {}
+            if quantity.is_time:
+                marks[name] = transfer_marks(arm["transfer"]) + time_marks(arm, name)
+                machine = label_of(runs, run, "device_name")
+        source = source or runs_of(arm)
+    return Cell(numbers, {name: letters for name, letters in marks.items() if letters}, source, machine=machine)
