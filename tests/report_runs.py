@@ -29,6 +29,7 @@ def record(name: str, group: str, score: Any, **more: Any) -> dict[str, Any]:
             "attended_max": 96,
             "budget": 64,
             "device_kv_bytes": 2**20,
+            "attended_bytes_per_step": 2.0**20,
             "moved_bytes_per_step": 0.0,
             "over_rule": False,
         },
@@ -78,6 +79,7 @@ def stored(
     whole = {"accounting": "paper", "dense_layers": "auto", "chat": "auto", "prefill_chunk": 4096}
     own = {
         "budget": budget,
+        "batch": 1,
         "seed": 0,
         "attention": "auto",
         "kv": {"device": "native", "host": "native"},
@@ -88,7 +90,8 @@ def stored(
     }
     more = {"metric": "accuracy", "model_name": model, "device_name": "cpu, 1 threads", **(config or {})}
     own |= {key: value for key, value in more.items() if key in own}
-    known = {"model_revision": "folder-1", "data": "d", "device": "cpu", "dtype": "float32", "dense_layers": []}
+    known = {"model_revision": "folder-1", "protocol": "p", "data": "d", "device": "cpu", "dtype": "float32"}
+    known |= {"dense_layers": []}
     lines = list(samples) if samples and not isinstance(samples, Mapping) and isinstance(samples[0], dict) else None
     written = {**own, **more, "task": {**own["task"], **(paths or {})}}
     with RunFolder.open(

@@ -17,7 +17,7 @@ from kvbench.cli.report import main as report
 from kvbench.config import ConfigError
 from kvbench.report.data.crossing import crossing
 from kvbench.report.data.frame import collect
-from kvbench.report.figures.all import all as figures
+from kvbench.report.figures import all as figures
 
 TREES = ("latency", "icecache")
 FULL = {1000: 10.0, 2000: 20.0, 4000: 40.0, 8000: 80.0}

@@ -159,7 +159,7 @@ def test_a_text_shorter_than_asked_for_says_how_long_it_is(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_the_figures_draw_what_the_runs_hold(tmp_path: Path) -> None:
     from kvbench.report.data.frame import collect
-    from kvbench.report.figures.all import all as figures
+    from kvbench.report.figures import all as figures
 
     run(configured(tmp_path, "method=full"))
     with pytest.raises(ConfigError, match="figure=drift: of the runs of task=fidelity none is sparse"):

@@ -25,7 +25,7 @@ from rich.console import Console
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.report.data.frame import Runs, collect
-from kvbench.report.figures.all import all as figures
+from kvbench.report.figures import all as figures
 from kvbench.report.figures.maps import passkey_cells
 from kvbench.report.figures.style import STYLES, style_of
 from kvbench.report.figures.tradeoff import front

@@ -36,7 +36,7 @@ from kvbench.measure.arm import measure, prompt_of
 from kvbench.measure.synthetic import MADE, SyntheticAttention, SyntheticEngine
 from kvbench.method import Shape
 from kvbench.report.data.frame import Runs, collect
-from kvbench.report.figures.all import all as figures
+from kvbench.report.figures import all as figures
 from kvbench.report.tables.runs import summary
 from kvbench.runs.run import prepare, run
 from kvbench.tasks.latency import Latency

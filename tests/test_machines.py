@@ -19,7 +19,7 @@ from report_runs import record, stored
 from kvbench.cli.report import main as report
 from kvbench.measure import machine
 from kvbench.report.data.frame import collect
-from kvbench.report.figures.all import all as figures
+from kvbench.report.figures import all as figures
 from kvbench.runs.summary import summarise
 
 CPU = torch.device("cpu")

@@ -16,9 +16,10 @@ from rich.console import Console
 from kvbench.report import html
 from kvbench.report.data import papers as published
 from kvbench.report.data.frame import LeftOut
+from kvbench.report.tables import formats, latex
 from kvbench.report.tables.cells import BRIEF_SCORE, WITH_SCORE, Cell, Table
 from kvbench.report.tables.published import BESIDE, beside
-from kvbench.report.tables.runs import OVERVIEW, formats, latex
+from kvbench.report.tables.runs import OVERVIEW
 from kvbench.runs.quantities import QUANTITIES, named
 
 AWKWARD = "a_b & 50 % #1 $x$ {y} ~z^ \\w <b>|c|</b> \"q\" 'r'"

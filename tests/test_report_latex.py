@@ -14,10 +14,10 @@ from report_runs import stored
 from kvbench.cli.report import main
 from kvbench.report.data import papers as published
 from kvbench.report.data.frame import collect
+from kvbench.report.tables import runs as tables
 from kvbench.report.tables.cells import BRIEF_SCORE, BRIEFEST_SCORE, Cell, Table
 from kvbench.report.tables.latex import escaped, latex
 from kvbench.report.tables.published import beside
-from kvbench.report.tables.runs import runs as tables
 from kvbench.runs.quantities import named
 
 AWKWARD = "a_b & 50 % #1 $x$ {y} ~z^ \\w [q]"

@@ -23,12 +23,12 @@ from kvbench.config import ConfigError
 from kvbench.report import html
 from kvbench.report.claims.claim import claims
 from kvbench.report.data.frame import Runs, collect
-from kvbench.report.figures.all import all as figures
+from kvbench.report.figures import all as figures
 from kvbench.report.figures.labels import as_written
 from kvbench.report.site.claimed import is_about
+from kvbench.report.tables import formats
+from kvbench.report.tables import runs as tables
 from kvbench.report.tables.latex import escaped, latex
-from kvbench.report.tables.runs import formats
-from kvbench.report.tables.runs import runs as tables
 
 HOSTILE = [
     "=1+1",

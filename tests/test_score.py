@@ -332,7 +332,7 @@ def test_a_file_is_no_run_and_one_inside_a_run_names_its_folder(tmp_path, capsys
 
 def test_records_without_answers_are_an_older_kvbench_s(tmp_path, capsys):
     old = {key: value for key, value in record("a", "123").items() if key != "answers"}
-    assert "a is stored without its answers, by an older kvbench" in refused(capsys, stored(tmp_path, [old]))
+    assert "a is stored without its answers, as compact_runs.py leaves it" in refused(capsys, stored(tmp_path, [old]))
 
 
 def test_another_format_is_refused(tmp_path, capsys):

@@ -16,7 +16,7 @@ from kvbench.report.data.evidence import Evidence
 from kvbench.report.data.frame import Runs, collect
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.stats import estimate, proportion
-from kvbench.report.figures.all import all as figures
+from kvbench.report.figures import all as figures
 
 
 def lines(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> list[dict[str, str]]:

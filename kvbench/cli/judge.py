@@ -1,6 +1,6 @@
 """`kvbench judge RUN`: questions for a judge about a run's outputs, and what its replies come to.
 
-Some of what a benchmark asks only another model can tell: whether a diary's week has the birthday that it should
+Some questions of a benchmark need another model as a judge: whether a diary's week has the birthday that it should
 (LongGenBench). No judge runs here. `--questions FILE` writes one JSON object a line with `sample`, `name` and `prompt`;
 the user's judge adds `reply` to each; `--replies FILE` counts those with a "yes", as LongGenBench's eval.py does, and
 keeps the result as judged.json in the run's folder. Exit codes: 0 done, 2 refused.

@@ -94,7 +94,7 @@ class RunFolder:
             are as they were when this one was opened.
         done: those without an error.
         finished: the run had finished when it was opened.
-        tear: what it lacked then of what it had when it finished, "" for nothing; the samples that it lacks run again.
+        tear: what had been lost since it finished, when it was opened; "" for nothing. Lost samples run again.
     """
 
     def __init__(self, path: Path, shard: Shard) -> None:
@@ -126,7 +126,7 @@ class RunFolder:
             identity: all that may change a number; its hash is the run id.
             config: the resolved config, written to run.yaml for the reader and for reports.
             former: arms and identities under which an older kvbench kept the same run; one that is there goes on.
-            shard: which samples this process has. The whole run takes in what shards left behind.
+            shard: which samples this process has. The whole run takes in what shards left.
 
         Raises:
             ResultsError: another process holds the folder, another version wrote it, a line in the middle of

@@ -209,13 +209,13 @@ def using(folder: Path) -> Iterator[None]:
     """Say that a folder cannot be used where reading it, or computing from what it holds, fails.
 
     Raises:
-        ResultsError: why; what is one already, or tells of a bad setting, passes as it is.
+        ResultsError: why; a ResultsError or a ConfigError from inside passes as it is.
     """
     try:
         yield
     except (ConfigError, ResultsError):
         raise
-    except (OSError, MemoryError, RuntimeError, *DAMAGED) as error:  # the last but one: ~name in a path, of nobody
+    except (OSError, MemoryError, RuntimeError, *DAMAGED) as error:  # RuntimeError: a path with ~name, of no user
         raise ResultsError(f"{folder}: not as kvbench writes it ({what_of(error)})") from error
 
 

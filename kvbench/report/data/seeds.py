@@ -36,8 +36,6 @@ def over_seeds(runs: Runs, chosen: Iterable[int]) -> tuple[Runs, list[int]]:
     for run in chosen:
         arm = runs.arm[run]
         kind = {**but_for_seed(runs, run), "data": arm["data"]}
-        if runs.timed(run) and missing(arm["measured_on"]):
-            kind["device_name"] = arm["device_name"]  # which samples of older runs do not say
         alike.setdefault(json.dumps(kind, sort_keys=True, default=str), []).append(run)
     together = {members[0]: members for members in alike.values()}
     if all(len(members) == 1 for members in alike.values()):

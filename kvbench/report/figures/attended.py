@@ -10,7 +10,6 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
-from kvbench.memory.kinds import NATIVE
 from kvbench.report.data.evidence import Evidence
 from kvbench.report.data.frame import YARDSTICK, Runs, missing
 from kvbench.report.data.stats import COVERAGE, Estimate
@@ -73,10 +72,7 @@ def read(runs: Runs) -> Figure:
     arms = arms.assign(read=[bytes_read(evidence, run) for run in arms.index])
     arms = arms[arms["read"].notna()]
     if (arms["method"] == YARDSTICK).all():
-        raise ConfigError(
-            "figure=read: no sparse run with an audit beside one of method=full on the same samples, which has the "
-            "bytes of a token"
-        )
+        raise ConfigError("figure=read: no run of a sparse method whose audit has attended_bytes_per_step")
     panels = panels_of("read", runs, arms)
     lines = [list(series_of(runs, own)) for _, own in panels]
     both = arms[KL.name].notna().any()
@@ -99,7 +95,7 @@ def _tall(lines: Sequence[Sequence[Series]]) -> float:
 
 
 def bytes_read(evidence: Evidence, run: int) -> float:
-    """Bytes of KV that a decode step of a run reads on average; NaN where it or its yardstick does not say.
+    """Bytes of KV that a decode step of a run reads on average; NaN where its audit does not say.
 
     What is attended in all layers, as it is held (`kv=`), and what the method scanned of the stored keys. What a method
     reads of an index of its own is in no audit.
@@ -107,21 +103,7 @@ def bytes_read(evidence: Evidence, run: int) -> float:
     own = evidence.runs.arm[run]
     attended = own["attended_bytes_per_step"]
     scanned = 0.0 if missing(own["read_bytes_per_step"]) else own["read_bytes_per_step"]
-    return float((_attended_bytes(evidence, run) if missing(attended) else attended) + scanned)
-
-
-def _attended_bytes(evidence: Evidence, run: int) -> float:
-    """Of a run whose audit did not say: from the entries, and the bytes of one that full attention's device holds."""
-    full, coded = evidence.yardstick(run), evidence.runs.setting[run]["kv"] != str(NATIVE)
-    if full is None or coded:
-        return math.nan
-    own, whole = evidence.runs.arm[run], evidence.runs.arm[full]
-    needed = (own["attended_mean"], whole["attended_mean"], whole["attended_max"], whole["device_kv_bytes"])
-    if any(map(missing, needed)) or not whole["attended_max"]:
-        return math.nan
-    dense, windowed = (own[name] if not missing(own[name]) else 0.0 for name in ("dense_share", "windowed_share"))
-    entries = (1 - dense - windowed) * own["attended_mean"] + dense * whole["attended_mean"]
-    return float(whole["device_kv_bytes"] / whole["attended_max"] * entries / (1 - windowed))
+    return math.nan if missing(attended) else float(attended + scanned)
 
 
 Found = Callable[[Evidence, int], Estimate | None]
