@@ -35,8 +35,7 @@ def base(folder: Path) -> Path:
     for method, budget in (("full", None), ("quest", 64), ("snapkv", 64)):
         scores = {"a": (1.0, 0.0), "b": (1.0, 1.0)}
         stored(folder, method, budget, scores, config={**config, "task": shipped("task", "passkey")})
-    task = shipped("task", "longgenbench") or {}
-    stored(folder, "quest", 64, [diary()], task="longgenbench", config={"metric": "accuracy", "task": task})
+    of_a_judge(folder)
     near = {"kl_mean": 0.1, "kl_max": 0.3, "kl_p95": 0.2, "nll": 2.0, "nll_full": 1.9, "steps": {"kl": [0.1, 0.1]}}
     for method in ("full", "snapkv"):
         texts = [record(f"t{place}", "512", 1.0, fidelity=near) for place in range(2)]
@@ -44,10 +43,13 @@ def base(folder: Path) -> Path:
     return folder
 
 
-def diary() -> dict[str, Any]:
-    """A sample of LongGenBench, about which a judge is asked."""
-    meta = {f"checks_{kind}": {"1": "a party"} for kind in ("once", "range", "periodic")}
-    return record("d", "", 1.0, output="#*# Week 1: a party.", meta={"number": 1, **meta})
+def of_a_judge(folder: Path) -> Path:
+    """A run of LongGenBench, about whose output a judge is asked."""
+    task = {**(shipped("task", "longgenbench") or {}), "data_dir": "elsewhere"}
+    meta = {"number": 1, "prefix": "", "type": "Week"}
+    meta |= {f"checks_{kind}": {"1": "a party"} for kind in ("once", "range", "periodic")}
+    diary = record("d", "", 1.0, output="#*# Week 1: a party.", meta=meta)
+    return stored(folder, "quest", 64, [diary], task="longgenbench", config={"metric": "accuracy", "task": task})
 
 
 def mutate(folder: Path, seed: int) -> None:

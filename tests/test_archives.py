@@ -16,12 +16,12 @@ from report_runs import archived, stored
 
 from kvbench.cli import judge, score, status
 from kvbench.cli.report import main as report
+from kvbench.report.claims import page
 from kvbench.report.data.frame import collect
 from kvbench.runs.archive import packed, unpacked
 from kvbench.runs.stored import archive_of, runs_in
 
 PASSKEY = {"metric": "accuracy", "task": hostile.shipped("task", "passkey")}
-DIARY = {"metric": "accuracy", "task": hostile.shipped("task", "longgenbench")}
 
 
 @pytest.fixture
@@ -69,8 +69,9 @@ def test_a_run_in_an_archive_is_named_by_its_place_there(results: Path) -> None:
 
 
 def test_commands_print_of_an_archive_what_they_print_of_its_folder(
-    results: Path, capsys: pytest.CaptureFixture[str]
+    results: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(page, "SHIPPED", results)  # else claims read all that is shipped
     for main, words in [
         (report, []),
         (report, ["--rows", "method", "--columns", "group", "--format", "csv"]),
@@ -86,7 +87,7 @@ def test_commands_print_of_an_archive_what_they_print_of_its_folder(
 
 
 def test_an_archive_is_not_written_to(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stored(results / "diary", "quest", 64, [hostile.diary()], task="longgenbench", config=DIARY)
+    hostile.of_a_judge(results / "diary")
     asked = archived(results / "diary", results / "diary.tar.xz")
     assert judge.main([str(asked), "--questions", str(results / "asked.jsonl")]) == 0
     lines = (results / "asked.jsonl").read_text().splitlines()

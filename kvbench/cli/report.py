@@ -234,9 +234,9 @@ def _named(left_out: Sequence[LeftOut]) -> str:
 
 
 def _tables(given: Namespace, runs: Runs | None) -> list[Table]:
+    from kvbench.report.tables import runs as tables
     from kvbench.report.tables.cells import BRIEFEST_SCORE, WHOLE_SCORE
     from kvbench.report.tables.published import beside
-    from kvbench.report.tables.runs import runs as tables
 
     if given.paper:
         return [beside(runs, paper, given.where, given.allow_mixed) for paper in given.paper]
@@ -252,8 +252,8 @@ def _tables(given: Namespace, runs: Runs | None) -> list[Table]:
 
 def _print(given: Namespace, runs: Runs | None) -> list[str]:
     """Print or write the tables; the headings for which a console had no room."""
+    from kvbench.report.tables import formats
     from kvbench.report.tables.latex import latex
-    from kvbench.report.tables.runs import formats
 
     made = _tables(given, runs)
     narrow: list[str] = []
