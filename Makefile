@@ -20,7 +20,7 @@ help:
 	@echo "make test-vllm  kvbench's methods inside vLLM, in an environment of their own"
 	@echo "make coverage   all tests with a coverage report: slower"
 	@echo "make reference  every method on the real model, a night; PARTS=texts one part, LIMIT=3 samples, SMOKE=1 minutes"
-	@echo "make reference-tiny  run the sweep behind results/reference_tiny.tar.xz anew"
+	@echo "make reference-tiny  run the sweep of results/reference_tiny.tar.xz anew"
 	@echo "make lint    set up .venv, then ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environments and the caches; results stay"

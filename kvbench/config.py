@@ -186,8 +186,14 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"{hint}(valid: {', '.join(names) or 'none'})"
 
 
+RENAMED = {"engine": "backend"}  # groups that had another name
+
+
 def nearest_key(key: str, valid: Iterable[str]) -> str:
     """As `nearest`, for dotted keys: `page_size` finds `method.page_size`, and facts are no suggestion."""
+    group, dot, rest = key.partition(".")
+    if group in RENAMED:
+        return f"did you mean {RENAMED[group]}{dot}{rest}?"
     leaf_of = {known: known.rpartition(".")[2] for known in valid}
     leaf_of = {known: leaf for known, leaf in sorted(leaf_of.items()) if leaf not in FACTS}
     section, _, leaf = key.rpartition(".")

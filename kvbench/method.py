@@ -28,8 +28,8 @@ from kvbench.spans import Spans
 class DeviceCache:
     """What stays on the device of tokens that were brought up from the host, beside those that the step attends.
 
-    It changes what is moved and held, never what is attended. All but "last" of one step is kept account of on the CPU,
-    where a selection made on a GPU is waited for.
+    It changes what is moved and held, never what is attended. Policies other than "last" with one step are worked out
+    on the CPU, which then waits for a selection made on a GPU.
 
     Attributes:
         policy: "last", what the last steps attended; "lru" and "lfu", that of one step, and blocks of consecutive
@@ -66,7 +66,7 @@ class Needs:
         probabilities: call `observe` with the attention probabilities of every decode step.
         queries: `select` learns from what it is asked, so it is asked for the tokens of a later turn, too, which attend
             everything (`kvbench.engine.turn`).
-        crops: the last tokens may be taken back, of which `crop` tells; then nothing may have been dropped.
+        crops: the last tokens may be taken back, which `crop` announces; then nothing may have been dropped.
         token_text: hand over the text of every vocabulary entry in `Context.pieces`.
         rotation: hand over in `Context.rotation` the model's rotary positions, to turn keys back and on.
         home: where prompt and generated tokens live: "device", or "host" with selected rows moved up; "by_layer": where
@@ -362,7 +362,7 @@ class Method:
         """A new generation starts; forget the last one. `view` reads the store and evicts from it.
 
         Raises:
-            ValueError: what only the prompts or the model's shape tell is wrong.
+            ValueError: something is wrong that only the prompts or the model's shape show.
         """
         self.shape, self.budget, self.view, self.context = shape, budget, view, context
         self.check_budget()

@@ -18,7 +18,7 @@ class Spans:
         with spans("attention"):
             ...
 
-    On a CPU that is wall time. A GPU computes behind the program's back, so there the stream itself notes the time
+    On a CPU that is wall time. A GPU computes while the program goes on, so there the stream itself notes the time
     where a span begins and ends; where it stands still because the host is busy, that is time of the host's span. Of
     several GPUs one notes at a time, see `on`.
 

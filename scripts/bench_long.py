@@ -32,7 +32,7 @@ import torch
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
-from kvbench.backends.hf.generate import generate
+from kvbench.backends.hf.generate import Choice, generate
 from kvbench.backends.hf.model import engine_for
 from kvbench.backends.hf.sampling import Sampler
 from kvbench.cli.compose import composed
@@ -97,7 +97,7 @@ def long_generation(method: str, options: argparse.Namespace) -> dict[str, Any]:
         [prompt],
         engine,
         max_new_tokens=options.tokens,
-        draw=Sampler(options.temperature, ["bench_long"]),
+        choice=Choice(Sampler(options.temperature, ["bench_long"])),
         watch=lambda logits: held.append((time.process_time(), *bytes_of(engine))),
     )
     ends = range(options.stretch, len(generation.step_ms) + 1, options.stretch)

@@ -83,6 +83,7 @@ def stored(
         "seed": 0,
         "attention": "auto",
         "kv": {"device": "native", "host": "native"},
+        "backend": {"name": "hf"},
         "protocol": {**whole, "question_as_decode": False, "generated": "free", **(protocol or {})},
         "probe": {"every": 0},
         "method": {"name": method, "minimum": {"paper": None if method == "full" else 16}, "preset": 256},

@@ -12,7 +12,6 @@ import pytest
 from driver import slow
 from omegaconf import DictConfig, OmegaConf
 
-import kvbench.measure.arm
 from kvbench.backends.hf.generate import generate
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
@@ -90,7 +89,7 @@ def test_a_row_that_fails_takes_no_other_with_it_and_is_tried_again(
         return generate(model, prompts, engine, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(kvbench.measure.arm, "generate", failing)
+        patch.setattr("kvbench.backends.hf.generate.generate", failing)
         summary = run(configured("snapkv", 3))
     assert (summary["n"], summary["failed"], sizes) == (6, 1, [3, 1, 1, 1, 3])
     for key, record in records(tmp_path / "3").items():

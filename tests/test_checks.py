@@ -277,7 +277,7 @@ def test_weights_that_are_cut_short_or_not_all_there_are_refused(refusal, compos
     header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     whole = len(header).to_bytes(8, "little") + header + bytes(8)
     reasons = {
-        whole[:-1]: f"has {len(whole) - 1} bytes where its header tells of {len(whole)}",
+        whole[:-1]: f"has {len(whole) - 1} bytes where its header says {len(whole)}",
         whole[:20]: "is cut short, 20 bytes",
         b"": "is cut short, 0 bytes",
         (2).to_bytes(8, "little") + b"no": "is no safetensors file",

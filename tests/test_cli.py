@@ -159,6 +159,7 @@ def test_bad_input_is_one_line_with_exit_code_2_and_nothing_heavy(python, tmp_pa
         (["-m", "method=full,qest"], "method=qest: no such method; did you mean quest?"),
         (["hydra/launcher=slrm"], "hydra/launcher=slrm: no such hydra/launcher; "),
         (["budgt=64"], "budgt=64: no such key; did you mean budget? "),
+        (["engine=vllm"], "engine=vllm: no such key; did you mean backend?"),
         (["methd=quest"], "methd=quest: no such key; did you mean method? "),
         (["page_size=32"], "page_size=32: no such key; did you mean method.page_size?"),
         (["method.page_sise=32"], "method.page_sise=32: no such key; did you mean page_size or small_page_size? "),

@@ -30,6 +30,7 @@ from driver import (
 )
 
 from kvbench.attention import executor as attention
+from kvbench.backends.hf.generate import Stops
 from kvbench.backends.hf.loading import Loaded
 from kvbench.budget import Budget, has_budget
 from kvbench.config import ConfigError, choices
@@ -663,7 +664,7 @@ def test_audit_equals_a_recount(tiny: Loaded, case: Case, accounting: str) -> No
         accounting=accounting,
         steps=steps,
         dense_layers=dense_layers,
-        stop_ids=[stop],
+        stops=Stops([stop]),
     )
     assert {at.layer for at in seen} == {0, 2, 3}
     assert not all(map(all, active)), "no row stopped early"

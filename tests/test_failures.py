@@ -16,7 +16,6 @@ import pytest
 import torch
 from driver import slow
 
-import kvbench.measure.arm
 from kvbench import __main__ as cli
 from kvbench.backends.hf.generate import generate
 from kvbench.backends.hf.loading import quick_in_bfloat16
@@ -229,7 +228,7 @@ def test_a_sample_that_fails_is_recorded_and_leaves_the_others_as_they_were(
         return (broken if failing else generate)(model, prompts, engine, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(kvbench.measure.arm, "generate", generate_or_fail)
+        patch.setattr("kvbench.backends.hf.generate.generate", generate_or_fail)
         code, out, err = main("task.limit=4", "results_dir=broken")
     assert (code, err) == (0, "")
     assert "(4 samples, 1 failed)" in out

@@ -9,6 +9,7 @@ import pytest
 import torch
 from driver import METHODS, SMALL, Case, each_method, numbers, run_loop
 
+from kvbench.backends.hf.generate import Stops
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import method_named
 from kvbench.backends.hf.prefilled import prefill_once
@@ -28,14 +29,14 @@ def test_rows_end_after_their_own_stop_token(tiny: Loaded) -> None:
 
     expected = [until_stop(tokens) for tokens in free.tokens]
     assert len(expected[0]) != len(expected[1]), "choose other prompts: both rows end together"
-    stopped, _ = run_loop(tiny, PROMPTS, method_named("full"), None, steps=12, stop_ids=stops)
+    stopped, _ = run_loop(tiny, PROMPTS, method_named("full"), None, steps=12, stops=Stops(stops))
     assert stopped.tokens == expected
     assert len(stopped.step_ms) == max(map(len, expected)) - 1, "the loop ends with its last row"
 
 
 def test_row_that_ends_at_once_takes_no_step(tiny: Loaded) -> None:
     free, _ = run_loop(tiny, PROMPTS[:1], method_named("full"), None, steps=0)
-    stopped, _ = run_loop(tiny, PROMPTS[:1], method_named("full"), None, steps=12, stop_ids=free.tokens[0])
+    stopped, _ = run_loop(tiny, PROMPTS[:1], method_named("full"), None, steps=12, stops=Stops(free.tokens[0]))
     assert stopped.tokens == free.tokens
     assert stopped.step_ms == []
 
@@ -51,9 +52,11 @@ def test_no_row_begins_with_a_banned_token_and_any_may_go_on_with_it(
     if shared:
         lengths = {"max_new_tokens": 5 + len(question)}
         options["prefilled"] = prefill_once(tiny.model, PROMPTS, [Needs()], not_first=banned, **lengths)
-    held, _ = run_loop(tiny, PROMPTS, method_named("full"), None, steps=4, not_first=banned, **options)
+    held, _ = run_loop(tiny, PROMPTS, method_named("full"), None, steps=4, stops=Stops(not_first=banned), **options)
     assert not banned & {tokens[0] for tokens in held.tokens}
-    again, _ = run_loop(tiny, PROMPTS, method_named("full"), None, steps=4, not_first=set(range(250)), **options)
+    again, _ = run_loop(
+        tiny, PROMPTS, method_named("full"), None, steps=4, stops=Stops(not_first=set(range(250))), **options
+    )
     assert shared and not question or all(tokens[0] >= 250 for tokens in again.tokens)
     if not question:
         prompts = [[*prompt, tokens[0]] for prompt, tokens in zip(PROMPTS, held.tokens, strict=True)]
@@ -67,9 +70,9 @@ def test_rows_end_where_the_caller_says(tiny: Loaded) -> None:
     def ends(tokens: list[int]) -> bool:
         return list(tokens) in (free.tokens[0][:4], free.tokens[1][:9])
 
-    stopped, _ = run_loop(tiny, PROMPTS, method_named("full"), None, steps=12, ends=ends)
+    stopped, _ = run_loop(tiny, PROMPTS, method_named("full"), None, steps=12, stops=Stops(ends=ends))
     assert stopped.tokens == [free.tokens[0][:4], free.tokens[1][:9]]
-    once, _ = run_loop(tiny, PROMPTS, method_named("full"), None, steps=12, ends=lambda tokens: True)
+    once, _ = run_loop(tiny, PROMPTS, method_named("full"), None, steps=12, stops=Stops(ends=lambda tokens: True))
     assert once.tokens == [tokens[:1] for tokens in free.tokens] and not once.step_ms
 
 

@@ -167,7 +167,7 @@ def test_a_model_group_means_random_weights_a_folder_or_a_hub_id(tmp_path: Path)
 def test_none_of_this_imports_torch(tmp_path: Path) -> None:
     cached(tmp_path, "org/name", "config.json")
     code = (
-        "import sys; from kvbench import hub; from huggingface_hub import constants;"
+        "import sys; from kvbench.models import hub; from huggingface_hub import constants;"
         f"constants.HF_HUB_CACHE = {str(tmp_path / 'cache')!r};"
         "print(hub.config_in(hub.cached_folder('org/name'), ''), {'torch', 'transformers'} & set(sys.modules))"
     )

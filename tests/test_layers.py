@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from zoo import FAMILIES, LENGTH, NEW, OFFSET, SIZES, WINDOW, WINDOWED, config_of, generated, inputs, random_model
 
 from kvbench import KVCache
-from kvbench.backends.hf.generate import Generation, generate
+from kvbench.backends.hf.generate import Choice, Generation, generate
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.backends.hf.prefilled import prefill_once
@@ -310,7 +310,7 @@ def test_attention_is_scaled_as_the_models_own_call_asks(family: str) -> None:
     torch.testing.assert_close(ours(ids, past_key_values=cache).logits, told.logits, rtol=0, atol=CLOSE * 10)
     engine = engine_for(ours, [40], watching, Budget(None), [layer for layer in range(4) if layer != last])
     logits: list[torch.Tensor] = []
-    generate(ours, [row], engine, max_new_tokens=2, given=[[5, 5]], watch=logits.append)
+    generate(ours, [row], engine, max_new_tokens=2, choice=Choice(given=[[5, 5]]), watch=logits.append)
     torch.testing.assert_close(logits[0][0], after.logits[0, -1], rtol=0, atol=CLOSE * 10)
     received = told.attentions[last].sum(dim=2)
     torch.testing.assert_close(watching.prompt.attention_sums, received, rtol=0, atol=CLOSE)

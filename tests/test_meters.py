@@ -20,7 +20,8 @@ from kvbench.backends.hf.generate import generate
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.budget import Budget
-from kvbench.engine.audit import count_lists, held_bytes
+from kvbench.engine.audit import held_bytes
+from kvbench.kernels.lists import count_lists
 from kvbench.method import Method, Prompt, Selection
 from kvbench.spans import Spans
 

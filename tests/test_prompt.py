@@ -11,7 +11,7 @@ from driver import CLOSE, SMALL, Stream, drive, numbers, run_loop, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.backends.hf.generate import EngineCache, decode_step, generate, prefill
+from kvbench.backends.hf.generate import EngineCache, Stops, decode_step, generate, prefill
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.budget import Budget
@@ -197,7 +197,7 @@ def test_hooks_come_in_the_order_that_method_promises(tiny: Loaded, dense_layers
     stop = next(token for token in free.tokens[0][1:4] if token not in free.tokens[1])
     method = Recording()
     options: dict[str, Any] = {"dense_layers": dense_layers, "steps": steps, "prefill_chunk": 13}
-    generation, _ = run_loop(tiny, prompts, method, None, stop_ids=[stop], **options)
+    generation, _ = run_loop(tiny, prompts, method, None, stops=Stops([stop]), **options)
     sparse = tuple(layer for layer in range(4) if layer not in dense_layers)
     ended = generation.tokens[0].index(stop) if stop in generation.tokens[0] else steps
     assert ended < steps, "no row ended early"

@@ -253,7 +253,7 @@ def test_an_unknown_table_names_the_nearest():
 
 def test_the_list_of_tables_needs_no_pandas():
     code = (
-        "import sys; from kvbench.report import published; published.ids(); print({'pandas', 'torch'} & {*sys.modules})"
+        "import sys; from kvbench.report.data import papers; papers.ids(); print({'pandas', 'torch'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr

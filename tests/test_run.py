@@ -14,7 +14,6 @@ from driver import slow
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-import kvbench.measure.arm
 from kvbench.backends.hf.generate import generate
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
@@ -70,7 +69,7 @@ class Generated:
 @pytest.fixture
 def generated(monkeypatch: pytest.MonkeyPatch) -> Generated:
     calls = Generated()
-    monkeypatch.setattr(kvbench.measure.arm, "generate", calls)
+    monkeypatch.setattr("kvbench.backends.hf.generate.generate", calls)
     return calls
 
 
@@ -219,7 +218,7 @@ def test_question_read_through_the_method_is_no_part_of_the_prefill(
         given.append((len(prompts[0]), len(options["question"])))
         return generate(model, prompts, engine, **options)
 
-    monkeypatch.setattr(kvbench.measure.arm, "generate", note)
+    monkeypatch.setattr("kvbench.backends.hf.generate.generate", note)
     run(configured("task.limit=1", "protocol.question_as_decode=true"))
     (record,) = records(only_folder(tmp_path))
     asked = len("What is the pass key? The pass key is")  # a byte is a token
@@ -301,13 +300,13 @@ def test_a_lower_limit_does_not_finish_a_longer_run_that_was_stopped(
         ["method=full", "kv=kivi2"],
         ["method=snapkv", "kv.device=int8", "budget=0.1"],
         ["method=quest", "model=dummy-tiny", "model.config.max_position_embeddings=65536", "method.page_size=8"],
-        ["method=quest", "engine=vllm", "engine.tensor_parallel=2"],
+        ["method=quest", "backend=vllm", "backend.tensor_parallel=2"],
     ],
 )
 def test_the_command_that_makes_a_run_again_makes_the_same_one(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbench.cli.checks._check_vllm", lambda *_: None)  # it need not be installed here
+    monkeypatch.setattr("kvbench.backends.backend._VLLM.refuse", lambda *_: None)  # it need not be installed here
 
     def made_by(*words: str) -> dict[str, Any]:
         config: Any = OmegaConf.to_container(composed(*words), resolve=True)

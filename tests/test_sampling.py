@@ -15,6 +15,7 @@ from driver import numbers, run_loop
 from twin import device, on_device
 
 import kvbench.measure.arm
+from kvbench.backends.hf.generate import Choice, Stops
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import method_named
 from kvbench.backends.hf.prefilled import prefill_once
@@ -68,7 +69,7 @@ def test_a_generation_begins_and_goes_on_as_the_model_says(tiny: Loaded) -> None
     """First and second tokens of many rows, against the softmax of transformers' own logits."""
     rows = 200
     draw = Sampler(0.3, [str(row) for row in range(rows)])
-    generation, _ = run_loop(tiny, [PROMPTS[0]] * rows, method_named("full"), None, steps=1, draw=draw)
+    generation, _ = run_loop(tiny, [PROMPTS[0]] * rows, method_named("full"), None, steps=1, choice=Choice(draw))
     first = torch.tensor([tokens[0] for tokens in generation.tokens])
     with torch.inference_mode():
         prompt = torch.tensor([PROMPTS[0]])
@@ -85,9 +86,9 @@ def test_a_generation_begins_and_goes_on_as_the_model_says(tiny: Loaded) -> None
 def test_a_row_draws_the_same_beside_others_and_from_a_shared_prefill(tiny: Loaded, question: tuple[int, ...]) -> None:
     def tokens(prompts: Any, seeds: list[str], **options: Any) -> list[list[int]]:
         draw = Sampler(1.0, seeds, 0.95)
-        return run_loop(tiny, prompts, method_named("full"), None, steps=8, question=question, draw=draw, **options)[
-            0
-        ].tokens
+        return run_loop(
+            tiny, prompts, method_named("full"), None, steps=8, question=question, choice=Choice(draw), **options
+        )[0].tokens
 
     alone = [tokens([prompt], [seed])[0] for prompt, seed in zip(PROMPTS, "ab", strict=True)]
     assert tokens(PROMPTS, ["a", "b"]) == alone
@@ -111,7 +112,13 @@ def test_a_banned_token_is_never_drawn_first(tiny: Loaded) -> None:
     banned = set(range(250))
     rows = [PROMPTS[0]] * 50
     generation, _ = run_loop(
-        tiny, rows, method_named("full"), None, steps=0, not_first=banned, draw=Sampler(2.0, list(map(str, range(50))))
+        tiny,
+        rows,
+        method_named("full"),
+        None,
+        steps=0,
+        stops=Stops(not_first=banned),
+        choice=Choice(Sampler(2.0, list(map(str, range(50))))),
     )
     assert all(tokens[0] >= 250 for tokens in generation.tokens)
 
@@ -120,7 +127,7 @@ def test_logits_that_are_no_numbers_are_refused_when_sampled(tiny: Loaded, monke
     forward = tiny.model.lm_head.forward
     monkeypatch.setattr(tiny.model.lm_head, "forward", lambda hidden: forward(hidden) * torch.nan)
     with pytest.raises(FloatingPointError):
-        run_loop(tiny, PROMPTS[:1], method_named("full"), None, steps=1, draw=Sampler(1.0, ["a"]))
+        run_loop(tiny, PROMPTS[:1], method_named("full"), None, steps=1, choice=Choice(Sampler(1.0, ["a"])))
 
 
 # -- k answers to a prompt ---------------------------------------------------------------------------------------------

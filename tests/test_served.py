@@ -1,4 +1,4 @@
-"""`engine=vllm` where there is no vLLM: what a run asks of it, and what a stand-in for it makes of that."""
+"""`backend=vllm` where there is no vLLM: what a run asks of it, and what a stand-in for it makes of that."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvbench.backends.hf.generate import Stops
 from kvbench.backends.vllm import plan
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
@@ -33,12 +34,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("method=quest probe.every=4", "probe.every=4: .* expected 0"),
         ("method=quest protocol.temperature=0.6", "protocol.temperature=0.6: .* expected 0"),
         ("method=quest model=dummy-tiny", "model=dummy-tiny: vLLM runs trained weights"),
-        ("method=quest engine.tensor_parallel=0", "engine.tensor_parallel=0: expected a whole number"),
+        ("method=quest backend.tensor_parallel=0", "backend.tensor_parallel=0: expected a whole number"),
     ],
 )
 def test_what_vllm_cannot_give_is_refused_before_it_starts(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        composed("engine=vllm", *words.split())
+        composed("backend=vllm", *words.split())
 
 
 @pytest.mark.parametrize(("found", "message"), [(None, "not installed here"), ("0.31.2", "0.31.2 is installed")])
@@ -50,12 +51,12 @@ def test_another_vllm_or_none_is_refused(monkeypatch: pytest.MonkeyPatch, found:
 
     monkeypatch.setattr(plan, "version", version)
     with pytest.raises(ConfigError, match=message):
-        composed("engine=vllm", "method=quest")
-    check(composed("engine=vllm", "method=quest", here=False), here=False)  # a job that runs elsewhere
+        composed("backend=vllm", "method=quest")
+    check(composed("backend=vllm", "method=quest", here=False), here=False)  # a job that runs elsewhere
 
 
 def test_the_engine_is_named_and_its_arms_run_together() -> None:
-    arms = [composed("engine=vllm", f"method={method}", "sweep.shared_prefill=false") for method in ("full", "quest")]
+    arms = [composed("backend=vllm", f"method={method}", "sweep.shared_prefill=false") for method in ("full", "quest")]
     assert [arm_name(dict(arm)) for arm in arms] == ["full-vllm", "quest-256-vllm"]
     assert grouped(arms) == [[0, 1]] and grouped([*arms, composed("method=quest")]) == [[0, 1], [2]]
 
@@ -115,13 +116,12 @@ def test_rows_end_each_by_its_own_stop_and_have_audits_of_their_own(monkeypatch:
         plan.Plan("quest", 64),
         [[10], [20], [30]],
         max_new_tokens=4,
-        stop_ids={12},
-        ends=lambda tokens: tokens[-1] == 23,
+        stops=Stops({12}, lambda tokens: tokens[-1] == 23),
     )
     assert generation.tokens == [[11, 12], [21, 22, 23], [31, 32, 33, 34]]
     assert [audit["attended_mean"] for audit in audits] == [0, 1, 2] and generation.audit == audits[0]
     assert len(generation.step_ms) == 3 and generation.tt2t_s is not None
     assert told[0][0] == "kvbench_run" and told[0][1][0]["method"] == "quest"
-    with pytest.raises(ConfigError, match="engine=vllm: the prompt is longer than 8 tokens"):
+    with pytest.raises(ConfigError, match="backend=vllm: the prompt is longer than 8 tokens"):
         served.generate(plan.Plan("full", None), [[1], [1] * 9], max_new_tokens=4)
     assert not engine.has_unfinished_requests(), "what was asked for before the error is given up"

@@ -100,7 +100,7 @@ def test_a_stopped_run_goes_on_with_what_each_arm_lacks(configs, tmp_path, monke
             raise KeyboardInterrupt
         return generate(model, prompts, engine, **options)
 
-    monkeypatch.setattr(kvbench.measure.arm, "generate", stopping)
+    monkeypatch.setattr("kvbench.backends.hf.generate.generate", stopping)
     with pytest.raises(KeyboardInterrupt):
         run_shared(configs())
     assert len(lines(tmp_path / "shared")) == 5

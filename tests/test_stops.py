@@ -141,6 +141,6 @@ def test_an_end_token_that_is_part_of_a_character_ends_an_output_at_that_charact
     tokenizer = byte_tokenizer()
     loaded: Any = SimpleNamespace(tokenizer=tokenizer, stop_ids=(257,))
     found = stops(loaded, Sample("one", "", ("",), 4, end_token="。"))
-    assert found["stop_ids"] == {257}
-    assert not found["ends"](list("あ".encode()))  # the last byte is the same
-    assert found["ends"](list("い。".encode()))
+    assert found.stop_ids == {257}
+    assert not found.ends(list("あ".encode()))  # the last byte is the same
+    assert found.ends(list("い。".encode()))

@@ -14,9 +14,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-import kvbench.measure.arm
-import kvbench.runs.run
-from kvbench.backends.hf.generate import Generation
+from kvbench.backends.hf.generate import Generation, Stops
 from kvbench.backends.hf.loading import byte_tokenizer
 from kvbench.cli.checks import check
 from kvbench.config import ConfigError, conf_dir
@@ -86,7 +84,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         asked[engine.method.context.samples[0]] = {**options, "prompt": prompts[0]}
         return Generation([byte_tokenizer()("yes", add_special_tokens=False)["input_ids"]], 0.1, audit={"over_rule": 0})
 
-    monkeypatch.setattr(kvbench.measure.arm, "generate", generate)
+    monkeypatch.setattr("kvbench.backends.hf.generate.generate", generate)
     return asked
 
 
@@ -165,7 +163,7 @@ def test_a_benchmark_that_asks_for_a_template_is_told_once_that_there_is_none(co
 
 
 def test_data_that_is_not_there_is_refused_before_the_model_loads(configured, tmp_path, monkeypatch):
-    monkeypatch.setattr(kvbench.runs.run.models, "load", lambda *a: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("kvbench.backends.hf.loading.load", lambda *a: pytest.fail("the model was loaded"))
     config = configured()
     config.task.file = str(tmp_path / "none.jsonl")
     config.task.limit = None
@@ -177,8 +175,8 @@ def test_data_that_is_not_there_is_refused_before_the_model_loads(configured, tm
 def test_the_last_token_of_a_text_ends_the_output_but_does_not_begin_it(dummies):
     loaded = dummies("dummy-tiny")
     found = stops(loaded, Sample("one", "", ("",), 4, end_token="a\n"))
-    assert found["stop_ids"] == {*loaded.stop_ids, ord("\n")} == found["not_first"]
-    assert stops(loaded, Sample("one", "", ("",), 4)) == {"stop_ids": set(loaded.stop_ids)}
+    assert found.stop_ids == {*loaded.stop_ids, ord("\n")} == found.not_first
+    assert stops(loaded, Sample("one", "", ("",), 4)) == Stops(set(loaded.stop_ids))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +184,7 @@ def test_the_last_token_of_a_text_ends_the_output_but_does_not_begin_it(dummies)
 )
 def test_a_stop_text_ends_the_output_once_it_is_whole(dummies, output, ended):
     loaded = dummies("dummy-tiny")
-    ends = stops(loaded, Sample("one", "", ("",), 4, stop=("Q:", "</s>")))["ends"]
+    ends = stops(loaded, Sample("one", "", ("",), 4, stop=("Q:", "</s>"))).ends
     assert ends(loaded.tokenizer(output, add_special_tokens=False)["input_ids"]) is ended
 
 

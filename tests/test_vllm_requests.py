@@ -15,9 +15,9 @@ import pytest
 import torch
 from driver import CLOSE, PIECES, Attended, LlamaRotary, Stream, slow, stream, watch
 
-from kvbench.attention import cpu, reference
+from kvbench.attention import reference
 from kvbench.backends.vllm import plan as plans
-from kvbench.backends.vllm.paged import Memory
+from kvbench.backends.vllm.paged import Memory, attend_blocks
 from kvbench.backends.vllm.plan import KEY, RUNNER, Plan, plan_of, vllm_options
 from kvbench.backends.vllm.requests import Requests, Scheduled
 from kvbench.config import ConfigError
@@ -84,7 +84,7 @@ def test_rows_in_blocks_are_attended_as_the_oracle_attends_them(heads: int, isa:
     replaced = torch.randn(1, 2, 20, 32, generator=rng).to(dtype)
     selections = [Selection(index), Selection(index, log_weight=weight)]
     for selection in selections if heads == 6 else [*selections, Selection(index, keys=replaced)]:
-        found = cpu.attend_blocks(query, memory.blocks(BLOCKS[None]), selection, 0.3)
+        found = attend_blocks(query, memory.blocks(BLOCKS[None]), selection, 0.3)
         expected, _ = reference.attend(query, store, selection, 0.3)
         close = CLOSE if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(found, expected, rtol=close, atol=close)

@@ -35,7 +35,7 @@ class FlashInfer:
     A selection with a `log_weight`, `keys` or `extra`, and a call that asks for probabilities, is the torch executor's.
 
     Args:
-        shape: of the generation; `unfit` tells whether FlashInfer can run it.
+        shape: of the generation; `unfit` says whether FlashInfer can run it.
         dense: who computes prefill: "sdpa", or "flashinfer" (a call for each row).
     """
 

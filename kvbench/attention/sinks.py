@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection
 
 
@@ -19,8 +20,17 @@ def softmax(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     return torch.cat([logits, own], dim=-1).softmax(dim=-1)[..., :-1]
 
 
-def with_sinks(selection: Selection, sinks: torch.Tensor, key: torch.Tensor) -> Selection:
-    """A selection with sinks [Hq] as its last extra entry; `key` [B, Hkv, n, D] is like the stored ones."""
+def with_sinks(
+    selection: Selection | None, store: LayerStore, sinks: torch.Tensor | None, key: torch.Tensor
+) -> Selection | None:
+    """A selection (None: all tokens of the store) with sinks [Hq] as its last extra entry; as it is without sinks.
+
+    Args:
+        key: [B, Hkv, n, D], like the stored ones.
+    """
+    if sinks is None:
+        return selection
+    selection = selection or Selection(store.resident_ids())
     batch, kv_heads, _, head_dim = key.shape
     nothing = key.new_zeros(batch, kv_heads, 1, head_dim)
     sink = Extra(nothing, nothing, sinks.float().view(1, -1, 1).expand(batch, -1, 1))

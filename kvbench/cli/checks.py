@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.attention.limits import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
-from kvbench.backends.vllm.fit import unfit as vllm_unfit
+from kvbench.backends.backend import backend_of
 from kvbench.budget import Budget
 from kvbench.config import (
     FACTS,
@@ -41,7 +41,7 @@ from kvbench.models import hub
 from kvbench.models.heads import calibration_for
 from kvbench.models.support import refuse_impossible, refuse_unsupported, refuse_wrong_rope, text_config, window
 from kvbench.runs.folder import refuse_other_formats
-from kvbench.runs.identity import arm_name, engine_of
+from kvbench.runs.identity import arm_name
 from kvbench.tasks import task_of
 
 REQUIRED = ("model.name", "method.name", "method._target_", "task.name", "task._target_")
@@ -62,7 +62,7 @@ LOWEST = {
     "threads": (1, True),
     "task.limit": (1, True),
     "sweep.shards": (1, False),
-    "engine.tensor_parallel": (1, False),
+    "backend.tensor_parallel": (1, False),
 }
 MOST = {"seed": 2**63 - 1, "threads": 1024}
 SWITCHES = ("smoke", "memory_check", "sweep.shared_prefill")
@@ -121,8 +121,7 @@ def check_setup(cfg: DictConfig, here: bool = True) -> tuple[dict[str, Any], hub
         raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
     _check_kv(run, shape)
     _budget(run)
-    if engine_of(run) == "vllm":
-        _check_vllm(run, source, here)
+    backend_of(run).refuse(run, source, here)
     if here:
         calibration_for(run)
         _check_device(run)
@@ -265,17 +264,6 @@ def _check_kv(run: Any, shape: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"attention=flashinfer: reads no keys and values held as kv={kv}; attention=auto takes what runs"
         )
-
-
-def _check_vllm(run: Any, source: hub.ModelSource, here: bool) -> None:
-    """Refuse what vLLM cannot run, or a machine that has none; the method's needs tell the first, which takes torch."""
-    from kvbench.backends.vllm.plan import check_installed, plan_of_run
-
-    if reason := next(vllm_unfit(run, source), None):
-        raise ConfigError(f"{reason} (engine=vllm)")
-    if here:
-        check_installed()
-    plan_of_run(run)
 
 
 def _model_shape(model: Mapping[str, Any], source: hub.ModelSource) -> Mapping[str, Any]:

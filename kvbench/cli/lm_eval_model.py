@@ -23,9 +23,8 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
 import kvbench
-from kvbench.backends.hf.generate import Generation, generate
+from kvbench.backends.hf.generate import Choice, Generation, Stops, generate
 from kvbench.backends.hf.prefilled import prefill_once
-from kvbench.backends.hf.streamed import stream
 from kvbench.cli.lm_eval import LM_EVALS_OWN, setup_config
 from kvbench.config import HARNESS_KEYS, ConfigError, show
 from kvbench.measure.arm import Setup, ends_at
@@ -89,7 +88,6 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         finally:
             logger.disabled = False
         self._parameters = loaded.model.num_parameters()
-        stream(loaded.model)
         self._audits: dict[str, list[Mapping[str, Any]]] = {}
         self._broken = False
 
@@ -148,8 +146,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             rows,
             engine,
             max_new_tokens=new_tokens,
-            stop_ids=set(setup.loaded.stop_ids),
-            ends=ends_at(tokenizer, stop, skip_special_tokens=False),
+            stops=Stops(set(setup.loaded.stop_ids), ends_at(tokenizer, stop, skip_special_tokens=False)),
             prefill_chunk=setup.protocol.prefill_chunk,
         )
         self._note("generate_until", generation, engine.audit.broken())
@@ -223,7 +220,13 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             engine = setup.engine(rows, longest)
             new_tokens = max(map(len, now))
             generation = generate(
-                model, rows, engine, max_new_tokens=new_tokens, given=now, prefilled=prefilled, watch=likelihoods
+                model,
+                rows,
+                engine,
+                max_new_tokens=new_tokens,
+                choice=Choice(given=now),
+                prefilled=prefilled,
+                watch=likelihoods,
             )
             self._note("loglikelihood", generation, engine.audit.broken())
             for row, own in enumerate(asked):

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import ConfigError
 from kvbench.runs.folder import Shard
-from kvbench.runs.identity import APART, budget_of, engine_of
+from kvbench.runs.identity import APART, backend_name, budget_of
 
 OF_NO_RUN = {"threads", "sweep", "memory_check"}  # keys that change no number
 MOST_TOLD = 20  # groups that get a line of their own
@@ -77,7 +77,7 @@ def counted(number: int, what: str) -> str:
 
 def _why(config: DictConfig, arms: int) -> str:
     if arms > 1:
-        return f"{arms} arms share {'each prefill' if engine_of(config) == 'hf' else 'one engine'}"
+        return f"{arms} arms share {'each prefill' if backend_name(config) == 'hf' else 'one engine'}"
     if config.task.get("own_prefill"):
         return f"1 arm, as task={config.task.name} times a prefill of its own"
     if not config.sweep.shared_prefill:
@@ -166,7 +166,7 @@ def grouped(jobs: Sequence[DictConfig]) -> list[list[int]]:
     for index, job in enumerate(jobs):
         config = cast(dict[str, Any], OmegaConf.to_container(job, resolve=True))
         shared = config["sweep"]["shared_prefill"] and not config["task"].get("own_prefill")
-        shared = shared or engine_of(config) != "hf"  # which share the engine, and prefill for themselves
+        shared = shared or backend_name(config) != "hf"  # which share the engine, and prefill for themselves
         common = {key: value for key, value in config.items() if not shared or key not in APART}
         groups.setdefault(json.dumps([common, None if shared else index], sort_keys=True), []).append(index)
     return list(groups.values())

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 
+from kvbench.kernels.lists import count_lists
 from kvbench.method import Extra, Method, Selection, Shape
 
 
@@ -209,13 +209,13 @@ class Audit:
     def report(
         self, method: Method, budget: int | None, stored: Iterable[torch.Tensor] = (), row: int | None = None
     ) -> dict[str, Any]:
-        """The audit of a finished generation; keys as in `summary.json`. What no step told of is left out.
+        """The audit of a finished generation; keys as in `summary.json`. What no step had is left out.
 
         Args:
             method: whose memory is counted.
             budget: C in tokens.
             stored: the tensors of the stores.
-            row: whose entries attended are told; None: those of all. Bytes are of all rows.
+            row: whose attended entries are meant; None: those of all. Bytes are of all rows.
         """
         rows = self._rows if row is None else self._rows[row : row + 1]
         report = {
@@ -285,24 +285,10 @@ def extra_entries(extra: Extra | None, kv_heads: int) -> torch.Tensor | int:
     return there.any(dim=2).sum(dim=2).cpu()
 
 
-@njit(nogil=True, cache=True)
-def count_lists(lists):  # type: ignore[no-untyped-def]
-    """Of each of lists [L, M] how many ids >= 0 it has, [L], and how many distinct ones, [L]."""
-    named, distinct = np.zeros(len(lists), np.int64), np.zeros(len(lists), np.int64)
-    for place in range(len(lists)):
-        last = -1
-        for token in np.sort(lists[place]):
-            if token >= 0:
-                named[place] += 1
-                distinct[place] += token != last
-                last = token
-    return named, distinct
-
-
 def held_bytes(method: Method, stored: Iterable[torch.Tensor] = ()) -> int:
     """Bytes of all tensors and arrays a method object holds, each storage once; the harness's own parts left out.
 
-    A library's memory, which Python does not see, is what an object tells as its `foreign_bytes`. A view of what the
+    A library's memory, which Python does not see, is what an object says in `foreign_bytes`. A view of what the
     store holds (`stored`) is no memory of the method's; of keys that the store has dropped it is.
     """
     seen = {tensor.untyped_storage().data_ptr() for tensor in stored}

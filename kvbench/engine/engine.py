@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -61,14 +61,11 @@ class Windowed(Held, Protocol):
         """Hold what another layer holds, which may go on by itself."""
 
 
-class Engine:
-    """Runs one method through one generation.
+@dataclass(frozen=True)
+class Settings:
+    """How an engine runs its method.
 
-    Args:
-        shape, method, budget: see `kvbench.method`.
-        offsets: column of each row's first token in the prefill's forward passes (left padding); None: all 0, and where
-            layers have a window, which counts columns, so that all rows end in the last one.
-        columns: width of the whole prompt there, padding included; None: the longest row.
+    Attributes:
         attention: which executor: "auto", "cpu", "torch", "reference" or "flashinfer".
         kv: how keys and values are held once the prompt is over.
         seed, samples: what the method's randomness derives from, see `kvbench.method.Context`.
@@ -78,9 +75,44 @@ class Engine:
         rotary: the model's, for methods with positions="cache" or rotation.
         pieces: text of every vocabulary entry, for methods that need it.
         head_scores: of the model, for methods that need them.
+    """
+
+    attention: str = "auto"
+    kv: KV = NATIVE
+    seed: int = 0
+    samples: Sequence[str] = ("",)
+    new_tokens: int | None = None
+    audit_every: int = 1
+    probe_every: int = 0
+    rotary: Rotary | None = None
+    pieces: Sequence[str] | None = None
+    head_scores: HeadScores | None = None
+
+    def positions(self, shape: Shape, method: Method) -> CachePositions | None:
+        """Where a method's keys stand, if not where they stood in the text."""
+        if method.needs.positions != "cache":
+            return None
+        assert self.rotary is not None, "this engine was made without the model's rotary positions"
+        return CachePositions(shape, self.rotary)
+
+    def context(self, shape: Shape, spans: Spans) -> Context:
+        """What a method is given of it."""
+        rotation = None if self.rotary is None else PromptRotation(self.rotary, max(shape.lengths))
+        seeds = self.seed, tuple(self.samples)
+        return Context(*seeds, worker_pool(), spans, self.pieces, self.new_tokens, self.head_scores, rotation)
+
+
+class Engine:
+    """Runs one method through one generation.
+
+    Args:
+        shape, method, budget: see `kvbench.method`.
+        offsets: column of each row's first token in the prefill's forward passes (left padding); None: all 0, and where
+            layers have a window, which counts columns, so that all rows end in the last one.
+        columns: width of the whole prompt there, padding included; None: the longest row.
+        settings: see `Settings`.
 
     Attributes:
-        offsets: column of each row's first token, as above.
         windowed: the layers with a window, by index; the model's cache puts them here.
 
     Raises:
@@ -95,31 +127,17 @@ class Engine:
         *,
         offsets: Sequence[int] | None = None,
         columns: int | None = None,
-        attention: str = "auto",
-        kv: KV = NATIVE,
-        seed: int = 0,
-        samples: Sequence[str] = ("",),
-        new_tokens: int | None = None,
-        audit_every: int = 1,
-        probe_every: int = 0,
-        rotary: Rotary | None = None,
-        pieces: Sequence[str] | None = None,
-        head_scores: HeadScores | None = None,
+        **settings: Any,
     ) -> None:
-        self.shape, self.method, self.budget = shape, method, budget
-        self._attention, self.kv, self.executor = attention, kv, executor(attention, shape, kv)
-        self.spans, self.audit = Spans(shape.device), Audit(shape, audit_every)
+        self.shape, self.method, self.budget, self._how = shape, method, budget, (how := Settings(**settings))
+        self.executor = executor(how.attention, shape, how.kv)
+        self.spans, self.audit = Spans(shape.device), Audit(shape, how.audit_every)
         self.stores: dict[int, LayerStore] = {}
         self.windowed: Mapping[int, Windowed] = {}
-        self.probe = Probe(shape, probe_every) if probe_every else None
+        self.probe = Probe(shape, how.probe_every) if how.probe_every else None
         self.prefilled = False
         self._turn: Turn | None = None  # that is being read
-        self._positions = None
-        if method.needs.positions == "cache":
-            assert rotary is not None, "this engine was made without the model's rotary positions"
-            self._positions = CachePositions(shape, rotary)
-        rotation = None if rotary is None else PromptRotation(rotary, max(shape.lengths))
-        self._shared, self._new_tokens = (rotary, pieces, worker_pool()), new_tokens
+        self._positions = how.positions(shape, method)
         self._sparse, self._last = frozenset(shape.sparse_layers), shape.full_layers[-1]
         if offsets is None and shape.windows:
             offsets = [max(shape.lengths) - length for length in shape.lengths]
@@ -127,17 +145,16 @@ class Engine:
         self.offsets = self._reader.offsets
         self._active: list[bool] = [True] * shape.batch
         self.view = StoreView(self.stores, self.audit.read)
-        context = Context(seed, tuple(samples), worker_pool(), self.spans, pieces, new_tokens, head_scores, rotation)
         try:
-            method.begin(shape, budget, self.view, context)
-        except ValueError as error:  # what only the model's shape or its tokenizer tells
+            method.begin(shape, budget, self.view, how.context(shape, self.spans))
+        except ValueError as error:  # what only the model's shape or its tokenizer shows
             raise ConfigError(first_line(error)) from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """An engine that goes on from here by itself, between two forward passes; it times anew."""
-        memo.update({id(thing): thing for thing in self._shared})
+        memo.update({id(thing): thing for thing in (self._how, self._how.rotary, self._how.pieces, worker_pool())})
         memo[id(self.spans)] = Spans(self.shape.device)
-        memo[id(self.executor)] = executor(self._attention, self.shape, self.kv)
+        memo[id(self.executor)] = executor(self._how.attention, self.shape, self._how.kv)
         twin = memo[id(self)] = object.__new__(type(self))
         twin.__dict__ = copy.deepcopy(self.__dict__, memo)
         return twin
@@ -145,7 +162,7 @@ class Engine:
     @property
     def capacity(self) -> int:
         """Tokens a row that memory is reserved for."""
-        return self._reader.columns + (self._new_tokens or 0)
+        return self._reader.columns + (self._how.new_tokens or 0)
 
     @property
     def lengths(self) -> list[int]:
@@ -180,15 +197,12 @@ class Engine:
         self._turn = Turn(token_ids, self.shape, *pieces)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Attention of one layer in the forward pass that was started; of sparse ones after `check_finite`.
+        """Attention [B, Hq, q, D] of one layer in the pass that was started; of sparse ones after `check_finite`.
 
         Args:
             query: [B, Hq, q, D], post-RoPE.
             key, value: [B, Hkv, q, D], the new tokens only.
             sinks: [Hq], see `kvbench.attention.sinks`; None: the model has none.
-
-        Returns:
-            [B, Hq, q, D].
         """
         self.spans.on(query.device)
         with computing_on(query.device):
@@ -270,22 +284,7 @@ class Engine:
 
     def _store(self, layer: int, shared: LayerStore | None = None) -> LayerStore:
         if layer not in self.stores:
-            self.stores[layer] = LayerStore(
-                self.shape.batch,
-                self.shape.kv_heads,
-                self.shape.head_dim,
-                self.capacity,
-                self.shape.dtype,
-                self.shape.device_of(layer),
-                **(_wishes(self.method, layer) if layer in self._sparse else {}),
-                grows=self._new_tokens is None,
-                in_place=self.executor.in_place,
-                kv=self.kv,
-                moved=self.audit.moved,
-                found=self.audit.found,
-                spans=self.spans,
-                shared=shared,
-            )
+            self.stores[layer] = _layer_store(self, self._how, layer, shared)
         return self.stores[layer]
 
     # -- decode ----------------------------------------------------------------------------------------------------
@@ -296,7 +295,7 @@ class Engine:
             store.append(key, value)
         if layer not in self._sparse:
             with self.spans("attention"):
-                everything = None if sinks is None else with_sinks(Selection(store.resident_ids()), sinks, key)
+                everything = with_sinks(None, store, sinks, key)
                 return self._end_layer(layer, self.executor(query, store, everything, self.shape.scaling)[0])
         with self.spans("index_update"):
             self.method.append(layer, key, value)
@@ -306,8 +305,7 @@ class Engine:
             asked, attended = query, store.with_stored_keys(selection)
             if self._positions is not None:
                 asked, attended = self._positions(query, selection or Selection(store.resident_ids()), store)
-            if sinks is not None:
-                attended = with_sinks(attended or Selection(store.resident_ids()), sinks, key)
+            attended = with_sinks(attended, store, sinks, key)
             out, weights = self.executor(asked, store, attended, self.shape.scaling, self.method.needs.probabilities)
         self.audit.attended(layer, selection, store.device.used)
         if self.probe is not None:
@@ -352,14 +350,29 @@ class Engine:
         size, lengths = self.budget.size, self.shape.lengths
         budget = None if size is None else self.budget.tokens(max(lengths) if row is None else lengths[row])
         stored = [tensor for store in self.stores.values() for tensor in store.tensors()]
-        return {
-            **self.method.report(),
-            **self.audit.report(self.method, budget, stored, row),
-            "executor": self.executor.used(),
-            "dtype": str(self.shape.dtype).removeprefix("torch."),
-            "kv": str(self.kv),
-            **_remarks(self),
-        }
+        audited = self.audit.report(self.method, budget, stored, row)
+        return {**self.method.report(), **audited, **_remarks(self, self._how)}
+
+
+def _layer_store(engine: Engine, how: Settings, layer: int, shared: LayerStore | None) -> LayerStore:
+    """A fresh store for a layer; `shared`: whose prompt it shall share."""
+    shape, audit = engine.shape, engine.audit
+    return LayerStore(
+        shape.batch,
+        shape.kv_heads,
+        shape.head_dim,
+        engine.capacity,
+        shape.dtype,
+        shape.device_of(layer),
+        **(_wishes(engine.method, layer) if layer in shape.sparse_layers else {}),
+        grows=how.new_tokens is None,
+        in_place=engine.executor.in_place,
+        kv=how.kv,
+        moved=audit.moved,
+        found=audit.found,
+        spans=engine.spans,
+        shared=shared,
+    )
 
 
 def check_finite(layer: int, query: Tensor, key: Tensor, decoding: bool) -> None:
@@ -386,23 +399,26 @@ def check_finite(layer: int, query: Tensor, key: Tensor, decoding: bool) -> None
             raise FloatingPointError(f"layer {layer}, {head} {wrong.index(True)}: a {name} is not finite")
 
 
-def _remarks(engine: Engine) -> dict[str, Any]:
-    """What a report tells where it applies: bytes attended, why no other executor, windows, and how tokens come up."""
-    told: dict[str, Any] = {}
+def _remarks(engine: Engine, how: Settings) -> dict[str, Any]:
+    """What a report says besides: executor, dtype, kv; where it applies bytes attended, windows, how tokens come up."""
+    found: dict[str, Any] = {
+        "executor": engine.executor.used(),
+        "dtype": str(engine.shape.dtype).removeprefix("torch."),
+        "kv": str(how.kv),
+    }
     if engine.audit.steps:
         each = {layer: store.entry_bytes for layer, store in engine.stores.items()}
-        told["attended_bytes_per_step"] = attended_bytes(
-            engine.shape, engine.audit.attended_mean, engine.audit.steps, each
-        )
+        steps = engine.audit.attended_mean, engine.audit.steps
+        found["attended_bytes_per_step"] = attended_bytes(engine.shape, *steps, each)
     if engine.executor.note:
-        told["executor_note"] = engine.executor.note
+        found["executor_note"] = engine.executor.note
     if engine.windowed:
-        told["windowed_share"] = len(engine.windowed) / engine.shape.layers
-        told["windowed_kv_bytes"] = sum(layer.resident_bytes() for layer in engine.windowed.values())
+        found["windowed_share"] = len(engine.windowed) / engine.shape.layers
+        found["windowed_kv_bytes"] = sum(layer.resident_bytes() for layer in engine.windowed.values())
     if any(store.host is not None for store in engine.stores.values()):
         copied = "measured" if engine.shape.device.type == "cuda" else "simulated"
-        told["transfer"] = "in place" if engine.executor.in_place else copied
-    return told
+        found["transfer"] = "in place" if engine.executor.in_place else copied
+    return found
 
 
 def _wishes(method: Method, layer: int) -> dict[str, Any]:

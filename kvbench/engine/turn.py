@@ -1,6 +1,6 @@
 """Later turns of a conversation, several tokens that are read at once, and tokens that are taken back.
 
-The tokens of a turn attend all that any tier still has, and themselves, causally. Behind the last layer they are stored
+The tokens of a turn attend all that any tier still has, and themselves, causally. After the last layer they are stored
 one after the other, and the method learns of each as of a generated token.
 """
 
@@ -17,7 +17,7 @@ from kvbench.attention.sinks import with_sinks
 from kvbench.engine.audit import Audit
 from kvbench.engine.positions import CachePositions
 from kvbench.memory.store import LayerStore
-from kvbench.method import Method, Selection, Shape
+from kvbench.method import Method, Shape
 from kvbench.spans import Spans
 
 
@@ -82,9 +82,8 @@ class Turn:
             return
         selection = self._method.select(layer, query)
         if self._method.needs.probabilities:
-            store, attended = self._stores[layer], selection
-            if sinks is not None:
-                attended = with_sinks(selection or Selection(store.resident_ids()), sinks, key)
+            store = self._stores[layer]
+            attended = with_sinks(selection, store, sinks, key)
             _, weights = self._executor(query, store, attended, self._shape.scaling, True)
             assert weights is not None
             self._method.observe(layer, selection, weights if sinks is None else weights[..., :-1])

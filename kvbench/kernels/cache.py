@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-_COMPILED = re.compile(r"^@(kernel|inner|jit|njit|intrinsic|register_model|overload)\b", re.MULTILINE)
+_COMPILED = re.compile(r"^@(kernel|inner|compiled|jit|njit|intrinsic|register_model|overload)\b", re.MULTILINE)
 
 
 def inlined(package: Path) -> Iterator[Path]:

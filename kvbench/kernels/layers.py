@@ -51,7 +51,7 @@ def gated(threads, x, gate, up, down, out, rows, inputs, hidden, stored):  # typ
     Args:
         x, out: [rows, inputs]; gate, up: [hidden, inputs]; down: [inputs, hidden].
     """
-    count, beside = rows * hidden, -(-LANES // hidden)  # rows for what whole vectors read and write behind the last
+    count, beside = rows * hidden, -(-LANES // hidden)  # rows for what whole vectors read and write after the last
     gates, ups = np.empty((rows + beside, hidden), np.float32), np.empty((rows + beside, hidden), np.float32)
     between = np.intp(gates.ctypes.data), np.intp(ups.ctypes.data)
     _linear(threads, _given(x, rows, inputs, stored), (gate, up), 0, between, (hidden, hidden), stored, NOTHING)

@@ -7,19 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from kvbench.backends.backend import Asked, Backend, Generated, backend_of
 from kvbench.backends.hf import loading as models
-from kvbench.backends.hf.generate import Generation, Progress, generate
+from kvbench.backends.hf.generate import Choice, Generation, Progress, Stops, generate
 from kvbench.backends.hf.model import engine_for
 from kvbench.backends.hf.prefilled import Prefilled, prefill_once
 from kvbench.backends.hf.sampling import Sampler
-from kvbench.backends.hf.spread import devices_under
-from kvbench.backends.vllm.plan import plan_of_run
-from kvbench.backends.vllm.served import Served
 from kvbench.budget import Budget
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
@@ -30,7 +28,7 @@ from kvbench.memory.kinds import kv_in
 from kvbench.method import Method
 from kvbench.models import hub
 from kvbench.models.heads import Calibration
-from kvbench.tasks import Given, Sample, Task
+from kvbench.tasks import Given, Sample, Task, Timed
 
 
 @dataclass
@@ -80,78 +78,18 @@ class Arm(Setup):
 
     task: Task
 
-    shares_prefill: ClassVar[bool] = True
-
-    def generated(
-        self, prompts: Sequence[TokenizedSample], progress: Progress | None, prefilled: Prefilled | None
-    ) -> Generated:
-        """What a batch of samples comes to, before it is scored; `prefilled` as for `measure`."""
-        generation, engine, more = _generated(self, prompts, progress, prefilled)
-        rows = range(len(prompts)) if len(prompts) > 1 else [None]  # one sample that is timed may have rows of its own
-        audits = [generation.audit if row is None else engine.report(row) for row in rows]
-        broken = [engine.audit.broken(row) for row in rows]
-        engine.release()  # arms live on with their methods, of which each would keep its last prompt
-        return Generated(generation, audits, broken, more)
+    @property
+    def backend(self) -> Backend:
+        """What runs its model."""
+        return backend_of(self.config)
 
     def attends_whole(self, record: dict[str, Any]) -> bool:
         """Whether a method that has sizes of its own attended everything, as with a prompt shorter than they are."""
-        if record["error"] or self.budget.size is not None:
+        if record["error"] or self.budget.size is not None or not self.backend.own_engine:
             return False
         tokens, method = record["prompt_tokens"], self.method
         limited = any(method.rule(layer, tokens, 1) is not None for layer in method.shape.sparse_layers)
         return limited and bool(record["audit"].get("attended_mean", 0.0) > tokens)
-
-
-@dataclass
-class ServedArm(Arm):
-    """An arm inside vLLM, where `loaded` runs: it reads prompts and draws tokens, the method selects.
-
-    Raises:
-        ConfigError: vLLM cannot run the method.
-    """
-
-    loaded: Served
-
-    shares_prefill: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        self.plan = plan_of_run(self.config, self.dense_layers)
-
-    def generated(
-        self, prompts: Sequence[TokenizedSample], progress: Progress | None, prefilled: Prefilled | None
-    ) -> Generated:
-        """See `Arm`; every prompt is read anew."""
-        sample, rows = prompts[0].sample, [prompt.ids for prompt in prompts]
-        for row in rows:
-            self.budget.check_prompt(len(row))
-        with machine.observed(self.loaded.device) as measured_on:
-            generation, audits = self.loaded.generate(
-                self.plan,
-                rows,
-                max_new_tokens=sample.max_new_tokens,
-                **stops(self.loaded, sample),
-                progress=progress,
-            )
-        return Generated(generation, audits, [audit.pop("broken", None) for audit in audits], {"machine": measured_on})
-
-    def attends_whole(self, record: dict[str, Any]) -> bool:
-        """Not known here: a request has its method to itself, and takes it along when it ends."""
-        return False
-
-
-class Generated(NamedTuple):
-    """What a batch of samples came to, before it is scored.
-
-    Attributes:
-        audits: of each sample.
-        broken: where a sample's method first broke its rule; None: nowhere.
-        more: what else their records tell.
-    """
-
-    generation: Generation
-    audits: list[dict[str, Any]]
-    broken: list[str | None]
-    more: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -247,7 +185,7 @@ def prefill_shared(arms: Sequence[Arm], prompts: Sequence[TokenizedSample]) -> P
         [arm.method.needs for arm in arms],
         max_new_tokens=len(first.question) + first.sample.max_new_tokens,
         chunk=arms[0].protocol.prefill_chunk,
-        not_first=stops(loaded, first.sample).get("not_first", ()) if not first.question else (),
+        not_first=() if first.question else stops(loaded, first.sample).not_first,
     )
 
 
@@ -314,7 +252,7 @@ def _records(
     arm: Arm, prompts: Sequence[TokenizedSample], progress: Progress | None, prefilled: Prefilled | None
 ) -> list[dict[str, Any]]:
     """The records of samples that are generated together."""
-    generation, audits, broken, more = arm.generated(prompts, progress, prefilled)
+    (generation, audits, broken), more = _generated(arm, prompts, progress, prefilled)
     records = []
     for row, prompt in enumerate(prompts):
         sample, tokens = prompt.sample, generation.tokens[row]
@@ -339,43 +277,46 @@ def _records(
 
 def _generated(
     arm: Arm, prompts: Sequence[TokenizedSample], progress: Progress | None, prefilled: Prefilled | None
-) -> tuple[Generation, Engine, dict[str, Any]]:
-    """The generation of a batch of samples, its engine, and what else their records tell."""
-    prompt, model = prompts[0], arm.loaded.model
-    sample, rows = prompt.sample, [one.ids for one in prompts]
-    synthetic = sample.timed and sample.timed.keys == "synthetic_attention"
-    asked = [one.sample.asked for one in prompts]
-    make = partial(arm.engine, samples=asked, kind=SyntheticEngine if synthetic else Engine)
+) -> tuple[Generated, dict[str, Any]]:
+    """What a batch of samples came to, and what else their records say."""
+    sample = prompts[0].sample
     if sample.timed:
-        # a share of a shorter prompt may be less than the method can do with
-        rehearsed = len(prompt.ids) if isinstance(arm.budget.size, float) else latency.REHEARSED
-        return latency.time_sample(
-            model,
-            sample.timed,
-            sample.max_new_tokens,
-            make,
-            arm.protocol.prefill_chunk,
-            progress,
-            rehearsed,
-            probed=bool(arm.config["probe"]["every"]),
-        )
+        return _timed(arm, prompts[0], sample.timed, progress)
     if sample.given:
-        return _compared(arm, prompt, sample.given, make, progress, prefilled)
-    engine = make(rows, len(prompt.question) + sample.max_new_tokens)
-    with machine.observed(model.device, devices_under(model)) as measured_on:
-        generation = generate(
-            model,
-            rows,
-            engine,
-            max_new_tokens=sample.max_new_tokens,
-            **stops(arm.loaded, sample),
-            prefill_chunk=arm.protocol.prefill_chunk,
-            question=prompt.question,
-            prefilled=prefilled,
-            draw=draw_of(arm, [one.sample for one in prompts]),
-            progress=progress,
-        )
-    return generation, engine, {"machine": measured_on}
+        return _compared(arm, prompts[0], sample.given, progress, prefilled)
+    asked = Asked(
+        [one.ids for one in prompts],
+        [one.sample.asked for one in prompts],
+        sample.max_new_tokens,
+        stops(arm.loaded, sample),
+        Choice(draw_of(arm, [one.sample for one in prompts])),
+        arm.protocol.prefill_chunk,
+        prompts[0].question,
+        prefilled,
+        progress,
+    )
+    with machine.observed(arm.loaded.device, arm.loaded.devices) as measured_on:
+        made = arm.backend.generate(arm, asked)
+    return made, {"machine": measured_on}
+
+
+def _timed(
+    arm: Arm, prompt: TokenizedSample, timed: Timed, progress: Progress | None
+) -> tuple[Generated, dict[str, Any]]:
+    """The generation of a sample that is timed."""
+    kind = SyntheticEngine if timed.keys == "synthetic_attention" else Engine
+    generation, engine, more = latency.time_sample(
+        arm.loaded.model,
+        timed,
+        prompt.sample.max_new_tokens,
+        partial(arm.engine, samples=[prompt.sample.asked], kind=kind),
+        arm.protocol.prefill_chunk,
+        progress,
+        # a share of a shorter prompt may be less than the method can do with
+        len(prompt.ids) if isinstance(arm.budget.size, float) else latency.REHEARSED,
+        probed=bool(arm.config["probe"]["every"]),
+    )
+    return Generated.by(engine, generation, 1), more
 
 
 def draw_of(arm: Arm, samples: Sequence[Sample]) -> Sampler | None:
@@ -388,32 +329,27 @@ def draw_of(arm: Arm, samples: Sequence[Sample]) -> Sampler | None:
 
 
 def _compared(
-    arm: Arm,
-    prompt: TokenizedSample,
-    given: Given,
-    make: latency.MakeEngine,
-    progress: Progress | None,
-    prefilled: Prefilled | None,
-) -> tuple[Generation, Engine, dict[str, Any]]:
+    arm: Arm, prompt: TokenizedSample, given: Given, progress: Progress | None, prefilled: Prefilled | None
+) -> tuple[Generated, dict[str, Any]]:
     """The generation of a sample whose tokens are given, beside full attention from the same prefill."""
     model = arm.loaded.model
     prefilled = prefilled or prefill_shared([arm], [prompt])
     fidelity.full_attention(model, prefilled, prompt.ids, given.tokens)
     assert prefilled.reference is not None
     comparison = fidelity.Comparison(prefilled.reference, given.tokens[1:])
-    engine = make([prompt.ids], len(given.tokens))
-    with machine.observed(model.device, devices_under(model)) as measured_on:
+    engine = arm.engine([prompt.ids], len(given.tokens), [prompt.sample.asked])
+    with machine.observed(model.device, arm.loaded.devices) as measured_on:
         generation = generate(
             model,
             [prompt.ids],
             engine,
             max_new_tokens=len(given.tokens),
-            given=[given.tokens],
+            choice=Choice(given=[given.tokens]),
             prefilled=prefilled,
             watch=comparison,
             progress=progress,
         )
-    return generation, engine, {**comparison.record(), "machine": measured_on}
+    return Generated.by(engine, generation, 1), {**comparison.record(), "machine": measured_on}
 
 
 def failure(arm: Arm, prompt: TokenizedSample, error: str) -> dict[str, Any]:
@@ -421,20 +357,18 @@ def failure(arm: Arm, prompt: TokenizedSample, error: str) -> dict[str, Any]:
     return {**prompt.record, "output": "", "scores": {arm.task.metric: 0.0}, "error": error}
 
 
-def stops(loaded: models.Loaded, sample: Sample) -> dict[str, Any]:
-    """What ends the output of a sample, as `generate` takes it."""
-    tokenizer, ids, texts = loaded.tokenizer, set(loaded.stop_ids), sample.stop
-    found: dict[str, Any] = {"stop_ids": ids}
+def stops(loaded: models.Loaded, sample: Sample) -> Stops:
+    """What ends the output of a sample."""
+    tokenizer, ids, texts, not_first = loaded.tokenizer, set(loaded.stop_ids), sample.stop, False
     if sample.end_token:
         last = tokenizer(sample.end_token, add_special_tokens=False)["input_ids"][-1]
         if PART in tokenizer.decode([last]):  # of a character, and of others that end in the same byte
             texts = (*texts, sample.end_token[-1])
         else:
             ids.add(last)
-            found["not_first"] = ids
-    if texts:
-        found["ends"] = ends_at(tokenizer, texts)
-    return found
+            not_first = True
+    found = Stops(ids, not_first=ids if not_first else ())
+    return replace(found, ends=ends_at(tokenizer, texts)) if texts else found
 
 
 PART = "\N{REPLACEMENT CHARACTER}"  # what tokens are decoded to that hold less than a character

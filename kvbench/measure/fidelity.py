@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.backends.hf.generate import generate
+from kvbench.backends.hf.generate import Choice, generate
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.prefilled import Prefilled
 from kvbench.budget import Budget
@@ -38,7 +38,7 @@ def full_attention(model: PreTrainedModel, prefilled: Prefilled, prompt: Sequenc
         [prompt],
         engine,
         max_new_tokens=len(given),
-        given=[given],
+        choice=Choice(given=[given]),
         prefilled=prefilled,
         watch=lambda logits: steps.append(logits[0].float().log_softmax(dim=-1)),
     )

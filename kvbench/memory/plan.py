@@ -1,4 +1,4 @@
-"""What a selection made on the CPU must bring up from the host: the bookkeeping of one step and layer, in Numba.
+"""What a selection made on the CPU must bring up from the host: the bookkeeping of one step and layer, compiled.
 
 In torch the same takes a dozen passes over a few thousand numbers, which cost more than the tokens that move.
 """
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 
+from kvbench.kernels.lists import plan_lists
 from kvbench.memory.slots import NO_TOKEN, whole_pages
 
 
@@ -48,7 +48,7 @@ def plan_stage(index: torch.Tensor, held: torch.Tensor | None, newest: list[int]
     have = np.empty((batch * heads, 0), np.int64) if held is None else held.reshape(batch * heads, -1).numpy()
     last = np.full(batch * heads, -1) if newest is None else np.repeat(np.asarray(newest, np.int64), heads)
     first = have.size + (0 if newest is None else last.size)
-    *lists, missing, longest, complete, found = _plan_lists(lists, have, last, first, whole_pages(count))
+    *lists, missing, longest, complete, found = plan_lists(lists, have, last, first, whole_pages(count), NO_TOKEN)
     head, token = torch.from_numpy(missing)
     ids, source, slots = (torch.from_numpy(part).view(batch, heads, part.shape[1]) for part in lists)
     used = whole_pages(longest)
@@ -59,38 +59,3 @@ def plan_stage(index: torch.Tensor, held: torch.Tensor | None, newest: list[int]
 def compile_kernels() -> None:
     """Compile, or read from disk, before anything is timed."""
     plan_stage(torch.zeros(1, 1, 1, dtype=torch.int64), None, None)
-
-
-@njit(nogil=True, cache=True)
-def _plan_lists(index, held, newest, first, width):  # type: ignore[no-untyped-def]
-    """`plan_stage` of lists [L, M], held [L, V] and newest [L]; missing tokens are rows `first`, `first` + 1, ..."""
-    lists, count = index.shape
-    ids = np.full((lists, width), NO_TOKEN)
-    source, slots = np.zeros((lists, width), np.int64), np.full((lists, count), -1)
-    missing = np.empty((2, lists * count), np.int64)
-    moving, longest, complete, found = 0, 0, True, 0
-    for head in range(lists):
-        used, at, last = 0, 0, -1
-        for column in np.argsort(index[head]):
-            token = index[head, column]
-            if token < 0:
-                complete = False
-                continue
-            if token != last:
-                last = token
-                while at < held.shape[1] and held[head, at] < token:
-                    at += 1
-                if at < held.shape[1] and held[head, at] == token:
-                    source[head, used] = head * held.shape[1] + at
-                    found += 1
-                elif token == newest[head]:
-                    source[head, used] = held.size + head
-                else:
-                    source[head, used] = first + moving
-                    missing[0, moving], missing[1, moving] = head, token
-                    moving += 1
-                ids[head, used] = token
-                used += 1
-            slots[head, column] = used - 1
-        longest = max(longest, used)
-    return ids, source, slots, missing[:, :moving].copy(), longest, complete, found

@@ -53,7 +53,7 @@ def footprint(
     model_config: Mapping[str, Any], dtype: torch.dtype, prompts: Prompts, kind: str = "native"
 ) -> Footprint | None:
     """The bytes of a model and its prompts, with keys and values held as `kind` says (`kvbench.memory.kinds`); None
-    where the shape does not tell.
+    where the shape does not say.
     """
     shape = text_config(model_config)
     if not all(shape.get(key) for key in NEEDED):
@@ -103,18 +103,18 @@ def refuse_too_large(
         total = sum(parts.values())
         if total <= free.get(tier, total):
             continue
-        told = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+        listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
         by_model = parts.get("weights", 0) > free[tier]
         key = f"model={model}" if by_model else f"task.lengths: {prompts.tokens} tokens x {prompts.rows}"
         right = "a smaller model" if by_model else "shorter prompts, fewer rows or a smaller model"
         raise ConfigError(
-            f"{key}: takes {total / GIB:.1f} GiB of {tier} memory at least ({told}), and {free[tier] / GIB:.1f} are "
+            f"{key}: takes {total / GIB:.1f} GiB of {tier} memory at least ({listed}), and {free[tier] / GIB:.1f} are "
             f"free; choose {right} (memory_check=false tries all the same)"
         )
 
 
 def free_memory(*devices: torch.device) -> dict[str, int]:
-    """Bytes free on the host and, where it is another memory, on the devices; what cannot be told is absent."""
+    """Bytes free on the host and, where it is another memory, on the devices; what is not known is absent."""
     free = {"host": host} if (host := _free_on_host()) is not None else {}
     if devices[0].type == "cuda":
         free["device"] = sum(torch.cuda.mem_get_info(device)[0] for device in devices)

@@ -90,7 +90,7 @@ def read(file: Path) -> Calibration:
 
 
 def calibration_of(source: hub.ModelSource, asked: str, words: str, seed: int = 0) -> Calibration | None:
-    """The calibration of a model; None where its weights are not on this machine yet, so nobody can tell.
+    """The calibration of a model; None where its weights are not on this machine yet.
 
     Args:
         source: the model.
@@ -120,7 +120,7 @@ def calibration_of(source: hub.ModelSource, asked: str, words: str, seed: int = 
 
 
 def calibration_for(config: Mapping[str, Any]) -> Calibration | None:
-    """What the method of a composed run needs, by its key `heads`; None where it needs nothing, or nobody can tell yet.
+    """What the method of a composed run needs, by its key `heads`; None where it needs nothing, or it is not known yet.
 
     Raises:
         ConfigError: as `calibration_of`.

@@ -147,7 +147,7 @@ def stated_revision(folder: Path) -> str | None:
 
 
 def weights_of(source: ModelSource, seed: int = 0) -> str | None:
-    """What tells a model's weights from others, whatever lies beside them; None where they are not on this machine yet.
+    """What distinguishes a model's weights from others; None where they are not on this machine yet.
 
     Args:
         source: whose weights.
@@ -202,7 +202,7 @@ def refuse_no_weights(folder: Path, path: str) -> None:
 
 
 def _damage(file: Path) -> str:
-    """What is wrong with a safetensors file by its header, which tells where its tensors end; "" for nothing."""
+    """What is wrong with a safetensors file by its header, which says where its tensors end; "" for nothing."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -215,7 +215,7 @@ def _damage(file: Path) -> str:
             whole = 8 + length + max(ends, default=0)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
             return "is no safetensors file"
-    return "" if size == whole else f"has {size} bytes where its header tells of {whole}"
+    return "" if size == whole else f"has {size} bytes where its header says {whole}"
 
 
 def _parts(index: Path) -> set[str]:
@@ -296,7 +296,7 @@ def _answers(host: str, port: int) -> bool:
         except OSError:
             pass
 
-    # Looking a name up knows no time limit, so it is left behind in a thread that keeps no process alive.
+    # Looking a name up knows no time limit, so it is left in a thread that keeps no process alive.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(PATIENCE)

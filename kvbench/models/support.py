@@ -147,7 +147,7 @@ def window(model_config: Mapping[str, Any]) -> int | None:
 
     `max_position_embeddings` is what they reach under llama3 and longrope scaling. Under linear, dynamic and YaRN
     scaling it is what they reached before, as transformers documents `rope_scaling`, and `factor` times that is the
-    window (Vicuna 16k, LongChat), but for configs that tell more: a length before scaling of its own in the rope
+    window (Vicuna 16k, LongChat), but for configs that say more: a length before scaling of its own in the rope
     parameters (YaRN), `max_sequence_length` beside a linear or dynamic factor, which is the window itself, and
     parameters for each kind of layer (Gemma 3), whose limit is scaled already. A config that has a scaled limit
     and says so nowhere (DeepSeek Coder: linear 4, 16384) looks as one with an unscaled one, and is taken as such.

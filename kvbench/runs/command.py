@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbench.config import FACTS, root_keys, shipped, show
 from kvbench.memory.kinds import NATIVE, kv_in
-from kvbench.runs.identity import engine_of
+from kvbench.runs.identity import backend_name
 from kvbench.runs.stored import DAMAGED, ResultsError, read_run_yaml
 
 SAID_OTHERWISE = FACTS | {"name", "_target_"}
@@ -44,10 +44,10 @@ def _words(config: Mapping[str, Any]) -> Iterator[str]:
         else:
             yield from _differing("", {key: config.get(key, original)}, {key: original})
     yield from _differing("kv.", kv_in(config)._asdict(), NATIVE._asdict())
-    if (engine := engine_of(config)) != "hf":
-        yield f"engine={engine}"
-        own = {key: value for key, value in config["engine"].items() if key not in SAID_OTHERWISE}
-        yield from _differing("engine.", own, shipped("engine", engine) or {})
+    if (backend := backend_name(config)) != "hf":
+        yield f"backend={backend}"
+        own = {key: value for key, value in config["backend"].items() if key not in SAID_OTHERWISE}
+        yield from _differing("backend.", own, shipped("backend", backend) or {})
 
 
 def _differing(prefix: str, given: Mapping[str, Any], original: Mapping[str, Any]) -> Iterator[str]:

@@ -24,12 +24,12 @@ def arm_name(config: Mapping[str, Any]) -> str:
     "quest-256-int8" where keys and values are coded, and "quest-256-vllm" in vLLM.
     """
     budget = f"-{_size(config)}" if has_budget(config["method"]) else ""
-    return f"{config['method']['name']}{budget}{_accounting(config)}{_kv(config)}{_engine(config)}"
+    return f"{config['method']['name']}{budget}{_accounting(config)}{_kv(config)}{_backend(config)}"
 
 
-def engine_of(config: Mapping[str, Any]) -> str:
-    """The engine that generates: "hf", which older runs did not name, or another."""
-    return str((config.get("engine") or {}).get("name", "hf"))
+def backend_name(config: Mapping[str, Any]) -> str:
+    """What runs the model, "hf" or "vllm"."""
+    return str(config["backend"]["name"])
 
 
 def former_arm_name(config: Mapping[str, Any]) -> str:
@@ -50,8 +50,8 @@ def _kv(config: Mapping[str, Any]) -> str:
     return f"-{kv}" if kv.coded else ""
 
 
-def _engine(config: Mapping[str, Any]) -> str:
-    return "" if engine_of(config) == "hf" else f"-{engine_of(config)}"
+def _backend(config: Mapping[str, Any]) -> str:
+    return "" if backend_name(config) == "hf" else f"-{backend_name(config)}"
 
 
 def budget_of(config: Mapping[str, Any]) -> Any:

@@ -13,15 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 import kvbench
+from kvbench.backends.backend import TryOut, backend_of
 from kvbench.backends.hf import loading as models
 from kvbench.backends.hf import spread
-from kvbench.backends.hf.streamed import stream
-from kvbench.backends.vllm import served
-from kvbench.backends.vllm.plan import PACKAGE
 from kvbench.budget import Budget, has_budget
 from kvbench.config import ConfigError, bind_methods, build
 from kvbench.measure import machine
-from kvbench.measure.arm import Arm, PromptPrefill, ServedArm, Setup, batches, measure, prompt_of
+from kvbench.measure.arm import Arm, PromptPrefill, Setup, batches, measure, prompt_of
 from kvbench.measure.machine import threads
 from kvbench.measure.protocol import GREEDY, Protocol
 from kvbench.memory.kinds import kv_in, unfit_for
@@ -35,7 +33,6 @@ from kvbench.runs.identity import (
     LOCAL,
     arm_name,
     budget_of,
-    engine_of,
     former_arm_name,
     harness_sources,
     module_sources,
@@ -145,7 +142,7 @@ def open_folder(arm: Arm, shard: Shard = WHOLE) -> RunFolder:
     """The run folder of an arm, alone or in a sweep, or a shard's part of it."""
     config, own = arm.config, identity(arm)
     facts = {
-        "versions": versions(*ENGINES[engine_of(config)].packages),
+        "versions": versions(*arm.backend.packages),
         "device_name": device_name(arm.loaded.device, arm.loaded.devices),
         "model_name": arm.loaded.name,
         "metric": arm.task.metric,
@@ -184,49 +181,14 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
         if protocol.temperature and first is not None and (first.timed or first.given):
             raise ValueError(f"protocol.temperature={protocol.temperature}: task={task.name} draws no tokens; use 0")
 
-    engine = ENGINES[engine_of(config)]
-    return engine.arm(**vars(set_up(config, largest_prompts(config), loaded, try_out, engine.load)), task=task)
-
-
-Load = Callable[[Config, Prompts, Callable[[PreTrainedTokenizerBase], None]], models.Loaded]
-
-
-def load_here(
-    config: Config, prompts: Prompts, try_out: Callable[[PreTrainedTokenizerBase], None] = lambda tokenizer: None
-) -> models.Loaded:
-    """The model that a config names, in this process; see `kvbench.backends.hf.loading.load`."""
-    return models.load(config["model"], config["device"], config["dtype"], config["seed"], try_out)
-
-
-def _streamed(config: Config, prompts: Prompts, try_out: Callable[[PreTrainedTokenizerBase], None]) -> models.Loaded:
-    loaded = load_here(config, prompts, try_out)
-    stream(loaded.model)
-    return loaded
-
-
-class EngineKind(NamedTuple):
-    """What generates, by the name that `engine=` has for it.
-
-    Attributes:
-        load: the model, ready to run.
-        arm: what puts samples through it.
-        packages: whose versions its runs record besides those of all.
-    """
-
-    load: Load
-    arm: type[Arm]
-    packages: tuple[str, ...] = ()
-
-
-ENGINES = {"hf": EngineKind(_streamed, Arm), "vllm": EngineKind(served.load, ServedArm, (PACKAGE,))}
+    return Arm(**vars(set_up(config, largest_prompts(config), loaded, try_out)), task=task)
 
 
 def set_up(
     config: Config,
     prompts: Prompts,
     loaded: models.Loaded | None = None,
-    try_out: Callable[[PreTrainedTokenizerBase], None] = lambda tokenizer: None,
-    load: Load = load_here,
+    try_out: TryOut = lambda tokenizer: None,
 ) -> Setup:
     """Build the method that a config names, and load its model, if it is not there yet.
 
@@ -234,8 +196,7 @@ def set_up(
         config: composed, and checked.
         prompts: the largest to come: what does not fit into memory is refused.
         loaded: the model, if it is there.
-        try_out: see `kvbench.backends.hf.loading.load`.
-        load: how the model is loaded.
+        try_out: see `kvbench.backends.backend.Backend.load`.
 
     Raises:
         ConfigError: something is wrong that only the method, the model or the machine shows.
@@ -255,7 +216,7 @@ def set_up(
         if loaded is None:
             if config["memory_check"]:
                 refuse_no_room(config, method, prompts)
-            loaded = load(config, prompts, try_out)
+            loaded = backend_of(config).load(config, prompts, try_out)
         published = config["method"].get("published_dense_layers") or ()
         dense_layers = protocol.dense_layers_of(loaded.dense_layers, published, loaded.layers)
         calibration = calibration_for(config)
@@ -382,8 +343,6 @@ def identity(arm: Arm) -> dict[str, Any]:
     config = {key: value for key, value in arm.config.items() if key not in NOT_IDENTITY}
     config["budget"] = budget_of(config)
     config["kv"] = kv_in(config)._asdict()
-    if engine_of(config) == "hf":  # as before there was another
-        config.pop("engine", None)
     written = {key: value for key, value in config["protocol"].items() if key not in GREEDY}
     config["protocol"] = written | arm.protocol.drawn()
     for group in ("method", "task"):

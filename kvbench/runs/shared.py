@@ -160,7 +160,7 @@ def _run(
             prompts = [prompt_of(first, sample) for sample in batch]
             # An arm that waits for no answer now may wait for the next one to this prompt.
             begun = running if batch[0].of else waiting
-            served = [arm for arm, _ in begun.values() if arm.shares_prefill] if waiting else []
+            served = [arm for arm, _ in begun.values() if arm.backend.own_engine] if waiting else []
             for part, prefilled, failed in _prefilled(served, prompts, report, prefill):
                 read = max(len(prompt.ids) for prompt in part)
                 for index, (arm, folder) in waiting.items():

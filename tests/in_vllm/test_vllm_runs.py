@@ -1,4 +1,4 @@
-"""`engine=vllm` beside `engine=hf`: the same task, the same scores, what was attended alike."""
+"""`backend=vllm` beside `backend=hf`: the same task, the same scores, what was attended alike."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARMS = ("full", "streaming_llm", "topk")
 def records(results: Path, engine: str, samples: int) -> dict[str, dict[str, Any]]:
     """Samples of each arm by its method and their id."""
     words = ("task=passkey", "task.lengths=[256]", f"task.limit={samples}", "dtype=float32", f"results_dir={results}")
-    run_shared([composed(f"engine={engine}", f"method={method}", "budget=64", *words) for method in ARMS])
+    run_shared([composed(f"backend={engine}", f"method={method}", "budget=64", *words) for method in ARMS])
     suffix = "" if engine == "hf" else f"-{engine}"
     names = {method: f"{method}{'' if method == 'full' else '-64'}{suffix}" for method in ARMS}
     found = {}
@@ -45,7 +45,7 @@ def test_a_sample_whose_logits_are_not_finite_fails_and_no_other(
 
     monkeypatch.setattr(RequestEngine, "attend_new", attend_new)
     words = ("task=passkey", "task.lengths=[256,512]", "task.positions=1", "batch=2", "dtype=float32")
-    run_shared([composed("engine=vllm", "method=streaming_llm", "budget=64", *words, f"results_dir={tmp_path}")])
+    run_shared([composed("backend=vllm", "method=streaming_llm", "budget=64", *words, f"results_dir={tmp_path}")])
     [file] = tmp_path.glob("runs/passkey/*/*/*/samples.jsonl")
     first, second = (json.loads(line)["error"] for line in file.read_text().splitlines())
     assert first == "FloatingPointError: the model's logits are NaN or infinite" and second is None

@@ -29,7 +29,7 @@ from kvbench import KVCache
 from kvbench.config import ASSETS
 
 TINY = ASSETS / "tiny"
-README = Path(kvbench.__file__).parent / "engine" / "vllm" / "README.md"
+README = Path(kvbench.__file__).parent / "backends" / "vllm" / "README.md"
 STEPS = 8
 PATIENCE = 300.0  # seconds until it listens; an idle machine takes some twenty
 DIRECT = build_opener(ProxyHandler({}))

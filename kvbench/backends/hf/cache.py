@@ -11,25 +11,21 @@ from typing import Any, Literal, NoReturn, get_args
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvbench.attention.executor import executor
 from kvbench.backends.hf import rotary
 from kvbench.backends.hf.given import check_mask, columns, left_padded
-from kvbench.backends.hf.hooks import Call, CountingCache, CountingLayer, mailbox, windowed_layers
-from kvbench.backends.hf.layers import reading_of, shape_of
+from kvbench.backends.hf.hooks import Call, CountingCache, mailbox, windowed_layers
+from kvbench.backends.hf.layers import reading_of
 from kvbench.backends.hf.model import (
-    engine_for,
-    head_scores_of,
+    EnginePlan,
     method_of,
-    needed,
     refuse_compiled,
-    use_kvbench_attention,
 )
 from kvbench.backends.hf.residuals import residuals_watched
 from kvbench.budget import Accounting, Budget
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine, worker_pool
 from kvbench.engine.turn import Transcript, take_back
-from kvbench.memory.kinds import GROUPED, KV, kv_of
+from kvbench.memory.kinds import kv_of
 from kvbench.method import Method
 
 Question = Literal["dense", "method"]
@@ -78,40 +74,25 @@ class KVCache(CountingCache):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        self._method, harness, self._name = method_of(method, options)
-        if question not in get_args(Question):
-            raise ConfigError(f"question={question!r}: one of {', '.join(get_args(Question))}")
-        if prompt_length is not None and (type(prompt_length) is not int or prompt_length < 1):
-            raise ConfigError(f"prompt_length={prompt_length!r}: expected columns of the prompt, 1 or more, or None")
-        self._budget, kinds = Budget.of(budget, harness, accounting), kv_of(kv)
-        use_kvbench_attention(model)
-        config = model.config.get_text_config()
-        self._dense_layers = _layer_indices(dense_layers, config.num_hidden_layers)
-        shape = shape_of(model, [1], self._dense_layers, model.dtype, model.device)
-        executor(attention, shape, kinds)
-        self._settings = needed(model, shape, self._method, self._budget, kinds, tokenizer)
-        self._settings |= {"attention": attention, "kv": kinds, "seed": seed, "audit_every": AUDIT_EVERY}
-        self._settings["head_scores"] = head_scores_of(model, self._method)
-        self._windowed, self._full_layers, self.scaling = (
-            windowed_layers(shape.windows),
-            shape.full_layers,
-            shape.scaling,
-        )
+        chosen, harness, self._name = method_of(method, options)
+        _check_options(question, prompt_length)
+        settings = {"attention": attention, "kv": kv_of(kv), "seed": seed, "audit_every": AUDIT_EVERY}
+        sizes = Budget.of(budget, harness, accounting)
+        self._plan = EnginePlan.of(model, chosen, sizes, dense_layers, tokenizer, settings)
+        shape, self._model, self._method = self._plan.shape, model, chosen
+        self._windowed, self._full_layers = windowed_layers(shape.windows), shape.full_layers
+        self.scaling = shape.scaling
         super().__init__(shape.layers, self._windowed)
-        self._model, self._question, self._prompt_length = model, question, prompt_length
-        self._tokenizer, self._stretched = tokenizer, bool(rotary.stretches(model))
-        self.engine: Engine | None = None
-        self._transcript = Transcript()
+        self._question, self._prompt_length = question, prompt_length
+        self._stretched = bool(rotary.stretches(model))
         self._offsets: list[int] = []
-        self._passing = False  # a forward pass has begun and not ended
-        self._unsettled = False  # a step was decoded and is not counted yet
         self._modules = frozenset(id(call.module) for call in reading_of(model).calls.values())
         _watch(model)
         self._watched = ExitStack()
-        self._watch_prompt()
+        self.reset()
 
     def __repr__(self) -> str:
-        return f"KVCache(method={self._name}, budget={self._budget.size}, {_held(self.engine)})"
+        return f"KVCache(method={self._name}, budget={self._plan.budget.size}, {_held(self.engine)})"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -127,8 +108,10 @@ class KVCache(CountingCache):
     def reset(self) -> None:
         """Forget everything; the next forward pass is a new prompt."""
         super().reset()
-        self.engine, self._transcript = None, Transcript()
-        self._passing = self._unsettled = False
+        self.engine: Engine | None = None
+        self._transcript = Transcript()
+        self._passing = False  # a forward pass has begun and not ended
+        self._unsettled = False  # a step was decoded and is not counted yet
         self._watch_prompt()
 
     def _watch_prompt(self) -> None:
@@ -143,7 +126,7 @@ class KVCache(CountingCache):
         return self.engine.report()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
-        shared = self._model, self._tokenizer, self._settings, worker_pool()
+        shared = *self._plan.shared, worker_pool()
         memo.update({id(thing): thing for thing in shared})
         memo[id(self._watched)] = ExitStack()
         if self.engine is not None:
@@ -168,16 +151,15 @@ class KVCache(CountingCache):
         count = -tokens_to_remove
         if count and self._windowed:
             raise ValueError(f"crop({tokens_to_remove}): layers with a window have forgotten what came before it")
-        if not 0 <= count < max(1, self._shortest):
-            raise ValueError(f"crop({tokens_to_remove}): minus the tokens to remove, of a row of {self._shortest}")
+        shortest = 0 if self.engine is None else min(self.engine.lengths)
+        if not 0 <= count < max(1, shortest):
+            raise ValueError(f"crop({tokens_to_remove}): minus the tokens to remove, of a row of {shortest}")
         if count:
             assert self.engine is not None
             self._settle(self.engine)
             take_back(self._method, self.engine.stores, self.engine.shape.sparse_layers, count)
             self._transcript.cut(count)
-            for layer in self.layers:
-                assert isinstance(layer, CountingLayer)
-                layer.seen -= count
+            self.uncount(count)
 
     def activate_past_recording(self) -> None:
         """Assisted decoding begins.
@@ -185,27 +167,13 @@ class KVCache(CountingCache):
         Raises:
             ValueError: it takes tokens back, which the method cannot; or needs all logits of what is read.
         """
-        kv: KV = self._settings["kv"]
-        if not self._method.needs.crops or self._question != "dense" or self._windowed or kv.device in GROUPED:
-            raise ValueError(
-                f"assisted decoding with {type(self._method).__name__}, question={self._question}, kv={kv}, "
-                f"{len(self._windowed)} layers with a window: it reads several tokens at once and takes some back; "
-                "expected a method whose needs say crops=True, question=dense, tokens coded one by one, and full "
-                "attention in every layer"
-            )
-
-    @property
-    def _shortest(self) -> int:
-        """Tokens of the shortest row."""
-        return 0 if self.engine is None else min(self.engine.lengths)
-
-    # -- before a forward pass -------------------------------------------------------------------------------------
+        self._plan.refuse_assisted(self._question)
 
     def take_chunk(self) -> None:
         """Look at a chunk of what `generate` prefills in chunks.
 
         Raises:
-            ValueError: it is of a prompt whose length nobody told.
+            ValueError: it is of a prompt whose length is not known.
         """
         started = self.engine is not None and not self.engine.audit.generated and not self._unsettled
         if started and self._prompt_length is None:
@@ -258,8 +226,6 @@ class KVCache(CountingCache):
         if self.engine is not None and rows != self.batch_size:
             raise ValueError(f"this KVCache holds {self.batch_size} rows and is given {rows}: take a new one")
 
-    # -- in a forward pass -----------------------------------------------------------------------------------------
-
     def begin_pass(self) -> None:
         """A forward pass begins.
 
@@ -296,23 +262,11 @@ class KVCache(CountingCache):
 
     def _start_forward(self, query: torch.Tensor, padding: torch.Tensor | None) -> None:
         batch, _, width, _ = query.shape
-        ids, mailbox.input_ids = mailbox.input_ids, None
-        if ids is None or ids.shape != (batch, width):
-            ids = torch.full((batch, width), -1, device=query.device)  # prompt given as embeddings
+        ids = _ids_of(query)
         if self.engine is None:
             columns = self._prompt_length or width
             lengths, self._offsets = left_padded(padding, batch, columns)
-            self.engine = engine_for(
-                self._model,
-                lengths,
-                self._method,
-                self._budget,
-                self._dense_layers,
-                self._tokenizer,
-                offsets=self._offsets,
-                columns=columns,
-                **self._settings,
-            )
+            self.engine = self._plan.engine(lengths, self._offsets, columns)
             self.engine.windowed = self._windowed
         if self._method.view is not self.engine.view:
             raise ValueError("the Method object of this KVCache has begun another generation: give each cache its own")
@@ -330,6 +284,21 @@ class KVCache(CountingCache):
         self._transcript.add(ids)
 
 
+def _check_options(question: Any, prompt_length: Any) -> None:
+    if question not in get_args(Question):
+        raise ConfigError(f"question={question!r}: one of {', '.join(get_args(Question))}")
+    if prompt_length is not None and (type(prompt_length) is not int or prompt_length < 1):
+        raise ConfigError(f"prompt_length={prompt_length!r}: expected columns of the prompt, 1 or more, or None")
+
+
+def _ids_of(query: torch.Tensor) -> torch.Tensor:
+    """Token ids [B, q] of the forward pass that a query [B, Hq, q, D] is of; -1 where it was given embeddings."""
+    (batch, _, width, _), (ids, mailbox.input_ids) = query.shape, (mailbox.input_ids, None)
+    if ids is None or ids.shape != (batch, width):
+        return torch.full((batch, width), -1, device=query.device)
+    return ids
+
+
 def _held(engine: Engine | None) -> str:
     """Tokens of each row that were read, and the bytes that keys and values take."""
     if engine is None or not engine.prefilled:
@@ -343,14 +312,6 @@ def _lengths_after(engine: Engine | None, mask: torch.Tensor | None, prompt: int
     if engine is None:
         return left_padded(mask, 1, prompt or width)[0]
     return [length + width for length in engine.lengths] if engine.prefilled else [*engine.shape.lengths]
-
-
-def _layer_indices(layers: Collection[int], count: int) -> tuple[int, ...]:
-    """Indices of layers, checked against how many there are."""
-    right = not isinstance(layers, str) and isinstance(layers, Collection)
-    if not right or any(type(layer) is not int or not 0 <= layer < count for layer in layers):
-        raise ConfigError(f"dense_layers={layers!r}: indices of the model's layers, 0 to {count - 1}; () for none")
-    return tuple(sorted(set(layers)))
 
 
 def _watch(model: PreTrainedModel) -> None:

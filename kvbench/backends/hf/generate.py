@@ -52,6 +52,53 @@ class Lender(Protocol):
         """Let a fresh engine begin here."""
 
 
+def _never(tokens: Sequence[int]) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Stops:
+    """Where a row ends.
+
+    Attributes:
+        stop_ids: after the first of these tokens.
+        ends: whether it ends with these new tokens; asked after every step, outside the times.
+        not_first: tokens that no row may begin with.
+    """
+
+    stop_ids: Collection[int] = ()
+    ends: Callable[[Sequence[int]], bool] = _never
+    not_first: Collection[int] = ()
+
+
+class Choice:
+    """What the new tokens are: the likeliest, drawn ones, or those given.
+
+    Args:
+        draw: draws every new token, fresh for one generation.
+        given: for each row the tokens that it generates, whatever the model says: their end is the row's, and nothing
+            else.
+    """
+
+    def __init__(self, draw: Draw | None = None, given: Sequence[Sequence[int]] | None = None) -> None:
+        self.draw, self._lengths = draw, None if given is None else list(map(len, given))
+        self._given = None if given is None else pad_sequence([torch.tensor(row) for row in given], batch_first=True)
+
+    def first(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The first ones, [B], where those of the prefill are `tokens`."""
+        return tokens if self._given is None else self._given[:, 0]
+
+    def __call__(self, logits: torch.Tensor, step: int) -> torch.Tensor:
+        """Those of a decode step, [B] on the CPU, of its logits [B, vocabulary]."""
+        return chosen_tokens(logits, draw=self.draw) if self._given is None else self._given[:, step]
+
+    def goes_on(self, row: int, tokens: Sequence[int], stops: Stops) -> bool:
+        """Whether a row that has these new tokens generates another."""
+        if self._lengths is not None:
+            return len(tokens) < self._lengths[row]
+        return tokens[-1] not in stops.stop_ids and not stops.ends(tokens)
+
+
 @dataclass
 class Generation:
     """What one batch generated, and what it cost.
@@ -88,103 +135,112 @@ def generate(
     engine: Engine,
     *,
     max_new_tokens: int,
-    stop_ids: Collection[int] = (),
-    not_first: Collection[int] = (),
-    ends: Callable[[Sequence[int]], bool] = lambda tokens: False,
+    stops: Stops = Stops(),
+    choice: Choice | None = None,
     prefill_chunk: int | None = None,
     question: Sequence[int] = (),
     prefilled: Lender | None = None,
-    given: Sequence[Sequence[int]] | None = None,
-    draw: Draw | None = None,
     watch: Callable[[torch.Tensor], object] | None = None,
     warmup: int = 0,
     progress: Progress | None = None,
 ) -> Generation:
-    """Generate for a batch of prompts.
+    """Generate for a batch of prompts. A step makes the host wait for the device once, for its tokens.
 
     Args:
         model: with "kvbench" attention.
         prompts: token ids of each row.
         engine: fresh, made for this batch.
         max_new_tokens: new tokens of each row at most, at least 1.
-        stop_ids: a row ends after the first of these.
-        not_first: tokens that no row may begin with.
-        ends: whether a row ends with these new tokens; asked after every step, outside the times.
+        stops: where rows end.
+        choice: what the new tokens are; None: the likeliest.
         prefill_chunk: prompt columns in one forward pass; None: all.
         question: token ids that follow every prompt and are read as decode steps, so through the method.
         prefilled: begin from this prefill of the prompts instead of one of its own.
-        given: for each row the tokens that it generates, whatever the model says, at most `max_new_tokens`: their end
-            is the row's, and nothing else.
-        draw: chooses every new token, fresh for this generation; None: the likeliest is taken.
         watch: called after every step with its logits [B, vocabulary], outside the times.
         warmup: first decode steps that the breakdown leaves out.
         progress: called after every chunk and step.
 
-    A step makes the host wait for the device once, for its tokens, and besides only where the method does.
-
     Raises:
         FloatingPointError: NaN or inf in the logits, or in a query or key that a method would be shown.
     """
+    choice, read = choice or Choice(), max(map(len, prompts)) + len(question)
+
+    def done(columns: int) -> None:
+        if progress:
+            progress(columns, read + max_new_tokens)
+
     cache = EngineCache(engine)
-    read = max(map(len, prompts)) + len(question)
-    total = read + max_new_tokens
-    start = time.perf_counter()
-    with engine.spans("other"):
-        if prefilled is None:
-            tokens = prefill(
-                model,
-                prompts,
-                cache,
-                prefill_chunk,
-                lambda done: progress and progress(done, total),
-                () if question else not_first,
-                None if question else draw,
-            )
-        else:
-            prefilled.lend(engine)
-            tokens = prefilled.first_tokens(None if question else draw)
-    counting = 0.0
-    for index, token in enumerate(question, 1):
-        banned, drawn = (not_first, draw) if index == len(question) else ((), None)
-        with engine.spans("other"):
-            tokens = decode_step(model, torch.full_like(tokens, token), cache, [True] * len(prompts), banned, drawn)
-        stopped = time.perf_counter()
-        engine.settle()
-        counting += time.perf_counter() - stopped
-    forced = None if given is None else pad_sequence([torch.tensor(row) for row in given], batch_first=True)
-    tokens = tokens if forced is None else forced[:, 0]
-    new = tokens.tolist()
-    generation = Generation([[token] for token in new], ttft_s=time.perf_counter() - start - counting)
-    generation.shared_prefill = prefilled is not None
-    generation.prefill_ms = _milliseconds(engine.spans.reset(), 1)
-
-    def goes_on(row: int) -> bool:
-        tokens = generation.tokens[row]
-        if given is not None:
-            return len(tokens) < len(given[row])
-        return tokens[-1] not in stop_ids and not ends(tokens)
-
-    active = [goes_on(row) for row in range(len(prompts))]
+    tokens, generation = _read(model, prompts, cache, question, prefilled, prefill_chunk, stops, choice, done)
+    active = [choice.goes_on(row, own, stops) for row, own in enumerate(generation.tokens)]
     for step in range(1, max_new_tokens):
         if not any(active):
             break
-        began = time.perf_counter()
-        with engine.spans("other"):
-            logits = step_logits(model, tokens, cache, active)
-            tokens = chosen_tokens(logits, draw=draw) if forced is None else forced[:, step]
-            new = tokens.tolist()
-        generation.step_ms.append((time.perf_counter() - began) * 1e3)
+        logits, tokens, took = _step(model, tokens, cache, active, choice, step)
+        generation.step_ms.append(took * 1e3)
         engine.settle()
         if watch:
             watch(logits)
         if step == warmup:
             engine.spans.reset()
-        for row, token in enumerate(new):
-            if active[row]:
-                generation.tokens[row].append(token)
-                active[row] = goes_on(row)
-        if progress:
-            progress(read + step + 1, total)
+        for row in (row for row, going in enumerate(active) if going):
+            generation.tokens[row].append(int(tokens[row]))
+            active[row] = choice.goes_on(row, generation.tokens[row], stops)
+        done(read + step + 1)
+    return _concluded(generation, engine, warmup)
+
+
+def _read(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    cache: EngineCache,
+    question: Sequence[int],
+    prefilled: Lender | None,
+    chunk: int | None,
+    stops: Stops,
+    choice: Choice,
+    done: Callable[[int], object],
+) -> tuple[torch.Tensor, Generation]:
+    """Read prompts and question: each row's first new token, [B] on the CPU, and a generation that begins with them."""
+    start, engine, counting = time.perf_counter(), cache.engine, 0.0
+    banned, draw = ((), None) if question else (stops.not_first, choice.draw)
+    with engine.spans("other"):
+        if prefilled is None:
+            tokens = prefill(model, prompts, cache, chunk, done, banned, draw)
+        else:
+            prefilled.lend(engine)
+            tokens = prefilled.first_tokens(draw)
+    for index, token in enumerate(question, 1):
+        banned, draw = (stops.not_first, choice.draw) if index == len(question) else ((), None)
+        with engine.spans("other"):
+            tokens = decode_step(model, torch.full_like(tokens, token), cache, [True] * len(prompts), banned, draw)
+        stopped = time.perf_counter()
+        engine.settle()
+        counting += time.perf_counter() - stopped
+    tokens = choice.first(tokens)
+    generation = Generation([[token] for token in tokens.tolist()], time.perf_counter() - start - counting)
+    generation.shared_prefill = prefilled is not None
+    generation.prefill_ms = _milliseconds(engine.spans.reset(), 1)
+    return tokens, generation
+
+
+def _step(
+    model: PreTrainedModel,
+    tokens: torch.Tensor,
+    cache: EngineCache,
+    active: Sequence[bool],
+    choice: Choice,
+    step: int,
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """One timed decode step: its logits [B, vocabulary], the tokens that follow, [B] on the CPU, and its seconds."""
+    began = time.perf_counter()
+    with cache.engine.spans("other"):
+        logits = step_logits(model, tokens, cache, active)
+        tokens = choice(logits, step)
+    return logits, tokens, time.perf_counter() - began
+
+
+def _concluded(generation: Generation, engine: Engine, warmup: int) -> Generation:
+    """A generation that has ended, with what it cost."""
     if generation.step_ms:
         generation.tt2t_s = generation.ttft_s + generation.step_ms[0] / 1e3
         measured = len(generation.step_ms) - warmup

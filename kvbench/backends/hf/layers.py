@@ -1,4 +1,4 @@
-"""What the layers of a model hand to their attention: found by reading one token, as models tell it in many ways."""
+"""What the layers of a model hand to their attention: found by reading one token, as no config says it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def shape_of(
     """The Shape of a generation on `model` for prompts of these lengths.
 
     Raises:
-        ConfigError: its layers differ in what a method is told once.
+        ConfigError: its layers differ in something that a method knows once for all.
     """
     reading, windowed = reading_of(model), windows(model.config.get_text_config().to_dict())
     layers = sorted(reading.calls)

@@ -215,7 +215,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 def describe(
     source: hub.ModelSource, path: str, try_out: Callable[[PreTrainedTokenizerBase], None] = lambda tokenizer: None
 ) -> Described:
-    """What a folder or the hub tells of the model there, `source.path`; for `try_out` see `load`.
+    """What a folder or the hub says of the model there, `source.path`; for `try_out` see `load`.
 
     Raises:
         ConfigError: no such folder, hub id not reachable, or an unsupported model.
@@ -270,7 +270,7 @@ def _refuse_random_weights(found: Mapping[str, Any], path: str, shape: str = "co
     Args:
         found: transformers' `output_loading_info`.
         path: what messages call the model.
-        shape: what tells which weights there are.
+        shape: which weights there are.
     """
     for name, there, wanted in sorted(map(tuple, found["mismatched_keys"])):
         raise ConfigError(
@@ -339,7 +339,7 @@ def _tensors_read(model: PreTrainedModel, arch: str) -> set[str]:
 def _explained(path: str) -> Iterator[None]:
     """Turn what transformers raises while it reads `path` into one line, whatever damaged files make of it.
 
-    Its own warnings are left out: of what they tell, what matters is refused.
+    Its own warnings are left out: what matters of them is refused.
     """
     verbosity = get_verbosity()
     set_verbosity_error()
@@ -375,7 +375,7 @@ def _loaded(
 
 
 def stop_ids_of(*sources: Any) -> tuple[int, ...]:
-    """The tokens that end a generation, by the first of a generation config, a config and a tokenizer that tells."""
+    """The tokens that end a generation, by the first of generation config, config and tokenizer that names any."""
     # Chat models list several in their generation config and only one in the other two places.
     for source in sources:
         ids = getattr(source, "eos_token_id", None)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvbench.attention.executor import executor
 from kvbench.backends.hf import rotary
 from kvbench.backends.hf.hooks import NAME
 from kvbench.backends.hf.layers import reading_of, shape_of
@@ -16,7 +18,7 @@ from kvbench.backends.hf.rotary import RotaryOf
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, build, method_config, show
 from kvbench.engine.engine import Engine
-from kvbench.memory.kinds import KV, NATIVE, unfit, unfit_for
+from kvbench.memory.kinds import GROUPED, KV, NATIVE, unfit, unfit_for
 from kvbench.method import HeadScores, Method, Shape
 from kvbench.models import heads, hub
 from kvbench.models.support import refuse_unsupported
@@ -79,6 +81,78 @@ def refuse_own_attention(kind: type[PreTrainedModel], name: str) -> None:
             f"{name}: {kind.__name__} computes attention in a way of its own; kvbench runs models that use "
             "transformers' attention interface"
         )
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """What a `KVCache` begins each of its prompts with.
+
+    Attributes:
+        shape: of a prompt of one token.
+        settings: of its engines, see `kvbench.engine.engine.Settings`.
+    """
+
+    model: PreTrainedModel
+    method: Method
+    budget: Budget
+    tokenizer: PreTrainedTokenizerBase | None
+    shape: Shape
+    dense_layers: tuple[int, ...]
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        method: Method,
+        budget: Budget,
+        dense_layers: Collection[int],
+        tokenizer: PreTrainedTokenizerBase | None,
+        settings: Mapping[str, Any],
+    ) -> EnginePlan:
+        """Checked, and the model switched to "kvbench" attention.
+
+        Raises:
+            ConfigError: the method needs what this model cannot give, or the model is none that kvbench runs.
+        """
+        use_kvbench_attention(model)
+        dense = _layer_indices(dense_layers, model.config.get_text_config().num_hidden_layers)
+        shape, kv = shape_of(model, [1], dense, model.dtype, model.device), settings["kv"]
+        executor(settings["attention"], shape, kv)
+        more = needed(model, shape, method, budget, kv, tokenizer) | {"head_scores": head_scores_of(model, method)}
+        return cls(model, method, budget, tokenizer, shape, dense, {**settings, **more})
+
+    @property
+    def shared(self) -> tuple[Any, ...]:
+        """What copies of a cache have in common."""
+        return self.model, self.tokenizer, self.settings
+
+    def engine(self, lengths: Sequence[int], offsets: Sequence[int], columns: int) -> Engine:
+        """An engine for prompts of these lengths; `offsets`, `columns`: as of `Engine`."""
+        own = self.model, lengths, self.method, self.budget, self.dense_layers, self.tokenizer
+        return engine_for(*own, offsets=offsets, columns=columns, **self.settings)
+
+    def refuse_assisted(self, question: str) -> None:
+        """Refuse assisted decoding where tokens cannot be taken back, or some logits of a turn are missing.
+
+        Raises:
+            ValueError: names what it is, and what would be right.
+        """
+        kv, windows = self.settings["kv"], len(self.shape.windows)
+        if not self.method.needs.crops or question != "dense" or windows or kv.device in GROUPED:
+            raise ValueError(
+                f"assisted decoding with {type(self.method).__name__}, question={question}, kv={kv}, {windows} layers "
+                "with a window: it reads several tokens at once and takes some back; expected a method whose needs say "
+                "crops=True, question=dense, tokens coded one by one, and full attention in every layer"
+            )
+
+
+def _layer_indices(layers: Collection[int], count: int) -> tuple[int, ...]:
+    """Indices of layers, checked against how many there are."""
+    right = not isinstance(layers, str) and isinstance(layers, Collection)
+    if not right or any(type(layer) is not int or not 0 <= layer < count for layer in layers):
+        raise ConfigError(f"dense_layers={layers!r}: indices of the model's layers, 0 to {count - 1}; () for none")
+    return tuple(sorted(set(layers)))
 
 
 def engine_for(

@@ -17,7 +17,7 @@ from kvbench.method import Needs
 
 @contextmanager
 def residuals_watched(model: PreTrainedModel, needs: Needs) -> Iterator[None]:
-    """Meanwhile tell the cache of a forward pass each layer's hidden states before and after attention, if needed.
+    """Meanwhile the cache of a forward pass gets each layer's hidden states before and after attention, if needed.
 
     Raises:
         ConfigError: the model's layers do not add attention to the hidden states before they go on with them.
@@ -38,7 +38,7 @@ def residuals_watched(model: PreTrainedModel, needs: Needs) -> Iterator[None]:
 def _reads_residual(block: torch.nn.Module) -> torch.nn.Module:
     """The part of a decoder layer that reads the hidden states once its attention is added to them."""
     names = ["pre_feedforward_layernorm", "post_attention_layernorm"]
-    if hasattr(block, "post_feedforward_layernorm"):  # the norms stand behind attention and MLP
+    if hasattr(block, "post_feedforward_layernorm"):  # the norms come after attention and MLP
         names[1] = "mlp"
     part = next((getattr(block, name) for name in names if hasattr(block, name)), None)
     if part is None:

@@ -76,12 +76,12 @@ def spread(model: PreTrainedModel, places: Sequence[torch.device]) -> None:
     """
     layers, embedding, head = decoder_layers(model), model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    for part, behind in _parts(model, layers):
+    for part, after in _parts(model, layers):
         if part is layers:
             for layer, place in zip(layers, places, strict=True):
                 _put(layer, place)
         else:
-            _put(part, places[-1] if behind and not (part is head and tied) else places[0])
+            _put(part, places[-1] if after and not (part is head and tied) else places[0])
 
 
 def devices_under(model: PreTrainedModel) -> int:
@@ -96,17 +96,17 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _parts(module: nn.Module, layers: nn.ModuleList) -> Iterator[tuple[nn.Module, bool]]:
-    """The layers, and the largest parts of a module without them; whether such a part has weights and comes behind."""
-    behind = False
+    """The layers, and the largest parts of a module without them; whether a part has weights and comes after them."""
+    after = False
     for child in module.children():
         if child is layers:
             yield child, False
-            behind = True
+            after = True
         elif any(part is layers for part in child.modules()):
             yield from _parts(child, layers)
-            behind = True
+            after = True
         else:
-            yield child, behind and next(child.parameters(), None) is not None
+            yield child, after and next(child.parameters(), None) is not None
 
 
 def _put(part: nn.Module, device: torch.device) -> None:

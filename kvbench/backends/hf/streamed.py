@@ -38,7 +38,7 @@ def _few(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def slow_in_bfloat16() -> bool:
     """Whether torch multiplies matrices in bfloat16 one number after another: on x86 without AVX512.
 
-    A prompt then takes four times as long as in float32. Arm, of which torch tells other names, is not measured.
+    A prompt then takes four times as long as in float32. Arm, for which torch has other names, is not measured.
     """
     return torch.cpu.get_capabilities().get("avx512_bw") is False
 
@@ -92,7 +92,7 @@ class StreamedMLP(LlamaMLP):
 
 
 class StreamedAttention(LlamaAttention):
-    """Projections without biases, rotary positions, and attention as the model was told to attend."""
+    """Projections without biases, rotary positions, and attention as the model's settings say."""
 
     def forward(
         self,

@@ -69,7 +69,7 @@ class Pass:
     def part(
         self, rows: Sequence[int], metadata: CPUAttentionMetadata, impl: Attention, isa: str, dtype: torch.dtype
     ) -> tuple[torch.Tensor, CPUAttentionMetadata]:
-        """The tokens of some requests, by index in the pass, and what vLLM's attention is told of them."""
+        """The tokens of some requests, by index in the pass, and what vLLM's attention is given for them."""
         key = tuple(rows)
         if key not in self._parts:
             tokens = torch.cat([torch.arange(self.starts[row], self.starts[row + 1]) for row in rows])

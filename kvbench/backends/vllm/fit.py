@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kvbench.config import ConfigError
 from kvbench.memory.kinds import kv_in
 from kvbench.models import hub
 
 
-def unfit(run: Mapping[str, Any], source: hub.ModelSource) -> Iterator[str]:
-    """Why `engine=vllm` cannot run a config; each names the key, the value and what would be right.
+def refuse_unfit(run: Mapping[str, Any], source: hub.ModelSource) -> None:
+    """Refuse a config that `backend=vllm` cannot run.
 
     Args:
         run: composed, its values checked one by one.
         source: where its model comes from.
+
+    Raises:
+        ConfigError: names the key, the value and what would be right.
     """
+    if reason := next(_unfit(run, source), None):
+        raise ConfigError(f"{reason} (backend=vllm)")
+
+
+def _unfit(run: Mapping[str, Any], source: hub.ModelSource) -> Iterator[str]:
     protocol, task = run["protocol"], run["task"]
     if task.get("one_by_one"):
         yield f"task={task['name']}: its steps are given or timed one by one; expected a task whose outputs are scored"

@@ -81,7 +81,7 @@ class Memory:
 
 
 class Table:
-    """Which blocks a request has, in their order; vLLM tells anew at every step."""
+    """Which blocks a request has, in their order; vLLM names them anew at every step."""
 
     def __init__(self) -> None:
         self.blocks = torch.empty(0, dtype=torch.int64)

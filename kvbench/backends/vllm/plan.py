@@ -48,7 +48,7 @@ class Plan:
             raise ConfigError(f"dense_layers={show(layers)}: expected indices of the model's layers, such as [0, 1]")
         self.sizes()
         if reason := next(_unsupported(self.build().needs), None):
-            raise ConfigError(f"method={self.method}: {reason}; take another method, or engine=hf")
+            raise ConfigError(f"method={self.method}: {reason}; take another method, or backend=hf")
 
     def build(self) -> Method:
         """A method object, which serves one request."""
@@ -104,7 +104,7 @@ def plan_of_run(run: Mapping[str, Any], dense_layers: Collection[int] = ()) -> P
     method, protocol = run["method"], run["protocol"]
     own = shipped("method", str(method["name"])) or {}
     if own.get("_target_") != method["_target_"]:
-        raise ConfigError(f"method={method['name']}: engine=vllm runs the methods of conf/method; use engine=hf")
+        raise ConfigError(f"method={method['name']}: backend=vllm runs the methods of conf/method; use backend=hf")
     options = {key: value for key, value in method.items() if key in own.keys() - HARNESS_KEYS}
     return Plan(
         str(method["name"]),
@@ -146,10 +146,10 @@ def check_installed() -> None:
         found = version(PACKAGE)
     except PackageNotFoundError:
         raise ConfigError(
-            f"engine=vllm: {PACKAGE} is not installed here; make setup-vllm makes an environment"
+            f"backend=vllm: {PACKAGE} is not installed here; make setup-vllm makes an environment"
         ) from None
     if not found.startswith(f"{SUPPORTED}."):
-        raise ConfigError(f"engine=vllm: {PACKAGE} {found} is installed; kvbench knows {SUPPORTED}")
+        raise ConfigError(f"backend=vllm: {PACKAGE} {found} is installed; kvbench knows {SUPPORTED}")
 
 
 def _unsupported(needs: Needs) -> Iterator[str]:

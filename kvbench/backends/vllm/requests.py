@@ -163,7 +163,7 @@ class RequestEngine(Engine):
         return None
 
     def _take_in(self) -> None:
-        """Learn of tokens behind the prompt that vLLM has read at once: a decode step each, without its attention."""
+        """Learn of tokens after the prompt that vLLM has read at once: a decode step each, without its attention."""
         if not len(self._behind):
             return
         self.audit.start_turn()
@@ -191,13 +191,13 @@ class RequestEngine(Engine):
         attended no more, and keep their memory; `not_finite`, there were NaN or infinite queries, keys or logits;
         `full_attention`, why that stands in for the engine's method.
         """
-        told = {
+        more = {
             "broken": self.audit.broken(row),
             "visibility_only": not all(store.complete for store in self.stores.values()),
             "not_finite": not self.finite,
             "full_attention": self.instead,
         }
-        return {**super().report(row), **{name: found for name, found in told.items() if found}}
+        return {**super().report(row), **{name: found for name, found in more.items() if found}}
 
 
 class Requests:
@@ -231,8 +231,8 @@ class Requests:
 
     def audits(self) -> dict[str, dict[str, Any]]:
         """Of requests that have ended, the last ones, and of those that decode now, or cannot; by id."""
-        told = {request: engine for request, engine in self._engines.items() if engine.prefilled or not engine.finite}
-        going = {request: engine.report() for request, engine in told.items()}
+        known = {request: engine for request, engine in self._engines.items() if engine.prefilled or not engine.finite}
+        going = {request: engine.report() for request, engine in known.items()}
         return {**self.reports, **going}
 
     def start_pass(self, rows: Sequence[Scheduled]) -> None:

