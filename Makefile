@@ -20,7 +20,7 @@ help:
 	@echo "make test-vllm  kvbench's methods inside vLLM, in an environment of their own"
 	@echo "make coverage   all tests with a coverage report: slower"
 	@echo "make reference  every method on the real model, a night; PARTS=texts one part, LIMIT=3 samples, SMOKE=1 minutes"
-	@echo "make reference-tiny  run the sweep of results/reference_tiny anew"
+	@echo "make reference-tiny  run the sweep of results/reference_tiny.tar.xz anew"
 	@echo "make lint    set up .venv, then ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environments and the caches; results stay"
@@ -47,7 +47,7 @@ run: $(STAMP)
 reference-tiny: $(STAMP)
 	$(BIN)/python -m kvbench +experiment=reference_tiny
 	$(BIN)/python -m kvbench +experiment=reference_tiny_probe
-	$(BIN)/python scripts/compact_runs.py results/sweep_reference_tiny results/reference_tiny
+	$(BIN)/python scripts/compact_runs.py results/sweep_reference_tiny results/reference_tiny.tar.xz
 
 # A night on the real model, in parts that go on where they were stopped. By 70 ms a token and 2 s to build an index, on two
 # cores with AMX: texts 3 h (146 arms of 12 samples), passkey 35 min (38 of 20), long 1 h (13 of 2), ruler 4 h (38 of 52).
@@ -62,13 +62,13 @@ ruler := +experiment=reference_tasks task.lengths=[4096,8192] task.samples=2
 longbench := +experiment=reference_tasks task=longbench task.data_dir='$(LONGBENCH)'
 ifdef SMOKE # every step once, on the small model
 SWEPT := results/sweep_smoke
-KEPT := results/sweep_smoke_kept
+KEPT := results/sweep_smoke.tar.xz
 SMALL := smoke=true task.limit=1
 texts += task.steps=8
 long += task.steps=64
 else
 SWEPT := results/sweep_reference
-KEPT := results/reference
+KEPT := results/reference.tar.xz
 SMALL := $(if $(LIMIT),task.limit=$(LIMIT))
 longbench += $(if $(LIMIT),,task.limit=16)
 endif
@@ -79,7 +79,7 @@ define part
 endef
 
 reference: $(STAMP)
-	test -d $(SWEPT) -o ! -d $(KEPT) || cp -r $(KEPT) $(SWEPT)
+	test -d $(SWEPT) -o ! -f $(KEPT) || $(BIN)/python -m tarfile -e $(KEPT) $(SWEPT)
 	$(foreach name,$(PARTS),$(call part,$(name)))
 	$(BIN)/python scripts/compact_runs.py $(SWEPT) $(KEPT) --outputs passkey,ruler
 

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import shutil
+import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,15 +35,21 @@ def base(folder: Path) -> Path:
     for method, budget in (("full", None), ("quest", 64), ("snapkv", 64)):
         scores = {"a": (1.0, 0.0), "b": (1.0, 1.0)}
         stored(folder, method, budget, scores, config={**config, "task": shipped("task", "passkey")})
-    task = shipped("task", "longgenbench") or {}
-    meta = {f"checks_{kind}": {"1": "a party"} for kind in ("once", "range", "periodic")}
-    diary = record("d", "", 1.0, output="#*# Week 1: a party.", meta={"number": 1, **meta})
-    stored(folder, "quest", 64, [diary], task="longgenbench", config={"metric": "accuracy", "task": task})
+    of_a_judge(folder)
     near = {"kl_mean": 0.1, "kl_max": 0.3, "kl_p95": 0.2, "nll": 2.0, "nll_full": 1.9, "steps": {"kl": [0.1, 0.1]}}
     for method in ("full", "snapkv"):
         texts = [record(f"t{place}", "512", 1.0, fidelity=near) for place in range(2)]
         stored(folder, method, 64, texts, task="fidelity", config={**config, "task": shipped("task", "fidelity")})
     return folder
+
+
+def of_a_judge(folder: Path) -> Path:
+    """A run of LongGenBench, about whose output a judge is asked."""
+    task = {**(shipped("task", "longgenbench") or {}), "data_dir": "elsewhere"}
+    meta = {"number": 1, "prefix": "", "type": "Week"}
+    meta |= {f"checks_{kind}": {"1": "a party"} for kind in ("once", "range", "periodic")}
+    diary = record("d", "", 1.0, output="#*# Week 1: a party.", meta=meta)
+    return stored(folder, "quest", 64, [diary], task="longgenbench", config={"metric": "accuracy", "task": task})
 
 
 def mutate(folder: Path, seed: int) -> None:
@@ -153,3 +161,30 @@ def copy(source: Path, target: Path) -> Path:
     """A copy to mutate."""
     shutil.copytree(source, target)
     return target
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Archives
+
+
+def member(name: str = "runs/x/run.yaml", kind: bytes = tarfile.REGTYPE, data: bytes = b"", **more: Any) -> bytes:
+    """A member of a tar archive; `more` are fields of its header, such as a size that is not that of its data."""
+    info = tarfile.TarInfo(name)
+    info.type, info.size = kind, len(data)
+    for field, value in more.items():
+        setattr(info, field, value)
+    return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "strict") + data + bytes(-len(data) % tarfile.BLOCKSIZE)
+
+
+def checked(header: bytes) -> bytes:
+    """A header with the checksum that its other bytes have, as tar defines it."""
+    total = sum(header[:148]) + 8 * 32 + sum(header[156:])
+    return header[:148] + b"%06o\0 " % total + header[156:]
+
+
+def with_dictionary(xz: bytes) -> bytes:
+    """The same xz data, which asks for 4 GiB of memory to be decompressed."""
+    size = 4 * (xz[12] + 1)
+    block = bytearray(xz[12 : 12 + size - 4])
+    block[block.index(b"\x21\x01") + 2] = 40
+    return xz[:12] + block + zlib.crc32(block).to_bytes(4, "little") + xz[12 + size :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ def record(name: str, group: str, score: Any, **more: Any) -> dict[str, Any]:
             "attended_max": 96,
             "budget": 64,
             "device_kv_bytes": 2**20,
+            "attended_bytes_per_step": 2.0**20,
             "moved_bytes_per_step": 0.0,
             "over_rule": False,
         },
@@ -100,9 +102,11 @@ def stored(
     whole = {"accounting": "paper", "dense_layers": "auto", "chat": "auto", "prefill_chunk": 4096}
     own = {
         "budget": budget,
+        "batch": 1,
         "seed": 0,
         "attention": "auto",
         "kv": {"device": "native", "host": "native"},
+        "backend": {"name": "hf"},
         "protocol": {**whole, "question_as_decode": False, "generated": "free", **(protocol or {})},
         "probe": {"every": 0},
         "method": {"name": method, "minimum": {"paper": None if method == "full" else 16}, "preset": 256},
@@ -110,7 +114,8 @@ def stored(
     }
     more = {"metric": "accuracy", "model_name": model, "device_name": "cpu, 1 threads", **(config or {})}
     own |= {key: value for key, value in more.items() if key in own}
-    known = {"model_revision": "folder-1", "data": "d", "device": "cpu", "dtype": "float32", "dense_layers": []}
+    known = {"model_revision": "folder-1", "protocol": "p", "data": "d", "device": "cpu", "dtype": "float32"}
+    known |= {"dense_layers": []}
     lines = list(samples) if samples and not isinstance(samples, Mapping) and isinstance(samples[0], dict) else None
     written = {**own, **more, "task": {**own["task"], **(paths or {})}}
     with RunFolder.open(
@@ -121,3 +126,10 @@ def stored(
         if finished:
             folder.finish(summarise(folder.records.values(), "accuracy"))
     return folder.path
+
+
+def archived(results: Path, archive: Path) -> Path:
+    """The runs of a results folder in an archive, as tar packs them."""
+    with tarfile.open(archive, "w:xz", format=tarfile.USTAR_FORMAT) as packed:
+        packed.add(results / "runs", "runs")
+    return archive

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
-from report_runs import record, stored
+from report_runs import archived, record, stored
 from test_experiments import composed
 
 from kvbench.cli.report import main
@@ -253,11 +253,12 @@ def test_claims_that_runs_do_not_measure_are_judged_by_shipped_ones(
 ) -> None:
     """Of IceCache's needles both have as many arms, of its passkeys the shipped alone have some."""
     shipped, own, seed = tmp_path / "results", tmp_path / "own", {"seed": 1}
-    for folder, scores in ((shipped / "claims", [1.0, 0.0]), (own, [0.0, 0.0])):
+    for folder, scores in ((shipped, [1.0, 0.0]), (own, [0.0, 0.0])):
         for method, budget in (("full", None), ("icecache", 256)):
             stored(folder, method, budget, scores, task="niah", options={"lengths": [4096]}, config=seed)
-    stored(shipped / "claims", "icecache", 64, [1.0, 0.0], options={"lengths": [2048, 4096, 8192]}, config=seed)
-    stored(shipped / "claims", "full", None, [1.0, 0.0], options={"lengths": [2048, 4096, 8192]}, config=seed)
+    stored(shipped, "icecache", 64, [1.0, 0.0], options={"lengths": [2048, 4096, 8192]}, config=seed)
+    stored(shipped, "full", None, [1.0, 0.0], options={"lengths": [2048, 4096, 8192]}, config=seed)
+    archived(shipped, shipped / "claims.tar.xz")
     monkeypatch.setattr(page, "SHIPPED", shipped)
     found = {
         one.claim.id: (number.value, number.note)
@@ -273,10 +274,11 @@ def test_claims_that_runs_measure_on_too_few_samples_are_judged_by_shipped_ones_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shipped, own = tmp_path / "results", tmp_path / "own"
-    for folder, count in ((shipped / "claims", 120), (own, 2)):
+    for folder, count in ((shipped, 120), (own, 2)):
         for method, budget in (("full", None), ("quest", 64), ("quest", 1024)):
             options = {"lengths": [4096]}
             stored(folder, method, budget, [float(budget != 64)] * count, task="niah", options=options)
+    archived(shipped, shipped / "claims.tar.xz")
     monkeypatch.setattr(page, "SHIPPED", shipped)
     (base,) = (one for one in judged(collect([own]), [own]) if one.claim.id == "base-1")
     assert base.verdict is HOLDS and all(number.n == 120 for _, number, _ in base.criteria)

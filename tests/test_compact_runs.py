@@ -25,45 +25,68 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_compact_runs_are_small_and_report_the_same(runs: Path, tmp_path: Path) -> None:
-    folders = SCRIPT["compact"](runs, tmp_path)
-    assert {folder.parent.name for folder in folders} == {"full", "quest-256"}
-    whole, compact = collect([runs]), collect([tmp_path])
+def called(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    monkeypatch.setattr("sys.argv", ["compact_runs.py", *map(str, words)])
+    SCRIPT["main"]()
+
+
+def test_compact_runs_are_small_and_report_the_same(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "kept.tar.xz"
+    target.write_bytes(b"an older one")
+    called(monkeypatch, runs, target)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.tar.xz"]
+    assert target.stat().st_size < sum(path.stat().st_size for path in runs.rglob("*.*")) / 5
+    whole, compact = collect([runs]), collect([target])
     changing = ["path", "paths", "tpot_ms_mean"]
     pd.testing.assert_frame_equal(
         whole.arms.drop(columns=changing), compact.arms.drop(columns=changing), rtol=1e-4, check_dtype=False
     )
-    for path in runs.rglob("samples.jsonl"):
-        copy = tmp_path / path.relative_to(runs)
-        assert "/" not in str(yaml.safe_load((copy.parent / "run.yaml").read_text())["config"]["results_dir"])
-        assert copy.stat().st_size < path.stat().st_size and "output_ids" not in copy.read_text()
+
+
+def test_a_packed_archive_packs_to_itself(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for source, target in ((runs, "first"), (tmp_path / "first.tar.xz", "second")):
+        called(monkeypatch, source, tmp_path / f"{target}.tar.xz")
+    assert (tmp_path / "first.tar.xz").read_bytes() == (tmp_path / "second.tar.xz").read_bytes()
+
+
+def test_no_path_and_no_process_of_this_machine_is_packed(runs: Path) -> None:
+    files = SCRIPT["compact"](runs)
+    assert {Path(name).name for name in files} == {"run.yaml", "samples.jsonl", "summary.json", "status.json"}
+    for name, data in files.items():
+        if name.endswith("run.yaml"):
+            assert "/" not in yaml.safe_load(data)["config"]["results_dir"]
+        if name.endswith("status.json"):
+            assert json.loads(data).keys() == json.loads((runs / name).read_text()).keys() - {"pid", "host"}
 
 
 @pytest.mark.parametrize(("outputs", "kept"), [((), set()), (("passkey",), {"answers", "output"})])
 def test_answers_and_outputs_are_kept_of_the_tasks_that_are_named(
-    runs: Path, tmp_path: Path, outputs: tuple[str, ...], kept: set[str]
+    runs: Path, outputs: tuple[str, ...], kept: set[str]
 ) -> None:
-    for folder in SCRIPT["compact"](runs, tmp_path, outputs):
-        for record in map(json.loads, (folder / "samples.jsonl").read_text().splitlines()):
-            assert record.keys() & {"answers", "output", "output_ids"} == kept and record["written"]["length"] > 0
+    files = SCRIPT["compact"](runs, outputs)
+    lines = [line for name, data in files.items() if name.endswith("samples.jsonl") for line in data.splitlines()]
+    assert len(lines) == 6
+    for record in map(json.loads, lines):
+        assert record.keys() & {"answers", "output", "output_ids"} == kept and record["written"]["length"] > 0
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "said"),
     [
-        (["nowhere", "there"], "nowhere"),
-        (["same", "same"], "expected another to write to"),
-        (["same/runs", "same"], "expected another to write to"),
-        (["all", "all/kept"], "expected another to write to"),
-        (["runs", "there", "--outputs=passkeys"], "--outputs=passkeys: no such task; did you mean passkey"),
+        (["nowhere", "there.tar.xz"], "nowhere"),
+        ([".", "there.tar.xz"], "no run"),
+        ([".", "there"], "there.tar.xz"),
+        ([".", "no/there.tar.xz"], "no/there.tar.xz"),
+        ([".", "there.tar.xz", "--outputs=passkeys"], "--outputs=passkeys: no such task; did you mean passkey"),
     ],
 )
-def test_what_cannot_be_copied_is_told(
-    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_packed_is_refused_in_a_line(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "sys.argv", ["compact_runs.py", *(word if word.startswith("-") else str(tmp_path / word) for word in words)]
-    )
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
-        SCRIPT["main"]()
-    assert told in capsys.readouterr().err
+        called(monkeypatch, *words)
+    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert not list(tmp_path.iterdir())

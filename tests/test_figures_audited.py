@@ -33,6 +33,7 @@ def measured(attended: float, budget: int | None, kl: float, scanned: float = 0.
     """What a sample of `task=fidelity` says; a fifth of the layers is dense."""
     audit = {"attended_mean": attended, "attended_max": LENGTH, "budget": budget, "dense_share": 0.2}
     audit |= {"device_kv_bytes": TOKEN * LENGTH, "read_bytes_per_step": scanned, "index_bytes": index}
+    audit |= {"attended_bytes_per_step": TOKEN * (0.8 * attended + 0.2 * 990)}
     return {"audit": audit, "fidelity": {"kl_mean": kl, "nll": 2.0, "nll_full": 2.0}}
 
 
@@ -63,9 +64,10 @@ def test_a_step_reads_what_is_attended_in_all_layers_and_what_is_scanned(tmp_pat
     assert [segment[1][0] - segment[0][0] for segment in with_index.get_segments()] == pytest.approx([3, 3])
 
 
-def test_bytes_read_need_a_yardstick(tmp_path: Path) -> None:
-    stored(tmp_path, "quest", 64)
-    with pytest.raises(ConfigError, match="figure=read: .*method=full"):
+def test_bytes_read_need_an_audit(tmp_path: Path) -> None:
+    stored(tmp_path, "full", None)
+    stored(tmp_path, "quest", 64, [record("s", "", 1.0, audit={"attended_mean": 80.0})])
+    with pytest.raises(ConfigError, match=r"figure=read: .*attended_bytes_per_step"):
         figures.draw("read", collect([tmp_path]))
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import lzma
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import Any
 
 import hostile
 import pytest
+from hostile import member
+from report_runs import archived
 
 from kvbench.cli import judge, score, status
 from kvbench.cli.report import main as report
@@ -161,6 +165,75 @@ def test_a_bad_file_costs_its_own_run_alone(
         told = capsys.readouterr()
         assert len(json.loads(told.out)) == 2 - len(told.err.splitlines())
         assert status.main([str(tmp_path)]) == 0
+        if file.is_file() and not file.is_symlink():  # the same in an archive
+            packed = archived(tmp_path, tmp_path / "packed.tar.xz")
+            runs = collect([packed])
+            assert [one.path for one in runs.left_out] == [packed / file.parent.relative_to(tmp_path)]
+            assert [arm["method"] for arm in runs.arm.values()] == ["snapkv"]
+
+
+WHOLE = lzma.compress(member(data=b"format: 1\n") + bytes(1024))
+BAD_MEMBERS = {
+    "a link": member(kind=tarfile.SYMTYPE, linkname="/etc/passwd"),
+    "a hard link": member(kind=tarfile.LNKTYPE, linkname="/etc/passwd"),
+    "a device": member(kind=tarfile.CHRTYPE, devmajor=1, devminor=5),
+    "a pipe": member(kind=tarfile.FIFOTYPE),
+    "a sparse file of many bytes": member(kind=tarfile.GNUTYPE_SPARSE, size=2**60),
+    "a header about later ones": member(kind=tarfile.XHDTYPE, data=b"30 path=/etc/passwd\n"),
+    "a header about all later ones": member(kind=tarfile.XGLTYPE, data=b"20 size=-99999\n"),
+    "a name in a member of its own": member(kind=tarfile.GNUTYPE_LONGNAME, data=b"x" * 5000),
+    "an absolute name": member("/tmp/runs/x/run.yaml"),
+    "a name that leads out": member("runs/../../run.yaml"),
+    "a name that is there": member() + member("./runs//x/run.yaml"),
+    "a name that is no text": hostile.checked(b"\xff\xfe" + member()[2:512]),
+    "a size that is not there": member(size=10**6),
+    "a huge size": member(size=2**70),
+    "a size below zero": member(size=-(2**30)),
+    "a checksum that is wrong": b"x" + member()[1:],
+    "too many files": b"".join(member(f"{number}") for number in range(11)),
+    "too many bytes": member(data=bytes(2**20)),
+}
+BAD_ARCHIVES = {name: lzma.compress(tar + bytes(1024), preset=0) for name, tar in BAD_MEMBERS.items()} | {
+    "nothing": b"",
+    "no xz data": b"run.yaml" * 99,
+    "half": WHOLE[: len(WHOLE) // 2],
+    "all but a byte": WHOLE[:-1],
+    "a byte that is another": WHOLE[:40] + bytes([WHOLE[40] ^ 1]) + WHOLE[41:],
+    "more after its end": WHOLE + b"x",
+    "a huge dictionary": hostile.with_dictionary(WHOLE),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ARCHIVES)
+def test_a_bad_archive_costs_its_own_runs_alone(
+    bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvbench.runs.archive.MOST_FILES", 10)
+    monkeypatch.setattr("kvbench.runs.archive.MOST_BYTES", 2**20)
+    scored = {"metric": "accuracy", "task": hostile.shipped("task", "passkey")}
+    hostile.stored(tmp_path, "snapkv", samples=[record(1.0)], config=scored)
+    archive = tmp_path / "bad.tar.xz"
+    archive.write_bytes(BAD_ARCHIVES[bad])
+    before = hostile.listing(tmp_path)
+    with watched(monkeypatch):
+        runs = collect([tmp_path])
+        assert [arm["method"] for arm in runs.arm.values()] == ["snapkv"]
+        assert [(one.path, one.why[:10]) for one in runs.left_out] == [(archive, "bad.tar.xz")]
+        assert score.main([str(tmp_path), "--json"]) == 2
+        told = capsys.readouterr()
+        assert len(json.loads(told.out)) == len(told.err.splitlines()) == 1
+        assert status.main([str(tmp_path), "--all"]) == 0
+        for main in (report, score.main):
+            assert main([str(archive)]) == 2 and "bad.tar.xz" in capsys.readouterr().err
+    assert hostile.listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_only_is_called_as_an_archive_is_passed_by(make: Any, tmp_path: Path) -> None:
+    hostile.stored(tmp_path, "snapkv", samples=[record(1.0)])
+    make(tmp_path / "bad.tar.xz")
+    runs = collect([tmp_path])
+    assert len(runs.arm) == 1 and not runs.left_out
 
 
 def test_reports_and_status_build_nothing_that_a_run_names(

@@ -19,7 +19,7 @@ import kvbench.engine.engine
 from kvbench.backends.hf.model import method_named
 from kvbench.config import ConfigError, bind_methods, build, method_config
 from kvbench.method import Prompt
-from kvbench.runs.identity import module_sources
+from kvbench.runs.code import module_sources
 
 bind_methods()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from kvbench.cli.report import main
 from kvbench.report.data.frame import collect
 from kvbench.runs.quantities import KIB, MIB, MS, NUMBERS, QUANTITIES, find, named, recorded
 from kvbench.runs.run import run
+from kvbench.runs.stored import json_in, runs_in
 from kvbench.runs.summary import summarise
 from kvbench.runs.table import Ended, table, tell
 
@@ -183,6 +183,7 @@ def test_the_arms_of_a_sweep_stand_side_by_side():
 
 
 def test_committed_runs_show_what_their_methods_report():
-    (path,) = Path(__file__).parents[1].glob("results/reference_tiny/runs/niah/tiny/pariskv-64/*/summary.json")
-    summary = json.loads(path.read_text())
+    arm = Path(__file__).parents[1] / "results/reference_tiny.tar.xz/runs/niah/tiny/pariskv-64"
+    (folder,) = runs_in([arm])
+    summary = json_in(folder / "summary.json")
     assert shown(summary)["method: candidates"] == f"{summary['audit']['candidates']:.2f}"

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from report_runs import record, stored
+from report_runs import archived, record, stored
 
 from kvbench.cli.compose import composed
 from kvbench.cli.report import SHIPPED, main
@@ -69,26 +69,25 @@ def test_without_words_it_shows_the_runs_below_results(results, capsys, monkeypa
 
 def test_runs_that_are_shipped_are_shown_when_they_are_named(results, capsys, monkeypatch):
     (results / "results").mkdir()
-    shipped = results / "results" / "reference"
-    shipped.mkdir()
-    (results / "runs").rename(shipped / "runs")
+    shipped = archived(results, results / "results" / "reference.tar.xz")
     monkeypatch.chdir(results)
     monkeypatch.setattr("kvbench.cli.report.SHIPPED", [shipped])
-    said = "results: no run of yours yet; kvbench report results/reference shows those that kvbench ships"
-    assert said in refused(capsys)
+    said = refused(capsys)
+    assert "no run of yours" in said and "kvbench report results/reference.tar.xz" in said
     stored(results / "results", "snapkv")
     stored(results / "results" / "sweep_mine", "topk")
     told, _ = made(capsys)
     assert told.startswith("2 runs\n") and "snapkv" in told and "topk" in told and "quest" not in told
-    assert made(capsys, "results/reference")[0].startswith("3 runs\n")
+    assert made(capsys, "results/reference.tar.xz")[0].startswith("3 runs\n")
 
 
 def test_what_kvbench_ships_is_known_as_such():
-    listed = subprocess.run(["git", "ls-files", "results"], cwd=CHECKOUT, capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "results/*.tar.xz"], cwd=CHECKOUT, capture_output=True, text=True
+    ).stdout
     if not listed:
         pytest.skip("not a git checkout")
-    names = {Path(file).parts[1] for file in listed.splitlines() if file.endswith("run.yaml")}
-    assert {path.relative_to(CHECKOUT / "results").as_posix() for path in SHIPPED} == names
+    assert {str(path.relative_to(CHECKOUT)) for path in SHIPPED} == set(listed.split())
 
 
 def test_any_selection(results, capsys):

@@ -180,7 +180,7 @@ def test_full_attention_under_two_budgets_is_one_arm(tmp_path):
         {"config": {"seed": 1}},
         {"config": {"probe": {"every": 2}}},
         {"dtype": "bfloat16"},
-        {"shared_prefill": True},
+        {"samples": records([1.0], shared_prefill=True)},
         {"model_revision": "folder-2"},
     ],
 )
@@ -188,14 +188,6 @@ def test_what_makes_another_arm(tmp_path, other):
     stored(tmp_path)
     stored(tmp_path, **other)
     assert len(collect([tmp_path]).arms) == 2
-
-
-def test_an_older_run_without_its_metric_is_read_where_it_has_one_score(tmp_path):
-    stored(tmp_path, "snapkv", config={"metric": None})
-    two = records([1.0, 0.0])
-    two[0]["scores"]["strict"] = 0.0
-    stored(tmp_path, "quest", samples=two, config={"metric": None})
-    assert "which of its scores is the main one; it holds accuracy, strict" in left_out(tmp_path)["quest-64"]
 
 
 def test_a_torn_run_is_left_out_with_the_command_that_mends_it(tmp_path):

@@ -1,6 +1,6 @@
 """`kvbench judge RUN`: questions for a judge about a run's outputs, and what its replies come to.
 
-Some of what a benchmark asks only another model can tell: whether a diary's week has the birthday that it should
+Some questions of a benchmark need another model as a judge: whether a diary's week has the birthday that it should
 (LongGenBench). No judge runs here. `--questions FILE` writes one JSON object a line with `sample`, `name` and `prompt`;
 the user's judge adds `reply` to each; `--replies FILE` counts those with a "yes", as LongGenBench's eval.py does, and
 keeps the result as judged.json in the run's folder. Exit codes: 0 done, 2 refused.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.config import ConfigError, first_line
-from kvbench.runs.folder import check_format, write_whole
+from kvbench.runs.folder import check_format, write_whole, writing
 from kvbench.runs.stored import ResultsError, printable, read_samples, runs_in, stored_task, using
 from kvbench.tasks import Sample
 from kvbench.tasks.known import add_config_dir, stored_task_of
@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _write(given.questions, asked)
             return 0
         found = judged(asked, _replies(given.replies))
-        write_whole(folder / "judged.json", json.dumps(found, indent=2) + "\n")
+        with writing(folder):
+            write_whole(folder / "judged.json", json.dumps(found, indent=2) + "\n")
     except (ConfigError, ResultsError, OSError) as error:
         print(f"kvbench judge: {printable(first_line(error))}", file=sys.stderr)
         return 2

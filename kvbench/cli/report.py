@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import kvbench
 from kvbench.config import ConfigError
-from kvbench.runs.stored import ResultsError, printable
+from kvbench.runs.stored import ResultsError, printable, runs_below
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 
 FOLDER = Path("results")
 RESULTS = Path(kvbench.__file__).parents[1] / "results"
-SHIPPED = [RESULTS / name for name in ("claims", "fidelity_budgets", "quantised", "reference", "reference_tiny")]
+SWEEPS = ("claims", "fidelity_budgets", "quantised", "reference", "reference_tiny")
+SHIPPED = [RESULTS / f"{name}.tar.xz" for name in SWEEPS]
 FORMATS = {"console": ".txt", "markdown": ".md", "latex": ".tex", "csv": ".csv", "html": ".html", "site": ""}
 
 EXAMPLES = """\
   kvbench report                                         your runs below results/
-  kvbench report results/reference                       the runs that kvbench ships
+  kvbench report results/reference.tar.xz                the runs that kvbench ships
   kvbench report --rows method,budget --columns task     scores, with all that belongs to them
   kvbench report --rows method --columns budget --values tpot_ms_mean --where task=passkey
   kvbench report --paper icecache_table1 --format latex  ours beside the published numbers
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("folders", nargs="*", type=Path, metavar="FOLDER", help="of runs, or above some; default: yours below results")
+    add("folders", nargs="*", type=Path, metavar="FOLDER", help="of runs, or an archive; default: yours below results")
     add("--list", action="store_true", help="name the published tables, the figures, the keys and the values")
     add("--paper", action="append", metavar="ID", help="a published table with ours beside it; may be repeated")
     add("--claims", action="store_true", help="the papers' claims: what was measured of each, and the verdict")
@@ -217,7 +218,7 @@ def _own_folders() -> list[Path]:
     """
     inside = sorted(FOLDER.iterdir()) if FOLDER.is_dir() else []
     shipped = [path for path in inside if path.resolve() in SHIPPED]
-    own = [path for path in inside if path not in shipped and any(path.rglob("run.yaml"))]
+    own = [path for path in inside if path not in shipped and next(runs_below(path), None)]
     if shipped and not own:
         names = " or ".join(f"kvbench report {path}" for path in shipped)
         raise ResultsError(f"{FOLDER}: no run of yours yet; {names} shows those that kvbench ships")

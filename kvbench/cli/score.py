@@ -33,6 +33,7 @@ from kvbench.runs.stored import (
     ResultsError,
     printable,
     read_samples,
+    refuse_archive,
     runs_in,
     stored_task,
     using,
@@ -89,6 +90,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         refuse_twice(changes)
         options = options_of(changes)
         folders = list(runs_in([Path(word) for word in given.words if word not in changes]))
+        for folder in folders if given.write else ():
+            refuse_archive(folder)
     except (ConfigError, ResultsError) as error:
         return _refused(error)
     console = Console(highlight=False)
@@ -263,7 +266,7 @@ def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -
         return record
     key, answers, output = record["id"], record.get("answers"), record.get("output")
     if answers is None:
-        raise ResultsError(f"{folder}: {key} is stored without its answers, by an older kvbench; run it again")
+        raise ResultsError(f"{folder}: {key} is stored without its answers, as compact_runs.py leaves it; run it again")
     if output is None:
         raise ResultsError(f"{folder / 'samples.jsonl'}: the newest line of {key} is damaged: no output")
     asked, group = record.get("sample") or key, record.get("group") or ""
@@ -355,7 +358,7 @@ def predictions_table(found: predictions.Predictions) -> Table:
 
 
 def remarks(found: predictions.Predictions) -> list[str]:
-    """What a reader of the table must know: what has no subset to be scored as, and what is missing from the mean."""
+    """What a reader of the table must know: files that are no subset, and subsets that are missing from the mean."""
     lines = []
     if found.others:
         files = ", ".join(f"{name}.jsonl" for name in found.others)

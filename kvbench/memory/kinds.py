@@ -58,8 +58,8 @@ def kv_of(asked: str | Mapping[str, str]) -> KV:
 
 
 def kv_in(config: Mapping[str, Any]) -> KV:
-    """That of a composed config; of one from before there was a choice, native."""
-    return KV(**{tier: kind for tier, kind in (config.get("kv") or {}).items() if tier in KV._fields})
+    """That of a composed config, or of a stored one."""
+    return KV(*(config["kv"][tier] for tier in KV._fields))
 
 
 def unfit_for(kv: KV, method: Method, name: str, counted: bool) -> Iterator[str]:

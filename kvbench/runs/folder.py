@@ -35,10 +35,12 @@ from kvbench.runs.stored import (
     Record,
     ResultsError,
     contents,
+    is_there,
     json_in,
     of_shards,
     read_run,
     read_samples,
+    refuse_archive,
 )
 
 MERGE_SECONDS = 60.0  # the longest that a shard waits for another one that merges
@@ -92,7 +94,7 @@ class RunFolder:
             are as they were when this one was opened.
         done: those without an error.
         finished: the run had finished when it was opened.
-        tear: what it lacked then of what it had when it finished, "" for nothing; the samples that it lacks run again.
+        tear: what had been lost since it finished, when it was opened; "" for nothing. Lost samples run again.
     """
 
     def __init__(self, path: Path, shard: Shard) -> None:
@@ -294,6 +296,7 @@ def unlinked(path: str, flags: int) -> int:
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Say which folder could not be written, and which key moves it elsewhere."""
+    refuse_archive(path)
     try:
         yield
     except OSError as error:
@@ -474,14 +477,14 @@ def tear_of(folder: Path, samples: int) -> str:
         folder: the run's.
         samples: in its samples.jsonl now.
     """
-    if not (folder / "run.yaml").is_file():
+    if not is_there(folder / "run.yaml"):
         return "run.yaml is missing; the command that made the run writes it anew"
     if lost := lost_samples(folder, samples):
         return lost
     finished = json_in(folder / "summary.json").get("n")
     if type(finished) is int and samples > finished:
         return f"samples.jsonl has {samples} samples, and {finished} when the run finished; the same command says more"
-    if stored_state(folder) == "finished" and not (folder / "summary.json").exists():
+    if stored_state(folder) == "finished" and not is_there(folder / "summary.json"):
         return f"summary.json is missing; kvbench score {shlex.quote(str(folder))} --write writes it anew"
     return ""
 

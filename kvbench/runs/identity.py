@@ -20,8 +20,8 @@ def arm_name(config: Mapping[str, Any]) -> str:
 
 
 def backend_name(config: Mapping[str, Any]) -> str:
-    """What runs the model: "hf", which older runs did not name, or another."""
-    return str((config.get("backend") or config.get("engine") or {}).get("name", "hf"))
+    """What runs the model, "hf" or "vllm"."""
+    return str(config["backend"]["name"])
 
 
 def _size(config: Mapping[str, Any]) -> Any:

@@ -33,7 +33,7 @@ class TimeLeft(ProgressColumn):
     """`time_left` as a column."""
 
     def render(self, bar: Bar) -> Text:
-        """The time left, "" while nothing tells it."""
+        """The time left, "" while it is not known."""
         if not bar.elapsed or bar.finished:
             return Text("")
         return Text(time_left(bar.elapsed, bar.fields.get("share") or 0.0), style="progress.remaining")
@@ -48,7 +48,7 @@ class Speed(ProgressColumn):
 
 
 class Reporter:
-    """What a run tells while it goes on.
+    """What a run prints while it goes on.
 
     Attributes:
         share: of the work of this start that is done.
@@ -60,8 +60,8 @@ class Reporter:
         self._inside = bars.add_task("tokens of this sample", total=None, visible=False, tokens=True)
         self._said: set[str] = set()
         self._tokens = self._at = self._of = 0
-        self._told_tokens = 0
-        self._began = self._told = time.monotonic()
+        self._line_tokens = 0  # when the last line was printed, as is _line_at
+        self._began = self._line_at = time.monotonic()
 
     def begin(self, at: int = 0) -> None:
         """A generation begins, with `at` tokens of its prompt read already."""
@@ -72,7 +72,7 @@ class Reporter:
         self._tokens += done - self._at
         self._at, self._of = done, total
         self.bars.update(self._inside, completed=done, total=total, visible=True)
-        if self.bars.disable and time.monotonic() - self._told >= LINE_SECONDS:
+        if self.bars.disable and time.monotonic() - self._line_at >= LINE_SECONDS:
             self.line()
 
     def line(self) -> None:
@@ -83,9 +83,9 @@ class Reporter:
         rate = self._tokens / max(elapsed, 1e-3)
         line = f"{samples.completed:.0f}/{samples.total:.0f} samples, {rate:.0f} tokens/s, {left}"
         if self._at < self._of:
-            speed = (self._tokens - self._told_tokens) / max(now - self._told, 1e-3)
+            speed = (self._tokens - self._line_tokens) / max(now - self._line_at, 1e-3)
             line += f"; of this one {self._at:,} of {self._of:,} tokens, {speed:.0f} tokens/s"
-        self._told, self._told_tokens = now, self._tokens
+        self._line_at, self._line_tokens = now, self._tokens
         self.bars.console.print(line, highlight=False)
 
     def sample(self, record: dict[str, Any], share: float) -> None:

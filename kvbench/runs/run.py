@@ -55,7 +55,7 @@ def run(cfg: DictConfig, shard: Shard = WHOLE) -> dict[str, Any]:
         The summary; {} where other shards still have samples to run.
 
     Raises:
-        ConfigError: what only the loaded model or the task's data can tell is wrong.
+        ConfigError: something is wrong that only the loaded model or the task's data shows.
         ResultsError: the run folder cannot be used.
     """
     bind_methods()
@@ -84,8 +84,8 @@ def _run(config: Config, shard: Shard) -> dict[str, Any]:
                         tokens = f"the {record['prompt_tokens']} tokens of {record['id']}"
                         report.once("whole", f"budget=null: the method attends {tokens} whole (said once)")
                     if sample.chat and not record["chat"] and arm.protocol.chat == "auto":
-                        told = "protocol.chat=auto: the tokenizer has no chat template, prompts are raw (said once)"
-                        report.once("chat", told)
+                        raw = "protocol.chat=auto: the tokenizer has no chat template, prompts are raw (said once)"
+                        report.once("chat", raw)
         summary = concluded(folder, work, arm)
     if not summary:
         console.print(f"shard {shard} is done; others still have samples to run: {folder.path}", soft_wrap=True)
@@ -184,7 +184,7 @@ def set_up(
         try_out: see `kvbench.backends.backend.Backend.load`.
 
     Raises:
-        ConfigError: what only the method, the model or the machine can tell is wrong.
+        ConfigError: something is wrong that only the method, the model or the machine shows.
     """
     try:
         protocol = Protocol(**config["protocol"])
@@ -211,7 +211,7 @@ def set_up(
 
 
 def largest_prompts(config: Config) -> Prompts:
-    """The largest prompts of a run, as far as its config tells."""
+    """The largest prompts of a run, as far as its config says."""
     task = config["task"]
     lengths = task.get("lengths") if task.get("unit", "tokens") == "tokens" else None
     tokens = max(lengths) + (task.get("new_tokens") or 0) if lengths else 0

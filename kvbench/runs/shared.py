@@ -75,7 +75,7 @@ def run_arms(configs: Sequence[DictConfig], console: Console | None = None, shar
         shard: which of the samples to run.
 
     Raises:
-        ConfigError: they differ in more, or what only the task's data can tell is wrong.
+        ConfigError: they differ in more, or something is wrong that only the task's data shows.
         ResultsError: the system allows too few open files for a single one.
     """
     bind_methods()

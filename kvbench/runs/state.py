@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbench.runs.heartbeat import DEAD_SECONDS
-from kvbench.runs.stored import SHARDS, json_in
+from kvbench.runs.stored import SHARDS, archive_of, json_in
 
-LEAST_SHARE = 1e-6  # of the work: what is left cannot be told from less
+LEAST_SHARE = 1e-6  # of the work: a smaller share says nothing of what is left
 TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("state", "began", "updated"), (str,)),
     **dict.fromkeys(("done", "failed", "total", "ran"), (int,)),
@@ -21,12 +21,12 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 
 class State(NamedTuple):
-    """A run, as its status files tell.
+    """A run, as its status files say.
 
     Attributes:
         path: the run folder.
-        state: "finished"; "running"; "dead", which says that it runs and gives no sign of life; "stopped", with Ctrl-C
-            or SIGTERM; "interrupted", by an error; "waiting" for shards that have not begun; "unknown".
+        state: "finished"; "running"; "dead": its file says "running", but it gives no sign of life; "stopped" with
+            Ctrl-C or SIGTERM; "interrupted" by an error; "waiting" for shards that have not begun; "unknown".
         done, failed: samples.
         total: samples in all; None where nobody said.
         rate: samples a minute of those that run now; None where none does, or none has one yet.
@@ -88,7 +88,7 @@ def _of(file: Path) -> re.Match[str] | None:
 
 
 def _together(states: Sequence[str]) -> str:
-    """One word for a run: what needs a look comes first, but for what still runs."""
+    """One word for a run: "running" if any part runs, else the state that most needs a look."""
     for state in ("running", "dead", "interrupted", "stopped"):
         if state in states:
             return state
@@ -113,7 +113,7 @@ def _status(file: Path) -> _Status | None:
     """A status file, of which what has another type than kvbench writes says nothing; None where it cannot be read."""
     says = json_in(file)  # opening asks a file server for the file's present time
     try:
-        age = time.time() - file.stat().st_mtime
+        age = time.time() - (archive_of(file.parent) or file).stat().st_mtime
     except OSError:
         return None
     plain = {key: value for key, value in says.items() if type(value) in TYPES.get(key, ())}

@@ -2,11 +2,14 @@
 
 A folder may come from anybody. A file here is a regular one of bounded size; YAML has no aliases, by which a small file
 means a huge one; numbers are finite and fit 64 bits; a record has the types that `kvbench.measure` gives it. What does
-not keep to that is a `ResultsError`, never a traceback. No torch.
+not keep to that is a `ResultsError`, never a traceback. Run folders may lie in an archive (`kvbench.runs.archive`),
+whose name their paths then go through: results/reference.tar.xz/runs/passkey. No torch.
 """
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
 import math
 import os
@@ -15,17 +18,19 @@ import shlex
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
 from kvbench.config import ConfigError, first_line
+from kvbench.runs.archive import SUFFIX, unpacked
 
 FORMAT = 1  # of everything in a run folder; raised when an older reader would misread it
 SHARDS = "shards"  # in a run folder, the folders of jobs that share out its samples
 MOST_BYTES = {"run.yaml": 2**22, "samples.jsonl": 2**30}  # of a file that is read, by its name
 MOST_OTHERS = 2**28
+OF_RUNS = MOST_BYTES.keys()  # a folder with one of these is a run's
 DEEPEST = 32  # levels of a run.yaml; ours have six
 
 # What a computation raises on values that no kvbench wrote. Whoever computes from stored data says what is wrong.
@@ -49,6 +54,7 @@ TYPES: dict[str, type] = {
 }
 _LARGE = re.compile(r"\d{19}|[eE]\+?\d{3}|NaN|Infinity")  # where a number may be that does not fit, or text like it
 
+_ENTERED = re.compile(re.escape(SUFFIX) + "/")  # in a path that may lead into an archive
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -77,15 +83,23 @@ class ResultsError(RuntimeError):
 
 
 def contents(path: Path) -> bytes:
-    """All of a regular file.
+    """All of a regular file, on the disk or in an archive.
 
     Raises:
-        ResultsError: it is a pipe, a device or a folder, or larger than any that kvbench writes.
+        ResultsError: it is a pipe, a device or a folder, larger than any that kvbench writes, or in a damaged archive.
         OSError: it is not there, or cannot be read.
     """
+    most = MOST_BYTES.get(path.name, MOST_OTHERS)
+    if place := _in_archive(path):
+        archive, name = place
+        if (data := _files_in(archive).get(name)) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        if len(data) > most:
+            raise ResultsError(f"{path}: has {len(data)} bytes; expected at most {most}")
+        return bytes(data)
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without the second a pipe would be waited for
     try:
-        found, most = os.fstat(opened), MOST_BYTES.get(path.name, MOST_OTHERS)
+        found = os.fstat(opened)
         if not stat.S_ISREG(found.st_mode):
             raise ResultsError(f"{path}: not a regular file")
         if found.st_size > most:
@@ -94,6 +108,59 @@ def contents(path: Path) -> bytes:
             return file.read(found.st_size)
     finally:
         os.close(opened)
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is something at a path, on the disk or in an archive.
+
+    Raises:
+        ResultsError: the archive is damaged.
+    """
+    place = _in_archive(path)
+    return place[1] in _files_in(place[0]) if place else path.exists()
+
+
+def refuse_archive(folder: Path) -> None:
+    """Refuse to write into an archive.
+
+    Raises:
+        ResultsError: the folder is in one.
+    """
+    if archive := archive_of(folder):
+        raise ResultsError(f"{folder}: an archive is not written to; unpack it: tar -xf {shlex.quote(str(archive))}")
+
+
+def archive_of(folder: Path) -> Path | None:
+    """The archive that a folder is, or is in; None for one on the disk."""
+    place = _in_archive(folder / "run.yaml")
+    return place and place[0]
+
+
+def _in_archive(path: Path) -> tuple[Path, str] | None:
+    """The archive that a path leads into, and the rest of the path; None for a path on the disk."""
+    whole = str(path)
+    for found in _ENTERED.finditer(whole):
+        if (archive := Path(whole[: found.end() - 1])).is_file():
+            return archive, whole[found.end() :]
+    return None
+
+
+def _files_in(archive: Path) -> Mapping[str, memoryview]:
+    """The files of an archive by their names there.
+
+    Raises:
+        ResultsError: it is damaged.
+    """
+    found = archive.stat()
+    return _unpacked(str(archive.absolute()), (found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=8)  # samples are read again, run by run, as a report needs them
+def _unpacked(archive: str, _: tuple[int, ...]) -> Mapping[str, memoryview]:
+    try:
+        return unpacked(contents(Path(archive)))
+    except (OSError, MemoryError, ValueError) as error:
+        raise ResultsError(f"{Path(archive).name}: no archive that kvbench reads ({printable(str(error))})") from error
 
 
 def json_of(data: bytes) -> Any:
@@ -142,13 +209,13 @@ def using(folder: Path) -> Iterator[None]:
     """Say that a folder cannot be used where reading it, or computing from what it holds, fails.
 
     Raises:
-        ResultsError: why; what is one already, or tells of a bad setting, passes as it is.
+        ResultsError: why; a ResultsError or a ConfigError from inside passes as it is.
     """
     try:
         yield
     except (ConfigError, ResultsError):
         raise
-    except (OSError, MemoryError, RuntimeError, *DAMAGED) as error:  # the last but one: ~name in a path, of nobody
+    except (OSError, MemoryError, RuntimeError, *DAMAGED) as error:  # RuntimeError: a path with ~name, of no user
         raise ResultsError(f"{folder}: not as kvbench writes it ({what_of(error)})") from error
 
 
@@ -167,7 +234,9 @@ def printable(text: str) -> str:
 
 
 def runs_in(paths: Sequence[Path]) -> Iterator[Path]:
-    """The run folders at or under these paths, in order and none twice.
+    """The run folders at or under these paths, on the disk and in archives, in order and none twice.
+
+    An archive that cannot be read stands for itself: whoever reads a run there says why.
 
     Raises:
         ResultsError: there is none at one of them.
@@ -177,23 +246,38 @@ def runs_in(paths: Sequence[Path]) -> Iterator[Path]:
         raise ResultsError(f"no run given; {right}")
     seen: set[Path] = set()
     for path in paths:
-        found = [path] if (path / "run.yaml").is_file() else sorted(set(_below(path)))
+        found = [path] if (path / "run.yaml").is_file() else sorted(set(runs_below(path)))
         if not found:
             raise ResultsError(f"{path}: {_no_run(path)}; {right}")
         yield from (folder for folder in found if folder not in seen)
         seen.update(found)
 
 
-def _below(path: Path) -> Iterator[Path]:
-    """The run folders at or under a path, with those that lost their run.yaml."""
+def runs_below(path: Path) -> Iterator[Path]:
+    """The run folders at or under a path, with those that lost their run.yaml; some of them twice."""
+    if archive := archive_of(path):
+        yield from _runs_in_archive(archive, path)
+        return
     yield from (file.parent for file in path.rglob("run.yaml"))
     others = (file.parent for file in path.rglob("status.json") if file.parent.parent.name != SHARDS)
     yield from (folder for folder in others if (folder / "samples.jsonl").is_file())
+    for archive in path.rglob(f"*{SUFFIX}"):
+        if archive.is_file():
+            yield from _runs_in_archive(archive, archive)
+
+
+def _runs_in_archive(archive: Path, path: Path) -> Iterator[Path]:
+    try:
+        folders = {archive / file.parent for file in map(PurePosixPath, _files_in(archive)) if file.name in OF_RUNS}
+    except (OSError, ResultsError):
+        yield archive
+        return
+    yield from (folder for folder in folders if folder.is_relative_to(path) and folder.parent.name != SHARDS)
 
 
 def _no_run(path: Path) -> str:
     """Why there is no run at a path."""
-    if path.is_dir():
+    if path.is_dir() or archive_of(path):
         return "no run in it"
     if not path.exists():
         return "no such folder"

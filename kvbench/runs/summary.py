@@ -91,9 +91,7 @@ def _passed(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, floa
 def _written(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """How long the outputs are that a model wrote, and how many of them ended in a loop; {} where it wrote none."""
     outputs = [
-        told
-        for record in records
-        if not (record.get("fidelity") or record.get("hardware")) and (told := written(record))
+        own for record in records if not (record.get("fidelity") or record.get("hardware")) and (own := written(record))
     ]
     if not outputs:
         return {}
@@ -157,7 +155,7 @@ def summarise_repeats(records: Sequence[Mapping[str, Any]], metric: str) -> dict
 
 
 def machine_name(machine: Mapping[str, Any]) -> str:
-    """What the `machine` of a record or summary is called; "" in results of a kvbench that did not say."""
+    """What the `machine` of a record or summary is called; "" of an empty one."""
     return f"{machine['device']}, {machine['threads']} threads" if "device" in machine else ""
 
 
@@ -191,8 +189,8 @@ def timed_alike(records: Iterable[Record]) -> list[Record]:
 def _machine(timed: Sequence[Mapping[str, Any]], of: int) -> dict[str, Any]:
     """What these times are of, whether all were disturbed, and how many samples' times are not among them."""
     found = _combined("machine", timed)
-    told = {"disturbed": is_disturbed(timed[0]), "left_out": of - len(timed)} if timed else {}
-    return {**found, **told} if found or any(told.values()) else {}
+    caveats = {"disturbed": is_disturbed(timed[0]), "left_out": of - len(timed)} if timed else {}
+    return {**found, **caveats} if found or any(caveats.values()) else {}
 
 
 def _score(record: Mapping[str, Any], name: str) -> float:
@@ -204,8 +202,8 @@ def _score(record: Mapping[str, Any], name: str) -> float:
 def _scores(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     """The scores of that name, 0..1, of the samples that have it, and of the failed ones in their groups.
 
-    Subsets may have metrics of their own, and a sample a score by the name of the kind that it is of, which its `meta`
-    tells: of a kind only its own samples count.
+    Subsets may have metrics of their own. A sample may have a score named after its kind, a value of its `meta`: only
+    samples of that kind count there.
     """
     having = [name in (record.get("scores") or {}) for record in records]
     groups = {record.get("group") for record, has in zip(records, having, strict=True) if has}

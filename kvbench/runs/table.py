@@ -93,9 +93,9 @@ def _hardware(found: Mapping[str, Any]) -> dict[str, str]:
 def _machine(summary: Mapping[str, Any]) -> dict[str, str]:
     """Where the times are from, if not all samples were timed on one machine that nothing else kept busy."""
     machine = summary.get("machine") or {}
-    told = [f"{left_out} samples elsewhere or disturbed"] if (left_out := machine.get("left_out")) else []
-    told += ["disturbed by other work"] if machine.get("disturbed") else []
-    return {"times are of": "; ".join([machine_name(machine), *told])} if told else {}
+    caveats = [f"{left_out} samples elsewhere or disturbed"] if (left_out := machine.get("left_out")) else []
+    caveats += ["disturbed by other work"] if machine.get("disturbed") else []
+    return {"times are of": "; ".join([machine_name(machine), *caveats])} if caveats else {}
 
 
 def _fidelity(found: Mapping[str, Any]) -> dict[str, str]:

@@ -59,7 +59,7 @@ def judged(runs: Runs | None, folders: Sequence[Path]) -> list[Judged]:
     found = []
     for claim in claims():
         own = _judged(claim, runs, folders)
-        theirs = _judged(claim, shipped_runs(SHIPPED / "claims"), [], OURS) if any(_lacking(own)) else own
+        theirs = _judged(claim, shipped_runs(SHIPPED / "claims.tar.xz"), [], OURS) if any(_lacking(own)) else own
         found.append(theirs if _lacking(theirs) < _lacking(own) else own)
     return found
 
@@ -83,9 +83,9 @@ def _lacking(one: Judged) -> tuple[int, int]:
 
 
 @cache
-def shipped_runs(folder: Path) -> Runs | None:
+def shipped_runs(archive: Path) -> Runs | None:
     """The runs that kvbench ships; None where it was installed without them."""
-    return collect([folder]) if folder.is_dir() else None
+    return collect([archive]) if archive.is_file() else None
 
 
 def _found(criterion: Criterion, runs: Runs | None, folders: Sequence[Path]) -> Finding | Missing:

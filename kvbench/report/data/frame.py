@@ -29,6 +29,7 @@ from kvbench.runs.stored import (
     DAMAGED,
     Record,
     ResultsError,
+    is_there,
     json_in,
     printable,
     read_run_yaml,
@@ -87,11 +88,11 @@ def _read(path: Path, unfinished: bool) -> _Read:
     Raises:
         ResultsError: why it cannot be used.
     """
-    written = read_run_yaml(path) if (path / "run.yaml").exists() else {}
+    written = read_run_yaml(path) if is_there(path / "run.yaml") else {}
     records, _ = read_samples(path / "samples.jsonl")
     if tear := tear_of(path, len(records)):
         raise ResultsError(tear)
-    finished = (path / "summary.json").exists()
+    finished = is_there(path / "summary.json")
     if not finished and not unfinished:
         raise ResultsError(f"unfinished, {len(records)} samples so far; --unfinished shows it")
     if not records:
@@ -100,8 +101,8 @@ def _read(path: Path, unfinished: bool) -> _Read:
         identity, config = written["identity"], written["config"]
         settings = _settings(identity, config)
         # A run that began in a sweep and one alone are one run: its samples say where they began.
-        settings["shared_prefill"] |= any(record.get("shared_prefill") for record in records.values())
-        metric = config.get("metric") or _only_score(records.values())
+        settings["shared_prefill"] = any(record.get("shared_prefill") for record in records.values())
+        metric = str(config["metric"])
         scores = _scores(records.values(), metric, str(settings["seed"]))
         summary = summarise(records.values(), metric)
         arm = _arm(path, written, settings, summary)
@@ -116,23 +117,22 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
     own = identity["config"]
     method, task = own["method"], own["task"]
     settings = {
-        "model": str(config.get("model_name") or config["model"]["name"]),
-        "model.revision": identity.get("model_revision"),
+        "model": str(config["model_name"]),
+        "model.revision": identity["model_revision"],
         "method": str(method["name"]),
         "budget": _budget(own),
         "task": str(task["name"]),
-        "seed": _whole(own, "seed", None),
-        "batch": _whole(own, "batch", 1),
-        "attention": own.get("attention"),
+        "seed": _whole(own, "seed"),
+        "batch": _whole(own, "batch"),
+        "attention": own["attention"],
         "kv": str(kv_in(own)),
         "backend": backend_name(own),
-        "device": identity.get("device"),
-        "dtype": identity.get("dtype"),
-        "dense_layers": show(identity.get("dense_layers") or []),
-        "shared_prefill": bool(identity.get("shared_prefill")),
+        "device": identity["device"],
+        "dtype": identity["dtype"],
+        "dense_layers": show(identity["dense_layers"]),
     }
     protocol = {**GREEDY, **own["protocol"]}
-    sections = {"protocol": protocol, "probe": own.get("probe") or {}, "method": method, "task": task}
+    sections = {"protocol": protocol, "probe": own["probe"], "method": method, "task": task}
     for section, values in sections.items():
         for key, value in values.items():
             if key not in FACTS | {"name", "_target_", "preset"}:
@@ -143,9 +143,9 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
     return settings
 
 
-def _whole(own: Mapping[str, Any], key: str, default: int | None) -> int | None:
-    value: int | None = own.get(key, default)
-    if value is not None and type(value) is not int:
+def _whole(own: Mapping[str, Any], key: str) -> int:
+    value = own[key]
+    if type(value) is not int:
         raise ResultsError(f"not as kvbench writes it ({key}={show(value)[:40]}: no whole number)")
     return value
 
@@ -153,15 +153,6 @@ def _whole(own: Mapping[str, Any], key: str, default: int | None) -> int | None:
 def _budget(own: Mapping[str, Any]) -> int | float | None:
     """The budget that a run had: a preset's size where none was given, and None for a method that has no budget."""
     return size_of(own["budget"], own["method"]) if has_budget(own["method"]) else None
-
-
-def _only_score(records: Iterable[Record]) -> str:
-    """The main score of a run by an older kvbench, which did not say which it is."""
-    names = {name for record in records for name in record.get("scores") or {}}
-    if len(names) != 1:
-        holds = f"holds {', '.join(sorted(names))}" if names else "holds no score"
-        raise ResultsError(f"an older run, which does not say which of its scores is the main one; it {holds}")
-    return names.pop()
 
 
 def _scores(records: Iterable[Record], metric: str, seed: str) -> Scores:
@@ -211,20 +202,20 @@ def _arm(
     path: Path, written: Mapping[str, Any], settings: Mapping[str, Any], summary: Mapping[str, Any]
 ) -> dict[str, Any]:
     identity, config = written["identity"], written["config"]
-    dummy = str(identity.get("model_revision")).startswith("dummy-")
+    dummy = str(identity["model_revision"]).startswith("dummy-")
     return {
         "path": path,
         "paths": (path,),
-        "run_id": written.get("run_id"),
+        "run_id": written["run_id"],
         **{key: settings[key] for key in ("model", "method", "budget", "task")},
         "weights": "random" if dummy else "pretrained",
-        **{key: settings.get(f"protocol.{key}") for key in PROTOCOL},
-        "protocol": identity.get("protocol"),
+        **{key: settings[f"protocol.{key}"] for key in PROTOCOL},
+        "protocol": identity["protocol"],
         "seed": settings["seed"],
-        "probe_every": settings.get("probe.every") or 0,
+        "probe_every": settings["probe.every"],
         **{key: settings[key] for key in ("device", "dtype", "shared_prefill")},
-        "device_name": machine_name(summary.get("machine") or {}) or config.get("device_name"),
-        "data": identity.get("data"),
+        "device_name": machine_name(summary.get("machine") or {}) or config["device_name"],
+        "data": identity["data"],
         **columns_of(summary, settings["budget"]),
         "spread": {},
     }

@@ -33,8 +33,6 @@ def over_seeds(runs: Runs, chosen: Iterable[Run]) -> tuple[Runs, list[Run]]:
     alike: dict[str, list[Run]] = {}
     for run in chosen:
         kind = {**run.but_for_seed, "data": run.arm["data"]}
-        if run.is_timed and missing(run.arm["measured_on"]):
-            kind["device_name"] = run.arm["device_name"]  # which samples of older runs do not say
         alike.setdefault(json.dumps(kind, sort_keys=True, default=str), []).append(run)
     if all(len(members) == 1 for members in alike.values()):
         return runs, [run for (run,) in alike.values()]

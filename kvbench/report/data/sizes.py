@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import math
 
-from kvbench.memory.kinds import NATIVE
 from kvbench.report.data.run import Run, missing
 
 
 def bytes_read(run: Run) -> float:
-    """Bytes of KV that a decode step of a run reads on average; NaN where neither it nor full attention says.
+    """Bytes of KV that a decode step of a run reads on average; NaN where its audit does not say.
 
     What is attended in all layers, as it is held (`kv=`), and what the method scanned of the stored keys. What a method
     reads of an index of its own is in no audit.
     """
     attended, scanned = run.arm["attended_bytes_per_step"], run.arm["read_bytes_per_step"]
-    return float((_attended_bytes(run) if missing(attended) else attended) + (0.0 if missing(scanned) else scanned))
-
-
-def _attended_bytes(run: Run) -> float:
-    """Of a run whose audit did not say: from the entries, and the bytes of one that full attention's device holds."""
-    full = run.full()
-    if full is None or run.settings["kv"] != str(NATIVE):
-        return math.nan
-    own, whole = run.arm, full.arm
-    needed = (own["attended_mean"], whole["attended_mean"], whole["attended_max"], whole["device_kv_bytes"])
-    if any(map(missing, needed)) or not whole["attended_max"]:
-        return math.nan
-    dense, windowed = (own[name] if not missing(own[name]) else 0.0 for name in ("dense_share", "windowed_share"))
-    entries = (1 - dense - windowed) * own["attended_mean"] + dense * whole["attended_mean"]
-    return float(whole["device_kv_bytes"] / whole["attended_max"] * entries / (1 - windowed))
+    return math.nan if missing(attended) else float(attended + (0.0 if missing(scanned) else scanned))
 
 
 def bytes_held(run: Run) -> float:
@@ -39,7 +24,7 @@ def bytes_held(run: Run) -> float:
     own, full = run.arm, run.full()
     if full is None or missing(own["device_kv_bytes"]) or own["failed"] or full.arm["failed"]:
         return math.nan
-    tokens, rows = full.arm["attended_max"], run.settings.get("batch") or 1
+    tokens, rows = full.arm["attended_max"], run.settings["batch"]
     held = [own[name] for name in ("device_kv_bytes", "host_bytes", "index_bytes")]
     return math.nan if missing(tokens) else sum(0 if missing(size) else size for size in held) / tokens / rows
 

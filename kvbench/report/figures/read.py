@@ -39,10 +39,7 @@ def read(runs: Runs) -> Figure:
     arms = arms.assign(read=[bytes_read(runs[run]) for run in arms.index])
     arms = arms[arms["read"].notna()]
     if (arms["method"] == YARDSTICK).all():
-        raise ConfigError(
-            "figure=read: no sparse run with an audit beside one of method=full on the same samples, which has the "
-            "bytes of a token"
-        )
+        raise ConfigError("figure=read: no run of a sparse method whose audit has attended_bytes_per_step")
     panels = panels_of("read", runs, arms)
     lines = [list(series_of(runs, own)) for _, own in panels]
     both = arms[KL.name].notna().any()

@@ -67,7 +67,7 @@ def _drawn(site: Site, name: str, shown: Shown) -> tuple[bytes, str]:
 @cache
 def _of_shipped(name: str) -> bytes:
     """A figure of what kvbench ships; b"" where it was installed without that."""
-    shown, runs = SHOWN[name], shipped_runs(SHIPPED / "claims")
+    shown, runs = SHOWN[name], shipped_runs(SHIPPED / "claims.tar.xz")
     if shown.file:
         return picture(partial(draw_file, name, [SHIPPED / shown.file]))
     return b"" if runs is None else picture(lambda: draw(name, _chosen(runs, shown.longest)))
