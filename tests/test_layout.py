@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,6 +95,12 @@ def test_a_method_knows_the_interface_alone_and_the_harness_no_method() -> None:
     }
     ours = {other for module, others in IMPORTS.items() if module.startswith("kvbench") for other in others}
     assert not {module for module in ours if module.startswith("methods")}
+
+
+def test_only_backends_know_a_library_that_runs_models() -> None:
+    asked = re.compile(r"^\s*(?:from|import) (?:transformers|vllm)\b", re.MULTILINE)
+    know = {name_of(path) for path in sources("kvbench", "methods") if asked.search(path.read_text())}
+    assert {name for name in know if not name.startswith("kvbench.backends.")} == {"kvbench.models.types"}
 
 
 def test_hydra_is_used_by_its_public_names_alone() -> None:

@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from kvbench.backends.backend import Asked, Backend, Generated, backend_of
 from kvbench.backends.hf import loading as models
@@ -28,6 +27,7 @@ from kvbench.memory.kinds import kv_in
 from kvbench.method import Method
 from kvbench.models import hub
 from kvbench.models.heads import Calibration
+from kvbench.models.types import Tokenizer
 from kvbench.tasks import Given, Sample, Task, Timed
 
 
@@ -375,7 +375,7 @@ PART = "\N{REPLACEMENT CHARACTER}"  # what tokens are decoded to that hold less 
 
 
 def ends_at(
-    tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], skip_special_tokens: bool = True
+    tokenizer: Tokenizer, stops: Sequence[str], skip_special_tokens: bool = True
 ) -> Callable[[Sequence[int]], bool]:
     """Whether an output ends with its newest token, as `generate` asks: once its text holds one of `stops`."""
     # A stop may begin inside a token, so texts are compared. The last tokens that have a text hold what the newest one

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from kvbench.backends.hf.generate import EngineCache, Generation, Progress, decode_step, generate
 from kvbench.engine.engine import Engine
 from kvbench.measure import hardware, machine
 from kvbench.measure.synthetic import MADE, Filled, SyntheticEngine
+from kvbench.models.types import Model
 from kvbench.tasks import Timed
 
 REHEARSED = 4096  # prompt tokens of the rehearsal, at most: long enough for every method's index
@@ -29,7 +29,7 @@ MakeEngine = Callable[[Sequence[Sequence[int]], int], Engine]
 
 
 def time_sample(
-    model: PreTrainedModel,
+    model: Model,
     timed: Timed,
     new_tokens: int,
     make: MakeEngine,
@@ -86,7 +86,7 @@ def time_sample(
 
 
 def _generate(
-    model: PreTrainedModel,
+    model: Model,
     rows: Sequence[Sequence[int]],
     timed: Timed,
     engine: Engine,
@@ -131,7 +131,7 @@ class _Watch:
             self._progress(done, total)
 
 
-def _floor(model: PreTrainedModel, generation: Generation, engine: Engine, bandwidth: float) -> dict[str, float]:
+def _floor(model: Model, generation: Generation, engine: Engine, bandwidth: float) -> dict[str, float]:
     """The bytes that a step must read, and the milliseconds that they take at least."""
     read = hardware.read_weight_bytes(model, engine.shape.batch)
     attended = generation.audit["attended_bytes_per_step"]
@@ -139,7 +139,7 @@ def _floor(model: PreTrainedModel, generation: Generation, engine: Engine, bandw
     return {"must_read_bytes": read + attended, "floor_ms": 1e3 * seconds}
 
 
-def _memory(model: PreTrainedModel, generation: Generation, engine: Engine, peak: int | None) -> dict[str, Any]:
+def _memory(model: Model, generation: Generation, engine: Engine, peak: int | None) -> dict[str, Any]:
     """The device's memory: the peak of what was allocated, or without a GPU what is counted."""
     weights = hardware.weight_bytes(model)
     counted = weights + engine.allocated_bytes() + generation.audit["index_bytes"]
@@ -151,9 +151,7 @@ def _memory(model: PreTrainedModel, generation: Generation, engine: Engine, peak
     }
 
 
-def _python_ms(
-    model: PreTrainedModel, timed: Timed, generation: Generation, engine: Engine, steps: int
-) -> float | None:
+def _python_ms(model: Model, timed: Timed, generation: Generation, engine: Engine, steps: int) -> float | None:
     """Milliseconds of a step in which the device waits for the host."""
     step_ms = statistics.fmean(generation.step_ms[timed.warmup :])
     busy = _busy_ms(model, generation, engine, steps)
@@ -161,7 +159,7 @@ def _python_ms(
 
 
 @torch.inference_mode()
-def _busy_ms(model: PreTrainedModel, generation: Generation, engine: Engine, steps: int) -> float | None:
+def _busy_ms(model: Model, generation: Generation, engine: Engine, steps: int) -> float | None:
     """Milliseconds of a step in which the device is busy, the mean over `steps` steps after the generated ones."""
     cache = EngineCache(engine)
     tokens = torch.tensor([row[-1] for row in generation.tokens])

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers import PreTrainedTokenizerBase
 
 import kvbench
 from kvbench.backends.backend import TryOut, backend_of
@@ -27,6 +26,7 @@ from kvbench.method import Method
 from kvbench.models import hub
 from kvbench.models.footprint import Prompts, footprint, free_memory, refuse_too_large
 from kvbench.models.heads import calibration_for
+from kvbench.models.types import Tokenizer
 from kvbench.runs.code import harness_sources, module_sources, source_hash
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
@@ -160,7 +160,7 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
-    def try_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    def try_out(tokenizer: Tokenizer) -> None:
         protocol.check_chat(tokenizer)
         first = next(iter(task.samples(tokenizer, config["seed"])), None)  # reads the files, and tries the lengths
         if protocol.temperature and first is not None and (first.timed or first.given):

@@ -23,7 +23,7 @@ from kvbench.tasks.rows import check_subsets, in_turn
 from kvbench.tasks.sources import DataFile, HubFile, LocalFile, Row, read_jsonl
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from kvbench.models.types import Tokenizer
 
 ARCHIVE = "data.zip"
 HUB = HubFile("zai-org/LongBench", ARCHIVE, megabytes=114)
@@ -118,7 +118,7 @@ class LongBench(Task):
     def __len__(self) -> int:
         return sum(len(self._rows(name)) for name in self.subsets)
 
-    def samples(self, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Iterator[Sample]:
+    def samples(self, tokenizer: Tokenizer | None, seed: int) -> Iterator[Sample]:
         """One sample of every subset, then the next; in each subset shuffled by the seed, whatever the others are.
 
         A bad line is a sample with an error. An empty context is none: the official script asks all the same.

@@ -14,7 +14,7 @@ from kvbench.tasks import Sample, Task
 from kvbench.tasks.sources import HubFile, LocalFile, Row, rows_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from kvbench.models.types import Tokenizer
 
 
 class TableTask(Task):
@@ -44,7 +44,7 @@ class TableTask(Task):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def samples(self, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Iterator[Sample]:
+    def samples(self, tokenizer: Tokenizer | None, seed: int) -> Iterator[Sample]:
         """A sample of each row, shuffled by the seed; that of a bad row is its error.
 
         Raises:

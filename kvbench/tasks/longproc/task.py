@@ -19,7 +19,7 @@ from kvbench.tasks.rows import check_subsets, in_turn
 from kvbench.tasks.sources import LocalFile, Row, rows_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from kvbench.models.types import Tokenizer
 
 NEW_TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 9216}
 LEVELS = {
@@ -98,7 +98,7 @@ class LongProc(Task):
     def __len__(self) -> int:
         return sum(len(self._rows(name)) for name in self.subsets)
 
-    def samples(self, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Iterator[Sample]:
+    def samples(self, tokenizer: Tokenizer | None, seed: int) -> Iterator[Sample]:
         """One sample of every subset, then the next; in each subset shuffled by the seed, whatever the others are.
 
         Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvbench.kernels.threads import claim, together
+from kvbench.kernels.threads import claim, in_threads
 from methods.blocks.kernels import jit, kernel, prefetch, widen, write_best
 
 AHEAD = 16  # pages whose bounds are on their way while one is scored
@@ -74,7 +74,7 @@ def mean_bounds(threads, queries, low, high, scores):  # type: ignore[no-untyped
         low, high: [B, Hkv, P, D] as stored.
         scores: [B * Hkv, P] float32; written.
     """
-    together(threads, _mean_bounds, (np.zeros(1, np.int64), queries, low, high, scores))
+    in_threads(threads, _mean_bounds, (np.zeros(1, np.int64), queries, low, high, scores))
 
 
 @jit
@@ -132,7 +132,7 @@ def best_tokens(threads, queries, low, high, starts, rows, mean, join, found, lo
         longest: [B * Hkv] int64; written, tokens of the longest list of each.
     """
     given = np.zeros(1, np.int64), queries, low, high, starts, rows, mean, join, found, longest
-    together(threads, _best_tokens, given)
+    in_threads(threads, _best_tokens, given)
 
 
 @jit

@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, types
 from numba.extending import intrinsic
 
-from kvbench.kernels.threads import claim, together
+from kvbench.kernels.threads import claim, in_threads
 from methods.blocks.kernels import jit, kernel
 from methods.icecache.kernels.arrays import NODE, NONE, PAGE, PAGES, POINT, POINTS, TOP, Tree, Workspace
 from methods.icecache.kernels.choosing import best_pages, interleave
@@ -127,7 +127,7 @@ def attend(works, directory, stored, queries, regions, how, p_dci, fov_share, in
             head is not finite.
     """
     asked = works, directory, stored, queries, regions, how, p_dci, fov_share
-    together(len(works), _attend, (np.zeros(1, np.int64), *asked, index, counts))
+    in_threads(len(works), _attend, (np.zeros(1, np.int64), *asked, index, counts))
 
 
 @jit
