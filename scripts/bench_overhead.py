@@ -112,7 +112,7 @@ class _Stamps:
 
 
 def main() -> None:
-    """Measure, or be the child process that tells its peak memory."""
+    """Measure, or be the child process that prints its peak memory."""
     parser = command_line(__doc__)
     parser.add_argument("--model", default="dummy-100m", choices=choices("model"), help="with random weights")
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 16384], help="prompt tokens")

@@ -77,7 +77,7 @@ def measured(words: list[str]) -> dict[str, float]:
     _, status, used = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - start
     if status:
-        raise SystemExit(f"kvbench.report {' '.join(words)} failed: exit code {os.waitstatus_to_exitcode(status)}")
+        raise SystemExit(f"kvbench report {' '.join(words)} failed: exit code {os.waitstatus_to_exitcode(status)}")
     return {"seconds": seconds, "cpu_seconds": used.ru_utime + used.ru_stime, "peak_mib": used.ru_maxrss / 2**10}
 
 

@@ -204,8 +204,8 @@ def grid(rows: dict[str, Cells], corner: str) -> str:
     cells = list(next(iter(rows.values())))
     lines = [f"| {' | '.join([corner, *cells])} |", f"|{'---|' * (len(cells) + 1)}"]
     for name, values in rows.items():
-        told = [f"{values[cell]['score']:.0f} ± {values[cell]['stderr']:.0f}" for cell in cells]
-        lines.append(f"| {' | '.join([name, *told])} |")
+        written = [f"{values[cell]['score']:.0f} ± {values[cell]['stderr']:.0f}" for cell in cells]
+        lines.append(f"| {' | '.join([name, *written])} |")
     return "\n".join(lines)
 
 

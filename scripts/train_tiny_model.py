@@ -501,7 +501,7 @@ class Training:
 
 
 def answer_weights(answers: torch.Tensor) -> torch.Tensor:
-    """Weights of the losses [rows, length]: 1 for the first tokens of an answer, less for those behind, 0 elsewhere."""
+    """Weights of the losses [rows, length]: 1 for the first tokens of an answer, less for those after, 0 elsewhere."""
     places = torch.arange(answers.shape[1]).expand_as(answers)
     before = torch.where(answers, -1, places).cummax(dim=1).values
     return torch.where(places - before <= DECISIVE, 1.0, FOLLOWING_WEIGHT) * answers

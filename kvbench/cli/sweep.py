@@ -15,7 +15,7 @@ from kvbench.cli.compose import Asked, arm_config, combinations
 from kvbench.cli.launchers import InTurn, Job
 from kvbench.cli.plan import counted, described, differing, distinct, parts, planned, refuse_one_run
 from kvbench.config import ConfigError, build, choices
-from kvbench.runs.table import Ended, tell
+from kvbench.runs.table import Ended, print_ends
 
 
 def run_sweep(asked: Asked) -> None:
@@ -45,7 +45,7 @@ def run_sweep(asked: Asked) -> None:
     for number, ended in launcher.run(made, folder):
         for index, end in zip(jobs[number].arms, ended, strict=True):
             ends[index].append(end)
-    tell(list(zip(names, map(_arm_end, ends), strict=True)))
+    print_ends(list(zip(names, map(_arm_end, ends), strict=True)))
 
 
 def _launcher(config: DictConfig) -> InTurn:

@@ -124,7 +124,7 @@ class RunFolder:
             task, model, arm: folder names for people; characters unfit for a path become "-".
             identity: all that may change a number; its hash is the run id.
             config: the resolved config, written to run.yaml for the reader and for reports.
-            shard: which samples this process has. The whole run takes in what shards left behind.
+            shard: which samples this process has. The whole run takes in what shards left.
 
         Raises:
             ResultsError: another process holds the folder, another version wrote it, a line in the middle of

@@ -145,7 +145,7 @@ class Ended(NamedTuple):
     error: str = ""
 
 
-def tell(ends: Sequence[tuple[str, Ended]], console: Console | None = None) -> None:
+def print_ends(ends: Sequence[tuple[str, Ended]], console: Console | None = None) -> None:
     """A table of how all arms ended, each by the words that make it.
 
     Raises:

@@ -63,7 +63,7 @@ def claims_section(site: Site, method: str) -> str:
     own = [one for one in found if is_of(one.claim, method)]
     others = [one for one in found if one not in own]
     none = "" if own else " None is of its own paper."
-    lists = [f"<p>{counted(found)}. A claim opens what was measured of it, and the runs behind that.{none}</p>"]
+    lists = [f"<p>{counted(found)}. A claim opens what was measured of it, and its runs.{none}</p>"]
     for title, some in ((f"Of {label_of(method)}'s own paper", own), ("Of other papers, about it", others)):
         if some:
             lists.append(f"<h3>{escape(title)}</h3>{listed(some, '../')}")
