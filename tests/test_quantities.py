@@ -20,7 +20,7 @@ from kvbench.runs.quantities import KIB, MIB, MS, NUMBERS, QUANTITIES, find, nam
 from kvbench.runs.run import run
 from kvbench.runs.stored import json_in, runs_in
 from kvbench.runs.summary import summarise
-from kvbench.runs.table import Ended, table, tell
+from kvbench.runs.table import Ended, print_ends, table
 
 
 def shown(summary: dict[str, Any]) -> dict[str, str]:
@@ -171,7 +171,7 @@ def test_the_arms_of_a_sweep_stand_side_by_side():
     console = Console(width=140, file=io.StringIO())
     with console.capture() as captured:
         ran = summarise(records([1.0, 0.0], output_ids=[5, 6, 7]), "accuracy")
-        tell([("budget=64", Ended(ran)), ("budget=96", Ended({}))], console)
+        print_ends([("budget=64", Ended(ran)), ("budget=96", Ended({}))], console)
     head, *lines = [
         [cell.strip() for cell in line.strip("│┃").split(line[0])]
         for line in captured.get().splitlines()
