@@ -95,7 +95,7 @@ def main() -> None:
             parser.error(f"--outputs={task}: no such task; {nearest(task, choices('task'))}")
     target: Path = arguments.target
     if not target.name.endswith(SUFFIX) or target.is_dir() or not target.parent.is_dir():
-        parser.error(f"{target}: expected an archive to write, such as {target.parent / 'reference'}{SUFFIX}")
+        parser.error(f"{target}: expected an archive to write in a folder that is there, NAME{SUFFIX}")
     try:
         archive = packed(compact(arguments.source, outputs))
     except (ResultsError, ValueError) as error:

@@ -77,7 +77,7 @@ def test_answers_and_outputs_are_kept_of_the_tasks_that_are_named(
     [
         (["nowhere", "there.tar.xz"], "nowhere"),
         ([".", "there.tar.xz"], "no run"),
-        ([".", "there"], "there.tar.xz"),
+        ([".", "there"], "there: expected an archive"),
         ([".", "no/there.tar.xz"], "no/there.tar.xz"),
         ([".", "there.tar.xz", "--outputs=passkeys"], "--outputs=passkeys: no such task; did you mean passkey"),
     ],

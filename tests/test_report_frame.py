@@ -180,7 +180,7 @@ def test_full_attention_under_two_budgets_is_one_arm(tmp_path):
         {"config": {"seed": 1}},
         {"config": {"probe": {"every": 2}}},
         {"dtype": "bfloat16"},
-        {"samples": records([1.0], shared_prefill=True)},
+        {"samples": records([1.0], shared_prefill=True), "source": "another"},
         {"model_revision": "folder-2"},
     ],
 )
