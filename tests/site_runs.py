@@ -24,6 +24,7 @@ ARMS: dict[tuple[str, int | None], tuple[list[float], list[float], float, float]
 def answers(method: str, budget: int | None) -> list[dict[str, Any]]:
     short, long, size, time = ARMS[method, budget]
     audit = {"attended_mean": 80.0, "attended_max": 96, "budget": budget, "moved_bytes_per_step": 512.0}
+    audit |= {"attended_bytes_per_step": 2.0**20}
     audit |= {"dense_share": DENSE, "index_bytes": INDEX}
     more = {
         "audit": {**audit, "device_kv_bytes": int(size * 2**20)},

@@ -364,7 +364,7 @@ def test_memory_is_a_share_of_full_attention_s_in_the_layers_that_a_method_selec
         arm("full", 8 * 50 + 20, "int8")
     site = Site(collect([tmp_path]), "")
     (row,) = (row for row in site.rows if row.method == "quest")
-    shares = share_of(site, row), share_of(site, row, indexed=True)
+    shares = share_of(row), share_of(row, indexed=True)
     assert shares == ((None, None) if coded and not beside else (pytest.approx(5), pytest.approx(7)))
 
 
