@@ -118,7 +118,7 @@ def measured(folder: Path, samples: int) -> dict[str, Any]:
         others = [other for other in range(layers) if other != layer]
         window = ["method=streaming_llm", "method.positions=original", f"budget={WINDOW}"]
         windowed[str(layer)] = [*window, f"protocol.dense_layers={others}"]
-    by_layer = scores(folder, loaded, [ABLATED], max(10, samples // 2), windowed)
+    by_layer = scores(folder, loaded, [ABLATED], min(samples, max(10, samples // 2)), windowed)
     say(str(by_layer))
 
     methods = {f"{name} {budget}": [f"method={name}", f"budget={budget}"] for name, budget in METHODS}
@@ -128,7 +128,7 @@ def measured(folder: Path, samples: int) -> dict[str, Any]:
         "samples": samples,
         "accuracy": accuracy,
         "windowed": by_layer,
-        "mass": masses(folder, loaded, max(4, samples // 10)),
+        "mass": masses(folder, loaded, min(samples, max(4, samples // 10))),
         "methods": separation,
         "seconds": round(time.monotonic() - start),
     }

@@ -139,7 +139,7 @@ def test_the_small_model_s_card_is_written_from_what_was_measured(
     shutil.copytree(ASSETS / "tiny", tmp_path / "tiny")
     for name, value in {"LENGTHS": (400,), "ABLATED": 400, "METHODS": [("quest", 64)]}.items():
         monkeypatch.setattr(script, name, value)
-    found = ran("measure_tiny_model", [str(tmp_path / "tiny"), "--samples", "1"], monkeypatch, capsys)
+    found = ran("measure_tiny_model", [str(tmp_path / "tiny"), "--samples", "1", "--threads", "1"], monkeypatch, capsys)
     card = (tmp_path / "tiny" / "README.md").read_text()
     assert f"| passkey | {found['accuracy']['passkey/400']['score']:.0f} ± " in card and "| quest 64 |" in card
     assert len(found["mass"]) == 6 and all(0 < mass <= 1 for mass in found["mass"].values())
