@@ -319,10 +319,11 @@ WITH_OPTIONS = [(group, name) for group in ("method", "task") for name in config
 
 @pytest.mark.parametrize(("group", "name"), WITH_OPTIONS, ids=lambda value: value)
 def test_valid_words_are_those_of_the_constructor_and_the_files_own_values_are_valid(group, name):
-    """The file is read without torch, the constructor's annotations need it: here the two are held together."""
+    """The file is read without torch, the annotations of options need it: here the two are held against each other."""
     node = config.shipped(group, name)
     valid, target = node.get("valid") or {}, config.locate(node["_target_"])
-    annotations = get_type_hints(target.__init__, getattr(target.__init__, "__globals__", {}))
+    said = getattr(target, "options_type", None) or target.__init__
+    annotations = get_type_hints(said, getattr(said, "__globals__", None))
     words = {key: get_args(hint) for key, hint in annotations.items() if get_origin(hint) is Literal}
     assert {key: set(map(str, rule)) for key, rule in valid.items() if isinstance(rule, list)} == {
         key: set(map(str, choices)) for key, choices in words.items()

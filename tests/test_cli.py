@@ -16,7 +16,6 @@ from kvbench.cli import checks, compose, launchers, sweep
 from kvbench.cli.checks import leaves
 
 ROOT = Path(__file__).resolve().parent.parent
-
 # Imported by every Python that finds it on its path: the run that the command line hands over to.
 STAND_IN = """
 import sys, types

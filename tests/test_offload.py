@@ -142,7 +142,7 @@ def test_fetched_rows_come_from_their_side(data: st.DataObject) -> None:
 
 def test_spans_are_the_stream_s_times(cuda: twin.Twin, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(twin.time, "perf_counter", lambda: now)
+    monkeypatch.setattr("twin_streams.time.perf_counter", lambda: now)
     spans = Spans(CUDA)
     for turn in range(1, 3):  # events of the first turn serve again in the second
         with spans("outer"):
