@@ -10,9 +10,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from kvbench import __main__ as cli
 from kvbench import config
 from kvbench.cli import checks, compose, launchers, sweep
+from kvbench.cli import main as cli
 from kvbench.cli.checks import leaves
 
 ROOT = Path(__file__).resolve().parent.parent

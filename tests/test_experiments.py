@@ -14,7 +14,7 @@ from driver import slow
 from omegaconf import DictConfig, OmegaConf
 from words import configs
 
-from kvbench import __main__ as cli
+from kvbench.cli import main as cli
 from kvbench.cli import smoke as small
 from kvbench.cli.checks import check
 from kvbench.config import ConfigError, choices, conf_dir

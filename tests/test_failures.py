@@ -16,10 +16,10 @@ import pytest
 import torch
 from driver import slow
 
-from kvbench import __main__ as cli
 from kvbench.backends.hf.generate import generate
 from kvbench.backends.hf.loading import quick_in_bfloat16
 from kvbench.cli import checks
+from kvbench.cli import main as cli
 from kvbench.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,10 +21,10 @@ from omegaconf import OmegaConf
 from twin import Twin, device
 from words import over
 
-from kvbench import __main__ as cli
 from kvbench.backends.hf.loading import Loaded, byte_tokenizer
 from kvbench.backends.hf.model import method_named
 from kvbench.budget import Budget
+from kvbench.cli import main as cli
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.cli.plan import grouped

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvbench.__main__ import main
 from kvbench.backends.hf.cache import KVCache
 from kvbench.cli import lm_eval as command
 from kvbench.cli.lm_eval import setup_config
+from kvbench.cli.main import main
 from kvbench.config import ASSETS, ConfigError
 
 TINY = str(ASSETS / "tiny")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench import __main__ as cli
+from kvbench.cli import main as cli
 from kvbench.cli.commands import COMMANDS
 from kvbench.cli.output import printing
 from kvbench.runs.folder import RunFolder, read_samples

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from kvbench import __main__ as cli
+from kvbench.cli import main as cli
 from kvbench.cli import own_method
 from kvbench.cli.commands import COMMANDS
 from kvbench.cli.compose import composed
@@ -156,7 +156,7 @@ def test_a_wheel_checks_a_method_and_names_the_claim_that_does_not_hold(tmp_path
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
         (scripts,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
-        assert b"kvbench = kvbench.__main__:main" in archive.read(scripts)
+        assert b"kvbench = kvbench.cli.main:main" in archive.read(scripts)
 
     def kvbench(*words: str) -> subprocess.CompletedProcess[str]:
         env = os.environ | {"PYTHONPATH": str(tmp_path / "site")}

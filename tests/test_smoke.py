@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench import __main__ as cli
+from kvbench.cli import main as cli
 from kvbench.cli.compose import composed
 from kvbench.cli.smoke import applied
 from kvbench.config import ConfigError, choices, conf_dir

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from words import over
 
 import kvbench.measure.arm
-from kvbench import __main__ as cli
+from kvbench.cli import main as cli
 from kvbench.cli.compose import composed
 from kvbench.cli.launchers import Local
 from kvbench.cli.plan import described, differing, grouped, parts, planned

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
-from kvbench import __main__ as cli
+from kvbench.cli import main as cli
 from kvbench.cli.compose import arm_config, asked_for, combinations, loader_of, run_of
 
 
