@@ -1,44 +1,28 @@
-"""`python -m kvbench`: overrides are checked here, then Hydra composes each job and hands it to `kvbench.runs.run`.
+"""`python -m kvbench`: flags and words of a run or a sweep, and what it exits with.
 
-A typo shall answer at once, in one line and without torch, so every job of a sweep is composed and checked before Hydra
-starts the first. Exit codes: 0 done, 1 a failure (with its traceback, or a line for each arm that failed), 2 bad input,
-130 stopped with Ctrl-C, 141 where nobody reads on, 143 with SIGTERM. A run that was stopped goes on with the same
-command.
+A typo shall answer at once, in one line and without torch, so every arm of a sweep is composed and checked before the
+first starts. Exit codes: 0 done, 1 a failure (with its traceback, or a line for each arm that failed), 2 bad input, 130
+stopped with Ctrl-C, 141 where nobody reads on, 143 with SIGTERM. A run that was stopped goes on with the same command.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-import traceback
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import kvbench
-from kvbench.cli import smoke
 from kvbench.cli.commands import COMMANDS, other_command
-from kvbench.cli.compose import compose_one, composed_jobs, loader_of, sweep_arms
 from kvbench.cli.output import printing
 from kvbench.cli.stopping import Terminated, stopped_by
 from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_flag
-from kvbench.config import (
-    ConfigError,
-    bind_methods,
-    choices,
-    conf_dir,
-    documented_keys,
-    groups,
-)
-from kvbench.runs.folder import ResultsError, writing
-from kvbench.runs.identity import arm_name
+from kvbench.config import ConfigError, bind_methods, choices, documented_keys, groups
+from kvbench.runs.folder import ResultsError
 
 if TYPE_CHECKING:
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from omegaconf import DictConfig
 
 TITLES = {"kv": "keys and values"}  # of groups whose plural is no word
@@ -77,8 +61,7 @@ def _main(given: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"kvbench: {error}", file=sys.stderr)
         return 2
-    # argparse wants the key=value words in one piece; `method=full -m budget=64` is as clear, and becomes that.
-    words = _as_sweep(sorted(given[1:] if given[:1] == ["run"] else given, key=_is_override))
+    words = given[1:] if given[:1] == ["run"] else given
     if {"-h", "--help"} & set(words):
         print(help_text())
         return 0
@@ -89,24 +72,13 @@ def _main(given: Sequence[str]) -> int:
         with stopped_by(signal.SIGTERM):
             wait_briefly()
             bind_methods()
-            return _hand_to_hydra(words, check_command(words))
+            return _run(flags_in(words))
     except (ConfigError, ResultsError) as error:
         print(f"kvbench: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         print("kvbench: stopped; the same command goes on from here", file=sys.stderr)
         return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
-
-
-def _is_override(word: str) -> bool:
-    return word.startswith("~") or ("=" in word and not word.startswith("-"))
-
-
-def _as_sweep(words: list[str]) -> list[str]:
-    """With -m where a launcher is named, as launchers launch sweeps: one run is a sweep of one arm."""
-    named = any(word.startswith("hydra/launcher=") for word in words)
-    said = any(word in ("-m", "--multirun") or word.startswith("--cfg") or word == "-c" for word in words)
-    return ["-m", *words] if named and not said else words
 
 
 def help_text() -> str:
@@ -129,74 +101,58 @@ def _table(title: str, rows: list[tuple[str, str]]) -> str:
     return "\n".join([f"{title}:", *(f"  {left:<{width}}  {right}" for left, right in rows), ""])
 
 
-def check_command(words: Sequence[str]) -> str:
-    """Check what the command line asks for, each job of a sweep, before anything starts; returns its results_dir.
-
-    Raises:
-        ConfigError: an unknown flag, group choice or key, or a config that `kvbench.cli.checks.check` refuses.
-    """
-    from hydra import version
-
-    from kvbench.cli.checks import check
-
-    version.setbase("1.3")
-    flags = _flags(words)
-    results_dir = ""
-    if flags.hydra_help or flags.shell_completion or flags.info or flags.config_path:
-        return results_dir
-    loader, name = loader_of(flags), flags.config_name or "config"
-    for job, here in composed_jobs(loader, name, flags.overrides, flags.multirun):
-        if flags.cfg is None:
-            check(job, here)
-            results_dir = job.results_dir
-    if flags.cfg == "job":
-        _tell_sweep(loader, compose_one(loader, name, flags.overrides), flags.overrides)
-    return results_dir
-
-
-def _tell_sweep(loader: ConfigLoaderImpl, config: DictConfig, words: Sequence[str]) -> None:
-    """Above the config that `--cfg job` prints, the sweep that an experiment makes of it, as comments."""
-    from hydra.types import RunMode
-
-    if config.hydra.mode != RunMode.MULTIRUN:
-        return
-    print("# A sweep of this config, each line with all its combinations:")
-    for arm in sweep_arms(loader, config, words):
-        print("#  ", *(override.input_line for override in arm if "experiment" not in override.key_or_group))
-
-
-def _flags(words: Sequence[str]) -> Namespace:
-    from hydra._internal.utils import get_args_parser
-
-    refuse_flag(words)
-
-    def refuse(message: str) -> NoReturn:
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Refuse a flag in one line, where argparse would print its usage and exit."""
         raise ConfigError(f"{message} (see --help)")
 
-    parser = get_args_parser()
-    parser.error = refuse  # type: ignore[method-assign]  # argparse would print its usage and exit
-    flags, unknown = parser.parse_known_args(words)
+
+def flags_in(words: Sequence[str]) -> Namespace:
+    """The flags of a run or a sweep, and as `words` its key=value words.
+
+    Raises:
+        ConfigError: an unknown flag.
+    """
+    refuse_flag(words)
+    parser = _Parser(add_help=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config-name", "-cn", default="config")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--shell-completion", "-sc", action="store_true")
+    flags, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
         raise ConfigError(f"{unknown[0]}: no such flag; settings are written key=value, as in budget=64 (see --help)")
     if flags.cfg and flags.multirun:
         raise ConfigError("--cfg: shows one run; leave out -m and choose one value of each key")
+    # Launchers launch sweeps: one run is a sweep of one arm.
+    flags.multirun = flags.multirun or any(word.startswith("hydra/launcher=") for word in flags.words)
     return flags
 
 
-def _hand_to_hydra(words: Sequence[str], results_dir: str) -> int:
-    import hydra
+def _run(flags: Namespace) -> int:
+    from kvbench.cli.compose import as_yaml, asked_for, loader_of, run_of
 
-    from kvbench.cli import sweep
+    loader = loader_of(flags.config_dir)
+    if flags.shell_completion:
+        from kvbench.cli.shell import complete
+
+        complete(loader, flags.config_name, flags.words)
+        return 0
+    asked = asked_for(loader, flags.config_name, flags.words, flags.multirun and not flags.cfg)
+    if flags.cfg:
+        print(as_yaml(asked, flags.cfg, flags.package, flags.resolve))
+        return 0
+    if asked.arms is None:
+        return _run_one(run_of(asked.config))
+    from kvbench.cli.sweep import run_sweep
     from kvbench.runs.table import SweepError
 
-    sweep.register()
-
-    # Hydra would print failures its own way and exit; this makes it let them through to us.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    sys.argv[1:] = words
     try:
-        with _hydras_files(results_dir):
-            hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(run_job)()
+        run_sweep(asked)
     except SweepError as error:
         for line in str(error).splitlines():
             print(f"kvbench: {line}", file=sys.stderr)
@@ -204,54 +160,21 @@ def _hand_to_hydra(words: Sequence[str], results_dir: str) -> int:
     return 0
 
 
-@contextmanager
-def _hydras_files(results_dir: str) -> Iterator[None]:
-    """Say which folder cannot take what Hydra writes itself; of its own files each job tells by itself.
-
-    Raises:
-        ResultsError: names the folder.
-    """
-    try:
-        yield
-    except OSError as error:
-        if any(frame.f_code is run_job.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
-            raise
-        with writing(Path(results_dir)):
-            raise
-
-
-def run_job(cfg: DictConfig) -> Any:
-    """One job, in this process or in one that a launcher started.
-
-    Raises:
-        ConfigError: in a sweep; Hydra finishes the other jobs first.
-        SystemExit: of a single run: 2 for bad input, 1 where every sample failed.
-    """
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
+def _run_one(config: DictConfig) -> int:
     from kvbench.cli.checks import check
+    from kvbench.runs.identity import arm_name
 
-    sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    try:
-        cfg = smoke.applied(cfg)
-        check(cfg)
-        # torch takes seconds to import, and a cold disk many.
-        print(f"{cfg.task.name}, {arm_name(cfg)} on {cfg.model.name}: loading", flush=True)
-        from kvbench.runs.run import run
-        from kvbench.runs.table import all_failed
+    check(config)
+    # torch takes seconds to import, and a cold disk many.
+    print(f"{config.task.name}, {arm_name(config)} on {config.model.name}: loading", flush=True)
+    from kvbench.runs.run import run
+    from kvbench.runs.table import all_failed
 
-        summary = run(cfg)
-    except (ConfigError, ResultsError) as error:
-        if sweep:
-            raise
-        # Past Hydra, which would announce "Error executing job" in lines of its own.
-        print(f"kvbench: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
-    if not sweep and summary and (failed := all_failed(summary)):
+    summary = run(config)
+    if summary and (failed := all_failed(summary)):
         print(f"kvbench: {failed}; the same command tries them again", file=sys.stderr)
-        raise SystemExit(1)
-    return summary
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

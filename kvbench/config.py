@@ -1,6 +1,6 @@
 """The configuration folder: what can be chosen in it, and how a choice becomes an object.
 
-Reads `conf/` with OmegaConf alone. Hydra composes a run on the command line (`kvbench.__main__`); a user's own code,
+Reads `conf/` with OmegaConf alone. Hydra composes a run on the command line (`kvbench.cli.compose`); a user's own code,
 through `kvbench.KVCache(method="quest")`, never meets it. Imports no torch.
 """
 
@@ -338,7 +338,7 @@ def find_modules_in(folder: Path) -> None:
 
 
 def build(config: Mapping[str, Any] | DictConfig | MethodConfig) -> Any:
-    """Import a method's or a task's target and call it with its options.
+    """Import a method's or a task's target and call it with its options, or with its `options_type` made of them.
 
     Args:
         config: `method_config`'s answer; or that part of a composed config, whose harness keys are left out.
@@ -350,12 +350,13 @@ def build(config: Mapping[str, Any] | DictConfig | MethodConfig) -> Any:
         config = _split(config)
     target, options, harness = config
     factory = locate(target)
+    taker = getattr(factory, "options_type", None) or factory
     try:
-        inspect.signature(factory).bind(**options)
+        inspect.signature(taker).bind(**options)
     except TypeError as error:
         raise ConfigError(f"_target_={target}: {error}; given: {', '.join(options) or 'nothing'}") from error
     try:
-        return factory(**options)
+        return factory(**options) if taker is factory else factory(taker(**options))
     except ValueError as error:
         raise ConfigError(f"{harness.get('name', target)}: {first_line(error)}") from error
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -349,10 +349,12 @@ class Method:
         needs: what it asks of the harness.
         evicts: whether `View.keep` drops tokens after the prompt: where generated tokens count inside the budget, or
             always.
+        options_type: a dataclass of the options, which the constructor then takes as one; None: it takes each by name.
     """
 
     needs: Needs = Needs()
     evicts: Literal["never", "counted", "always"] = "never"
+    options_type: type[Any] | None = None
     shape: Shape
     budget: Budget
     view: View

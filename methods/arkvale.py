@@ -3,7 +3,7 @@ Recallable Key-Value Eviction").
 
 Every full page of 32 consecutive keys is summed up by a cuboid around its centre. The host has all pages, the device a
 cache of some, and all that is cached is attended. At each step the pages that promise the largest logits are recalled,
-in the place of the cached ones that promise the smallest.
+instead of the cached ones that promise the smallest.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ class ArkVale(Method):
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """The new key joins its page, which is summed up once it is full."""
         for row, length in enumerate(self.view.lengths(layer)):
-            page, place = divmod(length - 1, self.page_size)
+            page, slot = divmod(length - 1, self.page_size)
             keys = self.unfinished[layer][row]
-            keys[:, place] = key[row, :, 0]
-            if place + 1 < self.page_size:
+            keys[:, slot] = key[row, :, 0]
+            if slot + 1 < self.page_size:
                 continue
             if page >= self.low[layer].shape[2]:
                 self.low[layer], self.high[layer] = (
@@ -134,8 +134,8 @@ class ArkVale(Method):
         between = scores[self.sinks : pages - self.window]
         held = recalled(between, self.cached[layer][row] - self.sinks, self.rooms[row][1]) + self.sinks
         self.cached[layer][row] = held
-        attended = np.concatenate([np.arange(self.sinks), held, np.arange(pages - self.window, pages)])
-        tokens = (attended[:, None] * self.page_size + np.arange(self.page_size)).ravel()
+        pages_held = np.concatenate([np.arange(self.sinks), held, np.arange(pages - self.window, pages)])
+        tokens = (pages_held[:, None] * self.page_size + np.arange(self.page_size)).ravel()
         return torch.from_numpy(tokens[: len(tokens) - (pages * self.page_size - length)])[None]
 
     def _first(self, row: int, length: int, scores: NDArray[np.float32]) -> Pages:
@@ -157,7 +157,7 @@ def recalled(scores: NDArray[np.float32], held: Pages, count: int) -> Pages:
     Args:
         scores: [n], of all pages that can be cached.
         held: those that were, in any order.
-        count: the best pages, which are cached now; those that were not take the places of the worst held.
+        count: the best pages, which are cached now; those that were not replace the worst held.
     """
     order = np.argsort(-scores, kind="stable")
     rank = np.empty_like(order)

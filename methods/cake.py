@@ -27,7 +27,7 @@ class CAKE(Method):
     """Keep b_l scored tokens and the W most recent in layer l; the mean of b_l + W is C.
 
     As published, C stay after each step, and the next token is attended on top of them; a prompt of at most C + W
-    tokens is cut to C by the first step. Where generated tokens count, the next token has a place of its own among the
+    tokens is cut to C by the first step. Where generated tokens count, the next token has a slot of its own among the
     C, and W is min(32, C / 4).
 
     Args:
@@ -191,7 +191,7 @@ def layer_budgets(preferences: Sequence[float], total: int, most: int) -> list[i
 def adjust_budgets(shares: Sequence[float], total: int, most: int) -> list[int]:
     """Shares as whole numbers that sum to `total`, as the published code makes them.
 
-    What layers would get above `most` goes in equal parts to the others, which may get above it by that.
+    What layers would get above `most` goes equally to the others, which may get above it by that.
     """
     budgets = [int(share) for share in shares]
     excess = sum(max(budget - most, 0) for budget in budgets)

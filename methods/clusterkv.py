@@ -160,9 +160,9 @@ class ClusterKV(Method):
         order = scores.flatten(0, 1).argsort(dim=1, descending=True, stable=True)
         starts, sizes = (part.repeat_interleave(group, dim=0).gather(1, order) for part in (row.starts, row.sizes))
         left = (room - (sizes.cumsum(dim=1) - sizes)).clamp(min=0)  # when a cluster's turn comes
-        places, _ = entries(starts, torch.minimum(sizes, left), room)
+        indexes, _ = entries(starts, torch.minimum(sizes, left), room)
         members = row.members.repeat_interleave(group, dim=0)
-        return members.gather(1, places.clamp(min=0)).masked_fill(places < 0, -1)
+        return members.gather(1, indexes.clamp(min=0)).masked_fill(indexes < 0, -1)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """C, each query head's own but for the sinks, and a full buffer; with unified accounting C."""

@@ -77,7 +77,7 @@ class H2O(Evictor):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Note what stays of each row, and how much of it is recent."""
         super().begin(shape, budget, view, context)
-        coming = int(budget.counts_generated)  # a place that the next token takes
+        coming = int(budget.counts_generated)  # the slot that the next token takes
         self.limits = [capacity - coming for capacity in self.capacities]
         recent = [self.compressor.recent(capacity) - coming for capacity in self.capacities]
         self.limit, self.recent = (shape.for_layers(torch.tensor(rows)[:, None]) for rows in (self.limits, recent))

@@ -52,10 +52,10 @@ class OmniKV(Method):
         if given is not None and given[-1] >= shape.layers:
             raise ValueError(f"filters={given}: the model has {shape.layers} layers")
         filters = asked_about(as_deep_as_published(shape.layers) if given is None else given, layers)
-        places = [layers.index(layer) for layer in filters]
+        indexes = [layers.index(layer) for layer in filters]
         self.filter_of: dict[int, int] = {}  # of each layer that attends what a filter chose
-        for place, stop in zip(places, [*places[1:], len(layers)], strict=True):
-            self.filter_of |= dict.fromkeys(layers[place + 1 + self.wait : stop], layers[place])
+        for index, stop in zip(indexes, [*indexes[1:], len(layers)], strict=True):
+            self.filter_of |= dict.fromkeys(layers[index + 1 + self.wait : stop], layers[index])
         self.chosen: dict[int, Selection] = {}
 
     def home(self, layer: int) -> Literal["device", "host"]:

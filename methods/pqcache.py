@@ -27,7 +27,7 @@ class PQCache(Method):
     query heads choose together: estimated probabilities are summed over the group.
 
     Args:
-        subspaces: m parts of a key, each with a code of its own; a divisor of the head dim.
+        subspaces: m vectors that a key is cut into, each with a code of its own; a divisor of the head dim.
         bits: of a code, 8 at most.
         iterations: of k-means, over the prompt's keys. (The published code takes as many as a prefill leaves time for.)
         sinks: first tokens, always attended; C / 8 where that is less and generated tokens count.
@@ -80,30 +80,30 @@ class PQCache(Method):
             batch, heads, self.subspaces, room, dtype=torch.uint8, device=prompt.keys.device
         )
         for row, length in enumerate(prompt.lengths):
-            parts = self._parts(prompt.keys[row, :, :length])
+            vectors = self._cut(prompt.keys[row, :, :length])
             first = min(self.zones[row][0], length - 1)
             generator = self.context.generator(layer, row=row)
-            table, _ = kmeans(parts[:, first:], self.centroids, self.iterations, generator, nearest_point)
+            table, _ = kmeans(vectors[:, first:], self.centroids, self.iterations, generator, nearest_point)
             self.tables[layer].append(table.unflatten(0, (heads, self.subspaces)))
-            self.codes[layer][row, :, :, :length] = self._coded(layer, row, parts)
+            self.codes[layer][row, :, :, :length] = self._coded(layer, row, vectors)
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """The codes of the new keys; the centroids stay."""
-        places = [length - 1 for length in self.view.lengths(layer)]
+        tokens = [length - 1 for length in self.view.lengths(layer)]
         codes = self.codes[layer]
-        if max(places) >= codes.shape[3]:
+        if max(tokens) >= codes.shape[3]:
             codes = self.codes[layer] = torch.nn.functional.pad(codes, (0, SPARE))
-        for row, place in enumerate(places):
-            codes[row, :, :, place] = self._coded(layer, row, self._parts(key[row]))[:, :, 0]
+        for row, token in enumerate(tokens):
+            codes[row, :, :, token] = self._coded(layer, row, self._cut(key[row]))[:, :, 0]
 
-    def _parts(self, keys: torch.Tensor) -> torch.Tensor:
+    def _cut(self, keys: torch.Tensor) -> torch.Tensor:
         """Keys [Hkv, n, D] as [Hkv * m, n, D / m] fp32."""
         return keys.float().unflatten(2, (self.subspaces, -1)).transpose(1, 2).flatten(0, 1)
 
-    def _coded(self, layer: int, row: int, parts: torch.Tensor) -> torch.Tensor:
-        """Codes [Hkv, m, n] of `_parts` of keys."""
+    def _coded(self, layer: int, row: int, vectors: torch.Tensor) -> torch.Tensor:
+        """Codes [Hkv, m, n] of `_cut` keys."""
         table = self.tables[layer][row]
-        return nearest_point(parts, table.flatten(0, 1)).view(*table.shape[:2], -1).to(torch.uint8)
+        return nearest_point(vectors, table.flatten(0, 1)).view(*table.shape[:2], -1).to(torch.uint8)
 
     # -- selection -------------------------------------------------------------------------------------------------
 

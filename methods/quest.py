@@ -55,8 +55,8 @@ class Quest(Method):
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Sum up the pages of the prompt."""
-        parted = zip(prompt.keys, self._starts(prompt), strict=True)
-        rows = [bounds(keys, starts, self.page_size) for keys, starts in parted]
+        starts = self._starts(prompt)
+        rows = [bounds(keys, own, self.page_size) for keys, own in zip(prompt.keys, starts, strict=True)]
         most = max(low.shape[1] for low, _ in rows)
         self.low[layer], self.high[layer] = (
             torch.stack([pad(one, (0, 0, 0, most - one.shape[1]), value=empty) for one in side])

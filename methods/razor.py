@@ -28,7 +28,7 @@ class RazorAttention(Method):
     heads' are taken from the other heads', down to half of C; from then on they, too, keep recent tokens only.
 
     Args:
-        heads: "auto", what was measured of the model, or a file of `kvbench calibrate`.
+        heads: "auto", the file of the model, or another file of `kvbench calibrate`.
         echo, induction: share of the model's KV heads that are retrieval heads by either score.
         sinks: first tokens that always stay.
         window, ratio: see above (S_0 and C in the paper).
@@ -62,7 +62,7 @@ class RazorAttention(Method):
         found = retrieval_heads(scores, self.echo, self.induction)
         self.ranked = [(layer, head) for layer, head in found if layer in shape.sparse_layers]
         self.heads = len(shape.sparse_layers) * shape.kv_heads
-        rank = {place: number for number, place in enumerate(self.ranked)}
+        rank = {head: number for number, head in enumerate(self.ranked)}
         counts = torch.tensor([self.fitting(length) for length in shape.lengths])[:, None]
         self.retrieves: dict[int, torch.Tensor] = {}  # of each layer, [B, Hkv]
         self.kinds: dict[int, list[set[bool]]] = {}  # the same of each row, whichever head it is
@@ -204,16 +204,14 @@ def retrieval_heads(scores: HeadScores, echo: float, induction: float) -> list[t
 
     They are the round(echo * n) heads of all n with the largest echo scores, and so for induction.
     """
-    places = [(layer, head) for layer, row in enumerate(scores.echo) for head in range(len(row))]
+    heads = [(layer, head) for layer, row in enumerate(scores.echo) for head in range(len(row))]
 
     def best(of: tuple[tuple[float, ...], ...], share: float) -> list[tuple[int, int]]:
-        ranked = sorted(places, key=lambda place: -of[place[0]][place[1]])
-        return ranked[: round(share * len(places))]
+        ranked = sorted(heads, key=lambda head: -of[head[0]][head[1]])
+        return ranked[: round(share * len(heads))]
 
     found = {*best(scores.echo, echo), *best(scores.induction, induction)}
-    return sorted(
-        found, key=lambda place: (-max(of[place[0]][place[1]] for of in (scores.echo, scores.induction)), place)
-    )
+    return sorted(found, key=lambda head: (-max(of[head[0]][head[1]] for of in (scores.echo, scores.induction)), head))
 
 
 def refuse_other_shape(scores: HeadScores, shape: Shape) -> None:

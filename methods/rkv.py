@@ -1,7 +1,7 @@
 """R-KV: compression by importance and redundancy (Cai et al. 2025, "R-KV: Redundancy-aware KV Cache Compression for
 Reasoning Models", section 3).
 
-Generated tokens fill a buffer behind the cache. When it is full, those tokens stay that the last queries look at and
+Generated tokens fill a buffer after the cache. When it is full, those tokens stay that the last queries look at and
 whose keys few others resemble, and the buffer is empty again.
 """
 
@@ -62,7 +62,7 @@ class RKV(Method):
         self.sizes = [*shape.lengths]  # tokens of each row in the cache
         self.queries: dict[int, deque[torch.Tensor]] = {}  # the last W of a layer, [B, Hq, D] each
         self.cache: dict[int, list[torch.Tensor]] = {}  # ids [Hkv, n] of each row, in the order of the cache
-        self.since = shape.lengths  # later tokens stand behind them
+        self.since = shape.lengths  # later tokens follow them
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Compress the prompt of each row that fills the cache."""
@@ -97,7 +97,7 @@ class RKV(Method):
             self.sizes[row] = self.kept[row]
 
     def _append_newer(self, layer: int) -> None:
-        """What came since the last compression stands behind the cache."""
+        """What came since the last compression follows the cache."""
         for row, (first, last) in enumerate(zip(self.since, self.view.lengths(layer), strict=True)):
             newer = torch.arange(first, last, device=self.shape.device_of(layer)).expand(self.shape.kv_heads, -1)
             self.cache[layer][row] = torch.cat([self.cache[layer][row], newer], dim=1)

@@ -7,6 +7,7 @@ those that the current step attends most.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -17,7 +18,6 @@ from methods.blocks.evictor import Evictor
 from methods.blocks.held import Held
 from methods.blocks.scorer import Scorer
 from methods.blocks.topk import Granularity
-from methods.blocks.votes import Pooling
 from methods.h2o import HeavyHitters
 from methods.pyramidkv import PyramidKV
 from methods.snapkv import SnapKV
@@ -33,7 +33,7 @@ class SCOPE(Evictor):
 
     Args:
         compressor: what cuts the prompt.
-        prompt_window, kernel, pooling: its settings, see `SnapKV`; H2O has the first alone.
+        prompt_window: tokens of its window.
         granularity: "kv_head", a set for the group, by its mean; "query_head", each query head its own (published).
         strategy: how the window grows. "slide": it does not, once there are `window` tokens. "adaptive": it begins with
             `recent` tokens, and grows by one in `delta` steps. "discontinuous": as adaptive, but tokens are evicted
@@ -50,8 +50,6 @@ class SCOPE(Evictor):
         self,
         compressor: Literal["snapkv", "pyramidkv", "h2o"] = "snapkv",
         prompt_window: int = 8,
-        kernel: int = 7,
-        pooling: Pooling = "max",
         granularity: Granularity = "kv_head",
         strategy: Strategy = "slide",
         window: int = 512,
@@ -62,14 +60,8 @@ class SCOPE(Evictor):
             raise ValueError(f"recent={recent}: expected fewer tokens than the decoding window has, window={window}")
         if delta is not None and (type(delta) is not int or delta < 1):
             raise ValueError(f"delta={delta}: expected steps, 1 or more, or null")
-        scorer: Scorer
-        if compressor == "h2o":
-            scorer = HeavyHitters(prompt_window)
-        elif compressor == "pyramidkv":
-            scorer = PyramidKV(window=prompt_window, kernel=kernel, pooling=pooling)
-        else:
-            scorer = SnapKV(prompt_window, kernel, pooling)
-        super().__init__(scorer, granularity)
+        scorers: dict[str, Callable[..., Scorer]] = {"snapkv": SnapKV, "pyramidkv": PyramidKV, "h2o": HeavyHitters}
+        super().__init__(scorers[compressor](window=prompt_window), granularity)
         self.strategy, self.window, self.recent, self.asked_delta = strategy, window, recent, delta
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
@@ -79,7 +71,7 @@ class SCOPE(Evictor):
         self.size = self.waited = self.excess = 0  # generated tokens that stay; steps that did not evict
         self.generated = shape.for_layers(torch.tensor(shape.lengths)[:, None, None])  # the first one of each row
         self.prompt: dict[int, torch.Tensor] = {}  # tokens of it in each list, [B, H]
-        self.capacity: dict[int, torch.Tensor] = {}  # of each row, [B, 1], the next token's place left out
+        self.capacity: dict[int, torch.Tensor] = {}  # of each row, [B, 1], the next token's slot left out
         for layer, rows in self.compressor.budgets.items():
             self.capacity[layer] = torch.tensor(rows, device=shape.device_of(layer))[:, None] - 1
 

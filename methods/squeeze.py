@@ -119,8 +119,8 @@ def shared_out(mean: int, p: float, layers: int, squeezed: Sequence[int]) -> lis
     others = [layer for layer in range(layers) if layer not in squeezed]
     share, more = divmod(layers * mean - len(squeezed) * small, len(others))
     counts = [small] * layers
-    for place, layer in enumerate(others):
-        counts[layer] = share + (place < more)
+    for index, layer in enumerate(others):
+        counts[layer] = share + (index < more)
     return counts
 
 

@@ -12,13 +12,12 @@ Prints one JSON object as its last line. Times are milliseconds, medians of call
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from bench import command_line, print_result
 
 from kvbench.attention import executor as attention
 from kvbench.attention.flashinfer import FlashInfer, unfit
@@ -46,7 +45,7 @@ def medians(calls: dict[str, Callable[[], Any]], device: torch.device) -> dict[s
     for _ in range(1 + ROUNDS):
         for name, call in calls.items():
             times[name].append(1e3 * hardware.seconds(call, device))
-    return {name: round(statistics.median(taken[1:]), 4) for name, taken in times.items()}
+    return {name: statistics.median(taken[1:]) for name, taken in times.items()}
 
 
 def decode(shape: Shape, store: LayerStore, query: torch.Tensor, selection: Selection | None) -> dict[str, Any]:
@@ -59,7 +58,7 @@ def decode(shape: Shape, store: LayerStore, query: torch.Tensor, selection: Sele
 
 def compared(ms: dict[str, float], one: str, other: str) -> dict[str, Any]:
     """Times with the ratio of two of them, where both were taken."""
-    ratio = {f"{one}_over_{other}": round(ms[one] / ms[other], 3)} if one in ms and other in ms else {}
+    ratio = {f"{one}_over_{other}": ms[one] / ms[other]} if one in ms and other in ms else {}
     return {"ms": ms, **ratio}
 
 
@@ -92,16 +91,16 @@ def offload(shape: Shape, context: int, budget: int, turnover: float) -> dict[st
         turn = iter(steps * (1 + (ROUNDS + 2) // len(steps)))
         found[name] = medians({"ms": lambda store=store, turn=turn: store.locate(next(turn))}, shape.device)
         moved = (budget - kept) * shape.batch * shape.kv_heads * store.device.entry_bytes
-        found[name]["moved_gib_s"] = round(moved / 2**30 / (found[name]["ms"] / 1e3), 3)
+        found[name]["moved_gib_s"] = moved / 2**30 / (found[name]["ms"] / 1e3)
     if "uva" in found:
-        found["uva_over_bulk"] = round(found["uva"]["ms"] / found["bulk"]["ms"], 3)
+        found["uva_over_bulk"] = found["uva"]["ms"] / found["bulk"]["ms"]
     return found
 
 
 def main() -> None:
     """Measure and print."""
     gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--device", default="cuda" if gpu else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if gpu else "float32", choices=DTYPES)
     parser.add_argument("--context", type=int, default=131072 if gpu else 8192, help="tokens in the store")
@@ -127,7 +126,7 @@ def main() -> None:
         query = torch.randn(given.batch, query_heads, 1, given.head_dim, device=device).to(dtype)
         chosen = torch.rand(given.batch, kv_heads, given.context, device=device).topk(given.budget, dim=2).indices
         full, selected = decode(shape, store, query, None), decode(shape, store, query, Selection(chosen))
-        selected["over_full"] = round(min(selected["ms"].values()) / min(full["ms"].values()), 3)
+        selected["over_full"] = min(selected["ms"].values()) / min(full["ms"].values())
         report = {
             "full": full,
             "selected": selected,
@@ -142,7 +141,7 @@ def main() -> None:
     sizes = {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": given.head_dim, "batch": given.batch}
     about = {"device": name, "dtype": given.dtype, "context": given.context, "budget": given.budget, "sizes": sizes}
     about["turnover"] = given.turnover
-    print(json.dumps({**report, **about}))
+    print_result({**report, **about})
 
 
 if __name__ == "__main__":

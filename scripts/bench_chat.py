@@ -14,12 +14,12 @@ Prints one JSON object as its last line:
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench import command_line, print_result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvbench import KVCache
@@ -30,7 +30,7 @@ METHODS = ("full", "snapkv", "quest", "icecache", "pariskv")
 
 def main() -> None:
     """Time every turn of a conversation for each method."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", default=str(ASSETS / "tiny"), help="a folder, or a hub id")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--methods", nargs="+", default=METHODS)
@@ -39,25 +39,21 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10, help="after the first")
     parser.add_argument("--turn", type=int, default=64, help="tokens of a turn")
     parser.add_argument("--answer", type=int, default=16, help="tokens of an answer")
-    parser.add_argument("--question", choices=("dense", "method"), default="dense")
     arguments = parser.parse_args()
 
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    result: dict[str, Any] = {
-        **vars(arguments),
-        "model": Path(arguments.model).name,
-        "kept_s": {},
-        "again_s": {},
-        "ratio": {},
-        "same_tokens": {},
-    }
-    for name in arguments.methods:
-        kept, again, same = talk(model, tokenizer, name, arguments)
-        result["kept_s"][name], result["again_s"][name] = kept, again
-        result["ratio"][name] = round(sum(again[1:]) / sum(kept[1:]), 2)
-        result["same_tokens"][name] = same
-    print(json.dumps(result))
+    talks = {name: talk(model, tokenizer, name, arguments) for name in arguments.methods}
+    print_result(
+        {
+            **vars(arguments),
+            "model": Path(arguments.model).name,
+            "kept_s": {name: kept for name, (kept, _, _) in talks.items()},
+            "again_s": {name: again for name, (_, again, _) in talks.items()},
+            "ratio": {name: sum(again[1:]) / sum(kept[1:]) for name, (kept, again, _) in talks.items()},
+            "same_tokens": {name: same for name, (_, _, same) in talks.items()},
+        }
+    )
 
 
 def talk(model: Any, tokenizer: Any, name: str, arguments: argparse.Namespace) -> tuple[list[float], list[float], int]:
@@ -68,7 +64,7 @@ def talk(model: Any, tokenizer: Any, name: str, arguments: argparse.Namespace) -
         return torch.randint(3, len(tokenizer), (1, tokens), generator=random)
 
     def cache() -> KVCache:
-        return KVCache(model, name, arguments.budget, question=arguments.question, tokenizer=tokenizer)
+        return KVCache(model, name, arguments.budget, tokenizer=tokenizer)
 
     kept, same = cache(), 0
     times: tuple[list[float], list[float]] = [], []
@@ -87,7 +83,7 @@ def talk(model: Any, tokenizer: Any, name: str, arguments: argparse.Namespace) -
                     do_sample=False,
                 )
             )
-            seconds.append(round(time.process_time() - start, 4))
+            seconds.append(time.process_time() - start)
         same += torch.equal(*answers)
         ids = torch.cat([answers[0], said(arguments.turn)], dim=1)
     return *times, same

@@ -5,11 +5,9 @@ something to find and no model reads the prompt. A method's engine decodes besid
 turn, so that a noisy machine disturbs both alike. Steps in which an index grows or tokens are evicted count, too.
 
     python scripts/bench_decode.py                     # 4k to 128k tokens, half an hour
-    python scripts/bench_decode.py --cells 32768:1024 --methods quest icecache --dtypes bfloat16 --executors cpu torch
     python scripts/bench_decode.py --cells 32768:1024 --methods icecache --kv native int8 fp8
 
-Prints one JSON object as its last line; by dtype, cell (tokens:budget) and method, and with several executors or ways
-to hold keys and values by those:
+Prints one JSON object as its last line; by dtype, cell (tokens:budget) and method, and with several `--kv` by those:
   tpot, tpot_p50, tpot_p95   of a step, ms: the mean, the median and the 95th percentile
   p95_over_mean              of tpot
   model, attention, transfer, select, ...   parts of it, means
@@ -17,7 +15,7 @@ to hold keys and values by those:
   compiled, compiled_share   with --compiled, of the rest: inside compiled code that attends or searches; what is left
                              is Python, and torch's operations on a few numbers
   rest_over_full             over that of full attention, measured in the same turns
-  tpot_over_first            over that of the first executor and `--kv`, median of turns; so attention_over_first
+  tpot_over_first            over that of the first `--kv`, median of turns; so attention_over_first
   must_read_ms, rest_over_must_read   keys and values attended, in bytes, over the bandwidth of a copy; rest over that
   floor_ms                   the same with the weights that the model reads
   attended_mean, moved_bytes_per_step   by the audit
@@ -29,13 +27,14 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import json
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
+
+from bench import command_line, print_result, rounded, say
 
 from kvbench.cli.threads import wait_briefly
 
@@ -97,7 +96,7 @@ class Compiled:
 
 
 class Side:
-    """One method with one executor, and keys and values held in one way.
+    """One method, and keys and values held in one way.
 
     Attributes:
         ms: of each part, the times of all steps.
@@ -107,7 +106,6 @@ class Side:
         self,
         loaded: models.Loaded,
         method: str,
-        executor: str,
         kv: str,
         tokens: int,
         budget: int,
@@ -116,8 +114,7 @@ class Side:
     ) -> None:
         self.model, self.compiled = loaded.model, compiled
         own = Budget(None if method == "full" else budget)
-        common: dict[str, Any] = {"new_tokens": WARM + steps, "attention": executor, "kv": kv_of(kv)}
-        common["kind"] = SyntheticEngine
+        common: dict[str, Any] = {"new_tokens": WARM + steps, "kv": kv_of(kv), "kind": SyntheticEngine}
         self.engine = engine_for(self.model, [tokens], method_named(method), own, (), loaded.tokenizer, **common)
         assert isinstance(self.engine, SyntheticEngine)
         prompt = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(0))
@@ -161,46 +158,40 @@ class Side:
         weights = hardware.read_weight_bytes(self.model, rows=1)
         found["floor_ms"] = 1e3 * hardware.floor_seconds(weights, attended, bandwidth)
         found |= {name: audit[name] for name in ("attended_mean", "moved_bytes_per_step")}
-        return {name: round(value, 3) for name, value in found.items()}
+        return found
 
 
 def beside_full(
-    loaded: models.Loaded,
-    method: str,
-    ways: list[tuple[str, str]],
-    sizes: tuple[int, int, int],
-    compiled: Compiled | None,
+    loaded: models.Loaded, method: str, kinds: list[str], sizes: tuple[int, int, int], compiled: Compiled | None
 ) -> dict[str, Any]:
-    """A method and full attention, each in every way, an executor and a `kv`: their reports by these, full's as "full".
+    """A method and full attention over keys and values of each kind: the method's reports by kind, full's as "full".
 
     Args:
         sizes: tokens of the prompt, budget, steps.
     """
     gc.collect()
     bandwidth = hardware.bandwidth(torch.device("cpu")).copy
-    sides = {(name, *way): Side(loaded, name, *way, *sizes, compiled) for way in ways for name in ("full", method)}
+    sides = {(name, kv): Side(loaded, name, kv, *sizes, compiled) for kv in kinds for name in ("full", method)}
     for turn in range(WARM + sizes[-1]):
         for side in sides.values():
             side.step(counts=turn >= WARM)
-    full, first = (sides[name, *ways[0]] for name in ("full", method))
+    full, first = (sides[name, kinds[0]] for name in ("full", method))
     reports = {key: side.report(full, first if key[0] == method else full, bandwidth) for key, side in sides.items()}
-    return {"-".join(way): {**reports[method, *way], "full": reports["full", *way]} for way in ways}
+    return {kv: {**reports[method, kv], "full": reports["full", kv]} for kv in kinds}
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="dummy-100m", choices=choices("model"))
     parser.add_argument("--dtypes", default=["float32", "bfloat16"], choices=("float32", "bfloat16"), nargs="+")
     parser.add_argument("--cells", type=_cell, nargs="+", default=list(CELLS), help="prompt tokens:budget")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=choices("method"))
-    parser.add_argument("--executors", nargs="+", default=["cpu"], choices=("cpu", "torch"))
     parser.add_argument("--kv", nargs="+", default=["native"], choices=choices("kv"))
     parser.add_argument("--steps", type=int, default=64, help="that are counted, of each engine")
     parser.add_argument("--compiled", action="store_true", help="time what compiled code takes, too")
     given = parser.parse_args()
     compiled = Compiled() if given.compiled else None
-    ways = [(executor, kv) for executor in given.executors for kv in given.kv]
     found: dict[str, Any] = {}
     for dtype in given.dtypes:
         config = {**(shipped("model", given.model) or {}), "weights": "dummy"}
@@ -209,19 +200,13 @@ def main() -> None:
         for tokens, budget in given.cells:
             for method in given.methods:
                 with torch.inference_mode():
-                    reports = beside_full(loaded, method, ways, (tokens, budget, given.steps), compiled)
-                found.setdefault(dtype, {}).setdefault(f"{tokens}:{budget}", {})[method] = (
-                    reports if len(reports) > 1 else reports["-".join(ways[0])]
-                )
-                for one, report in reports.items():
-                    print(dtype, f"{tokens}:{budget}", method, one, json.dumps(report), flush=True)
-    about = {
-        "copy_bandwidth": hardware.bandwidth(torch.device("cpu")).copy,
-        "threads": torch.get_num_threads(),
-        "cpu": torch.cpu.get_capabilities().get("architecture", ""),
-        "settings": vars(given),
-    }
-    print(json.dumps({**found, **about}))
+                    reports = beside_full(loaded, method, given.kv, (tokens, budget, given.steps), compiled)
+                own = reports if len(reports) > 1 else reports[given.kv[0]]
+                found.setdefault(dtype, {}).setdefault(f"{tokens}:{budget}", {})[method] = own
+                say(f"{dtype} {tokens}:{budget} {method} {rounded(own, 4)}")
+    found |= {"copy_bandwidth": hardware.bandwidth(torch.device("cpu")).copy, "threads": torch.get_num_threads()}
+    found |= {"cpu": torch.cpu.get_capabilities().get("architecture", ""), "settings": vars(given)}
+    print_result(found)
 
 
 def _cell(word: str) -> tuple[int, int]:

@@ -33,8 +33,6 @@ over a mean as long as the deviations, which lognormal lengths (0.3) stretch; ca
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -43,6 +41,7 @@ from typing import Any
 
 import faiss
 import numpy as np
+from bench import command_line, median_us, print_result
 from capture_trace import load
 
 from methods.icecache.index import DCITree, ExactScan, Layout, Search, Workspace
@@ -102,17 +101,6 @@ def attention(rng: np.random.Generator, count: int, queries: int, dim: int) -> t
 KINDS = {"isotropic": isotropic, "clustered": clustered, "attention": attention}
 
 
-def median_us(calls: dict[Any, Callable[[Floats], Any]], groups: Floats) -> dict[Any, float]:
-    """Median microseconds of each call over all groups, turn by turn."""
-    seconds: dict[Any, list[float]] = {name: [] for name in calls}
-    for group in groups:
-        for name, call in calls.items():
-            start = time.process_time()
-            call(group)
-            seconds[name].append(time.process_time() - start)
-    return {name: 1e6 * statistics.median(times) for name, times in seconds.items()}
-
-
 @dataclass(frozen=True)
 class Truth:
     """For every query: the top k tokens, and the softmax over all keys, [groups, G, k] and [groups, G, n]."""
@@ -138,12 +126,8 @@ class Truth:
         return {"recall": float(np.mean(recall)), "mass": float(np.mean(mass))}
 
 
-@dataclass(frozen=True)
-class Arm:
-    """An index, and how to ask it: `ask(group, width=...)` gives ids [G, k], and what was ranked and evaluated."""
-
-    ask: Callable[..., tuple[Any, int, int]]
-    widths: list[int]
+# An index: `ask(group, width=...)` gives ids [G, k] and what was ranked and evaluated; and the widths to ask with.
+Arm = tuple[Callable[..., tuple[Any, int, int]], list[int]]
 
 
 def bench(data: Data, k: int, pages: int, group_sizes: list[int]) -> dict[str, Any]:
@@ -196,11 +180,11 @@ def _ask_all(data: Data, k: int, arms: dict[str, Arm], whole: dict[str, Callable
     truth = Truth.of(data, k)
     calls: dict[Any, Callable[[Floats], Any]] = dict(whole)
     points: dict[str, list[dict[str, Any]]] = {}
-    for name, arm in arms.items():
+    for name, (ask, widths) in arms.items():
         points[name] = []
-        for width in arm.widths:
-            calls[name, width] = partial(arm.ask, width=width)
-            ids, ranked, evaluated = zip(*(arm.ask(group, width=width) for group in data.queries), strict=True)
+        for width in widths:
+            calls[name, width] = partial(ask, width=width)
+            ids, ranked, evaluated = zip(*(ask(group, width=width) for group in data.queries), strict=True)
             point = {"width": width, **truth.quality(list(ids))}
             if name.startswith("dci"):
                 point |= {"ranked": np.mean(ranked) / data.count, "evaluated": np.mean(evaluated) / data.count}
@@ -246,19 +230,14 @@ def _dci_arm(tree: DCITree, rank_by: Any, k: int, work: Workspace) -> Arm:
         answer = tree.best_tokens(group, k, Search(fov=width, rank_by=rank_by), work)
         return answer.ids, answer.ranked, answer.evaluated
 
-    return Arm(ask, _widths(tree.nodes))
+    return ask, _widths(tree.nodes)
 
 
 def _hnsw(keys: Floats, k: int) -> Arm:
     index = faiss.IndexHNSWFlat(keys.shape[1], 32, faiss.METRIC_INNER_PRODUCT)
     index.hnsw.efConstruction = 200
     index.add(keys)
-
-    def ask(group: Floats, width: int) -> tuple[Any, int, int]:
-        index.hnsw.efSearch = width
-        return index.search(group, k)[1], 0, 0
-
-    return Arm(ask, [k, 2 * k, 4 * k, 8 * k])
+    return partial(_ask_faiss, index, k, index.hnsw, "efSearch"), [k, 2 * k, 4 * k, 8 * k]
 
 
 def _ivf(keys: Floats, k: int) -> Arm:
@@ -266,12 +245,12 @@ def _ivf(keys: Floats, k: int) -> Arm:
     index = faiss.IndexIVFFlat(faiss.IndexFlatIP(keys.shape[1]), keys.shape[1], lists, faiss.METRIC_INNER_PRODUCT)
     index.train(keys)
     index.add(keys)
+    return partial(_ask_faiss, index, k, index, "nprobe"), _widths(lists)
 
-    def ask(group: Floats, width: int) -> tuple[Any, int, int]:
-        index.nprobe = width
-        return index.search(group, k)[1], 0, 0
 
-    return Arm(ask, _widths(lists))
+def _ask_faiss(index: Any, k: int, holder: Any, option: str, group: Floats, width: int) -> tuple[Any, int, int]:
+    setattr(holder, option, width)
+    return index.search(group, k)[1], 0, 0
 
 
 def _widths(cells: int) -> list[int]:
@@ -361,18 +340,9 @@ def _captured(path: str, groups: int) -> list[Data]:
     return sets
 
 
-def _rounded(value: Any) -> Any:
-    """Numbers to four digits: more would be noise."""
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
 def main() -> None:
     """Make or read the keys, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="synthetic keys")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 36000, 131072], help="keys")
     parser.add_argument("--trace", help="captured keys, an .npz of scripts/capture_trace.py")
@@ -393,7 +363,7 @@ def main() -> None:
     faiss.omp_set_num_threads(1)
     sizes = sorted({1, arguments.group})
     runs = [bench(data, arguments.k, arguments.pages, sizes) for data in sets]
-    print(json.dumps(_rounded({"k": arguments.k, "dim": arguments.dim, "runs": runs})))
+    print_result({"k": arguments.k, "dim": arguments.dim, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ Prints one JSON object as its last line:
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from itertools import pairwise
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench import command_line, print_result, say
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
@@ -37,7 +37,7 @@ from kvbench.backends.hf.model import engine_for
 from kvbench.backends.hf.sampling import Sampler
 from kvbench.cli.compose import composed
 from kvbench.engine.engine import Engine
-from kvbench.report.figures.style import style_of
+from kvbench.report.data.style import style_of
 from kvbench.runs.run import prepare
 from kvbench.runs.summary import is_looped
 
@@ -52,7 +52,7 @@ TITLES = {
 
 def main() -> None:
     """Generate with every method, print what was found, and draw it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("words", nargs="*", help="settings of every run, such as model=NAME")
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--tokens", type=int, default=4000)
@@ -63,7 +63,7 @@ def main() -> None:
     options = parser.parse_args()
     runs = {method: long_generation(method, options) for method in options.methods}
     result = {
-        "ratios": {method: round(run["cpu_ms"][-1] / run["cpu_ms"][1], 2) for method, run in runs.items()},
+        "ratios": {method: run["cpu_ms"][-1] / run["cpu_ms"][1] for method, run in runs.items()},
         "at": next(iter(runs.values()))["at"],
         **{name: {method: run[name] for method, run in runs.items()} for name in TITLES},
         "looped": {method: run["looped"] for method, run in runs.items()},
@@ -71,7 +71,7 @@ def main() -> None:
     }
     if options.figure:
         draw(result, options.figure)
-    print(json.dumps(result))
+    print_result(result)
 
 
 def long_generation(method: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -82,15 +82,8 @@ def long_generation(method: str, options: argparse.Namespace) -> dict[str, Any]:
     model = arm.loaded.model
     torch.manual_seed(0)
     prompt = torch.randint(model.config.get_text_config().vocab_size, (options.prompt,)).tolist()
-    engine = engine_for(
-        model,
-        [options.prompt],
-        arm.method,
-        arm.budget,
-        arm.dense_layers,
-        arm.loaded.tokenizer,
-        new_tokens=options.tokens,
-    )
+    layers, tokenizer = arm.dense_layers, arm.loaded.tokenizer
+    engine = engine_for(model, [options.prompt], arm.method, arm.budget, layers, tokenizer, new_tokens=options.tokens)
     held: list[tuple[float, int, int]] = []
     generation = generate(
         model,
@@ -103,16 +96,15 @@ def long_generation(method: str, options: argparse.Namespace) -> dict[str, Any]:
     ends = range(options.stretch, len(generation.step_ms) + 1, options.stretch)
     spent = [0.0, *(1e3 * (after[0] - before[0]) for before, after in pairwise(held))]
     times, own = (
-        [round(statistics.median(steps[end - options.stretch : end]), 3) for end in ends]
-        for steps in (generation.step_ms, spent)
+        [statistics.median(steps[end - options.stretch : end]) for end in ends] for steps in (generation.step_ms, spent)
     )
-    print(f"{method}: {times[0]} to {times[-1]} ms a step, of its own {own[0]} to {own[-1]}", flush=True)
+    say(f"{method}: {times[0]:.3f} to {times[-1]:.3f} ms a step, of its own {own[0]:.3f} to {own[-1]:.3f}")
     return {
         "at": list(ends),
         "step_ms": times,
         "cpu_ms": own,
-        "device_mib": [round(held[end - 1][1] / 2**20, 3) for end in ends],
-        "host_mib": [round(held[end - 1][2] / 2**20, 3) for end in ends],
+        "device_mib": [held[end - 1][1] / 2**20 for end in ends],
+        "host_mib": [held[end - 1][2] / 2**20 for end in ends],
         "looped": is_looped(generation.tokens[0]),
     }
 

@@ -11,19 +11,14 @@ Prints one JSON object as its last line:
     bytes_over_kv          index bytes over those of keys and values, by radii (exact keeps representatives)
     search_us, scan_us     one search of all heads, and scoring all their keys; search_over_scan
     graft_over_search      adding a chunk to all heads, per token of the chunk, over one search
-  model      for each n of --model-lengths, --model reading RULER's needles in prose, --budget tokens:
+  model      for each n of --model-lengths, the small model reading RULER's needles in prose, --budget tokens:
     build_share            of the prefill, by build: building the index over the whole; build_s, prefill_s without it
     retrieval_share        of a decode step: selection and index updates over the whole; step_ms
-    bytes_over_kv          as above, of this text's chunks; chunk_tokens, their mean length
-  clusters   the paper's Fig. 10: for each cluster size, recall and mass (probes) and score of --samples prompts of
-             RULER's needles at 4096 tokens, the question read as decode steps, --small-budget tokens, everything
-             counted; as well for each other way to cluster, and for radii left out of the ranking (ub_weight=0)
+    chunk_tokens           mean length of its chunks
   structure  the paper's pilot study: JSON documents with facts in some records, the question read as decode steps,
              --small-budget tokens, everything counted: score, and answer_recall, the share of the answer's tokens
              that the best head of the layer that retrieves attends as it writes them; gain: structure over fixed
              chunks of 16 or of 12 tokens, whichever score higher, and of the scores for each document
-
-In a model, arms are method=lychee, the paper's preset; in clusters method=lychee_plus with the option named beside it.
 
 Synthetic keys: an autoregressive walk (0.9) of anisotropic normals, j^-0.4, over a mean of their length; queries lie
 near keys. On the small model all layers are sparse.
@@ -32,26 +27,22 @@ near keys. On the small model all layers are sparse.
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import statistics
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from bench import command_line, median_us, print_result, say
+from json_texts import LAYOUTS, document
 
-from kvbench.backends.hf.generate import generate
+from kvbench.backends.hf.generate import Generation, generate
 from kvbench.backends.hf.loading import Loaded, load
 from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.backends.hf.prefilled import prefill_once
 from kvbench.budget import Budget
 from kvbench.cli.compose import composed
 from kvbench.config import bind_methods, build
-from kvbench.tasks.ruler import prose
-from kvbench.tasks.ruler.needles import Needles, draw
 
 bind_methods()
 
@@ -60,22 +51,7 @@ from methods.lychee.clustering import Layout, pooled  # noqa: E402
 from methods.lychee.index import ClusterIndex, Search  # noqa: E402
 
 RETRIEVES = 1  # the small model's layer that finds what was asked for
-
-
-def say(text: str) -> None:
-    """Progress, beside the result."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def medians(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of CPU time of each call, turn by turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = time.process_time()
-            call()
-            seconds[name].append(time.process_time() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+NEW = 12  # tokens of an answer about a document
 
 
 # -- the index on made keys --------------------------------------------------------------------------------------------
@@ -120,29 +96,33 @@ def bench_index(count: int, seed: int, arguments: argparse.Namespace) -> dict[st
     points, lengths = pooled(keys, chunks.bounds, "mean"), chunks.lengths
 
     def make(**layout: Any) -> ClusterIndex:
-        return ClusterIndex(points, lengths, Layout(**layout), keys.dtype, torch.Generator().manual_seed(2))
+        settled = Layout(**{"radii": "exact", "move_units": False, **layout})
+        return ClusterIndex(points, lengths, settled, keys.dtype, torch.Generator().manual_seed(2))
 
     builds = {
         "full": partial(make),
         "two_level": partial(make, build="two_level"),
         "settled": partial(make, iterations=2),
     }
-    seconds = medians(
-        {**builds, "pool": lambda: pooled(keys, chunks.bounds, "mean")}, arguments.repeats if count > 20_000 else 5
+    builds["pool"] = partial(pooled, keys, chunks.bounds, "mean")
+    us = median_us(
+        {name: lambda _, call=call: call() for name, call in builds.items()},
+        range(arguments.repeats if count > 20_000 else 5),
     )
+    seconds = {name: micros / 1e6 for name, micros in us.items()}
     kv = 2 * keys.numel() * keys.element_size()
     full, two_level = make(), make(build="two_level")
     query, room = queries[:, :1], min(arguments.budget, count // 4)
     norms = query.norm(dim=2)
     floats = keys.float()
     grafted = make()
-    decode = medians(
+    decode = median_us(
         {
-            "search": lambda: chunks.tokens(chunks.fitting(full.best_chunks(query, norms, room, Search()), room)),
-            "scan": lambda: (query @ floats.transpose(1, 2)).topk(room, dim=2),
-            "graft": lambda: grafted.graft(points[:, 0], 12),
+            "search": lambda _: chunks.tokens(chunks.fitting(full.best_chunks(query, norms, room, Search()), room)),
+            "scan": lambda _: (query @ floats.transpose(1, 2)).topk(room, dim=2),
+            "graft": lambda _: grafted.graft(points[:, 0], 12),
         },
-        31,
+        range(31),
     )
     return {
         "n": count,
@@ -157,8 +137,8 @@ def bench_index(count: int, seed: int, arguments: argparse.Namespace) -> dict[st
             "settled": token_recall(make(iterations=2), chunks, keys, queries, room, Search()),
         },
         "bytes_over_kv": {radii: index_bytes(make(radii=radii)) / kv for radii in ("exact", "strict")},
-        "search_us": 1e6 * decode["search"],
-        "scan_us": 1e6 * decode["scan"],
+        "search_us": decode["search"],
+        "scan_us": decode["scan"],
         "search_over_scan": decode["search"] / decode["scan"],
         "graft_over_search": decode["graft"] / 12 / decode["search"],
     }
@@ -172,42 +152,30 @@ def index_bytes(index: ClusterIndex) -> int:
 # -- in a model --------------------------------------------------------------------------------------------------------
 
 
-def needles(loaded: Loaded, length: int, count: int) -> list[list[int]]:
-    """Prompts of RULER's needles in prose."""
-    task = build(composed("task=niah", "task.subsets=[niah_single_2]", f"task.lengths=[{length}]")["task"])
-    prompts = (sample.prompt for sample in task.samples(loaded.tokenizer, 0))
-    return [loaded.tokenizer(prompt)["input_ids"] for _, prompt in zip(range(count), prompts, strict=False)]
+def answer(loaded: Loaded, prompt: list[int], method: Any, budget: Budget, steps: int, **how: Any) -> Generation:
+    """What a method makes of a prompt that is prefilled already, `steps` decode steps long."""
+    layers, tokenizer = loaded.dense_layers, loaded.tokenizer
+    engine = engine_for(loaded.model, [len(prompt)], method, budget, layers, tokenizer, new_tokens=steps)
+    return generate(loaded.model, [prompt], engine, **how)
 
 
 def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Shares of time and memory where the model reads `count` tokens and answers with --steps."""
+    """Shares of time where the model reads `count` tokens and answers with --steps."""
     say(f"model: {count} tokens")
-    (prompt,) = needles(loaded, count, 1)
-    shared = prefill_once(loaded.model, [prompt], [], max_new_tokens=arguments.steps, chunk=4096)
-    arms = {"full": {}, "two_level": {"build": "two_level"}, "strict": {"radii": "strict"}, "exact": {"radii": "exact"}}
-    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in arms}
-    held: dict[str, float] = {}
+    task = build(composed("task=niah", "task.subsets=[niah_single_2]", f"task.lengths=[{count}]")["task"])
+    prompt = loaded.tokenizer(next(iter(task.samples(loaded.tokenizer, 0))).prompt)["input_ids"]
+    steps, budget = arguments.steps, Budget(arguments.budget)
+    shared = prefill_once(loaded.model, [prompt], [], max_new_tokens=steps, chunk=4096)
+    rows: dict[str, list[tuple[float, float, float]]] = {"full": [], "two_level": []}
     for _ in range(arguments.repeats):
-        for name, options in arms.items():
-            method: Any = method_named("lychee", **options)
-            engine = engine_for(
-                loaded.model,
-                [len(prompt)],
-                method,
-                Budget(arguments.budget),
-                loaded.dense_layers,
-                loaded.tokenizer,
-                new_tokens=arguments.steps,
-            )
-            done = generate(loaded.model, [prompt], engine, max_new_tokens=arguments.steps, prefilled=shared)
+        for name, of_build in rows.items():
+            method: Any = method_named("lychee", build=name)
+            done = answer(loaded, prompt, method, budget, steps, max_new_tokens=steps, prefilled=shared)
             step = done.breakdown_ms
             parts = step["select"] + step["index_update"]
-            rows[name].append((done.prefill_ms["index_build"] / 1e3, parts / sum(step.values()), sum(step.values())))
-            held[name] = done.audit["index_bytes"] / done.audit["device_kv_bytes"]
-    middle = {
-        name: [statistics.median(column) for column in zip(*of_arm, strict=True)] for name, of_arm in rows.items()
-    }
-    build_s = {name: middle[name][0] for name in ("full", "two_level")}
+            of_build.append((done.prefill_ms["index_build"] / 1e3, parts / sum(step.values()), sum(step.values())))
+    middle = {name: list(map(statistics.median, zip(*of_build, strict=True))) for name, of_build in rows.items()}
+    build_s = {name: times[0] for name, times in middle.items()}
     return {
         "n": len(prompt),
         "chunk_tokens": float(method.rows[0].text.chunks.lengths.float().mean()),
@@ -216,76 +184,11 @@ def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> di
         "build_share": {name: seconds / (seconds + shared.seconds) for name, seconds in build_s.items()},
         "retrieval_share": middle["full"][1],
         "step_ms": middle["full"][2],
-        "bytes_over_kv": {"paper": held["full"], "strict": held["strict"], "exact": held["exact"]},
     }
-
-
-CHANGED: dict[str, dict[str, Any]] = {
-    **{f"cluster_size={size}": {"cluster_size": size} for size in (1, 2, 4, 8)},
-    **{f"cluster_size={size} ub_weight=0": {"cluster_size": size, "ub_weight": 0} for size in (2, 4, 8)},
-    "build=two_level": {"build": "two_level"},
-    "pooling=max": {"pooling": "max"},
-    "chunking=fixed": {"chunking": "fixed"},
-    "selection=query_head": {"selection": "query_head"},
-}
-CLUSTERINGS = {name: ("lychee_plus", options) for name, options in CHANGED.items()} | {"lychee": ("lychee", {})}
-
-
-def bench_clusters(loaded: Loaded, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Recall, mass and score of every way to cluster, from shared prefills, the question read as decode steps."""
-    task = build(composed("task=niah", "task.subsets=[niah_multikey_1]", "task.lengths=[4096]")["task"])
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in CLUSTERINGS}
-    samples = task.samples(loaded.tokenizer, 0)
-    for number, sample in zip(range(arguments.samples), samples, strict=False):
-        say(f"clusters: sample {number + 1} of {arguments.samples}")
-        text, question = sample.prompt.removesuffix(sample.question), sample.question + sample.answer_prefix
-        for name, output, _, probe in answers(loaded, text, question, CLUSTERINGS, arguments, 4):
-            score = 100 * task.score(sample, output)[task.metric]
-            found[name].append((probe["recall"], probe["mass"], score))
-    keys = ("recall", "mass", "score")
-    return {
-        name: dict(zip(keys, map(statistics.fmean, zip(*rows, strict=True)), strict=True))
-        for name, rows in found.items()
-    }
-
-
-def answers(
-    loaded: Loaded,
-    text: str,
-    question: str,
-    arms: dict[str, tuple[str, dict[str, Any]]],
-    arguments: argparse.Namespace,
-    probe_every: int = 0,
-    watch: Callable[[Any], Any] = lambda method: None,
-) -> list[tuple[str, str, Any, dict[str, float]]]:
-    """What each arm answers: its name, the output, what `watch` gave for its method, and the probe's means."""
-    tokenizer = loaded.tokenizer
-    ids, asked = tokenizer(text)["input_ids"], tokenizer(question, add_special_tokens=False)["input_ids"]
-    new = 12
-    shared = prefill_once(loaded.model, [ids], [], max_new_tokens=new + len(asked), chunk=4096)
-    found = []
-    for name, (method_name, options) in arms.items():
-        method = method_named(method_name, **options)
-        seen = watch(method)
-        engine = engine_for(
-            loaded.model,
-            [len(ids)],
-            method,
-            Budget(arguments.small_budget, "unified"),
-            loaded.dense_layers,
-            tokenizer,
-            new_tokens=new + len(asked),
-            probe_every=probe_every,
-        )
-        done = generate(loaded.model, [ids], engine, max_new_tokens=new, question=asked, prefilled=shared)
-        found.append((name, tokenizer.decode(done.tokens[0], skip_special_tokens=True), seen, done.probe))
-    return found
 
 
 # -- chunks at delimiters ----------------------------------------------------------------------------------------------
 
-FACTS = Needles("essay", "words", "numbers", 1, 1, 1, prose.words)
-LAYOUTS = {"objects": ("{\n  ", ",\n  ", "\n}"), "lines": ("{", ", ", "}")}
 PILOT = {
     "lychee structure": ("lychee", {"chunking": "structure"}),
     "lychee fixed": ("lychee", {"chunking": "fixed"}),
@@ -294,31 +197,6 @@ PILOT = {
     "quest fixed": ("quest", {}),
     "quest fixed 12": ("quest", {"page_size": 12}),
 }
-
-
-def document(layout: str, tokens: int, seed: int, loaded: Loaded) -> tuple[str, str, str]:
-    """JSON records, four of which hold a fact; the question for one, and its answer."""
-    rng = random.Random(f"{layout}/{seed}")
-    opens, between, closes = LAYOUTS[layout]
-    words, keys = draw("words", 60, rng), draw("words", 4, rng)
-    values = [str(rng.randrange(10**6, 10**7)) for _ in keys]
-
-    def record(**fields: Any) -> str:
-        fields = {"id": rng.randrange(1000), **fields}
-        return opens + between.join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items()) + closes
-
-    records = [record(note=FACTS.needle(key, value)) for key, value in zip(keys, values, strict=True)]
-    left = tokens - len(loaded.tokenizer(",\n".join(records))["input_ids"])
-    while True:
-        more = record(name=rng.choice(words), size=rng.randrange(100), tags=rng.sample(words, 2))
-        left -= len(loaded.tokenizer(",\n" + more)["input_ids"])
-        if left < 0:
-            break
-        records.append(more)
-    rng.shuffle(records)
-    asked = rng.randrange(4)
-    frame, question = FACTS.asking([keys[asked]])
-    return frame.partition("{context}")[0] + "[\n" + ",\n".join(records) + "\n]", "\n" + question, values[asked]
 
 
 def bench_structure(loaded: Loaded, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -330,13 +208,20 @@ def bench_structure(loaded: Loaded, arguments: argparse.Namespace) -> dict[str, 
             say(f"structure: {layout}, sample {seed + 1} of {arguments.samples}")
             text, question, value = document(layout, arguments.document, seed, loaded)
             begin = text.index(value)
-            places = loaded.tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
-            wanted = {at for at, (first, end) in enumerate(places) if first < begin + len(value) and end > begin}
-            for name, output, shares, _ in answers(
-                loaded, text, question, PILOT, arguments, watch=partial(watch_answer, wanted=wanted)
-            ):
+            read = loaded.tokenizer(text, return_offsets_mapping=True)
+            offsets, ids = read["offset_mapping"], read["input_ids"]
+            wanted = {at for at, (first, end) in enumerate(offsets) if first < begin + len(value) and end > begin}
+            asked = loaded.tokenizer(question, add_special_tokens=False)["input_ids"]
+            budget, steps = Budget(arguments.small_budget, "unified"), NEW + len(asked)
+            shared = prefill_once(loaded.model, [ids], [], max_new_tokens=steps, chunk=4096)
+            for name, (method_name, options) in PILOT.items():
+                method = method_named(method_name, **options)
+                shares = watch_answer(method, wanted)
+                how = {"max_new_tokens": NEW, "question": asked, "prefilled": shared}
+                done = answer(loaded, ids, method, budget, steps, **how)
+                output = loaded.tokenizer.decode(done.tokens[0], skip_special_tokens=True)
                 # the last step of the question and those that follow write the answer
-                writing = shares[-11 : -11 + len(wanted)]
+                writing = shares[1 - NEW : 1 - NEW + len(wanted)]
                 found[name].append((100.0 * (value in output.replace(" ", "")), statistics.fmean(writing)))
         keys = ("score", "answer_recall")
         means = {
@@ -371,8 +256,8 @@ def watch_answer(method: Any, wanted: set[int]) -> list[float]:
 
 def main() -> None:
     """Measure what is asked for, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("index", "model", "clusters", "structure")
+    parser = command_line(__doc__)
+    parts = ("index", "model", "structure")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="what to measure")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536], help="synthetic keys")
     parser.add_argument("--seeds", type=int, default=1, help="sets of synthetic keys")
@@ -381,16 +266,15 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=32, help="queries a head, for recall")
     parser.add_argument("--budget", type=int, default=1024, help="tokens attended, for index and model")
     parser.add_argument("--repeats", type=int, default=3, help="turns of slow measurements")
-    parser.add_argument("--model", default="tiny", help="a model of conf/model")
     parser.add_argument("--model-lengths", type=int, nargs="*", default=[4096, 8192, 16000], help="tokens it reads")
     parser.add_argument("--steps", type=int, default=32, help="tokens it writes, for shares of a step")
-    parser.add_argument("--samples", type=int, default=10, help="prompts of each kind")
-    parser.add_argument("--document", type=int, default=2048, help="tokens of a JSON document")
-    parser.add_argument("--small-budget", type=int, default=128, help="tokens attended, for clusters and structure")
+    parser.add_argument("--samples", type=int, default=10, help="documents of each layout")
+    parser.add_argument("--document", type=int, default=2048, help="tokens of a document")
+    parser.add_argument("--small-budget", type=int, default=128, help="tokens attended, for structure")
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)
-    loaded = load(composed(f"model={arguments.model}")["model"], device="cpu")
+    loaded = load(composed("model=tiny")["model"], device="cpu")
     result: dict[str, Any] = {}
     for part in arguments.parts:
         if part == "index":
@@ -400,8 +284,8 @@ def main() -> None:
         elif part == "model":
             result[part] = [bench_model(loaded, count, arguments) for count in arguments.model_lengths]
         else:
-            result[part] = {"clusters": bench_clusters, "structure": bench_structure}[part](loaded, arguments)
-    print(json.dumps(result))
+            result[part] = bench_structure(loaded, arguments)
+    print_result(result)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Prints one JSON object as its last line:
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench import command_line, print_result
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from kvbench.backends.hf import loading as models
@@ -33,7 +33,7 @@ from kvbench.backends.hf.hooks import NAME
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.model import method_named
 from kvbench.budget import Budget
-from kvbench.config import shipped
+from kvbench.config import choices, shipped
 from kvbench.engine.engine import Engine
 
 CHUNK = 2048  # prompt tokens in one forward pass, the same on both sides
@@ -112,9 +112,9 @@ class _Stamps:
 
 
 def main() -> None:
-    """Measure, or be the child process that tells its peak memory."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="dummy-100m", help="a model of conf/model with random weights")
+    """Measure, or be the child process that prints its peak memory."""
+    parser = command_line(__doc__)
+    parser.add_argument("--model", default="dummy-100m", choices=choices("model"), help="with random weights")
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 16384], help="prompt tokens")
     parser.add_argument("--bursts", type=int, default=6, help="turns of each side")
     parser.add_argument("--steps", type=int, default=8, help="decode steps in one turn")
@@ -122,8 +122,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.peak:
         print(_peak_bytes(arguments))
-        return
-    print(json.dumps(_measure(arguments)))
+    else:
+        print_result(_measure(arguments))
 
 
 def _side(name: str, model: PreTrainedModel, context: int, arguments: argparse.Namespace) -> Any:
@@ -133,10 +133,7 @@ def _side(name: str, model: PreTrainedModel, context: int, arguments: argparse.N
 
 
 def _load(name: str) -> PreTrainedModel:
-    config = shipped("model", name)
-    if config is None:
-        sys.exit(f"--model {name}: no such model in conf/model")
-    return models.load(config).model
+    return models.load(shipped("model", name) or {}).model
 
 
 @torch.inference_mode()

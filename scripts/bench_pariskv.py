@@ -12,24 +12,18 @@ Prints one JSON object as its last line:
                    scan_top (that and its top k), tables (a query's lookups), vote (with the choice of candidates),
                    rerank (with the choice of k), encode (a key)
     coarse, final  share of the exact top k among the candidates, and among the k retrieved
-  sweep      for each kind of keys (n = --sweep-length) and captured head: coarse and final at the published shares, and
-             at points, for each beta and rho, with six tiers and with one; of captured keys also mass, the share of the
-             query heads' attention that falls on the k retrieved
+  sweep      for each kind of keys (n = --sweep-length): coarse and final at the published shares, and at points, for
+             each beta and rho, with six tiers and with one
   max_ratio, min_final    the largest ratio, and the least final recall by kind, of the runs with n >= 128k
   bytes      metadata of a key: ids, codes, weights, all; without_ids, as ids repeat the signs in the codes; over_kv,
              all over its key and value in bfloat16
 
 Keys: those of `scripts/bench_index.py` (isotropic, clustered, attention); anisotropic, lognormal deviations (1) of the
-coordinates around a mean as long as they are, and normal queries, which care for all coordinates alike; captured ones
-from --trace, an .npz of `scripts/capture_trace.py`: every layer and KV head in it, asked with its last queries.
+coordinates around a mean as long as they are, and normal queries, which care for all coordinates alike.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +32,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench import command_line, median_us, print_result, say
 from bench_index import KINDS as INDEX_KINDS
-from capture_trace import load
 
 from methods.pariskv import kernels
 from methods.pariskv.codebook import Quotas, quotas, random_signs
@@ -108,15 +102,14 @@ class Head:
         return tokens
 
 
-def recalls(head: Head, data: Data, asked: Quotas, best: Any) -> tuple[float, float, Any]:
-    """Mean coarse and final recall of the tokens `best` [m, k], and what was retrieved, [m, k]."""
-    coarse, final, found = [], [], []
+def recalls(head: Head, data: Data, asked: Quotas, best: Any) -> dict[str, float]:
+    """Mean coarse and final recall of the tokens `best` [m, k]."""
+    found: dict[str, list[float]] = {"coarse": [], "final": []}
     for group, own in zip(data.queries, best, strict=True):
         head.tables(group, asked)
-        coarse.append(np.isin(own, head.vote(asked)).mean())
-        found.append(head.rerank(asked))
-        final.append(np.isin(own, found[-1]).mean())
-    return float(np.mean(coarse)), float(np.mean(final)), np.stack(found)
+        found["coarse"].append(np.isin(own, head.vote(asked)).mean())
+        found["final"].append(np.isin(own, head.rerank(asked)).mean())
+    return {name: float(np.mean(shares)) for name, shares in found.items()}
 
 
 def best_of_mean(data: Data, k: int) -> Any:
@@ -135,15 +128,8 @@ def run(data: Data, k: int) -> dict[str, Any]:
         "vote": lambda group: head.vote(asked),
         "rerank": lambda group: head.rerank(asked),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for group in data.queries:
-        for name, call in calls.items():
-            start = time.process_time()
-            call(group)
-            seconds[name].append(time.process_time() - start)
-    us = {name: 1e6 * statistics.median(times) for name, times in seconds.items()}
+    us = median_us(calls, data.queries)
     step = us["tables"] + us["vote"] + us["rerank"]
-    coarse, final, _ = recalls(head, data, asked, best_of_mean(data, k))
     return {
         "keys": data.name,
         "n": len(data.keys),
@@ -152,50 +138,25 @@ def run(data: Data, k: int) -> dict[str, Any]:
         "ratio_top": step / us["scan_top"],
         "encode_ratio": head.encode_us / us["scan"],
         "us": {**us, "encode": head.encode_us},
-        "coarse": coarse,
-        "final": final,
+        **recalls(head, data, asked, best_of_mean(data, k)),
     }
 
 
-def sweep(data: Data, k: int, with_mass: bool) -> dict[str, Any]:
+def sweep(data: Data, k: int) -> dict[str, Any]:
     """Recall for each beta and rho."""
-    head, best = Head(data.keys), best_of_mean(data, k)
-    points = []
-    for tiers in (6, 1):
-        for rho in RHOS:
-            for beta in BETAS:
-                coarse, final, found = recalls(head, data, quotas(len(data.keys), k, beta, rho, tiers), best)
-                point = {"tiers": tiers, "rho": rho, "beta": beta, "coarse": coarse, "final": final}
-                points.append({**point, "mass": _mass(data, found)} if with_mass else point)
-    coarse, final, _ = recalls(head, data, quotas(len(data.keys), k), best)
-    published = {"coarse": coarse, "final": final}
-    return {"keys": data.name, "n": len(data.keys), "group": data.queries.shape[1], **published, "points": points}
-
-
-def _mass(data: Data, found: Any) -> float:
-    """Mean share of the query heads' attention over all keys that falls on the tokens found, [m, k]."""
-    shares = []
-    for group, tokens in zip(data.queries, found, strict=True):
-        logits = group @ data.keys.T / np.sqrt(data.keys.shape[1])
-        weight = np.exp(logits - logits.max(axis=1, keepdims=True))
-        shares.append((weight[:, tokens].sum(axis=1) / weight.sum(axis=1)).mean())
-    return float(np.mean(shares))
+    head, best, count = Head(data.keys), best_of_mean(data, k), len(data.keys)
+    points = [
+        {"tiers": tiers, "rho": rho, "beta": beta, **recalls(head, data, quotas(count, k, beta, rho, tiers), best)}
+        for tiers in (6, 1)
+        for rho in RHOS
+        for beta in BETAS
+    ]
+    return {"keys": data.name, "n": count, **recalls(head, data, quotas(count, k), best), "points": points}
 
 
 def _made(kind: str, count: int, queries: int, dim: int) -> Data:
     keys, asked = KINDS[kind](np.random.default_rng(0), count, queries, dim)
     return Data(kind, keys.astype(np.float32), asked.astype(np.float32)[:, None])
-
-
-def _captured(path: str, queries: int) -> list[Data]:
-    """Every layer and KV head of a captured file, with the last queries of its group."""
-    sets = []
-    for trace in load(path):
-        grouped = trace.queries.reshape(len(trace.keys), -1, *trace.queries.shape[1:])[:, :, -queries:]
-        for head, (keys, own) in enumerate(zip(trace.keys, grouped, strict=True)):
-            asked = np.ascontiguousarray(own.transpose(1, 0, 2))
-            sets.append(Data(f"layer {trace.layer} head {head}", np.ascontiguousarray(keys), asked))
-    return sets
 
 
 def _bytes(dim: int) -> dict[str, float]:
@@ -215,11 +176,10 @@ def _bytes(dim: int) -> dict[str, float]:
 
 def main() -> None:
     """Make or read the keys, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="synthetic keys")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, LONG, 4 * LONG], help="keys")
     parser.add_argument("--sweep-length", type=int, default=32768, help="keys of the sweep")
-    parser.add_argument("--trace", help="captured keys for the sweep: an .npz of capture_trace.py")
     parser.add_argument("--dim", type=int, default=128, help="head dimension of synthetic keys")
     parser.add_argument("--queries", type=int, default=40, help="queries of each run; half as many in the sweep")
     parser.add_argument("--k", type=int, default=100, help="keys wanted")
@@ -232,30 +192,25 @@ def main() -> None:
     runs, sweeps = [], []
     for kind in arguments.kinds:
         for length in arguments.lengths:
-            print(f"{kind}, {length} keys", file=sys.stderr)
+            say(f"{kind}, {length} keys")
             runs.append(run(_made(kind, length, arguments.queries, arguments.dim), arguments.k))
-        print(f"{kind}, sweep", file=sys.stderr)
+        say(f"{kind}, sweep")
         made = _made(kind, arguments.sweep_length, arguments.queries // 2, arguments.dim)
-        sweeps.append(sweep(made, arguments.k, False))
-    for data in _captured(arguments.trace, arguments.queries) if arguments.trace else []:
-        print(f"{data.name}, sweep", file=sys.stderr)
-        sweeps.append(sweep(data, arguments.k, True))
+        sweeps.append(sweep(made, arguments.k))
     long = [one for one in runs if one["n"] >= LONG]
-    print(
-        json.dumps(
-            {
-                "k": arguments.k,
-                "dim": arguments.dim,
-                "max_ratio": max((one["ratio"] for one in long), default=None),
-                "min_final": {
-                    kind: min(one["final"] for one in long if one["keys"] == kind)
-                    for kind in sorted({one["keys"] for one in long})
-                },
-                "bytes": _bytes(arguments.dim),
-                "runs": runs,
-                "sweep": sweeps,
-            }
-        )
+    print_result(
+        {
+            "k": arguments.k,
+            "dim": arguments.dim,
+            "max_ratio": max((one["ratio"] for one in long), default=None),
+            "min_final": {
+                kind: min(one["final"] for one in long if one["keys"] == kind)
+                for kind in sorted({one["keys"] for one in long})
+            },
+            "bytes": _bytes(arguments.dim),
+            "runs": runs,
+            "sweep": sweeps,
+        }
     )
 
 

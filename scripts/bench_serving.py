@@ -20,7 +20,6 @@ and attended_mean (entries per KV head and step in sparse layers) of each method
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -28,6 +27,8 @@ import sys
 import time
 from dataclasses import asdict
 from typing import Any
+
+from bench import command_line, print_result, say
 
 from kvbench.cli.threads import wait_briefly
 
@@ -104,25 +105,25 @@ class Served:
 
 def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
     """One arm's numbers over its rounds."""
-    about: dict[str, Any] = {"tokens_per_s": round(statistics.median(turn["tokens_per_s"] for turn in turns), 2)}
+    about: dict[str, Any] = {"tokens_per_s": statistics.median(turn["tokens_per_s"] for turn in turns)}
     for name in ("ttft_s", "tpot_ms"):
         every = torch.tensor([value for turn in turns for value in turn[name]], dtype=torch.float64)
         for percent in (50, 95):
-            about[f"{name}_p{percent}"] = round(float(every.quantile(percent / 100)), 3)
-        about[name] = [round(value, 3) for value in every.tolist()]
+            about[f"{name}_p{percent}"] = float(every.quantile(percent / 100))
+        about[name] = every.tolist()
     return about
 
 
 def over(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     """Ratios of one arm over another."""
     pairs = {"tokens_per_s_ratio": "tokens_per_s", "ttft_ratio": "ttft_s_p50", "tpot_ratio": "tpot_ms_p50"}
-    return {ratio: round(one[name] / other[name], 3) for ratio, name in pairs.items()}
+    return {ratio: one[name] / other[name] for ratio, name in pairs.items()}
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="one that kvbench fetch has fetched")
+    parser = command_line(__doc__)
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="one that kvbench.cli.fetch has fetched")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--methods", nargs="+", default=["quest"])
     parser.add_argument("--budget", type=int, default=256)
@@ -149,15 +150,13 @@ def main() -> None:
                 served.under(plan)
                 turns[name].append(served.times(prompts, batch))
                 if plan is not None:
-                    attended[name] = round(served.attended(), 1)
-                print(
-                    batch, name, {key: value for key, value in summary(turns[name]).items() if "_" in key}, flush=True
-                )
+                    attended[name] = served.attended()
+                say(f"{batch} {name} {turns[name][-1]['tokens_per_s']:.2f} tokens a second")
         about = {name: summary(own) for name, own in turns.items()}
         for method in given.methods:
             about[method] |= {**over(about[method], about[OWN]), "attended_mean": attended[method]}
         found[str(batch)] = about
-    print(json.dumps({**found, "threads": torch.get_num_threads(), "settings": vars(given)}))
+    print_result({**found, "threads": torch.get_num_threads(), "settings": vars(given)})
 
 
 if __name__ == "__main__":

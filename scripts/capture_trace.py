@@ -12,16 +12,16 @@ and `about`, a JSON text: model, task, sample, dtype, prompt and generated token
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from bench import command_line
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
@@ -49,8 +49,13 @@ class Trace(NamedTuple):
 def load(path: str | Path) -> list[Trace]:
     """The layers of a captured file, in their order."""
     with np.load(path) as file:
-        layers = sorted(int(name.removeprefix("keys.")) for name in file.files if name.startswith("keys."))
-        return [Trace(at, *(file[f"{part}.{at}"] for part in ("queries", "keys", "values"))) for at in layers]
+        return layers_of(file)
+
+
+def layers_of(arrays: Mapping[str, Any]) -> list[Trace]:
+    """The layers of what `capture` gives."""
+    layers = sorted(int(name.removeprefix("keys.")) for name in arrays if name.startswith("keys."))
+    return [Trace(at, *(arrays[f"{part}.{at}"] for part in ("queries", "keys", "values"))) for at in layers]
 
 
 class Capture(Method):
@@ -104,18 +109,11 @@ def capture(
         raise ConfigError(f"--sample {number}: {prompt.record['error']}")
     ids = prompt.ids + prompt.question
     method = Capture(range(count) if layers is None else layers, min(window, len(ids)))
-    engine = engine_for(
-        arm.loaded.model, [len(ids)], method, Budget(None), (), arm.loaded.tokenizer, new_tokens=new_tokens + 1
-    )
+    model, tokenizer, more = arm.loaded.model, arm.loaded.tokenizer, new_tokens + 1
+    engine = engine_for(model, [len(ids)], method, Budget(None), (), tokenizer, new_tokens=more)
     progress = _progress if sys.stderr.isatty() else None
-    generate(
-        arm.loaded.model,
-        [ids],
-        engine,
-        max_new_tokens=new_tokens + 1,
-        prefill_chunk=arm.protocol.prefill_chunk,
-        progress=progress,
-    )
+    chunk = arm.protocol.prefill_chunk
+    generate(model, [ids], engine, max_new_tokens=more, prefill_chunk=chunk, progress=progress)
     about = {
         "model": arm.loaded.name,
         "task": arm.config["task"]["name"],
@@ -137,7 +135,7 @@ def _progress(done: int, total: int) -> None:
 
 def main() -> None:
     """Capture, save, say what was saved."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("file", type=Path, help="the .npz to write")
     parser.add_argument("overrides", nargs="*", help="model, task and protocol as `python -m kvbench` takes them")
     parser.add_argument("--layers", type=_numbers, help="layers to save, as in 1,3; default: all")

@@ -22,21 +22,17 @@ Prints one JSON object as its last line, and for each stream in it
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import faiss
 import numpy as np
 import torch
-from capture_trace import capture, load
+from bench import command_line, print_result, say
+from capture_trace import capture, layers_of
 
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
@@ -72,19 +68,11 @@ class Sizes:
 # -- arms --------------------------------------------------------------------------------------------------------------
 
 
-class Arm(ABC):
-    """An index of a growing zone, first the prompt's part of it."""
-
-    @abstractmethod
-    def extend(self, keys: Floats) -> None:
-        """Append keys [n, D]; the first call brings the prompt's."""
-
-    @abstractmethod
-    def best(self, query: Floats, k: int) -> Any:
-        """Places of k tokens for a query [D]."""
+# Each is an index of a growing zone: `extend` appends keys [n, D], first the prompt's; `best` finds k tokens for a
+# query [D].
 
 
-class ParisKV(Arm):
+class ParisKV:
     """The method's own index."""
 
     def __init__(self, dim: int) -> None:
@@ -98,7 +86,7 @@ class ParisKV(Arm):
         return self.index.search(torch.from_numpy(query)[None, None, None], {0: asked})[0][0].numpy()
 
 
-class Quantised(Arm):
+class Quantised:
     """Product quantisation; `anew`: trained again on all keys whenever some come."""
 
     def __init__(self, dim: int, parts: int, bits: int, anew: bool) -> None:
@@ -119,7 +107,7 @@ class Quantised(Arm):
         return self.index.search(query[None], k)[1][0]
 
 
-class Exact(Arm):
+class Exact:
     """Every key scored as it is stored, in bfloat16."""
 
     def __init__(self) -> None:
@@ -132,7 +120,7 @@ class Exact(Arm):
         return (self.keys[0] @ torch.from_numpy(query)).topk(k).indices.numpy()
 
 
-def arms(dim: int) -> dict[str, Arm]:
+def arms(dim: int) -> dict[str, Any]:
     """All arms, empty."""
     return {
         "pariskv": ParisKV(dim),
@@ -154,11 +142,8 @@ def captured(words: Sequence[str], steps: int, sample: int) -> list[Stream]:
     """
     arrays = capture(["+experiment=pariskv_drift", f"task.samples={sample + 1}", *words], None, 1, steps, sample)
     prompt = json.loads(str(arrays["about"]))["prompt_tokens"]
-    with TemporaryDirectory() as folder:
-        np.savez(Path(folder, "trace.npz"), **arrays)
-        traces = load(Path(folder, "trace.npz"))
     streams = []
-    for trace in traces:
+    for trace in layers_of(arrays):
         kv_heads, _, dim = trace.keys.shape
         queries = trace.queries[:, 1:].reshape(kv_heads, -1, steps, dim).mean(axis=1)
         streams += [Stream(prompt, keys, own) for keys, own in zip(trace.keys, queries, strict=True)]
@@ -216,7 +201,7 @@ def report(streams: Sequence[Stream], sizes: Sizes) -> dict[str, Any]:
     """Means over the heads of one generation."""
     per_head = []
     for number, stream in enumerate(streams, 1):
-        print(f"head {number} of {len(streams)}", file=sys.stderr)
+        say(f"head {number} of {len(streams)}")
         per_head.append(list(recalls(stream, sizes)))
     steps, zones = [at[0] for at in per_head[0]], [at[1] for at in per_head[0]]
     names = per_head[0][0][2]
@@ -225,7 +210,7 @@ def report(streams: Sequence[Stream], sizes: Sizes) -> dict[str, Any]:
     return {
         "steps": steps,
         "zone": zones,
-        "recall": {name: own.round(4).tolist() for name, own in recall.items()},
+        "recall": {name: own.tolist() for name, own in recall.items()},
         "late_over_early": {name: float(own[-quarter:].mean() / own[:quarter].mean()) for name, own in recall.items()},
         "drift": float(np.mean([drift(stream) for stream in streams])),
     }
@@ -233,7 +218,7 @@ def report(streams: Sequence[Stream], sizes: Sizes) -> dict[str, Any]:
 
 def main() -> None:
     """Generate, ask, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("overrides", nargs="*", help="changes to the experiment, as `python -m kvbench` takes them")
     parser.add_argument("--steps", type=int, default=8192, help="tokens to generate")
     parser.add_argument("--samples", type=int, default=1, help="prompts, each a stream")
@@ -251,7 +236,7 @@ def main() -> None:
         shortest = sizes.sinks + sizes.local + 256 * FEW  # of the prompt's zone 256 centroids are learned
         if arguments.prompt < shortest:
             parser.error(f"--prompt {arguments.prompt}: expected {shortest} or more")
-        print(f"generating {arguments.steps} tokens", file=sys.stderr)
+        say(f"generating {arguments.steps} tokens")
         streams = {
             ("captured" if not sample else f"captured {sample}"): captured(arguments.overrides, arguments.steps, sample)
             for sample in range(arguments.samples)
@@ -259,7 +244,7 @@ def main() -> None:
         streams["drifting"] = drifting(arguments.prompt, arguments.steps, arguments.dim)
     except ConfigError as error:
         parser.error(str(error))
-    print(json.dumps({"k": sizes.k, **{name: report(heads, sizes) for name, heads in streams.items()}}))
+    print_result({"k": sizes.k, **{name: report(heads, sizes) for name, heads in streams.items()}})
 
 
 if __name__ == "__main__":

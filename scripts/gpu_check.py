@@ -91,10 +91,10 @@ def cells(folder: Path) -> list[Cell]:
     except ResultsError:
         return []
     found = []
-    for run in runs.arms.index:
-        if runs.timed(run):
-            layers = runs.setting[run].get("model.config.num_hidden_layers")
-            for (length, batch, _), measured in runs.cells(run).items():
+    for run in runs:
+        if run.is_timed:
+            layers = run.settings.get("model.config.num_hidden_layers")
+            for (length, batch, _), measured in run.cells().items():
                 found.append({**measured, "length": length, "batch": batch, "layers": layers})
     return found
 

@@ -7,18 +7,50 @@ Records with facts in some of them, those that `scripts/bench_lychee.py` asks ab
 
 from __future__ import annotations
 
-import argparse
+import json
+import random
 from pathlib import Path
+from typing import Any
 
-from bench_lychee import LAYOUTS, document
+from bench import command_line
 
-from kvbench.backends.hf.loading import load
+from kvbench.backends.hf.loading import Loaded, load
 from kvbench.cli.compose import composed
+from kvbench.tasks.ruler import prose
+from kvbench.tasks.ruler.needles import Needles, draw
+
+FACTS = Needles("essay", "words", "numbers", 1, 1, 1, prose.words)
+LAYOUTS = {"objects": ("{\n  ", ",\n  ", "\n}"), "lines": ("{", ", ", "}")}
+
+
+def document(layout: str, tokens: int, seed: int, loaded: Loaded) -> tuple[str, str, str]:
+    """JSON records, four of which hold a fact; the question for one, and its answer."""
+    rng = random.Random(f"{layout}/{seed}")
+    opens, between, closes = LAYOUTS[layout]
+    words, keys = draw("words", 60, rng), draw("words", 4, rng)
+    values = [str(rng.randrange(10**6, 10**7)) for _ in keys]
+
+    def record(**fields: Any) -> str:
+        fields = {"id": rng.randrange(1000), **fields}
+        return opens + between.join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items()) + closes
+
+    records = [record(note=FACTS.needle(key, value)) for key, value in zip(keys, values, strict=True)]
+    left = tokens - len(loaded.tokenizer(",\n".join(records))["input_ids"])
+    while True:
+        more = record(name=rng.choice(words), size=rng.randrange(100), tags=rng.sample(words, 2))
+        left -= len(loaded.tokenizer(",\n" + more)["input_ids"])
+        if left < 0:
+            break
+        records.append(more)
+    rng.shuffle(records)
+    asked = rng.randrange(4)
+    frame, question = FACTS.asking([keys[asked]])
+    return frame.partition("{context}")[0] + "[\n" + ",\n".join(records) + "\n]", "\n" + question, values[asked]
 
 
 def main() -> None:
     """Make them, write them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("folder", type=Path, help="where the .txt files go")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="of conf/model, whose tokens are counted")
     parser.add_argument("--texts", type=int, default=24, help="documents")

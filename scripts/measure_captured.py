@@ -10,7 +10,7 @@ Prints one JSON object as its last line, `texts`, with an entry for each text
               pages are of similar keys (similar, the authors' tree) and of consecutive ones (consecutive)
   recall      ParisKV: of the 100 tokens with the largest product with a group's mean query, the share retrieved by its
               codes (codes), and without its rotation and normalisation, by as many centroids that k-means learns from
-              the keys in each subspace (learned); codes_votes and learned_votes, of the 100 tokens with most votes
+              the keys in each subspace (learned)
   windows     RACC, Figure 3: of the 5 % of the prompt that get most attention in 100 consecutive steps, the share that
               is also among those of the next 100 steps (adjacent), and of the last 100 of --further (distant), mean
               over query heads
@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import faiss
 import numpy as np
 import torch
+from bench import command_line, print_result, say
 from bench_index import INSERTED, LAYOUTS, page_quality, tree_of
 from bench_index import Data as Pages
 from bench_lychee import token_recall
@@ -69,18 +69,11 @@ def recall(keys: Floats, queries: Floats) -> dict[str, float]:
     """Of the best of each mean query, what codes and learned centroids find; keys [n, D], queries [m, G, D]."""
     data, asked = Data("captured", keys, queries), quotas(len(keys), K)
     head, learned = Head(keys), Learned(keys)
-    found: dict[str, list[float]] = {name: [] for name in ("codes", "codes_votes", "learned", "learned_votes")}
+    found: dict[str, list[float]] = {"codes": [], "learned": []}
     for group, best in zip(queries, best_of_mean(data, K), strict=True):
         head.tables(group, asked)
         head.vote(asked)
-        retrieved, votes = learned.search(group.mean(axis=0), asked)
-        answers = {
-            "codes": head.rerank(asked),
-            "codes_votes": most(head.votes[: len(keys)], K),
-            "learned": retrieved,
-            "learned_votes": most(votes, K),
-        }
-        for name, tokens in answers.items():
+        for name, tokens in (("codes", head.rerank(asked)), ("learned", learned.search(group.mean(axis=0), asked)[0])):
             found[name].append(float(np.isin(best, tokens).mean()))
     return {name: float(np.mean(shares)) for name, shares in found.items()}
 
@@ -188,7 +181,7 @@ def measured(number: int, arguments: argparse.Namespace) -> dict[str, Any]:
             found["pages"].append(pages(own[: length + INSERTED], groups, arguments.pages))
             found["recall"].append(recall(np.ascontiguousarray(own[:length]), groups))
             found["windows"].append(windows(torch.from_numpy(own), torch.from_numpy(every), length))
-        print(f"text {number + 1} of {arguments.texts}, layer {layer + 1} of {layers}", file=sys.stderr)
+        say(f"text {number + 1} of {arguments.texts}, layer {layer + 1} of {layers}")
     return {"text": json.loads(str(arrays["about"]))["sample"], **{name: mean(own) for name, own in found.items()}}
 
 
@@ -199,7 +192,7 @@ def mean(found: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def main() -> None:
     """Read the texts, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("overrides", nargs="*", help="changes to the run, as `python -m kvbench` takes them")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a model of conf/model")
     parser.add_argument("--texts", type=int, default=12, help="texts")
@@ -214,7 +207,7 @@ def main() -> None:
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     try:
-        print(json.dumps({"texts": [measured(number, arguments) for number in range(arguments.texts)]}))
+        print_result({"texts": [measured(number, arguments) for number in range(arguments.texts)]})
     except ConfigError as error:
         parser.error(str(error))
 

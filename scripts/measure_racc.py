@@ -24,17 +24,16 @@ Prints one JSON object as its last line; scores are shares of right answers in p
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from bench import command_line, print_result, say
 
 from kvbench.backends.hf.generate import EngineCache, decode_step, prefill
 from kvbench.backends.hf.loading import Loaded, load
@@ -63,7 +62,7 @@ PAIRS = {
     "lilo_racc": "lilo",
     "lilo_racc_free": "lilo",
 }
-TOLD = ("ratio_end", "ratio_mean", "ratio_peak", "searches_late", "searches_failed", "staleness_mean")
+OF_RACC = ("ratio_end", "ratio_mean", "ratio_peak", "searches_late", "searches_failed", "staleness_mean")
 
 
 @dataclass
@@ -108,8 +107,8 @@ def text_of(tokenizer: Any, length: int, needles: int, tokens: int, rng: random.
     """Needles in prose, `length` tokens of it, and questions until they and their answers are `tokens` decode steps."""
     writer = Needles("essay", "words", "numbers", 1, 1, 1, prose.words)
     keys, values = (draw(kind, needles, rng) for kind in ("words", "numbers"))
-    told = [writer.needle(key, value) for key, value in zip(keys, values, strict=True)]
-    hidden = [tokenizer.encode(" " + needle, add_special_tokens=False) for needle in told]
+    texts = [writer.needle(key, value) for key, value in zip(keys, values, strict=True)]
+    hidden = [tokenizer.encode(" " + needle, add_special_tokens=False) for needle in texts]
     frame, _ = writer.asking([keys[0]])
     head = tokenizer.encode(frame.partition("{context}")[0])
     room = length - len(head) - sum(map(len, hidden))
@@ -145,42 +144,40 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All samples through all arms."""
     loaded = load(composed("model=tiny").model, device="cpu")
     tokenizer: Any = loaded.tokenizer
-    right: dict[str, list[bool]] = {name: [] for name in arguments.arms}
-    scores: dict[str, list[float]] = {name: [] for name in arguments.arms}
-    told: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.arms}
-    step_ms: dict[str, list[float]] = {name: [] for name in arguments.arms}
+    ran: dict[str, list[Arm]] = {name: [] for name in arguments.arms}
     steps = 0
     for sample in range(arguments.samples):
         text = text_of(tokenizer, arguments.length, arguments.needles, arguments.tokens, random.Random(sample))
         counts = [len(tokenizer.encode(f" {answer}.", add_special_tokens=False)) for answer in text.answers]
         steps = sum(map(len, text.questions)) + sum(counts)
-        arms = {name: begun(loaded, name, text, arguments.ratio, steps) for name in arguments.arms}
+        for name in arguments.arms:
+            ran[name].append(begun(loaded, name, text, arguments.ratio, steps))
         for number, (question, answer, count) in enumerate(zip(text.questions, text.answers, counts, strict=True)):
-            for arm in arms.values():
-                said = tokenizer.decode(arm.ask(question, count))
-                arm.right.append(said.strip().startswith(answer))
-            print(f"sample {sample}, question {number + 1} of {len(text.questions)}", file=sys.stderr)
-        for name, arm in arms.items():
-            right[name] += arm.right
-            scores[name].append(mean(arm.right)[0])
-            step_ms[name] += arm.step_ms
-            told[name].append(arm.engine.report())
-    result: dict[str, Any] = {"questions": len(right[arguments.arms[0]]), "tokens": steps, "arms": {}}
-    for name in arguments.arms:
-        score, error = mean(right[name])
-        audits = {"attended": "attended_mean"} | {key: key for key in TOLD if key in told[name][0]}
-        means = {label: statistics.fmean(one[key] for one in told[name]) for label, key in audits.items()}
-        told_of = {"score": score, "stderr": error, "scores": scores[name], "ms": statistics.median(step_ms[name])}
-        result["arms"][name] = {**told_of, **means}
-    pairs = {name: alone for name, alone in PAIRS.items() if {name, alone} <= right.keys()}
-    for name, alone in pairs.items():
-        gain, error = mean([int(a) - int(b) for a, b in zip(right[name], right[alone], strict=True)])
-        result.setdefault("gain", {})[name] = gain
-        result.setdefault("gain_stderr", {})[name] = error
-        if name.endswith("free"):
-            ratio = statistics.median(step_ms[name]) / statistics.median(step_ms[alone])
-            result.setdefault("time_ratio", {})[name] = ratio
+            for arms in ran.values():
+                said = tokenizer.decode(arms[-1].ask(question, count))
+                arms[-1].right.append(said.strip().startswith(answer))
+            say(f"sample {sample}, question {number + 1} of {len(text.questions)}")
+    right = {name: [one for arm in arms for one in arm.right] for name, arms in ran.items()}
+    found = {name: summary(arms) for name, arms in ran.items()}
+    result: dict[str, Any] = {"questions": len(next(iter(right.values()))), "tokens": steps, "arms": found}
+    for name, alone in PAIRS.items():
+        if {name, alone} <= right.keys():
+            gain, error = mean([int(a) - int(b) for a, b in zip(right[name], right[alone], strict=True)])
+            result.setdefault("gain", {})[name] = gain
+            result.setdefault("gain_stderr", {})[name] = error
+            if name.endswith("free"):
+                result.setdefault("time_ratio", {})[name] = found[name]["ms"] / found[alone]["ms"]
     return result
+
+
+def summary(arms: Sequence[Arm]) -> dict[str, Any]:
+    """One arm's numbers over its samples."""
+    score, error = mean([one for arm in arms for one in arm.right])
+    reports = [arm.engine.report() for arm in arms]
+    audits = {"attended": "attended_mean"} | {key: key for key in OF_RACC if key in reports[0]}
+    ms = statistics.median(time for arm in arms for time in arm.step_ms)
+    own = {"score": score, "stderr": error, "scores": [mean(arm.right)[0] for arm in arms], "ms": ms}
+    return own | {label: statistics.fmean(one[key] for one in reports) for label, key in audits.items()}
 
 
 def mean(values: Sequence[float]) -> tuple[float, float]:
@@ -190,7 +187,7 @@ def mean(values: Sequence[float]) -> tuple[float, float]:
 
 def main() -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[name for name in ARMS if name not in LAGS])
     parser.add_argument("--samples", type=int, default=2, help="prompts")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
@@ -198,7 +195,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000, help="decode steps after each prompt, at least")
     parser.add_argument("--ratio", type=float, default=0.15, help="share of the tokens that stays on the device")
     arguments = parser.parse_args()
-    print(json.dumps(measure(arguments)))
+    print_result(measure(arguments))
 
 
 if __name__ == "__main__":

@@ -12,16 +12,15 @@ DIR/measured.json and the last line printed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench import command_line, print_result, say
 from omegaconf import OmegaConf
 
 from kvbench.backends.hf.loading import Loaded
@@ -31,6 +30,7 @@ from kvbench.runs.run import prepare
 from kvbench.tasks import Sample
 
 LENGTHS = (1024, 2048, 4096, 8192)
+ABLATED = 4096  # tokens, where layers are windowed and methods compared
 NIAH = ("niah_single_1", "niah_single_2", "niah_multikey_1")
 WINDOW = 128  # tokens that a windowed layer attends: 4 sinks and the most recent
 TOP = 64
@@ -43,23 +43,17 @@ Cells = dict[str, dict[str, float]]
 def arm(folder: Path, loaded: Loaded | None, *words: str) -> Arm:
     """An arm on the model in a folder."""
     config = composed(f"model.path={folder}", "protocol.dense_layers=[]", f"seed={SEED}", *words)
-    plain = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(plain, dict)
-    return prepare({str(key): value for key, value in plain.items()}, loaded)
+    plain: Any = OmegaConf.to_container(config, resolve=True)
+    return prepare(plain, loaded)
 
 
-def tasks(lengths: Sequence[int], samples: int) -> dict[str, list[str]]:
+def tasks(lengths: Sequence[int], samples: int) -> list[list[str]]:
     """Words that choose each task."""
     positions, keys = min(samples, 20), max(1, math.ceil(samples / 20))
-    return {
-        "passkey": [
-            "task=passkey",
-            f"task.lengths={list(lengths)}",
-            f"task.positions={positions}",
-            f"task.keys={keys}",
-        ],
-        "niah": ["task=niah", f"task.lengths={list(lengths)}", f"task.subsets={list(NIAH)}", f"task.samples={samples}"],
-    }
+    return [
+        ["task=passkey", f"task.lengths={list(lengths)}", f"task.positions={positions}", f"task.keys={keys}"],
+        ["task=niah", f"task.lengths={list(lengths)}", f"task.subsets={list(NIAH)}", f"task.samples={samples}"],
+    ]
 
 
 def cell_of(arm: Arm, sample: Sample) -> str:
@@ -85,7 +79,7 @@ def scores(
 ) -> dict[str, Cells]:
     """Mean score and standard error, 0-100, of each arm (name -> words) and cell."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in arms}
-    for words in tasks(lengths, samples).values():
+    for words in tasks(lengths, samples):
         made = {name: arm(folder, loaded, *words, *own) for name, own in arms.items()}
         for cell, name, record in side_by_side(made):
             found[name].setdefault(cell, []).append(record["scores"][made[name].task.metric])
@@ -102,7 +96,7 @@ def mean(values: Sequence[float]) -> dict[str, float]:
 def masses(folder: Path, loaded: Loaded, samples: int) -> dict[str, float]:
     """Attention mass in the exact top 64 keys by layer, mean over heads, decode steps and tasks at 4096 tokens."""
     found: dict[str, list[float]] = {}
-    for words in tasks([4096], samples).values():
+    for words in tasks([ABLATED], samples):
         probing = {"topk": arm(folder, loaded, *words, "method=topk", f"budget={TOP}", "probe.every=1")}
         for _, _, record in side_by_side(probing):
             for layer, values in record["probe"]["layers"].items():
@@ -117,24 +111,24 @@ def measured(folder: Path, samples: int) -> dict[str, Any]:
     layers = loaded.model.config.num_hidden_layers
     full = ["method=full", "budget=null"]
     accuracy = scores(folder, loaded, LENGTHS, samples, {"full": full})["full"]
-    print(json.dumps(accuracy), file=sys.stderr)
+    say(str(accuracy))
 
     windowed = {"none": full}
     for layer in range(layers):
         others = [other for other in range(layers) if other != layer]
         window = ["method=streaming_llm", "method.positions=original", f"budget={WINDOW}"]
         windowed[str(layer)] = [*window, f"protocol.dense_layers={others}"]
-    by_layer = scores(folder, loaded, [4096], max(10, samples // 2), windowed)
-    print(json.dumps(by_layer), file=sys.stderr)
+    by_layer = scores(folder, loaded, [ABLATED], min(samples, max(10, samples // 2)), windowed)
+    say(str(by_layer))
 
     methods = {f"{name} {budget}": [f"method={name}", f"budget={budget}"] for name, budget in METHODS}
-    separation = scores(folder, loaded, [4096], samples, {"full": full, **methods})
-    print(json.dumps(separation), file=sys.stderr)
+    separation = scores(folder, loaded, [ABLATED], samples, {"full": full, **methods})
+    say(str(separation))
     return {
         "samples": samples,
         "accuracy": accuracy,
         "windowed": by_layer,
-        "mass": masses(folder, loaded, max(4, samples // 10)),
+        "mass": masses(folder, loaded, min(samples, max(4, samples // 10))),
         "methods": separation,
         "seconds": round(time.monotonic() - start),
     }
@@ -210,8 +204,8 @@ def grid(rows: dict[str, Cells], corner: str) -> str:
     cells = list(next(iter(rows.values())))
     lines = [f"| {' | '.join([corner, *cells])} |", f"|{'---|' * (len(cells) + 1)}"]
     for name, values in rows.items():
-        told = [f"{values[cell]['score']:.0f} ± {values[cell]['stderr']:.0f}" for cell in cells]
-        lines.append(f"| {' | '.join([name, *told])} |")
+        written = [f"{values[cell]['score']:.0f} ± {values[cell]['stderr']:.0f}" for cell in cells]
+        lines.append(f"| {' | '.join([name, *written])} |")
     return "\n".join(lines)
 
 
@@ -270,20 +264,17 @@ def parameters(folder: Path) -> int:
 
 def main() -> None:
     """Parse the command line, measure, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("folder", type=Path, help="of the model and its training.json")
     parser.add_argument("--samples", type=int, default=100, help="per task and length (default: 100)")
     parser.add_argument("--threads", type=int, default=2, help="of torch (default: 2)")
-    parser.add_argument("--card-only", action="store_true", help="write the card from DIR/measured.json again")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     folder: Path = options.folder.resolve()
-    if not options.card_only:
-        found = measured(folder, options.samples)
-        (folder / "measured.json").write_text(json.dumps(found, indent=1) + "\n")
-    found = json.loads((folder / "measured.json").read_text())
+    found = measured(folder, options.samples)
+    (folder / "measured.json").write_text(json.dumps(found, indent=1) + "\n")
     (folder / "README.md").write_text(card(folder, found))
-    print(json.dumps(found))
+    print_result(found)
 
 
 if __name__ == "__main__":

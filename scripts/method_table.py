@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvbench.config import choices
-from kvbench.report.data.evidence import Evidence
-from kvbench.report.data.frame import YARDSTICK, Runs, collect, missing
+from kvbench.report.data.frame import collect
+from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
+from kvbench.report.data.sizes import bytes_read
 from kvbench.report.data.stats import estimate
-from kvbench.report.figures.attended import bytes_read
 from kvbench.runs.quantities import MIB
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,22 +50,21 @@ class Found(NamedTuple):
 
 def found() -> dict[str, Found]:
     """Every method, on the texts that all have read."""
-    reference = Evidence(collect([REFERENCE]))
-    near = {method: _run(reference.runs, "fidelity", method) for method in choices("method")}
-    scores = [reference.runs.scores[run] for run in near.values() if run is not None]
+    runs = collect([REFERENCE])
+    near = {method: _run(runs, "fidelity", method) for method in choices("method")}
+    scores = [run.scores for run in near.values() if run is not None]
     ids = set.intersection(*({id for id, kl in zip(own.ids, own.kl, strict=True) if kl == kl} for own in scores))
-    return {method: _found(method, run, ids, reference) for method, run in near.items()}
+    return {method: _found(method, run, ids, runs) for method, run in near.items()}
 
 
-def _found(method: str, run: int | None, ids: set[str], reference: Evidence) -> Found:
-    asked = {task: _run(reference.runs, task, method) for task in TASKS}
-    told = {task: reference.score(one).mean for task, one in asked.items() if one is not None}
+def _found(method: str, run: Run | None, ids: set[str], runs: Runs) -> Found:
+    asked = {task: _run(runs, task, method) for task in TASKS}
+    scores = {task: one.score().mean for task, one in asked.items() if one is not None}
     if run is None:
-        return Found(None, None, None, told)
-    scores, held = reference.runs.scores[run], reference.runs.arm[run]["device_kv_bytes"]
-    kl = estimate([scores.kl[np.isin(scores.ids, list(ids))]])
-    read = bytes_read(reference, run)
-    return Found(kl[:3], None if missing(held) else held, None if missing(read) else read, told)
+        return Found(None, None, None, scores)
+    kl = estimate([run.scores.kl[np.isin(run.scores.ids, list(ids))]])
+    held, read = run.arm["device_kv_bytes"], bytes_read(run)
+    return Found(kl[:3], None if missing(held) else held, None if missing(read) else read, scores)
 
 
 def written(methods: dict[str, Found]) -> str:
@@ -109,14 +108,15 @@ def _whole(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
 
 
-def _run(runs: Runs, task: str, method: str) -> int | None:
+def _run(runs: Runs, task: str, method: str) -> Run | None:
     """The run of a method with the budget on most samples, without probes where there is one; None without any."""
     fitting = [
         run
-        for run, arm in runs.arm.items()
-        if (arm["task"], arm["method"]) == (task, method) and (method == YARDSTICK or arm["budget"] == BUDGET)
+        for run in runs
+        if (run.arm["task"], run.arm["method"]) == (task, method)
+        and (method == YARDSTICK or run.arm["budget"] == BUDGET)
     ]
-    return max(fitting, key=lambda run: (runs.arm[run]["n"], not runs.arm[run]["probe_every"]), default=None)
+    return max(fitting, key=lambda run: (run.arm["n"], not run.arm["probe_every"]), default=None)
 
 
 def main() -> None:

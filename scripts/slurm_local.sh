@@ -76,13 +76,13 @@ for flag, job in zip(sys.argv[1:], sys.argv[2:]):
         continue
     shown = subprocess.run(["scontrol", "-o", "show", "job", job], capture_output=True, text=True).stdout
     for line in shown.splitlines():
-        told = dict(re.findall(r"(\w+)=(\S*)", line))
-        if "JobId" not in told:
+        fields = dict(re.findall(r"(\w+)=(\S*)", line))
+        if "JobId" not in fields:
             continue
-        name = f"{told['ArrayJobId']}_{told['ArrayTaskId']}" if "ArrayTaskId" in told else told["JobId"]
+        name = f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}" if "ArrayTaskId" in fields else fields["JobId"]
         if "-" in name or "," in name:
             name = name.replace("_", "_[") + "]"
-        print(f"{name}|{told['JobState']}|{told.get('NodeList', '')}")
+        print(f"{name}|{fields['JobState']}|{fields.get('NodeList', '')}")
 PYTHON
 }
 

@@ -6,45 +6,34 @@ contexts. Layer 0 starts as previous-token heads; without that, induction takes 
 
     python scripts/train_tiny_model.py --out DIR --resume                # some hours; the same line goes on later
     python scripts/train_tiny_model.py --out DIR --resume --minutes 30   # half an hour of it
-    python scripts/train_tiny_model.py --smoke                           # a minute: repeats are learnt, or exit code 1
 
-DIR then holds the model as transformers loads it, `training.json` (the curve, and exact answers by task and length at
-full KV) and `checkpoint.pt`. The last line printed is a JSON object. Where others use the same cores, set
+DIR then holds the model as transformers loads it, `training.json` (the curve) and `checkpoint.pt`; what it answers is
+for measure_tiny_model.py. The last line printed is a JSON object. Where others use the same cores, set
 OMP_WAIT_POLICY=PASSIVE: threads that spin while they wait take the time they wait for.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import random
-import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
+from bench import command_line, print_result
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvbench.backends.hf.streamed import slow_in_bfloat16
-from kvbench.tasks import Sample, passkey
-from kvbench.tasks.passkey import Passkey
+from kvbench.tasks import passkey
 from kvbench.tasks.ruler import prose
-from kvbench.tasks.ruler.task import ADJECTIVES, NEW_TOKENS, NOUNS, SUBSETS, Needles, Niah, draw
+from kvbench.tasks.ruler.task import ADJECTIVES, NOUNS, SUBSETS, Needles, Niah, draw
 
 PAD, BOS, EOS = 0, 1, 2
 SPECIALS = ["<pad>", "<bos>", "<eos>"]
@@ -56,9 +45,9 @@ REST_WEIGHT = 0.3  # of the loss on everything that is no answer
 DECISIVE, FOLLOWING_WEIGHT = 2, 0.2
 
 
-def autocast(device: str) -> torch.autocast:
+def autocast() -> torch.autocast:
     """Matrix products in bfloat16, but on a CPU that is slow in them: training takes eight times as long there."""
-    return torch.autocast(device, dtype=torch.bfloat16, enabled=not (device == "cpu" and slow_in_bfloat16()))
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=not slow_in_bfloat16())
 
 
 @dataclass(frozen=True)
@@ -68,7 +57,7 @@ class Stage:
     Attributes:
         rows: sequences of `length` tokens in a step.
         rate: learning rates at the start and the end, falling along a cosine between.
-        mixture: weights of the sources, keys of `SOURCES`.
+        mixture: weights of the sources, which are methods of `Text`.
     """
 
     steps: int
@@ -95,14 +84,7 @@ CURRICULUM = (
     Stage(150, 8192, 1, (2e-4, 2e-5), WHOLE_TASKS),
 )
 
-# The quickest way to see induction form: two layers, and few enough words that each is met often.
-SMOKE = (Stage(200, 64, 64, (4e-3, 4e-3), {"repeats": 1}),)
-SMOKE_VOCABULARY = 768
 WARM_UP = 60
-
-EVALUATED_LENGTHS = (512, 1024, 2048, 4096, 8192)
-EVALUATED_SUBSETS = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2")
-
 
 # -- text --------------------------------------------------------------------------------------------------------------
 
@@ -279,9 +261,6 @@ class Text:
         return ids, [False] * len(ids)
 
 
-SOURCES = ("repeats", "lists", "needles", "tasks", "plain")
-
-
 def text_of(tokenizer: Tokenizer) -> Text:
     """Training text for a tokenizer; how many tokens a task's frame and its haystack take is measured once."""
     text = Text(tokenizer)
@@ -431,11 +410,9 @@ class Training:
     optimizer: torch.optim.Optimizer
     curriculum: tuple[Stage, ...]
     seed: int
-    device: str = "cpu"
     step: int = 0
     seconds: float = 0.0
     curve: list[dict[str, float]] = field(default_factory=list)
-    answers: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -457,13 +434,13 @@ class Training:
         rate = _cosine(*stage.rate, done / stage.steps) * min(1.0, (self.step + 1) / WARM_UP)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        ids, answers = (part.to(self.device) for part in self.batch(stage))
+        ids, answers = self.batch(stage)
         wanted, answer = ids[:, 1:], answers[:, 1:]
         # Of the rest every fourth token, another one each step: the vocabulary costs as much as two layers.
-        places = torch.arange(answer.numel(), device=self.device).view(answer.shape)
+        places = torch.arange(answer.numel()).view(answer.shape)
         rest = ~answer & (wanted != PAD) & (places % 4 == self.step % 4)
         learnt = answer | rest
-        with autocast(self.device):
+        with autocast():
             hidden = self.model.model(ids).last_hidden_state
             logits = torch.nn.functional.linear(hidden[:, :-1][learnt], self.model.lm_head.weight)
         losses = torch.nn.functional.cross_entropy(logits.float(), wanted[learnt], reduction="none")
@@ -497,7 +474,7 @@ class Training:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "identity": self.identity(),
-            **{key: getattr(self, key) for key in ("step", "seconds", "curve", "answers")},
+            **{key: getattr(self, key) for key in ("step", "seconds", "curve")},
         }
         unfinished = path.with_suffix(".unfinished")
         torch.save(state, unfinished)
@@ -509,13 +486,13 @@ class Training:
         Raises:
             SystemExit: it belongs to another seed or curriculum.
         """
-        state = torch.load(path, map_location=self.device, weights_only=True)
+        state = torch.load(path, weights_only=True)
         if state["identity"] != self.identity():
-            raise SystemExit(f"{path}: of another seed, stretch or curriculum; choose another --out, or remove it")
+            raise SystemExit(f"{path}: of another seed or curriculum; choose another --out, or remove it")
         self.text = text_of(Tokenizer.from_str(state["tokenizer"]))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        for key in ("step", "seconds", "curve", "answers"):
+        for key in ("step", "seconds", "curve"):
             setattr(self, key, state[key])
 
     def identity(self) -> str:
@@ -524,8 +501,8 @@ class Training:
 
 
 def answer_weights(answers: torch.Tensor) -> torch.Tensor:
-    """Weights of the losses [rows, length]: 1 for the first tokens of an answer, less for those behind, 0 elsewhere."""
-    places = torch.arange(answers.shape[1], device=answers.device).expand_as(answers)
+    """Weights of the losses [rows, length]: 1 for the first tokens of an answer, less for those after, 0 elsewhere."""
+    places = torch.arange(answers.shape[1]).expand_as(answers)
     before = torch.where(answers, -1, places).cummax(dim=1).values
     return torch.where(places - before <= DECISIVE, 1.0, FOLLOWING_WEIGHT) * answers
 
@@ -534,11 +511,12 @@ def _cosine(start: float, end: float, done: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
 
 
-LOGGED_EVERY = 25
+LOGGED_EVERY = 25  # steps
+SAVED_EVERY = 5  # minutes
 
 
-def train(training: Training, out: Path, minutes: float, checkpoint_minutes: float, samples: int) -> None:
-    """Train until the curriculum or the minutes end; evaluate and export after each stage from 384 tokens on."""
+def train(training: Training, out: Path, minutes: float) -> None:
+    """Train until the curriculum or the minutes end; a checkpoint after every few minutes and at the end."""
     start = saved = time.monotonic()
     before = training.seconds
     seen: list[dict[str, float]] = []
@@ -548,175 +526,69 @@ def train(training: Training, out: Path, minutes: float, checkpoint_minutes: flo
         seen.append(training.learn())
         training.seconds = before + time.monotonic() - start
         if len(seen) == LOGGED_EVERY or done + 1 == stage.steps:
-            training.curve.append(logged(training, stage, seen))
+            means = {key: round(sum(entry[key] for entry in seen) / len(seen), 4) for key in seen[0]}
+            spent = round(training.seconds)
+            training.curve.append({"step": training.step, "length": stage.length, "seconds": spent, **means})
             print(json.dumps(training.curve[-1]), flush=True)
             seen = []
-        if done + 1 == stage.steps and samples and stage.length >= 384:
-            training.answers.append(
-                {"step": training.step, "length": stage.length, "exact": evaluate(training, 2 * stage.length, samples)}
-            )
-            print(json.dumps(training.answers[-1]), flush=True)
-            export(training, out)
-        if time.monotonic() - saved > 60 * checkpoint_minutes:
+        if time.monotonic() - saved > 60 * SAVED_EVERY:
             training.save(out / "checkpoint.pt")
             saved = time.monotonic()
     training.save(out / "checkpoint.pt")
     export(training, out)
 
 
-def logged(training: Training, stage: Stage, seen: list[dict[str, float]]) -> dict[str, float]:
-    """An entry of the curve."""
-    means = {key: round(sum(entry[key] for entry in seen) / len(seen), 4) for key in seen[0]}
-    return {"step": training.step, "length": stage.length, "seconds": round(training.seconds), **means}
-
-
-def evaluate(training: Training, longest: int, samples: int) -> dict[str, float]:
-    """Share of exact answers of passkey and niah at full KV, by task and length up to `longest` tokens."""
-    tokenizer = wrapped(training.text.tokenizer)
-    lengths = [length for length in EVALUATED_LENGTHS if length <= longest]
-    exact: dict[str, list[bool]] = {}
-    training.model.eval()
-    for length in lengths:
-        found: list[Sample] = list(islice(Passkey([length]).samples(tokenizer, 0), samples))
-        # RULER's lengths hold the answer's tokens, which are few here.
-        found += Niah(EVALUATED_SUBSETS, [length + NEW_TOKENS], samples).samples(tokenizer, 0)
-        for sample in found:
-            name = sample.id.partition("-")[0]
-            exact.setdefault(f"{name}/{length}", []).append(answered(training, tokenizer, sample))
-    training.model.train()
-    return {name: sum(right) / len(right) for name, right in exact.items()}
-
-
-@torch.no_grad()
-def answered(training: Training, tokenizer: PreTrainedTokenizerFast, sample: Sample) -> bool:
-    """Whether greedy decoding would give the answer, a full stop after it: one pass over prompt and answer."""
-    answer = training.text.encode(f" {sample.answers[0]}.")
-    prompt = tokenizer(sample.prompt + sample.answer_prefix)["input_ids"]
-    ids = torch.tensor([prompt + answer], device=training.device)
-    with autocast(training.device):
-        logits = training.model(ids, use_cache=False, logits_to_keep=len(answer) + 1).logits[0, :-1]
-    return logits.argmax(-1).tolist() == answer
-
-
-def wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """The tokenizer as transformers has it."""
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+def export(training: Training, out: Path) -> None:
+    """Write model (bfloat16), tokenizer and curve into `out`."""
+    model = LlamaForCausalLM(training.model.config)
+    model.load_state_dict(training.model.state_dict())
+    model.to(torch.bfloat16).save_pretrained(out)
+    PreTrainedTokenizerFast(
+        tokenizer_object=training.text.tokenizer,
         pad_token=SPECIALS[PAD],
         bos_token=SPECIALS[BOS],
         eos_token=SPECIALS[EOS],
         padding_side="left",
         model_max_length=WINDOW,
         clean_up_tokenization_spaces=False,
-    )
-
-
-def export(training: Training, out: Path) -> None:
-    """Write model (bfloat16), tokenizer and curve into `out`; each file is whole, the old or the new one."""
-    log = {"seed": training.seed, "steps": training.step, "seconds": round(training.seconds)}
-    with tempfile.TemporaryDirectory(dir=out) as unfinished:
-        model = LlamaForCausalLM(training.model.config)
-        model.load_state_dict(training.model.state_dict())
-        model.to(torch.bfloat16).save_pretrained(unfinished)
-        wrapped(training.text.tokenizer).save_pretrained(unfinished)
-        _name_tokenizer_class(Path(unfinished, "tokenizer_config.json"))
-        Path(unfinished, "training.json").write_text(
-            json.dumps({**log, "answers": training.answers, "curve": training.curve}) + "\n"
-        )
-        for file in sorted(Path(unfinished).iterdir()):
-            file.chmod(0o644)  # safetensors writes for the owner alone
-            os.replace(file, out / file.name)
-
-
-def _name_tokenizer_class(path: Path) -> None:
+    ).save_pretrained(out)
     # transformers 5 writes a class of its own, which neither older releases nor other libraries know.
-    settings = json.loads(path.read_text())
-    settings.pop("backend", None)
+    path = out / "tokenizer_config.json"
+    settings = {key: value for key, value in json.loads(path.read_text()).items() if key != "backend"}
     path.write_text(json.dumps({**settings, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
+    log = {"seed": training.seed, "steps": training.step, "seconds": round(training.seconds), "curve": training.curve}
+    (out / "training.json").write_text(json.dumps(log) + "\n")
+    (out / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def smoke(out: Path, seed: int, device: str) -> dict[str, Any]:
-    """A small model for under a minute; fails where the loss on repetitions does not fall by half.
-
-    Raises:
-        SystemExit: it does not, or the files do not load again.
-    """
-    torch.manual_seed(seed)
-    model = new_model(2, SMOKE_VOCABULARY).to(device)
-    text = text_of(train_tokenizer(seed, 20, SMOKE_VOCABULARY))
-    training = Training(text, model, new_optimizer(model), SMOKE, seed, device)
-    train(training, out, math.inf, math.inf, samples=0)
-    again = Training(text, model, new_optimizer(model), SMOKE, seed, device)
-    again.load(out / "checkpoint.pt")
-    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
-    if (again.step, loaded.dtype, tokenizer("is: 12")["input_ids"][0]) != (SMOKE[0].steps, torch.bfloat16, BOS):
-        raise SystemExit("smoke: the checkpoint or the exported model is not what was trained")
-    first, last = training.curve[0]["answers"], training.curve[-1]["answers"]
-    result = {"first_loss": first, "last_loss": last, "steps": training.step, "seconds": round(training.seconds, 1)}
-    if last > first / 2:
-        raise SystemExit(f"smoke: the loss on repetitions did not fall by half: {json.dumps(result)}")
-    return result
-
-
-def stretched(curriculum: tuple[Stage, ...], factor: float) -> tuple[Stage, ...]:
-    """The same stages with `factor` times the steps."""
-    return tuple(
-        Stage(max(1, round(stage.steps * factor)), stage.length, stage.rows, stage.rate, stage.mixture)
-        for stage in curriculum
-    )
-
-
-def full(options: argparse.Namespace) -> dict[str, Any]:
-    """The whole training, or the next part of it."""
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    checkpoint = out / "checkpoint.pt"
-    if checkpoint.exists() and not options.resume:
-        raise SystemExit(f"{checkpoint}: a training is under way here; --resume goes on with it")
-    torch.manual_seed(options.seed)
-    model = new_model(6, VOCABULARY).to(options.device)
-    resumed = checkpoint.exists()
-    tokenizer = Tokenizer.from_str(torch.load(checkpoint, weights_only=True)["tokenizer"]) if resumed else None
-    text = text_of(tokenizer or train_tokenizer(options.seed, 300))
-    curriculum = stretched(CURRICULUM, options.stretch)
-    training = Training(text, model, new_optimizer(model), curriculum, options.seed, options.device)
-    if resumed:
-        training.load(checkpoint)
-    train(training, out, options.minutes, options.checkpoint_minutes, options.samples)
-    exact = training.answers[-1]["exact"] if training.answers else {}
-    done = training.step == training.steps
-    return {"out": str(out), "step": training.step, "of": training.steps, "done": done, "exact": exact}
-
-
 def main() -> None:
-    """Parse the command line and train."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", help="folder for the model, the log and the checkpoint")
-    parser.add_argument("--smoke", action="store_true", help="a minute, to see that it learns; exit code 1 if not")
+    """Train, or go on."""
+    parser = command_line(__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the model, the log and the checkpoint")
     parser.add_argument("--resume", action="store_true", help="go on from --out's checkpoint, if there is one")
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="stop after these, to be resumed (default: none)"
-    )
-    parser.add_argument("--checkpoint-minutes", type=float, default=5, help="between checkpoints (default: 5)")
-    parser.add_argument("--samples", type=int, default=20, help="per task and length of an evaluation (default: 20)")
-    parser.add_argument("--stretch", type=float, default=1.0, help="times the steps of each stage (default: 1)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after these, to be resumed")
     parser.add_argument("--seed", type=int, default=0, help="of everything (default: 0)")
     parser.add_argument("--threads", type=int, default=2, help="of torch (default: 2)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.smoke:
-        with tempfile.TemporaryDirectory() as folder:
-            result = smoke(Path(options.out or folder), options.seed, options.device)
-    elif options.out:
-        result = full(options)
-    else:
-        parser.error("--out is needed")
-    print(json.dumps(result))
+    options.out.mkdir(parents=True, exist_ok=True)
+    checkpoint = options.out / "checkpoint.pt"
+    resumes = checkpoint.exists()
+    if resumes and not options.resume:
+        raise SystemExit(f"{checkpoint}: a training is under way here; --resume goes on with it")
+    torch.manual_seed(options.seed)
+    model = new_model(6, VOCABULARY)
+    text = text_of(train_tokenizer(options.seed, 300))
+    training = Training(text, model, new_optimizer(model), CURRICULUM, options.seed)
+    if resumes:
+        training.load(checkpoint)
+    train(training, options.out, options.minutes)
+    done = training.step == training.steps
+    print_result({"out": str(options.out), "step": training.step, "of": training.steps, "done": done})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

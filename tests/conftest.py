@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import functools
 import gc
 import hashlib
 import itertools
@@ -18,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 from driver import ACCOUNTINGS, METHODS, MODELS, Case
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra.plugins.config_source import ConfigResult
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hypothesis import settings
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
@@ -110,10 +111,12 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def read_once() -> Iterator[None]:
     """Have each file of conf read once: Hydra reads and parses its own anew for each config that it composes."""
-    load, held = FileConfigSource.load_config, dict[Any, bytes]()
+    sources = Plugins.instance().discover(ConfigSource)
+    files: Any = next(source for source in sources if source.scheme() == "file")  # type: ignore[attr-defined]
+    load, held = files.load_config, dict[Any, bytes]()
 
-    def loaded(source: FileConfigSource, config_path: str) -> ConfigResult:
-        file = Path(source.path, source._normalize_file_name(config_path))
+    def loaded(source: ConfigSource, config_path: str) -> ConfigResult:
+        file = Path(source.path, f"{config_path.removesuffix('.yaml')}.yaml")
         if not file.is_file():
             return load(source, config_path)
         found = file.stat()
@@ -123,7 +126,7 @@ def read_once() -> Iterator[None]:
         return pickle.loads(held[key])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FileConfigSource, "load_config", loaded)
+        patch.setattr(files, "load_config", loaded)
         yield
 
 
@@ -140,14 +143,12 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def dummies() -> Callable[[str], Loaded]:
     """The dummy models by name, each loaded once."""
-    loaded: dict[str, Loaded] = {}
 
+    @functools.cache
     def get(name: str) -> Loaded:
-        if name not in loaded:
-            config = shipped("model", name)
-            assert config is not None
-            loaded[name] = load(config, device="cpu", dtype="float32")
-        return loaded[name]
+        config = shipped("model", name)
+        assert config is not None
+        return load(config, device="cpu", dtype="float32")
 
     return get
 

@@ -9,6 +9,7 @@ import functools
 import os
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from _pytest.mark import ParameterSet
 from omegaconf import OmegaConf
 
+from kvbench.attention import executor as attention
 from kvbench.backends.hf.generate import Generation, generate
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for
@@ -147,6 +149,17 @@ SMALL = 48
 # of the order of 1 to 10, so this is some tens of units in the last place, and far below what one wrong token changes.
 CLOSE = 1e-5
 
+HALF = torch.bfloat16
+# Outputs are means of values of the order of 1 to 4, each rounded to eight bits on the way in and out.
+CLOSE_IN_HALF = 4 * torch.finfo(HALF).eps
+
+ATTEND = {
+    "torch": attention.torch_executor.attend,
+    "cpu": attention.cpu.attend,
+    "reference": attention.reference.attend,
+}
+FAST = {name: attend for name, attend in ATTEND.items() if name != "reference"}
+
 # The quick tests meet every preset, and with other options only where both accountings are met in turn; but for one
 # whose kernels take as long to compile as those of all others.
 LONG_TO_COMPILE = "icecache_code"
@@ -174,6 +187,18 @@ each_method_in_turn = pytest.mark.parametrize(
 )
 
 
+class Inline(Executor):
+    """Runs what is submitted at once, in the thread that submits it."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
 def slow(*values: Any) -> list[ParameterSet]:
     """Parameters, single ones or tuples, that the quick tests leave to the slow ones."""
     tuples = [value if isinstance(value, tuple) else (value,) for value in values]
@@ -184,6 +209,10 @@ def numbers(count: int, seed: int = 0) -> list[int]:
     """A prompt of random bytes."""
     rng = random.Random(seed)
     return [rng.randrange(256) for _ in range(count)]
+
+
+PROMPT = numbers(150)
+RAGGED = [numbers(150, seed=1), numbers(97, seed=2), numbers(60, seed=3)]
 
 
 def head_scores(layers: int, kv_heads: int) -> HeadScores:
@@ -309,6 +338,21 @@ class Stream:
     def scaling(self) -> float:
         return self.queries.shape[-1] ** -0.5
 
+    def shape(self, dense_layers: Sequence[int] = ()) -> Shape:
+        """What an engine knows of the model."""
+        layers, _, query_heads, _, head_dim = self.queries.shape
+        return Shape(
+            layers=layers,
+            query_heads=query_heads,
+            kv_heads=self.keys.shape[2],
+            head_dim=head_dim,
+            lengths=self.lengths,
+            dtype=self.keys.dtype,
+            device=self.keys.device,
+            scaling=self.scaling,
+            sparse_layers=tuple(layer for layer in range(layers) if layer not in dense_layers),
+        )
+
 
 def stream(
     *lengths: int,
@@ -381,20 +425,9 @@ def drive(
     after_prefill: Callable[[Engine], None] = lambda engine: None,
 ) -> Driven:
     """Feed a stream to an engine as `hf.py` does: rows right-padded, or left-padded as under `model.generate`."""
-    layers, batch, query_heads, _, head_dim = fixed.queries.shape
-    columns = max(fixed.lengths)
+    layers, columns = len(fixed.queries), max(fixed.lengths)
     offsets = [columns - length if left else 0 for length in fixed.lengths]
-    shape = Shape(
-        layers=layers,
-        query_heads=query_heads,
-        kv_heads=fixed.keys.shape[2],
-        head_dim=head_dim,
-        lengths=fixed.lengths,
-        dtype=fixed.keys.dtype,
-        device=fixed.keys.device,
-        scaling=fixed.scaling,
-        sparse_layers=tuple(layer for layer in range(layers) if layer not in dense_layers),
-    )
+    shape = fixed.shape(dense_layers)
     engine = Engine(
         shape,
         method,
@@ -403,7 +436,7 @@ def drive(
         attention=executor,
         kv=kv,
         new_tokens=None if left else fixed.steps,
-        rotary=LlamaRotary(head_dim, shape.device),
+        rotary=LlamaRotary(shape.head_dim, shape.device),
         pieces=PIECES if method.needs.token_text else None,
         head_scores=head_scores(layers, shape.kv_heads),
     )
@@ -437,3 +470,13 @@ def same_attended(ours: Sequence[Attended], theirs: Sequence[Attended]) -> bool:
         (a.step, a.layer, a.lengths) == (b.step, b.layer, b.lengths) and torch.equal(a.index, b.index)
         for a, b in zip(ours, theirs, strict=True)
     )
+
+
+def attended_per_kv_head(at: Attended, kv_heads: int, row: int) -> list[int]:
+    """Distinct ids that the query heads of each KV head attend, and synthetic entries."""
+    heads = at.sets(row)
+    if len(heads) == 1:
+        heads = heads * kv_heads
+    group = len(heads) // kv_heads
+    extra = at.extra[row].tolist() if isinstance(at.extra, torch.Tensor) else [at.extra] * kv_heads
+    return [len(set().union(*heads[head * group : (head + 1) * group])) + extra[head] for head in range(kv_heads)]

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from kvbench.cli.report import main as report
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.summary import summarise
+
+
+def csv_lines(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> list[dict[str, str]]:
+    """The lines of the table that the report on a folder is as CSV, by its heads."""
+    capsys.readouterr()
+    assert report([str(folder), "--format", "csv", *words]) == 0
+    return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+
 
 Scores = Mapping[str, Sequence[float]]  # by group
 
@@ -39,6 +52,16 @@ def record(name: str, group: str, score: Any, **more: Any) -> dict[str, Any]:
         "tt2t_s": 0.6,
         **more,
     }
+
+
+def timed(length: int, ms: float, **more: Any) -> dict[str, Any]:
+    """A sample of task=latency: a prompt of one row whose tokens take so many milliseconds."""
+    own = {
+        "meta": {"length": length, "batch": 1},
+        "tpot_ms": {"mean": ms, "p50": ms, "p95": ms},
+        "hardware": {"floor_ms": 1.0, "copy_bandwidth": 1e10, "memory": "counted"},
+    }
+    return record(f"latency-{length}-1-0", f"{length} x 1", 1.0, **{**own, **more})
 
 
 def records(scores: Scores | Sequence[float], **more: Any) -> list[dict[str, Any]]:

@@ -35,12 +35,12 @@ def results(tmp_path: Path) -> Path:
 
 def test_an_archive_is_collected_as_its_folder_is(results: Path) -> None:
     folder, read = collect([results / "mine"]), collect([results / "mine.tar.xz"])
-    for name in ("arms", "groups", "settings"):
+    for name in ("arms", "settings"):
         there, found = (getattr(runs, name).drop(columns=["path", "paths"], errors="ignore") for runs in (folder, read))
         pd.testing.assert_frame_equal(there, found)
     for run, path in read.arms["path"].items():
         assert path.relative_to(results / "mine.tar.xz") == folder.arms["path"][run].relative_to(results / "mine")
-        assert read.samples(read.arms.loc[run]) == folder.samples(folder.arms.loc[run])
+        assert read[run].samples() == folder[run].samples()
 
 
 @pytest.mark.parametrize(

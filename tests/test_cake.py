@@ -13,10 +13,7 @@ from driver import Stream, drive, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.backends.hf.cache import KVCache
-from kvbench.backends.hf.loading import Loaded
-from kvbench.backends.hf.model import method_named
-from kvbench.config import ConfigError, bind_methods
+from kvbench.config import bind_methods
 from kvbench.method import Prompt
 
 bind_methods()
@@ -236,24 +233,3 @@ def test_attention_that_tells_layers_nothing_apart_shares_alike() -> None:
     fixed = stream(200, layers=3, steps=1)
     fixed.keys[:] = 1
     assert [len(at.sets(0)[0]) for at in drive(fixed, CAKE(), 48).seen] == [49, 49, 49]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"tau1": 0}, "method.tau1=0: expected a number above 0"),
-        ({"tau2": float("nan")}, "method.tau2=nan: expected a number above 0"),
-        ({"gamma": -1.0}, "method.gamma=-1.0: expected a number from 0 on"),
-        ({"window": 1}, "method.window=1: expected a whole number, 2 or more"),
-        ({"kernel": 4}, "method.kernel=4: expected an odd whole number"),
-    ],
-    ids=str,
-)
-def test_bad_options_name_the_key_and_the_value(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        method_named("cake", **options)
-
-
-def test_a_window_as_large_as_the_budget_says_the_minimum(tiny: Loaded) -> None:
-    with pytest.raises(ConfigError, match="48.*minimum of cake, 49 tokens"):
-        KVCache(tiny.model, "cake", 48, window=48)

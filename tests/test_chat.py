@@ -322,13 +322,13 @@ def test_another_conversation_is_refused_with_the_place_where_it_departs(model: 
 def test_a_cache_serves_one_generation_at_a_time(model: PreTrainedModel) -> None:
     cache, inner = KVCache(model, "quest", SMALL), model.model.layers[2].mlp
     say(model, ids_of(1), cache)
-    with pytest.raises(ValueError, match=r"attention_mask=\[1, 90\]: .* \[1, 126\]; a KVCache serves one conversation"):
+    with pytest.raises(ValueError, match=r"attention_mask=\[1, 90\]: .*\[1, 126\]"):
         model(ids_of(1, length=1), attention_mask=torch.ones(1, 90), past_key_values=cache)
     hook = inner.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(ids_of(1, length=1), past_key_values=cache)
     hook.remove()
-    with pytest.raises(ValueError, match="did not end: it failed, or another thread"):
+    with pytest.raises(ValueError, match="did not end"):
         model(ids_of(1, length=1), past_key_values=cache)
     cache.reset()
     say(model, ids_of(1), cache)
@@ -419,10 +419,10 @@ def test_other_kinds_of_models_are_refused_by_name(family: str, sizes: dict[str,
 def test_decoding_that_takes_tokens_back_is_refused_of_methods_that_cannot(model: PreTrainedModel) -> None:
     given = {"input_ids": ids_of(1), "attention_mask": torch.ones_like(ids_of(1))}
     for cache in (KVCache(model, "snapkv", SMALL), KVCache(model, "full", question="method")):
-        with pytest.raises(ValueError, match="assisted decoding with .* expected a method whose needs say crops=True"):
+        with pytest.raises(ValueError, match="crops=True"):
             generated(model, given, cache, prompt_lookup_num_tokens=3)
     wider = random_model("llama", head_dim=32)  # KIVI's groups are of 32 channels
-    with pytest.raises(ValueError, match="assisted decoding with Quest, question=dense, kv=kivi2, .* coded one by one"):
+    with pytest.raises(ValueError, match="Quest, question=dense, kv=kivi2"):
         KVCache(wider, "quest", SMALL, kv="kivi2").activate_past_recording()
     cache = KVCache(model, "snapkv", SMALL)
     say(model, ids_of(1), cache)

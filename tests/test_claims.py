@@ -14,7 +14,7 @@ from test_experiments import composed
 from kvbench.cli.report import main
 from kvbench.config import choices, show
 from kvbench.report.claims import page, sampled
-from kvbench.report.claims.claim import Bed, Part, beds, claims
+from kvbench.report.claims.claim import Bed, Criterion, beds, claims
 from kvbench.report.claims.numbers import filed, printed
 from kvbench.report.claims.page import judged
 from kvbench.report.claims.verdict import Finding, Missing, Verdict, judge, of_all
@@ -23,8 +23,8 @@ from kvbench.report.data.frame import collect, content_of
 HOLDS, FAILS, UNDECIDED, NOT_MEASURED = Verdict
 
 
-def part(at_least: float | None = None, at_most: float | None = None, n: int = 4) -> Part:
-    return Part("", "runs", {}, at_least, at_most, n)
+def part(at_least: float | None = None, at_most: float | None = None, n: int = 4) -> Criterion:
+    return Criterion("", "runs", {}, at_least, at_most, n)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_samples_that_were_asked_count_where_only_some_answers_do(tmp_path: Path
     asked = {"bed": "made", "value": "score", "of": "method=quest budget=64", "among": "method=full"}
     found = sampled.sampled(collect([tmp_path]), asked)
     assert isinstance(found, Finding) and (found.value, found.n) == (pytest.approx(200 / 3), 4)
-    assert found.note == "over the 3 of 4 that method=full answers"
+    assert "3 of 4" in found.note
 
 
 def test_a_share_that_is_whole_in_all_samples_is_no_score_of_0_or_1(tmp_path: Path, bed: None) -> None:
@@ -227,7 +227,7 @@ def test_a_file_gives_elements_slopes_and_quarters(tmp_path: Path) -> None:
 
 
 def test_printed_numbers_decide_as_they_do_by_hand() -> None:
-    parts = {claim.id: [printed(one.asked) for one in claim.parts if one.kind == "printed"] for claim in claims()}
+    parts = {claim.id: [printed(one.asked) for one in claim.criteria if one.kind == "printed"] for claim in claims()}
     (averages,) = parts["ice-9"]  # Mistral, full attention: 42.7 printed less than its 16 cells' mean by half a point
     assert averages.value == 6 and "Mistral-7B-Instruct-v0.2, Full +0.5" in averages.note
     assert parts["ice-10"][0].value == 2  # .13 and .55 s below 1.7
@@ -241,8 +241,8 @@ def test_every_claim_is_complete_and_decided_as_far_as_its_numbers_go(tmp_path: 
     all_claims = claims()
     assert len(all_claims) == 38 == len({claim.id for claim in all_claims})
     for claim in all_claims:
-        assert claim.claim and claim.source and claim.kind and claim.weaker and claim.parts, claim.id
-        for one in claim.parts:
+        assert claim.claim and claim.source and claim.kind and claim.weaker and claim.criteria, claim.id
+        for one in claim.criteria:
             assert one.about and (one.at_least, one.at_most) != (None, None), claim.id
     verdicts = {one.claim.id: one.verdict for one in judged(None, [])}
     assert all(verdicts[id] is FAILS for id in ("ice-9", "ice-10", "racc-1", "lyc-8"))
@@ -263,7 +263,7 @@ def test_claims_that_runs_do_not_measure_are_judged_by_shipped_ones(
     found = {
         one.claim.id: (number.value, number.note)
         for one in judged(collect([own]), [own])
-        for part, number, _ in one.parts
+        for part, number, _ in one.criteria
         if isinstance(number, Finding) and part.kind == "runs"
     }
     told = "over the 1 of 2 that method=full answers; runs that kvbench ships"
@@ -281,14 +281,14 @@ def test_claims_that_runs_measure_on_too_few_samples_are_judged_by_shipped_ones_
     archived(shipped, shipped / "claims.tar.xz")
     monkeypatch.setattr(page, "SHIPPED", shipped)
     (base,) = (one for one in judged(collect([own]), [own]) if one.claim.id == "base-1")
-    assert base.verdict is HOLDS and all(number.n == 120 for _, number, _ in base.parts)
+    assert base.verdict is HOLDS and all(number.n == 120 for _, number, _ in base.criteria)
 
 
 @pytest.mark.slow
 def test_every_arm_of_a_claim_is_a_job_of_the_sweep_that_its_command_names() -> None:
     made: dict[str, list[dict[str, str]]] = {}
     for claim in claims():
-        for one in claim.parts:
+        for one in claim.criteria:
             if one.kind != "runs":
                 continue
             bed = beds()[one.asked["bed"]]

@@ -12,12 +12,10 @@ import pytest
 
 from kvbench import __main__ as cli
 from kvbench import config
-from kvbench.cli import checks
+from kvbench.cli import checks, compose, launchers, sweep
 from kvbench.cli.checks import leaves
-from kvbench.cli.compose import MOST_CHECKED, composed_jobs, loader_of
 
 ROOT = Path(__file__).resolve().parent.parent
-
 # Imported by every Python that finds it on its path: the run that the command line hands over to.
 STAND_IN = """
 import sys, types
@@ -54,8 +52,6 @@ def python(tmp_path):
 def command(tmp_path, monkeypatch, capsys):
     """The same within this process: (exit code, stderr, configs that were run)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.setattr(sys, "argv", ["kvbench"])
     ran = []
     stand_in = ModuleType("kvbench.runs.run")
     stand_in.run = lambda cfg, shard=None: ran.append(cfg)
@@ -76,11 +72,7 @@ def command(tmp_path, monkeypatch, capsys):
     def run(*words, does=None):
         if does is not None:
             stand_in.run = lambda cfg, shard=None: does(cfg)
-        try:
-            code = cli.main(words)
-        except SystemExit as stop:
-            code = stop.code
-        return code, capsys.readouterr().err, ran
+        return cli.main(words), capsys.readouterr().err, ran
 
     return run
 
@@ -205,13 +197,13 @@ def test_unknown_names_keys_and_flags_are_refused_with_the_nearest(refusal, word
         (["--task.limit", "3"], "task.limit=3"),
     ],
 )
-def test_a_word_that_is_no_setting_is_told_how_it_is_written(refusal, words, right):
+def test_a_word_that_is_no_setting_is_answered_with_how_it_is_written(refusal, words, right):
     said = refusal(*words)
     assert right in said and not any(jargon in said for jargon in ("EQUAL", "EOF", "Lexer", "input"))
 
 
 @pytest.mark.parametrize("name", [*config.choices("method"), *config.choices("task")])
-def test_every_method_and_task_alone_is_no_command_and_told_its_key(name, capsys):
+def test_every_method_and_task_alone_is_no_command_and_its_key_is_named(name, capsys):
     assert cli.main([name]) == 2
     assert f"={name}" in capsys.readouterr().err
 
@@ -225,7 +217,6 @@ def test_every_method_and_task_alone_is_no_command_and_told_its_key(name, capsys
         (["task=[passkey, niah]"], "task=passkey,niah with -m"),
         (["model=[tiny]"], "model=tiny with -m"),
         (["kv=[native,int8]"], "kv=native,int8 with -m"),
-        (["hydra/launcher=[local,in_turn]"], "hydra/launcher=local,in_turn with -m"),
         (["budget=[64,128]"], "budget=64,128 with -m"),
         (["-m", "budget=[64,128]"], "budget=64,128 with -m"),
         (["seed=[0,1]"], "seed=0,1 with -m"),
@@ -297,33 +288,81 @@ def test_every_value_of_a_sweep_is_checked_before_the_first_job(refusal):
     assert refusal("-m", "method=full,topk", "+method.depth=1,2").startswith("method.depth=1: no such key")
 
 
-def test_every_choice_of_a_sweep_is_composed_before_the_first_job():
-    methods = [name for name in config.choices("method") if name != "full"]
-    flags = cli._flags(["-m", f"method={','.join(methods)}", "budget=1024,2048", "seed=range(50)"])
-    jobs = [job for job, _ in composed_jobs(loader_of(flags), "config", flags.overrides, True)]
-    assert len(methods) > 12 and {job.method.name for job in jobs} == set(methods)
+def test_each_run_is_composed_and_checked_once(command, monkeypatch):
+    """But for a sweep itself, which is composed to know its arms and its launcher."""
+    made, checked = [], []
+    check, load = checks.check, type(compose.loader_of()).load_configuration
+    monkeypatch.setattr(sweep, "check", lambda cfg, here: (checked.append(here), check(cfg, here)))
+    monkeypatch.setattr(checks, "check", lambda cfg: (checked.append(True), check(cfg)))
+    monkeypatch.setattr(launchers, "check", lambda cfg: checked.append("again"))
+    monkeypatch.setattr(
+        type(compose.loader_of()), "load_configuration", lambda *a, **more: (made.append(a[2]), load(*a, **more))[1]
+    )
+    assert command("budget=64")[0] == 0
+    assert (made, checked) == ([["budget=64"]], [True])
+    made.clear(), checked.clear()
+    assert command("-m", "method=quest,topk", "budget=64,128")[0] == 0
+    runs = [[f"method={method}", f"budget={budget}"] for method in ("quest", "topk") for budget in (64, 128)]
+    assert sorted(made) == sorted([runs[0], *runs]) and checked == [True] * 4
 
 
-def test_a_large_sweep_is_checked_by_a_sample_of_its_jobs(command, tmp_path):
-    flags = cli._flags(["-m", "method=full,topk,quest,snapkv", "seed=range(1000)", "budget=64,128"])
-    jobs = [job for job, _ in composed_jobs(loader_of(flags), "config", flags.overrides, True)]
-    assert len(jobs) == MOST_CHECKED
-    assert {job.method.name for job in jobs} == {"full", "topk", "quest", "snapkv"}
-    assert {job.budget for job in jobs} == {64, 128}
-    assert len({job.seed for job in jobs}) > 10
+def test_a_mistyped_choice_of_a_large_sweep_is_met_before_its_runs_are_composed(refusal, monkeypatch):
+    monkeypatch.setattr(sweep, "arm_config", lambda *_: pytest.fail("composed"))
+    assert refusal("-m", "seed=range(1000)", "method=topk,qest").startswith("method=qest: no such method")
 
 
-def test_jobs_that_a_launcher_sends_elsewhere_are_not_held_against_this_machine(tmp_path):
+def test_jobs_that_a_launcher_sends_elsewhere_are_held_against_the_machine_that_they_run_on(
+    command, tmp_path, monkeypatch
+):
     (tmp_path / "hydra" / "launcher").mkdir(parents=True)
-    (tmp_path / "hydra" / "launcher" / "far.yaml").write_text("_target_: far.Launcher\n")
+    (tmp_path / "hydra" / "launcher" / "far.yaml").write_text("_target_: far_away.Launcher\nnear: false\n")
+    (tmp_path / "far_away.py").write_text(
+        "from kvbench.cli.launchers import InTurn\n"
+        "class Launcher(InTurn):\n"
+        "    def __init__(self, near):\n        self.here = near\n"
+    )
+    at_start, at_its_turn = [], []
+    monkeypatch.setattr(sweep, "check", lambda cfg, here: at_start.append(here))
+    monkeypatch.setattr(launchers, "check", lambda cfg: at_its_turn.append(cfg.budget))
+    words = ["--config-dir", str(tmp_path), "hydra/launcher=far", "budget=64,128"]
+    assert command(*words)[0] == 0
+    assert (at_start, at_its_turn) == ([False, False], [64, 128])
+    assert command(*words, "hydra.launcher.near=true")[0] == 0
+    assert (at_start[2:], at_its_turn[2:]) == ([True, True], [])
 
-    def here(*words):
-        flags = cli._flags(sorted(["--config-dir", str(tmp_path), *words], key=cli._is_override))
-        jobs = composed_jobs(loader_of(flags), "config", flags.overrides, flags.multirun)
-        return {here for _, here in jobs}
 
-    assert here() == here("-m", "budget=64,128") == here("hydra/launcher=far") == {True}
-    assert here("-m", "budget=64,128", "hydra/launcher=far") == {False}
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["hydra.job.chdir=true"], "hydra.job.chdir=true"),
+        (["hydra.output_subdir=.hydra"], "hydra.output_subdir=.hydra"),
+        (["hydra/job_logging=default"], "hydra/job_logging=default"),
+        (["hydra/launcher=basic"], "hydra/launcher=basic"),
+        (["-m", "hydra/sweeper=basic"], "hydra/sweeper=basic"),
+        (["hydra/launcher=local,in_turn"], "hydra/launcher=local,in_turn"),
+        (["hydra/launcher=[local,in_turn]"], "hydra/launcher=[local,in_turn]"),
+        (["hydra/launcher=local", "hydra.launcher.jobs=1,2"], "hydra.launcher.jobs=1,2"),
+        (["hydra/launcher=local", "hydra.launcher.jobs=0"], "hydra.launcher.jobs=0"),
+        (["-m", "hydra.sweeper.max_batch_size=2"], "hydra.sweeper.max_batch_size=2"),
+        (["--info"], "--info"),
+        (["--package", "nowhere", "--cfg", "job"], "--package=nowhere"),
+        (["-sc", "install=nosh"], "-sc install=nosh"),
+    ],
+)
+def test_what_hydra_has_and_kvbench_has_not_is_refused_by_name(refusal, words, key):
+    assert refusal(*words).startswith(f"{key}: ")
+
+
+def test_keys_and_choices_are_completed(command, capsys, monkeypatch):
+    def completed(line):
+        monkeypatch.setenv("COMP_LINE", line)
+        assert cli.main(["-sc", "query=bash"]) == 0
+        return capsys.readouterr().out.split()
+
+    assert completed("kvbench method=snapkv_") == ["method=snapkv_racc"]
+    assert completed("kvbench task=passkey task.lim") == ["task.limit="]
+    assert cli.main(["-sc", "install=bash"]) == 0
+    assert "query=bash" in capsys.readouterr().out
 
 
 # -- running ----------------------------------------------------------------------------------------------------------
@@ -351,15 +390,13 @@ def test_a_run_with_a_launcher_is_a_sweep_of_one_arm(command, monkeypatch):
         2,
         "kvbench: hydra/launcher=slurm: there is no sbatch here; start it where jobs can be submitted\n",
     )
-    assert cli._as_sweep(["--cfg", "job", "hydra/launcher=slurm"])[0] == "--cfg"
+    assert command("--cfg", "job", "hydra/launcher=slurm")[:2] == (0, "")
 
 
-def test_hydra_leaves_nothing_beside_the_results_folder(command, tmp_path):
+def test_nothing_is_left_beside_what_a_run_writes(command, tmp_path):
     command("results_dir=out")
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["out"]
     command("results_dir=out", "-m", "budget=64,128")
-    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"multirun.yaml"}
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_cfg_job_prints_the_config_and_runs_nothing(python, tmp_path):
@@ -417,22 +454,11 @@ hydra:
 
 
 @pytest.mark.slow
-def test_cfg_job_of_an_experiment_tells_its_sweep_above_the_config(python):
+def test_cfg_job_of_an_experiment_shows_its_sweep_above_the_config(python):
     done = python("--cfg", "job", "+experiment=icecache_table2", "budget=64")
     lines = done.stdout.splitlines()
     assert lines[1:4] == ["#   method=full budget=64", "#   method=icecache budget=64", "budget: 64"]
     assert "#" not in python("--cfg", "job", "method=full").stdout.splitlines()[0]
-
-
-def test_a_large_sweep_of_arms_is_checked_by_a_sample_of_all(tmp_path):
-    (tmp_path / "experiment").mkdir()
-    arms = "".join(f"      - {{method: {name}, seed: 'range(100)'}}\n" for name in ("full", "topk", "quest"))
-    text = f"# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    arms:\n{arms}"
-    (tmp_path / "experiment" / "many.yaml").write_text(text)
-    flags = cli._flags(["--config-dir", str(tmp_path), "+experiment=many"])
-    jobs = [job for job, _ in composed_jobs(loader_of(flags), "config", flags.overrides, flags.multirun)]
-    assert len(jobs) == MOST_CHECKED // 3 * 3
-    assert {job.method.name for job in jobs} == {"full", "topk", "quest"}
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
@@ -488,24 +514,6 @@ def test_a_full_disk_under_results_dir_is_refused_before_anything_runs(refusal, 
     monkeypatch.setattr(checks.tempfile, "TemporaryFile", lambda dir: io.FileIO("/dev/full", "w"))
     said = refusal("results_dir=out")
     assert said.startswith("results_dir=out: ") and "No space left" in said
-
-
-@pytest.mark.parametrize(
-    ("words", "saves"),
-    [
-        (["-m", "budget=64,128"], "omegaconf.OmegaConf.save"),
-        (["hydra.output_subdir=.hydra"], "hydra.core.utils._save_config"),
-        (["results_dir=out/deep"], "hydra.core.utils.Path.mkdir"),
-    ],
-)
-def test_a_disk_too_full_for_hydras_own_files_is_one_line_that_names_the_folder(command, monkeypatch, words, saves):
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(saves, full)
-    code, err, ran = command("results_dir=out", *words) if "results_dir" not in words[0] else command(*words)
-    assert (code, ran, err.count("\n")) == (2, [], 1)
-    assert "to out" in err and "No space left" in err and "results_dir" in err
 
 
 def test_an_error_of_a_files_within_a_run_is_no_full_disk(command):

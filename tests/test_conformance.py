@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +12,21 @@ import pytest
 import torch
 from driver import (
     CLOSE,
+    CLOSE_IN_HALF,
+    FAST,
+    HALF,
     METHODS,
+    PROMPT,
+    RAGGED,
     SMALL,
     Attended,
     Case,
     Driven,
     Stream,
+    attended_per_kv_head,
     drive,
-    each_accounting,
     each_method,
     each_method_in_turn,
-    numbers,
     run_loop,
     same_attended,
     stream,
@@ -35,12 +39,8 @@ from kvbench.backends.hf.loading import Loaded
 from kvbench.budget import Budget, has_budget
 from kvbench.config import ConfigError, choices
 from kvbench.engine.engine import Engine
-from kvbench.memory.slots import whole_pages
-from kvbench.memory.store import LayerStore
-from kvbench.method import Extra, Method, Needs, Prompt, Selection
+from kvbench.method import Method, Prompt
 
-PROMPT = numbers(150)
-RAGGED = [numbers(150, seed=1), numbers(97, seed=2), numbers(60, seed=3)]
 STEPS = 5
 
 
@@ -192,13 +192,6 @@ def test_of_values_that_are_no_numbers_tokens_are_still_chosen(case: Case, accou
 
 # -- executors ---------------------------------------------------------------------------------------------------------
 
-ATTEND = {
-    "torch": attention.torch_executor.attend,
-    "cpu": attention.cpu.attend,
-    "reference": attention.reference.attend,
-}
-FAST = {name: attend for name, attend in ATTEND.items() if name != "reference"}
-
 
 @each_method_in_turn
 def test_executors_agree(any_model: Loaded, case: Case, accounting: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,210 +211,7 @@ def test_executors_agree(any_model: Loaded, case: Case, accounting: str, monkeyp
     assert compared == 2 * any_model.model.config.num_hidden_layers
 
 
-def tensors(*sizes: Sequence[int], seed: int = 0) -> list[torch.Tensor]:
-    rng = torch.Generator().manual_seed(seed)
-    return [torch.randn(*size, generator=rng) for size in sizes]
-
-
-def filled_store(kv_heads: int, head_dim: int = 8, dtype: torch.dtype = torch.float32) -> LayerStore:
-    """Two rows of 21 and 13 tokens of which some are gone: slots are not ids, and one row has more pages."""
-    store = LayerStore(2, kv_heads, head_dim, 28, dtype, torch.device("cpu"))
-    key, value = tensors((2, kv_heads, 20, head_dim), (2, kv_heads, 20, head_dim), seed=1)
-    store.write_prompt(key, value, 0, [0, 0])
-    store.seal_prompt([20, 12])
-    kept = [[2, 3, 5, 7, 9, 12, 15, 18, 19], [0, 1, 3, 5, 6, 8, 10, 11, -1]]
-    store.keep(torch.tensor(kept)[:, None].expand(2, kv_heads, -1))
-    newest = tensors((2, kv_heads, 1, head_dim), (2, kv_heads, 1, head_dim), seed=2)
-    store.append(*(part.to(dtype) for part in newest))
-    return store
-
-
-def full_selection(heads: int, query_heads: int, kv_heads: int, parts: Sequence[str], head_dim: int = 8) -> Selection:
-    """Five of the ids in `filled_store`, other ones for each head, best first, fewer in the second row."""
-    kept = [[2, 3, 5, 7, 9, 12, 15, 18, 19, 20], [0, 1, 3, 5, 6, 8, 10, 11, 12]]
-    rng = torch.Generator().manual_seed(3)
-    index = torch.full((2, heads, 5), -1)
-    for row, count in enumerate((5, 3)):
-        for head in range(heads):
-            order = torch.randperm(len(kept[row]), generator=rng)[:count]
-            index[row, head, :count] = torch.tensor(kept[row])[order]
-    log_weight, keys, extra_key, extra_value, extra_weight = tensors(
-        (2, query_heads, 5),
-        (2, kv_heads, 5, head_dim),
-        (2, kv_heads, 2, head_dim),
-        (2, kv_heads, 2, head_dim),
-        (2, query_heads, 2),
-        seed=4,
-    )
-    return Selection(
-        index,
-        log_weight=log_weight if "log_weight" in parts else None,
-        keys=keys if "keys" in parts else None,
-        extra=Extra(extra_key, extra_value, extra_weight) if "extra" in parts else None,
-    )
-
-
-def by_the_formula(query: torch.Tensor, store: LayerStore, selection: Selection, row: int, head: int) -> torch.Tensor:
-    """One query head's output [D], written down from the interface's words."""
-    group = query.shape[1] // store.kv_heads
-    kv_head = head // group
-    of_head = {1: 0, store.kv_heads: kv_head, query.shape[1]: head}[selection.index.shape[1]]
-    ids, stored_keys, stored_values = store.device.tokens(row, kv_head)
-    logits, values = [], []
-    for rank, token in enumerate(selection.index[row, of_head].tolist()):
-        if token < 0:
-            continue
-        slot = ids.tolist().index(token)
-        key = stored_keys[slot] if selection.keys is None else selection.keys[row, kv_head, rank]
-        logits.append(0.3 * torch.dot(query[row, head, 0].float(), key.float()))
-        if selection.log_weight is not None:
-            logits[-1] = logits[-1] + selection.log_weight[row, head, rank]
-        values.append(stored_values[slot])
-    if selection.extra is not None:
-        for entry in range(selection.extra.key.shape[2]):
-            logit = 0.3 * torch.dot(query[row, head, 0].float(), selection.extra.key[row, kv_head, entry].float())
-            logits.append(logit + selection.extra.log_weight[row, head, entry])
-            values.append(selection.extra.value[row, kv_head, entry])
-    return torch.stack(logits).softmax(0) @ torch.stack(values).float()
-
-
-PARTS = [(), ("log_weight",), ("extra",), ("log_weight", "extra")]
-KEYS = [("keys",), ("log_weight", "keys", "extra")]  # replaced keys are per KV head
-PER_AND_PARTS = [
-    *((per, parts) for per in ("all", "kv_head") for parts in PARTS + KEYS),
-    *(("query_head", parts) for parts in PARTS),
-]
-
-
-@pytest.mark.parametrize(
-    ("per", "parts"), PER_AND_PARTS, ids=lambda value: value if isinstance(value, str) else "+".join(value) or "plain"
-)
-@pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 2), (3, 3), (4, 1)])
-def test_executors_follow_every_field_of_a_selection(
-    query_heads: int, kv_heads: int, per: str, parts: Sequence[str]
-) -> None:
-    heads = {"all": 1, "kv_head": kv_heads, "query_head": query_heads}[per]
-    store, selection = filled_store(kv_heads), full_selection(heads, query_heads, kv_heads, parts)
-    (query,) = tensors((2, query_heads, 1, 8), seed=5)
-    results = {}
-    for name, attend in ATTEND.items():
-        out, weights = attend(query, store, selection, 0.3, probabilities=True)
-        assert weights is not None
-        assert weights.shape == (2, query_heads, 5 + 2 * ("extra" in parts))
-        torch.testing.assert_close(weights.sum(dim=2), torch.ones(2, query_heads))
-        assert weights[1, :, 3:5].eq(0).all(), "an absent entry has no weight"
-        for row in range(2):
-            for head in range(query_heads):
-                expected = by_the_formula(query, store, selection, row, head)
-                torch.testing.assert_close(out[row, head, 0], expected, rtol=0, atol=CLOSE)
-        results[name] = weights
-    for name in FAST:
-        torch.testing.assert_close(results[name], results["reference"], rtol=0, atol=CLOSE)
-
-
-@pytest.mark.parametrize("per", ["all", "kv_head", "query_head"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_executors_attend_synthetic_entries_alone(dtype: torch.dtype, per: str) -> None:
-    """An Extra is all that there is to attend: its two entries, and no token."""
-    store, heads = filled_store(2, dtype=dtype), {"all": 1, "kv_head": 2, "query_head": 4}[per]
-    query, key, value, log_weight = tensors((2, 4, 1, 8), (2, 2, 2, 8), (2, 2, 2, 8), (2, 4, 2), seed=5)
-    extra = Extra(key.to(dtype), value.to(dtype), log_weight)
-    selection = Selection(torch.empty(2, heads, 0, dtype=torch.int64), extra=extra)
-    near = CLOSE if dtype == torch.float32 else CLOSE_IN_HALF
-    for name, attend in ATTEND.items():
-        out, weights = attend(query.to(dtype), store, selection, 0.3, probabilities=True)
-        assert weights is not None and weights.shape == (2, 4, 2), name
-        torch.testing.assert_close(weights.sum(dim=2), torch.ones(2, 4))
-        for row in range(2):
-            for head in range(4):
-                expected = by_the_formula(query, store, selection, row, head)
-                torch.testing.assert_close(out[row, head, 0].float(), expected, rtol=0, atol=near)
-
-
-class Summary(Method):
-    """Attends one synthetic entry, and no token of the prompt or after it."""
-
-    def __init__(self, home: Any, query_heads: bool) -> None:
-        self.needs, self.query_heads = Needs(home=home), query_heads
-
-    def select(self, layer: int, query: torch.Tensor) -> Selection:
-        batch, query_heads, _, head_dim = query.shape
-        key = query.new_zeros(batch, self.shape.kv_heads, 1, head_dim)
-        heads = query_heads if self.query_heads else self.shape.kv_heads
-        nothing = torch.empty(batch, heads, 0, dtype=torch.int64)
-        return Selection(nothing, extra=Extra(key, key + layer + 1, query.new_zeros(batch, query_heads, 1)))
-
-    def rule(self, layer: int, length: int, generated: int) -> int:
-        return 1
-
-
-@pytest.mark.parametrize("query_heads", [False, True])
-@pytest.mark.parametrize("home", ["device", "host"])
-@pytest.mark.parametrize("executor", attention.EXECUTORS)
-def test_a_method_may_attend_no_token_at_all(executor: str, home: str, query_heads: bool) -> None:
-    driven = drive(stream(30, 21), Summary(home, query_heads), 1, executor=executor)
-    for layer in range(2):
-        torch.testing.assert_close(driven.outputs[:, layer], torch.full_like(driven.outputs[:, layer], layer + 1))
-    assert driven.audit["attended_mean"] == driven.audit["attended_max"] == 1
-    assert driven.audit["moved_bytes_per_step"] == 0 and not driven.audit["over_rule"]
-
-
-@pytest.mark.parametrize("name", attention.EXECUTORS)
-def test_executors_attend_everything_resident_without_a_selection(name: str) -> None:
-    store = filled_store(2)
-    (query,) = tensors((2, 4, 1, 8), seed=5)
-    out, weights = ATTEND[name](query, store, None, 0.3, probabilities=True)
-    ids = store.resident_ids()
-    expected, _ = ATTEND["reference"](query, store, Selection(ids), 0.3)
-    torch.testing.assert_close(out, expected, rtol=0, atol=CLOSE)
-    assert weights is not None
-    assert weights.shape == (2, 4, ids.shape[2])
-    torch.testing.assert_close(weights.sum(dim=2), torch.ones(2, 4))
-
-
-class Everything(Method):
-    """Uses every field of a Selection, and notes what it is shown afterwards."""
-
-    needs = Needs(probabilities=True)
-
-    def __init__(self) -> None:
-        self.observed: list[tuple[int, Selection | None, torch.Tensor]] = []
-
-    def select(self, layer: int, query: torch.Tensor) -> Selection:
-        batch, kv_heads, query_heads = len(self.shape.lengths), self.shape.kv_heads, self.shape.query_heads
-        last = min(self.view.lengths(layer))
-        index = torch.arange(last - 6, last).flip(0).expand(batch, kv_heads, 6)
-        key, value = self.view.keys(layer, index), self.view.values(layer, index)
-        extra = Extra(key[:, :, :1], value[:, :, :1], torch.full((batch, query_heads, 1), 0.5))
-        return Selection(index, torch.linspace(0, 1, 6).expand(batch, query_heads, 6), key + 0.1, extra)
-
-    def observe(self, layer: int, selection: Selection | None, probabilities: torch.Tensor) -> None:
-        self.observed.append((layer, selection, probabilities.clone()))
-
-    def rule(self, layer: int, length: int, generated: int) -> int:
-        return 7
-
-
-def test_method_that_uses_every_field_sees_its_probabilities() -> None:
-    fixed = stream(30, 21)
-    fast, slow = Everything(), Everything()
-    ours, theirs = drive(fixed, fast, 7), drive(fixed, slow, 7, executor="reference")
-    torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=0, atol=CLOSE)
-    assert [layer for layer, _, _ in fast.observed] == [0, 1] * fixed.steps
-    for (_, selection, weights), (_, _, expected) in zip(fast.observed, slow.observed, strict=True):
-        assert selection is not None
-        assert weights.shape == (2, 4, 7)
-        torch.testing.assert_close(weights, expected, rtol=0, atol=CLOSE)
-        torch.testing.assert_close(weights.sum(dim=2), torch.ones(2, 4))
-    assert ours.audit["attended_mean"] == ours.audit["attended_max"] == 7
-    assert not ours.audit["over_rule"]
-
-
 # -- bfloat16 ----------------------------------------------------------------------------------------------------------
-
-HALF = torch.bfloat16
-# Outputs are means of values of the order of 1 to 4, each rounded to eight bits on the way in and out.
-CLOSE_IN_HALF = 4 * torch.finfo(HALF).eps
 
 
 @each_method_in_turn
@@ -614,16 +404,6 @@ def test_method_object_forgets_the_last_generation(case: Case) -> None:
 # -- the audit ---------------------------------------------------------------------------------------------------------
 
 
-def attended_per_kv_head(at: Attended, kv_heads: int, row: int) -> list[int]:
-    """Distinct ids that the query heads of each KV head attend, and synthetic entries."""
-    heads = at.sets(row)
-    if len(heads) == 1:
-        heads = heads * kv_heads
-    group = len(heads) // kv_heads
-    extra = at.extra[row].tolist() if isinstance(at.extra, torch.Tensor) else [at.extra] * kv_heads
-    return [len(set().union(*heads[head * group : (head + 1) * group])) + extra[head] for head in range(kv_heads)]
-
-
 @each_method_in_turn
 def test_what_reading_the_prompt_takes_is_no_decode_step_s(tiny: Loaded, case: Case, accounting: str) -> None:
     _, engine = run_loop(tiny, RAGGED, case.build(), SMALL, accounting=accounting, steps=0)
@@ -697,17 +477,6 @@ def test_audit_is_the_same_whether_tokens_are_copied_or_attended_in_place(case: 
     assert in_place.audit == copied.audit | words
 
 
-def test_audit_may_count_unions_on_some_steps_only(tiny: Loaded) -> None:
-    """Per-query-head selections are counted on steps 0, 3, ...; the others tell nothing about the union."""
-    case = next(case for case in METHODS if case.id == "topk")
-    method = case.build()
-    seen = watch(method)
-    generation, _ = run_loop(tiny, [PROMPT], method, SMALL, steps=8, audit_every=3)
-    counts = [count for at in seen if at.step % 3 == 1 for count in attended_per_kv_head(at, 2, 0)]
-    assert generation.audit["attended_mean"] == pytest.approx(sum(counts) / len(counts), rel=1e-12)
-    assert generation.audit["attended_max"] == max(counts)
-
-
 # Around each other and around whole pages; the steps run over page and budget edges.
 LENGTHS = [20, 48, 65, 100, 127]
 BUDGETS = [48, 55, 63, 64, 65, 99, 100, 127, 134]
@@ -749,113 +518,4 @@ def test_no_method_breaks_its_own_rule_with_a_fraction(case: Case, accounting: s
                 assert most <= Budget(fraction).tokens(length), (fraction, length)
 
 
-class Greedy(Method):
-    """Attends more than the budget it declares as its rule (or a token twice), in the way it is told."""
-
-    def __init__(self, select: Callable[[int, int], Selection | None]) -> None:
-        self.choose = select
-
-    def select(self, layer: int, query: torch.Tensor) -> Selection | None:
-        return self.choose(len(self.shape.lengths), self.view.lengths(layer)[0])
-
-
-def extra_entry() -> Extra:
-    return Extra(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), torch.zeros(1, 4, 1))
-
-
-CHEATS: dict[str, Callable[[int, int], Selection | None]] = {
-    "one too many": lambda batch, length: Selection(torch.arange(11).expand(batch, 1, 11)),
-    "one too many in one head": lambda batch, length: Selection(
-        torch.tensor([[list(range(10)) + [-1], list(range(11))]])
-    ),
-    "too many by the union": lambda batch, length: Selection(
-        torch.arange(24).view(1, 4, 6)
-    ),  # 6 a query head, 12 a KV head
-    "everything": lambda batch, length: None,
-    "an extra entry": lambda batch, length: Selection(torch.arange(10).expand(batch, 1, 10), extra=extra_entry()),
-}
-
-
-@pytest.mark.parametrize("cheat", CHEATS)
-def test_audit_finds_a_method_that_breaks_its_rule(cheat: str) -> None:
-    assert drive(stream(30), Greedy(CHEATS[cheat]), 10).audit["over_rule"]
-
-
-def test_audit_accepts_a_method_that_keeps_its_rule() -> None:
-    driven = drive(stream(30), Greedy(lambda batch, length: Selection(torch.arange(10).expand(batch, 2, 10))), 10)
-    assert driven.audit["attended_max"] == 10
-    assert not driven.audit["over_rule"]
-
-
-def test_audit_counts_a_token_for_both_heads_of_a_group_once() -> None:
-    driven = drive(stream(30), Greedy(lambda batch, length: Selection(torch.arange(6).expand(batch, 4, 6))), 6)
-    assert driven.audit["attended_max"] == 6
-    assert not driven.audit["over_rule"]
-
-
-def test_token_selected_twice_is_an_error() -> None:
-    with pytest.raises(ValueError, match="layer 0: .* twice"):
-        drive(stream(30), Greedy(lambda batch, length: Selection(torch.tensor([[[3, 4, 3]]]))), 10)
-
-
-@pytest.mark.parametrize("token", [34, 31])
-@pytest.mark.parametrize("executor", attention.EXECUTORS)
-def test_token_that_is_not_there_is_an_error(executor: str, token: int) -> None:
-    """31 would be the second generated token, at the first step."""
-    with pytest.raises(LookupError):
-        drive(stream(30), Greedy(lambda b, n: Selection(torch.tensor([[[token]]]))), 10, executor=executor)
-
-
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
-@each_accounting
-def test_snapkv_frees_device_memory(tiny: Loaded, accounting: str) -> None:
-    prompt, steps = numbers(600), 40
-    cases = {case.id: case for case in METHODS}
-    allocated, audited = {}, {}
-    for name in ("full", "snapkv"):
-        generation, engine = run_loop(tiny, [prompt], cases[name].build(), SMALL, accounting=accounting, steps=steps)
-        allocated[name] = sum(store.allocated_bytes() for store in engine.stores.values())
-        audited[name] = generation.audit["device_kv_bytes"]
-    token = 4 * 2 * 2 * 32 * 4  # layers, KV heads, key and value, head size, fp32
-    assert audited["full"] == (len(prompt) + steps) * token
-    assert audited["snapkv"] <= (SMALL + steps) * token
-    assert allocated["snapkv"] <= whole_pages(SMALL + steps + 1) * token
-    assert allocated["full"] >= audited["full"]
-
-
-@pytest.mark.parametrize("name", ["streaming_llm", "snapkv", "cake", "squeeze", "razor", "h2o", "scope"])
-def test_what_drops_tokens_as_it_goes_reserves_memory_for_those_that_come_before(name: str) -> None:
-    fixed = stream(150, 150, steps=200)
-    allocated: list[int] = []
-
-    def note(engine: Engine) -> None:
-        allocated.append(sum(store.allocated_bytes() for store in engine.stores.values()))
-
-    case = next(case for case in METHODS if case.id == name)
-    note(drive(fixed, case.build(), SMALL, accounting="unified", after_prefill=note).engine)
-    token = 2 * 2 * 2 * fixed.keys.shape[4] * 4  # rows, KV heads, key and value, head size, fp32
-    most = 150 if name == "razor" else 2 * SMALL  # of a layer: some of Razor's heads keep the prompt
-    assert max(allocated) <= 2 * whole_pages(most + 32 + 1) * token
-
-
-class HeadBudgets(Method):
-    """Keeps 100 tokens of one KV head and 8 of the other."""
-
-    def prefill(self, layer: int, prompt: Prompt) -> None:
-        index = torch.full((len(self.shape.lengths), 2, 100), -1)
-        index[:, 0], index[:, 1, :8] = torch.arange(100), torch.arange(8)
-        self.view.keep(layer, index)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_audit_counts_what_unequal_heads_hold_and_what_they_take(dtype: torch.dtype) -> None:
-    fixed = stream(150, 150, steps=4, dtype=dtype)
-    driven = drive(fixed, HeadBudgets(), None)
-    token = 2 * fixed.keys.shape[4] * dtype.itemsize
-    assert driven.audit["device_kv_bytes"] == 2 * 2 * (100 + 8 + 2 * 4) * token
-    stored = [part for store in driven.engine.stores.values() for part in store.device.pool]
-    taken = sum(part.untyped_storage().nbytes() for part in stored)
-    held = 2 * 2 * (whole_pages(100 + 4) + whole_pages(8 + 4)) * token
-    assert driven.audit["device_kv_allocated_bytes"] == taken == held

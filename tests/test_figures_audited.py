@@ -19,10 +19,10 @@ from kvbench.cli.report import main
 from kvbench.config import ConfigError
 from kvbench.report.data.frame import collect
 from kvbench.report.data.papers import PaperTable
+from kvbench.report.data.style import STYLES, style_of
 from kvbench.report.figures import all as figures
 from kvbench.report.figures import published as diagonal
 from kvbench.report.figures.labels import apart
-from kvbench.report.figures.style import STYLES, style_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKEN = 1024  # bytes of a token's keys and values in all layers
@@ -115,9 +115,9 @@ def test_what_was_attended_stands_over_its_budget_in_tokens_and_no_words_on_one_
     assert curves[100.0,] == [1.5], "a share of the prompt stands at its tokens"
     assert {text.get_text() for text in axis.texts} >= {style_of(method).label for method in methods}
     assert overprinted(figure) == []
-    with pytest.raises(ConfigError, match="figure=attended: no run with a budget among 1 runs"):
+    with pytest.raises(ConfigError, match="figure=attended: .*among 1 runs"):
         runs = collect([tmp_path])
-        figures.draw("attended", runs.only(list(runs.arms.index[runs.arms["method"] == "full"])))
+        figures.draw("attended", runs.only(run for run in runs if run.arm["method"] == "full"))
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(0.01, 0.08))
@@ -154,9 +154,7 @@ def test_lengths_of_outputs_stand_at_their_budget(tmp_path: Path) -> None:
     assert lines_of(length)["Quest"] == ([64], [50]) and set(lines_of(length)["Full"][1]) == {15}
     assert lines_of(loops)["Quest"] == ([64], [50]) and set(lines_of(loops)["Full"][1]) == {0}
     bare = stored(tmp_path / "bare", "quest", 64)
-    with pytest.raises(
-        ConfigError, match="figure=written: no run stored its outputs or how long they are among 1 runs"
-    ):
+    with pytest.raises(ConfigError, match="figure=written: .*among 1 runs"):
         figures.draw("written", collect([bare]))
 
 
@@ -177,7 +175,7 @@ def test_ours_stands_over_the_published_and_says_what_differs(tmp_path: Path, mo
     assert [text.get_text() for text in figure.axes[0].texts] == ["g"]
     assert figure.legends[0].get_title().get_text().startswith("g: on texts that kvbench generates")
     stored(tmp_path / "other", "snapkv", 128)
-    with pytest.raises(ConfigError, match="figure=published: none of these 1 runs is of a published cell's model"):
+    with pytest.raises(ConfigError, match="figure=published: none of these 1 runs"):
         figures.draw("published", collect([tmp_path / "other"]))
 
 
@@ -186,7 +184,7 @@ def test_a_search_is_drawn_from_what_its_script_printed(tmp_path: Path, capsys: 
     group = {"group": 1, "flat_us": 90.0, "stream_us": 80.0, "points": {"dci point": points, "faiss_ivf": points[:1]}}
     path = tmp_path / "index.json"
     path.write_text(json.dumps({"runs": [{"keys": "made", "n": 100, "groups": [group]}]}))
-    (axis,) = figures.OF_FILES["search"][0]([path]).axes
+    (axis,) = figures.draw_file("search", [path]).axes
     assert lines_of(axis)["IceCache"] == ([20, 40], [0.5, 0.9]) and lines_of(axis)["faiss, IVF"] == ([40], [0.9])
     assert [10, 30] in [list(line.get_xdata()) for line in axis.lines], "the floor"
     assert lines_of(axis)["one pass over all keys"][0] == [80, 80]
@@ -194,4 +192,4 @@ def test_a_search_is_drawn_from_what_its_script_printed(tmp_path: Path, capsys: 
     path.write_text("{}")
     for words in ([str(path)], [str(tmp_path)], []):
         assert main([*words, "--figure", "search", "--out", str(tmp_path / "search.png")]) == 2
-        assert "expected one file, what scripts/bench_index.py prints last" in capsys.readouterr().err
+        assert "scripts/bench_index.py" in capsys.readouterr().err

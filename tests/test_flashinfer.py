@@ -248,7 +248,7 @@ def test_twin_refuses_what_the_kernels_would_read_wrong() -> None:
     attend(512)
     with pytest.raises(IndexError, match="513 tokens long, 512 were planned"):
         attend(513)
-    with pytest.raises(IndexError, match="-1 tokens long, 4294967295 as the kernel reads it"):
+    with pytest.raises(IndexError, match="-1 tokens"):
         attend(-1)
     plan.write(torch.tensor([[512]]))
     with pytest.raises(IndexError, match="not one of 512"):

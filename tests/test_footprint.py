@@ -115,7 +115,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
 def test_a_run_that_cannot_fit_is_refused_before_weights_are_made(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("transformers.AutoModelForCausalLM.from_config", lambda *_, **__: pytest.fail("made weights"))
-        with pytest.raises(ConfigError, match=r"^model=dummy-tiny: takes .* GiB of host memory at least \(weights "):
+        with pytest.raises(ConfigError, match=r"^model=dummy-tiny: .* GiB of host memory .*weights "):
             small(1 << 20)
         with pytest.raises(ConfigError, match=r"^task.lengths: 30010 tokens x 1: takes "):
             small(1 << 25, "task.lengths=[30000]")

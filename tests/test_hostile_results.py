@@ -28,7 +28,8 @@ from kvbench.config import ConfigError
 from kvbench.report.data.frame import collect
 from kvbench.report.site import PAGES, write
 from kvbench.report.site.files import MARK, write_files
-from kvbench.report.site.parts import File, Site
+from kvbench.report.site.markup import File
+from kvbench.report.site.rows import Site
 
 SEEDS = int(os.environ.get("KVBENCH_FUZZ_SEEDS", "24"))  # 300 take ten minutes, and an hour with their sites
 SECONDS = 60  # for a command on a handful of small runs
@@ -158,7 +159,7 @@ def test_a_bad_file_costs_its_own_run_alone(
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with watched(monkeypatch):
         runs = collect([tmp_path])
-        assert {arm["method"] for arm in runs.arm.values()} >= {"snapkv"}
+        assert {run.arm["method"] for run in runs} >= {"snapkv"}
         assert bad == "a pipe for the status" or [one.path for one in runs.left_out] == [file.parent]
         assert score.main([str(tmp_path), "--json"]) == (0 if name == "status.json" else 2)
         told = capsys.readouterr()
@@ -168,7 +169,7 @@ def test_a_bad_file_costs_its_own_run_alone(
             packed = archived(tmp_path, tmp_path / "packed.tar.xz")
             runs = collect([packed])
             assert [one.path for one in runs.left_out] == [packed / file.parent.relative_to(tmp_path)]
-            assert [arm["method"] for arm in runs.arm.values()] == ["snapkv"]
+            assert [run.arm["method"] for run in runs] == ["snapkv"]
 
 
 WHOLE = lzma.compress(member(data=b"format: 1\n") + bytes(1024))
@@ -216,7 +217,7 @@ def test_a_bad_archive_costs_its_own_runs_alone(
     before = hostile.listing(tmp_path)
     with watched(monkeypatch):
         runs = collect([tmp_path])
-        assert [arm["method"] for arm in runs.arm.values()] == ["snapkv"]
+        assert [run.arm["method"] for run in runs] == ["snapkv"]
         assert [(one.path, one.why[:10]) for one in runs.left_out] == [(archive, "bad.tar.xz")]
         assert score.main([str(tmp_path), "--json"]) == 2
         told = capsys.readouterr()
@@ -232,7 +233,7 @@ def test_what_only_is_called_as_an_archive_is_passed_by(make: Any, tmp_path: Pat
     hostile.stored(tmp_path, "snapkv", samples=[record(1.0)])
     make(tmp_path / "bad.tar.xz")
     runs = collect([tmp_path])
-    assert len(runs.arm) == 1 and not runs.left_out
+    assert len(list(runs)) == 1 and not runs.left_out
 
 
 def test_reports_and_status_build_nothing_that_a_run_names(

@@ -13,6 +13,7 @@ import pytest
 from driver import drive, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trees import D, levels, parents
 
 from kvbench.backends.hf.model import method_named
 from kvbench.config import bind_methods
@@ -24,7 +25,6 @@ from methods.icecache.kernels import NONE, ROOT  # noqa: E402
 
 pytestmark = pytest.mark.slow  # its kernels take as long to compile as those of all other methods
 
-D = 8
 # What float32 loses, of the largest number around, where sums of D products are subtracted from it.
 CLOSE = 2e-6
 quick = settings(max_examples=25)
@@ -43,14 +43,9 @@ def some_keys(count: int, seed: int, kind: str = "normal") -> np.ndarray:
     return (keys + 3 * (kind == "mean")).astype(np.float32)
 
 
-def levels(tree: DCITree) -> list[int]:
-    node = tree.arrays.point["node"][: len(tree)]
-    return np.where(node == NONE, 1, tree.arrays.node["level"][node]).tolist()
-
-
-def parents(tree: DCITree) -> np.ndarray:
+def parent_rows(tree: DCITree) -> np.ndarray:
     """[n] the row whose child each row is, -1: the root's."""
-    return tree.arrays.node["point"][tree.arrays.page["node"][tree.arrays.point["page"][: len(tree)]]]
+    return tree.arrays.node["point"][parents(tree)]
 
 
 # -- levels ------------------------------------------------------------------------------------------------------------
@@ -77,7 +72,7 @@ def test_levels_are_counted_in_turn_through_insertions(count: int, more: int, sh
     layout = Layout(levels="counter_ceil", promotion=(first, above))
     tree = DCITree(some_keys(count + more, 0), count, layout, seed=7)
     tree.insert(more, Workspace())
-    assert levels(tree) == counted(count + more, *map(Fraction, shares))
+    assert levels(tree).tolist() == counted(count + more, *map(Fraction, shares))
 
 
 def test_a_thousand_points_make_the_levels_that_the_authors_code_makes() -> None:
@@ -101,7 +96,7 @@ def check_anchored(keys: np.ndarray, anchors: tuple[int, int, float], share: flo
     squared_c = float((exact**2).sum(1).max())
     height = np.sqrt(squared_c - (exact**2).sum(1))
     distance = squared_c - exact[bottom] @ exact[upper].T - np.outer(height[bottom], height[upper])
-    chosen = np.searchsorted(upper, parents(tree)[bottom]).tolist()
+    chosen = np.searchsorted(upper, parent_rows(tree)[bottom]).tolist()
 
     close, (interval, reach, threshold) = CLOSE * squared_c, anchors
     positions = sorted({*range(0, len(bottom), interval), len(bottom) - 1})
@@ -145,10 +140,10 @@ def test_below_many_nodes_what_is_searched_does_not_count_for_those_after() -> N
 def test_up_to_a_limit_every_point_is_searched() -> None:
     keys, anchors = some_keys(500, 0), (20, 1, 1.1)
     nearest = DCITree(keys, 500, Layout(promotion=(0.05, 0.2)), seed=7)
-    bottom = levels(nearest).count(1)
+    bottom = levels(nearest).tolist().count(1)
     for limit, equal in ((bottom, True), (bottom - 1, False)):
         layout = Layout(promotion=(0.05, 0.2), parents="anchored", anchors=anchors, exhaustive_below=limit)
-        assert (parents(DCITree(keys, 500, layout, seed=7)) == parents(nearest)).all() == equal
+        assert (parent_rows(DCITree(keys, 500, layout, seed=7)) == parent_rows(nearest)).all() == equal
 
 
 # -- P-DCI -------------------------------------------------------------------------------------------------------------
@@ -229,7 +224,7 @@ def test_each_query_descends_by_p_dci(
     seed: int,
 ) -> None:
     (fov, wanted), queries = widths, np.random.default_rng(seed + 1).standard_normal((2, D)).astype(np.float32)
-    layout = Layout(4, promotion, projections=projections, levels="counter_ceil")
+    layout = Layout(page_size=4, promotion=promotion, projections=projections, levels="counter_ceil")
     tree = DCITree(some_keys(count, seed, kind), count, layout, seed=7)
     search, work, total = Search(fov=fov, prop_to_retrieve=share), Workspace(), 0
     of_pages, of_tokens = (ask(queries, wanted, search, work) for ask in (tree.best_pages, tree.best_tokens))
@@ -269,7 +264,7 @@ def test_the_exact_scan_knows_no_projections() -> None:
 
 
 def test_what_is_attended_are_the_pages_that_each_query_head_descends_to() -> None:
-    """Joined by rank and cut to the slots, behind window and sinks."""
+    """Joined by rank and cut to the slots, after window and sinks."""
     fixed = stream(1300, steps=3, layers=1)
     options: dict[str, Any] = {"page_size": 4, "small_page_size": 4, "promotion": [0.004, 0.5]}
     method, compared = method_named("icecache_code", **options), 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trees import D, bfloat16
 
 from methods.blocks.kernels import kernel
 from methods.icecache import forest as forest_module
@@ -16,7 +17,7 @@ from methods.icecache.kernels.products import products
 from methods.icecache.settings import Layout, Search
 from methods.icecache.tree import Workspace
 
-D, GROUP, SINKS = 8, 3, 4
+GROUP, SINKS = 3, 4
 POOL = ThreadPoolExecutor(4)
 SMALL: dict[str, Any] = {"page_size": 4, "promotion": (0.15, 0.3)}
 
@@ -31,9 +32,8 @@ def many_products(matrix, rows, count, queries, out):  # type: ignore[no-untyped
 def test_products_of_any_group_and_width_are_those_of_a_matrix_product(head_dim: int, stored: Any) -> None:
     rng = np.random.default_rng(head_dim)
     keys, rows = rng.standard_normal((37, head_dim)).astype(np.float32), rng.permutation(37).astype(np.int32)
-    bits = (keys.view(np.uint32) >> 16).astype(np.uint16)
-    if stored is np.uint16:
-        keys = (bits.astype(np.uint32) << 16).view(np.float32)
+    bits, cut = bfloat16(keys)
+    keys = cut if stored is np.uint16 else keys
     for group in range(1, 10):
         queries, out = rng.standard_normal((group, head_dim)).astype(np.float32), np.empty((group, 40), np.float32)
         many_products(
@@ -77,7 +77,7 @@ def test_each_head_attends_what_a_plain_reading_of_its_tree_says(kind: type[DCIT
     lengths, budget, slots = [310, 50, 18], 40, 5
     regions = np.array([(budget, SINKS, length - 6, length, slots) for length in lengths])
     queries = queries_of(3, 2)
-    index, read = Forest(trees, POOL, [Workspace()]).attended(queries, regions, Search(fov=10**6), 0.001, budget)
+    index, read = Forest(trees, POOL, [Workspace()]).attend(queries, regions, Search(fov=10**6), budget)
     for row, length in enumerate(lengths):
         for head, tree in enumerate(trees[row]):
             got = [token for token in index[row, head].tolist() if token >= 0]
@@ -99,7 +99,7 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             forest.insert([16, 3])
             length = len(trees[0][0])
             regions = np.array([(40, 0, length, length, 8), (40, 0, length, length, 8)])
-            index, _ = forest.attended(queries_of(2, 3), regions, Search(fov=4), 0.0, 40)
+            index, _ = forest.attend(queries_of(2, 3), regions, Search(fov=4, fov_share=0), 40)
         found.append(index)
     assert all((index == found[0]).all() for index in found)
 

@@ -35,7 +35,8 @@ from kvbench.measure import hardware, latency, machine
 from kvbench.measure.arm import measure, prompt_of
 from kvbench.measure.synthetic import MADE, SyntheticAttention, SyntheticEngine
 from kvbench.method import Shape
-from kvbench.report.data.frame import Runs, collect
+from kvbench.report.data.frame import collect
+from kvbench.report.data.run import Runs
 from kvbench.report.figures import all as figures
 from kvbench.report.tables.runs import summary
 from kvbench.runs.run import prepare, run
@@ -97,9 +98,7 @@ def test_bad_settings_are_refused_in_a_line_before_a_model_loads(words: list[str
 @pytest.mark.parametrize("model", ["tiny", "llama3.1-8b-instruct"])
 def test_random_weights_take_a_longer_window_and_the_refusal_says_so(model: str) -> None:
     words = ["task=latency", f"model={model}", "model.weights=dummy", "task.lengths=[524288]"]
-    with pytest.raises(
-        ConfigError, match=r"; model.config.max_position_embeddings=N stretches that of random weights$"
-    ):
+    with pytest.raises(ConfigError, match=r"model.config.max_position_embeddings=N"):
         composed(*words)
     assert composed(*words, "model.config.max_position_embeddings=600000").task.lengths == [524288]
 
@@ -108,7 +107,7 @@ def test_a_prompt_beyond_a_window_that_only_the_model_tells_is_refused(dummies: 
     config = OmegaConf.to_container(composed(*SMALL), resolve=True)
     config["task"]["lengths"] = [32768]  # type: ignore[index,call-overload]
     arm = prepare(config, dummies("dummy-tiny"))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="max_position_embeddings=N stretches that of random weights$"):
+    with pytest.raises(ConfigError, match="max_position_embeddings=N"):
         prompt_of(arm, next(iter(arm.task.samples(arm.loaded.tokenizer, 0))))
 
 
@@ -309,10 +308,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def of_two_cells(runs: Runs, method: str) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
     """The cells and the samples of the run of a method that has two of them."""
-    (run,) = (
-        run for run in runs.arm if runs.arm[run]["method"] == method and runs.arm[run]["n"] == 2 and runs.timed(run)
-    )
-    return runs.cells(run), runs.samples(runs.arms.loc[run])
+    (run,) = (run for run in runs if run.arm["method"] == method and run.arm["n"] == 2 and run.is_timed)
+    return run.cells(), run.samples()
 
 
 def table(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, str]]:
@@ -344,10 +341,8 @@ def test_a_report_has_a_line_for_each_cell_and_arm(results: Path, capsys: pytest
 
 def test_the_line_of_a_cell_is_what_its_samples_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = collect([results])
-    (full,) = (
-        run for run in runs.arm if runs.arm[run]["method"] == "full" and runs.timed(run) and len(runs.cells(run)) > 1
-    )
-    samples = {sample["meta"]["batch"]: sample for sample in runs.samples(runs.arms.loc[full])}
+    (full,) = (run for run in runs if run.arm["method"] == "full" and run.is_timed and len(run.cells()) > 1)
+    samples = {sample["meta"]["batch"]: sample for sample in full.samples()}
     lines = table(results, capsys, "--where", "task=latency", "--where", "method=full", "--where", "task.lengths=[300]")
     for line in lines:
         sample = samples[int(line["batch"])]
@@ -409,7 +404,7 @@ def test_runs_by_an_older_kvbench_have_no_floor_and_still_load(results: Path, tm
         (copied / file).write_bytes((path / file).read_bytes())
     assert "hardware" not in json.loads((copied / "summary.json").read_text())
     runs = collect([tmp_path])
-    assert not runs.timed(0) and runs.arm[0]["floor_ratio"] is None
+    assert not runs[0].is_timed and runs[0].arm["floor_ratio"] is None
 
 
 def test_the_picture_has_a_panel_for_each_cell_with_its_floor(results: Path) -> None:
@@ -427,29 +422,19 @@ def test_the_picture_has_a_panel_for_each_cell_with_its_floor(results: Path) -> 
     assert {"floor", "attention"} <= {text.get_text() for text in figure.legends[0].get_texts()}
     parts = figure.axes[3 + 2]
     (floors,) = (lines for lines in parts.collections if lines.get_label() == "floor")
-    cells = {
-        runs.arm[run]["method"]: runs.cells(run) for run in runs.arm if runs.timed(run) and len(runs.cells(run)) > 1
-    }
+    cells = {run.arm["method"]: run.cells() for run in runs if run.is_timed and len(run.cells()) > 1}
     here = f"{machine.name_of(torch.device('cpu'))}, 1 threads"
     expected = [cells[method][300, 1, here]["floor_ms"] for method in ("full", "icecache")]
     assert [segment[0][0] for segment in floors.get_segments()] == expected
     with pytest.raises(ConfigError, match="no run"):
-        figures.draw("budget", runs.only([run for run in runs.arm if runs.timed(run)]))
+        figures.draw("budget", runs.only(run for run in runs if run.is_timed))
 
 
 def test_times_of_ours_stand_beside_published_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the run at the figure's own length, the parts that its bars name."""
     parts = {"query": 5, "select": 1, "transfer": 15, "attention": 10, "model": 20, "index_update": 2, "insert": 3}
     for length, more in ((36000, 0), (4096, 500)):
-        one = report_runs.record(
-            f"latency-{length}-1-0",
-            f"{length} x 1",
-            1.0,
-            meta={"length": length, "batch": 1},
-            tpot_ms={"mean": 57.0 + more, "p50": 56.0, "p95": 60.0},
-            breakdown_ms={**parts, "other": 1.0 + more},
-            hardware={"floor_ms": 5.0, "copy_bandwidth": 1e12, "memory": "allocated"},
-        )
+        one = report_runs.timed(length, 57.0 + more, breakdown_ms={**parts, "other": 1.0 + more})
         options = {"lengths": [length], "keys": "synthetic_attention", "prefill": True}
         report_runs.stored(
             tmp_path, "icecache", 256, [one], task="latency", model="llama3.1-8b-instruct", options=options
@@ -465,9 +450,7 @@ def test_times_of_ours_stand_beside_published_ones(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.slow
-def test_the_command_line_sweeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.setattr("sys.argv", ["kvbench"])
+def test_the_command_line_sweeps_it(tmp_path: Path) -> None:
     words = ["task.lengths=[200],[300]", "method=full,snapkv", "budget=64"]
     assert cli.main(["-m", *over(SMALL, words), f"results_dir={tmp_path}"]) == 0
     found = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/latency/*/*/*/run.yaml")]

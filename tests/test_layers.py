@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -69,14 +70,7 @@ def scored(model: PreTrainedModel, given: dict[str, torch.Tensor], cache: Any = 
 
 @pytest.fixture(scope="session")
 def pair() -> Callable[[str], Pair]:
-    made: dict[str, Pair] = {}
-
-    def get(family: str) -> Pair:
-        if family not in made:
-            made[family] = Pair(family)
-        return made[family]
-
-    return get
+    return functools.cache(Pair)
 
 
 def looped(
@@ -261,14 +255,14 @@ def test_keys_turn_as_the_layers_with_full_attention_turn_them(pair: Any, family
 @pytest.mark.parametrize("family", ["cohere2", "smollm3", "gpt2"])
 def test_layers_without_rotary_positions_are_refused_where_keys_would_be_turned(family: str) -> None:
     model = random_model(family)
-    with pytest.raises(ConfigError, match="layers without rotary positions, .* use positions=original"):
+    with pytest.raises(ConfigError, match="positions=original"):
         generated(model, inputs(1), KVCache(model, "streaming_llm", SMALL, dense_layers=()))
     generated(model, inputs(1), KVCache(model, "streaming_llm", SMALL, positions="original", dense_layers=()))
 
 
 def test_a_model_that_attends_other_values_than_it_stores_is_refused() -> None:
     model = random_model("diffllama")
-    with pytest.raises(ConfigError, match="DiffLlamaAttention: it attends other keys and values than it stores"):
+    with pytest.raises(ConfigError, match="DiffLlamaAttention: "):
         generated(model, inputs(1), KVCache(model, "full", None))
 
 
@@ -325,9 +319,10 @@ def test_every_executor_scales_so(attention: str) -> None:
     ids = torch.tensor([numbers(50, seed=1)])
     tokens, logits = scored(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     for method in ("full", "h2o"):
-        cache = KVCache(copy.deepcopy(model), method, None if method == "full" else WHOLE, attention=attention)
+        ours = copy.deepcopy(model)
+        cache = KVCache(ours, method, None if method == "full" else WHOLE, attention=attention)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        found, noted = scored(cache._model, given, cache)
+        found, noted = scored(ours, given, cache)
         assert found == tokens
         torch.testing.assert_close(noted, logits, rtol=0, atol=CLOSE * 10)
 
@@ -336,7 +331,7 @@ def test_a_model_whose_scaling_changes_is_refused() -> None:
     model = random_model("llama")
     cache = KVCache(model, "full", None)
     model.model.layers[2].self_attn.scaling = 0.5
-    with pytest.raises(ConfigError, match="scaled by 0.5 in layer 2, by 0.25 elsewhere"):
+    with pytest.raises(ConfigError, match="0.5 in layer 2, .*0.25"):
         generated(model, inputs(1), cache)
-    with pytest.raises(ConfigError, match="LlamaForCausalLM: its layers differ in .* scaling"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM: .*scaling"):
         KVCache(copy.deepcopy(model))

@@ -171,14 +171,12 @@ def test_bad_input_is_refused_in_one_line(folder: Path, monkeypatch: pytest.Monk
             check(composed("task=longproc", f"task.data_dir={folder}", *words))
         return str(error.value)
 
-    assert "task.execute=false: pseudo_to_code_0.5k is scored by running" in refused(
-        "task.subsets=[pseudo_to_code_0.5k]"
-    )
+    assert "task.execute=false: pseudo_to_code_0.5k" in refused("task.subsets=[pseudo_to_code_0.5k]")
     assert "no subset travel_planning_2k" in refused("task.subsets=[travel_planning_2k]")
     assert "task.subsets=[countdown_0.5k] takes what is there" in refused("task.subsets=[countdown_8k]")
-    assert "task.data_dir=null: needs the folder data of the repository" in refused("task.data_dir=null")
+    assert "task.data_dir=null: " in refused("task.data_dir=null")
     monkeypatch.setattr(cpp, "compiler", lambda: None)
-    assert "task.execute=true: no g++ on the path" in refused("task.execute=true")
+    assert "task.execute=true: no g++" in refused("task.execute=true")
 
 
 @pytest.mark.parametrize(

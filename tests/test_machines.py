@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import subprocess
 import sys
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from report_runs import csv_lines as lines
 from report_runs import record, stored
 
 from kvbench.cli.report import main as report
@@ -37,12 +36,6 @@ def repeat(number: int, ms: float, on: dict[str, Any] | None, length: int = 1024
     hardware = {"floor_ms": 1.0, "copy_bandwidth": 1e10, "memory": "counted", "memory_bytes": 1}
     meta = {"length": length, "batch": 1}
     return timed(number, ms, on, meta=meta, hardware=hardware, prompt_tokens=length)
-
-
-def lines(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> list[dict[str, str]]:
-    capsys.readouterr()
-    assert report([str(folder), "--format", "csv", *words]) == 0
-    return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
 
 
 # -- what a sample records ---------------------------------------------------------------------------------------------
@@ -187,7 +180,7 @@ def test_the_parts_of_a_step_are_of_one_repeat_and_add_up_to_its_time(tmp_path) 
     parts = [{"model": 1.0, "attention": 9.0}, {"model": 9.0, "attention": 2.0}, {"model": 5.0, "attention": 7.0}]
     samples = [{**repeat(index, sum(own.values()), None), "breakdown_ms": own} for index, own in enumerate(parts)]
     stored(tmp_path, "full", None, samples, task="latency", options={"keys": "model", "prefill": True})
-    (found,) = collect([tmp_path]).cells(0).values()
+    (found,) = collect([tmp_path])[0].cells().values()
     assert found["tpot_ms_mean"] == 11 == found["breakdown_ms.model"] + found["breakdown_ms.attention"]
 
 

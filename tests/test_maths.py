@@ -72,7 +72,7 @@ def test_a_problem_is_asked_in_a_chat_or_as_r_kv_asks(folder: Path) -> None:
 def test_aime_has_a_group_a_year(folder: Path) -> None:
     found = {one.group: one.answers for one in Aime([2024, 2025], data_dir=str(folder)).samples(None, 0)}
     assert found == {"2024": ("025",), "2025": ("7",)}
-    with pytest.raises(ValueError, match=r"task\.years=\[2023\]: a list of different ones of 2024, 2025"):
+    with pytest.raises(ValueError, match=r"task\.years=\[2023\]: .*2024, 2025"):
         Aime([2023])
 
 
@@ -104,12 +104,10 @@ def test_what_a_run_lacks_is_said_in_one_line_before_a_model_loads(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["task=math500", f"task.data_dir={folder}"]
-    with pytest.raises(ConfigError, match=r"task\.max_new_tokens=32768: no room for a prompt in the window of tiny"):
+    with pytest.raises(ConfigError, match=r"task\.max_new_tokens=32768: .*tiny"):
         check(composed(*words))
     with pytest.raises(ConfigError, match=r"task\.data_dir: .*test.jsonl: no such file"):
         check(composed("task=math500", "task.max_new_tokens=8", f"task.data_dir={folder.parent}"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"task=math500: math-verify grades the answers; pip install 'kvbench\[math\]'"
-    ):
+    with pytest.raises(ValueError, match=r"task=math500: math-verify .*'kvbench\[math\]'"):
         Math500(data_dir=str(folder))

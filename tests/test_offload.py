@@ -48,9 +48,9 @@ def hosted(batch: int, kv_heads: int, width: int, capacity: int) -> HostTier:
 def test_blocks_are_pinned_in_pages_of_their_own(cuda: twin.Twin) -> None:
     tiers = [hosted(1, 2, 3, capacity) for capacity in (37, 3700)]
     assert all(tier.key.is_pinned() and tier.value.is_pinned() and not tier.key.any() for tier in tiers)
-    assert all(at % mmap.PAGESIZE == size % mmap.PAGESIZE == 0 for at, size in twin._registered.items())
+    assert all(at % mmap.PAGESIZE == size % mmap.PAGESIZE == 0 for at, size in twin.registered.items())
     for tier in tiers:
-        size = twin._registered[tier.key.data_ptr()]
+        size = twin.registered[tier.key.data_ptr()]
         assert 0 <= size - tier.key.nbytes < mmap.PAGESIZE, "of no more than its own size"
 
 
@@ -142,7 +142,7 @@ def test_fetched_rows_come_from_their_side(data: st.DataObject) -> None:
 
 def test_spans_are_the_stream_s_times(cuda: twin.Twin, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(twin.time, "perf_counter", lambda: now)
+    monkeypatch.setattr("twin_streams.time.perf_counter", lambda: now)
     spans = Spans(CUDA)
     for turn in range(1, 3):  # events of the first turn serve again in the second
         with spans("outer"):

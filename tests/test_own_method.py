@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,18 @@ from kvbench import __main__ as cli
 from kvbench.cli import own_method
 from kvbench.cli.commands import COMMANDS
 from kvbench.cli.compose import composed
-from kvbench.config import FACTS, HARNESS_KEYS, build, locate
+from kvbench.config import (
+    FACTS,
+    HARNESS_KEYS,
+    ConfigError,
+    build,
+    choices,
+    conf_dir,
+    locate,
+    method_config,
+    read_choice,
+)
+from kvbench.method import Method
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -46,6 +59,45 @@ def test_a_new_method_is_two_files_that_build_and_say_what_they_are(kvbench: Any
     assert {"about", "minimum", "valid", "published_dense_layers"} <= node.keys() & FACTS & HARNESS_KEYS
     sys.path.append(str(tmp_path / "mine"))
     assert build(node).window == 8 and locate("near_sink.NearSink").__doc__
+
+
+@pytest.mark.parametrize("name", choices("method"))
+def test_a_method_s_file_has_the_options_of_its_class_and_their_defaults(name: str) -> None:
+    """A preset has all of them, too, with other values."""
+    target, options, _ = method_config(name)
+    method = locate(target)
+    parameters = inspect.signature(method.options_type or method).parameters
+    assert options.keys() == parameters.keys()
+    if "defaults" not in read_choice(conf_dir() / "method" / f"{name}.yaml"):
+        defaults = [parameters[key].default for key in options]
+        assert [*options.values()] == [list(one) if isinstance(one, tuple) else one for one in defaults]
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [("size", "_target_=.*: .*unexpected keyword argument 'size'.*; given: size"), ("pages", "mine: pages=-1: .*")],
+)
+def test_options_of_a_dataclass_are_refused_as_those_of_a_constructor(
+    option: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass(frozen=True)
+    class Options:
+        pages: int = 2
+
+        def __post_init__(self) -> None:
+            if self.pages < 1:
+                raise ValueError(f"pages={self.pages}: expected 1 or more")
+
+    class Mine(Method):
+        options_type = Options
+
+        def __init__(self, options: Options) -> None:
+            self.options = options
+
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(Mine=Mine))  # type: ignore[arg-type]
+    assert build({"name": "mine", "_target_": "mine.Mine", "pages": 3}).options == Options(3)
+    with pytest.raises(ConfigError, match=f"^{line}$"):
+        build({"name": "mine", "_target_": "mine.Mine", option: -1})
 
 
 @pytest.mark.parametrize(

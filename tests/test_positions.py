@@ -145,13 +145,6 @@ def test_rows_of_a_batch_keep_positions_of_their_own(tiny: Loaded) -> None:
         torch.testing.assert_close(logits[row], expected, rtol=0, atol=CLOSE)
 
 
-def test_budget_of_the_whole_sequence_equals_full_attention(tiny: Loaded) -> None:
-    tokens, logits = streamed(tiny, [PROMPT], len(PROMPT) + STEPS)
-    full_tokens, full = streamed(tiny, [PROMPT], None, name="full")
-    assert tokens == full_tokens
-    torch.testing.assert_close(logits, full, rtol=0, atol=CLOSE)
-
-
 def dynamic() -> Loaded:
     return with_rope(rope_type="dynamic", factor=4.0)
 

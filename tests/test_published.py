@@ -8,10 +8,12 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from kvbench.cli.checks import check
 from kvbench.config import ConfigError, choices, conf_dir
 from kvbench.report.data import papers as published
+from kvbench.report.data.papers import FOLDER
 from kvbench.tasks.longbench import SUBSETS
 from kvbench.tasks.longproc.task import SUBSETS as LEVELS
 from kvbench.tasks.ruler.task import ALL_SUBSETS
@@ -189,7 +191,7 @@ def test_what_could_not_be_measured_has_no_value_and_a_reason():
 
 
 def test_names_are_those_of_conf_or_of_methods_that_are_coming():
-    names = published._read("names")
+    names = yaml.safe_load((FOLDER / "names.yaml").read_text())
     assert set(names["models"].values()) <= set(choices("model"))
     assert set(names["methods"].values()) <= set(choices("method")) | COMING
 
@@ -247,7 +249,7 @@ def test_kvbench_accepts_every_run_that_a_published_cell_stands_beside():
 
 
 def test_an_unknown_table_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"^paper=icecache_tabel1: no such published table; did you mean icecache_"):
+    with pytest.raises(ConfigError, match=r"^paper=icecache_tabel1: .*did you mean icecache_"):
         published.table("icecache_tabel1")
 
 

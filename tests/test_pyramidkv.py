@@ -7,10 +7,8 @@ from driver import Driven, drive, each_accounting, stream
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.backends.hf.cache import KVCache
-from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import method_named
-from kvbench.config import ConfigError, bind_methods, build, method_config
+from kvbench.config import bind_methods
 
 bind_methods()
 
@@ -127,18 +125,3 @@ def test_under_unified_accounting_the_layers_attend_the_budget_on_average(budget
         assert all(len(ids) == min(at.lengths[1], budget) for ids in at.sets(1)), "a short row shares alike"
     assert not driven.audit["over_rule"]
     assert driven.audit["attended_mean"] <= budget
-
-
-def test_budget_below_two_windows_says_the_minimum(tiny: Loaded) -> None:
-    with pytest.raises(ConfigError, match="15.*minimum of pyramidkv, 16 tokens"):
-        KVCache(tiny.model, "pyramidkv", 15)
-    with pytest.raises(ConfigError, match="31.*minimum of pyramidkv, 32 tokens"):
-        KVCache(tiny.model, "pyramidkv", 31, window=16)
-    KVCache(tiny.model, "pyramidkv", 16)
-
-
-@pytest.mark.parametrize("options", [{"beta": 0}, {"window": 0}, {"kernel": 4}, {"pooling": "sum"}], ids=str)
-def test_bad_options_name_the_key_and_the_value(options: dict[str, object]) -> None:
-    (key, value) = next(iter(options.items()))
-    with pytest.raises(ConfigError, match=f"method.{key}={value}: expected"):
-        build(method_config("pyramidkv", **options))

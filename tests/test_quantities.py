@@ -16,11 +16,11 @@ from rich.console import Console
 from kvbench.cli.compose import composed
 from kvbench.cli.report import main
 from kvbench.report.data.frame import collect
-from kvbench.runs.quantities import KIB, MIB, MS, NUMBERS, QUANTITIES, find, measured, named
+from kvbench.runs.quantities import KIB, MIB, MS, NUMBERS, QUANTITIES, find, named, recorded
 from kvbench.runs.run import run
 from kvbench.runs.stored import json_in, runs_in
 from kvbench.runs.summary import summarise
-from kvbench.runs.table import Ended, table, tell
+from kvbench.runs.table import Ended, print_ends, table
 
 
 def shown(summary: dict[str, Any]) -> dict[str, str]:
@@ -47,17 +47,17 @@ def test_what_a_full_attention_run_records_has_a_line(tmp_path):
     timed = run(composed(*words, "task=latency", "task.lengths=[300]", "task.repeats=1"))
     probed = run(composed(*words, "task=passkey", "task.lengths=[300]", "probe.every=20"))
     for summary in (timed, probed):
-        names = [name for name in measured(summary) if not name.startswith("breakdown_ms.")]
+        names = [name for name in recorded(summary) if not name.startswith("breakdown_ms.")]
         assert [name for name in names if name not in QUANTITIES] == []
-    assert {"floor_ratio", "attended_mean", "memory"} <= measured(timed).keys()
-    assert {"recall", "output_error", "score"} <= measured(probed).keys()
+    assert {"floor_ratio", "attended_mean", "memory"} <= recorded(timed).keys()
+    assert {"recall", "output_error", "score"} <= recorded(probed).keys()
 
 
 def test_a_ratio_is_of_two_lines():
     ratios = [quantity.ratio for quantity in QUANTITIES.values() if quantity.ratio]
     assert ratios and all(name in NUMBERS for pair in ratios for name in pair)
     summary = {"audit": {"attended_mean": 96.0, "budget": 64}, "latency": {"tpot_ms_p50": 6.0}}
-    assert measured(summary) == {"attended_mean": 96.0, "budget_tokens": 64, "attended_share": 1.5, "tpot_ms_p50": 6.0}
+    assert recorded(summary) == {"attended_mean": 96.0, "budget_tokens": 64, "attended_share": 1.5, "tpot_ms_p50": 6.0}
 
 
 def test_a_number_is_shown_in_its_unit_and_digits():
@@ -125,8 +125,7 @@ def test_a_method_s_own_number_takes_no_other_s_name(tmp_path, capsys):
     lines = records([1.0, 0.0])
     awkward = {"score": 7.0, "recall": 0.25, "n": 9, "path": 1.0, "method": 2.0, "seed": 3.0, "stderr": 4.0}
     stored(tmp_path, samples=[line | {"audit": line["audit"] | awkward} for line in lines])
-    runs = collect([tmp_path])
-    (arm,) = runs.arm.values()
+    (arm,) = (run.arm for run in collect([tmp_path]))
     assert (arm["score"], arm["n"], arm["method"], arm["seed"], arm["recall"]) == (50.0, 2, "quest", 0, None)
     assert {key: arm[f"audit.{key}"] for key in awkward} == awkward
     (line,) = values(capsys, tmp_path, "--rows", "method", "--values", "n,audit.n,audit.recall")
@@ -172,7 +171,7 @@ def test_the_arms_of_a_sweep_stand_side_by_side():
     console = Console(width=140, file=io.StringIO())
     with console.capture() as captured:
         ran = summarise(records([1.0, 0.0], output_ids=[5, 6, 7]), "accuracy")
-        tell([("budget=64", Ended(ran)), ("budget=96", Ended({}))], console)
+        print_ends([("budget=64", Ended(ran)), ("budget=96", Ended({}))], console)
     head, *lines = [
         [cell.strip() for cell in line.strip("│┃").split(line[0])]
         for line in captured.get().splitlines()

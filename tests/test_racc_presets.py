@@ -83,10 +83,10 @@ class Cache:
 
     def votes(self, older: list[int], window: list[int]) -> list[float]:
         sums = [0.0] * len(older)
-        for place in window:
-            resident = [*range(self.prompt), *(token for token in self.generated if token <= place)]
+        for position in window:
+            resident = [*range(self.prompt), *(token for token in self.generated if token <= position)]
             over = older if self.vote == "softmax_l2" else resident
-            for query in self.voters[:, place]:
+            for query in self.voters[:, position]:
                 logits = [float(query @ self.keys[token]) * self.scaling for token in older]
                 total = sum(math.exp(float(query @ self.keys[token]) * self.scaling) for token in over)
                 for at, logit in enumerate(logits):
@@ -203,9 +203,8 @@ PRESETS = {
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_its_options(name: str) -> None:
-    method = method_named(name)
-    cycle = method.asked_cycle
-    assert (cycle.vote_kernel, cycle.vote_order, cycle.shifted, method.search_prompt) == PRESETS[name]
+    options = method_named(name).asked
+    assert (options.vote_kernel, options.vote_order, options.shifted, options.search_prompt) == PRESETS[name]
 
 
 def test_the_preset_of_the_code_keeps_what_the_list_keeps() -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from words import configs
 
 import kvbench
-from kvbench import __main__ as command
 from kvbench.cli import report
+from kvbench.cli.checks import check
 from kvbench.config import ASSETS, choices, conf_dir, fetched_folder, method_config
 
 ROOT = Path(__file__).parent.parent
@@ -66,7 +67,7 @@ def test_the_task_that_the_tasks_page_adds_runs_from_a_folder_of_ones_own(tmp_pa
     (tmp_path / "conf" / "task" / "colours.yaml").write_text(config)
     (tmp_path / "colours.jsonl").write_text('{"text": "Snow is white.", "colour": "white"}\n{"text": "no colour"}\n')
     printed = run(tmp_path, "task=colours", "method=full", "budget=null")
-    assert "(2 samples, 1 failed)" in printed and "colours, line 2: field colour: missing" in printed
+    assert "(2 samples, 1 failed)" in printed and "colours.jsonl, line 2: field colour: missing" in printed
 
 
 def commands(command: str) -> list[str]:
@@ -87,7 +88,8 @@ def test_the_commands_that_the_pages_show_are_taken(tmp_path: Path, monkeypatch:
     assert named and named <= set(choices("experiment"))  # what is in them is tested with the experiments
     for words in runs:
         if not any(word.startswith(("+experiment=", "--help")) for word in words):
-            command.check_command(sorted(words, key=lambda word: "=" in word))
+            for config in configs(*words):
+                check(config)
     reports = [shlex.split(line, comments=True) for line in commands("kvbench report")]
     assert len(runs) > 5 and len(reports) > 5
     for words in reports:

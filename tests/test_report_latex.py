@@ -29,6 +29,22 @@ TAKES = {  # every command that a table may use, with how many arguments it take
 }  # fmt: skip
 
 
+SHAPED = {  # commands whose arguments say how the table is made
+    "begin": r"\{(\w+)\}(?:\{([lr]+)\})?", "end": r"\{(\w+)\}", "multicolumn": r"\{(\d+)\}\{(?:@\{\})?[lcr]\}",
+    "cmidrule": r"\(lr\)\{(\d+)-(\d+)\}",
+}  # fmt: skip
+
+
+def arguments(command: str, rest: str) -> re.Match[str] | None:
+    """Of a command that a table may use; None where they are read as text."""
+    assert command in TAKES, command
+    opened = re.match(r"(?:\([a-z]+\)|\[[a-z]\])?" + r"\{" * (TAKES[command] > 0), rest)
+    assert opened, f"\\{command} takes {TAKES[command]} arguments: {rest[:20]}"
+    found = re.match(SHAPED.get(command, ""), rest)
+    assert found, rest[:20]
+    return found if command in SHAPED else None
+
+
 def parsed(source: str) -> list[list[str]]:
     """The cells of each row of the one tabular: a strict reader of what a table is made of.
 
@@ -44,31 +60,20 @@ def parsed(source: str) -> list[list[str]]:
         assert found
         text, place = found[0], found.end()
         if command := found[1]:
-            rest = source[place:]
-            assert command in TAKES, command
-            arguments = re.match(r"(?:\([a-z]+\)|\[[a-z]\])?" + r"\{" * (TAKES[command] > 0), rest)
-            assert arguments, f"\\{command} takes {TAKES[command]} arguments: {rest[:20]}"
-            if command in ("begin", "end"):
-                environment = re.match(r"\{(\w+)\}(?:\{([lr]+)\})?", rest)
-                assert environment
-                place += environment.end()
-                if command == "begin":
-                    open_groups.append(environment[1])
-                    columns = len(environment[2] or "")
-                else:
-                    assert open_groups.pop() == environment[1]
-                inside = command == "begin" and environment[1] == "tabular"
-                continue
-            if command == "multicolumn":
-                span = re.match(r"\{(\d+)\}\{(?:@\{\})?[lcr]\}", rest)
-                assert span
-                place += span.end()
-                rows[-1] += [""] * (int(span[1]) - 1)
-                continue
-            if command == "cmidrule":
-                ends = re.match(r"\(lr\)\{(\d+)-(\d+)\}", rest)
-                assert ends and 1 <= int(ends[1]) <= int(ends[2]) <= columns
-                place += ends.end()
+            if (given := arguments(command, source[place:])) is None:
+                pass
+            elif command == "begin":
+                open_groups.append(given[1])
+                columns, inside = len(given[2] or ""), given[1] == "tabular"
+            elif command == "end":
+                assert open_groups.pop() == given[1]
+                inside = False
+            elif command == "multicolumn":
+                rows[-1] += [""] * (int(given[1]) - 1)
+            else:
+                assert 1 <= int(given[1]) <= int(given[2]) <= columns
+            if given is not None:
+                place += given.end()
                 continue
         elif found[2] == "\\" and inside and open_groups[-1] == "tabular":
             assert len(rows[-1]) == columns, rows[-1]

@@ -22,7 +22,8 @@ from test_report_formats import scores
 from kvbench.config import ConfigError
 from kvbench.report import html
 from kvbench.report.claims.claim import claims
-from kvbench.report.data.frame import Runs, collect
+from kvbench.report.data.frame import collect
+from kvbench.report.data.run import Runs
 from kvbench.report.figures import all as figures
 from kvbench.report.figures.labels import as_written
 from kvbench.report.site.claimed import is_about

@@ -6,7 +6,7 @@ import pytest
 
 from kvbench.cli import demo
 from kvbench.config import choices
-from kvbench.report.figures.style import STYLES, style_of
+from kvbench.report.data.style import STYLES, style_of
 
 
 def test_no_two_methods_share_a_colour_and_a_marker():

@@ -10,9 +10,9 @@ from report_runs import record, stored
 
 from kvbench.config import ConfigError
 from kvbench.report.data import papers as published
-from kvbench.report.data.evidence import Evidence
-from kvbench.report.data.frame import Runs, collect
+from kvbench.report.data.frame import collect
 from kvbench.report.data.papers import PaperTable
+from kvbench.report.data.run import Run, Runs
 from kvbench.report.data.select import select
 from kvbench.report.tables.cells import Cell, Table
 from kvbench.report.tables.published import beside
@@ -35,10 +35,10 @@ def refused(call, *arguments, **options) -> str:
 # -- against full attention --------------------------------------------------------------------------------------------
 
 
-def of(runs: Runs, method: str) -> int:
-    """The index of the one run of a method."""
-    (run,) = runs.arms.index[runs.arms["method"] == method]
-    return int(run)
+def of(runs: Runs, method: str) -> Run:
+    """The one run of a method."""
+    (run,) = (run for run in runs if run.arm["method"] == method)
+    return run
 
 
 def test_the_difference_to_full_attention_is_paired_by_sample(tmp_path):
@@ -46,7 +46,7 @@ def test_the_difference_to_full_attention_is_paired_by_sample(tmp_path):
     for method, own in scores.items():
         stored(tmp_path, method, samples=[record(name, "", score) for name, score in own.items()])
     runs = collect([tmp_path])
-    against = Evidence(runs).against_full(of(runs, "quest"))
+    against = of(runs, "quest").against_full()
     assert against.n == 3 and against.mean == pytest.approx(100 * (-1 + 0 + 0) / 3)
 
 
@@ -54,8 +54,7 @@ def test_alike_sample_by_sample_is_no_difference_at_all(tmp_path):
     for method in ("full", "quest"):
         stored(tmp_path, method, samples=ALTERNATING)
     runs = collect([tmp_path])
-    evidence = Evidence(runs)
-    against, alone = evidence.against_full(of(runs, "quest")), evidence.score(of(runs, "quest"))
+    against, alone = of(runs, "quest").against_full(), of(runs, "quest").score()
     assert (against.low, against.mean, against.high) == (0, 0, 0)
     assert alone.high - alone.low > 20, "pairing takes the samples' own spread out"
 
@@ -65,7 +64,7 @@ def test_samples_that_full_attention_failed_are_left_out_of_the_pairs(tmp_path):
     stored(tmp_path, "full", samples=lost)
     stored(tmp_path, "quest", samples=[1.0, 1.0, 0.0, 0.0])
     runs = collect([tmp_path])
-    assert Evidence(runs).against_full(of(runs, "quest"))[:3] == (0, 0, 0)
+    assert of(runs, "quest").against_full()[:3] == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ def test_only_the_same_samples_of_the_same_model_are_paired(tmp_path, other, pai
     stored(tmp_path, "full")
     stored(tmp_path, "quest", **other)
     runs = collect([tmp_path])
-    assert (Evidence(runs).against_full(of(runs, "quest")) is not None) == paired
+    assert (of(runs, "quest").against_full() is not None) == paired
 
 
 def test_full_attention_is_not_compared_with_itself(tmp_path):
@@ -96,7 +95,7 @@ def test_full_attention_is_not_compared_with_itself(tmp_path):
     stored(tmp_path, "full", config={"probe": {"every": 2}}, dtype="bfloat16")
     runs = collect([tmp_path])
     assert len(runs.arms) == 2
-    assert all(Evidence(runs).against_full(run) is None for run in runs.arms.index)
+    assert all(run.against_full() is None for run in runs)
 
 
 # -- marks -------------------------------------------------------------------------------------------------------------
@@ -158,7 +157,7 @@ def test_a_share_that_is_whole_in_all_samples_of_a_run_is_no_0_1_score(tmp_path)
     stored(tmp_path, "quest", samples=[1.0] * 4 + [0.5] * 4)
     stored(tmp_path, "full", samples=[1.0] * 8, task="niah")
     runs = collect([tmp_path])
-    ends = {runs.arm[run]["task"]: Evidence(runs).score(run)[1:3] for run in runs.arm if run != of(runs, "quest")}
+    ends = {run.arm["task"]: run.score()[1:3] for run in runs if run is not of(runs, "quest")}
     assert ends == {"passkey": (100, 100), "niah": (pytest.approx(67.56, abs=0.01), 100)}
 
 
@@ -246,9 +245,9 @@ def test_runs_are_chosen_by_any_of_several_values_and_by_a_list(tmp_path):
     for budget in (64, 128, 256):
         stored(tmp_path, budget=budget, options={"lengths": [1024, budget]})
     runs = collect([tmp_path])
-    assert {runs.arm[run]["budget"] for run in select(runs, ["budget=256,64"])} == {64, 256}
+    assert {run.arm["budget"] for run in select(runs, ["budget=256,64"])} == {64, 256}
     (run,) = select(runs, ["lengths=[1024,128]"])
-    assert runs.arm[run]["budget"] == 128
+    assert run.arm["budget"] == 128
 
 
 @pytest.mark.parametrize("word", ["budget=0.1", "budget=10 %"])
@@ -256,7 +255,7 @@ def test_a_share_of_the_prompt_is_chosen_as_given_or_as_shown(tmp_path, word):
     for budget in (0.1, 0.2):
         stored(tmp_path, budget=budget)
     runs = collect([tmp_path])
-    assert [runs.arm[run]["budget"] for run in select(runs, [word])] == [0.1]
+    assert [run.arm["budget"] for run in select(runs, [word])] == [0.1]
 
 
 def test_a_word_that_two_keys_end_with_names_both(tmp_path):

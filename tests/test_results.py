@@ -6,7 +6,6 @@ import json
 import math
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from hypothesis import strategies as st
 import kvbench
 from kvbench.runs import folder as results
 from kvbench.runs.folder import ResultsError, RunFolder
-from kvbench.runs.identity import harness_sources, module_sources, run_id, source_hash
+from kvbench.runs.identity import run_id
 from kvbench.runs.summary import summarise
 
 IDENTITY = {"method": "quest", "budget": 64, "protocol": "abc"}
@@ -81,89 +80,6 @@ def test_run_ids_tell_values_and_types_apart():
 def test_an_identity_that_is_not_a_number_is_refused():
     with pytest.raises(ValueError):
         run_id({"budget": math.nan})
-
-
-@pytest.fixture
-def methods(tmp_path, monkeypatch):
-    """A package of methods that cannot be imported, only read."""
-    root = tmp_path / "mymethods"
-    (root / "blocks").mkdir(parents=True)
-    (root / "data").mkdir()
-    (root / "__init__.py").write_text("raise RuntimeError('imported')\n")
-    (root / "blocks" / "__init__.py").write_text("")
-    (root / "blocks" / "pages.py").write_text("from .votes import vote\n")
-    (root / "blocks" / "votes.py").write_text("import numpy, json\n")
-    (root / "blocks" / "unused.py").write_text("")
-    (root / "parent.py").write_text("from mymethods.blocks import pages\nraise RuntimeError('imported')\n")
-    (root / "child.py").write_text("def f():\n    from mymethods.parent import Parent\n")
-    (root / "other.py").write_text("import torch\n")
-    (root / "data" / "child.yaml").write_text("a: 1\n")
-    (tmp_path / "alone.py").write_text("import alone_helper\nfrom mymethods.blocks.votes import vote\n")
-    (tmp_path / "alone_helper.py").write_text("")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return root
-
-
-def names(paths: list[Path], root: Path) -> set[str]:
-    return {path.relative_to(root).as_posix() for path in paths}
-
-
-def test_a_methods_sources_are_what_it_imports_read_not_imported(methods):
-    found = names(module_sources("mymethods.child.Child"), methods)
-    blocks = {"blocks/__init__.py", "blocks/pages.py", "blocks/votes.py"}
-    assert found == {"child.py", "parent.py", "data/child.yaml", *blocks}
-    assert names(module_sources("mymethods.other.Other"), methods) == {"other.py"}
-    assert "mymethods" not in sys.modules
-
-
-def test_a_method_outside_any_package_brings_its_helpers(methods):
-    found = names(module_sources("alone.Alone"), methods.parent)
-    assert found == {"alone.py", "alone_helper.py", "mymethods/blocks/votes.py"}
-
-
-def test_a_module_that_is_not_there_is_named():
-    with pytest.raises(ModuleNotFoundError, match=r"methods\.nothing\.Here"):
-        module_sources("methods.nothing.Here")
-
-
-def test_an_edited_parent_method_changes_the_hash_and_an_unrelated_file_does_not(methods):
-    before = source_hash(module_sources("mymethods.child.Child"))
-    (methods / "blocks" / "unused.py").write_text("changed = 1\n")
-    assert source_hash(module_sources("mymethods.child.Child")) == before
-    (methods / "parent.py").write_text("changed = 1\n")
-    assert source_hash(module_sources("mymethods.child.Child")) != before
-
-
-def test_the_source_hash_ignores_order_and_place(tmp_path):
-    one, two = tmp_path / "one.py", tmp_path / "two.py"
-    one.write_text("1")
-    two.write_text("2")
-    elsewhere = shutil.copytree(tmp_path, tmp_path / "copy")
-    assert source_hash([one, two]) == source_hash([two, one, two]) == source_hash(elsewhere.glob("*.py"))
-    two.write_text("3")
-    assert source_hash([one, two]) != source_hash(elsewhere.glob("*.py"))
-
-
-def test_the_harness_core_is_what_changes_numbers():
-    core = names(harness_sources(), Path(kvbench.__file__).parent)
-    assert {"method.py", "budget.py", "memory/store.py", "measure/protocol.py", "attention/torch.py"} <= core
-    assert not {"runs/folder.py", "runs/run.py", "cli/checks.py", "__init__.py", "tasks/passkey.py"} & core
-
-
-def test_a_tasks_sources_hold_its_prompt_strings():
-    found = names(module_sources("kvbench.tasks.passkey.Passkey"), CHECKOUT / "kvbench")
-    assert {"tasks/passkey.py", "tasks/data/passkey.yaml"} <= found
-
-
-def test_a_tasks_sources_hold_nothing_of_the_harness():
-    found = names(module_sources("kvbench.tasks.gsm8k.Gsm8k"), CHECKOUT / "kvbench")
-    assert "tasks/sources.py" in found and {file.partition("/")[0] for file in found} == {"tasks"}
-
-
-def test_results_import_no_torch():
-    imports = "import sys, kvbench.runs.folder, kvbench.runs.summary, kvbench.runs.identity as identity"
-    code = f"{imports}; identity.module_sources('methods.full.Full'); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT).returncode == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import re
-import time
 from itertools import islice
 
 import pytest
@@ -14,7 +12,7 @@ from kvbench.backends.hf.loading import byte_tokenizer
 from kvbench.config import build, choices
 from kvbench.tasks import Sample
 from kvbench.tasks.ruler import prose
-from kvbench.tasks.ruler.task import DEPTHS, NEW_TOKENS, SUBSETS, Niah, cleaned
+from kvbench.tasks.ruler.task import DEPTHS, NEW_TOKENS, Niah
 
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 KINDS = {"numbers": r"[1-9]\d{6}", "uuids": UUID}
@@ -62,10 +60,6 @@ def tokens(sample: Sample, tokenizer) -> int:
 
 
 # -- strings and settings ----------------------------------------------------------------------------------------------
-
-
-def test_the_subsets_are_the_published_eight():
-    assert set(SUBSETS) == set(Niah.known) == set(SETTINGS)
 
 
 def test_one_value_asked_for_is_put_in_the_singular():
@@ -174,27 +168,12 @@ def test_the_needle_in_lines_is_at_its_depth():
 
 
 @each_subset
-@pytest.mark.parametrize("length", [1100, 2048, 4096, 9000])
-def test_prompt_and_answer_fit_the_length_and_come_near_it(subset, length):
-    for sample in made(subset, length=length):
-        assert 0.7 * length <= tokens(sample, words_as_tokens) <= length
-
-
-@each_subset
 def test_the_first_haystack_is_the_largest_that_fits(subset, tokenizer):
     [sample] = made(subset, tokenizer, length=3000, samples=1)
     writer, size = Niah([subset], [3000]).writers[subset], sample.meta["size"]
     texts = [writer.write(f"0/{subset}/3000/0", 0, size).text for size in (size, size + 1)]
     counts = [len(tokenizer(text)["input_ids"]) + NEW_TOKENS for text in texts]
     assert texts[0] == sample.prompt + sample.answer_prefix and counts[0] <= 3000 < counts[1]
-
-
-def test_special_tokens_count(tokenizer):
-    """A prompt that fits a length fits a model with a window of that length, <bos> and answer included."""
-    for sample in made("niah_single_1", tokenizer, length=3000, samples=20):
-        prompt = tokenizer(sample.prompt + sample.answer_prefix)["input_ids"]
-        assert prompt[0] == tokenizer.bos_token_id != prompt[1]
-        assert len(prompt) + NEW_TOKENS <= 3000
 
 
 def test_a_sample_too_long_gives_up_whole_units():
@@ -232,41 +211,14 @@ def test_few_tokenisations_are_needed():
     assert fitting <= 12 + 20  # about a dozen to find the size, and at most one more for most samples
 
 
-@each_subset
-def test_a_length_too_short_names_the_key_and_the_minimum(subset, tokenizer):
-    with pytest.raises(ValueError, match=rf"task\.lengths: 150 tokens are too few, {subset} needs") as caught:
-        next(iter(Niah([subset], [150]).samples(tokenizer, 0)))
-    minimum = int(re.search(r"at least (\d+)$", str(caught.value))[1])
-    assert len(made(subset, tokenizer, length=minimum, samples=50)) == 50
-    with pytest.raises(ValueError, match=f"at least {minimum}$"):
-        made(subset, tokenizer, length=minimum - 1)
-
-
 def test_the_shortest_length_is_checked_before_the_first_sample(tokenizer):
     with pytest.raises(ValueError, match="niah_multiquery needs at least"):
         next(iter(Niah(["niah_single_2", "niah_multiquery"], [4096, 900]).samples(tokenizer, 0)))
 
 
-def test_a_sample_that_cannot_be_shrunk_any_further_is_an_error_and_no_endless_loop():
-    calls = iter(range(10_000))
-
-    def growing(text, **options):
-        return words_as_tokens(text) if next(calls) < 20 else {"input_ids": range(10_000)}
-
-    with pytest.raises(ValueError, match=r"task\.lengths: 4096 tokens are too few"):
-        made("niah_multikey_2", growing, length=4096, samples=20)
-
-
 def test_more_keys_than_words_are_an_error_and_no_endless_loop():
-    with pytest.raises(ValueError, match=r"task\.lengths: \d+ different words are needed"):
+    with pytest.raises(ValueError, match=r"task\.lengths: \d+ different words"):
         made("niah_multikey_2", lambda text, **options: {"input_ids": range(len(text) // 1000)}, length=10**6)
-
-
-def test_a_hundred_samples_of_4k_tokens_take_seconds(tokenizer):
-    start = time.process_time()
-    subsets = ["niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_3"]
-    assert len(list(Niah(subsets, [4096], 25).samples(tokenizer, 0))) == 100
-    assert time.process_time() - start < 5
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
@@ -279,21 +231,6 @@ def test_every_prefix_is_fair_to_subsets_and_lengths():
     groups = ["niah_single_1/1024", "niah_multikey_1/1024", "niah_single_1/2048", "niah_multikey_1/2048"]
     assert [sample.group for sample in found] == groups * 3
     assert found[0].id == "niah_single_1-1024-0"
-
-
-def test_a_sample_depends_on_its_cell_and_the_seed_and_on_nothing_else():
-    task = Niah(["niah_single_2", "niah_multikey_2"], [1024, 2048], samples=4)
-    all_of_them = {sample.id: sample for sample in task.samples(words_as_tokens, 0)}
-    assert made("niah_multikey_2", samples=4) == [all_of_them[f"niah_multikey_2-2048-{index}"] for index in range(4)]
-    others = made("niah_multikey_2", samples=4, seed=1)
-    assert not {sample.answers for sample in others} & {sample.answers for sample in all_of_them.values()}
-
-
-def test_the_global_random_state_is_left_alone():
-    random.seed(5)
-    before = random.getstate()
-    made("niah_multikey_3")
-    assert random.getstate() == before
 
 
 def test_a_text_file_serves_as_essays_from_its_start_and_again_where_short(tmp_path):
@@ -353,30 +290,3 @@ def test_the_configuration_builds_the_task():
     task = build(config.shipped("task", "niah"))
     assert (task.name, task.metric, task.sources, task.stored) == ("niah", "string_match_all", [], False)
     assert len(list(islice(task.samples(byte_tokenizer(), 0), 3))) == 3
-
-
-# -- scoring -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "output, share",
-    [
-        (" 1234567, 7654321.", 1),
-        ("7654321", 0.5),
-        ("It is 12345678.", 0.5),  # RULER looks for the answer anywhere
-        ("123\n4567", 0),
-        ("", 0),
-    ],
-)
-def test_the_score_is_the_share_of_answers_contained(output, share):
-    sample = Sample(id="x", prompt="", answers=("1234567", "7654321"), max_new_tokens=1)
-    assert Niah(["niah_single_1"], [4096]).score(sample, output) == {"string_match_all": share}
-
-
-def test_case_does_not_count():
-    sample = Sample(id="x", prompt="", answers=("ab-c",), max_new_tokens=1)
-    assert Niah(["niah_single_1"], [4096]).score(sample, "AB-C")["string_match_all"] == 1
-
-
-def test_control_characters_become_newlines_and_the_ends_are_stripped():
-    assert cleaned(" \x00a\tb\x1fc\x7f \n") == "a\nb\nc\x7f"

@@ -149,11 +149,14 @@ def test_a_line_that_was_torn_off_counts_for_nothing(tmp_path, capsys):
     assert [line["id"] for line in lines(folder)] == ["a", "b", "c", "a", "b"]
 
 
-def test_it_loads_neither_torch_nor_transformers(tmp_path):
-    folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
+@pytest.mark.parametrize("predictions", [False, True])
+def test_it_loads_neither_torch_nor_transformers(tmp_path, predictions):
+    (tmp_path / "vt.jsonl").write_text('{"pred": "a", "outputs": ["a"], "length": 1}\n')
+    stored_run = str(stored(tmp_path / "results", RIGHT_BUT_STORED_WRONG))
+    words = ["--predictions", "ruler", str(tmp_path)] if predictions else [stored_run, "--write"]
     code = (
         "import sys; from kvbench.cli.score import main\n"
-        f"assert main([{str(folder)!r}, '--write']) == 0\n"
+        f"assert main({words}) == 0\n"
         "assert not {'torch', 'transformers', 'pandas', 'hydra'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -318,7 +321,7 @@ def test_an_arm_s_name_with_an_equals_sign_is_a_path(tmp_path, capsys):
 
 def test_no_run_there(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    assert "no run in it; a run is a folder such as" in refused(capsys, tmp_path / "empty")
+    assert "no run in it" in refused(capsys, tmp_path / "empty")
     assert "no such folder" in refused(capsys, tmp_path / "missing")
     assert "no run given" in refused(capsys, "task.keys=1")
 
@@ -332,7 +335,7 @@ def test_a_file_is_no_run_and_one_inside_a_run_names_its_folder(tmp_path, capsys
 
 def test_records_without_answers_are_an_older_kvbench_s(tmp_path, capsys):
     old = {key: value for key, value in record("a", "123").items() if key != "answers"}
-    assert "a is stored without its answers, as compact_runs.py leaves it" in refused(capsys, stored(tmp_path, [old]))
+    assert "a is stored without its answers" in refused(capsys, stored(tmp_path, [old]))
 
 
 def test_another_format_is_refused(tmp_path, capsys):
@@ -346,7 +349,7 @@ def test_another_format_is_refused(tmp_path, capsys):
 def test_a_damaged_run_yaml_is_named(tmp_path, capsys, damage):
     folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
     (folder / "run.yaml").write_text("format: 1\n" + damage)
-    assert "run.yaml: damaged, its task cannot be read" in refused(capsys, folder)
+    assert "run.yaml: damaged" in refused(capsys, folder)
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from driver import CLOSE, drive, each_accounting, numbers, run_loop, same_attended, stream
+from driver import drive, stream
 from omegaconf import OmegaConf
 
-from kvbench.backends.hf.loading import Loaded
-from kvbench.budget import Budget
 from kvbench.config import bind_methods, build
 from kvbench.method import Method, Prompt
 
 bind_methods()
 
 from methods.blocks import scorer  # noqa: E402
-from methods.full import Full  # noqa: E402
 
 README = (Path(scorer.__file__).parent.parent / "README.md").read_text()
 
@@ -77,48 +74,6 @@ def test_the_example_keeps_the_shortest_keys(keynorm: Callable[[], Method]) -> N
             for head, kept in enumerate(at.sets(row)):
                 norms = fixed.keys[at.layer, row, head, :length].norm(dim=-1)
                 assert kept == {*norms.topk(20, largest=False).indices.tolist(), *range(length, at.lengths[row])}
-
-
-@each_accounting
-def test_with_a_budget_of_the_whole_sequence_the_example_is_full_attention(
-    keynorm: Callable[[], Method], tiny: Loaded, accounting: str
-) -> None:
-    fixed = stream(70, 40)
-    ours, full = drive(fixed, keynorm(), 500, accounting=accounting), drive(fixed, Full(), None)
-    torch.testing.assert_close(ours.outputs, full.outputs, rtol=0, atol=CLOSE)
-    prompts = [numbers(90), numbers(61, seed=1)]
-    ours, full = (run_loop(tiny, prompts, one, 500, accounting=accounting)[0] for one in (keynorm(), Full()))
-    assert ours.tokens == full.tokens
-
-
-@each_accounting
-@pytest.mark.parametrize("budget", [20, 0.2, 0.5])
-def test_the_example_keeps_to_its_budget(keynorm: Callable[[], Method], budget: Any, accounting: str) -> None:
-    fixed = stream(150, 97, steps=70)
-    driven = drive(fixed, keynorm(), budget, accounting=accounting)
-    for at in driven.seen:
-        for row, length in enumerate(fixed.lengths):
-            capacity = Budget(budget).tokens(length)
-            on_top = at.step if accounting == "paper" else 0
-            assert all(len(ids) == capacity + on_top and at.lengths[row] - 1 in ids for ids in at.sets(row))
-    assert not driven.audit["over_rule"]
-
-
-@each_accounting
-def test_a_row_of_a_batch_is_as_it_is_alone(keynorm: Callable[[], Method], accounting: str) -> None:
-    fixed = stream(150, 97, 30, steps=40)
-    together = drive(fixed, keynorm(), 0.3, accounting=accounting)
-    for row in range(3):
-        alone = drive(fixed.row(row), keynorm(), 0.3, accounting=accounting)
-        assert [at.sets(row) for at in together.seen] == [at.sets(0) for at in alone.seen]
-        torch.testing.assert_close(together.outputs[:, :, row], alone.outputs[:, :, 0], rtol=0, atol=CLOSE)
-
-
-def test_the_example_does_not_depend_on_how_the_prompt_is_read(keynorm: Callable[[], Method]) -> None:
-    fixed = stream(150, 97)
-    at_once = drive(fixed, keynorm(), 48).seen
-    assert same_attended(at_once, drive(fixed, keynorm(), 48, chunk=16).seen)
-    assert same_attended(at_once, drive(fixed, keynorm(), 48, left=True).seen)
 
 
 # -- scores, windows and layers of any kind ----------------------------------------------------------------------------

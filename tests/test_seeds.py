@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from report_runs import csv_lines as lines
 from report_runs import record, stored
 
 from kvbench.cli.report import main as report
-from kvbench.report.data.evidence import Evidence
-from kvbench.report.data.frame import Runs, collect
+from kvbench.report.data.frame import collect
+from kvbench.report.data.run import Run, Runs
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.stats import estimate, proportion
 from kvbench.report.figures import all as figures
-
-
-def lines(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> list[dict[str, str]]:
-    capsys.readouterr()
-    assert report([str(folder), "--format", "csv", *words]) == 0
-    return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
 
 
 def drawn(seed: int, scores: list[float], **more: Any) -> list[dict[str, Any]]:
@@ -36,11 +29,10 @@ def of_seeds(folder: Path, method: str, scores: dict[int, list[float]], **identi
         stored(folder, method, budget, drawn(seed, own), config={"seed": seed}, **identity)
 
 
-def one(runs: Runs, method: str) -> tuple[Runs, int]:
-    """The runs over seeds, and the one of a method."""
-    runs, chosen = over_seeds(runs, runs.arms.index)
-    (run,) = (run for run in chosen if runs.arm[run]["method"] == method)
-    return runs, run
+def one(runs: Runs, method: str) -> Run:
+    """The one run of a method over seeds."""
+    (run,) = (run for run in over_seeds(runs, runs)[1] if run.arm["method"] == method)
+    return run
 
 
 QUEST = {0: [1.0, 1.0, 1.0, 1.0], 1: [1.0, 0.0, 0.0, 0.0], 10: [1.0, 1.0, 0.0, 0.0]}
@@ -78,8 +70,8 @@ def test_what_differs_in_more_than_the_seed_stays_apart(tmp_path, capsys) -> Non
 def test_random_weights_of_each_seed_are_of_one_row(tmp_path) -> None:
     for seed in (0, 1):
         stored(tmp_path, samples=drawn(seed, [1.0]), config={"seed": seed}, model_revision=f"dummy-{seed}")
-    runs, run = one(collect([tmp_path]), "quest")
-    assert runs.arm[run]["n"] == 2
+    run = one(collect([tmp_path]), "quest")
+    assert run.arm["n"] == 2
 
 
 def test_a_sample_that_all_seeds_share_counts_once(tmp_path) -> None:
@@ -87,8 +79,8 @@ def test_a_sample_that_all_seeds_share_counts_once(tmp_path) -> None:
     scores = np.random.default_rng(0).integers(0, 2, (3, 20)).astype(float)
     for seed, own in enumerate(scores):
         stored(tmp_path, samples=list(own), config={"seed": seed})
-    runs, run = one(collect([tmp_path]), "quest")
-    found, means = Evidence(runs).score(run), 100 * scores.mean(0)
+    run = one(collect([tmp_path]), "quest")
+    found, means = run.score(), 100 * scores.mean(0)
     assert found.n == 20 and found.mean == pytest.approx(means.mean())
     error = 1.96 * means.std(ddof=1) / np.sqrt(20)
     assert found.high - found.low == pytest.approx(2 * error, rel=0.15)
@@ -98,10 +90,10 @@ def test_each_seed_is_paired_with_full_attention_of_its_own(tmp_path) -> None:
     full = {0: [1.0, 1.0, 1.0, 1.0], 1: [1.0, 1.0, 0.0, 0.0]}
     of_seeds(tmp_path, "full", full)
     of_seeds(tmp_path, "quest", QUEST)
-    runs, run = one(collect([tmp_path]), "quest")
-    against = Evidence(runs).against_full(run)
+    run = one(collect([tmp_path]), "quest")
+    against = run.against_full()
     assert (against.n, against.mean) == (8, pytest.approx(-100 / 8))
-    assert Evidence(runs).against_full(one(runs, "full")[1]) is None
+    assert one(run.beside, "full").against_full() is None
 
 
 def test_seeds_keep_full_attention_that_was_not_chosen(tmp_path, capsys) -> None:
@@ -130,8 +122,7 @@ def test_the_picture_has_one_point_with_the_interval_of_the_table(tmp_path) -> N
     axis, _ = figure.axes
     (bars,) = axis.containers
     (segment,) = bars.lines[2][0].get_segments()
-    pooled, run = one(runs, "quest")
-    expected = Evidence(pooled).score(run)
+    expected = one(runs, "quest").score()
     assert segment[:, 1].tolist() == pytest.approx([expected.low, expected.high])
     band = axis.patches[0].get_bbox()
     assert (band.y0, band.y1) == pytest.approx((proportion([np.full(4, 100.0)]).low, 100))

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import kvbench.measure.arm
 from kvbench.backends.hf.generate import generate
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.runs.identity import run_id
 from kvbench.runs.run import run
 from kvbench.runs.shared import run_shared
 
@@ -74,21 +72,6 @@ def test_full_attention_is_one_run_whatever_budget_it_is_given(configs, tmp_path
         run(configs(arms=[("full", budget)])[0])
     (folder,) = tmp_path.glob("shared/runs/passkey/dummy-tiny/*/*")
     assert folder.parent.name == "full" and len(lines(tmp_path / "shared")) == 3
-
-
-def test_a_run_of_an_older_kvbench_goes_on_where_it_lies(configs, tmp_path):
-    """It kept full attention by its budget, and the arms of a sweep apart from runs alone."""
-    config = configs("task.limit=1", arms=[("full", "64")])[0]
-    run(config)
-    (now,) = tmp_path.glob("shared/runs/passkey/dummy-tiny/full/*")
-    identity = yaml.safe_load((now / "run.yaml").read_text())["identity"]
-    identity |= {"shared_prefill": True, "config": {**identity["config"], "budget": 64}}
-    older = now.parents[1] / "full-64" / run_id(identity)
-    older.parent.mkdir()
-    now.rename(older)
-    assert run(configs(arms=[("full", "64")])[0])["n"] == 3
-    assert list(tmp_path.glob("shared/runs/*/*/*/*/run.yaml")) == [older / "run.yaml"]
-    assert len(lines(tmp_path / "shared")) == 3
 
 
 def test_a_stopped_run_goes_on_with_what_each_arm_lacks(configs, tmp_path, monkeypatch):

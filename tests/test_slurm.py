@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from words import over
 
-from kvbench.cli import sweep as launcher
+from kvbench.cli import launchers
 from kvbench.config import ConfigError
 
 WORDS = ["model=dummy-tiny", "task.lengths=[300]", "task.limit=2", "threads=1", "method=fragile", "budget=64"]
@@ -146,19 +146,18 @@ def test_a_sweep_that_gets_sigterm_stops_its_jobs(sweep: Any) -> None:
     assert broken.code == 143 and "stopped" in broken.states and "running" not in broken.states
 
 
-def test_what_a_launcher_needs_is_told_before_anything_is_submitted(
+def test_what_a_launcher_needs_is_said_before_anything_is_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def submit(one: launcher.Submitted) -> None:
+    def submit(one: launchers.Submitted) -> None:
         one.most()
-        one._config = SimpleNamespace(hydra=SimpleNamespace(sweep=SimpleNamespace(dir=tmp_path)))
-        next(iter(one.run([launcher.Job([])])))
+        next(iter(one.run([launchers.Job([])], tmp_path)))
 
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="hydra/launcher=slurm: there is no sbatch here"):
-        submit(launcher.Slurm())
+        submit(launchers.Slurm())
     with pytest.raises(ConfigError, match=r"hydra.launcher.jobs=0: expected a whole number, 1 or more, or null"):
-        submit(launcher.Local(0))
+        submit(launchers.Local(0))
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ConfigError, match=r"needs submitit; pip install 'kvbench\[slurm\]'"):
-        submit(launcher.Local())
+        submit(launchers.Local())

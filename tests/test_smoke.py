@@ -89,10 +89,8 @@ def test_smoke_hides_no_bad_input(words: list[str], message: str) -> None:
         composed(*words)
 
 
-def run(folder: Path, *words: str, monkeypatch: Any) -> list[dict[str, Any]]:
+def run(folder: Path, *words: str) -> list[dict[str, Any]]:
     """What run.yaml of each run says, of a command line in this process."""
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.setattr("sys.argv", ["kvbench"])
     assert cli.main([f"results_dir={folder}", "smoke=true", *words]) == 0
     return [yaml.safe_load(path.read_text()) for path in sorted(folder.glob("runs/*/*/*/*/run.yaml"))]
 
@@ -100,8 +98,8 @@ def run(folder: Path, *words: str, monkeypatch: Any) -> list[dict[str, Any]]:
 LARGE = ["model=qwen3-8b", "method=streaming_llm", "task.lengths=[32768]"]
 
 
-def test_a_single_run_is_made_small_and_says_so(tmp_path: Path, monkeypatch: Any) -> None:
-    (told,) = run(tmp_path, *LARGE, "task.limit=1", monkeypatch=monkeypatch)
+def test_a_single_run_is_made_small_and_says_so(tmp_path: Path) -> None:
+    (told,) = run(tmp_path, *LARGE, "task.limit=1")
     (path,) = tmp_path.glob("runs/*/*/*/*")
     assert path.parts[-3:-1] == ("tiny", "streaming_llm-256"), "apart from those of the large model"
     assert told["config"]["smoke"] is True and told["config"]["model"]["name"] == "tiny"
@@ -109,11 +107,11 @@ def test_a_single_run_is_made_small_and_says_so(tmp_path: Path, monkeypatch: Any
 
 
 @pytest.mark.slow
-def test_models_of_a_sweep_are_one_run(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_models_of_a_sweep_are_one_run(tmp_path: Path, capsys: Any) -> None:
     words = ["model=qwen3-8b,llama3.1-8b-instruct", "task.lengths=[4096],[8192]", "task.limit=1"]
-    (told,) = run(tmp_path, "-m", *LARGE[1:2], *words, monkeypatch=monkeypatch)
+    (told,) = run(tmp_path, "-m", *LARGE[1:2], *words)
     capsys.readouterr()
-    run(tmp_path, "-m", "method=topk,streaming_llm", *words, monkeypatch=monkeypatch)
+    run(tmp_path, "-m", "method=topk,streaming_llm", *words)
     table = capsys.readouterr().out
     assert "method=topk" in table and "qwen3" not in table, (
         "arms are told apart, and no model that did not run is named"

@@ -142,7 +142,7 @@ def test_auto_shares_out_what_room_there_is_as_accelerate_does(
 
     assert placed(100) == [FIRST] * 2 + [SECOND] * 2
     assert placed(3) == [FIRST] + [SECOND] * 3
-    with pytest.raises(ConfigError, match=r"^model.device_map=auto: . of 4 layers have no room on 2 GPUs; expected"):
+    with pytest.raises(ConfigError, match=r"^model.device_map=auto: . of 4 layers .* 2 GPUs"):
         placed(2)
 
 

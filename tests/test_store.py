@@ -32,8 +32,8 @@ def value_of(row: int, head: int, token: int) -> list[float]:
     return [-number for number in key_of(row, head, token)]
 
 
-class StoreMachine(RuleBasedStateMachine):
-    """Random calls on a store; after each, everything it can tell is compared with the twin.
+class StoreTwin(RuleBasedStateMachine):
+    """A store and its twin after the prompt, and what must be equal in them after every call.
 
     The twin is three plain things: the tier of every token [row][head][token], the staged tokens [row][head] (and those
     that will be, once what was prefetched is asked for), and the number of entries moved up.
@@ -140,7 +140,66 @@ class StoreMachine(RuleBasedStateMachine):
                 index[row, head] = torch.tensor(data.draw(st.permutations(ids), "order"))
         return index
 
-    # -- rules ---------------------------------------------------------------------------------------------------------
+    # -- after every rule ----------------------------------------------------------------------------------------------
+
+    @invariant()
+    def the_store_finds_itself_whole(self) -> None:
+        self.store.check_integrity()
+
+    @invariant()
+    def lengths_and_tiers_are_the_twins(self) -> None:
+        assert self.store.lengths == [len(row[0]) for row in self.tiers]
+        tiers = self.store.tiers()  # asserts itself that no token is in two
+        assert tiers.shape[2] == max(self.store.lengths)
+        for row, head in self.every_head():
+            beyond = [DROPPED] * (tiers.shape[2] - len(self.tiers[row][head]))
+            assert tiers[row, head].tolist() == self.tiers[row][head] + beyond
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        for row, head in self.every_head():
+            ids, key, value = self.store.everything(row, head)
+            there = self.tokens_in(row, head, DEVICE, HOST)
+            assert ids.tolist() == there
+            assert key.tolist() == [key_of(row, head, token) for token in there]
+            assert value.tolist() == [value_of(row, head, token) for token in there]
+
+    @invariant()
+    def resident_is_what_the_device_holds(self) -> None:
+        ids = self.store.resident_ids()
+        for row, head in self.every_head():
+            here = sorted({*self.tokens_in(row, head, DEVICE), *self.staged[row][head]})
+            assert ids[row, head].tolist() == here + [-1] * (ids.shape[2] - len(here))
+            assert int(self.store.resident_counts()[row, head]) == len(here)
+        if self.home == "device":
+            key, value, mask = self.store.resident()
+            for row, head in self.every_head():
+                here = self.tokens_in(row, head, DEVICE)
+                used = slice(None) if mask is None else mask[row, head]
+                assert key[row, head, used].tolist() == [key_of(row, head, token) for token in here]
+                assert value[row, head, used].tolist() == [value_of(row, head, token) for token in here]
+
+    @invariant()
+    def bytes_are_the_twins(self) -> None:
+        on_device = sum(len({*self.tokens_in(r, h, DEVICE), *self.staged[r][h]}) for r, h in self.every_head())
+        assert self.store.resident_bytes() == on_device * ENTRY
+        assert self.store.host_bytes() == sum(len(self.tokens_in(r, h, HOST)) for r, h in self.every_head()) * ENTRY
+        assert sum(self.moved_bytes) == self.moved * ENTRY
+
+    @invariant()
+    def blocks_neither_move_nor_hold_more_than_reserved(self) -> None:
+        if self.grows:
+            return
+        assert self.pointers() == self.block, "only keep may take new memory"
+        held = [len(self.tokens_in(r, h, DEVICE)) for r, h in self.every_head()]
+        if not self.evicted:
+            held = [max(held)] * len(held)  # each row takes as much as the longest
+        slots = [max(count + self.room, 1) if self.home == "device" else 0 for count in held]
+        assert self.store.allocated_bytes() == sum(map(whole_pages, slots + [self.staged_slots] * len(held))) * ENTRY
+
+
+class StoreMachine(StoreTwin):
+    """Random calls on a store; after each, everything it says is compared with the twin."""
 
     @rule()
     def append(self) -> None:
@@ -335,91 +394,38 @@ class StoreMachine(RuleBasedStateMachine):
         with pytest.raises(LookupError, match="must select"):
             self.store.resident()
 
-    # -- after every rule ----------------------------------------------------------------------------------------------
-
-    @invariant()
-    def the_store_finds_itself_whole(self) -> None:
-        self.store.check_integrity()
-
-    @invariant()
-    def lengths_and_tiers_are_the_twins(self) -> None:
-        assert self.store.lengths == [len(row[0]) for row in self.tiers]
-        tiers = self.store.tiers()  # asserts itself that no token is in two
-        assert tiers.shape[2] == max(self.store.lengths)
-        for row, head in self.every_head():
-            beyond = [DROPPED] * (tiers.shape[2] - len(self.tiers[row][head]))
-            assert tiers[row, head].tolist() == self.tiers[row][head] + beyond
-
-    @invariant()
-    def nothing_is_lost(self) -> None:
-        for row, head in self.every_head():
-            ids, key, value = self.store.everything(row, head)
-            there = self.tokens_in(row, head, DEVICE, HOST)
-            assert ids.tolist() == there
-            assert key.tolist() == [key_of(row, head, token) for token in there]
-            assert value.tolist() == [value_of(row, head, token) for token in there]
-
-    @invariant()
-    def resident_is_what_the_device_holds(self) -> None:
-        ids = self.store.resident_ids()
-        for row, head in self.every_head():
-            here = sorted({*self.tokens_in(row, head, DEVICE), *self.staged[row][head]})
-            assert ids[row, head].tolist() == here + [-1] * (ids.shape[2] - len(here))
-            assert int(self.store.resident_counts()[row, head]) == len(here)
-        if self.home == "device":
-            key, value, mask = self.store.resident()
-            for row, head in self.every_head():
-                here = self.tokens_in(row, head, DEVICE)
-                used = slice(None) if mask is None else mask[row, head]
-                assert key[row, head, used].tolist() == [key_of(row, head, token) for token in here]
-                assert value[row, head, used].tolist() == [value_of(row, head, token) for token in here]
-
-    @invariant()
-    def bytes_are_the_twins(self) -> None:
-        on_device = sum(len({*self.tokens_in(r, h, DEVICE), *self.staged[r][h]}) for r, h in self.every_head())
-        assert self.store.resident_bytes() == on_device * ENTRY
-        assert self.store.host_bytes() == sum(len(self.tokens_in(r, h, HOST)) for r, h in self.every_head()) * ENTRY
-        assert sum(self.moved_bytes) == self.moved * ENTRY
-
-    @invariant()
-    def blocks_neither_move_nor_hold_more_than_reserved(self) -> None:
-        if self.grows:
-            return
-        assert self.pointers() == self.block, "only keep may take new memory"
-        held = [len(self.tokens_in(r, h, DEVICE)) for r, h in self.every_head()]
-        if not self.evicted:
-            held = [max(held)] * len(held)  # each row takes as much as the longest
-        slots = [max(count + self.room, 1) if self.home == "device" else 0 for count in held]
-        assert self.store.allocated_bytes() == sum(map(whole_pages, slots + [self.staged_slots] * len(held))) * ENTRY
-
 
 # -- unequal KV heads --------------------------------------------------------------------------------------------------
 
 
-def bytes_of_tensors(dtype: torch.dtype) -> int:
-    """Bytes of all memory of this dtype that any tensor of the process has, each once."""
+def storages(dtype: torch.dtype) -> dict[int, torch.UntypedStorage]:
+    """All memory of this dtype that any tensor of the process has, by address; what holds it keeps it there."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and thing.dtype == dtype]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+
+
+def bytes_beside(before: dict[int, torch.UntypedStorage], dtype: torch.dtype) -> int:
+    """Bytes of the memory that has come since."""
+    return sum(storage.nbytes() for address, storage in storages(dtype).items() if address not in before)
 
 
 @pytest.mark.parametrize("on_drop", ["discard", "offload"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_heads_of_unequal_length_take_what_is_said_to_be_allocated(dtype: torch.dtype, on_drop: Any) -> None:
     """200, 8, 8 and 8 tokens of 256 take that, four free slots each, and what is left of each one's last page."""
-    before, entry = bytes_of_tensors(dtype), 2 * 16 * dtype.itemsize
+    before, entry = storages(dtype), 2 * 16 * dtype.itemsize
     store = LayerStore(1, 4, 16, 260, dtype, torch.device("cpu"), on_drop=on_drop)
     store.write_prompt(torch.zeros(1, 4, 256, 16, dtype=dtype), torch.zeros(1, 4, 256, 16, dtype=dtype), 0, [0])
     store.seal_prompt([256])
-    assert store.allocated_bytes() == bytes_of_tensors(dtype) - before
+    assert store.allocated_bytes() == bytes_beside(before, dtype)
     index = torch.full((1, 4, 200), -1)
     for head, count in enumerate([200, 8, 8, 8]):
         index[0, head, :count] = torch.arange(count)
     store.keep(index)
     assert store.resident_bytes() == (200 + 3 * 8) * entry
     on_host = 0 if store.host is None else 2 * store.host.key.untyped_storage().nbytes()
-    assert store.allocated_bytes() == bytes_of_tensors(dtype) - before - on_host
+    assert store.allocated_bytes() == bytes_beside(before, dtype) - on_host
     assert store.allocated_bytes() == (208 + 3 * 16) * entry
 
 

@@ -107,7 +107,7 @@ def test_a_bad_line_fails_its_sample_alone_and_runs_when_it_is_mended(configured
     summary = run(configured())
     assert (summary["n"], summary["failed"], summary["score"], summary["score_ok"]) == (4, 1, 75.0, 100.0)
     assert summary["groups"]["g0"] == {"score": 50.0, "stderr": 50.0, "n": 2, "failed": 1}
-    assert records(tmp_path)["4"]["error"] == "lines.jsonl, line 4: field prompt: expected str, not int"
+    assert records(tmp_path)["4"]["error"].startswith("lines.jsonl, line 4: field prompt: ")
     told = " ".join(capsys.readouterr().out.split())
     assert "line 4: field prompt" in told and "1 failed" in told and "mean of 2 groups" in told
 
@@ -151,7 +151,7 @@ def test_a_prompt_over_the_window_is_cut_where_the_task_says_so(configured, answ
     assert cut > 300
     config = configured()
     config.model.config.max_position_embeddings = 300
-    with pytest.raises(ConfigError, match="^task: 2 takes 681 tokens and 4 new ones, more than the 300 of dummy-tiny"):
+    with pytest.raises(ConfigError, match="^task: 2 takes 681 tokens .*300 of dummy-tiny"):
         run(config)
 
 

@@ -66,9 +66,9 @@ def test_an_answer_scores_its_rouge_l_and_nothing_below_three_quarters(
 
 
 def test_bad_settings_are_refused_in_a_line(folder: str) -> None:
-    with pytest.raises(ConfigError, match=r"^structext: task\.data_dir=null: needs the folder of evaluate_dataset"):
+    with pytest.raises(ConfigError, match=r"^structext: task\.data_dir=null: "):
         check(composed("task=structext"))
-    with pytest.raises(ValueError, match=r"^task\.shots=7: .* has no such prompts with task\.hint=False$"):
+    with pytest.raises(ValueError, match=r"^task\.shots=7: .*task\.hint=False$"):
         alone = Path(folder) / "evaluate_dataset.jsonl"
         alone.write_text(line())
         list(StrucText(7, data_dir=folder).samples(None, 0))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from kvbench.kernels.threads import claim, together
+from kvbench.kernels.threads import claim, in_threads
 
 
 @njit(nogil=True)
@@ -24,7 +24,7 @@ def _note(number: int, claims: Any, came: Any, done: Any, amount: float) -> None
 
 @njit(nogil=True)
 def _work(threads: int, came: Any, done: Any) -> None:
-    together(threads, _note, (np.zeros(1, np.int64), came, done, 0.5))
+    in_threads(threads, _note, (np.zeros(1, np.int64), came, done, 0.5))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -27,28 +27,30 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
-from weakref import WeakSet
 
 import torch
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from twin_streams import Allocation, Clock, Event, Flight, Stream, before, here, merged, registered, streams, the_device
 
 from kvbench.memory import fetch, pinned
 from kvbench.memory.transfer import side_stream
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")  # the first device, and the host
 CAPACITY = 80 << 30  # bytes of device memory that the device claims to have
-INSIDE = (str(Path(torch.__file__).parent), __file__)  # files that no sync is noted in
+INSIDE = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).with_suffix("")),
+)  # beginnings of files that no sync is noted in
 
 # ATen operations for which the host waits, since it needs a value or the size of their result.
 SYNCING = {
@@ -62,131 +64,8 @@ JOINING = {"cat", "concat", "stack", "hstack", "vstack"}
 # Functions of torch.cuda that have nothing to do here.
 IDLE = ("_lazy_init", "init", "set_device", "empty_cache", "manual_seed", "manual_seed_all", "set_rng_state")
 
-Clock = dict["Stream", int]  # of each stream, how many of its operations are known to be over
-
-# A program may keep streams for longer than one `with`.
-_here: list[Twin] = []
-_streams: WeakSet[Stream] = WeakSet()
-_registered: dict[int, int] = {}  # bytes of host memory that was pinned after it was allocated, by address
-
 
 # -- streams -----------------------------------------------------------------------------------------------------------
-
-
-class Stream:
-    """Twin of torch.cuda.Stream: counts its operations and knows which of the other streams' come before its next."""
-
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.device = _the_device("cuda" if device is None else device)
-        self.clock = {self: 0}
-        self.freed: Clock = {}  # last uses, by other streams, of memory that this one may hand out again
-        _streams.add(self)
-
-    def tick(self) -> int:
-        self.clock[self] += 1
-        return self.clock[self]
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        _merge(self.clock, event.clock)
-
-    def wait_stream(self, stream: Stream) -> None:
-        _merge(self.clock, stream.clock)
-
-    def synchronize(self) -> None:
-        _here[-1].sync("Stream.synchronize", self.clock)
-
-    def query(self) -> bool:
-        return _before(self.clock, _here[-1].known)
-
-
-class Event:
-    """Twin of torch.cuda.Event."""
-
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
-        self.timing, self.clock, self.at = enable_timing, dict[Stream, int](), 0.0
-        self.device: torch.device | None = None  # that of its first stream
-
-    def record(self, stream: Stream | None = None) -> None:
-        stream = stream or _here[-1].stream()
-        if self.device not in (None, stream.device):
-            raise RuntimeError(f"the event is of {self.device}, and the stream of {stream.device}")
-        self.device = stream.device
-        stream.tick()
-        self.clock, self.at = dict(stream.clock), time.perf_counter()
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or _here[-1].stream()).wait_event(self)
-
-    def synchronize(self) -> None:
-        _here[-1].sync("Event.synchronize", self.clock)
-
-    def query(self) -> bool:
-        return _before(self.clock, _here[-1].known)
-
-    def elapsed_time(self, end: Event) -> float:
-        if not (self.timing and end.timing and self.clock and end.clock):
-            raise ValueError("both events need enable_timing=True and must be recorded")
-        if self.device != end.device:
-            raise RuntimeError("no time passes between events of two devices")
-        if not (self.query() and end.query()):
-            raise RuntimeError("device not ready: the events are not complete")
-        return (end.at - self.at) * 1e3
-
-
-def _merge(clock: Clock, other: Clock) -> None:
-    for stream, tick in other.items():
-        clock[stream] = max(clock.get(stream, 0), tick)
-
-
-def _before(clock: Clock, *others: Clock) -> bool:
-    """Every operation of `clock` is over in one of the others."""
-    return all(any(tick <= other.get(stream, 0) for other in others) for stream, tick in clock.items())
-
-
-class Allocation:
-    """The mark of a device storage: its size while it lives, and which streams have used it last."""
-
-    def __init__(self, cuda: Twin, size: int, device: torch.device) -> None:
-        self.cuda, self.device, self.size, self.home = cuda, device, 0, cuda.stream(device)
-        self.recorded: set[Stream] = set()
-        self.writes, self.reads = {self.home: self.home.tick()}, dict[Stream, int]()
-        freed, self.home.freed = self.home.freed, {}
-        if not cuda.ordered(freed, device):
-            raise RuntimeError("memory is handed out again that another stream may still use: record_stream or a wait")
-        self.size = size
-        cuda.allocated += size
-        cuda.peak = max(cuda.peak, cuda.allocated)
-
-    def use(self, write: bool) -> None:
-        """The current stream reads or writes; refuses what is not ordered after all that it must come after."""
-        earlier = [self.writes, self.reads] if write else [self.writes]
-        if not all(self.cuda.ordered(uses, self.device) for uses in earlier):
-            raise RuntimeError("a stream meets another one's tensor without a wait between them")
-        stream = self.cuda.stream(self.device)
-        if write:
-            self.writes, self.reads = {stream: stream.tick()}, {}
-        else:
-            self.reads[stream] = stream.tick()
-
-    def __del__(self) -> None:
-        self.cuda.allocated -= self.size
-        for stream, tick in [*self.writes.items(), *self.reads.items()]:
-            if stream is not self.home and stream not in self.recorded:
-                _merge(self.home.freed, {stream: tick})
-
-
-class Flight(NamedTuple):
-    """A copy that the host has not waited for: which operation of its stream, which way, and what waiting does."""
-
-    stream: Stream
-    tick: int
-    up: bool
-    land: Callable[[], object]
 
 
 # -- the device --------------------------------------------------------------------------------------------------------
@@ -210,7 +89,7 @@ class Twin(TorchFunctionMode):
         self.syncs: list[tuple[str, str]] = []
         self.allocated = self.peak = 0
         self.known: Clock = {}
-        _here.append(self)
+        here.append(self)
         self.defaults = {at: Stream(at) for at in (torch.device("cuda", index) for index in range(count))}
         self._local = threading.local()
         self._flights: list[Flight] = []
@@ -229,7 +108,7 @@ class Twin(TorchFunctionMode):
 
     def stream(self, device: Any = None) -> Stream:
         """The current stream of a device, the current one by default, in this thread."""
-        at = self.current if device is None else _the_device(device)
+        at = self.current if device is None else the_device(device)
         return self._streams.get(at, self.defaults[at])
 
     @property
@@ -241,7 +120,7 @@ class Twin(TorchFunctionMode):
 
     @contextlib.contextmanager
     def use_device(self, device: Any) -> Iterator[None]:
-        before, self._local.device = self.current, self.current if device is None else _the_device(device)
+        before, self._local.device = self.current, self.current if device is None else the_device(device)
         try:
             yield
         finally:
@@ -259,7 +138,7 @@ class Twin(TorchFunctionMode):
 
     def ordered(self, uses: Clock, device: torch.device) -> bool:
         """The next operation of the device's current stream comes after all of these."""
-        return _before(uses, self.stream(device).clock, self.known)
+        return before(uses, self.stream(device).clock, self.known)
 
     def sync(self, name: str, clock: Clock) -> None:
         """The host waits for these operations; notes where."""
@@ -287,11 +166,11 @@ class Twin(TorchFunctionMode):
 
     def finish(self) -> None:
         """Complete all that is in flight, as time would."""
-        for stream in list(_streams):
+        for stream in list(streams):
             self._complete(stream.clock)
 
     def _complete(self, clock: Clock) -> None:
-        _merge(self.known, clock)
+        merged(self.known, clock)
         self._land(lambda flight: flight.tick <= self.known.get(flight.stream, 0))
 
     def _land(self, there: Callable[[Flight], bool]) -> None:
@@ -308,7 +187,7 @@ class Twin(TorchFunctionMode):
         if on_device(target) and on_device(source):
             ends = [(end, self.stream(device_of(end))) for end in (target, source)]
             for _, stream in ends:  # torch has each of the two wait for the other
-                _merge(stream.clock, {**ends[0][1].clock, **ends[1][1].clock})
+                merged(stream.clock, {**ends[0][1].clock, **ends[1][1].clock})
             for end, _ in ends:
                 end.untyped_storage().twin.use(write=end is target)
             return target.copy_(source)
@@ -369,7 +248,7 @@ class Twin(TorchFunctionMode):
         """Compute on the CPU; `mixes`: the call may be given tensors of both sides."""
         asked = kwargs.get("device")
         if asked is not None:
-            asked = _the_device(asked)
+            asked = the_device(asked)
             kwargs["device"] = CPU if asked.type == "cuda" else asked
         pinned, tensors = kwargs.pop("pin_memory", False), [*_tensors(args), *_tensors(tuple(kwargs.values()))]
         there = {device_of(tensor) for tensor in tensors if on_device(tensor)}
@@ -449,13 +328,13 @@ def _to(cuda: Twin, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) 
         kwargs |= {"dtype": other.dtype, **dict(zip(("non_blocking", "copy"), rest, strict=False))}
         args = (device_of(other),)
     if args and isinstance(args[0], int):
-        args = (_the_device(args[0]), *args[1:])
+        args = (the_device(args[0]), *args[1:])
     always = kwargs.pop("copy", False)
     device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
     wanted: dict[str, Any] = {"dtype": tensor.dtype if dtype is None else dtype}
     if layout is not None:
         wanted["memory_format"] = layout
-    device = _the_device(device) if device is not None else None
+    device = the_device(device) if device is not None else None
     if device is None or "meta" in (device.type, tensor.device.type) or device_of(tensor) == device:
         return cuda.call(func, (tensor,), {**wanted, "device": device, "copy": always})
     return cuda.move(tensor, device, non_blocking, **wanted)
@@ -576,17 +455,8 @@ def on_host(tensor: torch.Tensor) -> bool:
 
 def is_pinned(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
-    registered = any(0 <= storage.data_ptr() - first < size for first, size in _registered.items())
-    return registered or getattr(storage, "twin", None) == "pinned"
-
-
-def _the_device(device: Any) -> torch.device:
-    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return _here[-1].current
-    if device.type == "cuda" and device.index >= _here[-1].count:
-        raise RuntimeError(f"CUDA error: invalid device ordinal ({device})")
-    return device
+    later = any(0 <= storage.data_ptr() - first < size for first, size in registered.items())
+    return later or getattr(storage, "twin", None) == "pinned"
 
 
 def _tensors(thing: Any) -> list[torch.Tensor]:
@@ -623,8 +493,8 @@ def device(count: int = 1) -> Iterator[Twin]:
 
     properties = SimpleNamespace(name="twin", total_memory=CAPACITY, major=9, minor=0, multi_processor_count=1)
     runtime = SimpleNamespace(
-        cudaHostRegister=lambda pointer, size, flags: _registered.update({pointer: size}),
-        cudaHostUnregister=_registered.pop,
+        cudaHostRegister=lambda pointer, size, flags: registered.update({pointer: size}),
+        cudaHostUnregister=registered.pop,
     )
     patched = {
         **{name: lambda *_, **__: None for name in IDLE},
@@ -645,7 +515,7 @@ def device(count: int = 1) -> Iterator[Twin]:
         "stream": cuda.use_stream,
         "set_stream": cuda.set_stream,
         "current_stream": cuda.stream,
-        "default_stream": lambda device=None: cuda.defaults[cuda.current if device is None else _the_device(device)],
+        "default_stream": lambda device=None: cuda.defaults[cuda.current if device is None else the_device(device)],
         "synchronize": cuda.synchronize,
         "memory_allocated": lambda device=None: cuda.allocated,
         "max_memory_allocated": lambda device=None: cuda.peak,
@@ -667,6 +537,6 @@ def device(count: int = 1) -> Iterator[Twin]:
             yield cuda
             cuda.finish()
         finally:
-            _here.pop()
-            _registered.clear()
+            here.pop()
+            registered.clear()
             side_stream.cache_clear()

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from omegaconf import DictConfig
+
+from kvbench import __main__ as cli
+from kvbench.cli.compose import arm_config, asked_for, combinations, loader_of, run_of
+
 
 def over(defaults: Sequence[str], words: Sequence[str]) -> list[str]:
     """Defaults with words that stand above them: a command line takes each key once."""
     keys = {word.partition("=")[0] for word in words}
     return [*(word for word in defaults if word.partition("=")[0] not in keys), *words]
+
+
+def configs(*words: str) -> list[DictConfig]:
+    """What a command line composes: one config, or those of a sweep's runs."""
+    flags = cli.flags_in(words)
+    asked = asked_for(loader_of(flags.config_dir), flags.config_name, flags.words, flags.multirun)
+    if asked.arms is None:
+        return [run_of(asked.config)]
+    return [arm_config(asked, arm) for arm in combinations(asked.arms)]

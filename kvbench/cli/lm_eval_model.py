@@ -82,7 +82,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         loaded = self.setup.loaded
         options["max_length"] = options.get("max_length") or loaded.window
         logger = logging.getLogger(HFLM.__module__)
-        logger.disabled = True  # it tells at length that a model which it did not load itself is not its own
+        logger.disabled = True  # it warns at length of a model which it did not load itself
         try:
             super().__init__(loaded.model, "causal", tokenizer=loaded.tokenizer, batch_size=batch_size, **options)
         finally:
@@ -118,7 +118,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         }
 
     def _note(self, asked: str, generation: Generation, broken: str | None) -> None:
-        """Keep a generation's audit, if it had a step to audit; the first that broke the method's rule is told."""
+        """Keep a generation's audit, if it had a step to audit; the first that broke the method's rule is named."""
         if generation.step_ms:
             self._audits.setdefault(asked, []).append(generation.audit)
         if broken is not None and not self._broken:

@@ -24,7 +24,7 @@ class Stream:
 
     Args:
         file: the stream.
-        stops: its end is the command's, which `OutputLost` tells.
+        stops: its end is the command's, by `OutputLost`.
 
     Attributes:
         lost: why it takes no more; None while it does.
@@ -62,8 +62,8 @@ class Stream:
 def printing(main: Callable[[], int]) -> int:
     """Run a command; returns its exit code, or one of its output's end.
 
-    These are 141 where nobody reads on, as SIGPIPE would have it, and 2 where the output cannot be written, which a
-    line tells. What cannot be written to standard error is dropped, and what goes to a closed stream, too.
+    These are 141 where nobody reads on, as SIGPIPE would have it, and 2, with a line, where the output cannot be
+    written. What cannot be written to standard error is dropped, and what goes to a closed stream, too.
     """
     _open_closed()
     fit_streams()
@@ -77,7 +77,7 @@ def printing(main: Callable[[], int]) -> int:
         finally:
             out.flush()
     except OutputLost:
-        pass  # told below: a thread may have met it, too
+        pass  # handled below: a thread may have met it, too
     finally:
         sys.stdout, sys.stderr = given
     if isinstance(out.lost, BrokenPipeError):

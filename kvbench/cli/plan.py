@@ -8,7 +8,7 @@ asked for, such a group is split: by its samples (`sweep.shards`), which compute
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -18,7 +18,7 @@ from kvbench.runs.folder import Shard
 from kvbench.runs.identity import APART, backend_name, budget_of
 
 OF_NO_RUN = {"threads", "sweep", "memory_check"}  # keys that change no number
-MOST_TOLD = 20  # groups that get a line of their own
+MOST_SHOWN = 20  # groups that get a line of their own
 
 
 class Group(NamedTuple):
@@ -112,11 +112,11 @@ def parts(groups: Sequence[Group]) -> list[Part]:
     return found
 
 
-def told(groups: Sequence[Group]) -> Iterator[str]:
+def described(groups: Sequence[Group]) -> Iterator[str]:
     """A line for each group: what it is, and how it falls into jobs."""
     arms, jobs = sum(len(group.arms) for group in groups), sum(group.jobs for group in groups)
     yield f"{counted(arms, 'arm')} in {counted(jobs, 'job')}:"
-    for group in groups[:MOST_TOLD]:
+    for group in groups[:MOST_SHOWN]:
         reasons = [group.why]
         if group.pieces > 1:
             reasons.append(f"in {group.pieces} pieces, each with prefills of its own (hydra.launcher.jobs)")
@@ -124,19 +124,16 @@ def told(groups: Sequence[Group]) -> Iterator[str]:
             reasons.append(f"samples in {group.shards} shards (sweep.shards)")
         name = f"{group.name}: " if group.name else ""
         yield f"  {name}{', '.join(reasons)}: {counted(group.jobs, 'job')}"
-    if len(groups) > MOST_TOLD:
-        yield f"  and {len(groups) - MOST_TOLD} groups more"
+    if len(groups) > MOST_SHOWN:
+        yield f"  and {len(groups) - MOST_SHOWN} groups more"
 
 
 def distinct(jobs: Sequence[DictConfig]) -> dict[int, DictConfig]:
     """Jobs by their index, without those that repeat an earlier one: full attention under another budget, say, and a
     sweep's models are one model under `smoke`.
     """
-    first: dict[str, int] = {}
-    for index, job in enumerate(jobs):
-        config = cast(dict[str, Any], OmegaConf.to_container(job, resolve=True))
-        first.setdefault(json.dumps({**config, "budget": budget_of(config)}, sort_keys=True), index)
-    return {index: jobs[index] for index in first.values()}
+    same = _alike(jobs, lambda config, _: {**config, "budget": budget_of(config)})
+    return {first: jobs[first] for first, *_ in same}
 
 
 def refuse_one_run(jobs: Sequence[DictConfig], words: Sequence[str]) -> None:
@@ -148,31 +145,39 @@ def refuse_one_run(jobs: Sequence[DictConfig], words: Sequence[str]) -> None:
     Raises:
         ConfigError: names them.
     """
-    first: dict[str, int] = {}
-    for index, job in enumerate(jobs):
-        config = cast(dict[str, Any], OmegaConf.to_container(job, resolve=True))
-        own = {key: value for key, value in config.items() if key not in OF_NO_RUN}
-        same = first.setdefault(json.dumps({**own, "budget": budget_of(config)}, sort_keys=True), index)
-        if same != index:
+
+    def own(config: dict[str, Any], _: int) -> dict[str, Any]:
+        return {key: config[key] for key in config.keys() - OF_NO_RUN} | {"budget": budget_of(config)}
+
+    for first, *others in _alike(jobs, own):
+        if others:
             raise ConfigError(
-                f"{words[same]} | {words[index]}: both are one run, which keeps the times that it measured first; "
+                f"{words[first]} | {words[others[0]]}: both are one run, which keeps the times that it measured first; "
                 "expected commands of their own, each with another results_dir"
             )
 
 
 def grouped(jobs: Sequence[DictConfig]) -> list[list[int]]:
     """Indices of the jobs that one prefill can serve, in the order of their first; a task may want each arm its own."""
+
+    def common(config: dict[str, Any], index: int) -> list[Any]:
+        shared = config["sweep"]["shared_prefill"] and not config["task"].get("own_prefill")
+        shared = shared or backend_name(config) != "hf"  # which share the engine, and prefill for themselves
+        return [{key: config[key] for key in config if not shared or key not in APART}, None if shared else index]
+
+    return _alike(jobs, common)
+
+
+def _alike(jobs: Sequence[DictConfig], key: Callable[[dict[str, Any], int], Any]) -> list[list[int]]:
+    """Indices of the jobs whose key, of the resolved config and its index, is the same; in the order of their first."""
     groups: dict[str, list[int]] = {}
     for index, job in enumerate(jobs):
         config = cast(dict[str, Any], OmegaConf.to_container(job, resolve=True))
-        shared = config["sweep"]["shared_prefill"] and not config["task"].get("own_prefill")
-        shared = shared or backend_name(config) != "hf"  # which share the engine, and prefill for themselves
-        common = {key: value for key, value in config.items() if not shared or key not in APART}
-        groups.setdefault(json.dumps([common, None if shared else index], sort_keys=True), []).append(index)
+        groups.setdefault(json.dumps(key(config, index), sort_keys=True), []).append(index)
     return list(groups.values())
 
 
-def told_apart(job_overrides: Sequence[Sequence[str]]) -> list[str]:
-    """For each job the words that not all have; of one job alone all."""
-    common = set.intersection(*map(set, job_overrides)) if len(job_overrides) > 1 else set()
-    return [" ".join(word for word in words if word not in common) for words in job_overrides]
+def differing(words: Sequence[Sequence[str]]) -> list[str]:
+    """Of the words of each arm, those that not all have; of one arm alone all."""
+    common = set.intersection(*map(set, words)) if len(words) > 1 else set()
+    return [" ".join(word for word in own if word not in common) for own in words]

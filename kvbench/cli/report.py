@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-    from kvbench.report.data.frame import LeftOut, Runs
+    from kvbench.report.data.run import LeftOut, Run, Runs
     from kvbench.report.tables.cells import Table
     from kvbench.runs.quantities import Quantity
 
@@ -149,14 +149,14 @@ def _check_site(given: Namespace) -> None:
 
 
 def _list() -> str:
-    """All that can be asked for, each with a line on what it is."""
+    """Everything that can be asked for, each with a line on what it is."""
     from kvbench.report.data.papers import ids
     from kvbench.report.figures.all import FIGURES, OF_FILES
     from kvbench.runs.quantities import NUMBERS
 
-    parts = {
+    lists = {
         "published tables (--paper)": ids(),
-        "figures (--figure)": {name: title for name, (_, title) in (FIGURES | OF_FILES).items()},
+        "figures (--figure)": FIGURES | OF_FILES,
         "values (--values)": {
             **{name: quantity.heading + _better(quantity) for name, quantity in NUMBERS.items()},
             "breakdown_ms.PART": "a part of a decode step, such as breakdown_ms.select",
@@ -170,7 +170,7 @@ def _list() -> str:
         },
     }
     lines = []
-    for heading, entries in parts.items():
+    for heading, entries in lists.items():
         width = max(map(len, entries))
         lines += [f"{heading}:", *(f"  {name:<{width}}  {about}" for name, about in entries.items()), ""]
     return "\n".join(lines).rstrip()
@@ -181,10 +181,10 @@ def _better(quantity: Quantity) -> str:
 
 
 def _runs(given: Namespace) -> Runs | None:
-    """The runs of the folders; None where a paper's table can do without.
+    """The runs of the folders; None where there are none and published tables are asked for, which need none.
 
     Raises:
-        ResultsError: there is none to be had.
+        ResultsError: there are none.
     """
     from kvbench.report.data.frame import collect
 
@@ -203,11 +203,18 @@ def _runs(given: Namespace) -> Runs | None:
     return runs if len(runs.arms) else None
 
 
+def _chosen(given: Namespace, runs: Runs) -> Runs:
+    """The runs of --where."""
+    from kvbench.report.data.select import select
+
+    return runs.only(select(runs, given.where))
+
+
 def _own_folders() -> list[Path]:
-    """What is in the default folder, without the runs that kvbench ships; the folder itself where there are none.
+    """The folders of a user's own runs in the default folder; that folder itself where none of those inside is shipped.
 
     Raises:
-        ResultsError: there are only those.
+        ResultsError: there are only runs that kvbench ships.
     """
     inside = sorted(FOLDER.iterdir()) if FOLDER.is_dir() else []
     shipped = [path for path in inside if path.resolve() in SHIPPED]
@@ -219,11 +226,11 @@ def _own_folders() -> list[Path]:
 
 
 def _say_left_out(runs: Runs | None, narrow: Sequence[str]) -> None:
-    """In a line on standard error, what is not in what was made."""
-    said = [_named(runs.left_out)] if runs and runs.left_out else []
-    said += [f"{', '.join(narrow)}: too wide for here; --format html has room"] if narrow else []
-    if said:
-        print(printable(f"left out: {'; '.join(said)}"), file=sys.stderr)
+    """Print a line on standard error: the runs and columns that are not in the report."""
+    words = [_named(runs.left_out)] if runs and runs.left_out else []
+    words += [f"{', '.join(narrow)}: too wide for here; --format html has room"] if narrow else []
+    if words:
+        print(printable(f"left out: {'; '.join(words)}"), file=sys.stderr)
 
 
 def _named(left_out: Sequence[LeftOut]) -> str:
@@ -292,16 +299,15 @@ def _give(given: Namespace, text: str) -> None:
 
 
 def _print_claims(given: Namespace) -> None:
-    """Print or write the claims with their verdicts; without runs those that need none are decided all the same."""
+    """Print or write the claims with their verdicts; some need no runs, and are decided without any."""
     from kvbench.report.claims import page
     from kvbench.report.data.frame import collect
-    from kvbench.report.data.select import select
 
     named, runs = bool(given.folders), None
     try:
         given.folders = given.folders or _own_folders()
         found = collect(given.folders, given.unfinished)
-        runs = found.only(select(found, given.where)) if len(found.arms) else None
+        runs = _chosen(given, found) if len(found.arms) else None
     except ResultsError:
         if named:
             raise
@@ -309,64 +315,59 @@ def _print_claims(given: Namespace) -> None:
 
 
 def _page(given: Namespace, runs: Runs | None, made: Sequence[Table]) -> str:
-    """The HTML page: the tables, and without a selection every picture that these runs can be drawn in."""
+    """The HTML page: the tables, and where no rows are chosen every figure that can be drawn from these runs."""
     from kvbench.report import html
 
     if given.paper or given.rows or runs is None:
         return html.page("kvbench report", "", made, {}, runs.left_out if runs else [])
-    from kvbench.report.data.select import select
     from kvbench.report.figures.all import FIGURES, draw
 
-    chosen = runs.only(select(runs, given.where))
+    chosen = _chosen(given, runs)
     figures, undrawn = {}, []
-    for name, (_, title) in FIGURES.items():
+    for name, title in FIGURES.items():
         try:
             figures[name] = (title, draw(name, chosen))
         except ConfigError as error:
             undrawn.append(str(error))
     folders = " and ".join(map(str, given.folders))
     about = f"{len(chosen.arms)} runs below {folders}."
-    outputs = {arm["path"].name: _outputs(chosen, run) for run, arm in chosen.arm.items()}
+    outputs = {run.arm["path"].name: _outputs(run) for run in chosen}
     return html.page("kvbench report", about, made, figures, runs.left_out, undrawn, outputs)
 
 
-def _outputs(runs: Runs, run: int) -> str:
+def _outputs(run: Run) -> str:
     """A run's samples for the page."""
-    from kvbench.report.data.select import label_of
     from kvbench.report.html import outputs_of
 
-    arm = runs.arm[run]
-    name = ", ".join(label_of(runs, run, key) for key in ("model", "task", "method", "budget"))
-    return outputs_of(name, arm["path"].name, arm["metric"], runs.samples(runs.arms.loc[run]))
+    name = ", ".join(map(run.label, ("model", "task", "method", "budget")))
+    return outputs_of(name, run.arm["path"].name, run.arm["metric"], run.samples())
 
 
 def _write_site(given: Namespace, runs: Runs | None) -> list[str]:
     from kvbench.report import site
-    from kvbench.report.data.select import select
 
     assert runs is not None
-    site.write(runs.only(select(runs, given.where)), " and ".join(map(str, given.folders)), given.out)
+    site.write(_chosen(given, runs), " and ".join(map(str, given.folders)), given.out)
     print(given.out / "index.html")
     return []
 
 
 def _draw(given: Namespace, runs: Runs | None) -> list[str]:
-    from kvbench.report.data.select import select
     from kvbench.report.figures.all import draw
 
     assert runs is not None
-    _write_figure(given, draw(given.figure, runs.only(select(runs, given.where))))
+    _write_figure(given, draw(given.figure, _chosen(given, runs)))
     print(given.out)
     return []
 
 
 def _drawn_from_file(given: Namespace) -> bool:
-    """Whether the figure is one of a script's JSON, which then is drawn."""
-    from kvbench.report.figures.all import OF_FILES
+    """Draw the figure if it is one of a script's JSON; whether it is."""
+    from kvbench.report.figures.all import OF_FILES, draw_file
 
     if given.figure not in OF_FILES:
         return False
-    _write_figure(given, OF_FILES[given.figure][0](given.folders))
+    _write_figure(given, draw_file(given.figure, given.folders))
     return True
 
 

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from kvbench.cli.words import refuse_twice
 from kvbench.config import HARNESS_KEYS, ConfigError, check_types, check_valid, first_line, locate, nearest, show
+from kvbench.runs.code import module_sources, source_hash
 from kvbench.runs.folder import append_records, check_format, held, lost_samples, stored_state, write_whole, writing
-from kvbench.runs.identity import module_sources, source_hash
 from kvbench.runs.quantities import PASSED
 from kvbench.runs.stored import (
     DAMAGED,

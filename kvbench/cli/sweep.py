@@ -1,353 +1,67 @@
-"""Sweeps: what runs in one, and its launchers: here in turn, here side by side, or as a SLURM job array.
+"""A sweep: its arms are composed and checked, put into jobs by `kvbench.cli.plan`, and run by a launcher.
 
-`kvbench.cli.plan` says how arms fall into jobs. A job that fails, or is killed, stops no other, and at the end a table
-says how every arm ended. Run folders hold what was done, so the same command goes on from there.
+At the end a table says how every arm ended. Run folders hold what was done, so the same command goes on from there.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-import sys
-import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, cast
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from kvbench.cli import smoke
 from kvbench.cli.checks import check
-from kvbench.cli.compose import without_hydra
-from kvbench.cli.plan import counted, distinct, parts, planned, refuse_one_run, told, told_apart
-from kvbench.cli.stopping import Terminated, stopped_by
-from kvbench.config import ConfigError, first_line, show, sweep_words
-from kvbench.runs.folder import WHOLE, ResultsError, Shard
-from kvbench.runs.table import Ended, tell
-from kvbench.runs.terminal import Console, fit_streams
-
-# Hydra imports its own plugins anew when it first looks for them, and a class must not descend from an earlier copy.
-Plugins.instance()
-
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
-
-POLL_SECONDS = 1.0
+from kvbench.cli.compose import Asked, arm_config, combinations
+from kvbench.cli.launchers import InTurn, Job
+from kvbench.cli.plan import counted, described, differing, distinct, parts, planned, refuse_one_run
+from kvbench.config import ConfigError, build, choices
+from kvbench.runs.table import Ended, print_ends
 
 
-def ended_by(error: BaseException) -> Ended:
-    """The end of an arm that an error ended; what is no bad input shows its traceback."""
-    if isinstance(error, (ConfigError, ResultsError)):
-        return Ended({}, first_line(error))
-    traceback.print_exception(error)
-    return Ended({}, f"{type(error).__name__}: {first_line(error)}")
+def run_sweep(asked: Asked) -> None:
+    """Compose and check all arms, run them, then print how each ended.
 
-
-class Job:
-    """The arms of a job, composed; called, it runs them and says how each ended. One alone prefills for itself.
-
-    Attributes:
-        configs: of the arms.
-        shard: which of their samples it runs.
-        title: what tells it from the sweep's other jobs.
+    Raises:
+        ConfigError: an arm cannot run; none has been started.
+        ResultsError: the jobs' own files cannot be written.
+        SweepError: some did not finish.
     """
-
-    def __init__(self, configs: Sequence[DictConfig], shard: Shard = WHOLE, title: str = "") -> None:
-        self.configs, self.shard, self.title = configs, shard, title
-
-    def __call__(self) -> list[Ended]:
-        fit_streams()  # of the process that it runs in
-        if self.title:
-            print(self.title, flush=True)
-        try:
-            for config in self.configs:
-                check(config)
-            if len(self.configs) == 1:
-                from kvbench.runs.run import run
-
-                return [Ended(run(self.configs[0], self.shard) or {})]
-            from kvbench.runs.shared import run_arms
-
-            return [
-                Ended(outcome.summary or {}) if outcome.error is None else ended_by(outcome.error)
-                for outcome in run_arms(self.configs, shard=self.shard)
-            ]
-        except Exception as error:
-            return [ended_by(error)] * len(self.configs)
+    launcher, folder = _launcher(asked.config), Path(asked.config.hydra.sweep.dir)
+    given = combinations(asked.arms or [])
+    configs = list[DictConfig]()
+    for words in given:
+        configs.append(arm_config(asked, words))
+        check(configs[-1], launcher.here)
+    arms = distinct(configs)
+    names, chosen = differing([given[index] for index in arms]), list(arms.values())
+    refuse_one_run(chosen, names)
+    print(f"a sweep of {counted(len(arms), 'arm')}", flush=True)
+    groups = planned(chosen, names, launcher.most())
+    jobs = parts(groups)
+    if len(chosen) > 1 or len(jobs) > 1:
+        print("\n".join(described(groups)), flush=True)
+    ends: list[list[Ended]] = [[] for _ in chosen]
+    made = [Job([chosen[arm] for arm in job.arms], job.shard, job.title, checked=launcher.here) for job in jobs]
+    for number, ended in launcher.run(made, folder):
+        for index, end in zip(jobs[number].arms, ended, strict=True):
+            ends[index].append(end)
+    print_ends(list(zip(names, map(_arm_end, ends), strict=True)))
 
 
-class Apart:
-    """A job in a process of its own.
+def _launcher(config: DictConfig) -> InTurn:
+    """What `hydra/launcher` names.
 
-    Args:
-        job: what runs.
-        linger: seconds to wait, when SIGTERM has stopped the job, for whoever sent it. SLURM ends a cancelled job and
-            queues a preempted one again, but counts one that leaves by itself as done.
+    Raises:
+        ConfigError: no launcher of kvbench's, or a key has a wrong value.
     """
-
-    def __init__(self, job: Job, linger: float = 0.0) -> None:
-        self.job, self.linger = job, linger
-
-    def __call__(self) -> list[Ended]:
-        try:
-            # A shell's background jobs ignore Ctrl-C, and so would what they start.
-            with stopped_by(signal.SIGTERM, signal.SIGINT):
-                return self.job()
-        except Terminated:
-            time.sleep(self.linger)
-            raise
-
-    def checkpoint(self) -> Any:
-        """What submitit queues again when the job's time is over or the job is preempted: the same; it resumes."""
-        from submitit.helpers import DelayedSubmission
-
-        return DelayedSubmission(self)
+    launcher = build(config.hydra.launcher)
+    if not isinstance(launcher, InTurn):
+        chosen = config.hydra.runtime.choices["hydra/launcher"]
+        raise ConfigError(f"hydra/launcher={chosen}: Hydra's own; expected {' | '.join(choices('hydra/launcher'))}")
+    return launcher
 
 
-class Arms(BasicSweeper):
-    """Hydra's own sweeper, but for `arms`: a table's rows are seldom all methods with all budgets.
-
-    Args:
-        max_batch_size, params: as Hydra's.
-        arms: keys and values that are swept together, beside those of `params`; the sweep is all arms.
-    """
-
-    def __init__(
-        self,
-        max_batch_size: int | None,
-        params: dict[str, str] | None = None,
-        arms: Sequence[Mapping[str, Any]] | None = None,
-    ) -> None:
-        super().__init__(max_batch_size, {})
-        self._words = sweep_words(params, arms)
-
-    def split_arguments(  # type: ignore[override]  # Hydra's is static, and called as this one is
-        self, overrides: list[Override], max_batch_size: int | None
-    ) -> list[list[list[str]]]:
-        """The words of each job, in batches; those of the command line come last and stand above an arm's."""
-        assert self.hydra_context is not None
-        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        split = BasicSweeper.split_arguments
-        jobs = [job for words in self._words for job in split([*parser.parse_overrides(words), *overrides], None)[0]]
-        return list(self.split_overrides_to_chunks(jobs, max_batch_size))
-
-
-class InTurn(Launcher):
-    """One job after the other, in this process.
-
-    Attributes:
-        here: jobs run on this machine, whose device and network they need.
-    """
-
-    here = True
-
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """What Hydra hands over: where configs are composed, what runs one, and the sweep's own config."""
-        self._loader, self._config = hydra_context.config_loader, config
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Check all arms, run them, then say what became of each.
-
-        Raises:
-            ConfigError: an arm cannot run; none has been started.
-            SweepError: some did not finish.
-        """
-        configs = [without_hydra(self._loader.load_sweep_config(self._config, list(words))) for words in job_overrides]
-        arms = distinct([smoke.applied(config) for config in configs])
-        for arm in arms.values():
-            check(arm, self.here)
-        words, chosen = told_apart([job_overrides[index] for index in arms]), list(arms.values())
-        refuse_one_run(chosen, words)
-        print(f"a sweep of {counted(len(arms), 'arm')}", flush=True)
-        groups = planned(chosen, words, self.most())
-        jobs = parts(groups)
-        if len(chosen) > 1 or len(jobs) > 1:
-            print("\n".join(told(groups)), flush=True)
-        ends: list[list[Ended]] = [[] for _ in chosen]
-        for number, ended in self.run([Job([chosen[arm] for arm in job.arms], job.shard, job.title) for job in jobs]):
-            for index, end in zip(jobs[number].arms, ended, strict=True):
-                ends[index].append(end)
-        told_ends = [together(end) for end in ends]
-        tell(list(zip(words, told_ends, strict=True)))
-        return [JobReturn(_return_value=end, status=JobStatus.COMPLETED) for end in told_ends]
-
-    def most(self) -> int:
-        """Jobs that groups of arms are split into, where there are fewer."""
-        return 1
-
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, list[Ended]]]:
-        """Run jobs; gives the number of each that ended, and how its arms did."""
-        for number, job in enumerate(jobs):
-            yield number, job()
-
-
-class Submitted(InTurn):
-    """Jobs in processes of their own, through submitit, whose logs lie in `hydra.sweep.dir`/jobs.
-
-    Attributes:
-        linger: see `Apart`.
-    """
-
-    linger = 0.0
-
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, list[Ended]]]:
-        """Submit jobs as room gets free, and collect each as it ends, in whatever way."""
-        try:
-            import submitit
-        except ImportError as error:
-            raise ConfigError("hydra/launcher: this one needs submitit; pip install 'kvbench[slurm]'") from error
-        folder = Path(self._config.hydra.sweep.dir, "jobs").absolute()
-        executor = self.executor(submitit, folder)
-        console = Console(stderr=True)
-        console.print(f"{counted(len(jobs), 'job')}; logs in {folder}", soft_wrap=True, highlight=False)
-        waiting, running = list(enumerate(jobs)), dict[int, Any]()
-        try:
-            while waiting or running:
-                for number, one in [(number, one) for number, one in running.items() if one.done()]:
-                    del running[number]
-                    name = f"{one.job_id} ({jobs[number].title})" if jobs[number].title else one.job_id
-                    console.print(f"job {name} ended, {len(running) + len(waiting)} to go", highlight=False)
-                    yield number, _collected(one, len(jobs[number].configs))
-                now = [waiting.pop(0) for _ in range(min(len(waiting), self.room(executor, set(running))))]
-                if now:
-                    # A shell's background jobs ignore Ctrl-C; what they start would, too, and could not be stopped.
-                    with stopped_by(signal.SIGINT), executor.batch():
-                        submitted = [executor.submit(Apart(job, self.linger)) for _, job in now]
-                    running |= {number: one for (number, _), one in zip(now, submitted, strict=True)}
-                time.sleep(POLL_SECONDS if running else 0)
-        except BaseException:  # Ctrl-C, or nobody reads on, or there is no room for the jobs' files
-            self.stop(list(running.values()), console)
-            raise
-
-    def executor(self, submitit: Any, folder: Path) -> Any:
-        """What submits the jobs."""
-        raise NotImplementedError
-
-    def room(self, executor: Any, running: set[int]) -> int:
-        """How many jobs may be submitted now; may prepare the executor for the next."""
-        raise NotImplementedError
-
-    def stop(self, running: Sequence[Any], console: Console) -> None:
-        """The sweep ends early: see to the jobs that run."""
-        raise NotImplementedError
-
-
-class Local(Submitted):
-    """As many jobs at once as fit, in processes of this machine.
-
-    Args:
-        jobs: at once, and groups of arms are split to make so many; None: one for each GPU or, where there is none, for
-            every two cores.
-    """
-
-    def __init__(self, jobs: int | None = None) -> None:
-        self.jobs = jobs
-
-    def most(self) -> int:
-        """As many as run at once."""
-        import torch
-
-        self.gpus, self.placed = _gpus(torch.cuda.device_count()), dict[int, int]()
-        self.jobs = _jobs(self.jobs) or len(self.gpus) or max(1, (os.cpu_count() or 1) // 2)
-        return self.jobs
-
-    def executor(self, submitit: Any, folder: Path) -> Any:
-        """A process for each job."""
-        assert self.jobs is not None
-        cores = os.cpu_count() or 1
-        # torch would start a thread for each core in every job, and they would wait for each other
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.jobs)))
-        executor = submitit.LocalExecutor(folder)
-        executor.update_parameters(timeout_min=365 * 24 * 60)
-        return executor
-
-    def room(self, executor: Any, running: set[int]) -> int:
-        """One at a time, in the order of their numbers, each to a GPU that the fewest jobs run on."""
-        assert self.jobs is not None
-        if len(running) >= self.jobs:
-            return 0
-        if self.gpus:
-            busy = [self.placed[number] for number in running]
-            self.placed[len(self.placed)] = gpu = min(self.gpus, key=busy.count)
-            executor.update_parameters(visible_gpus=[gpu], gpus_per_node=1)
-        return 1
-
-    def stop(self, running: Sequence[Any], console: Console) -> None:
-        """They are stopped as by Ctrl-C."""
-        for one in running:
-            one.cancel()
-        for one in running:
-            one.wait()
-
-
-class Slurm(Submitted):
-    """A SLURM job array.
-
-    Args:
-        requeues: times that a job whose time is over, or that was preempted, is queued again; it resumes.
-        jobs: groups of arms are split to make so many; None: a group is a job.
-        parameters: of `submitit.SlurmExecutor`: job_name, partition, time (minutes), array_parallelism, ...
-    """
-
-    here = False
-    linger = 600.0
-
-    def __init__(self, requeues: int = 3, jobs: int | None = None, **parameters: Any) -> None:
-        self.requeues, self.jobs, self.parameters = requeues, jobs, parameters
-
-    def most(self) -> int:
-        """As many as were asked for."""
-        return _jobs(self.jobs) or 1
-
-    def executor(self, submitit: Any, folder: Path) -> Any:
-        """The array's executor."""
-        if shutil.which("sbatch") is None:
-            raise ConfigError("hydra/launcher=slurm: there is no sbatch here; start it where jobs can be submitted")
-        executor = submitit.SlurmExecutor(folder, max_num_timeout=self.requeues)
-        plain = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(self.parameters), resolve=True))
-        try:
-            executor.update_parameters(**{key: value for key, value in plain.items() if value not in (None, {}, [])})
-        except ValueError as error:
-            raise ConfigError(f"hydra.launcher: {first_line(error)}") from error
-        return executor
-
-    def room(self, executor: Any, running: set[int]) -> int:
-        """All at once: SLURM keeps the queue."""
-        return sys.maxsize
-
-    def stop(self, running: Sequence[Any], console: Console) -> None:
-        """They are SLURM's and go on."""
-        ids = sorted({one.job_id.partition("_")[0] for one in running})
-        console.print(f"the jobs go on; scancel {' '.join(ids)} stops them", highlight=False)
-
-
-def _gpus(count: int) -> list[int]:
-    """The numbers of the GPUs that this process sees, as those see them that it starts."""
-    told = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not count or not told:
-        return list(range(count))
-    names = told.split(",")[:count]
-    if not all(name.strip().isdecimal() for name in names):
-        raise ConfigError(f"CUDA_VISIBLE_DEVICES={told}: hydra/launcher=local takes numbers, as in 0,1")
-    return list(map(int, names))
-
-
-def _jobs(jobs: int | None) -> int | None:
-    """`hydra.launcher.jobs`, checked."""
-    if jobs is not None and (type(jobs) is not int or jobs < 1):
-        raise ConfigError(f"hydra.launcher.jobs={show(jobs)}: expected a whole number, 1 or more, or null")
-    return jobs
-
-
-def together(ends: Sequence[Ended]) -> Ended:
+def _arm_end(ends: Sequence[Ended]) -> Ended:
     """How an arm ended, from what each of its shards says: the last one to end has the summary."""
     if len(ends) == 1:
         return ends[0]
@@ -355,25 +69,3 @@ def together(ends: Sequence[Ended]) -> Ended:
     if errors:
         return errors[0]
     return next((end for end in ends if end.summary), Ended({}, "its shards are not gathered"))
-
-
-def _collected(job: Any, arms: int) -> list[Ended]:
-    """How the arms of a submitit job ended; of one that was killed, that."""
-    try:
-        return cast(list[Ended], job.result())
-    except Exception as error:
-        reason = first_line(error).rstrip(":")
-        return [Ended({}, f"job {job.job_id} was lost ({reason}); its log: {job.paths.stderr}")] * arms
-
-
-def register() -> None:
-    """Make sweeper and launchers known to Hydra as `hydra_plugins.kvbench.*`: it takes no plugin of another package.
-
-    The classes keep their own module, so that a job sent to another process finds them.
-    """
-    plugins, here = Plugins.instance(), sys.modules[__name__]
-    for plugin in (Arms, InTurn, Local, Slurm):
-        plugins.register(plugin)
-        plugins.class_name_to_class[f"hydra_plugins.kvbench.{plugin.__name__}"] = plugin
-    package = sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins"))
-    package.kvbench = sys.modules["hydra_plugins.kvbench"] = here  # type: ignore[attr-defined]

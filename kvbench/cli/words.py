@@ -11,13 +11,19 @@ from typing import TYPE_CHECKING
 from kvbench.config import ConfigError, groups, nearest, root_keys, show
 
 if TYPE_CHECKING:
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra.core.config_loader import ConfigLoader
     from hydra.core.override_parser.types import Override
 
 ON_TOP = "experiment"  # a group whose files are put on top of the others, several of them if need be
 
+# Of Hydra's own keys those that mean something here.
+HYDRAS = (
+    *("hydra/launcher", "hydra.launcher.", "hydra/sweeper", "hydra.sweeper."),
+    *("hydra.sweep.dir", "hydra.mode", "hydra.searchpath"),
+)
 
-def parsed(loader: ConfigLoaderImpl, words: Sequence[str]) -> list[Override]:
+
+def parsed(loader: ConfigLoader, words: Sequence[str]) -> list[Override]:
     """The words as Hydra reads them.
 
     Raises:
@@ -38,7 +44,7 @@ def parsed(loader: ConfigLoaderImpl, words: Sequence[str]) -> list[Override]:
     return overrides
 
 
-def _unreadable(loader: ConfigLoaderImpl, word: str) -> str:
+def _unreadable(loader: ConfigLoader, word: str) -> str:
     """What is wrong with a word that is no key=value."""
     key, equals, value = word.partition("=")
     if not equals:
@@ -52,7 +58,7 @@ def _unreadable(loader: ConfigLoaderImpl, word: str) -> str:
     return "cannot be read; expected key=value, and quotes around special characters, \"key='value'\""
 
 
-def _no_key(loader: ConfigLoaderImpl, word: str) -> str:
+def _no_key(loader: ConfigLoader, word: str) -> str:
     """What is wrong with a word without =: a choice without its group, a key without its value, or what it is near."""
     head, colon, rest = word.partition(":")
     if colon and rest and is_key(head):
@@ -97,7 +103,7 @@ def refuse_twice(words: Iterable[str], hint: str = "") -> None:
             raise ConfigError(f"{key}={first} {key}={value}: one key with two values; expected one of them{more}")
 
 
-def refuse_several_choices(loader: ConfigLoaderImpl, overrides: Iterable[Override]) -> None:
+def refuse_several_choices(loader: ConfigLoader, overrides: Iterable[Override]) -> None:
     """Refuse a list of a group's choices, which Hydra would lay one over the other: method=[full,snapkv].
 
     Raises:
@@ -116,7 +122,22 @@ def refuse_several_choices(loader: ConfigLoaderImpl, overrides: Iterable[Overrid
                 )
 
 
-def refuse_sweep(loader: ConfigLoaderImpl, overrides: Iterable[Override]) -> None:
+def refuse_hydras_own(overrides: Iterable[Override]) -> None:
+    """Refuse keys of Hydra's own that change nothing here, and several values of one, such as two launchers.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    for override in overrides:
+        if override.is_hydra_override():
+            if not override.key_or_group.startswith(HYDRAS):
+                known = ", ".join(key.rstrip(".") for key in HYDRAS)
+                raise ConfigError(f"{override.input_line}: this key of Hydra's changes nothing here; expected {known}")
+            if override.is_sweep_override() or ("/" in override.key_or_group and isinstance(override.value(), list)):
+                raise ConfigError(f"{override.input_line}: expected one value, as a sweep has one launcher")
+
+
+def refuse_sweep(loader: ConfigLoader, overrides: Iterable[Override]) -> None:
     """Refuse several values of a key without -m.
 
     Raises:
@@ -135,8 +156,8 @@ def refuse_sweep(loader: ConfigLoaderImpl, overrides: Iterable[Override]) -> Non
             raise ConfigError(f"{key}={value}: several values are a sweep and need -m{more}")
 
 
-def refuse_unknown_choices(loader: ConfigLoaderImpl, overrides: Iterable[Override]) -> None:
-    """Refuse a choice of a swept group that does not exist, also where no composed job holds it.
+def refuse_unknown_choices(loader: ConfigLoader, overrides: Iterable[Override]) -> None:
+    """Refuse a choice of a swept group that does not exist, before the many runs of a sweep are composed.
 
     Raises:
         ConfigError: names it and the nearest that do.
@@ -189,7 +210,7 @@ def options(override: Override) -> list[str]:
 
 
 def reason(error: BaseException) -> str:
-    """What Hydra or OmegaConf says, cut to the line that tells."""
+    """What Hydra or OmegaConf says, cut to the line that matters."""
     message = str(error) or str(error.__cause__ or type(error).__name__)
     lines = [line for line in message.splitlines() if line and not line.startswith(("See ", "Error parsing "))]
     return lines[0].strip() if lines else type(error).__name__

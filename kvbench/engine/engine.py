@@ -350,8 +350,8 @@ class Engine:
         size, lengths = self.budget.size, self.shape.lengths
         budget = None if size is None else self.budget.tokens(max(lengths) if row is None else lengths[row])
         stored = [tensor for store in self.stores.values() for tensor in store.tensors()]
-        audited = self.audit.report(self.method, budget, stored, row)
-        return {**self.method.report(), **audited, **_remarks(self, self._how)}
+        own = self.method.report()  # before the audit: a method may have work of its own to end
+        return {**own, **self.audit.report(self.method, budget, stored, row), **_remarks(self, self._how)}
 
 
 def _layer_store(engine: Engine, how: Settings, layer: int, shared: LayerStore | None) -> LayerStore:

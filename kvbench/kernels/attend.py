@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvbench.kernels.rows import BLOCK, GROUP, add_values, grouped, lay_out, paired, scale_logits, score, weigh
-from kvbench.kernels.threads import claim, together
+from kvbench.kernels.threads import claim, in_threads
 from kvbench.kernels.vectors import (
     LANES,
     LINE,
@@ -83,7 +83,7 @@ def attend_resident(  # type: ignore[no-untyped-def]
             weights.
     """
     arguments = claims, pieces, query, scaling, used, first, column, held, stored, logits, results
-    together(threads, _attend_resident, arguments)
+    in_threads(threads, _attend_resident, arguments)
 
 
 @inner
@@ -149,7 +149,7 @@ def attend_lists(  # type: ignore[no-untyped-def]
         results: as of `attend_resident`.
     """
     arguments = claims, pieces, query, scaling, index, bias, device, host, own, extra, stored, logits, results
-    together(threads, _attend_lists, arguments)
+    in_threads(threads, _attend_lists, arguments)
 
 
 @inner

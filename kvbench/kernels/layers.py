@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvbench.kernels.rows import BLOCK, lay_out, load_one, meet
-from kvbench.kernels.threads import claim, together
+from kvbench.kernels.threads import claim, in_threads
 from kvbench.kernels.vectors import (
     LANES,
     LINE,
@@ -144,7 +144,7 @@ def _linear(threads, x, weights, bias, outs, outputs, stored, written):  # type:
         layers[i] = weights[i], outs[i], outputs[i], pieces
         pieces += -(-outputs[i] // OUTPUTS_PIECE)
     threads = min(threads, pieces)
-    together(threads, _products, (np.zeros(threads, np.int64), pieces, x, layers, bias, stored, written))
+    in_threads(threads, _products, (np.zeros(threads, np.int64), pieces, x, layers, bias, stored, written))
 
 
 @inner

@@ -45,7 +45,7 @@ _name_functions()
 
 
 @intrinsic
-def together(typing, threads, work, arguments):  # type: ignore[no-untyped-def]
+def in_threads(typing, threads, work, arguments):  # type: ignore[no-untyped-def]
     """work(number, *arguments) in so many threads, this one among them; each has a number from 0 on.
 
     Ends when all have. Fewer may come, so `work` shares itself out by what is left to do. It returns nothing, and what

@@ -1,4 +1,4 @@
-"""One sample through one arm: its prompt, its generation, its score, and what of it is the sample's own failure."""
+"""One sample through one arm: its prompt, its generation, its score, and which errors fail that sample alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from kvbench.backends.backend import Asked, Backend, Generated, backend_of
 from kvbench.backends.hf import loading as models
@@ -28,6 +27,7 @@ from kvbench.memory.kinds import kv_in
 from kvbench.method import Method
 from kvbench.models import hub
 from kvbench.models.heads import Calibration
+from kvbench.models.types import Tokenizer
 from kvbench.tasks import Given, Sample, Task, Timed
 
 
@@ -74,7 +74,7 @@ class Setup:
 
 @dataclass
 class Arm(Setup):
-    """A setup and its task: all that a run's samples share."""
+    """A setup and its task: all that the samples of a run share."""
 
     task: Task
 
@@ -375,7 +375,7 @@ PART = "\N{REPLACEMENT CHARACTER}"  # what tokens are decoded to that hold less 
 
 
 def ends_at(
-    tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], skip_special_tokens: bool = True
+    tokenizer: Tokenizer, stops: Sequence[str], skip_special_tokens: bool = True
 ) -> Callable[[Sequence[int]], bool]:
     """Whether an output ends with its newest token, as `generate` asks: once its text holds one of `stops`."""
     # A stop may begin inside a token, so texts are compared. The last tokens that have a text hold what the newest one
@@ -409,7 +409,7 @@ def is_failed_sample(error: Exception) -> bool:
 
 
 def measured(generation: Generation, probed: bool, warmup: int = 0) -> dict[str, Any]:
-    """What a sample's record tells of the times of its generation, or of its probes, with which nothing is timed.
+    """The entries of a sample's record about the times of its generation; with probes, which cost time, about these.
 
     What a shared prefill hides, the time to the first token, is left out; so are the first `warmup` steps of the time
     per token. The times of a batch are those of each of its samples.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from kvbench.backends.hf.generate import EngineCache, prefill
 from kvbench.backends.hf.layers import shape_of
@@ -18,6 +17,7 @@ from kvbench.budget import Budget
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
 from kvbench.method import HeadScores, Method, Needs, Prompt
+from kvbench.models.types import Tokenizer
 
 TOKENS, COPIES = 2500, 4
 FEWEST = 16  # tokens of a copy, below which a score would be chance
@@ -42,9 +42,7 @@ def calibrate(loaded: Loaded, seed: int = 0) -> tuple[HeadScores, dict[str, Any]
     return HeadScores(tuple(scorer.echo), tuple(scorer.induction)), how
 
 
-def random_tokens(
-    tokenizer: PreTrainedTokenizerBase, vocabulary: int, window: int | None, seed: int
-) -> tuple[list[int], list[int]]:
+def random_tokens(tokenizer: Tokenizer, vocabulary: int, window: int | None, seed: int) -> tuple[list[int], list[int]]:
     """Different ordinary tokens in random order, and what a prompt begins with: the model's first token, if it has one.
 
     They are `TOKENS`, or as many as the vocabulary has, or of which `COPIES` copies and a new token fit the window.

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from kvbench.backends.hf.generate import Choice, generate
 from kvbench.backends.hf.layers import shape_of
@@ -18,9 +17,10 @@ from kvbench.backends.hf.prefilled import Prefilled
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
 from kvbench.method import Method
+from kvbench.models.types import Model
 
 
-def full_attention(model: PreTrainedModel, prefilled: Prefilled, prompt: Sequence[int], given: Sequence[int]) -> None:
+def full_attention(model: Model, prefilled: Prefilled, prompt: Sequence[int], given: Sequence[int]) -> None:
     """Note in `prefilled.reference` what full attention says after each given token; nothing to do the second time.
 
     Args:

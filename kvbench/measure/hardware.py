@@ -138,12 +138,12 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def can_watch(device: torch.device) -> bool:
-    """Whether `busy_seconds` can tell: a CPU is busy with Python too."""
+    """Whether `busy_seconds` can measure: a CPU is busy with Python, too."""
     return device.type == "cuda"
 
 
 def busy_seconds(call: Callable[[], Any], device: torch.device) -> float | None:
-    """Seconds in which a GPU computed or copied during a call; None where the profiler may not look."""
+    """Seconds in which a GPU computed or copied during a call; None where the profiler has no permission."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 

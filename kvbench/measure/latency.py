@@ -1,7 +1,7 @@
-"""A timed sample: a rehearsal, a generation that nothing ends early, and what both are held to.
+"""A timed sample: a rehearsal, a generation that nothing ends early, and the hardware's limits for it.
 
 Loading kernels and compiling take longer than any step, so the same runs first with a short prompt and is thrown away.
-After the timed steps a few more tell how long the device was busy, where there is a GPU.
+On a GPU a few more steps after the timed ones measure how long it is busy.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from kvbench.backends.hf.generate import EngineCache, Generation, Progress, decode_step, generate
 from kvbench.engine.engine import Engine
 from kvbench.measure import hardware, machine
 from kvbench.measure.synthetic import MADE, Filled, SyntheticEngine
+from kvbench.models.types import Model
 from kvbench.tasks import Timed
 
 REHEARSED = 4096  # prompt tokens of the rehearsal, at most: long enough for every method's index
 REHEARSED_STEPS = 3
-WATCHED = 8  # decode steps that tell how long the device is busy
+WATCHED = 8  # decode steps in which the busy time of a GPU is measured
 
 # Makes the engine of rows of token ids, with room for so many new tokens.
 MakeEngine = Callable[[Sequence[Sequence[int]], int], Engine]
 
 
 def time_sample(
-    model: PreTrainedModel,
+    model: Model,
     timed: Timed,
     new_tokens: int,
     make: MakeEngine,
@@ -54,7 +54,7 @@ def time_sample(
         besides: `machine`, and as `hardware` what the hardware can do, the floor, and memory.
     """
     device = model.device
-    gc.collect()  # stores of the sample before: caches and engines know each other
+    gc.collect()  # the stores of the sample before: caches and engines refer to each other
     if probed:
         engine = make(timed.rows, new_tokens)
         return _generate(model, timed.rows, timed, engine, new_tokens, prefill_chunk, progress), engine, {}
@@ -74,30 +74,19 @@ def time_sample(
     if generation.tt2t_s is not None:
         generation.tt2t_s -= made
     peak = hardware.peak_bytes(device)
-
-    steps, step_ms = len(generation.step_ms), statistics.fmean(generation.step_ms[timed.warmup :])
-    busy = _busy_ms(model, generation, engine, watched) if watched else None
-    audit, shape = generation.audit, engine.shape
-    read = hardware.read_weight_bytes(model, shape.batch)
-    attended = audit["attended_bytes_per_step"]
-    weights = hardware.weight_bytes(model)
-    told = {
+    facts = {
         "copy_bandwidth": bandwidth.copy,
         "upload_bandwidth": bandwidth.upload,
-        "must_read_bytes": read + attended,
-        "floor_ms": 1e3 * hardware.floor_seconds(read, attended, bandwidth.copy),
-        "python_ms": None if busy is None else max(0.0, step_ms - busy),
-        "memory": "counted" if peak is None else "allocated",
-        "memory_bytes": weights + engine.allocated_bytes() + audit["index_bytes"] if peak is None else peak,
+        **_floor(model, generation, engine, bandwidth.copy),
+        "python_ms": _python_ms(model, timed, generation, engine, watched) if watched else None,
+        **_memory(model, generation, engine, peak),
         "prefill_memory_bytes": watch.prefill_bytes,
-        "weight_bytes": weights,
-        "whole_kv_bytes": hardware.whole_kv_bytes(shape, steps),
     }
-    return generation, engine, {"machine": measured_on, "hardware": told}
+    return generation, engine, {"machine": measured_on, "hardware": facts}
 
 
 def _generate(
-    model: PreTrainedModel,
+    model: Model,
     rows: Sequence[Sequence[int]],
     timed: Timed,
     engine: Engine,
@@ -142,8 +131,35 @@ class _Watch:
             self._progress(done, total)
 
 
+def _floor(model: Model, generation: Generation, engine: Engine, bandwidth: float) -> dict[str, float]:
+    """The bytes that a step must read, and the milliseconds that they take at least."""
+    read = hardware.read_weight_bytes(model, engine.shape.batch)
+    attended = generation.audit["attended_bytes_per_step"]
+    seconds = hardware.floor_seconds(read, attended, bandwidth)
+    return {"must_read_bytes": read + attended, "floor_ms": 1e3 * seconds}
+
+
+def _memory(model: Model, generation: Generation, engine: Engine, peak: int | None) -> dict[str, Any]:
+    """The device's memory: the peak of what was allocated, or without a GPU what is counted."""
+    weights = hardware.weight_bytes(model)
+    counted = weights + engine.allocated_bytes() + generation.audit["index_bytes"]
+    return {
+        "memory": "counted" if peak is None else "allocated",
+        "memory_bytes": counted if peak is None else peak,
+        "weight_bytes": weights,
+        "whole_kv_bytes": hardware.whole_kv_bytes(engine.shape, len(generation.step_ms)),
+    }
+
+
+def _python_ms(model: Model, timed: Timed, generation: Generation, engine: Engine, steps: int) -> float | None:
+    """Milliseconds of a step in which the device waits for the host."""
+    step_ms = statistics.fmean(generation.step_ms[timed.warmup :])
+    busy = _busy_ms(model, generation, engine, steps)
+    return None if busy is None else max(0.0, step_ms - busy)
+
+
 @torch.inference_mode()
-def _busy_ms(model: PreTrainedModel, generation: Generation, engine: Engine, steps: int) -> float | None:
+def _busy_ms(model: Model, generation: Generation, engine: Engine, steps: int) -> float | None:
     """Milliseconds of a step in which the device is busy, the mean over `steps` steps after the generated ones."""
     cache = EngineCache(engine)
     tokens = torch.tensor([row[-1] for row in generation.tokens])

@@ -1,8 +1,8 @@
 """What a time was measured on: the device and its threads, and what else the machine did meanwhile.
 
 A time is of one machine that does nothing else. Every sample says where it was measured and what took the cores away
-from it; which times may stand together is for those who read it (`kvbench.runs.summary`). All is read before and after
-a generation, outside of its times.
+from it; `kvbench.runs.summary` decides which times may stand together. All is read before and after a generation,
+outside of its times.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def observed(device: torch.device, count: int = 1) -> Iterator[dict[str, Any]]:
         these cores were taken away in the mean: by `others`, processes that are not this one, and by `steal`, other
         guests of the same host.
     """
-    told = {"device": name_of(device, count), "threads": torch.get_num_threads(), "cores": len(_cores())}
-    told["load"] = round(os.getloadavg()[0], 2)
+    found = {"device": name_of(device, count), "threads": torch.get_num_threads(), "cores": len(_cores())}
+    found["load"] = round(os.getloadavg()[0], 2)
     before = _spent()
-    yield told
+    yield found
     after = _spent()
     if before and after:
         wall, own, busy, stolen = (end - start for start, end in zip(before, after, strict=True))
         tick = len(_cores()) / os.sysconf("SC_CLK_TCK")  # what /proc/stat may be wrong by
-        told["others"] = round(max(0.0, busy - own - tick) / wall, 3)
-        told["steal"] = round(max(0.0, stolen) / wall, 3)
+        found["others"] = round(max(0.0, busy - own - tick) / wall, 3)
+        found["steal"] = round(max(0.0, stolen) / wall, 3)
 
 
 @contextmanager
@@ -68,8 +68,8 @@ def name_of(device: torch.device, count: int = 1) -> str:
 @cache
 def _cpu() -> str:
     """The CPU's own name, else that of its architecture."""
-    told = CPUINFO.read_text() if CPUINFO.exists() else ""
-    found = re.search(r"^model name\s*: (.+)$", told, re.MULTILINE)
+    text = CPUINFO.read_text() if CPUINFO.exists() else ""
+    found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
     return " ".join(found[1].split()) if found else platform.machine()
 
 
@@ -83,7 +83,7 @@ class _Spent(NamedTuple):
 
 
 def _spent() -> _Spent | None:
-    """What was spent on the cores of this process until now; None where nothing tells."""
+    """What was spent on the cores of this process until now; None where the system does not say."""
     try:
         lines = STAT.read_text().splitlines()
     except OSError:

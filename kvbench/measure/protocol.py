@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 from kvbench.tasks import TEMPLATE_SETTINGS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from kvbench.budget import Accounting
+    from kvbench.models.types import Tokenizer
     from kvbench.tasks import Sample
 
 Chat = Literal["auto", "on", "off"]
@@ -123,13 +122,13 @@ class Protocol:
             )
         return dense
 
-    def uses_chat(self, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> bool:
+    def uses_chat(self, sample: Sample, tokenizer: Tokenizer) -> bool:
         """Whether the prompt of `sample` goes through the chat template; "auto": where the benchmark does and can."""
         if self.chat == "auto":
             return bool(sample.chat and tokenizer.chat_template)
         return self.chat == "on"
 
-    def check_chat(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def check_chat(self, tokenizer: Tokenizer) -> None:
         """Refuse a tokenizer that cannot do what `chat` asks for.
 
         Raises:
@@ -155,7 +154,7 @@ class Rendered:
     cut: int = 0
 
 
-def render(sample: Sample, tokenizer: PreTrainedTokenizerBase, chat: bool, window: int | None = None) -> Rendered:
+def render(sample: Sample, tokenizer: Tokenizer, chat: bool, window: int | None = None) -> Rendered:
     """Token ids of a sample's prompt.
 
     Args:
@@ -190,13 +189,13 @@ def render(sample: Sample, tokenizer: PreTrainedTokenizerBase, chat: bool, windo
     return rendered
 
 
-def _halves(ids: list[int], half: int, tokenizer: PreTrainedTokenizerBase) -> str:
+def _halves(ids: list[int], half: int, tokenizer: Tokenizer) -> str:
     """The text of the first and the last `half` tokens."""
     parts = (ids[:half], ids[len(ids) - half :])
     return "".join(str(tokenizer.decode(part, skip_special_tokens=True)) for part in parts)
 
 
-def _rendered(sample: Sample, prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool, cut: int = 0) -> Rendered:
+def _rendered(sample: Sample, prompt: str, tokenizer: Tokenizer, chat: bool, cut: int = 0) -> Rendered:
     text = (_chat_text(prompt, tokenizer) if chat else prompt) + sample.answer_prefix
     locate = bool(sample.question) and tokenizer.is_fast
     encoded = tokenizer(text, add_special_tokens=not chat, return_offsets_mapping=locate, verbose=False)
@@ -211,7 +210,7 @@ def _rendered(sample: Sample, prompt: str, tokenizer: PreTrainedTokenizerBase, c
     return Rendered(ids, question, cut)
 
 
-def _chat_text(prompt: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def _chat_text(prompt: str, tokenizer: Tokenizer) -> str:
     message = [{"role": "user", "content": prompt}]
     return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **TEMPLATE_SETTINGS)
 

@@ -186,7 +186,7 @@ class SyntheticEngine(Engine):
         return super().attend(layer, queries, keys, value, sinks)
 
     def _wait(self) -> None:
-        """Let a GPU end what it has been told, so that a span is of its own work."""
+        """Wait for a GPU to end its work so far, so that a span holds its own work alone."""
         if self.shape.device.type == "cuda":
             torch.cuda.synchronize(self.shape.device)
 

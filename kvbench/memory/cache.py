@@ -49,15 +49,16 @@ class LastSteps:
 class Blocks:
     """The blocks of a row that were used last or most often stay, in all its KV heads.
 
-    A step uses a block for the tokens in it, in any KV head, that it attends and the step before did not: those that it
-    did, as sinks and recent ones, are there anyway. Of one step's blocks the fullest count, as many as there is room
-    for; the one used for the fewest tokens comes first, of equal ones the earlier in the text.
+    A step uses a block if it attends a token of it, in any KV head, that the step before did not attend; tokens that it
+    did, such as sinks and recent ones, are on the device anyway. If a step uses more blocks than there is room for,
+    those with most such tokens count. Blocks of one step are noted in ascending order of that number, equal ones in the
+    order of the text.
 
     Args:
-        room: blocks of a row.
-        block: tokens of a block; one whose tokens are not all there is none yet.
-        counts: the block used least often since it came goes first, of several the one used longest ago; else the
-            latter of all.
+        room: the most blocks of a row that stay.
+        block: tokens of a block; the last one of a text counts once it is full.
+        counts: the block used least often since it came up leaves first, among equals the one used longest ago;
+            without, always the one used longest ago.
     """
 
     def __init__(self, room: int, block: int, counts: bool) -> None:

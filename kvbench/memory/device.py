@@ -36,8 +36,8 @@ class Located:
 
     Attributes:
         pool: what holds them all.
-        slots: [B, Hkv, M] int64, the pool's slot of each token asked for; any where none was.
-        present: [B, Hkv, M] bool, whether one was; None: everywhere.
+        slots: [B, Hkv, M] int64, the pool's slot of each token asked for; where no token was asked for, any slot.
+        present: [B, Hkv, M] bool, whether a token was asked for; None: everywhere.
         codecs: how the pool holds them.
     """
 
@@ -56,7 +56,7 @@ class Located:
 
 
 class Span(NamedTuple):
-    """A stretch of slots of each KV head that is held in one way, where it lies.
+    """A stretch of slots of each KV head that one codec holds, in place.
 
     Attributes:
         pool: what holds it.
@@ -111,7 +111,7 @@ class Slotted:
         self.used = torch.tensor(lengths).unsqueeze(1).repeat(1, self.used.shape[1])
 
     def crop(self, count: int) -> None:
-        """Forget the last `count` tokens of every KV head, where none was dropped."""
+        """Take back the last `count` tokens of every KV head; none of its tokens may have been dropped."""
         self.used = self.used - count
 
     def token_ids(self) -> torch.Tensor:
@@ -123,7 +123,10 @@ class Slotted:
         return slots if self.uniform else torch.where(slots < self.filled[..., None], slots, -1)
 
     def upload(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """An index on the device, and where it names a token (None: everywhere, as far as the host knows)."""
+        """An index of token ids as the device needs it, and a mask of its entries that are ids (None: all are).
+
+        An index that is on a GPU already gets a mask in any case: to look at it, the host would have to wait.
+        """
         present = index >= 0
         if not index.is_cuda and bool(present.all()):
             return uploaded(index, self.first.device), None
@@ -157,7 +160,7 @@ class DeviceTier(Slotted):
     """Keys and values on the device.
 
     Slots of a row and head are filled from 0 without holes, in ascending order of token id. Slots after them are
-    zero or stale, finite, and never attended. The prompt is held as it came until `encode` says otherwise.
+    zero or stale, finite, and never attended. The prompt stays in the model's dtype until `encode`.
 
     Args:
         key, value: [B, Hkv, capacity, D], whole pages; used in place.
@@ -195,7 +198,7 @@ class DeviceTier(Slotted):
         return cls(key, value, reserved, grows)
 
     def _hold(self, pool: Pool, room: torch.Tensor) -> None:
-        """Take a pool in which each KV head has room [B, Hkv] for so many slots."""
+        """Use this pool from now on; room [B, Hkv] is the number of slots of each KV head."""
         self.pool, self.room, self.first = pool, room, uploaded(_first(room), pool.key.device)
         self.capacity = int(room.max())
         self.even = int(room.min()) == self.capacity
@@ -250,7 +253,7 @@ class DeviceTier(Slotted):
                 self.key[row, :, slots] = key[row, :, skip:]
                 self.value[row, :, slots] = value[row, :, skip:]
 
-    @torch.inference_mode()  # what began in it may go on outside
+    @torch.inference_mode()  # tensors made in this mode can be written in it alone
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1, D]."""
         self.reserve(self.longest + 1)

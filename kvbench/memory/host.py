@@ -2,7 +2,7 @@
 
 Without a GPU host memory is a second block of the same RAM: the same code runs and the same bytes are counted. With one
 it is pinned, and copies run beside the computation: the prompt leaves on a side stream, a new token lands in a small
-buffer and is put into its slot a step later. Nothing here makes the host wait for the device that need not.
+buffer and is put into its slot a step later. The host waits for the device only where it needs the result.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HostTier:
         slot_of: [B, Hkv, capacity] int64, slot of each token id.
         present: [B, Hkv, capacity] bool, token ids that live here.
         arranged: slots are no longer in the order of the ids.
-        copied: over once the prompt has left the device; None: it has. Who reads the prompt waits for it.
+        copied: the event after the prompt's copy from the device, for which readers wait; None: it is complete.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class HostTier:
         self.arrived()
         self._land()
 
-    @torch.inference_mode()  # what began in it may go on outside
+    @torch.inference_mode()  # tensors made in this mode can be written in it alone
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1, width], as held here.
 
@@ -186,7 +186,7 @@ class HostTier:
         self.present[row, head, token] = True
 
     def remove(self, ids: torch.Tensor) -> None:
-        """Tokens ids [B, Hkv, M] (-1 = none) live here no longer; their slots stay theirs."""
+        """Mark token ids [B, Hkv, M] (-1 = none) as gone from here; no other token gets their slots."""
         row, head, at = (ids >= 0).nonzero(as_tuple=True)
         self.present[row.cpu(), head.cpu(), ids[row, head, at].cpu()] = False
 

@@ -1,8 +1,8 @@
 """Memory in large pages: weights, and keys and values.
 
-A CPU looks up where a page of 4 KiB lies as often as it comes to one; what is read whole for every token, or in rows
-from anywhere, is read quicker from pages of 2 MiB. Linux gives these to who asks for them, unless it was told to give
-none.
+A CPU looks up the address of each page that it reads. Weights, which are read whole for every token, and rows from all
+over a cache are read more quickly from pages of 2 MiB than from those of 4 KiB. Linux gives such pages to a process
+that asks for them, unless the system's settings forbid it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 import torch
 
 PAGE = 2**21
-REGION = 2**28  # bytes of weights that move together: so much is held twice meanwhile
+REGION = 2**28  # bytes of weights that move together; during the move they are in memory twice
 LINE = 64  # bytes of a cache's line, in which a weight begins
 
 

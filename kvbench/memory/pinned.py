@@ -43,7 +43,7 @@ def _registered(nbytes: int) -> torch.Tensor:
     try:
         return _register(nbytes)
     except RuntimeError:
-        release()  # blocks of other sizes, of generations past, may be what is in the way
+        release()  # blocks of other sizes, of earlier generations, may take the memory that is missing
         return _register(nbytes)
 
 

@@ -1,8 +1,8 @@
-"""The stage of a layer: copies of host tokens on the device, and the ways on which they come up.
+"""The stage of a layer: copies of host tokens on the device, and how they get there.
 
 A selection made on the CPU is planned there, and what is missing goes up in one transfer; one made on the device stays
 there, and the device reads the host's memory itself. What is staged already is not moved again. Where attention reads
-the host's memory in place, no copy is made: the stage says what a device would hold, and counts what it would be sent.
+the host's memory in place, no copy is made: the stage only counts what would have been held and moved.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Stage:
         return plan_stage(index, held, newest)
 
     def _plan_step(self, index: torch.Tensor, lengths: Sequence[int], newest: list[int] | None) -> StagePlan:
-        """The plan of a step that attends index [B, Hkv, M]; the keeper learns of it."""
+        """The plan of a step that attends index [B, Hkv, M], which is passed to the keeper, too."""
         plan = self._plan(index, newest)
         self._found(plan.found, len(plan.token))
         if self._keeper is not None:
@@ -207,7 +207,7 @@ class Stage:
         return both._replace(slots=both.slots[..., : index.shape[2]], complete=plan.complete)
 
     def _sent(self, plan: StagePlan, beside: bool = False) -> Coming:
-        """Send up what is missing on the device; `beside`: on the side stream."""
+        """Move up what is missing on the device; `beside`: on the side stream."""
         if self._in_place:
             self._moved(len(plan.token))
             return Coming(plan.ids, plan.source, ())
@@ -224,7 +224,7 @@ class Stage:
         return Coming(plan.ids, plan.source, (*blocks, (moved[0], moved[-1])), event)
 
     def _received(self, coming: Coming) -> Staged:
-        """What was sent up, in one block with what was there."""
+        """The tokens that were moved up, in one block with those that were staged before."""
         if self._in_place:
             return Staged(coming.ids, None)
         if coming.event is not None:

@@ -100,7 +100,7 @@ class LayerStore(Tiers):
             self.device.clear()
 
     def close(self) -> None:
-        """The shared memory after the prompt goes to another store."""
+        """Give the shared memory after the prompt to another store; this one may not write any more."""
         self._closed = True
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:

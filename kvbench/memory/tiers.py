@@ -1,4 +1,4 @@
-"""Which token of a layer is where, and what that takes: the questions that change nothing."""
+"""Which token of a layer is in which tier, and how many bytes that takes. Nothing here changes a tier but its order."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Tiers:
         self.host.arrange(order)
 
     def encode(self) -> None:
-        """The prompt is over, and what a method drops then is gone: the device holds tokens as its kind says."""
+        """Code the device's tokens as its kind says; called after the prompt and the method's eviction of it."""
         kind, plain = self._kinds.device, self.device.codecs.key
         if kind in GROUPED:
             self.device = GroupedTier(self.device, KiviKeys(plain.head_dim, plain.dtype, GROUPED[kind]))

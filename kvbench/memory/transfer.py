@@ -9,7 +9,7 @@ import torch
 
 
 def computing_on(device: torch.device) -> AbstractContextManager[object]:
-    """Meanwhile a GPU is the current one, on which kernels that are no operations of torch run."""
+    """Make a GPU the current one for a block of code: kernels that are no operations of torch run on that one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.report.data.frame import LeftOut
+from kvbench.report.data.run import LeftOut
 from kvbench.report.tables.cells import Cell, Table
 from kvbench.report.tables.formats import NONE, NOT_RUN, grid
 from kvbench.runs.quantities import is_number
@@ -89,7 +89,7 @@ def page(
     links = [(f"table-{table.id}", table.title) for table in tables]
     links += [(f"figure-{name}", caption) for name, (caption, _) in figures.items()]
     links += [("outputs", "Outputs")] if outputs else []
-    parts = [
+    blocks = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -105,7 +105,7 @@ def page(
         _details("figures not drawn", undrawn),
         f"<script>{SCRIPT}</script></body></html>",
     ]
-    return "\n".join(filter(None, parts)) + "\n"
+    return "\n".join(filter(None, blocks)) + "\n"
 
 
 def score_of(record: Mapping[str, Any], metric: str) -> float | None:
@@ -115,7 +115,7 @@ def score_of(record: Mapping[str, Any], metric: str) -> float | None:
 
 
 def outputs_of(name: str, id: str, metric: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """A run's samples as a part of the page that a click opens: those with the lowest scores first.
+    """A run's samples as a block of the page that a click opens: those with the lowest scores first.
 
     Args:
         name: of the run, for a reader.

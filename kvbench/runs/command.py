@@ -37,7 +37,7 @@ def _words(config: Mapping[str, Any]) -> Iterator[str]:
         original = shipped(group, str(own["name"])) or {}
         yield from _differing(f"{group}.", {key: own[key] for key in own if key not in SAID_OTHERWISE}, original)
     for key, original in root_keys().items():
-        if key in ("results_dir", "sweep", "model"):  # model is said above
+        if key in ("results_dir", "sweep", "model"):  # the last stands above
             continue
         if isinstance(original, Mapping):
             yield from _differing(f"{key}.", config.get(key) or {}, original)

@@ -115,7 +115,6 @@ class RunFolder:
         arm: str,
         identity: Mapping[str, Any],
         config: Mapping[str, Any],
-        former: Sequence[tuple[str, Mapping[str, Any]]] = (),
         shard: Shard = WHOLE,
     ) -> RunFolder:
         """Take the folder of `identity`, make it if it is new, and read back what is finished.
@@ -125,15 +124,13 @@ class RunFolder:
             task, model, arm: folder names for people; characters unfit for a path become "-".
             identity: all that may change a number; its hash is the run id.
             config: the resolved config, written to run.yaml for the reader and for reports.
-            former: arms and identities under which an older kvbench kept the same run; one that is there goes on.
             shard: which samples this process has. The whole run takes in what shards left.
 
         Raises:
             ResultsError: another process holds the folder, another version wrote it, a line in the middle of
                 samples.jsonl is damaged, or results_dir cannot be written.
         """
-        places = [_arm(results_dir, task, model, name) / run_id(known) for name, known in [(arm, identity), *former]]
-        folder = cls(next((place for place in places if place.exists()), places[0]), shard)
+        folder = cls(_arm(results_dir, task, model, arm) / run_id(identity), shard)
         with writing(folder.path), ExitStack() as failed:
             failed.push(folder._held)
             failed.push(folder._mine)

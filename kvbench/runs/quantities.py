@@ -206,7 +206,7 @@ def named(name: str) -> Quantity:
     return QUANTITIES.get(name) or find(part, key)
 
 
-def measured(summary: Mapping[str, Any]) -> dict[str, Any]:
+def recorded(summary: Mapping[str, Any]) -> dict[str, Any]:
     """All that a summary holds of a run, or of some samples, by name: numbers as stored, ratios of them, flags, words.
 
     What was not measured is absent.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers import PreTrainedTokenizerBase
 
 import kvbench
 from kvbench.backends.backend import TryOut, backend_of
@@ -27,17 +26,11 @@ from kvbench.method import Method
 from kvbench.models import hub
 from kvbench.models.footprint import Prompts, footprint, free_memory, refuse_too_large
 from kvbench.models.heads import calibration_for
+from kvbench.models.types import Tokenizer
+from kvbench.runs.code import harness_sources, module_sources, source_hash
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
-from kvbench.runs.identity import (
-    LOCAL,
-    arm_name,
-    budget_of,
-    former_arm_name,
-    harness_sources,
-    module_sources,
-    source_hash,
-)
+from kvbench.runs.identity import LOCAL, arm_name, backend_name, budget_of
 from kvbench.runs.progress import progress
 from kvbench.runs.summary import machine_name, summarise
 from kvbench.runs.table import table
@@ -154,16 +147,8 @@ def open_folder(arm: Arm, shard: Shard = WHOLE) -> RunFolder:
         arm_name(config),
         own,
         {**config, **facts},
-        former(config, own),
         shard,
     )
-
-
-def former(config: Config, own: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Where older versions kept a run of this identity: full attention by its budget, arms of a sweep by themselves."""
-    by_budget = {**own, "config": {**own["config"], "budget": config["budget"]}}
-    name = former_arm_name(config)
-    return [(name, by_budget), (name, {**by_budget, "shared_prefill": True})]
 
 
 def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
@@ -175,7 +160,7 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
-    def try_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    def try_out(tokenizer: Tokenizer) -> None:
         protocol.check_chat(tokenizer)
         first = next(iter(task.samples(tokenizer, config["seed"])), None)  # reads the files, and tries the lengths
         if protocol.temperature and first is not None and (first.timed or first.given):
@@ -348,7 +333,7 @@ def identity(arm: Arm) -> dict[str, Any]:
     for group in ("method", "task"):
         config[group] = {key: value for key, value in config[group].items() if key not in NOT_IDENTITY_OF_GROUP}
     random_weights = arm.loaded.revision.startswith("dummy-")
-    sources = [*harness_sources(), *module_sources(config["method"]["_target_"])]
+    harness = harness_sources(backend_name(arm.config))
     data = [source.path() for source in arm.task.sources]
     for key, value in config["task"].items():
         if isinstance(value, str) and any(Path(value) in (path, *path.parents) for path in data):
@@ -361,9 +346,10 @@ def identity(arm: Arm) -> dict[str, Any]:
         "dense_layers": list(arm.dense_layers),
         "model_revision": arm.loaded.revision,
         "model_shape": arm.config["model"]["config"] if random_weights else None,
-        "data": source_hash([*module_sources(config["task"]["_target_"]), *data]),
+        "data": source_hash([*module_sources(config["task"]["_target_"]), *data], harness),
         "notes": dict(arm.task.notes),
-        "source": source_hash(sources),
+        "harness": source_hash(harness),
+        "source": source_hash(module_sources(config["method"]["_target_"]), harness),
         "device": arm.loaded.device.type,
         "dtype": dtype_of(arm),
     }

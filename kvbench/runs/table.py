@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from kvbench.runs.quantities import PASSED, QUANTITIES, measured, named
+from kvbench.runs.quantities import PASSED, QUANTITIES, named, recorded
 from kvbench.runs.summary import machine_name
 from kvbench.runs.terminal import Console
 
@@ -29,7 +29,7 @@ COMPARED = ("attended_share", "device_kv_bytes", "tpot_ms_mean", "new_tokens")  
 
 def table(title: str, metric: str, summary: Mapping[str, Any]) -> Table:
     """What a run found, a line each, narrow enough for any terminal and log."""
-    found = measured(summary)
+    found = recorded(summary)
     lines = [
         _answers(found),
         _fidelity(found),
@@ -145,7 +145,7 @@ class Ended(NamedTuple):
     error: str = ""
 
 
-def tell(ends: Sequence[tuple[str, Ended]], console: Console | None = None) -> None:
+def print_ends(ends: Sequence[tuple[str, Ended]], console: Console | None = None) -> None:
     """A table of how all arms ended, each by the words that make it.
 
     Raises:
@@ -161,7 +161,7 @@ def tell(ends: Sequence[tuple[str, Ended]], console: Console | None = None) -> N
         if error:
             table.add_row(words, "did not finish")
             continue
-        found = measured(summary)
+        found = recorded(summary)
         table.add_row(
             words,
             with_error(summary.get("score"), summary.get("stderr"), missing=""),

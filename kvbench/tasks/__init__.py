@@ -12,7 +12,7 @@ from kvbench.config import ConfigError, build
 from kvbench.tasks.sources import DataFile
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from kvbench.models.types import Tokenizer
 
 # Llama's template prints today's date and Qwen3's chooses whether to think: left free, a prompt changes with the day or
 # the release. The date is the one Llama 3.1's own template falls back to.
@@ -132,11 +132,11 @@ class Task(ABC):
         """Number of samples that `samples` yields."""
 
     @abstractmethod
-    def samples(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Sample]:
+    def samples(self, tokenizer: Tokenizer, seed: int) -> Iterator[Sample]:
         """All samples, in an order whose every prefix is a fair smaller run.
 
         Raises:
-            ValueError: what only the tokenizer or the data can tell is wrong.
+            ValueError: something is wrong that shows only with the tokenizer or the data.
         """
 
     @abstractmethod

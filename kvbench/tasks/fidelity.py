@@ -18,7 +18,7 @@ from kvbench.tasks import Given, Sample, Task
 from kvbench.tasks.sources import LocalFile, read_jsonl
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from kvbench.models.types import Tokenizer
 
 PROSE = "prose"  # the texts that kvbench ships
 KINDS = (".txt", ".jsonl")
@@ -79,7 +79,7 @@ class Fidelity(Task):
                 found[f"{file.stem}-{row.line}"] = row.data["context"]
         return found
 
-    def samples(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Sample]:
+    def samples(self, tokenizer: Tokenizer, seed: int) -> Iterator[Sample]:
         """A stretch of each length, then the next; each prefix is a fair smaller run.
 
         Raises:

@@ -10,17 +10,13 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
-from kvbench.tasks import Sample, Task
-from kvbench.tasks.sources import HubFile, Row, local_or_hub, rows_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from kvbench.tasks import Sample
+from kvbench.tasks.rows import TableTask
+from kvbench.tasks.sources import HubFile, Row, local_or_hub
 
 FILE = "gpqa_diamond.csv"
 HUB = HubFile("Idavidrein/gpqa", FILE, megabytes=1.4, gated=True)
@@ -30,11 +26,10 @@ _STRINGS: dict[str, str] = yaml.safe_load(
 )
 LETTERS = "ABCD"
 CHOICES = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-FIELDS: Mapping[str, type | tuple[type, ...]] = {"Question": str} | dict.fromkeys(CHOICES, (str, int, float))
 ANSWER = re.compile(r"(?i)Answer[ \t]*:[ \t]*\$?([A-D])\$?")
 
 
-class Gpqa(Task):
+class Gpqa(TableTask):
     """All questions; the order of a question's choices is simple-evals' of the first of its repeats.
 
     Attributes:
@@ -43,7 +38,7 @@ class Gpqa(Task):
 
     name = "gpqa"
     metric = "accuracy"
-    stored = True
+    fields = {"Question": str, **dict.fromkeys(CHOICES, (str, int, float))}
 
     def __init__(self, max_new_tokens: int = 32768, data_dir: str | None = None) -> None:
         """Check the options.
@@ -52,23 +47,7 @@ class Gpqa(Task):
             max_new_tokens: tokens to generate at most.
             data_dir: folder of gpqa_diamond.csv; None: the hub's, for which a token is needed.
         """
-        self.max_new_tokens = max_new_tokens
-        self._file = local_or_hub(data_dir, HUB, FILE)
-        self.sources = (self._file,)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def samples(self, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Iterator[Sample]:
-        """All questions, shuffled by the seed; which choice is A does not depend on it.
-
-        Raises:
-            ValueError: the file cannot be had or read as what it should be.
-        """
-        generator = random.Random(0)
-        found = [self._sample(row, generator.sample(range(4), 4)) for row in self._rows]
-        random.Random(f"gpqa/{seed}").shuffle(found)
-        yield from found
+        super().__init__({"": local_or_hub(data_dir, HUB, FILE)}, max_new_tokens)
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """Whether the letter after the first "Answer:" is the right one."""
@@ -77,14 +56,14 @@ class Gpqa(Task):
         return {"accuracy": float(found is not None and found[1] == sample.answers[0])}
 
     @functools.cached_property
-    def _rows(self) -> list[Row]:
-        return rows_of(self._file, FIELDS)
+    def _orders(self) -> dict[int, list[int]]:
+        """In which order the choices of a line stand; the seed does not change it."""
+        generator = random.Random(0)
+        return {row.line: generator.sample(range(4), 4) for _, row in self.rows}
 
-    def _sample(self, row: Row, order: list[int]) -> Sample:
-        id = f"gpqa-{row.line - 1}"
-        if row.error:
-            return Sample(id, "", (), self.max_new_tokens, error=row.error)
-        choices = [str(row.data[CHOICES[choice]]) for choice in order]
+    def sample(self, id: str, group: str, row: Row) -> Sample:
+        """A question with its choices."""
+        choices = [str(row.data[CHOICES[choice]]) for choice in self._orders[row.line]]
         question = _STRINGS["question"].format(
             question=row.data["Question"], **dict(zip(LETTERS, choices, strict=True))
         )

@@ -8,19 +8,16 @@ too: ten examples from a file without a licence, so the user names it. Both are 
 from __future__ import annotations
 
 import functools
-import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import yaml
 
-from kvbench.tasks import Sample, Task
-from kvbench.tasks.sources import HubFile, LocalFile, Row, local_or_hub, rows_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from kvbench.tasks import Sample
+from kvbench.tasks.rows import TableTask
+from kvbench.tasks.sources import HubFile, LocalFile, Row, local_or_hub
 
 Variant = Literal["wei8", "pqcache"]
 
@@ -29,7 +26,6 @@ _STRINGS: dict[str, dict[str, Any]] = yaml.safe_load(
 )
 HUB = HubFile("openai/gsm8k", "main/test-00000-of-00001.parquet", megabytes=0.4)
 NEW_TOKENS = 256
-FIELDS = {"question": str, "answer": str}
 
 # lm-eval's two patterns. STRICT takes one character more than the number, so of an output that ends right after it
 # the last digit is lost; FLEXIBLE takes more than numbers, such as "...". Both are kept: they are the benchmark.
@@ -41,7 +37,7 @@ FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 NUMBER = re.compile(r"(?P<sign>(?<![\w.)])-)?\$?(?P<digits>\d*\.?\d+)")
 
 
-class Gsm8k(Task):
+class Gsm8k(TableTask):
     """The test split in a shuffled order, which the seed decides.
 
     `wei8` gives the scores "flexible", the last number in the output, and "strict", the one after "The answer is".
@@ -54,7 +50,7 @@ class Gsm8k(Task):
     """
 
     name = "gsm8k"
-    stored = True
+    fields = {"question": str, "answer": str}
 
     def __init__(self, variant: Variant = "wei8", exemplars: str | None = None, data_dir: str | None = None) -> None:
         """Check the options.
@@ -76,24 +72,9 @@ class Gsm8k(Task):
         self.variant = variant
         self.metric = "flexible" if variant == "wei8" else "accuracy"
         self._strings = _STRINGS[variant]
-        self._problems = local_or_hub(data_dir, HUB, "test.jsonl")
+        super().__init__({"": local_or_hub(data_dir, HUB, "test.jsonl")}, NEW_TOKENS)
         self._exemplars = None if exemplars is None else LocalFile(Path(str(exemplars)).expanduser(), "task.exemplars")
-        self.sources = tuple(file for file in (self._problems, self._exemplars) if file is not None)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def samples(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Sample]:
-        """All problems, shuffled by the seed.
-
-        Raises:
-            ValueError: a file cannot be had or read as what it should be.
-        """
-        order = list(self._rows)
-        random.Random(f"gsm8k/{seed}").shuffle(order)
-        examples = self._examples()
-        for row in order:
-            yield self._sample(row, examples)
+        self.sources = tuple(file for file in (*self.files.values(), self._exemplars) if file is not None)
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """Right or wrong, by what stands before the first stop text."""
@@ -105,9 +86,6 @@ class Gsm8k(Task):
         return {name: float(plain(find(text)) == plain(gold)) for name, find in EXTRACTIONS.items()}
 
     @functools.cached_property
-    def _rows(self) -> list[Row]:
-        return rows_of(self._problems, FIELDS)
-
     def _examples(self) -> str:
         """The prompt up to the question."""
         separator: str = self._strings["separator"]
@@ -125,18 +103,18 @@ class Gsm8k(Task):
             raise ValueError(f'task.exemplars: {self._exemplars.file}: expected worked examples, "Question: ..." first')
         return text + separator
 
-    def _sample(self, row: Row, examples: str) -> Sample:
-        name = f"gsm8k-{row.line - 1}"  # from 0, as lm-eval counts
-        gold = "" if row.error else gold_of(row.data["answer"])
-        if not gold:
-            error = row.error or f'{self._problems.label}, line {row.line}: field answer: no number after "####"'
-            return Sample(id=name, prompt="", answers=(), max_new_tokens=NEW_TOKENS, error=error)
+    def unfit(self, data: Mapping[str, Any]) -> str:
+        """See `TableTask`."""
+        return "" if gold_of(data["answer"]) else 'field answer: no number after "####"'
+
+    def sample(self, id: str, group: str, row: Row) -> Sample:
+        """A problem; its id counts from 0, as lm-eval does."""
         question = self._strings["question"].format(question=row.data["question"])
         return Sample(
-            id=name,
-            prompt=examples + question,
-            answers=(gold,),
-            max_new_tokens=NEW_TOKENS,
+            id=id,
+            prompt=self._examples + question,
+            answers=(gold_of(row.data["answer"]),),
+            max_new_tokens=self.max_new_tokens,
             question=question,
             stop=tuple(self._strings["stop"]),
         )

@@ -14,7 +14,7 @@ from kvbench.config import show
 from kvbench.tasks import Keys, Sample, Task, Timed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from kvbench.models.types import Tokenizer
 
 
 class Latency(Task):
@@ -56,7 +56,7 @@ class Latency(Task):
     def __len__(self) -> int:
         return len(self.lengths) * len(self.batch) * self.repeats
 
-    def samples(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Sample]:
+    def samples(self, tokenizer: Tokenizer, seed: int) -> Iterator[Sample]:
         """Every cell once, then every cell again; rows of a batch differ, and are those of smaller batches too."""
         import numpy as np
 

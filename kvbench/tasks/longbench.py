@@ -8,24 +8,22 @@ loading script that lies beside the archive is never run, and nothing is unpacke
 from __future__ import annotations
 
 import functools
-import random
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, get_args
 
 import yaml
 
-from kvbench.config import nearest
 from kvbench.tasks import Sample, Task, metrics
+from kvbench.tasks.rows import check_subsets, in_turn
 from kvbench.tasks.sources import DataFile, HubFile, LocalFile, Row, read_jsonl
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from kvbench.models.types import Tokenizer
 
 ARCHIVE = "data.zip"
 HUB = HubFile("zai-org/LongBench", ARCHIVE, megabytes=114)
@@ -105,11 +103,7 @@ class LongBench(Task):
         max_length: int | None = None,
         code_sim: metrics.Ratio = "difflib",
     ) -> None:
-        if isinstance(subsets, str) or not subsets or len(set(map(str, subsets))) < len(subsets):
-            raise ValueError(f"task.subsets={subsets}: a list of different ones of {', '.join(SUBSETS)}")
-        for name in subsets:
-            if str(name) not in SUBSETS:
-                raise ValueError(f"task.subsets: no subset {name}; {nearest(str(name), SUBSETS)}")
+        check_subsets(subsets, SUBSETS)
         if max_length is not None and (type(max_length) is not int or max_length < 2):
             raise ValueError(f"task.max_length={max_length}: a number of tokens, 2 or more, or null")
         if code_sim not in get_args(metrics.Ratio):
@@ -124,7 +118,7 @@ class LongBench(Task):
     def __len__(self) -> int:
         return sum(len(self._rows(name)) for name in self.subsets)
 
-    def samples(self, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Iterator[Sample]:
+    def samples(self, tokenizer: Tokenizer | None, seed: int) -> Iterator[Sample]:
         """One sample of every subset, then the next; in each subset shuffled by the seed, whatever the others are.
 
         A bad line is a sample with an error. An empty context is none: the official script asks all the same.
@@ -132,12 +126,7 @@ class LongBench(Task):
         Raises:
             ValueError: a subset's file cannot be read.
         """
-        shuffled = []
-        for name in self.subsets:
-            found = self._samples(name)
-            random.Random(f"longbench/{seed}/{name}").shuffle(found)
-            shuffled.append(found)
-        return (sample for sample in chain.from_iterable(zip_longest(*shuffled)) if sample is not None)
+        return in_turn(self.name, seed, {name: self._samples(name) for name in self.subsets})
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """The best score over the answers, as "score" and under its metric's name; of code, by both ratios."""

@@ -7,20 +7,16 @@ short, medium and long texts, stand beside it.
 
 from __future__ import annotations
 
-import functools
-import random
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import yaml
 
-from kvbench.tasks import Sample, Task
-from kvbench.tasks.sources import HubFile, Row, local_or_hub, rows_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from kvbench.tasks import Sample
+from kvbench.tasks.rows import TableTask
+from kvbench.tasks.sources import HubFile, Row, local_or_hub
 
 HUB = HubFile("zai-org/LongBench-v2", "data.json", megabytes=465)
 
@@ -37,11 +33,10 @@ PLACES = {
     "$C_D$": "choice_D",
 }
 KINDS = {"difficulty": ("easy", "hard"), "length": ("short", "medium", "long")}
-FIELDS = dict.fromkeys(("_id", *PLACES.values(), "answer", *KINDS), str)
 ANSWERS = (re.compile(r"The correct answer is \(([A-D])\)"), re.compile(r"The correct answer is ([A-D])"))
 
 
-class LongBenchV2(Task):
+class LongBenchV2(TableTask):
     """All questions.
 
     Attributes:
@@ -52,50 +47,33 @@ class LongBenchV2(Task):
 
     name = "longbench_v2"
     metric = "accuracy"
-    stored = True
+    fields = dict.fromkeys(("_id", *PLACES.values(), "answer", *KINDS), str)
 
     def __init__(self, max_length: int | None = 120_000, data_dir: str | None = None) -> None:
         if max_length is not None and (type(max_length) is not int or max_length < 2):
             raise ValueError(f"task.max_length={max_length}: a number of tokens, 2 or more, or null")
+        super().__init__({"": local_or_hub(data_dir, HUB, "data.json")}, NEW_TOKENS)
         self.max_length = max_length
-        self._file = local_or_hub(data_dir, HUB, "data.json")
-        self.sources = (self._file,)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def samples(self, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Iterator[Sample]:
-        """All questions, shuffled by the seed.
-
-        Raises:
-            ValueError: the file cannot be had or read as what it should be.
-        """
-        found = [self._sample(row) for row in self._rows]
-        random.Random(f"longbench_v2/{seed}").shuffle(found)
-        yield from found
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """Right or wrong, once more by the names of the question's difficulty and of the text's length."""
         right = float(answer_in(output) == sample.answers[0])
         return {"accuracy": right, **{sample.meta[kind]: right for kind in KINDS}}
 
-    @functools.cached_property
-    def _rows(self) -> list[Row]:
-        return rows_of(self._file, FIELDS)
+    def unfit(self, data: Mapping[str, Any]) -> str:
+        """See `TableTask`."""
+        wrong = (kind for kind, names in KINDS.items() if data[kind] not in names)
+        return next((f"field {kind}: expected one of {', '.join(KINDS[kind])}" for kind in wrong), "")
 
-    def _sample(self, row: Row) -> Sample:
-        data, error = row.data, row.error
-        for kind, names in KINDS.items():
-            if not error and data[kind] not in names:
-                error = f"{self._file.label}, line {row.line}: field {kind}: expected one of {', '.join(names)}"
-        if error:
-            return Sample(f"longbench_v2-line{row.line}", "", (), NEW_TOKENS, error=error)
+    def sample(self, id: str, group: str, row: Row) -> Sample:
+        """A question, under the id that it has in the data."""
+        data = row.data
         question = _filled(_STRINGS["question"], data)
         return Sample(
             id=f"longbench_v2-{data['_id']}",
             prompt=_filled(_STRINGS["before"], data) + question,
             answers=(data["answer"],),
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=self.max_new_tokens,
             question=question,
             meta={kind: data[kind] for kind in KINDS},
             chat=True,

@@ -1,28 +1,24 @@
 """Two benchmarks by the name of LongGenBench, both of one short prompt and a very long output.
 
 `longgenbench` is mozhu621's (Wu et al. 2024), which IceCache and RACC run: diaries, menus, skyscrapers and blocks of a
-town, part by part. What is counted here is how many of the parts there are, its completion rate. Whether a part tells
-what it should is for a judge, another model: `kvbench judge` writes the questions and reads its replies.
+town, part by part. What is counted here is how many of the parts there are, its completion rate. Whether a part is
+about the right thing, a judge decides, another model: `kvbench judge` writes the questions and reads its replies.
 
 `longgenbench_gsm8k` is that of Liu et al. 2024 as SCOPE runs it: thirty or sixty problems of GSM8K in one prompt.
 """
 
 from __future__ import annotations
 
-import functools
-import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import yaml
 
-from kvbench.tasks import Sample, Task
-from kvbench.tasks.sources import Row, given_file, rows_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from kvbench.tasks import Sample
+from kvbench.tasks.rows import TableTask
+from kvbench.tasks.sources import Row, given_file
 
 _STRINGS: dict[str, dict[str, str]] = yaml.safe_load(
     Path(__file__).with_name("data").joinpath("longgenbench.yaml").read_text(encoding="utf-8")
@@ -32,7 +28,6 @@ Size = Literal["short", "long"]
 Variant = Literal["plain", "llama3"]
 
 CHECKS = ("once", "range", "periodic")
-FIELDS = {"prompt": str, "type": str, "prefix": str, "number": int} | {f"checks_{kind}": dict for kind in CHECKS}
 
 PROBLEMS = {30: "gsm8k_30.jsonl", 60: "gsm8k_60.jsonl"}
 GOLD = re.compile(r"####\s*(\d+)")
@@ -50,7 +45,7 @@ def answers_in(output: str) -> list[str]:
     return found
 
 
-class LongGenBench(Task):
+class LongGenBench(TableTask):
     """mozhu621's: four scenarios of 100 prompts, a group each. Prompts are raw and end with the output's beginning.
 
     Attributes:
@@ -59,7 +54,7 @@ class LongGenBench(Task):
 
     name = "longgenbench"
     metric = "completion"
-    stored = True
+    fields = {"prompt": str, "type": str, "prefix": str, "number": int, **{f"checks_{kind}": dict for kind in CHECKS}}
 
     def __init__(self, size: Size = "short", max_new_tokens: int = 16000, data_dir: str | None = None) -> None:
         """Check the options.
@@ -71,22 +66,8 @@ class LongGenBench(Task):
         """
         if size not in get_args(Size):
             raise ValueError(f"task.size={size}: one of {', '.join(get_args(Size))}")
-        self.max_new_tokens = max_new_tokens
-        self._file = given_file(data_dir, f"Dataset_{size}.json", "Dataset of the repository mozhu621/LongGenBench")
-        self.sources = (self._file,)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def samples(self, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Iterator[Sample]:
-        """All prompts, shuffled by the seed.
-
-        Raises:
-            ValueError: the file cannot be had or read as what it should be.
-        """
-        found = [self._sample(row) for row in self._rows]
-        random.Random(f"longgenbench/{seed}").shuffle(found)
-        yield from found
+        file = given_file(data_dir, f"Dataset_{size}.json", "Dataset of the repository mozhu621/LongGenBench")
+        super().__init__({"": file}, max_new_tokens)
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """The share of the parts 1 to N that the output has."""
@@ -102,26 +83,23 @@ class LongGenBench(Task):
             for part, event in sample.meta[f"checks_{kind}"].items()
         }
 
-    @functools.cached_property
-    def _rows(self) -> list[Row]:
-        return rows_of(self._file, FIELDS)
+    def unfit(self, data: Mapping[str, Any]) -> str:
+        """See `TableTask`."""
+        if data["number"] < 1:
+            return "field number: expected at least 1"
+        wrong = (kind for kind in CHECKS if not all(part.isdecimal() for part in data[f"checks_{kind}"]))
+        return next((f"field checks_{kind}: expected numbers of parts" for kind in wrong), "")
 
-    def _sample(self, row: Row) -> Sample:
-        id, data, error = f"longgenbench-{row.line - 1}", row.data, row.error
-        if not error and data["number"] < 1:
-            error = f"{self._file.label}, line {row.line}: field number: expected at least 1"
-        for kind in () if error else CHECKS:
-            if not all(part.isdecimal() for part in data[f"checks_{kind}"]):
-                error = f"{self._file.label}, line {row.line}: field checks_{kind}: expected numbers of parts"
-        if error:
-            return Sample(id, "", (), self.max_new_tokens, error=error)
+    def sample(self, id: str, group: str, row: Row) -> Sample:
+        """A prompt."""
+        data = row.data
         return Sample(
             id=id,
             prompt=data["prompt"],
             answers=(),
             max_new_tokens=self.max_new_tokens,
             group=data["type"],
-            meta={field: data[field] for field in FIELDS if field != "prompt"},
+            meta={field: data[field] for field in self.fields if field != "prompt"},
             stop=(_STRINGS["blocks"]["stop"],),
         )
 
@@ -140,7 +118,7 @@ def parts(meta: Mapping[str, Any], output: str) -> dict[int, str]:
     return found
 
 
-class ManyProblems(Task):
+class ManyProblems(TableTask):
     """Problems of GSM8K, many in one prompt, as SCOPE runs them; the share of those with the right number.
 
     Attributes:
@@ -149,7 +127,7 @@ class ManyProblems(Task):
 
     name = "longgenbench_gsm8k"
     metric = "accuracy"
-    stored = True
+    fields = {"prompt": str, "answers": list}
 
     def __init__(
         self,
@@ -170,41 +148,23 @@ class ManyProblems(Task):
             raise ValueError(f"task.problems={problems}: one of {', '.join(map(str, PROBLEMS))}")
         if variant not in get_args(Variant):
             raise ValueError(f"task.variant={variant}: one of {', '.join(get_args(Variant))}")
-        self.variant, self.max_new_tokens = variant, max_new_tokens
-        self._file = given_file(
-            data_dir, PROBLEMS[problems], "data/LongGenBench/gsm8k of the repository Linking-ai/SCOPE"
-        )
-        self.sources = (self._file,)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def samples(self, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Iterator[Sample]:
-        """All prompts, shuffled by the seed.
-
-        Raises:
-            ValueError: the file cannot be had or read as what it should be.
-        """
-        found = [self._sample(row) for row in self._rows]
-        random.Random(f"longgenbench_gsm8k/{seed}").shuffle(found)
-        yield from found
+        where = "data/LongGenBench/gsm8k of the repository Linking-ai/SCOPE"
+        super().__init__({"": given_file(data_dir, PROBLEMS[problems], where)}, max_new_tokens)
+        self.variant = variant
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """The share of the problems whose number the output has in their place."""
         pairs = zip(sample.answers, answers_in(output), strict=False)
         return {"accuracy": sum(gold == found for gold, found in pairs) / len(sample.answers)}
 
-    @functools.cached_property
-    def _rows(self) -> list[Row]:
-        return rows_of(self._file, {"prompt": str, "answers": list})
+    def unfit(self, data: Mapping[str, Any]) -> str:
+        """See `TableTask`."""
+        return "" if data["answers"] else "field answers: empty"
 
-    def _sample(self, row: Row) -> Sample:
-        id, error, strings = f"longgenbench_gsm8k-{row.line - 1}", row.error, _STRINGS["gsm8k"]
-        golds = [] if error else [GOLD.search(str(answer)) for answer in row.data["answers"]]
-        if not error and not golds:
-            error = f"{self._file.label}, line {row.line}: field answers: empty"
-        if error:
-            return Sample(id, "", (), self.max_new_tokens, error=error)
+    def sample(self, id: str, group: str, row: Row) -> Sample:
+        """A prompt with all its problems."""
+        golds = [GOLD.search(str(answer)) for answer in row.data["answers"]]
+        strings = _STRINGS["gsm8k"]
         return Sample(
             id=id,
             prompt=strings[self.variant].format(task=strings["task"]) + row.data["prompt"],

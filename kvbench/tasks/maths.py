@@ -7,28 +7,23 @@ expression of sympy's. Problems come from the hub, or from the files that R-KV a
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import yaml
 
-from kvbench.tasks import Sample, Task
-from kvbench.tasks.sources import HubFile, LocalFile, Row, local_or_hub, rows_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from kvbench.tasks import Sample
+from kvbench.tasks.rows import TableTask
+from kvbench.tasks.sources import HubFile, LocalFile, Row, local_or_hub
 
 Variant = Literal["chat", "rkv"]
 
 _STRINGS: dict[str, dict[str, str]] = yaml.safe_load(
     Path(__file__).with_name("data").joinpath("maths.yaml").read_text(encoding="utf-8")
 )
-FIELDS: dict[str, type | tuple[type, ...]] = {"problem": str, "answer": (str, int)}
 PATIENCE = 30  # seconds for reading, and for comparing, an answer: sympy may never end
 
 MATH500 = (HubFile("HuggingFaceH4/MATH-500", "test.jsonl", megabytes=0.5), ("test.jsonl", "math.jsonl"))
@@ -41,7 +36,7 @@ AIME = {
 }
 
 
-class BoxedAnswers(Task):
+class BoxedAnswers(TableTask):
     """Problems of one or several files, a file a group; right if math-verify finds the answer equal.
 
     Attributes:
@@ -50,7 +45,7 @@ class BoxedAnswers(Task):
     """
 
     metric = "accuracy"
-    stored = True
+    fields = {"problem": str, "answer": (str, int)}
 
     def __init__(self, name: str, files: dict[str, LocalFile | HubFile], variant: Variant, max_new_tokens: int) -> None:
         """Check the options, and that answers can be graded."""
@@ -58,36 +53,16 @@ class BoxedAnswers(Task):
             raise ValueError(f"task.variant={variant}: one of {', '.join(get_args(Variant))}")
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError(f"task={name}: math-verify grades the answers; pip install 'kvbench[math]'")
-        self.name, self.variant, self.max_new_tokens = name, variant, max_new_tokens
-        self._files = files
-        self.sources = tuple(files.values())
+        super().__init__(files, max_new_tokens)
+        self.name, self.variant = name, variant
         self.notes = {"grader": f"math-verify {version('math-verify')}, sympy {version('sympy')}"}
-
-    def __len__(self) -> int:
-        return sum(map(len, self._rows.values()))
-
-    def samples(self, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Iterator[Sample]:
-        """All problems, shuffled by the seed.
-
-        Raises:
-            ValueError: a file cannot be had or read as what it should be.
-        """
-        found = [self._sample(group, row) for group, rows in self._rows.items() for row in rows]
-        random.Random(f"{self.name}/{seed}").shuffle(found)
-        yield from found
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """Right or wrong."""
         return {"accuracy": float(equal(sample.answers[0], output))}
 
-    @functools.cached_property
-    def _rows(self) -> dict[str, list[Row]]:
-        return {group: rows_of(file, FIELDS) for group, file in self._files.items()}
-
-    def _sample(self, group: str, row: Row) -> Sample:
-        id = f"{group or self.name}-{row.line - 1}"
-        if row.error:
-            return Sample(id, "", (), self.max_new_tokens, group=group, error=row.error)
+    def sample(self, id: str, group: str, row: Row) -> Sample:
+        """A problem."""
         strings, level = _STRINGS[self.variant], row.data.get("level")
         question = row.data["problem"] + strings["after"]
         return Sample(

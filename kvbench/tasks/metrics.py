@@ -50,7 +50,7 @@ def rouge_l(prediction: str, answer: str) -> float:
 def classification(prediction: str, answer: str, classes: Iterable[str]) -> float:
     """1 where the answer is the one class that the prediction names; classes named beside it share the credit."""
     named = [name for name in classes if name in prediction]
-    # The list shrinks under the loop, as it does officially: the class behind a removed one is passed over and stays.
+    # The list shrinks under the loop, as it does officially: the class after a removed one is passed over and stays.
     for name in named:
         if name != answer and name in answer:
             named.remove(name)

@@ -22,7 +22,7 @@ import yaml
 from kvbench.tasks import Sample, Task
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from kvbench.models.types import Tokenizer
 
 Unit = Literal["tokens", "characters", "words"]
 Variant = Literal["quest", "arkvale"]
@@ -77,7 +77,7 @@ class Passkey(Task):
     def __len__(self) -> int:
         return len(self.lengths) * self.positions * self.keys
 
-    def samples(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Sample]:
+    def samples(self, tokenizer: Tokenizer, seed: int) -> Iterator[Sample]:
         """All cells once per key. A prefix covers all lengths and spreads over the depths before it fills them in.
 
         Raises:
@@ -98,7 +98,7 @@ class Passkey(Task):
         number = re.search(r"\d+", output)
         return {"accuracy": float(number is not None and int(number.group()) == int(sample.answers[0]))}
 
-    def _fitting(self, length: int, tokenizer: PreTrainedTokenizerBase) -> Callable[[Fraction, int], str]:
+    def _fitting(self, length: int, tokenizer: Tokenizer) -> Callable[[Fraction, int], str]:
         """How to write a prompt of `length` around a key at a depth; what can be worked out once per length is."""
         if self.unit == "words":
             return functools.partial(_prompt_of_words, self.frame, length)
@@ -139,7 +139,7 @@ def prompt_of_arkvale(prefix: str, key: int, suffix: str) -> str:
     return prompt(prefix, key, suffix).removesuffix(f"\n{QUESTION}") + QUESTION
 
 
-def _as_arkvale(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Sample:
+def _as_arkvale(sample: Sample, tokenizer: Tokenizer) -> Sample:
     """A sample with ArkVale's output: a token, such as a space, and the key's, by whose ids it is scored."""
     ids = list(tokenizer(sample.answers[0], add_special_tokens=False)["input_ids"])
     return replace(sample, max_new_tokens=len(ids) + 1, meta={**sample.meta, "key_ids": ids}, keep_ids=True)

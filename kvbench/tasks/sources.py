@@ -1,6 +1,6 @@
 """Where a task's data comes from: local files, and files of the hub with its local cache.
 
-No download comes unannounced: `check` tells within two seconds that something cannot be had, `path` says what it is
+No download comes unannounced: `check` finds out within two seconds whether a file can be had, `path` prints what it is
 about to fetch and how large it is. Lines of a data file are read one by one, and a bad one costs no other.
 """
 

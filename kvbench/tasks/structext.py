@@ -6,25 +6,20 @@ Prompts are those that the repository's own script writes, scores those of its e
 
 from __future__ import annotations
 
-import functools
-import random
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
-from kvbench.tasks import Sample, Task
+from kvbench.tasks import Sample
 from kvbench.tasks.metrics import rouge_l
-from kvbench.tasks.sources import Row, given_file, rows_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from kvbench.tasks.rows import TableTask
+from kvbench.tasks.sources import Row, given_file
 
 FILE = "evaluate_dataset.jsonl"
-FIELDS = {"q": str, "a": str, "info": dict}
 ASKED = {"few_shot_num", "rule_hint", "type", "task", "depth", "width"}  # of info
 LEAST = 0.75  # a lower ROUGE-L counts as 0
 
 
-class StrucText(Task):
+class StrucText(TableTask):
     """The questions with so many worked examples, with or without the rule to follow; a language is a group.
 
     Attributes:
@@ -33,7 +28,7 @@ class StrucText(Task):
 
     name = "structext"
     metric = "score"
-    stored = True
+    fields = {"q": str, "a": str, "info": dict}
 
     def __init__(
         self, shots: int = 0, hint: bool = False, max_new_tokens: int = 512, data_dir: str | None = None
@@ -46,23 +41,9 @@ class StrucText(Task):
             max_new_tokens: tokens to generate at most; officially what the model's server allows.
             data_dir: folder of evaluate_dataset.jsonl.
         """
-        self.shots, self.hint, self.max_new_tokens = shots, hint, max_new_tokens
         where = "as Evaluation/generate_dataset.py of the repository MikeGu721/StrucText-Eval writes it"
-        self._file = given_file(data_dir, FILE, where)
-        self.sources = (self._file,)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def samples(self, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Iterator[Sample]:
-        """All questions, shuffled by the seed.
-
-        Raises:
-            ValueError: the file cannot be had or read as what it should be, or has no such questions.
-        """
-        found = [self._sample(row) for row in self._rows]
-        random.Random(f"structext/{seed}").shuffle(found)
-        yield from found
+        super().__init__({"": given_file(data_dir, FILE, where)}, max_new_tokens)
+        self.shots, self.hint = shots, hint
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """ROUGE-L, or 0 below `LEAST`, and whether the answer is the very text."""
@@ -70,27 +51,28 @@ class StrucText(Task):
         similar = rouge_l(sample.answers[0], output)
         return {"score": similar * (similar >= LEAST), "exact": float(output.strip() == sample.answers[0].strip())}
 
-    @functools.cached_property
-    def _rows(self) -> list[Row]:
-        found = [self._checked(row) for row in rows_of(self._file, FIELDS)]
+    def read(self) -> list[tuple[str, Row]]:
+        """The questions that are asked for, and bad rows.
+
+        Raises:
+            ValueError: the file has none, or cannot be had.
+        """
         asked = {"few_shot_num": self.shots, "rule_hint": self.hint}
-        chosen = [row for row in found if row.error or asked.items() <= row.data["info"].items()]
+        chosen = [
+            (group, row) for group, row in super().read() if row.error or asked.items() <= row.data["info"].items()
+        ]
         if not chosen:
-            raise ValueError(
-                f"task.shots={self.shots}: {self._file.label} has no such prompts with task.hint={self.hint}"
-            )
+            label = self.files[""].label
+            raise ValueError(f"task.shots={self.shots}: {label} has no such prompts with task.hint={self.hint}")
         return chosen
 
-    def _checked(self, row: Row) -> Row:
-        lacking = [] if row.error else sorted(ASKED - row.data["info"].keys())
-        if not lacking:
-            return row
-        return row._replace(error=f"{self._file.label}, line {row.line}: field info: no {lacking[0]}")
+    def unfit(self, data: Mapping[str, Any]) -> str:
+        """See `TableTask`."""
+        lacking = sorted(ASKED - data["info"].keys())
+        return f"field info: no {lacking[0]}" if lacking else ""
 
-    def _sample(self, row: Row) -> Sample:
-        id = f"structext-{row.line - 1}"
-        if row.error:
-            return Sample(id, "", (), self.max_new_tokens, error=row.error)
+    def sample(self, id: str, group: str, row: Row) -> Sample:
+        """A question."""
         info = row.data["info"]
         return Sample(
             id=id,

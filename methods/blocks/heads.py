@@ -32,7 +32,7 @@ def each_head(
     return [done[first : first + kv_heads] for first in range(0, len(done), kv_heads)]
 
 
-def in_parts(pool: Executor, count: int, workspaces: Sequence[W], do: Callable[[int, int, W], T]) -> list[T]:
+def in_threads(pool: Executor, count: int, workspaces: Sequence[W], do: Callable[[int, int, W], T]) -> list[T]:
     """do(first, stop, workspace) over all of `count` heads, in as many threads as there are workspaces.
 
     For work that needs no Python for a single head. The caller's thread is one of them.
@@ -41,6 +41,6 @@ def in_parts(pool: Executor, count: int, workspaces: Sequence[W], do: Callable[[
         what `do` returned, in the order of the heads.
     """
     threads = max(1, min(len(workspaces), count))
-    ends = [count * part // threads for part in range(threads + 1)]
+    ends = [count * number // threads for number in range(threads + 1)]
     waiting = [pool.submit(do, ends[at], ends[at + 1], workspaces[at]) for at in range(1, threads)]
     return [do(0, ends[1], workspaces[0]), *(one.result() for one in waiting)]

@@ -48,7 +48,7 @@ class Held:
         self.counts, self.width = self.counts + 1, self.width + 1
 
     def drop(self, first: torch.Tensor, count: torch.Tensor, most: int) -> None:
-        """The tokens of `count` slots from `first` on go, both [B, H, 1]; those behind them close up.
+        """The tokens of `count` slots from `first` on go, both [B, H, 1]; those after them close up.
 
         Args:
             most: tokens that no list has more of afterwards.

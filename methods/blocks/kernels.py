@@ -159,12 +159,12 @@ def sort(values, items, count):  # type: ignore[no-untyped-def]
                 at -= 1
             values[at], items[at] = value, item
         return
-    numbers, places = np.empty((2, count), np.uint32), np.empty((2, count), np.int32)
+    numbers, moved = np.empty((2, count), np.uint32), np.empty((2, count), np.int32)
     ends = np.zeros((4, 256), np.int32)
     for i in range(count):
         bits = np.int64(_bits(values[i]))
         number = np.uint32((bits if bits >= 0 else -(bits & 0x7FFFFFFF)) + (1 << 31))
-        numbers[0, i], places[0, i] = number, items[i]
+        numbers[0, i], moved[0, i] = number, items[i]
         for byte in range(4):
             ends[byte, number >> np.uint32(8 * byte) & np.uint32(255)] += 1
     for byte in range(4):
@@ -179,9 +179,9 @@ def sort(values, items, count):  # type: ignore[no-untyped-def]
             value = number >> np.uint32(8 * byte) & np.uint32(255)
             at = ends[byte, value]
             ends[byte, value] = at + 1
-            numbers[after, at], places[after, at] = number, places[before, i]
+            numbers[after, at], moved[after, at] = number, moved[before, i]
     for i in range(count):
-        values[i], items[i] = _from_order(np.int64(numbers[0, i]) - (1 << 31)), places[0, i]
+        values[i], items[i] = _from_order(np.int64(numbers[0, i]) - (1 << 31)), moved[0, i]
 
 
 @jit

@@ -1,8 +1,6 @@
 """k-means over many sets of points at once, and the lists of clusters' members that it needs.
 
-On a CPU it is as good as faiss's and, on the unit sphere, as quick; its means of parts of keys, which PQCache has, take
-1 to 1.8 times faiss's time (`scripts/bench_clusters.py`, `results/bench_clusters_cpu.json`). It runs on a GPU as it is,
-beside the model, and gives the same bits in any number of threads.
+It runs on a GPU as it is, beside the model, and gives the same bits in any number of threads.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def top_earliest(scores: torch.Tensor, most: int, counts: torch.Tensor | None = 
 
 
 def _cut(values: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
-    """Ranked ids [B, H, n] with -1 in place of what must not be chosen and behind each count."""
+    """Ranked ids [B, H, n] with -1 in place of what must not be chosen and after each count."""
     return _limited(torch.where(values > -torch.inf, ids, -1), counts)
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from methods.blocks.heads import in_parts
+from methods.blocks.heads import in_threads
 from methods.icecache import kernels
 from methods.icecache.index import DCITree, ExactScan
 from methods.icecache.kernels import NONE, SIZES, Tree
-from methods.icecache.settings import Layout, Search
+from methods.icecache.settings import Options, Search
 from methods.icecache.tree import Floats, Workspace, line
 
 Tokens = NDArray[np.int64]
@@ -51,15 +51,12 @@ class Forest:
         self._stored = np.empty(0, self._trees[0].arrays.keys.dtype)
         self._scored = 0  # keys in the last search
 
-    def attended(
-        self, queries: Floats, regions: Tokens, search: Search, fov_share: float, longest: int
-    ) -> tuple[Tokens, int]:
+    def attend(self, queries: Floats, regions: Tokens, search: Search, longest: int) -> tuple[Tokens, int]:
         """What each KV head attends, see `kernels.attend`.
 
         Args:
             queries: [B, Hkv, G, D].
             regions: [B, 5] as there.
-            fov_share: nodes a query looks into, as a share of the tokens; the larger of this and `search.fov` holds.
             longest: most tokens that one attends.
 
         Returns:
@@ -79,8 +76,8 @@ class Forest:
         for workspace in threads:
             workspace.fit(self._trees[0].arrays, group)
         works = np.stack([workspace.line for workspace in threads])
-        told = used, read, refused
-        kernels.attend(works, directory, stored, flat, regions, how, p_dci, float(fov_share), index, told)
+        counts = used, read, refused
+        kernels.attend(works, directory, stored, flat, regions, how, p_dci, float(search.fov_share), index, counts)
         if refused.any():
             raise RefusedError(int(refused.argmax()), "a query is not finite")
         self._scored = int(read.sum())
@@ -140,17 +137,17 @@ class Forest:
             the first tree that it returned, or `NONE`.
         """
         threads = self._workspaces[: max(1, work // WORTH_A_THREAD)]
-        refused = in_parts(self._pool, len(self._trees), threads, do)
+        refused = in_threads(self._pool, len(self._trees), threads, do)
         return min((head for head in refused if head != NONE), default=NONE)
 
 
 @cache
-def compile_kernels(dtype: np.dtype[Any], pool: Executor, kind: type[DCITree], layout: Layout) -> None:
+def compile_kernels(dtype: np.dtype[Any], pool: Executor, kind: type[DCITree], options: Options) -> None:
     """Run every kernel that such trees need once on a few keys: compiled, or read from disk, before time is taken."""
     keys, queries, work = np.zeros((100, 8), dtype), np.zeros((1, 1, 1, 8), np.float32), Workspace()
-    small = replace(layout, page_size=2, promotion=(0.2, 0.3), exhaustive_below=0)
+    small = replace(options, page_size=2, small_page_size=2, promotion=(0.2, 0.3), exhaustive_below=0)
     tree = kind(keys, 10, small, 0, work)
     tree.insert(85, work)
     forest = Forest([[tree]], pool, [work])
     forest.insert([5])
-    forest.attended(queries, np.array([[10, 1, 98, 100, 1]]), Search(), 0.1, 10)
+    forest.attend(queries, np.array([[10, 1, 98, 100, 1]]), small, 10)

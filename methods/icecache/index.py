@@ -6,7 +6,8 @@ are read where they lie; only promoted keys (a share r of them) are copied, so t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,28 +64,26 @@ class DCITree(PagedTree):
 
     def best_pages(self, queries: Floats, wanted: int, search: Search, workspace: Workspace) -> Answer:
         """The `wanted` distinct pages of the best members, for each query [G, D] of a group."""
-        ids, scores = _answer_arrays(len(queries), wanted)
-        if p_dci := self.p_dci(search):
-            ranked, work = 0, self._asked(queries, workspace)
-            evaluated = kernels.p_dci_pages(self.arrays, queries, search.fov, p_dci, ids, scores, work)
-        else:
-            ranked, runs, work = self._listed(queries, search, workspace)
-            kernels.best_pages(self.arrays, runs, queries, ids, scores, work)
-            evaluated = int(work.starts[runs])
-        return Answer(ids, scores, ranked, evaluated)
+        return self._best(kernels.best_pages, kernels.p_dci_pages, queries, wanted, search, workspace)
 
     def best_tokens(self, queries: Floats, wanted: int, search: Search, workspace: Workspace) -> Answer:
         """The tokens of the `wanted` best keys, for each query [G, D] of a group."""
-        rows, scores = _answer_arrays(len(queries), wanted)
+        found = self._best(kernels.best_rows, kernels.p_dci_rows, queries, wanted, search, workspace)
+        return replace(found, ids=np.where(found.ids == NONE, NONE, self.arrays.token[found.ids]))
+
+    def _best(
+        self, kernel: Any, by_p_dci: Any, queries: Floats, wanted: int, search: Search, workspace: Workspace
+    ) -> Answer:
+        """What a kernel finds among the pages that are listed, or another one by P-DCI, where that is used."""
+        ids, scores = np.empty((len(queries), wanted), np.int32), np.empty((len(queries), wanted), np.float32)
         if p_dci := self.p_dci(search):
             ranked, work = 0, self._asked(queries, workspace)
-            evaluated = kernels.p_dci_rows(self.arrays, queries, search.fov, p_dci, rows, scores, work)
+            evaluated = by_p_dci(self.arrays, queries, search.fov, p_dci, ids, scores, work)
         else:
             ranked, runs, work = self._listed(queries, search, workspace)
-            kernels.best_rows(self.arrays, runs, queries, rows, scores, work)
+            kernel(self.arrays, runs, queries, ids, scores, work)
             evaluated = int(work.starts[runs])
-        tokens = np.where(rows == NONE, NONE, self.arrays.token[rows])
-        return Answer(tokens, scores, ranked, evaluated)
+        return Answer(ids, scores, ranked, evaluated)
 
     def p_dci(self, search: Search) -> tuple[int, int, float] | None:
         """Composite indices, simple ones of each, and the share of a node's children for P-DCI; None: it is unused."""
@@ -227,7 +226,3 @@ class ExactScan(DCITree):
     def _listed(self, queries: Floats, search: Search, workspace: Workspace) -> tuple[int, int, kernels.Workspace]:
         work = self._asked(queries, workspace)
         return 0, kernels.scan(self.arrays, work), work
-
-
-def _answer_arrays(group: int, wanted: int) -> tuple[Ints, Floats]:
-    return np.empty((group, wanted), np.int32), np.empty((group, wanted), np.float32)

@@ -1,17 +1,17 @@
 """IceCache (ICLR 2026, sections 3 and 4): semantic pages on the host, found by a DCI tree per layer and KV head.
 
-The past of a sequence is parted in three: sink pages at its beginning, window pages at its end, and all between them,
+The past of a sequence has three regions: sink pages at its beginning, window pages at its end, and all between them,
 the indexed tokens, which lie on the host in the order of the tree's pages. A step attends sinks, window and the pages
 whose best member has the largest q.k. A page that rolls out of the window is inserted into the tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +21,13 @@ from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, Vie
 from methods.blocks.kernels import stored
 from methods.icecache.forest import Forest, RefusedError, compile_kernels
 from methods.icecache.index import DCITree, ExactScan
-from methods.icecache.settings import Layout, Search
+from methods.icecache.settings import Options
 from methods.icecache.tree import Keys, Workspace
 
 
 @dataclass(frozen=True)
 class Regions:
-    """How the past of one row is parted.
+    """How the past of one row is divided.
 
     Attributes:
         capacity: the row's budget C in tokens.
@@ -58,79 +58,25 @@ class IceCache(Method):
     The ranked pages of a group's query heads are joined by rank and cut to the slots. A slot counts whole as
     published, even if its page is not full; with unified accounting entries count, and further pages fill what is
     left of C. A budget of at least the current length attends everything.
-
-    Args:
-        page_size: tokens in a page, where at least half of the slots are left to recall.
-        small_page_size: tokens in a page of smaller budgets.
-        sink_pages, window_pages: pages always attended.
-        index: "dci", or "exact": the same pages, found by scoring every key.
-        promotion, levels, parents, anchors, split, remainder, projections, exhaustive_below, reparent: see `Layout`.
-        fov, fov_share: nodes a query looks into, and their share of the indexed tokens; the larger holds, and never
-            fewer than the pages wanted. `fov` is the beam width of the parent search, too.
-        rank_by, prop_to_retrieve: see `Search`.
-        reuse: the first of so many sparse layers has trees; the others attend the tokens it found (section 4.3).
     """
 
     needs = Needs(home="host", host_keys=True)
+    options_type = Options
 
-    def __init__(
-        self,
-        page_size: int = 16,
-        small_page_size: int = 8,
-        sink_pages: int = 2,
-        window_pages: int = 2,
-        index: Literal["dci", "exact"] = "dci",
-        promotion: Sequence[float] = (0.01, 0.2),
-        levels: Literal["counter", "counter_ceil", "random"] = "counter",
-        parents: Literal["nearest", "anchored"] = "nearest",
-        anchors: Sequence[float] = (120, 30, 0.9),
-        split: Literal["projection", "greedy"] = "projection",
-        remainder: Literal["first", "last"] = "first",
-        projections: Sequence[int] = (0, 0),
-        fov: int = 30,
-        fov_share: float = 0.001,
-        rank_by: Literal["point", "centroid"] = "point",
-        prop_to_retrieve: float = 0.8,
-        exhaustive_below: int = 4096,
-        reparent: bool = True,
-        reuse: int = 1,
-    ) -> None:
-        if len(promotion) != 2 or len(projections) != 2:
-            raise ValueError(f"promotion={list(promotion)}, projections={list(projections)}: two numbers each")
-        if len(anchors) != 3 or any(number != int(number) for number in anchors[:2]):
-            raise ValueError(f"anchors={list(anchors)}: interval and reach, whole numbers, and a threshold")
-        if max(projections) and rank_by == "centroid":
-            raise ValueError(f"rank_by={rank_by}, projections={list(projections)}: P-DCI ranks by point")
-        if small_page_size > page_size:
-            raise ValueError(f"small_page_size={small_page_size}: at most page_size={page_size}")
-        self.page_sizes = page_size, small_page_size
-        self.sink_pages, self.window_pages, self.fov_share, self.reuse = sink_pages, window_pages, fov_share, reuse
-        self.tree = {"dci": DCITree, "exact": ExactScan}[index]
-        self.layout = Layout(
-            page_size,
-            (promotion[0], promotion[1]),
-            levels,
-            parents,
-            (int(anchors[0]), int(anchors[1]), float(anchors[2])),
-            split,
-            remainder,
-            (projections[0], projections[1]),
-            fov,
-            exhaustive_below,
-            reparent,
-        )
-        self.search = Search(fov, rank_by, exhaustive_below, prop_to_retrieve)
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.tree = {"dci": DCITree, "exact": ExactScan}[options.index]
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
-        """Part each row into sinks, index and window, and share the trees out between the layers."""
+        """Divide each row into sinks, index and window, and share the trees out between the layers."""
         super().begin(shape, budget, view, context)
         if shape.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype={shape.dtype}: IceCache's index reads float32 or bfloat16 keys")
         dtype = np.dtype(np.float32 if shape.dtype == torch.float32 else np.uint16)
-        compile_kernels(dtype, context.pool, self.tree, self.layout)
+        compile_kernels(dtype, context.pool, self.tree, self.options)
         self.regions = [self._regions(capacity) for capacity in self.capacities]
         layers = shape.sparse_layers
-        self.anchor = {layer: layers[at - at % self.reuse] for at, layer in enumerate(layers)}
+        self.anchor = {layer: layers[at - at % self.options.reuse] for at, layer in enumerate(layers)}
         self.followers = {at: [it for it in layers if it != at and self.anchor[it] == at] for at in layers}
         self.building: dict[int, list[list[Future[DCITree]]]] = {}
         self.trees: dict[int, list[list[DCITree]]] = {}  # of each anchor, by row and KV head
@@ -143,11 +89,12 @@ class IceCache(Method):
         return {**self.__dict__, "memory": dict.fromkeys(self.memory, 0)}
 
     def _regions(self, capacity: int) -> Regions:
-        large, small = self.page_sizes
-        fixed = self.sink_pages + self.window_pages
-        page_size = large if capacity >= 2 * fixed * large else small
+        options = self.options
+        fixed = options.sink_pages + options.window_pages
+        large = capacity >= 2 * fixed * options.page_size
+        page_size = options.page_size if large else options.small_page_size
         recalled = max(0, capacity // page_size - fixed)
-        return Regions(capacity, page_size, self.sink_pages * page_size, self.window_pages, recalled)
+        return Regions(capacity, page_size, options.sink_pages * page_size, options.window_pages, recalled)
 
     # -- prefill: the trees of a layer are built while the next layers are computed --------------------------------
 
@@ -164,8 +111,8 @@ class IceCache(Method):
     def _build(self, layer: int, on_host: Future[Any], row: int, head: int) -> DCITree:
         on_host.result()
         regions = self.regions[row]
-        layout = replace(self.layout, page_size=regions.page_size)
-        # the first generated token may open a page, and the window leaves one behind
+        layout = replace(self.options, page_size=regions.page_size)
+        # the first generated token may open a page, and another one then leaves the window
         count = regions.indexed(self.shape.lengths[row] + 1)
         try:
             return self.tree(self._keys(layer)[row, head, regions.sinks :], count, layout, self._seed(layer, row, head))
@@ -246,7 +193,7 @@ class IceCache(Method):
             longest = max(map(min, zip(self.capacities, lengths, strict=True)))
             with self.context.spans("query"), self._named(layer):
                 queries = query.float().cpu().reshape(shape).numpy()
-                index, read = self.forests[layer].attended(queries, regions, self.search, self.fov_share, longest)
+                index, read = self.forests[layer].attend(queries, regions, self.options, longest)
             self.view.count_read(layer, read)
             self.selection = Selection(torch.from_numpy(index))  # on the CPU, from where its tokens are sent up
             for follower in self.followers[layer]:

@@ -152,13 +152,6 @@ class PagedTree:
         tokens: Ints = np.where((rows == NONE) | (pages[..., None] == NONE), NONE, self.arrays.token[rows])
         return tokens
 
-    def take_changed(self) -> Ints:
-        """Pages whose members changed since the last call, freed and new ones among them."""
-        dirty = self.arrays.page["dirty"][: self.pages]
-        changed = np.flatnonzero(dirty).astype(np.int32)
-        dirty[:] = 0
-        return changed
-
     def arrange(self) -> Ints:
         """Renumber rows so that every page is one block of them; the order of tokens [n] the key memory must take.
 

@@ -1,4 +1,4 @@
-"""How LycheeCluster's chunks are represented, and parted into fine clusters and coarse units (section 4)."""
+"""How LycheeCluster's chunks are represented, and grouped into fine clusters and coarse units (section 4)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from torch.nn.functional import embedding_bag, normalize
 from methods.blocks.kmeans import lists_of, nearest, spherical_kmeans
 from methods.blocks.ragged import entries
 
-Build = Literal["full", "two_level"]
 Pooling = Literal["mean", "max"]
-Radii = Literal["exact", "strict", "paper"]
 
 # build=two_level: units are found on a sample of this many chunks for each, and sets of some hundred points settle soon
 SAMPLED_PER_UNIT = 16
@@ -23,29 +21,21 @@ FINE_ITERATIONS = 2
 
 @dataclass(frozen=True)
 class Layout:
-    """How chunks are clustered.
+    """How chunks are clustered."""
 
-    Attributes:
-        cluster_size: chunks in a fine cluster, on average.
-        units: most coarse units; there are as many as the root of the fine clusters, at most.
-        iterations: of k-means.
-        build: "full", all chunks against all clusters (as published); "two_level", units first, then clusters inside
-            each: a small part of the work.
-        pooling: a chunk is the "mean" or the "max" of its keys.
-        radii: how they follow a graft. "exact": anew from all members, whose representatives are kept in int8.
-            "strict": as large as the move of the centroid and the new member can make them. "paper": never smaller,
-            and no smaller than the new member's distance; the centroid's move may leave older members outside. A
-            unit's ball holds its clusters' balls, in "paper" their centroids only.
-        move_units: a graft moves the centroid of its unit, too, to the mean over one chunk more.
-    """
-
-    cluster_size: int = 2
-    units: int = 64
-    iterations: int = 10
-    build: Build = "full"
-    pooling: Pooling = "mean"
-    radii: Radii = "exact"
-    move_units: bool = False
+    cluster_size: int = 2  # chunks in a fine cluster, on average
+    units: int = 64  # most coarse units; there are as many as the root of the fine clusters, at most
+    iterations: int = 10  # of k-means
+    # full: all chunks against all clusters (as published); two_level: units first, then clusters inside each, a small
+    # part of the work
+    build: Literal["full", "two_level"] = "full"
+    pooling: Pooling = "mean"  # of its keys, what represents a chunk
+    # how they follow a graft. exact: anew from all members, whose representatives are kept in int8. strict: as large as
+    # the move of the centroid and the new member can make them. paper: never smaller, and no smaller than the new
+    # member's distance; the centroid's move may leave older members outside. A unit's ball holds its clusters' balls,
+    # in paper their centroids only
+    radii: Literal["exact", "strict", "paper"] = "paper"
+    move_units: bool = True  # a graft moves the centroid of its unit, too, to the mean over one chunk more
 
 
 def pooled(keys: torch.Tensor, bounds: torch.Tensor, pooling: Pooling) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvbench.kernels.threads import claim, together
+from kvbench.kernels.threads import claim, in_threads
 from methods.blocks.kernels import jit, kernel, sort, widen, write_best
 
 
@@ -93,7 +93,7 @@ def best_tokens(threads, queries, mean, units, clusters, codes, bounds, search, 
     """
     lengths = np.zeros(len(queries), np.int64)
     given = queries, mean, units, clusters, codes, bounds, search, room, fixed, found, lengths
-    together(threads, _best_tokens, (np.zeros(1, np.int64), *given))
+    in_threads(threads, _best_tokens, (np.zeros(1, np.int64), *given))
     return lengths.max()
 
 

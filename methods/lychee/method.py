@@ -8,7 +8,7 @@ again (section 4 and algorithm 1).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
@@ -22,13 +22,13 @@ from methods.blocks.chunking import Chunking, Packing, Text, cutter, keys_of_row
 from methods.blocks.kernels import is_readable
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import interleave
-from methods.lychee.clustering import Build, Layout, Pooling, Radii, pooled
+from methods.lychee.clustering import Layout, pooled
 from methods.lychee.index import ClusterIndex, Search, compile_kernels
 
 
 @dataclass(frozen=True)
 class Regions:
-    """How the past of one row is parted; the same in all layers and heads, for chunks follow the text alone.
+    """How the past of one row is divided; the same in all layers and heads, for chunks follow the text alone.
 
     Attributes:
         text: its chunks; after them the buffer.
@@ -55,62 +55,52 @@ class Regions:
         return torch.cat([newest, torch.arange(self.sinks, device=device)])
 
 
+@dataclass(frozen=True)
+class Options(Layout):
+    """All options of the method."""
+
+    sinks: int = 16  # first tokens, always attended
+    buffer: int = 128  # most recent tokens that are not in a chunk yet, at most
+    seed_buffer: bool = False  # the prompt's last tokens begin in the buffer; else it begins empty, as in algorithm 1
+    packing: Packing = "buffer"  # what leaves a full buffer: all of it, as in algorithm 1, or its oldest chunk
+    chunking: Chunking = "structure"  # chunks end at delimiters; fixed: all have `max_chunk` tokens
+    min_chunk: int = 8  # tokens of a chunk
+    max_chunk: int = 16
+    # by the mean bound over the query group, one choice for all; query_head: each its own
+    selection: Literal["kv_head", "query_head"] = "kv_head"
+    ub_weight: Literal[1, 0] = 1  # see `Search`, this and the next
+    units_searched: int = 16
+
+    def __post_init__(self) -> None:
+        if self.min_chunk > self.max_chunk:
+            raise ValueError(f"min_chunk={self.min_chunk}: at most max_chunk={self.max_chunk}")
+        if self.buffer < self.max_chunk:
+            raise ValueError(
+                f"buffer={self.buffer}: at least max_chunk={self.max_chunk}, for a chunk is cut when it is full"
+            )
+
+
 class LycheeCluster(Method):
     """Attend sinks, buffer, and C - sinks tokens of the best clusters' chunks.
 
     As published the buffer stands outside C. Where generated tokens count (unified accounting, or generated=counted),
     min(sinks, C / 16) sinks, a buffer of C / 4 and chunks share C. A sequence within C is attended whole; its index is
     built once there are more chunks than a step attends.
-
-    Args:
-        sinks: first tokens, always attended.
-        buffer: most recent tokens that are not in a chunk yet, at most.
-        seed_buffer: the prompt's last tokens begin in the buffer; else it begins empty, as in algorithm 1.
-        packing: what leaves a full buffer: all of the "buffer", as in algorithm 1, or its oldest "chunk".
-        chunking: "structure", chunks end at delimiters; "fixed", all have `max_chunk` tokens.
-        min_chunk, max_chunk: tokens of a chunk.
-        selection: "kv_head", by the mean bound over the query group, one choice for all; "query_head", each its own.
-        ub_weight, units_searched: see `Search`.
-        cluster_size, units, iterations, build, pooling, radii, move_units: see `Layout`.
     """
 
-    def __init__(
-        self,
-        sinks: int = 16,
-        buffer: int = 128,
-        seed_buffer: bool = False,
-        packing: Packing = "buffer",
-        chunking: Chunking = "structure",
-        min_chunk: int = 8,
-        max_chunk: int = 16,
-        selection: Literal["kv_head", "query_head"] = "kv_head",
-        ub_weight: Literal[1, 0] = 1,
-        units_searched: int = 16,
-        cluster_size: int = 2,
-        units: int = 64,
-        iterations: int = 10,
-        build: Build = "full",
-        pooling: Pooling = "mean",
-        radii: Radii = "paper",
-        move_units: bool = True,
-    ) -> None:
-        if min_chunk > max_chunk:
-            raise ValueError(f"min_chunk={min_chunk}: at most max_chunk={max_chunk}")
-        if buffer < max_chunk:
-            raise ValueError(f"buffer={buffer}: at least max_chunk={max_chunk}, for a chunk is cut when it is full")
-        self.sinks, self.buffer, self.seed_buffer, self.packing = sinks, buffer, seed_buffer, packing
-        self.chunking, self.min_chunk, self.max_chunk = chunking, min_chunk, max_chunk
-        self.selection = selection
-        self.search = Search(units_searched, ub_weight, min_chunk)
-        self.layout = Layout(cluster_size, units, iterations, build, pooling, radii, move_units)
-        self.needs = Needs(token_text=chunking == "structure")
+    options_type = Options
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.needs = Needs(token_text=options.chunking == "structure")
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Nothing is cut or indexed yet."""
         super().begin(shape, budget, view, context)
         if shape.device.type == "cpu" and shape.dtype in (torch.float32, torch.bfloat16):
             compile_kernels(shape.dtype)
-        self.cutter = cutter(self.chunking, self.min_chunk, self.max_chunk, context.pieces)
+        options = self.options
+        self.cutter = cutter(options.chunking, options.min_chunk, options.max_chunk, context.pieces)
         self.rows: list[Regions] = []
         self.fixed: list[torch.Tensor] = []  # of each row, the same in all layers of a step
         self.indexes: dict[int, list[ClusterIndex | None]] = {}
@@ -118,8 +108,8 @@ class LycheeCluster(Method):
     def _split(self, capacity: int) -> tuple[int, int, int]:
         """Sinks, buffer and tokens of chunks with a budget of `capacity` tokens."""
         if not self.budget.counts_generated:
-            return self.sinks, self.buffer, capacity - self.sinks
-        sinks, buffer = min(self.sinks, capacity // 16), max(capacity // 4, self.max_chunk)
+            return self.options.sinks, self.options.buffer, capacity - self.options.sinks
+        sinks, buffer = min(self.options.sinks, capacity // 16), max(capacity // 4, self.options.max_chunk)
         return sinks, buffer, capacity - sinks - buffer
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
@@ -136,16 +126,16 @@ class LycheeCluster(Method):
 
     def _regions(self, ids: torch.Tensor, capacity: int) -> Regions:
         sinks, buffer, room = self._split(capacity)
-        sinks = min(sinks, len(ids))
-        text = Text(ids, self.cutter, buffer, self.shape.device, sinks, not self.seed_buffer, self.packing)
+        sinks, packing = min(sinks, len(ids)), self.options.packing
+        text = Text(ids, self.cutter, buffer, self.shape.device, sinks, not self.options.seed_buffer, packing)
         return Regions(text, capacity, sinks, room)
 
     def _index(self, layer: int, row: int, keys: torch.Tensor) -> ClusterIndex:
         """An index of a row's chunks so far, from keys [Hkv, n, D] of all tokens up to their end."""
         chunks = self.rows[row].text.chunks.on(keys.device)
-        representatives = pooled(keys, chunks.bounds, self.layout.pooling)
+        representatives = pooled(keys, chunks.bounds, self.options.pooling)
         generator = self.context.generator(layer, row=row)
-        return ClusterIndex(representatives, chunks.lengths, self.layout, keys.dtype, generator)
+        return ClusterIndex(representatives, chunks.lengths, self.options, keys.dtype, generator)
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """Read the new tokens; a full buffer, or its oldest tokens, become chunks."""
@@ -160,7 +150,7 @@ class LycheeCluster(Method):
             if index is not None and cut:
                 keys = keys_of_row(self.view, layer, number, end - sum(cut), end, self.shape.device_of(layer))
                 bounds = torch.tensor([0, *accumulate(cut)], device=keys.device)
-                representatives = pooled(keys, bounds, self.layout.pooling)
+                representatives = pooled(keys, bounds, self.options.pooling)
                 for chunk, length in enumerate(cut):
                     index.graft(representatives[:, chunk], length)
             elif index is None and row.sparse:
@@ -169,12 +159,12 @@ class LycheeCluster(Method):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         """The buffer, newest first, the sinks, and the chunks of the best clusters."""
-        own = self.selection == "query_head" and not self.budget.counts_generated
+        own = self.options.selection == "query_head" and not self.budget.counts_generated
         heads = self.shape.query_heads if own else self.shape.kv_heads
         if not own and not any(row.sparse for row in self.rows):
             return None
         grouped = query[:, :, 0].float().unflatten(1, (self.shape.kv_heads, -1))
-        if is_readable(query) and not (self.selection == "query_head" and self.budget.counts_generated):
+        if is_readable(query) and not (self.options.selection == "query_head" and self.budget.counts_generated):
             return Selection(self._compiled(layer, grouped.numpy(), heads))
         lists = []
         for row, fixed, index, queries in zip(self.rows, self.fixed, self.indexes[layer], grouped, strict=True):
@@ -193,22 +183,23 @@ class LycheeCluster(Method):
             if index is None:
                 own[:, : len(fixed)], own[:, len(fixed) :], most = fixed.numpy(), -1, len(fixed)
             else:
-                mean, chunks = self.selection == "kv_head", row.text.chunks
+                mean, chunks = self.options.selection == "kv_head", row.text.chunks
                 most = index.write_best_tokens(queries, mean, chunks, row.room, self._search(row), fixed.numpy(), own)
             longest = max(longest, most)
         return torch.from_numpy(found)[:, :, :longest]
 
     def _search(self, row: Regions) -> Search:
-        return replace(self.search, short=row.text.short)
+        options = self.options
+        return Search(options.units_searched, options.ub_weight, options.min_chunk, row.text.short)
 
     def _best(self, row: Regions, index: ClusterIndex, queries: torch.Tensor) -> torch.Tensor:
         """Tokens of the best chunks for queries [Hkv, G, D]: [Hkv or Hq, n], trailing -1."""
         norms = queries.norm(dim=2)
-        if self.selection == "kv_head":
+        if self.options.selection == "kv_head":
             queries, norms = queries.mean(dim=1, keepdim=True), norms.mean(dim=1, keepdim=True)
         chunks = row.text.chunks.on(queries.device)
         best = index.best_chunks(queries, norms, row.room, self._search(row))
-        if self.selection == "query_head" and self.budget.counts_generated:
+        if self.options.selection == "query_head" and self.budget.counts_generated:
             heads, group, count = best.shape
             best = interleave(best.view(1, -1, count), heads, group * count).view(heads, 1, -1)
         return chunks.tokens(chunks.fitting(best, row.room), row.room).flatten(0, 1)
@@ -218,5 +209,5 @@ class LycheeCluster(Method):
         capacity = self.budget.tokens(length)
         if self.budget.counts_generated:
             return capacity
-        lists = self.shape.group if self.selection == "query_head" else 1
-        return self.sinks + lists * (capacity - self.sinks) + self.buffer
+        lists = self.shape.group if self.options.selection == "query_head" else 1
+        return self.options.sinks + lists * (capacity - self.options.sinks) + self.options.buffer

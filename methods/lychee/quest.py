@@ -36,25 +36,25 @@ class StructureQuest(Quest):
                 Text(ids[:length].cpu(), self.cutter, self.page_size, self.shape.device)
                 for ids, length in zip(prompt.token_ids, prompt.lengths, strict=True)
             ]
-            self._part()
-        return [pages.on(prompt.keys.device).bounds for pages in self.parts]
+            self._note_pages()
+        return [pages.on(prompt.keys.device).bounds for pages in self.pages]
 
-    def _part(self) -> None:
-        self.parts = [text.chunks.extended(text.length) for text in self.texts]
+    def _note_pages(self) -> None:
+        self.pages = [text.chunks.extended(text.length) for text in self.texts]
 
     def _counts(self, layer: int) -> list[int]:
-        return list(map(len, self.parts))
+        return list(map(len, self.pages))
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """Read the new tokens, which may end a page."""
         for text, token in zip(self.texts, tokens.tolist(), strict=bool(self.texts)):
             text.append(token)
-        self._part()
+        self._note_pages()
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Widen the last page's bounds; where a page was cut short and its last tokens begin the next, sum up both."""
         super().append(layer, key, value)
-        for row, (text, pages) in enumerate(zip(self.texts, self.parts, strict=True)):
+        for row, (text, pages) in enumerate(zip(self.texts, self.pages, strict=True)):
             if text.cut and text.length - text.end > 1:
                 first, both = text.end - sum(text.cut), slice(len(pages) - 2, len(pages))
                 keys = keys_of_row(self.view, layer, row, first, text.length, self.shape.device_of(layer))
@@ -62,11 +62,11 @@ class StructureQuest(Quest):
                 self.low[layer][row, :, both], self.high[layer][row, :, both] = low, high
 
     def _edges(self, lengths: Sequence[int]) -> NDArray[np.int64]:
-        return pad_sequence([pages.bounds for pages in self.parts], batch_first=True).numpy()
+        return pad_sequence([pages.bounds for pages in self.pages], batch_first=True).numpy()
 
     def _most(self, room: int) -> int:
         return room // self.cutter.shortest + 2  # the last two may be shorter
 
     def _tokens(self, row: int, room: int, length: int, scores: torch.Tensor) -> torch.Tensor:
-        pages = self.parts[row].on(scores.device)
+        pages = self.pages[row].on(scores.device)
         return pages.tokens(pages.fitting(self._ranked(scores, self._most(room)), room), room)

@@ -59,8 +59,8 @@ def sample(codes, starts, members, limit, room, first, stop, found, counts, used
                 head = kv_head * group + own
                 before[own] = counts[head]
                 bucket = codes[head, table]
-                for place in range(starts[kv_head, table, bucket], starts[kv_head, table, bucket + 1]):
-                    key = members[kv_head, table, place]
+                for at in range(starts[kv_head, table, bucket], starts[kv_head, table, bucket + 1]):
+                    key = members[kv_head, table, at]
                     if key >= limit:
                         break
                     times[own, key] += times[own, key] < ENOUGH + 1  # no further, whatever the number of tables
@@ -101,8 +101,8 @@ def weigh(query, keys, mean, norms, bits, id, first, stop, found, counts, used, 
             squares += asked[d] * asked[d]
             shift += asked[d] * mean[kv_head, d]
         norm = math.sqrt(squares)
-        for place in range(counts[head]):
-            key = found[head, place]
+        for at in range(counts[head]):
+            key = found[head, at]
             product = np.float32(0)
             for d in range(len(asked)):
                 product += asked[d] * widen(keys[kv_head, id + key, d])
@@ -110,4 +110,4 @@ def weigh(query, keys, mean, norms, bits, id, first, stop, found, counts, used, 
             cosine = (product - shift) / both if both > 0 else 0.0
             met = (1 - math.acos(min(1.0, max(-1.0, cosine))) / math.pi) ** bits
             missed = (1 - met) ** (tables - 1)
-            weights[head, place] = -math.log(1 - missed * (1 - met) - tables * met * missed + LEAST)
+            weights[head, at] = -math.log(1 - missed * (1 - met) - tables * met * missed + LEAST)

@@ -24,8 +24,8 @@ WINDOW = 8  # last queries of the prompt, by which a budget is met
 class MagicPIG(Method):
     """Attend sinks, the prompt's last tokens and generated ones, and of the others a sample, of each query head.
 
-    How many a step samples is chance. A budget C is their mean with sinks and local tokens, as far as the prompt's last
-    queries tell: each layer has the most bits of a code, up to `bits`, with which no more than `tables` tables sample
+    How many a step samples is chance. A budget C is their mean with sinks and local tokens, by the prompt's last
+    queries: each layer has the most bits of a code, up to `bits`, with which no more than `tables` tables sample
     enough, and the fewest tables that do. Without a budget it has `bits` and `tables`.
 
     Where generated tokens count, the local ones are the most recent of all, and the prompt's others stay in the tables.

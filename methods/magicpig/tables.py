@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from methods.blocks.heads import in_parts
+from methods.blocks.heads import in_threads
 from methods.blocks.kernels import is_readable, stored
 from methods.magicpig import kernels
 
@@ -80,7 +80,7 @@ class Tables:
             kernels.weigh(*asked, first, last, found, counts, used, weights)
 
         looked_at = len(codes) * tables * count >> self.bits
-        in_parts(pool, heads, range(min(torch.get_num_threads(), max(1, looked_at // WORTH_A_THREAD))), share)
+        in_threads(pool, heads, range(min(torch.get_num_threads(), max(1, looked_at // WORTH_A_THREAD))), share)
         longest = int(counts.max())
         there = torch.arange(longest) < torch.from_numpy(counts)[:, None]
         ids = torch.where(there, torch.from_numpy(found)[:, :longest] + self.first, -1)
@@ -90,11 +90,11 @@ class Tables:
 def codes_of(vectors: torch.Tensor, directions: torch.Tensor, bits: int) -> torch.Tensor:
     """The code of every vector [H, n, D] in every table of directions [L, K or more, D]: [H, L, n] int32."""
     flat, powers = directions.flatten(0, 1).T, 2.0 ** torch.arange(bits, device=directions.device)
-    parts = []
-    for part in vectors.split(CHUNK, dim=1):
-        signs = (part @ flat).unflatten(2, directions.shape[:2])[..., :bits] > 0
-        parts.append((signs.float() @ powers).int())
-    return torch.cat(parts, dim=1).transpose(1, 2).contiguous()
+    codes = []
+    for chunk in vectors.split(CHUNK, dim=1):
+        signs = (chunk @ flat).unflatten(2, directions.shape[:2])[..., :bits] > 0
+        codes.append((signs.float() @ powers).int())
+    return torch.cat(codes, dim=1).transpose(1, 2).contiguous()
 
 
 def meets(cosines: torch.Tensor, bits: int) -> torch.Tensor:

@@ -38,7 +38,7 @@ def _quickly(_context, codes, halves, token, first, rotated, terms):  # type: ig
         one, number = ir.IntType(32), ir.FloatType()
         words, numbers = ir.VectorType(one, EIGHT), ir.VectorType(number, EIGHT)
 
-        def place(kind, array, indexes, of):  # type: ignore[no-untyped-def]
+        def pointer(kind, array, indexes, of):  # type: ignore[no-untyped-def]
             made = context.make_array(kind)(context, builder, array)
             return builder.bitcast(cgutils.get_item_pointer(context, builder, kind, made, indexes), of.as_pointer())
 
@@ -49,23 +49,23 @@ def _quickly(_context, codes, halves, token, first, rotated, terms):  # type: ig
             builder.module, ir.FunctionType(numbers, [numbers, words]), "llvm.x86.avx2.permps"
         )
         levels = ir.Constant(numbers, [float(level) for level in LEVELS])
-        own, parts = builder.load(place(in_codes, codes, [token, first], words), align=1), []
+        own, summands = builder.load(pointer(in_codes, codes, [token, first], words), align=1), []
         for coordinate in range(SUBSPACE):
             code = builder.lshr(own, every(4 * coordinate)) if coordinate else own
             level = builder.bitcast(builder.call(look_up, [levels, code]), words)
             negative = builder.and_(builder.not_(builder.shl(code, every(28))), every(1 << 31))
             decoded = builder.bitcast(builder.xor(level, negative), numbers)
-            of_query = builder.load(place(in_rotated, rotated, [ir.IntType(64)(coordinate), first], numbers), align=1)
-            parts.append(builder.fmul(decoded, of_query))
-        product, *others = (builder.fadd(parts[at], parts[at + 1]) for at in range(0, SUBSPACE, 2))
+            of_query = builder.load(pointer(in_rotated, rotated, [ir.IntType(64)(coordinate), first], numbers), align=1)
+            summands.append(builder.fmul(decoded, of_query))
+        product, *others = (builder.fadd(summands[at], summands[at + 1]) for at in range(0, SUBSPACE, 2))
         for other in others:
             product = builder.fadd(product, other)
         narrow = ir.VectorType(ir.IntType(16), EIGHT)
         subspaces = context.make_array(in_rotated)(context, builder, rotated).shape
         after = builder.mul(cgutils.unpack_tuple(builder, subspaces, 2)[1], ir.IntType(64)(2))
-        weights = builder.load(place(in_halves, halves, [token, builder.add(after, first)], narrow), align=1)
+        weights = builder.load(pointer(in_halves, halves, [token, builder.add(after, first)], narrow), align=1)
         weights = builder.bitcast(builder.shl(builder.zext(weights, words), every(16)), numbers)
-        builder.store(builder.fmul(product, weights), place(in_terms, terms, [first], numbers), align=1)
+        builder.store(builder.fmul(product, weights), pointer(in_terms, terms, [first], numbers), align=1)
         return context.get_dummy_value()
 
     return types.void(codes, halves, types.intp, types.intp, rotated, terms), generate

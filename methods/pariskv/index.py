@@ -22,7 +22,7 @@ from methods.pariskv import kernels, vectorised
 from methods.pariskv.codebook import CENTROIDS, SUBSPACE, Quotas, quotas, random_signs
 
 BLOCK = 4096  # keys that are encoded at once
-SPARE = 16  # one part in so many is reserved for tokens to come
+SPARE = 16  # a share of 1 / SPARE more is reserved for tokens to come
 
 WORTH_A_THREAD = 1 << 11  # tokens; the votes of fewer are counted before another thread has begun
 

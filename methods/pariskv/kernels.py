@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kvbench.kernels.threads import claim, together
+from kvbench.kernels.threads import claim, in_threads
 from methods.blocks.kernels import prefetch, sort, write_best
 from methods.blocks.lanes import ALL, LANES, at_least, look_up, lowest, lowest_ones, ones
 from methods.pariskv import codebook
@@ -232,7 +232,7 @@ def search(threads, zone, queries, signs, rows, spans, found, estimated):  # typ
         found: [R * Hkv, k] int64, written: tokens of the sequence, best first, then -1.
         estimated: [R * Hkv, k] float32, written: their estimates, then -inf.
     """
-    together(threads, _search, (np.zeros(1, np.int64), zone, queries, signs, rows, spans, found, estimated))
+    in_threads(threads, _search, (np.zeros(1, np.int64), zone, queries, signs, rows, spans, found, estimated))
 
 
 @inner

@@ -1,6 +1,6 @@
 """ParisKV (ICML 2026, arXiv 2602.07721): sign patterns that collide with the query's vote, 4-bit codes rerank.
 
-The past of a sequence is parted in four: sink tokens at its beginning, the local window and the update buffer at its
+The past of a sequence has four zones: sink tokens at its beginning, the local window and the update buffer at its
 end, and the retrieval zone between. Keys and values live on the host; of the zone's keys the device holds codes
 (`codebook.py`). A step attends sinks, window and buffer whole, and of the zone the k tokens whose estimated q.k is
 largest among those with most votes. A full buffer is encoded.
@@ -28,7 +28,7 @@ SPARE_NORMS = 256  # room for tokens to come that is added at once
 
 @dataclass(frozen=True)
 class Zones:
-    """How the past of one row is parted.
+    """How the past of one row is divided.
 
     Attributes:
         sinks: first tokens, always attended.
@@ -54,46 +54,48 @@ class Zones:
         return max(self.dense, self.sinks + self.local + self.update - 1 + self.k)
 
 
+@dataclass(frozen=True)
+class Options:
+    """All options of the method."""
+
+    # of runs without a budget, see `Zones`
+    sinks: int = 4
+    local: int = 512
+    update: int = 512
+    k: int = 100
+    dense_below: int = 2000  # such runs attend a shorter sequence whole, and any below sinks + local + 2 k
+
+    beta: float | None = None  # this, rho and tiers: see `codebook.quotas`
+    rho: float | None = None
+    tiers: Literal[1, 6] = 6
+    theta: float | None = None  # None: k tokens; a share: as many as hold it, see `adaptive.enough`; k is the most
+    k_min: int = 100  # the least then
+    compute: Literal["auto", "torch", "numba"] = "auto"  # Numba (on the CPU): where keys are computed on the CPU
+
+    def zones(self) -> Zones:
+        """Of a row in a run without a budget."""
+        dense = max(self.dense_below, self.sinks + self.local + 2 * self.k) - 1
+        return Zones(self.sinks, self.local, self.update, self.k, dense)
+
+
 class ParisKV(Method):
     """Attend sinks, local window, update buffer and the k tokens of the retrieval zone that score best.
 
     A budget C sets sinks + local + k, and the buffer is outside; where generated tokens count (unified accounting, or
-    generated=counted), the buffer is inside. Without a budget the sizes are the arguments'.
-
-    Args:
-        sinks, local, update, k: see `Zones`; of runs without a budget.
-        dense_below: such runs attend a shorter sequence whole, and any below sinks + local + 2 k.
-        beta, rho, tiers: see `codebook.quotas`.
-        theta: None: k tokens. A share: as many as hold it, see `adaptive.enough`; k is the most.
-        k_min: the least then.
-        compute: "torch", "numba" (on the CPU), or "auto": Numba where keys are computed on the CPU.
+    generated=counted), the buffer is inside. Without a budget the sizes are those of its options.
     """
 
     needs = Needs(home="host")
+    options_type = Options
 
-    def __init__(
-        self,
-        sinks: int = 4,
-        local: int = 512,
-        update: int = 512,
-        k: int = 100,
-        dense_below: int = 2000,
-        beta: float | None = None,
-        rho: float | None = None,
-        tiers: Literal[1, 6] = 6,
-        theta: float | None = None,
-        k_min: int = 100,
-        compute: Literal["auto", "torch", "numba"] = "auto",
-    ) -> None:
-        self.zones_without_budget = Zones(sinks, local, update, k, max(dense_below, sinks + local + 2 * k) - 1)
-        self.beta, self.rho, self.tiers, self.compute = beta, rho, tiers, compute
-        self.theta, self.k_min = theta, k_min
+    def __init__(self, options: Options) -> None:
+        self.options = options
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
-        """Part each row into zones, and draw the signs of the rotation."""
+        """Divide each row into zones, and draw the signs of the rotation."""
         super().begin(shape, budget, view, context)
         self.zones = [self._zones(length) for length in shape.lengths]
-        self.on_cpu = self.compute == "numba" or (self.compute == "auto" and shape.device.type == "cpu")
+        self.on_cpu = self.options.compute == "numba" or (self.options.compute == "auto" and shape.device.type == "cpu")
         if self.on_cpu:
             compile_kernels(context.pool)
         signs = random_signs(shape.head_dim, context.seed)
@@ -108,7 +110,7 @@ class ParisKV(Method):
     def _zones(self, length: int) -> Zones:
         """The zones of a row whose prompt has `length` tokens."""
         if self.budget.size is None:
-            return self.zones_without_budget
+            return self.options.zones()
         capacity = self.budget.tokens(length)
         if capacity >= ALIGNED and not self.budget.counts_generated:
             sinks, local, update = ALIGNED_SINKS, ALIGNED_LOCAL, ALIGNED_UPDATE
@@ -127,7 +129,7 @@ class ParisKV(Method):
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Encode the prompt's tokens between sinks and window."""
         self.index[layer] = self._new_index(layer)
-        if self.theta is not None:
+        if self.options.theta is not None:
             self.norms[layer] = prompt.values.float().norm(dim=3)
         for row, (zones, length) in enumerate(zip(self.zones, prompt.lengths, strict=True)):
             keys = prompt.keys[row, :, zones.sinks : max(zones.sinks, length - zones.local)]
@@ -136,7 +138,7 @@ class ParisKV(Method):
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Encode the oldest of window and buffer once the new token has filled the buffer."""
         index = self.index[layer]
-        if self.theta is not None:
+        if self.options.theta is not None:
             self._note(layer, value)
         for row, (zones, length) in enumerate(zip(self.zones, self.view.lengths(layer), strict=True)):
             if zones.waiting(length, index.lengths[row]) >= zones.update:
@@ -153,16 +155,16 @@ class ParisKV(Method):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """Sinks, window, buffer, and the k tokens that a search of the retrieval zone finds."""
-        index, asked, found = self.index[layer], {}, {}
+        index, options, asked, found = self.index[layer], self.options, {}, {}
         lengths = self.view.lengths(layer)
         for row, (zones, length, zone) in enumerate(zip(self.zones, lengths, index.lengths, strict=True)):
             if length > zones.dense and zone > zones.k:
-                asked[row] = quotas(zone, zones.k, self.beta, self.rho, self.tiers)
+                asked[row] = quotas(zone, zones.k, options.beta, options.rho, options.tiers)
         self.searches += len(asked)
         self.candidates += sum(one.candidates for one in asked.values())
         grouped = query[:, :, 0].unflatten(1, (self.shape.kv_heads, -1))
         with self.context.spans("query"):
-            if self.theta is None:
+            if self.options.theta is None:
                 found = index.search(grouped, asked)
                 self.retrieved += sum(one.retrieved for one in asked.values())
             else:
@@ -189,7 +191,8 @@ class ParisKV(Method):
             queries: [Hkv, G, D].
             estimates: [Hkv, C], of the products of the group's mean query.
         """
-        assert self.theta is not None
+        theta, least = self.options.theta, self.options.k_min
+        assert theta is not None
         zones, norms = self.zones[row], self.norms[layer][row].to(tokens.device)
         end = zones.sinks + self.index[layer].lengths[row]
         whole = self._whole(layer, row, self.view.lengths(layer)[row], end, zones.sinks)
@@ -202,10 +205,10 @@ class ParisKV(Method):
             norms[:, whole[0]],
             self.shape.scaling * estimates,
             norms.gather(1, tokens.clamp(min=0)),
-            self.theta,
+            theta,
         )
         most = min(zones.k, tokens.shape[1])
-        count = count.clamp(min=min(self.k_min, most), max=most)
+        count = count.clamp(min=min(least, most), max=most)
         return tokens.gather(1, order[:, :most]).masked_fill(torch.arange(most, device=count.device) >= count, -1)
 
     def _attended(self, layer: int, row: int, retrieved: torch.Tensor | None) -> torch.Tensor:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from methods.racc.settings import Options
 
 try:
     import faiss
@@ -22,32 +23,11 @@ except ImportError as error:
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.int64]
-Kind = Literal["flat", "ivfpq", "hnsw"]
-Metric = Literal["cosine", "ip"]
 
-CENTROIDS = 256  # of one subspace: a code is a byte
+CENTROIDS = 256  # of one subspace: a code is a byte; so many keys are needed to train on, at least
 KEYS_PER_LIST = 39  # fewer to train on, and faiss warns
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How keys are indexed.
-
-    Attributes:
-        kind: "flat", every key is compared; "ivfpq", coded keys in lists; "hnsw", a graph.
-        metric: "ip", the largest inner product; "cosine", of normalised keys and queries.
-        lists, probes, subspaces: of ivfpq: lists at most (one for 39 keys), lists looked into, bytes of a code.
-        neighbours, ef_construction, ef_search: of hnsw: M, and the beam widths.
-    """
-
-    kind: Kind = "flat"
-    metric: Metric = "ip"
-    lists: int = 100
-    probes: int = 10
-    subspaces: int = 8
-    neighbours: int = 32
-    ef_construction: int = 200
-    ef_search: int = 100
+LISTS, PROBES = 100, 10  # of ivfpq: lists at most, and lists looked into
+NEIGHBOURS, BUILD_BEAM, SEARCH_BEAM = 32, 200, 100  # of hnsw: M, and the widths of its beams
 
 
 def augmented(keys: Floats, bound: float) -> Floats:
@@ -70,7 +50,7 @@ class KeyIndex:
     """Finds tokens by their keys. Used by one thread at a time, which should have called `faiss.omp_set_num_threads`.
 
     Args:
-        settings: see `Settings`.
+        options: how keys are indexed.
         read: keys [n, D] of token ids [n].
         seed: of what faiss draws to train.
 
@@ -80,8 +60,8 @@ class KeyIndex:
         rebuilds: how often an index that was there was made anew: M was exceeded, or lists had outgrown their training.
     """
 
-    def __init__(self, settings: Settings, read: Callable[[Tokens], Floats], seed: int = 0) -> None:
-        self.settings, self.seed = settings, seed
+    def __init__(self, options: Options, read: Callable[[Tokens], Floats], seed: int = 0) -> None:
+        self.options, self.seed = options, seed
         self.tokens: Tokens = np.empty(0, np.int64)
         self.keys_read = self.rebuilds = 0
         self._read_keys = read
@@ -99,12 +79,7 @@ class KeyIndex:
     @property
     def searched_flat(self) -> bool:
         """The keys are too few for lists, so all are compared."""
-        return self.settings.kind == "ivfpq" and 0 < self._trained < self._fewest
-
-    @property
-    def _fewest(self) -> int:
-        """Keys that lists and codes can be trained on, at least."""
-        return max(CENTROIDS, self.settings.lists)
+        return self.options.index == "ivfpq" and 0 < self._trained < CENTROIDS
 
     def cover(self, tokens: Tokens) -> None:
         """Index those of `tokens` that are not there yet.
@@ -117,8 +92,8 @@ class KeyIndex:
             return
         keys = self._read(fresh)
         self.tokens = np.concatenate([self.tokens, fresh])
-        exceeded = self.settings.metric == "ip" and float(_squares(keys).max()) > self._bound
-        outgrown = self.settings.kind == "ivfpq" and len(self) >= 2 * self._trained
+        exceeded = self.options.metric == "ip" and float(_squares(keys).max()) > self._bound
+        outgrown = self.options.index == "ivfpq" and len(self) >= 2 * self._trained
         if self._index is None:
             self._build(keys)
         elif exceeded or outgrown:
@@ -132,7 +107,7 @@ class KeyIndex:
         if self._index is None or not k:
             return np.empty(0, np.int64)
         point = np.zeros((1, self._index.d), np.float32)  # upsilon(q), and zeros beyond
-        point[0, : len(query)] = _normalised(query[None])[0] if self.settings.metric == "cosine" else query
+        point[0, : len(query)] = _normalised(query[None])[0] if self.options.metric == "cosine" else query
         found = self._index.search(point, min(k, len(self)))[1][0]
         return self.tokens[found[found >= 0]]
 
@@ -154,31 +129,30 @@ class KeyIndex:
         self._index.add(points)
 
     def _empty(self, width: int) -> Any:
-        settings = self.settings
         index: Any
-        if settings.kind == "hnsw":
-            index = faiss.IndexHNSWFlat(width, settings.neighbours)
-            index.hnsw.efConstruction, index.hnsw.efSearch = settings.ef_construction, settings.ef_search
+        if self.options.index == "hnsw":
+            index = faiss.IndexHNSWFlat(width, NEIGHBOURS)
+            index.hnsw.efConstruction, index.hnsw.efSearch = BUILD_BEAM, SEARCH_BEAM
             return index
         if self.searched_flat:
             warnings.warn(
-                f"index=ivfpq: fewer keys than {self._fewest} are searched flat; its lists and codes need as many",
+                f"index=ivfpq: fewer keys than {CENTROIDS} are searched flat; its lists and codes need as many",
                 stacklevel=2,
             )
-        if settings.kind == "flat" or self.searched_flat:
+        if self.options.index == "flat" or self.searched_flat:
             return faiss.IndexFlatL2(width)
-        lists = max(1, min(settings.lists, self._trained // KEYS_PER_LIST))
-        index = faiss.IndexIVFPQ(faiss.IndexFlatL2(width), width, lists, settings.subspaces, 8)
-        index.nprobe = settings.probes
+        lists = max(1, min(LISTS, self._trained // KEYS_PER_LIST))
+        index = faiss.IndexIVFPQ(faiss.IndexFlatL2(width), width, lists, self.options.subspaces, 8)
+        index.nprobe = PROBES
         index.cp.seed = index.pq.cp.seed = self.seed % 2**31
         return index
 
     def _points(self, keys: Floats) -> Floats:
-        points = _normalised(keys) if self.settings.metric == "cosine" else augmented(keys, self._bound)
+        points = _normalised(keys) if self.options.metric == "cosine" else augmented(keys, self._bound)
         return self._widened(points)
 
     def _widened(self, points: Floats) -> Floats:
         """With zeros up to a width that the subspaces divide: with phi's entry, 128 becomes 144."""
-        if self.settings.kind != "ivfpq":
+        if self.options.index != "ivfpq":
             return np.ascontiguousarray(points)
-        return np.pad(points, ((0, 0), (0, -points.shape[1] % (2 * self.settings.subspaces))))
+        return np.pad(points, ((0, 0), (0, -points.shape[1] % (2 * self.options.subspaces))))

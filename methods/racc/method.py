@@ -1,6 +1,6 @@
 """RACC: compression of the cache, and asynchronous retrieval of what was evicted.
 
-A sequence is parted in three: the prompt (L1), the older generated tokens (L2) and the observation window (L3). After
+A sequence has three regions: the prompt (L1), the older generated tokens (L2) and the observation window (L3). After
 every n generated tokens the queries of the window vote, a share alpha of L2 stays (`compressor`), and the rest goes to
 the host, where an index finds what a later query asks for (`retrieval`; sections 4.1 and 4.2, Algorithm 1). A prompt
 may be compressed as well, by any method that evicts.
@@ -10,22 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.ragged import stacked
-from methods.blocks.topk import Granularity
-from methods.blocks.votes import Pooling
 from methods.pyramidkv import PyramidKV
-from methods.racc.compressor import Compressor, Cycle, Order, Vote
-from methods.racc.index import Kind, Metric, Settings
-from methods.racc.ratio import measured_ratio, retained, share
+from methods.racc.compressor import Compressor
+from methods.racc.ratio import actual_ratio, retained, share
 from methods.racc.residents import Residents, packed
-from methods.racc.retrieval import Answer, Link, Mode, Retrieval
-from methods.racc.scenario import Scenario, of_compressor, refuse_budget, settled, with_share
+from methods.racc.retrieval import Answer, Retrieval
+from methods.racc.scenario import of_compressor, refuse_budget, settled, with_share
+from methods.racc.settings import Options
 from methods.snapkv import SnapKV
 
 FIRST_INDEXED = 2  # the published code, which links at compressions, indexes from the second one on
@@ -44,112 +42,61 @@ class Evictions:
 
 
 class RACC(Method):
-    """Compress the prompt, the generated tokens or both, and attend evicted tokens that a search found.
+    """Compress the prompt, the generated tokens or both, and attend evicted tokens that a search found."""
 
-    Args:
-        compressor: what compresses the prompt; "none" leaves it whole.
-        capacity: prompt tokens it keeps without a budget.
-        prompt_window, kernel, pooling: its settings, see `SnapKV`.
-        granularity: "query_head": each query head votes for a cache of its own (as published), and the union is held;
-            a search is the group's in either way.
-        scenario: see `scenario`.
-        search_prompt: evicted prompt tokens may be found again.
-        every, window, alpha, vote, vote_kernel, vote_order, shifted: see `Cycle`; a budget may set alpha.
-        link, lag, mode, beta: see `Link`.
-        metric, index, lists, probes, subspaces, neighbours, ef_construction, ef_search: see `Settings`.
+    options_type = Options
 
-    Raises:
-        ValueError: alpha, beta, n or lag is out of its range.
-    """
-
-    def __init__(
-        self,
-        compressor: Literal["snapkv", "pyramidkv", "none"] = "snapkv",
-        capacity: int = 6000,
-        prompt_window: int = 128,
-        kernel: int = 5,
-        pooling: Pooling = "mean",
-        granularity: Granularity = "kv_head",
-        search_prompt: bool = True,
-        scenario: Scenario = "auto",
-        every: int = 400,
-        window: int = 40,
-        alpha: float = 0.6,
-        beta: float = 0.01,
-        vote: Vote = "softmax_l2",
-        vote_kernel: int = 5,
-        vote_order: Order = "token",
-        shifted: bool = False,
-        link: Literal["compress", "step"] = "compress",
-        lag: int = 200,
-        metric: Metric = "cosine",
-        index: Kind = "flat",
-        lists: int = 100,
-        probes: int = 10,
-        subspaces: int = 8,
-        neighbours: int = 32,
-        ef_construction: int = 200,
-        ef_search: int = 100,
-        mode: Mode = "deterministic",
-    ) -> None:
-        self.asked_scenario, self.capacity, self.search_prompt = scenario, capacity, search_prompt
-        self.asked_cycle = Cycle(every, window, alpha, vote, vote_kernel, vote_order, shifted)
-        self.link = Link(link, lag, mode, beta)
-        if link == "compress" and lag >= every:
-            raise ValueError(f"lag={lag}: expected fewer steps than lie between two compressions, every={every}")
-        self.settings = Settings(index, metric, lists, probes, subspaces, neighbours, ef_construction, ef_search)
-        compressors = {"snapkv": SnapKV, "pyramidkv": PyramidKV}
-        settings = {"window": prompt_window, "kernel": kernel, "pooling": pooling, "granularity": granularity}
-        self.granularity = granularity
-        self.compressor = compressors[compressor](**settings) if compressor != "none" else None
-        self.needs = Needs(
-            query_window=prompt_window if self.compressor else 0, queries=True, on_drop="offload", host_keys=True
-        )
+    def __init__(self, options: Options) -> None:
+        self.asked, window = options, options.prompt_window
+        kind = {"snapkv": SnapKV, "pyramidkv": PyramidKV, "none": None}[options.compressor]
+        settings: dict[str, Any] = {name: getattr(options, name) for name in ("kernel", "pooling", "granularity")}
+        self.compressor = kind(window=window, **settings) if kind else None
+        self.needs = Needs(query_window=window if kind else 0, queries=True, on_drop="offload", host_keys=True)
 
     # -- a new generation ------------------------------------------------------------------------------------------
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle what is compressed, and how much of it stays."""
         super().begin(shape, budget, view, context)
-        if self.settings.kind == "ivfpq" and self.settings.subspaces > shape.head_dim:
-            raise ValueError(f"subspaces={self.settings.subspaces}: at most the head dimension, {shape.head_dim}")
-        self.cycle = self._cycle()
-        self.moves = self.link.kind == "compress" and self.scenario != "liso"  # what was found returns to the cache
+        self.options = options = self._with_budget()
+        if options.index == "ivfpq" and options.subspaces > shape.head_dim:
+            raise ValueError(f"subspaces={options.subspaces}: at most the head dimension, {shape.head_dim}")
+        self.moves = options.link == "compress" and self.scenario != "liso"  # what was found returns to the cache
         # lists of a KV head: under unified accounting those of a group are joined
-        self.group = shape.group if self.granularity == "query_head" and not budget.unified else 1
+        self.group = shape.group if options.granularity == "query_head" and not budget.unified else 1
         self.steps = self.compressions = 0
         self.residents: dict[int, Residents] = {}
-        self.of_generated = Compressor(self.cycle, shape, view) if self.cycle.alpha < 1 else None
+        self.of_generated = Compressor(options, shape, view) if options.alpha < 1 else None
         self.of_prompt = self.compressor if self.scenario != "silo" else None
-        self.retrieval = Retrieval(self.link, self.settings, shape, view, context)
-        self.attended: dict[int, int] = {}  # tokens on the host that the last step attended, per KV head
+        self.retrieval = Retrieval(options, shape, view, context)
+        self.from_host: dict[int, int] = {}  # tokens on the host that the last step attended, per KV head
         self.entries: list[float] = []  # of each step, see `_entries`
         if self.of_prompt is not None:
-            whole = budget if budget.size is not None else replace(budget, size=self.capacity)
+            whole = budget if budget.size is not None else replace(budget, size=options.capacity)
             evictions = cast("View", Evictions(view, self._keep))
-            self.of_prompt.begin(shape, of_compressor(whole, self.link.beta), evictions, context)
+            self.of_prompt.begin(shape, of_compressor(whole, options.beta), evictions, context)
 
     def check_budget(self) -> None:
         """Settle the scenario, and refuse a budget that it has no rule for."""
         answer = self.context.new_tokens
-        self.scenario = settled(self.asked_scenario, self.budget, self.shape.lengths, answer)
+        self.scenario = settled(self.asked.scenario, self.budget, self.shape.lengths, answer)
         if self.scenario == "liso":
             super().check_budget()
         else:
             refuse_budget(self.scenario, self.budget, answer)
 
-    def _cycle(self) -> Cycle:
-        """The cycle with the alpha of the scenario and the budget; in liso no generated token goes, whatever alpha."""
+    def _with_budget(self) -> Options:
+        """The options with the alpha of scenario and budget; in liso no generated token goes, whatever alpha."""
         answer = self.context.new_tokens
         if self.scenario == "liso":
-            return replace(self.asked_cycle, alpha=1)
+            return replace(self.asked, alpha=1)
         if self.budget.size is None or answer is None:
-            return self.asked_cycle
-        return with_share(self.asked_cycle, float(self.budget.size), self.link.beta, answer)
+            return self.asked
+        return with_share(self.asked, float(self.budget.size), answer)
 
     def _capacity(self, length: int) -> int:
         """C of a prompt of `length` tokens."""
-        return self.capacity if self.budget.size is None else self.budget.tokens(length)
+        return self.options.capacity if self.budget.size is None else self.budget.tokens(length)
 
     # -- eviction --------------------------------------------------------------------------------------------------
 
@@ -157,7 +104,7 @@ class RACC(Method):
         """Have the prompt compressed, and what it drops indexed beside the prefill of later layers."""
         shape = self.shape
         sizes = prompt.lengths, shape.kv_heads, shape.device_of(layer), self.group
-        residents = self.residents[layer] = Residents(*sizes, search_prompt=self.search_prompt)
+        residents = self.residents[layer] = Residents(*sizes, search_prompt=self.options.search_prompt)
         if self.of_prompt is not None:
             self.of_prompt.prefill(layer, prompt)
             self.retrieval.flush()
@@ -169,7 +116,7 @@ class RACC(Method):
             ids = self._of_long_rows(layer, ids)
         self.view.keep(layer, ids, room)
         self.residents[layer].hold(ids, self.view.lengths(layer))
-        if not self.link.beta or (self.moves and self.compressions < FIRST_INDEXED):
+        if not self.options.beta or (self.moves and self.compressions < FIRST_INDEXED):
             return
         evicted = self.residents[layer].evicted()
         if any(len(head) for heads in evicted for head in heads):
@@ -179,15 +126,15 @@ class RACC(Method):
         """Keep L1, the share alpha of L2 with most votes, L3, and what was retrieved, if it moves."""
         assert self.of_generated is not None
         residents, lengths = self.residents[layer], self.view.lengths(layer)
-        window = residents.range([length - self.cycle.window for length in lengths], lengths)
+        window = residents.range([length - self.options.window for length in lengths], lengths)
         kept, lost = self.of_generated.kept(layer)
         residents.lost = torch.cat([residents.lost, lost], dim=2)
-        parts = [kept, window]
+        lists = [kept, window]
         if self.moves and layer in self.retrieval.layers:
             found = self.retrieval.layers[layer].latest(self.steps)
             self.retrieval.log.late += found is None
-            parts = parts if found is None else [self._for_all(found), *parts]
-        residents.generated = torch.cat(parts, dim=2)
+            lists = lists if found is None else [self._for_all(found), *lists]
+        residents.generated = torch.cat(lists, dim=2)
         self._keep(layer, torch.cat([residents.prompt, residents.generated], dim=2))
 
     # -- a decode step ---------------------------------------------------------------------------------------------
@@ -198,10 +145,10 @@ class RACC(Method):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         """What is on the device, and the tokens on the host that the latest search found."""
-        if self.of_generated is not None and self.cycle.votes(self.steps):
+        if self.of_generated is not None and self.options.votes(self.steps):
             self.of_generated.vote(layer, query, self.residents[layer])
         found = self._retrieved(layer, query)
-        self.attended[layer] = 0 if found is None else found.tokens.shape[2]
+        self.from_host[layer] = 0 if found is None else found.tokens.shape[2]
         rolls = self.of_prompt if self.budget.counts_generated else None
         rolling = rolls.select(layer, query) if rolls is not None else None
         if found is None and rolling is None and self.group == 1:
@@ -220,7 +167,7 @@ class RACC(Method):
         """Ask if it is time to; what to attend of earlier answers, if they do not return to the cache."""
         if layer not in self.retrieval.layers:
             return None
-        if self.link.asks(self.steps, self.cycle.every):
+        if self.options.asks(self.steps):
             counts = [self._wanted(row, length) for row, length in enumerate(self.view.lengths(layer))]
             self.retrieval.ask(layer, self.steps, query, counts)
         return None if self.moves else self.retrieval.layers[layer].latest(self.steps)
@@ -230,7 +177,7 @@ class RACC(Method):
         if self.budget.counts_generated and self.of_prompt is not None:
             prompt = self.shape.lengths[row]
             return self._capacity(prompt) - self.of_prompt.budget.tokens(prompt)
-        return share(self.link.beta, length)
+        return share(self.options.beta, length)
 
     def _of_long_rows(self, layer: int, rolling: torch.Tensor) -> torch.Tensor:
         """What the compressor selected [B, H, M], and all of the rows that fit their budget."""
@@ -244,7 +191,7 @@ class RACC(Method):
         """At the end of a cycle compress the generated tokens; start the searches that were asked for."""
         if self.of_prompt is not None:
             self.of_prompt.end_step()
-        if self.of_generated is not None and self.cycle.ends(self.steps):
+        if self.of_generated is not None and self.options.compresses(self.steps):
             self.compressions += 1
             for layer in self.shape.sparse_layers:
                 self._compress(layer)
@@ -255,29 +202,29 @@ class RACC(Method):
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """What stays of the prompt, what the cycles so far leave of the generated tokens, and what is retrieved."""
-        retrieved = share(self.link.beta, length + generated)
+        retrieved = share(self.options.beta, length + generated)
         if self.of_prompt is not None and self.budget.counts_generated:
             capacity, own = self._capacity(length), self.of_prompt.budget.tokens(length)
             return max(capacity, self.of_prompt.rule(layer, length, generated) + capacity - own)
         if self.scenario == "liso":
             return retrieved + self.of_prompt.rule(layer, length, generated) if self.of_prompt else length + generated
         prompt = self.of_prompt.rule(layer, length, 0) if self.of_prompt else length
-        if self.cycle.alpha == 1:
+        if self.options.alpha == 1:
             return prompt + generated
 
         def linked(number: int) -> int:
             asks = self.moves and number > FIRST_INDEXED
-            return share(self.link.beta, length + number * self.cycle.every - self.link.lag) if asks else 0
+            return share(self.options.beta, length + number * self.options.every - self.options.lag) if asks else 0
 
-        done = (generated - 1) // self.cycle.every
-        older = retained(done, self.cycle.alpha, self.cycle.every, self.cycle.window, linked)
-        return prompt + self.group * older + generated - done * self.cycle.every + (0 if self.moves else retrieved)
+        done = (generated - 1) // self.options.every
+        older = retained(done, self.options.alpha, self.options.every, self.options.window, linked)
+        return prompt + self.group * older + generated - done * self.options.every + (0 if self.moves else retrieved)
 
     def _entries(self) -> float:
         """Tokens on the device that the scenario's ratio counts, per list and sparse layer."""
         held = {layer: self.residents[layer] for layer in self.shape.sparse_layers}
         since = sum(self.view.lengths(layer)[0] - own.since[0] for layer, own in held.items())
-        count = sum(own.count for own in held.values()) + since + sum(self.attended.values())
+        count = sum(own.count for own in held.values()) + since + sum(self.from_host.values())
         return count / len(held) - self._uncounted()
 
     def _uncounted(self) -> float:
@@ -289,7 +236,7 @@ class RACC(Method):
         return self._capacity(length) if self.of_prompt and self.budget.counts_generated else None
 
     def report(self) -> dict[str, float]:
-        """The measured ratio (`ratio.measured_ratio`), and what became of the searches (`retrieval.Log`)."""
+        """The actual ratio (`ratio.actual_ratio`), and what became of the searches (`retrieval.Log`)."""
         self.retrieval.flush()  # a step that an error ended has not done so, and the audit waits for the jobs
         counted = sum(self.shape.lengths) / self.shape.batch - self._uncounted()
-        return {**measured_ratio(self.entries, counted + self.steps), **self.retrieval.log.report()}
+        return {**actual_ratio(self.entries, counted + self.steps), **self.retrieval.log.report()}

@@ -60,7 +60,7 @@ def retained(
     return size
 
 
-def measured_ratio(entries: Sequence[float], total: float) -> dict[str, float]:
+def actual_ratio(entries: Sequence[float], total: float) -> dict[str, float]:
     """The ratio P that a generation had: at its end, on average over its steps, and at its peak.
 
     Args:

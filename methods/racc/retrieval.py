@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import faiss
 import numpy as np
@@ -20,36 +20,8 @@ import torch
 
 from kvbench.method import Context, Shape, View
 from methods.racc.background import Batch
-from methods.racc.index import Floats, KeyIndex, Settings, Tokens
-
-Mode = Literal["deterministic", "free"]
-
-
-@dataclass(frozen=True)
-class Link:
-    """When a search is asked for, and when what it found is attended.
-
-    Attributes:
-        kind: "step", every step asks, and what was found is attended until the next answer; "compress", each cycle asks
-            once, and what was found returns to the cache at the next compression (in liso, which has none: is attended
-            for the n tokens that follow).
-        lag: steps between a request and the use of its answer.
-        mode: see the module.
-        beta: share of all tokens that is retrieved.
-    """
-
-    kind: Literal["compress", "step"] = "compress"
-    lag: int = 200
-    mode: Mode = "deterministic"
-    beta: float = 0.01
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.beta <= 1:
-            raise ValueError(f"beta={self.beta}: expected a share in [0, 1]")
-
-    def asks(self, step: int, every: int) -> bool:
-        """A search begins in this decode step; `every`: steps of a cycle."""
-        return self.kind == "step" or (step + self.lag) % every == 0
+from methods.racc.index import Floats, KeyIndex, Tokens
+from methods.racc.settings import Options
 
 
 @dataclass
@@ -110,7 +82,7 @@ class Retriever:
         layer: for messages.
         index: [B][Hkv].
         submit: of a `Batch`.
-        link: when an answer is used.
+        options: when an answer is used.
         count_read: called with how many keys were read.
         log: counts what happens.
     """
@@ -120,11 +92,11 @@ class Retriever:
         layer: int,
         index: Sequence[Sequence[KeyIndex]],
         submit: Callable[..., Future[Any]],
-        link: Link,
+        options: Options,
         count_read: Callable[[int], None],
         log: Log,
     ) -> None:
-        self.layer, self.index, self.link, self.log = layer, index, link, log
+        self.layer, self.index, self.options, self.log = layer, index, options, log
         self._submit, self._count_read = submit, count_read
         self._pending: deque[tuple[int, Future[_Found]]] = deque()
         self._last: Future[_Found] | None = None
@@ -133,7 +105,7 @@ class Retriever:
 
     @property
     def _free(self) -> bool:
-        return self.link.mode == "free"
+        return self.options.mode == "free"
 
     @property
     def foreign_bytes(self) -> int:
@@ -184,7 +156,7 @@ class Retriever:
         return self._answer
 
     def _due(self, asked: int, job: Future[_Found], step: int) -> bool:
-        return job.done() if self._free else asked <= step - self.link.lag
+        return job.done() if self._free else asked <= step - self.options.lag
 
     def _enqueue(
         self, step: int, tokens: Sequence[Sequence[Tokens]] | None, queries: Floats | None, counts: Sequence[int]
@@ -235,8 +207,8 @@ class Retrieval:
         log: see `Log`.
     """
 
-    def __init__(self, link: Link, settings: Settings, shape: Shape, view: View, context: Context) -> None:
-        self.link, self.settings, self.shape, self.view, self.context = link, settings, shape, view, context
+    def __init__(self, options: Options, shape: Shape, view: View, context: Context) -> None:
+        self.options, self.shape, self.view, self.context = options, shape, view, context
         self.layers: dict[int, Retriever] = {}
         self.log = Log()
         self._jobs = Batch(context.pool.submit, torch.get_num_threads())
@@ -250,7 +222,7 @@ class Retrieval:
     def ask(self, layer: int, step: int, query: torch.Tensor, counts: Sequence[int]) -> None:
         """Ask for the nearest `counts[b]` tokens to the mean query of each group; `query`: [B, Hq, 1, D]."""
         self.layers[layer].request(step, query.unflatten(1, (self.shape.kv_heads, -1)).mean(dim=2)[:, :, 0], counts)
-        if self.link.lag == 0:
+        if self.options.lag == 0:
             self.flush()
 
     def flush(self) -> None:
@@ -261,12 +233,12 @@ class Retrieval:
         seeds = [self.context.layer_seed(layer, row) for row in range(self.shape.batch)]
         index = [
             [
-                KeyIndex(self.settings, partial(_keys, self.view, layer, row, head), seed + head)
+                KeyIndex(self.options, partial(_keys, self.view, layer, row, head), seed + head)
                 for head in range(self.shape.kv_heads)
             ]
             for row, seed in enumerate(seeds)
         ]
-        return Retriever(layer, index, self._jobs.submit, self.link, partial(self.view.count_read, layer), self.log)
+        return Retriever(layer, index, self._jobs.submit, self.options, partial(self.view.count_read, layer), self.log)
 
 
 def _keys(view: View, layer: int, row: int, head: int, tokens: Tokens) -> Floats:

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from kvbench.budget import Budget
-from methods.racc.compressor import Cycle
 from methods.racc.ratio import alpha_for
-
-Scenario = Literal["auto", "liso", "silo", "lilo"]
+from methods.racc.settings import Options, Scenario
 
 
 def settled(asked: Scenario, budget: Budget, lengths: Sequence[int], new_tokens: int | None) -> Scenario:
@@ -55,14 +52,14 @@ def refuse_budget(scenario: Scenario, budget: Budget, new_tokens: int | None) ->
         )
 
 
-def with_share(cycle: Cycle, share: float, beta: float, new_tokens: int) -> Cycle:
-    """The cycle whose alpha keeps so large a share of all tokens, those retrieved (beta) among them.
+def with_share(options: Options, share: float, new_tokens: int) -> Options:
+    """The options whose alpha keeps so large a share of all tokens, those retrieved (beta) among them.
 
     Raises:
         ValueError: the retrieved tokens alone are more.
     """
     try:
-        return replace(cycle, alpha=alpha_for(share, max(1, new_tokens // cycle.every), beta))
+        return replace(options, alpha=alpha_for(share, max(1, new_tokens // options.every), options.beta))
     except ValueError as error:
         raise ValueError(f"budget={share}: {error}") from error
 

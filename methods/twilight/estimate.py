@@ -36,13 +36,13 @@ class FourBitKeys:
         room = SPARE if new_tokens is None else new_tokens
         self.codes, self.steps = _with_room(codes, room), _with_room(steps, room)
 
-    def write(self, places: Sequence[int], key: torch.Tensor) -> None:
-        """Code the next key [B, Hkv, 1, D] of each row, whose token id is places[b]."""
-        if max(places) >= self.codes.shape[2]:
+    def write(self, tokens: Sequence[int], key: torch.Tensor) -> None:
+        """Code the next key [B, Hkv, 1, D] of each row, whose token id is tokens[b]."""
+        if max(tokens) >= self.codes.shape[2]:
             self.codes, self.steps = _with_room(self.codes, SPARE), _with_room(self.steps, SPARE)
         codes, steps = quantised(key)
-        for row, place in enumerate(places):
-            self.codes[row, :, place], self.steps[row, :, place] = codes[row, :, 0], steps[row, :, 0]
+        for row, token in enumerate(tokens):
+            self.codes[row, :, token], self.steps[row, :, token] = codes[row, :, 0], steps[row, :, 0]
 
     def top_p(self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]) -> torch.Tensor:
         """Of the tokens index [B, Hs, M] the fewest whose estimated weights sum to p or more, of each query head.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvbench.kernels.threads import claim, together
+from kvbench.kernels.threads import claim, in_threads
 from methods.blocks.kernels import jit, kernel, sort
 
 
@@ -21,7 +21,7 @@ def top_p(threads, query, codes, steps, index, p, found, kept):  # type: ignore[
         found: [B * Hq, M] int64, written: the largest weight first, trailing -1.
         kept: [B * Hq] int64, written: how many.
     """
-    together(threads, _top_p, (np.zeros(1, np.int64), query, codes, steps, index, p, found, kept))
+    in_threads(threads, _top_p, (np.zeros(1, np.int64), query, codes, steps, index, p, found, kept))
 
 
 @jit

@@ -20,7 +20,7 @@ from methods.twilight.estimate import FourBitKeys, compile_kernels
 
 PROPOSED = 4  # tokens that are proposed for one of the budget, where the budget says how many are attended
 WINDOW = 8  # last queries of the prompt, by which a budget is met
-SHARES = 1000  # p is a whole number of these parts
+SHARES = 1000  # p is a whole number of thousandths
 
 
 class ProposingQuest(Quest):
@@ -40,7 +40,7 @@ class Twilight(Method):
     The budget C is the selector's: what is attended is at most that, and as a rule far less. With unified accounting
     the query heads of a group choose from one list of C tokens.
 
-    Calibrated, the budget is what a query head attends on average, as far as the prompt's last queries tell: the
+    Calibrated, the budget is what a query head attends on average, by what the prompt's last queries attend: the
     selector proposes 4 C, and p is the largest with which these queries, in all layers, would keep no more than C of
     the best 4 C. Under unified accounting, where C is the most, nothing is left to prune then: p = 1.
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvbench.kernels.attend import LIST_PIECE, scratch, write_piece
 from kvbench.kernels.rows import BLOCK, add_values, lay_out, scale_logits, score, weigh
-from kvbench.kernels.threads import claim, together
+from kvbench.kernels.threads import claim, in_threads
 from kvbench.kernels.vectors import LANES, LOWEST, inner, kernel
 
 
@@ -24,7 +24,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
         stored: the type of a number.
     """
     arguments = claims, pieces, query, scaling, index, bias, blocks, own, stored, logits, results
-    together(threads, _attend_blocks, arguments)
+    in_threads(threads, _attend_blocks, arguments)
 
 
 @inner
@@ -91,7 +91,7 @@ def gather(threads, claims, ids, blocks, keys, values):  # type: ignore[no-untyp
         keys: [H, M, words], to be written.
         values: [H, M, D], numbers, likewise.
     """
-    together(threads, _gather, (claims, ids, blocks, keys, values))
+    in_threads(threads, _gather, (claims, ids, blocks, keys, values))
 
 
 @inner

@@ -11,7 +11,7 @@ import yaml
 
 from kvbench.report.data.papers import FOLDER
 
-KINDS = ("runs", "printed", "file")  # where a part's number is from
+KINDS = ("runs", "printed", "file")  # where a criterion's number is from
 
 
 class Bed(NamedTuple):
@@ -27,8 +27,8 @@ class Bed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
-    """One criterion: a number, and between which bounds its whole interval must lie.
+class Criterion:
+    """A number, and the bounds between which its whole interval must lie.
 
     Attributes:
         about: the number, in words.
@@ -63,7 +63,7 @@ class Claim:
         kind: "accuracy", "latency", ...
         original: why the paper's own setting is not testable here, so that the verdict is its stand-in's; "" where it
             is the claim's own.
-        parts: all must hold.
+        criteria: all must hold.
         weaker: what the evidence lacks.
     """
 
@@ -72,7 +72,7 @@ class Claim:
     source: str
     kind: str
     original: str
-    parts: tuple[Part, ...]
+    criteria: tuple[Criterion, ...]
     weaker: str
 
 
@@ -95,16 +95,16 @@ def _read() -> dict[str, Any]:
 
 
 def _claim(id: str, entry: Mapping[str, Any]) -> Claim:
-    parts = tuple(part for one in entry["parts"] for part in _parts(one))
+    criteria = tuple(criterion for one in entry["criteria"] for criterion in _criteria(one))
     words = {key: str(entry.get(key, "")) for key in ("claim", "source", "kind", "original", "weaker")}
-    return Claim(id, parts=parts, **words)
+    return Claim(id, criteria=criteria, **words)
 
 
-def _parts(entry: Mapping[str, Any]) -> list[Part]:
-    """The parts of an entry: one, or one for each of its arms."""
+def _criteria(entry: Mapping[str, Any]) -> list[Criterion]:
+    """The criteria of an entry: one, or one for each of its arms."""
     (kind,) = set(KINDS) & set(entry)
     about, asked = entry["about"], entry[kind]
     bounds = {key: entry[key] for key in ("at_least", "at_most", "n") if key in entry}
     if "each" not in entry:
-        return [Part(about, kind, asked, **bounds)]
-    return [Part(about.format(arm=arm), kind, {**asked, "of": arm}, **bounds) for arm in entry["each"]]
+        return [Criterion(about, kind, asked, **bounds)]
+    return [Criterion(about.format(arm=arm), kind, {**asked, "of": arm}, **bounds) for arm in entry["each"]]

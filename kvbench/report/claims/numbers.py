@@ -121,10 +121,10 @@ def filed(folders: Sequence[Path], asked: Mapping[str, Any]) -> Finding | Missin
         found = [dict(_at(whole, one, asked.get("where", {}), one == asked.get("each"))) for one in paths]
     except (OSError, ResultsError, *DAMAGED) as error:
         return Missing(f"{path} is not what the script writes ({type(error).__name__}); {anew}")
-    told = [place for place in found[0] if all(place in other for other in found)]  # by records that have all of them
-    if not told:
+    places = [place for place in found[0] if all(place in other for other in found)]  # by records that have all of them
+    if not places:
         return Missing(f"{path} has no {' with '.join(paths)}; {anew}")
-    columns = {key: np.array([own[place] for place in told]) for key, own in zip(paths, found, strict=True)}
+    columns = {key: np.array([own[place] for place in places]) for key, own in zip(paths, found, strict=True)}
     values = columns[asked["value"]] - (columns[asked["less"]] if "less" in asked else 0.0)
     if "slope" in asked:
         sizes = columns[asked["slope"]]
@@ -147,8 +147,8 @@ def _ranged(values: np.ndarray, note: str) -> Finding:
 def _at(
     value: Any, path: str, where: Mapping[str, Sequence[Any]], words: bool = False, place: tuple[int, ...] = ()
 ) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """The numbers at a path, and words where they are asked for, each with the places of the elements that led there;
-    only of records that have one of the values wanted of each key of `where`.
+    """The numbers at a path, and words where they are asked for, each with the indices of the elements on the way; only
+    of records whose keys have one of the values that `where` wants.
     """
     if isinstance(value, Mapping) and any(key in value and value[key] not in some for key, some in where.items()):
         return

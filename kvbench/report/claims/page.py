@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import kvbench
-from kvbench.report.claims.claim import Claim, Part, claims
+from kvbench.report.claims.claim import Claim, Criterion, claims
 from kvbench.report.claims.numbers import filed, printed
 from kvbench.report.claims.sampled import sampled
 from kvbench.report.claims.verdict import Finding, Missing, Verdict, judge, of_all
-from kvbench.report.data.frame import Runs, collect
+from kvbench.report.data.frame import collect
+from kvbench.report.data.run import Runs
 from kvbench.report.html import STYLE
 from kvbench.report.tables.formats import csv_lines, plain_markdown
 
@@ -27,33 +28,33 @@ class Judged(NamedTuple):
     """A claim with its verdict.
 
     Attributes:
-        parts: each with what was found, and its own verdict.
+        criteria: each with what was found, and its own verdict.
         runs: that it was judged by.
     """
 
     claim: Claim
     verdict: Verdict
-    parts: list[tuple[Part, Finding | Missing, Verdict]]
+    criteria: list[tuple[Criterion, Finding | Missing, Verdict]]
     runs: Runs | None
 
     @property
     def shown(self) -> str:
         """The verdict as a reader sees it; a stand-in's is said to be one, unless printed numbers alone decide."""
-        deciding = {part.kind for part, _, verdict in self.parts if verdict is self.verdict}
+        deciding = {criterion.kind for criterion, _, verdict in self.criteria if verdict is self.verdict}
         if self.claim.original and deciding != {"printed"}:
             return f"not testable here; stand-in: {self.verdict.value}"
         return self.verdict.value
 
     @property
-    def measured(self) -> list[str]:
-        """Of each part what was measured, or what is missing."""
-        return [sentence(part, found) for part, found, _ in self.parts]
+    def sentences(self) -> list[str]:
+        """Of each criterion what was measured, or what is missing."""
+        return [sentence(criterion, found) for criterion, found, _ in self.criteria]
 
 
 def judged(runs: Runs | None, folders: Sequence[Path]) -> list[Judged]:
-    """Every claim, with its verdict by these runs and by the measurements' files in these folders, else the shipped.
+    """Every claim with its verdict, by these runs and the measurements' files in these folders or the shipped ones.
 
-    A claim of which the runs that kvbench ships measure more, on as many samples as it needs, is judged by them.
+    If the runs that kvbench ships measure more of a claim, on as many samples as it needs, they decide it.
     """
     found = []
     for claim in claims():
@@ -66,18 +67,18 @@ def judged(runs: Runs | None, folders: Sequence[Path]) -> list[Judged]:
 def _judged(claim: Claim, runs: Runs | None, folders: Sequence[Path], note: str = "") -> Judged:
     """A claim by these runs alone; a note says of each number whose runs they are."""
     found = []
-    for part in claim.parts:
-        number = _found(part, runs, [*folders, SHIPPED])
-        if note and part.kind == "runs" and isinstance(number, Finding):
+    for criterion in claim.criteria:
+        number = _found(criterion, runs, [*folders, SHIPPED])
+        if note and criterion.kind == "runs" and isinstance(number, Finding):
             number = number._replace(note="; ".join(filter(None, [number.note, note])))
-        found.append((part, number, judge(part, number)))
+        found.append((criterion, number, judge(criterion, number)))
     return Judged(claim, of_all([verdict for *_, verdict in found]), found, runs)
 
 
 def _lacking(one: Judged) -> tuple[int, int]:
-    """How many parts ask for runs that are not there, and how many for more samples than these have."""
-    own = [(part, number) for part, number, _ in one.parts if part.kind == "runs"]
-    found = [number.n < part.n for part, number in own if isinstance(number, Finding)]
+    """How many criteria ask for runs that are not there, and how many for more samples than these have."""
+    own = [(criterion, number) for criterion, number, _ in one.criteria if criterion.kind == "runs"]
+    found = [number.n < criterion.n for criterion, number in own if isinstance(number, Finding)]
     return len(own) - len(found), sum(found)
 
 
@@ -87,22 +88,22 @@ def shipped_runs(archive: Path) -> Runs | None:
     return collect([archive]) if archive.is_file() else None
 
 
-def _found(part: Part, runs: Runs | None, folders: Sequence[Path]) -> Finding | Missing:
-    if part.kind == "runs":
-        return sampled(runs, part.asked)
-    if part.kind == "printed":
-        return printed(part.asked)
-    return filed(folders, part.asked)
+def _found(criterion: Criterion, runs: Runs | None, folders: Sequence[Path]) -> Finding | Missing:
+    if criterion.kind == "runs":
+        return sampled(runs, criterion.asked)
+    if criterion.kind == "printed":
+        return printed(criterion.asked)
+    return filed(folders, criterion.asked)
 
 
-def sentence(part: Part, found: Finding | Missing) -> str:
-    """What was measured for a part, with its interval and what it should be."""
+def sentence(criterion: Criterion, found: Finding | Missing) -> str:
+    """What was measured for a criterion, with its interval and what it should be."""
     if isinstance(found, Missing):
-        return f"{part.about}: {found.why}"
+        return f"{criterion.about}: {found.why}"
     interval = "" if found.low is None or found.low == found.high else f" [{found.low:.3g}, {found.high:.3g}]"
-    few = f", {found.n} of {part.n} samples" if found.n < part.n else ""
+    few = f", {found.n} of {criterion.n} samples" if found.n < criterion.n else ""
     note = f" ({found.note})" if found.note else ""
-    return f"{part.about}: {found.value:.3g}{interval}{few}; wanted {part.wanted}{note}"
+    return f"{criterion.about}: {found.value:.3g}{interval}{few}; wanted {criterion.wanted}{note}"
 
 
 def _summary(found: Sequence[Judged]) -> str:
@@ -117,7 +118,7 @@ def console(found: Sequence[Judged]) -> str:
 
 def _paragraph(one: Judged) -> Iterator[str]:
     yield from textwrap.wrap(f"{one.claim.id}  {one.shown.upper()}  {one.claim.claim} [{one.claim.source}]", WIDTH)
-    for line in one.measured:
+    for line in one.sentences:
         yield from textwrap.wrap(line, WIDTH, initial_indent="    ", subsequent_indent="      ")
     for name in ("original", "weaker"):
         if text := getattr(one.claim, name):
@@ -131,8 +132,8 @@ def _rows(found: Sequence[Judged]) -> Iterator[list[list[str]]]:
     """The cells of each claim's row, each the lines in it."""
     for one in found:
         claim = one.claim
-        told = [[claim.id], [claim.claim], [claim.source], [claim.kind], one.measured, [one.shown]]
-        yield [*told, [claim.original], [claim.weaker]]
+        cells = [[claim.id], [claim.claim], [claim.source], [claim.kind], one.sentences, [one.shown]]
+        yield [*cells, [claim.original], [claim.weaker]]
 
 
 def markdown(found: Sequence[Judged]) -> str:
@@ -143,23 +144,23 @@ def markdown(found: Sequence[Judged]) -> str:
 
 
 def csv_text(found: Sequence[Judged]) -> str:
-    """A line for each part of each claim, numbers unrounded."""
+    """A line for each criterion of each claim, numbers unrounded."""
     heads = ["id", "claim", "verdict", "part", "part_verdict", "value", "low", "high", "n", "wanted_n", "note"]
     rows: list[list[Any]] = [heads]
     for one in found:
-        for part, number, verdict in one.parts:
-            start = [one.claim.id, one.claim.claim, one.shown, part.about, verdict.value]
+        for criterion, number, verdict in one.criteria:
+            start = [one.claim.id, one.claim.claim, one.shown, criterion.about, verdict.value]
             numbers = (
-                ["", "", "", "", part.n, number.why]
+                ["", "", "", "", criterion.n, number.why]
                 if isinstance(number, Missing)
-                else [*number[:4], part.n, number.note]
+                else [*number[:4], criterion.n, number.note]
             )
             rows.append([*start, *numbers])
     return csv_lines(rows)
 
 
 def html(found: Sequence[Judged]) -> str:
-    """A page with one table; what was not measured says by which command it is."""
+    """A page with one table; where a number is missing it has the command that measures it."""
     heads = "".join(f"<th class=label>{name}</th>" for name in HEADS)
     rows = []
     for row in _rows(found):

@@ -1,6 +1,6 @@
-"""Numbers of claims that are measured in runs: of one arm's samples, or of two arms' on the same samples.
+"""Numbers of claims that are taken from runs: from one arm's samples, or from two arms' on the same samples.
 
-A part asks for
+A criterion asks for
   bed         of `claims.beds`, whose words all runs share
   value       of a sample: "score" (0..100), a key such as "fidelity.kl_mean", "A / B" of two keys, or a list's quarter,
               such as "fidelity.steps.kl@last" (or @first)
@@ -23,13 +23,12 @@ import numpy as np
 from kvbench.config import show
 from kvbench.report.claims.claim import beds
 from kvbench.report.claims.verdict import Finding, Missing
-from kvbench.report.data.evidence import but_for_seed, is_shared, scored_in_parts, what_scores
-from kvbench.report.data.frame import Runs, missing
+from kvbench.report.data.run import Run, Runs, is_shared, missing
 from kvbench.report.data.stats import estimate, is_0_1, proportion, ratio
 from kvbench.runs.stored import Record
 from kvbench.runs.summary import is_disturbed
 
-# What a run has where an arm does not say otherwise.
+# What an arm's words mean where they do not name these keys.
 USUAL = {
     "protocol.accounting": "paper",
     "protocol.question_as_decode": "false",
@@ -43,7 +42,7 @@ ROLES = ("of", "less", "over", "among")
 
 TIMES = ("tpot_ms", "breakdown_ms")  # how the values begin that a disturbed machine spoils
 
-Key = tuple[str, str]  # what tells a sample from others of its id, and that id
+Key = tuple[str, str]  # the seed of a sample or the word for its content, and its id
 
 
 class Reading(NamedTuple):
@@ -52,7 +51,7 @@ class Reading(NamedTuple):
     Attributes:
         group: of the sample.
         value: of it.
-        below: what it is to be divided by; NaN for a plain value.
+        below: the number that divides it; NaN where none does.
     """
 
     group: str
@@ -61,21 +60,19 @@ class Reading(NamedTuple):
 
 
 def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
-    """The number that a part asks for."""
+    """The number that a criterion asks for."""
     arms = arms_of(asked)
     found: dict[str, list[dict[Key, Reading]]] = {}
-    taken: dict[str, int] = {}
+    taken: dict[str, Run] = {}
     for name, several in arms.items():
         value = "score" if name == "among" else asked["value"]
         for words in several:
             chosen = runs_of(runs, asked["bed"], words)
             if isinstance(chosen, Missing):
                 return chosen
-            assert runs is not None
             taken[words] = chosen[0]
-            found.setdefault(name, []).append(_readings(runs, chosen, value, asked.get("lengths", []), name == "of"))
-    assert runs is not None
-    if apart := _differing(runs, asked["bed"], taken):
+            found.setdefault(name, []).append(_readings(chosen, value, asked.get("lengths", []), name == "of"))
+    if apart := _differing(asked["bed"], taken):
         return apart
     ours = found["of"][0]
     known = found["among"][0] if "among" in found else {}
@@ -107,15 +104,16 @@ def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
         return Finding(*ratio(values, below))
     # Scores that are all 100 have an interval, too; differences of such have the bootstrap's.
     whole = asked["value"] == "score" and "less" not in found and all(map(is_0_1, values))
-    whole = whole and what_scores(runs, taken[arms["of"][0]]) not in scored_in_parts(runs)
-    measured = Finding(*(proportion(values) if whole else estimate(values)))
+    of = taken[arms["of"][0]]
+    whole = whole and of.scored_as not in of.beside.graded
+    finding = Finding(*(proportion(values) if whole else estimate(values)))
     if not both:
-        return measured
-    return measured._replace(n=len(both), note=f"over the {measured.n} of {len(both)} that {arms['among'][0]} answers")
+        return finding
+    return finding._replace(n=len(both), note=f"over the {finding.n} of {len(both)} that {arms['among'][0]} answers")
 
 
 def arms_of(asked: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The arms that a part asks for, in words of the command line, by the role that they have in its number."""
+    """The arms that a criterion asks for, in words of the command line, by the role that they have in its number."""
     named = {role: asked[role] for role in ROLES if role in asked}
     return {role: [arms] if isinstance(arms, str) else arms for role, arms in named.items()}
 
@@ -126,14 +124,14 @@ def _ranged(values: Sequence[np.ndarray], below: Sequence[np.ndarray] | None) ->
     return Finding(float(np.median(every)), float(every.min()), float(every.max()), len(every))
 
 
-def runs_of(runs: Runs | None, bed: str, words: str) -> list[int] | Missing:
+def runs_of(runs: Runs | None, bed: str, words: str) -> list[Run] | Missing:
     """The runs of an arm, which differ in their seed alone."""
     words_of_bed, command = beds()[bed]
     wanted = USUAL | dict(word.split("=", 1) for word in (*words_of_bed, *words.split()))
-    chosen = [run for run in runs.setting if _matches(runs.setting[run], wanted)] if runs else []
-    if not runs or not chosen:
+    chosen = [run for run in runs or () if _matches(run.settings, wanted)]
+    if not chosen:
         return Missing(f"no run of {words}; {command}")
-    kinds = [{key: show(value) for key, value in but_for_seed(runs, run).items()} for run in chosen]
+    kinds = [{key: show(value) for key, value in run.but_for_seed.items()} for run in chosen]
     differing = sorted(key for key in kinds[0] if len({kind.get(key) for kind in kinds}) > 1)
     if differing:
         return Missing(
@@ -142,26 +140,26 @@ def runs_of(runs: Runs | None, bed: str, words: str) -> list[int] | Missing:
     return chosen
 
 
-def _differing(runs: Runs, bed: str, taken: Mapping[str, int]) -> Missing | None:
-    """What arms differ in that neither they nor the bed ask for, so that they cannot be compared; None: nothing."""
+def _differing(bed: str, taken: Mapping[str, Run]) -> Missing | None:
+    """Why arms cannot be compared: they differ in what neither they nor the bed ask for. None: they can."""
     asked = {word.partition("=")[0] for words in taken for word in words.split()}
     kinds = []
     for run in taken.values():
-        own = but_for_seed(runs, run).items()
+        own = run.but_for_seed.items()
         kind = {key: show(value) for key, value in own if key in ALIKE or is_shared(key)}
-        kind |= {"task's data": str(runs.arm[run]["data"])}
-        if runs.timed(run):
-            kind["machine"] = str(runs.arm[run]["measured_on"])
+        kind |= {"task's data": str(run.arm["data"])}
+        if run.is_timed:
+            kind["machine"] = str(run.arm["measured_on"])
         kinds.append({key: value for key, value in kind.items() if key not in asked})
     for key in sorted(set().union(*kinds)):
         if len({kind.get(key) for kind in kinds}) > 1:
-            told = " and ".join(f"{kind.get(key)} ({words})" for words, kind in zip(taken, kinds, strict=True))
-            return Missing(f"runs that differ in {key}, {told}; {beds()[bed].command}")
+            values = " and ".join(f"{kind.get(key)} ({words})" for words, kind in zip(taken, kinds, strict=True))
+            return Missing(f"runs that differ in {key}, {values}; {beds()[bed].command}")
     return None
 
 
 def _matches(settings: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
-    """Whether a run has these settings; what it has no such key for, it leaves at its usual value."""
+    """Whether a run has these settings; a key that it does not have has its usual value."""
     for key, value in wanted.items():
         own = settings.get(key)
         known = USUAL.get(key, "null") if missing(own) else show(own)
@@ -170,22 +168,20 @@ def _matches(settings: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
     return True
 
 
-def _readings(
-    runs: Runs, chosen: Sequence[int], value: str, lengths: Sequence[int], failures: bool
-) -> dict[Key, Reading]:
+def _readings(chosen: Sequence[Run], value: str, lengths: Sequence[int], failures: bool) -> dict[Key, Reading]:
     """What the samples of an arm say; of those that are the same under several seeds the first.
 
-    A failed sample has no value but a score of 0, and that only with `failures`: of an arm that others are compared
-    with nothing is known there. Times of a disturbed machine are left out.
+    A failed sample has no value, except a score of 0 with `failures`; in an arm that others are compared with it has
+    none at all. Times of a disturbed machine are left out.
     """
     found: dict[Key, Reading] = {}
     is_time = value.partition(".")[0] in TIMES
     for run in chosen:
-        seed = show(runs.setting[run]["seed"])
+        seed = show(run.settings["seed"])
         own: dict[Key, Reading] = {}
-        contents = dict(zip(runs.scores[run].ids, runs.scores[run].contents, strict=True))
-        scores = dict(zip(runs.scores[run].ids, runs.scores[run].values, strict=True))
-        for record in runs.samples(runs.arms.loc[run]):
+        contents = dict(zip(run.scores.ids, run.scores.contents, strict=True))
+        scores = dict(zip(run.scores.ids, run.scores.values, strict=True))
+        for record in run.samples():
             length = (record.get("meta") or {}).get("length")
             if (lengths and length not in lengths) or (is_time and is_disturbed(record)):
                 continue
@@ -202,16 +198,16 @@ def _readings(
                 if len(known) == len(numbers) and known[1:] != [0]:  # over nothing there is no number
                     own[seed, id] = Reading(group, *known)
         if len(lengths) > 1:
-            own = _growth(own, seed, lengths, runs, run)
-        elif not runs.timed(run):  # repeats of a time are samples; a text that several seeds share is one
+            own = _growth(own, seed, lengths, run)
+        elif not run.is_timed:  # repeats of a time are samples; a text that several seeds share is one
             own = {(str(contents[id]), id): one for (_, id), one in own.items()}
         found = own | found
     return found
 
 
-def _growth(own: Mapping[Key, Reading], seed: str, lengths: Sequence[int], runs: Runs, run: int) -> dict[Key, Reading]:
+def _growth(own: Mapping[Key, Reading], seed: str, lengths: Sequence[int], run: Run) -> dict[Key, Reading]:
     """What a value grows by from the first of two lengths to the second, mean over repeats."""
-    length = {record["id"]: record["meta"]["length"] for record in runs.samples(runs.arms.loc[run])}
+    length = {record["id"]: record["meta"]["length"] for record in run.samples()}
     of = [[one.value for (_, id), one in own.items() if length[id] == wanted] for wanted in lengths]
     return {(seed, "growth"): Reading("", statistics.fmean(of[1]) - statistics.fmean(of[0]))} if all(of) else {}
 

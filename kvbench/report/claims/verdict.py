@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from kvbench.report.claims.claim import Part
+from kvbench.report.claims.claim import Criterion
 
 
 class Verdict(Enum):
-    """What can be said of a claim, or of one of its parts."""
+    """What can be said of a claim, or of one of its criteria."""
 
     HOLDS = "holds"
     FAILS = "does not hold"
@@ -23,7 +23,7 @@ class Verdict(Enum):
         return self.value if count == 1 else plural.get(self, self.value)
 
 
-# Of several parts the first of these decides: a part that fails refutes the claim whatever the others are.
+# Of the verdicts on a claim's criteria the first of these decides: one that fails refutes the claim.
 DECIDING = (Verdict.FAILS, Verdict.NOT_MEASURED, Verdict.UNDECIDED, Verdict.HOLDS)
 
 
@@ -34,7 +34,7 @@ class Finding(NamedTuple):
         value: the estimate.
         low, high: its interval; None where there are too few samples for one.
         n: samples.
-        note: what stands behind it, in words.
+        note: what it is of, in words.
     """
 
     value: float
@@ -55,19 +55,19 @@ def exactly(value: float, note: str = "") -> Finding:
     return Finding(value, value, value, 1, note)
 
 
-def judge(part: Part, found: Finding | Missing) -> Verdict:
+def judge(criterion: Criterion, found: Finding | Missing) -> Verdict:
     """Holds if the whole interval meets the bounds, fails if none of it does; fewer samples than n decide nothing."""
     if isinstance(found, Missing):
         return Verdict.NOT_MEASURED
-    if found.n < part.n or found.low is None or found.high is None:
+    if found.n < criterion.n or found.low is None or found.high is None:
         return Verdict.UNDECIDED
-    least = float("-inf") if part.at_least is None else part.at_least
-    most = float("inf") if part.at_most is None else part.at_most
+    least = float("-inf") if criterion.at_least is None else criterion.at_least
+    most = float("inf") if criterion.at_most is None else criterion.at_most
     if least <= found.low and found.high <= most:
         return Verdict.HOLDS
     return Verdict.FAILS if found.high < least or found.low > most else Verdict.UNDECIDED
 
 
 def of_all(verdicts: Sequence[Verdict]) -> Verdict:
-    """The verdict on a claim whose parts have these."""
+    """The verdict on a claim whose criteria have these."""
     return min(verdicts, key=DECIDING.index)

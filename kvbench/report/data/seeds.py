@@ -1,4 +1,4 @@
-"""Runs that differ in their seed alone stand together, as one run of more samples: the tables and figures of reports.
+"""Runs that differ in their seed alone become one run of more samples, in the tables and figures of reports.
 
 Scores are of the samples of all seeds, of what is the same sample under several seeds the mean; other numbers are the
 mean of the runs', times the median of those that were taken on one machine.
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kvbench.report.data.evidence import but_for_seed
-from kvbench.report.data.frame import Runs, Scores, framed, missing
+from kvbench.report.data.run import Run, Runs, Scores, framed, missing
 from kvbench.report.data.select import order_of
 from kvbench.runs.quantities import QUANTITIES, Quantity, is_number, named
 from kvbench.runs.summary import combine
@@ -25,44 +23,33 @@ SUMMED = ("n", "failed", "left_out")
 OF_MACHINE = ("latency", "breakdown_ms", "hardware", "machine")  # parts of a summary that are of one machine
 
 
-def over_seeds(runs: Runs, chosen: Iterable[int]) -> tuple[Runs, list[int]]:
+def over_seeds(runs: Runs, chosen: Iterable[Run]) -> tuple[Runs, list[Run]]:
     """The same runs, but of those chosen that differ in their seed alone only the first is left and stands for all.
 
     Returns:
         The runs, and which of them stand for the chosen ones. A line of `arms` has the least and the largest of its
         seeds' numbers as `spread`, by name; in `settings` the seed is all of them.
     """
-    alike: dict[str, list[int]] = {}
+    alike: dict[str, list[Run]] = {}
     for run in chosen:
-        arm = runs.arm[run]
-        kind = {**but_for_seed(runs, run), "data": arm["data"]}
+        kind = {**run.but_for_seed, "data": run.arm["data"]}
         alike.setdefault(json.dumps(kind, sort_keys=True, default=str), []).append(run)
-    together = {members[0]: members for members in alike.values()}
     if all(len(members) == 1 for members in alike.values()):
-        return runs, list(together)
-    gone = {run for members in alike.values() for run in members[1:]}
-    arms, settings = ({run: line for run, line in of.items() if run not in gone} for of in (runs.arm, runs.setting))
-    scores = {run: own for run, own in runs.scores.items() if run not in gone}
-    groups = runs.groups[~runs.groups["run"].isin(together)].to_dict("records") if len(runs.groups) else []
-    for first, members in together.items():
-        members.sort(key=lambda run: order_of(str(runs.setting[run]["seed"])))
-        arms[first] = _arm([runs.arm[run] for run in members])
-        seeds = {"seed": ", ".join(str(runs.setting[run]["seed"]) for run in members)}
-        settings[first] = {**runs.setting[first], **but_for_seed(runs, first), **seeds}
-        arms[first] |= seeds
-        scores[first] = _scores([runs.scores[run] for run in members])
-        if len(runs.groups):
-            groups += _groups(first, runs.groups[runs.groups["run"].isin(members)])
-    return (
-        replace(
-            runs,
-            arms=framed(list(arms.values())).set_axis(list(arms)),
-            groups=framed(groups),
-            settings=pd.DataFrame(list(settings.values()), list(settings), dtype=object),
-            scores=scores,
-        ),
-        list(together),
-    )
+        return runs, [run for (run,) in alike.values()]
+    joined = {members[0]: members for members in alike.values()}
+    gone = {run for members in joined.values() for run in members[1:]}
+    kept = [run for run in runs if run not in gone]
+    arms, settings, scores = [], [], {}
+    for run in kept:
+        members = sorted(joined.get(run, [run]), key=lambda one: order_of(str(one.settings["seed"])))
+        seeds = {"seed": ", ".join(str(one.settings["seed"]) for one in members)}
+        arms.append(_arm([one.arm for one in members]) | seeds)
+        settings.append({**run.settings, **run.but_for_seed, **seeds})
+        scores[run.index] = _scores([one.scores for one in members])
+    index = list(scores)
+    frames = framed(arms).set_axis(index), pd.DataFrame(settings, index, dtype=object)
+    whole = Runs(*frames, scores, runs.left_out)
+    return whole, [whole[run.index] for run in joined]
 
 
 def _arm(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -109,24 +96,8 @@ def _timed_alike(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _scores(members: Sequence[Scores]) -> Scores:
     if len(members) == 1:
         return members[0]
-    lists = ([one for own in members for one in getattr(own, name)] for name in ("ids", "groups", "seeds"))
-    ids, groups, seeds = lists
+    ids, groups, seeds = ([one for own in members for one in getattr(own, name)] for name in ("ids", "groups", "seeds"))
     values, failed, contents, kl = (
         np.concatenate([getattr(own, name) for own in members]) for name in ("values", "failed", "contents", "kl")
     )
     return Scores(ids, groups, values, failed, seeds, contents, kl)
-
-
-def _groups(run: int, lines: pd.DataFrame) -> list[dict[str, Any]]:
-    """The lines of `Runs.groups` of a run that stands for those of these."""
-    return [
-        {
-            **own.iloc[0],
-            "run": run,
-            "score": own["score"].mean(),
-            "stderr": None,
-            "n": own["n"].sum(),
-            "failed": own["failed"].sum(),
-        }
-        for _, own in lines.groupby("group", sort=False)
-    ]

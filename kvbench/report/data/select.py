@@ -1,26 +1,24 @@
-"""Which runs stand where: words of the command line become settings, labels, and runs that count side by side."""
+"""Words of the command line become runs: which are chosen, which label each has, and which share a row or column."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvbench.config import ConfigError, nearest, show
-from kvbench.report.data.evidence import NOT_OF_FULL
-from kvbench.report.data.frame import PROTOCOL, YARDSTICK, Runs, missing
+from kvbench.report.data.run import NOT_OF_FULL, OF_ARMS, PROTOCOL, YARDSTICK, Run, Runs
 from kvbench.runs.quantities import NUMBERS
 
-OF_ARMS = ("weights", "device_name", "metric", "run_id")  # keys that stand in `Runs.arms` and not in its settings
 PROTOCOL_KEYS = tuple(f"protocol.{name}" for name in PROTOCOL)
 
 
-def select(runs: Runs, where: Sequence[str] = ()) -> list[int]:
+def select(runs: Runs, where: Sequence[str] = ()) -> list[Run]:
     """The runs that match all of these words, such as "method=quest", "budget=64,128" or "task.lengths=[1024]".
 
     Raises:
         ConfigError: no such key, or no run has the value.
     """
-    chosen = list(runs.arms.index)
+    chosen = list(runs)
     texts: dict[str, str] = {}
     for word in where:
         name, equals, text = word.partition("=")
@@ -33,11 +31,11 @@ def select(runs: Runs, where: Sequence[str] = ()) -> list[int]:
                 f"{name}={first},{text}"
             )
         wanted = {text} if text.startswith("[") else set(text.split(","))
-        there = {run: label_of(runs, run, key) for run in chosen}
         # A share of the prompt is shown as 10 % and given as 0.1.
-        given = {run: {label, show(runs.setting[run].get(key))} for run, label in there.items()}
+        given = {run: {run.label(key), show(run.settings.get(key))} for run in chosen}
         if unknown := sorted(wanted - {label for labels in given.values() for label in labels}):
-            raise ConfigError(f"--where {name}={unknown[0]}: no run has it; {nearest(text, set(there.values()))}")
+            there = set(labels_of(chosen, key))
+            raise ConfigError(f"--where {name}={unknown[0]}: no run has it; {nearest(text, there)}")
         chosen = [run for run in chosen if given[run] & wanted]
     return chosen
 
@@ -52,7 +50,7 @@ def key_of(runs: Runs, name: str) -> str:
         ConfigError: no such key, or several.
     """
     known = [*runs.settings.columns, *OF_ARMS, "group"]
-    return _one_of(name, known, {*known, *(key.rpartition(".")[2] for key in known)}, f"{name}: no such key of a run")
+    return _one_of(name, known, {*known, *map(last_word, known)}, f"{name}: no such key of a run")
 
 
 def value_of(runs: Runs, name: str) -> str:
@@ -64,6 +62,11 @@ def value_of(runs: Runs, name: str) -> str:
     unlisted = [column for column in runs.arms.columns if "." in column]
     known = [*NUMBERS, *unlisted]
     return _one_of(name, known, known, f"--values {name}: no such value")
+
+
+def last_word(key: str) -> str:
+    """A setting's name without its section."""
+    return key.rpartition(".")[2]
 
 
 def _one_of(name: str, known: Sequence[str], words: Iterable[str], unknown: str) -> str:
@@ -81,17 +84,9 @@ def _one_of(name: str, known: Sequence[str], words: Iterable[str], unknown: str)
 # -- settings as labels ------------------------------------------------------------------------------------------------
 
 
-def label_of(runs: Runs, run: int, key: str) -> str:
-    """The value of a run's setting as a table shows it."""
-    value = runs.arm[run][key] if key in OF_ARMS else runs.setting[run].get(key)
-    if missing(value):
-        return "-"
-    return f"{100 * value:g} %" if key == "budget" and isinstance(value, float) else show(value)
-
-
-def labels_of(runs: Runs, chosen: Iterable[int], key: str) -> list[str]:
+def labels_of(chosen: Iterable[Run], key: str) -> list[str]:
     """All values of a setting among these runs, in the order of a table."""
-    return sorted({label_of(runs, run, key) for run in chosen}, key=order_of)
+    return sorted({run.label(key) for run in chosen}, key=order_of)
 
 
 def order_of(label: str) -> tuple[bool, bool, float, str]:
@@ -103,47 +98,59 @@ def order_of(label: str) -> tuple[bool, bool, float, str]:
     return (True, True, number, label)
 
 
+def fewest_keys(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """The fewest keys that show all differences of these settings; how many samples there are is left out first."""
+
+    def apart(keys: Sequence[str]) -> int:
+        return len({tuple(own.get(key) for key in keys) for own in settings})
+
+    keys = [key for key in dict.fromkeys(key for own in settings for key in own) if apart([key]) > 1]
+    for key in sorted(keys, key=lambda key: key != "task.samples"):
+        rest = [other for other in keys if other != key]
+        keys = rest if apart(rest) == apart(keys) else keys
+    return keys
+
+
 # -- runs with the same labels -----------------------------------------------------------------------------------------
 
 
-def by_labels(runs: Runs, chosen: Iterable[int], axes: Sequence[str]) -> dict[tuple[str, ...], list[int]]:
+def by_labels(chosen: Iterable[Run], axes: Sequence[str]) -> dict[tuple[str, ...], list[Run]]:
     """The runs of each row and column of a table, groups aside."""
-    found: dict[tuple[str, ...], list[int]] = {}
+    found: dict[tuple[str, ...], list[Run]] = {}
     for run in chosen:
-        labels = tuple(label_of(runs, run, key) for key in axes if key != "group")
-        found.setdefault(labels, []).append(run)
+        found.setdefault(tuple(run.label(key) for key in axes if key != "group"), []).append(run)
     return found
 
 
-def scored(runs: Runs, alike: Sequence[int]) -> list[int]:
+def scored(alike: Sequence[Run]) -> list[Run]:
     """Of runs in one cell those whose scores and times count: a probe run stands in only where there is no other."""
-    return [run for run in alike if not runs.arm[run]["probe_every"]] or list(alike)
+    return [run for run in alike if not run.arm["probe_every"]] or list(alike)
 
 
-def probed(runs: Runs, alike: Sequence[int]) -> list[int]:
+def probed(alike: Sequence[Run]) -> list[Run]:
     """Of runs in one cell those whose probes count."""
-    return [run for run in alike if runs.arm[run]["probe_every"]]
+    return [run for run in alike if run.arm["probe_every"]]
 
 
-def differing_keys(runs: Runs, cells: Iterable[Sequence[int]]) -> list[str]:
-    """The settings that tell runs in one cell from each other, in the order of the settings."""
-    found = set()
+def differing_keys(cells: Iterable[Sequence[Run]]) -> list[str]:
+    """The settings in which runs of one cell differ, in the order of the settings."""
+    found: dict[str, bool] = {}
     for alike in cells:
-        for rivals in (scored(runs, alike), probed(runs, alike)):
-            if len(rivals) > 1:
-                found |= {key for key in runs.settings.columns if len({label_of(runs, run, key) for run in rivals}) > 1}
-    return [key for key in runs.settings.columns if key in found]
+        for rivals in (scored(alike), probed(alike)):
+            for key in rivals[0].settings if rivals else ():
+                found[key] = found.get(key, False) or len({run.label(key) for run in rivals}) > 1
+    return [key for key, differs in found.items() if differs]
 
 
-def refuse_several(runs: Runs, alike: Sequence[int], where: str, advice: str = "") -> None:
+def refuse_several(alike: Sequence[Run], where: str, advice: str = "") -> None:
     """Refuse runs that count alike in one cell.
 
     Raises:
         ConfigError: says in what they differ, and with which --where to choose.
     """
-    if keys := differing_keys(runs, [alike]):
-        difference = "; ".join(f"{key}={' | '.join(labels_of(runs, alike, key))}" for key in keys)
-        first = labels_of(runs, alike, keys[0])[0]
+    if keys := differing_keys([alike]):
+        difference = "; ".join(f"{key}={' | '.join(labels_of(alike, key))}" for key in keys)
+        first = labels_of(alike, keys[0])[0]
         raise ConfigError(
             f"{where}: several runs, which differ in {difference}; {advice}choose with --where {keys[0]}={first}"
         )
@@ -152,11 +159,9 @@ def refuse_several(runs: Runs, alike: Sequence[int], where: str, advice: str = "
 # -- protocols ---------------------------------------------------------------------------------------------------------
 
 
-def by_protocol(runs: Runs, chosen: Sequence[int]) -> list[tuple[list[int], str]]:
-    """The runs of each protocol, and what tells it from the others ("" where there is one)."""
-    kinds: dict[tuple[str, ...], list[int]] = {}
-    for run in chosen:
-        kinds.setdefault(tuple(label_of(runs, run, key) for key in PROTOCOL_KEYS), []).append(run)
+def by_protocol(chosen: Iterable[Run]) -> list[tuple[list[Run], str]]:
+    """The runs of each protocol, and in what it differs from the others ("" where there is one)."""
+    kinds = by_labels(chosen, PROTOCOL_KEYS)
     differing = [index for index in range(len(PROTOCOL_KEYS)) if len({kind[index] for kind in kinds}) > 1]
     return [
         (members, ", ".join(f"{PROTOCOL_KEYS[index]}={kind[index]}" for index in differing))
@@ -164,7 +169,7 @@ def by_protocol(runs: Runs, chosen: Sequence[int]) -> list[tuple[list[int], str]
     ]
 
 
-def marks_of_mixed(runs: Runs, chosen: Sequence[int], axes: Sequence[str], allowed: bool) -> dict[int, str]:
+def marks_of_mixed(chosen: Iterable[Run], axes: Sequence[str], allowed: bool) -> dict[Run, str]:
     """The mark of each run under another protocol than most of these.
 
     Raises:
@@ -172,8 +177,8 @@ def marks_of_mixed(runs: Runs, chosen: Sequence[int], axes: Sequence[str], allow
     """
     kinds = {}
     for run in chosen:
-        free = NOT_OF_FULL if runs.arm[run]["method"] == YARDSTICK else set()
-        kinds[run] = {key: label_of(runs, run, key) for key in PROTOCOL_KEYS if key not in axes and key not in free}
+        free = NOT_OF_FULL if run.arm["method"] == YARDSTICK else set()
+        kinds[run] = {key: run.label(key) for key in PROTOCOL_KEYS if key not in axes and key not in free}
     found = {key: Counter(kind[key] for kind in kinds.values() if key in kind) for key in PROTOCOL_KEYS}
     differing = {key: counts for key, counts in found.items() if len(counts) > 1}
     if not differing:

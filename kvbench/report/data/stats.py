@@ -1,9 +1,9 @@
 """What can be said of scores on few samples: intervals, of 0/1 scores by Wilson, of others by bootstrap; paired ones.
 
 Scores come in strata, one array for each group of samples (subset, length); the estimate is the plain mean of their
-means. A bootstrap resamples each stratum on its own, but those of one sample together: alone they show no spread, and
-together at least their own (collapsed strata: Cochran, Sampling Techniques, 1977, 5A.12). The resamples follow from a
-fixed seed: the same scores give the same interval in every process.
+means. A bootstrap resamples each stratum on its own. Strata of one sample show no spread alone; they are resampled as
+one stratum, which shows at least the spread that they have (collapsed strata: Cochran, Sampling Techniques, 1977,
+5A.12). The resamples follow from a fixed seed: the same scores give the same interval in every process.
 """
 
 from __future__ import annotations
@@ -103,6 +103,6 @@ def _resampled(strata: Sequence[np.ndarray]) -> np.ndarray | None:
 
 @functools.lru_cache(maxsize=32)
 def _weights(n: int, stratum: int) -> np.ndarray:
-    """[RESAMPLES, n] how much of a resample of n samples each is; strata of one size are resampled apart."""
+    """[RESAMPLES, n] how much of a resample of n samples each is; strata of one size have weights of their own."""
     rng = np.random.default_rng((SEED, n, stratum))
     return rng.multinomial(n, np.full(n, 1 / n), size=RESAMPLES) / n

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogFormatter
 
 from kvbench.config import ConfigError
 from kvbench.report.data.crossing import TIME, Times, crossing
-from kvbench.report.data.frame import CELL, Runs, missing
+from kvbench.report.data.run import CELL, Run, Runs, missing
+from kvbench.report.data.style import Style
 from kvbench.report.figures.panels import (
     MOST_PANELS,
     NOT_COMPARED,
     arms_for,
     curves_of,
     finished,
-    grid,
     line_look,
     mark_powers,
     panels_of,
     refuse_crowd,
     thousands,
+    tiled,
 )
-from kvbench.report.figures.style import Style
+
+_Curve = tuple[str, Style, Run, dict[int, float]]  # label, style, and milliseconds a token by prompt tokens
 
 
 def breakeven(runs: Runs) -> Figure:
@@ -35,19 +35,16 @@ def breakeven(runs: Runs) -> Figure:
         (f"{title}, {place}", own, drawn)
         for title, own in panels_of("breakeven", runs, arms, NOT_COMPARED | CELL)
         for place, drawn in _curves(runs, own).items()
-        if len(drawn) > 1 and any(runs.is_yardstick(arm.name) for _, _, arm, _ in drawn)
+        if len(drawn) > 1 and any(run.is_full for _, _, run, _ in drawn)
     ]
     if not panels:
         raise ConfigError(
             "figure=breakeven: no method and method=full at several lengths among these runs; task.lengths sets them"
         )
     refuse_crowd("breakeven", len(panels), "models, protocols, batches and machines", MOST_PANELS)
-    columns = min(2, len(panels))
-    figure, axes = grid(math.ceil(len(panels) / columns), columns, "time per token against context length")
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
+    figure, axes = tiled(len(panels), min(2, len(panels)), "time per token against context length")
     for axis, (title, _, drawn) in zip(axes.flat, panels, strict=False):
-        full = next(times for _, _, arm, times in drawn if runs.is_yardstick(arm.name))
+        full = next(times for _, _, run, times in drawn if run.is_full)
         for label, style, _, times in drawn:
             start = None if times is full else crossing(times, full)
             faster = f": faster from {thousands(round(start))}" if start else ""
@@ -61,30 +58,25 @@ def breakeven(runs: Runs) -> Figure:
     return finished(figure, axes, [own for _, own, _ in panels], times=True)
 
 
-def _curves(runs: Runs, arms: pd.DataFrame) -> dict[str, list[tuple[str, Style, Any, dict[int, float]]]]:
-    """By batch and machine, of each arm measured at several lengths its label and style, itself, and its times."""
-    measured = {run: runs.cells(run) for run in arms.index}
-    several = len({cell.machine for cells in measured.values() for cell in cells}) > 1
-    found: dict[str, list[tuple[str, Style, Any, dict[int, float]]]] = {}
-    for label, style, arm in curves_of(runs, arms):
+def _curves(runs: Runs, arms: pd.DataFrame) -> dict[str, list[_Curve]]:
+    """By batch and machine, of each arm timed at several lengths its label and style, itself, and its times."""
+    cells_of = {run: runs[run].cells() for run in arms.index}
+    several = len({cell.machine for cells in cells_of.values() for cell in cells}) > 1
+    found: dict[str, list[_Curve]] = {}
+    for label, style, run in curves_of(runs, arms):
         by_place: dict[str, dict[int, float]] = {}
-        for cell, line in sorted(measured[arm.name].items()):
+        for cell, line in sorted(cells_of[run.index].items()):
             if missing(line[TIME.name]):
                 continue
             place = f"batch {cell.batch}" + (f", on {cell.machine}" if several else "")
             by_place.setdefault(place, {})[cell.tokens] = float(line[TIME.name])
         for place, times in by_place.items():
             if len(times) > 1:
-                found.setdefault(place, []).append((label, style, arm, times))
+                found.setdefault(place, []).append((label, style, run, times))
     return found
 
 
 def _at(times: Times, tokens: float) -> float:
     """The time at a length, interpolated as `crossing` does."""
     lengths = sorted(times)
-    above = next(index for index, length in enumerate(lengths) if length >= tokens)
-    if lengths[above] == tokens:
-        return times[lengths[above]]
-    low, high = lengths[above - 1], lengths[above]
-    share = math.log(tokens / low) / math.log(high / low)
-    return times[low] * (times[high] / times[low]) ** share
+    return float(np.exp(np.interp(np.log(tokens), np.log(lengths), np.log([times[length] for length in lengths]))))

@@ -1,10 +1,10 @@
-"""Score and nearness against the bytes that an arm holds and those that its step reads: where a bit buys more than a
-token. Methods, budgets and ways to hold keys and values (`kv=`) stand in one panel, and the Pareto front is named.
+"""The figure `frontier`: where a bit buys more than a token, by the bytes that an arm holds and that its step reads.
+
+A panel has methods, budgets and ways to hold keys and values (`kv=`), and the names of the arms on its Pareto front.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -14,23 +14,22 @@ from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
 from kvbench.memory.kinds import KINDS, NATIVE
-from kvbench.report.data.evidence import Evidence
-from kvbench.report.data.frame import Runs, missing
+from kvbench.report.data.run import Run, Runs, missing
+from kvbench.report.data.sizes import bytes_held, bytes_of_step
 from kvbench.report.data.stats import COVERAGE
-from kvbench.report.figures.attended import MEASURES, Found, at_least, bytes_read
 from kvbench.report.figures.labels import GAP, SIZE, apart
+from kvbench.report.figures.nearness import MEASURES, Found, at_least
 from kvbench.report.figures.panels import (
     arms_for,
     finished,
     grid,
-    mark_powers,
-    no_budget,
+    mark_octaves,
     panels_of,
     rows_of,
     series_of,
     size_text,
 )
-from kvbench.report.figures.tradeoff import BARE, FRONT, areas, draw_front, front
+from kvbench.report.figures.pareto import BARE, FRONT, areas, draw_front, front
 from kvbench.runs.quantities import KIB, MIB, QUANTITIES
 
 COSTS = {
@@ -39,13 +38,13 @@ COSTS = {
 }
 MARKERS = "osD^vPX*<>"  # by `kv`, in the order of `KINDS`, then of those that differ by tier
 WIDE, TALL = 6.8, 4.4  # inches of a panel, and of its axis
-ROOM = 8  # how far left of the cheapest arm an axis begins, as a factor: names stand there
+ROOM = 8  # an axis begins at the cost of the cheapest arm over this: names are written there
 
 
 class Point(NamedTuple):
     """An arm in one panel."""
 
-    run: int
+    run: Run
     name: str
     colour: str
     marker: str
@@ -56,10 +55,7 @@ class Point(NamedTuple):
 def frontier(runs: Runs) -> Figure:
     """Score, and KL from full attention, against bytes held and bytes of a step; two rows for each task and model."""
     arms = arms_for(runs, "frontier", probed=False, scored=True)
-    evidence = Evidence(runs)
-    costs = pd.DataFrame(
-        {"held": bytes_held(evidence, run), "read": bytes_of_step(evidence, run)} for run in arms.index
-    )
+    costs = pd.DataFrame({"held": bytes_held(runs[run]), "read": bytes_of_step(runs[run])} for run in arms.index)
     arms = arms.join(costs.set_index(arms.index)).dropna(subset=list(COSTS))
     if not len(arms):
         raise ConfigError(
@@ -70,7 +66,7 @@ def frontier(runs: Runs) -> Figure:
         (title, own, measure)
         for title, own in panels
         for measure in MEASURES
-        if any((value := measure[1](evidence, run)) and (measure[0] == "score" or value.mean > 0) for run in own.index)
+        if any((value := measure[1](runs[run])) and (measure[0] == "score" or value.mean > 0) for run in own.index)
     ]
     title = f"where a bit buys more than a token; with {COVERAGE} % intervals, left and up or down is better"
     figure, axes = grid(len(found), len(COSTS), title, (WIDE, TALL + 0.7))
@@ -79,32 +75,13 @@ def frontier(runs: Runs) -> Figure:
         points = _points(runs, own, looks)
         for axis, cost in zip(row, COSTS, strict=True):
             axis.set_title(title)
-            _draw(axis, points, cost, measure, evidence)
+            _draw(axis, points, cost, measure)
     _explain(axes[0, 0], runs, arms, looks)
     return finished(figure, axes, [own for _, own in panels])
 
 
-def bytes_held(evidence: Evidence, run: int) -> float:
-    """Bytes that a run holds for each token of the context: keys and values of both tiers, and its index; NaN where it
-    does not say, or full attention not how many tokens there are, and where a sample failed: it may be the longest.
-    """
-    own, full = evidence.runs.arm[run], evidence.yardstick(run)
-    if full is None or missing(own["device_kv_bytes"]) or own["failed"] or evidence.runs.arm[full]["failed"]:
-        return math.nan
-    tokens = evidence.runs.arm[full]["attended_max"]
-    parts = [own[name] for name in ("device_kv_bytes", "host_bytes", "index_bytes")]
-    rows = evidence.runs.setting[run].get("batch") or 1
-    return math.nan if missing(tokens) else sum(0 if missing(part) else part for part in parts) / tokens / rows
-
-
-def bytes_of_step(evidence: Evidence, run: int) -> float:
-    """Bytes that a decode step reads (`bytes_read`) and brings up from the host, on average."""
-    moved = evidence.runs.arm[run]["moved_bytes_per_step"]
-    return bytes_read(evidence, run) + (0.0 if missing(moved) else moved)
-
-
 class _Looks(NamedTuple):
-    """What tells arms apart: a marker for each `kv`, an area for each budget."""
+    """How arms can be known: a marker for each `kv`, an area for each budget."""
 
     markers: dict[str, str]
     areas: dict[Any, float]
@@ -123,18 +100,18 @@ def _points(runs: Runs, arms: pd.DataFrame, looks: _Looks) -> list[Point]:
         for arm in rows_of(one.arms):
             kv = str(runs.settings.at[arm.name, "kv"])
             name = one.label(arm.budget) + (f", {kv}" if kv != str(NATIVE) else "")
-            area = BARE if no_budget(arm.budget) else looks.areas[arm.budget]
+            area = BARE if missing(arm.budget) else looks.areas[arm.budget]
             costs = {cost: arm[cost] * scale for cost, (_, scale) in COSTS.items()}
-            found.append(Point(arm.name, name, one.style.colour, looks.markers[kv], area, costs))
+            found.append(Point(runs[arm.name], name, one.style.colour, looks.markers[kv], area, costs))
     return found
 
 
-def _draw(axis: Any, points: Sequence[Point], cost: str, measure: tuple[str, Found], evidence: Evidence) -> None:
+def _draw(axis: Any, points: Sequence[Point], cost: str, measure: tuple[str, Found]) -> None:
     """One measure over one cost; what is at 0 of it, as full attention is of KL, is a line at its cost."""
     name, found = measure
     more, drawn = name == "score", {}
     for point in points:
-        value, x = found(evidence, point.run), point.costs[cost]
+        value, x = found(point.run), point.costs[cost]
         if value is None:
             continue
         if not more and value.mean <= 0:
@@ -149,7 +126,7 @@ def _draw(axis: Any, points: Sequence[Point], cost: str, measure: tuple[str, Fou
     costs, values = [x for x, _, _ in drawn.values()], [y for _, y, _ in drawn.values()]
     axis.set(xlabel=COSTS[cost][0], ylabel=QUANTITIES[name].axis, **({} if more else {"yscale": "log"}))
     left, right = min(costs), max(point.costs[cost] for point in points)
-    mark_powers(axis, [2.0**octave for octave in range(math.floor(math.log2(left)), math.ceil(math.log2(right)) + 1)])
+    mark_octaves(axis, left, right)
     axis.set_xlim(left / ROOM, 1.2 * right)
     axis.margins(y=0.08)
     draw_front(axis, costs, values, more)

@@ -1,5 +1,4 @@
-"""Names in figures: as they are written, and beside the ends of lines, in place of a legend: the reader's eye need not
-travel."""
+"""Names in figures: drawn as they are written, and put beside the ends of lines, so that no legend is needed."""
 
 from __future__ import annotations
 
@@ -11,10 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 
-from kvbench.report.figures.style import Style
+from kvbench.report.data.style import Style
 
 SIZE = 8  # of the words, in points
 GAP = 1.3 * SIZE / 72  # inches from name to name, at least
+WIDE, TALL = 6.6, 3.4  # inches of a panel with names beside it, and of its axis at least
 
 
 class End(NamedTuple):
@@ -24,6 +24,11 @@ class End(NamedTuple):
     style: Style
     x: float
     y: float
+
+
+def height_for(names: int) -> float:
+    """Height of an axis that has room for so many names beside it, in inches."""
+    return max(TALL, GAP * names)
 
 
 def as_written(figure: Figure) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvbench.report.data.frame import CELL, Runs, TimedCell, framed, missing
+from kvbench.report.data.run import CELL, Runs, TimedCell, framed, missing
 from kvbench.report.figures.panels import (
     MOST_PANELS,
     NOT_COMPARED,
@@ -93,13 +93,13 @@ def _bar(counts: Sequence[int]) -> float:
 
 
 def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """As `_panels`; what timed runs measured at each length and batch has a panel of its own."""
+    """As `panels_of`; of timed runs each length and batch has a panel of its own."""
     timed = arms["floor_ms"].notna()
     panels = panels_of("latency", runs, arms[~timed], times=True) if not timed.all() else []
     for title, own in panels_of("latency", runs, arms[timed], NOT_COMPARED | CELL) if timed.any() else []:
         lines: dict[TimedCell, dict[int, dict[str, Any]]] = {}
         for run in own.index:
-            for cell, line in runs.cells(run).items():
+            for cell, line in runs[run].cells().items():
                 lines.setdefault(cell, {})[run] = line
         keys = runs.settings.at[own.index[0], "task.keys"]
         several = len({cell.machine for cell in lines}) > 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,9 +15,11 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from PIL import Image
 
 from kvbench.config import ConfigError
-from kvbench.report.data.frame import Runs
+from kvbench.memory.kinds import NATIVE
+from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
+from kvbench.report.data.select import fewest_keys, last_word
 from kvbench.report.data.stats import Estimate
-from kvbench.report.figures.style import STYLES, Style, style_of
+from kvbench.report.data.style import STYLES, Style, style_of
 
 LINES = ("-", "--", ":", "-.")
 MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 80, 24  # that one picture can show
@@ -43,7 +45,7 @@ class Series(NamedTuple):
 
     Attributes:
         style: label, colour, marker and line.
-        variant: what sets these arms apart from others of their method, or "".
+        variant: the settings in which these arms differ from others of their method, or "".
         arms: lines of `Runs.arms`, by budget.
     """
 
@@ -52,7 +54,7 @@ class Series(NamedTuple):
     arms: pd.DataFrame
 
     def label(self, budget: Any = None) -> str:
-        """The method's name, with a budget and what sets these arms apart."""
+        """The method's name, with a budget and the variant."""
         name = f"{self.style.label} {size_text(budget)}".rstrip()
         return f"{name}, {self.variant}" if self.variant else name
 
@@ -63,8 +65,8 @@ def arms_for(
     """The arms a figure can use.
 
     Args:
-        probed: those with probes, else those without; of task=fidelity, whose numbers no probe changes, then also those
-            that ran with probes alone.
+        probed: those with probes; else those without. No probe changes the numbers of task=fidelity: of its arms that
+            ran with probes only, these count among those without.
         column: which has a value.
         task: the one that they are of.
         scored: those that have a score, and are no timed runs.
@@ -103,11 +105,11 @@ def panels_of(
     free: Collection[str] = frozenset(NOT_COMPARED),
     times: bool = False,
 ) -> list[tuple[str, pd.DataFrame]]:
-    """The arms that can be compared, of one task, model and protocol, alike in all but what is free to differ, and a
-    title that says which.
+    """Panels of arms that can be compared, each with a title: of one task, model and protocol, alike in all settings
+    that are not free to differ.
 
     Args:
-        free: keys that do not count.
+        free: those keys.
         times: are drawn, so only arms of one machine can be compared.
 
     Raises:
@@ -121,30 +123,27 @@ def panels_of(
     for _, own in arms.groupby([common[key] for key in common], sort=False):
         task, model = own[["task", "model"]].iloc[0]
         others = common[(common["task"] == task) & (common["model"] == model)]
-        varied = telling(others.drop_duplicates().to_dict("records"))
+        varied = fewest_keys(others.drop_duplicates().to_dict("records"))
         first = common.loc[own.index[0]]
-        apart = [first[key] if key == "machine" else f"{_last_word(key)}={_shortened(first[key])}" for key in varied]
+        apart = [first[key] if key == "machine" else f"{last_word(key)}={_shortened(first[key])}" for key in varied]
         panels.append((", ".join([task, model, *apart]), own))
     refuse_crowd(name, len(panels), "tasks, models and protocols", MOST_PANELS)
     refuse_crowd(name, max((len(own) for _, own in panels), default=0), "arms in a panel", MOST_ARMS)
     return panels
 
 
-def telling(settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """The fewest keys by which settings differ as they do by all of them; how many samples there are tells least."""
+def fidelity_panels(runs: Runs, name: str) -> list[tuple[str, pd.DataFrame]]:
+    """The arms of `task=fidelity` that are not full attention itself, as `panels_of` has them.
 
-    def apart(keys: Sequence[str]) -> int:
-        return len({tuple(own.get(key) for key in keys) for own in settings})
-
-    keys = [key for key in dict.fromkeys(key for own in settings for key in own) if apart([key]) > 1]
-    for key in sorted(keys, key=lambda key: key != "task.samples"):
-        rest = [other for other in keys if other != key]
-        keys = rest if apart(rest) == apart(keys) else keys
-    return keys
-
-
-def _last_word(key: str) -> str:
-    return key.rpartition(".")[2]
+    Raises:
+        ConfigError: there is none.
+    """
+    arms = arms_for(runs, name, probed=False, task="fidelity")
+    coded = runs.settings.loc[arms.index, "kv"] != str(NATIVE)
+    others = arms[(arms["method"] != YARDSTICK) | coded]
+    if not len(others):
+        raise ConfigError(f"figure={name}: of the runs of task=fidelity none is sparse")
+    return panels_of(name, runs, others)
 
 
 def _shortened(value: str) -> str:
@@ -166,16 +165,16 @@ def series_of(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[Ser
     """The arms of each method, apart where they differ in more than the budget; in the order of `STYLES`.
 
     Args:
-        without: a setting that tells no series from another.
+        without: a setting in which arms of one series may differ.
     """
     known = {method: index for index, method in enumerate(STYLES)}
-    telling = [key for key in runs.settings if key.startswith(OF_VARIANTS)]
+    of_variants = [key for key in runs.settings if key.startswith(OF_VARIANTS)]
     for method in sorted(arms["method"].unique(), key=lambda name: (known.get(name, len(known)), name)):
         own = arms[arms["method"] == method]
-        settings = runs.settings.loc[own.index, [key for key in telling if key != without]].map(str)
+        settings = runs.settings.loc[own.index, [key for key in of_variants if key != without]].map(str)
         varied = [key for key in settings if settings[key].nunique() > 1]
         variants = {
-            run: ", ".join(f"{_last_word(key)}={_shortened(settings.at[run, key])}" for key in varied)
+            run: ", ".join(f"{last_word(key)}={_shortened(settings.at[run, key])}" for key in varied)
             for run in own.index
         }
         style = style_of(method)
@@ -186,11 +185,11 @@ def series_of(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[Ser
             yield Series(replace(style, line=line), variant, by_budget)
 
 
-def curves_of(runs: Runs, arms: pd.DataFrame) -> Iterator[tuple[str, Style, Any]]:
-    """Each arm with its label and style; budgets of a method differ in their lines."""
+def curves_of(runs: Runs, arms: pd.DataFrame) -> Iterator[tuple[str, Style, Run]]:
+    """Each run with its label and style; budgets of a method differ in their lines."""
     for one in series_of(runs, arms):
         for index, arm in enumerate(rows_of(one.arms)):
-            yield one.label(arm.budget), replace(one.style, line=_next_line(one.style.line, index)), arm
+            yield one.label(arm.budget), replace(one.style, line=_next_line(one.style.line, index)), runs[arm.name]
 
 
 def _next_line(line: str, steps: int) -> str:
@@ -211,18 +210,18 @@ def grid(rows: int, columns: int, title: str, size: tuple[float, float] = (5.5, 
     return figure, axes
 
 
+def tiled(count: int, columns: int, title: str, size: tuple[float, float] = (5.5, 3.6)) -> tuple[Picture, Any]:
+    """A figure and its axes [rows, columns], so many of them, row by row; those beyond are blank."""
+    figure, axes = grid(math.ceil(count / columns), columns, title, size)
+    for axis in axes.flat[count:]:
+        axis.set_axis_off()
+    return figure, axes
+
+
 def line_look(style: Style) -> dict[str, Any]:
     """Matplotlib's words for a line with outlined markers in this style."""
     look = {"color": style.colour, "marker": style.marker, "linestyle": style.line, "linewidth": 1.6}
     return {**look, "markersize": 6, "markerfacecolor": "none"}
-
-
-def draw_level(axis: Any, one: Series, found: Sequence[Estimate]) -> None:
-    """Arms without a budget, full attention: a level with the band of its interval."""
-    for score in found:
-        axis.axhline(score.mean, color=one.style.colour, linestyle="--", linewidth=1.2, label=one.label())
-        if score.low is not None and score.high is not None:
-            axis.axhspan(score.low, score.high, color=one.style.colour, alpha=0.1, linewidth=0)
 
 
 def draw_intervals(axis: Any, one: Series, places: Iterable[float], found: Sequence[Estimate]) -> None:
@@ -232,6 +231,17 @@ def draw_intervals(axis: Any, one: Series, places: Iterable[float], found: Seque
     below = [0.0 if value.low is None else max(0.0, value.mean - value.low) for _, value in drawn]
     above = [0.0 if value.high is None else max(0.0, value.high - value.mean) for _, value in drawn]
     axis.errorbar(x, y, [below, above], label=one.label(), **line_look(one.style))
+
+
+def draw_by_budget(axis: Any, one: Series, places: pd.Series, found: Sequence[Estimate]) -> None:
+    """As `draw_intervals`; arms without a budget, full attention, are a level with the band of its interval."""
+    if one.arms["budget"].notna().any():
+        draw_intervals(axis, one, places.astype(float), found)
+        return
+    for score in found:
+        axis.axhline(score.mean, color=one.style.colour, linestyle="--", linewidth=1.2, label=one.label())
+        if score.low is not None and score.high is not None:
+            axis.axhspan(score.low, score.high, color=one.style.colour, alpha=0.1, linewidth=0)
 
 
 def mark_powers(axis: Any, ticks: Iterable[float]) -> None:
@@ -246,21 +256,29 @@ def mark_powers(axis: Any, ticks: Iterable[float]) -> None:
     axis.grid(alpha=0.3)
 
 
+def mark_octaves(axis: Any, low: float, high: float) -> None:
+    """A logarithmic x axis that is marked at the powers of 2 from below the least value to above the largest."""
+    mark_powers(axis, [2.0**octave for octave in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)])
+
+
 def finished(
     figure: Figure,
     axes: Any,
     arms: Sequence[pd.DataFrame],
     times: bool = False,
     named: bool = False,
-    told: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> Figure:
-    """One legend for all panels, but for lines `named` at their ends, and what a reader must know of the runs; where
-    `times` are drawn, of them too. What is `told` besides has lines of its own.
+    """The figure with a legend for all panels, and below it what a reader must know of these arms.
+
+    Args:
+        times: are drawn, so what must be known of them is said, too.
+        named: lines have their names at their ends, and there is no legend.
+        notes: further lines below.
     """
-    whole = pd.concat(arms)
-    caveats = " | ".join(filter(None, [*(_of_times(whole) if times else []), *_caveats(whole)]))
+    caveats = " | ".join(filter(None, _caveats(pd.concat(arms), times)))
     letters = int(LETTERS * figure.get_figwidth())
-    below = "\n".join(textwrap.fill(words, letters) for words in [*told, caveats])
+    below = "\n".join(textwrap.fill(words, letters) for words in [*notes, caveats])
     if named:
         figure.supxlabel(below, fontsize=8)
         return figure
@@ -282,45 +300,29 @@ def legend(figure: Figure, axes: Any, title: str, more: Sequence[Any] = ()) -> F
     return figure
 
 
-def _of_times(arms: pd.DataFrame) -> list[str]:
-    """What a reader must know of the times in a picture."""
-    found = []
-    if arms["disturbed"].isin([True]).any():
-        found.append("with times disturbed by other work")
-    if (arms["left_out"].astype(float) > 0).any():
-        found.append("times of samples elsewhere or disturbed are left out")
-    return found
-
-
-def _caveats(arms: pd.DataFrame) -> list[str]:
-    """What a reader must know of the runs in a picture."""
-    found = []
-    if (arms["weights"] == "random").any():
-        found.append("random weights: scores mean nothing")
-    if arms["transfer"].map(lambda transfer: "simulated" in str(transfer)).any():
-        found.append("transfers between host and device simulated in memory")
-    if arms["transfer"].map(lambda transfer: "in place" in str(transfer)).any():
-        found.append("transfers between host and device counted, in no time")
-    if arms["failed"].sum():
-        found.append(f"{int(arms['failed'].sum())} failed samples, which score 0")
-    if not arms["finished"].all():
-        found.append("with unfinished runs")
+def _caveats(arms: pd.DataFrame, times: bool) -> list[str]:
+    """What a reader must know of the runs in a picture, and of their times where these are drawn."""
+    transfers, failed = " ".join(map(str, arms["transfer"])), int(arms["failed"].sum())
     seeds = sorted({str(seed) for seed in arms["seed"]}, key=len)
-    if any("," in seed for seed in seeds):
-        found.append(f"seeds {' or '.join(seeds)}")
-    return [*found, "; ".join(sorted({str(name) for name in arms["device_name"].dropna()}))]
+    found = {
+        "with times disturbed by other work": times and arms["disturbed"].isin([True]).any(),
+        "times of samples elsewhere or disturbed are left out": times and (arms["left_out"].astype(float) > 0).any(),
+        "random weights: scores mean nothing": (arms["weights"] == "random").any(),
+        "transfers between host and device simulated in memory": "simulated" in transfers,
+        "transfers between host and device counted, in no time": "in place" in transfers,
+        f"{failed} failed samples, which score 0": failed,
+        "with unfinished runs": not arms["finished"].all(),
+        f"seeds {' or '.join(seeds)}": any("," in seed for seed in seeds),
+    }
+    machines = "; ".join(sorted({str(name) for name in arms["device_name"].dropna()}))
+    return [*(words for words, there in found.items() if there), machines]
 
 
 def size_text(budget: Any) -> str:
     """A budget as text: tokens, or a share of the prompt; "" for none."""
-    if no_budget(budget):
+    if missing(budget):
         return ""
     return f"{100 * budget:g} %" if isinstance(budget, float) else str(budget)
-
-
-def no_budget(budget: Any) -> bool:
-    """Whether a budget in a frame is there for want of one: None or NaN."""
-    return budget is None or (isinstance(budget, float) and math.isnan(budget))
 
 
 def thousands(value: float) -> str:

@@ -1,8 +1,7 @@
-"""Published scores against ours: a mark for each cell of the papers' tables that one of our runs stands beside."""
+"""The figure `published`: published scores against ours, a mark for each cell of the papers' tables that we have."""
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,14 +9,14 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
-from kvbench.report.data.evidence import MARKS
-from kvbench.report.data.frame import Runs
+from kvbench.report.data.marks import MARKS
 from kvbench.report.data.papers import PaperTable, ids, table
+from kvbench.report.data.run import Runs
 from kvbench.report.data.stats import COVERAGE
-from kvbench.report.figures.panels import MOST_PANELS, finished, grid, refuse_crowd
-from kvbench.report.figures.style import Style, style_of
-from kvbench.report.figures.tradeoff import FRONT
-from kvbench.report.tables.cells import Cell, runs_of
+from kvbench.report.data.style import Style, style_of
+from kvbench.report.figures.panels import MOST_PANELS, finished, refuse_crowd, tiled
+from kvbench.report.figures.pareto import FRONT
+from kvbench.report.tables.cells import Cell
 from kvbench.report.tables.published import beside
 
 BETTER = "b"  # the one letter that says nothing of samples or protocol
@@ -27,7 +26,7 @@ class _Point(NamedTuple):
     """A published cell with ours.
 
     Attributes:
-        marks: letters of what tells our run's samples or protocol from the paper's; "" where nothing is known to.
+        marks: letters for how our run's samples or protocol differ from the paper's; "" where nothing is known.
     """
 
     style: Style
@@ -44,20 +43,17 @@ def published(runs: Runs) -> Figure:
             "task; --paper ID says what would be"
         )
     refuse_crowd("published", len(panels), "tables", MOST_PANELS)
-    across = min(2, len(panels))
     title = "ours against the published score; on the line they agree; what an open mark's letter is stands below"
-    figure, axes = grid(math.ceil(len(panels) / across), across, title, (5.5, 5.2))
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
+    figure, axes = tiled(len(panels), min(2, len(panels)), title, (5.5, 5.2))
     for axis, (paper, points) in zip(axes.flat, panels.items(), strict=False):
         _draw(axis, points)
         axis.set_title(textwrap.fill(paper.title, 60), fontsize=9)
         axis.set(xlabel="published score", ylabel=f"ours, with its {COVERAGE} % interval")
     drawn = [point for points in panels.values() for point in points]
     paths = {point.cell.run for point in drawn}
-    used = runs.arms.loc[[run for run, arm in runs.arm.items() if runs_of(arm) in paths]]
+    used = runs.arms.loc[[run.index for run in runs if run.folders in paths]]
     letters = sorted({letter for point in drawn for letter in point.marks})
-    return finished(figure, axes, [used], told=[f"{letter}: {MARKS[letter]}" for letter in letters])
+    return finished(figure, axes, [used], notes=[f"{letter}: {MARKS[letter]}" for letter in letters])
 
 
 def _points(runs: Runs, paper: PaperTable) -> list[_Point]:

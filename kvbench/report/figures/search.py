@@ -1,4 +1,4 @@
-"""A picture of what `scripts/bench_index.py` printed: what a search finds in its time, and what reading would take."""
+"""The figure `search`: what a search finds in its time, and what reading would take (of `scripts/bench_index.py`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from kvbench.config import ConfigError
+from kvbench.report.data.style import Style, style_of
 from kvbench.report.figures.panels import grid, legend, line_look
-from kvbench.report.figures.style import Style, style_of
-from kvbench.report.figures.tradeoff import FRONT
+from kvbench.report.figures.pareto import FRONT
 from kvbench.runs.stored import DAMAGED, ResultsError, contents, json_of
 
 # The arms of the script that are drawn: IceCache's trees as their presets rank nodes, and faiss on the same keys.
@@ -40,7 +40,7 @@ def search(files: Sequence[Path]) -> Figure:
     """
     (path, *others) = files or [Path("results")]
     try:
-        runs = {(run["keys"], run["n"]): _alone(run) for run in json_of(contents(path))["runs"]}
+        runs = {(run["keys"], run["n"]): _one_by_one(run) for run in json_of(contents(path))["runs"]}
         if not runs:
             raise LookupError
     except (OSError, ResultsError, *DAMAGED) as error:
@@ -68,15 +68,15 @@ def search(files: Sequence[Path]) -> Figure:
     return legend(figure, axes, "", [floor])
 
 
-def _alone(run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What was measured of queries that are asked one by one."""
+def _one_by_one(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The numbers of queries that are asked one by one."""
     found: Mapping[str, Any] = next(group for group in run["groups"] if group["group"] == 1)
     return found
 
 
-def _draw(axis: Any, measured: Mapping[str, Any]) -> None:
+def _draw(axis: Any, found: Mapping[str, Any]) -> None:
     for arm, style in ARMS.items():
-        points = sorted(measured["points"].get(arm, []), key=lambda point: point["recall"])
+        points = sorted(found["points"].get(arm, []), key=lambda point: point["recall"])
         recall = [point["recall"] for point in points]
         look = {**line_look(style), "markersize": 4, "linewidth": 1.2}
         axis.plot([point["query_us"] for point in points], recall, label=style.label, **look)
@@ -84,7 +84,7 @@ def _draw(axis: Any, measured: Mapping[str, Any]) -> None:
             axis.plot(
                 [point["floor_us"] for point in points], recall, color=style.colour, linestyle=style.line, **FLOOR
             )
-    axis.axvline(measured["stream_us"], label="one pass over all keys", **FRONT)
-    axis.axvline(measured["flat_us"], label="faiss, all keys scored", **ALL)
+    axis.axvline(found["stream_us"], label="one pass over all keys", **FRONT)
+    axis.axvline(found["flat_us"], label="faiss, all keys scored", **ALL)
     axis.set(xscale="log", ylim=(-0.03, 1.03))
     axis.grid(alpha=0.3)

@@ -1,8 +1,7 @@
-"""Score, or nearness to full attention, against what it costs: marks, and the Pareto front that no arm is beyond."""
+"""The figure `tradeoff`: score, or nearness to full attention, against what it costs, with the Pareto front."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,14 +9,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogFormatter, NullFormatter
 
-from kvbench.report.data.frame import Runs
-from kvbench.report.figures.panels import arms_for, finished, grid, no_budget, panels_of, series_of, size_text
-from kvbench.report.figures.style import style_of
+from kvbench.report.data.run import Runs
+from kvbench.report.data.style import style_of
+from kvbench.report.figures.panels import arms_for, finished, grid, panels_of, series_of, size_text
+from kvbench.report.figures.pareto import BARE, FRONT, areas, draw_front
 from kvbench.runs.quantities import QUANTITIES
 
 COSTS = {"device_kv_bytes": "log", "tpot_ms_mean": "linear"}
-BARE, SMALLEST, LARGEST = 190, 30, 150  # area of a mark: of an arm without a budget, and of the least and most budget
-FRONT = {"color": "#666666", "linewidth": 1.2, "linestyle": (0, (4, 2)), "zorder": 1}
 
 
 def tradeoff(runs: Runs) -> Figure:
@@ -35,13 +33,6 @@ def tradeoff(runs: Runs) -> Figure:
         look = {"marker": "o", "facecolor": "none", "edgecolor": FRONT["color"]}
         axes[0, 0].scatter([], [], s=area, label=f"C = {size_text(budget)}", **look)
     return finished(figure, axes, [arms for _, arms in panels], times=True)
-
-
-def areas(budgets: Sequence[Any]) -> dict[Any, float]:
-    """The area of the mark of each budget, by equal steps; the largest where there is one."""
-    there = sorted({budget for budget in budgets if not no_budget(budget)})
-    step = (LARGEST - SMALLEST) / max(1, len(there) - 1)
-    return {budget: LARGEST - step * index for index, budget in enumerate(reversed(there))}
 
 
 def draw_tradeoff(
@@ -78,25 +69,3 @@ def draw_tradeoff(
         axis.grid(alpha=0.3)
         drawn = points[points[y] != 0] if y != "score" else points
         draw_front(axis, drawn[name].astype(float) * cost.unit.scale, drawn[y].astype(float), y == "score")
-
-
-def draw_front(axis: Any, costs: Sequence[float], values: Sequence[float], more_is_better: bool) -> None:
-    """Draw the Pareto front: the best value that is to be had at a cost or less, to the axis' right end."""
-    corners = front(costs, values, more_is_better)
-    if len(corners) > 0:
-        left, right = axis.get_xlim()
-        axis.step(
-            [*(cost for cost, _ in corners), right], [*(value for _, value in corners), corners[-1][1]],
-            where="post", label="Pareto front", **FRONT,
-        )  # fmt: skip
-        axis.set_xlim(left, right)
-
-
-def front(costs: Sequence[float], values: Sequence[float], more_is_better: bool) -> list[tuple[float, float]]:
-    """The points (cost, value) to which no other is at once as cheap and as good, and better in one; by cost."""
-    sign, found, best = (1 if more_is_better else -1), [], -math.inf
-    for cost, value in sorted(zip(costs, values, strict=True), key=lambda point: (point[0], -sign * point[1])):
-        if sign * value > best:
-            best = sign * value
-            found.append((cost, value))
-    return found

@@ -1,4 +1,4 @@
-"""How much a model writes under each method: answers that go on, or end in a loop, cost what a budget saves."""
+"""The figure `written`: how much a model writes. Answers that go on, or end in a loop, cost what a budget saves."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
-from kvbench.report.data.frame import Runs
+from kvbench.report.data.run import Run, Runs
 from kvbench.report.data.stats import COVERAGE, estimate, proportion
 from kvbench.report.figures.panels import (
     arms_for,
-    draw_intervals,
-    draw_level,
+    draw_by_budget,
     finished,
     grid,
     mark_powers,
@@ -19,7 +18,7 @@ from kvbench.report.figures.panels import (
     series_of,
 )
 from kvbench.runs.quantities import QUANTITIES
-from kvbench.runs.summary import written as told_of
+from kvbench.runs.summary import written as output_of
 
 LENGTH, LOOPED = QUANTITIES["new_tokens"], QUANTITIES["looped"]
 
@@ -35,14 +34,11 @@ def written(runs: Runs) -> Figure:
     figure, axes = grid(len(panels), 2, title)
     for (title, own), row in zip(panels, axes, strict=True):
         for one in series_of(runs, own):
-            outputs = [_outputs(runs, run) for run in one.arms.index]
+            outputs = [_outputs(runs[run]) for run in one.arms.index]
             lengths = [estimate([found["length"].to_numpy(float)]) for found in outputs]
             looped = [proportion([100 * found["looped"].to_numpy(float)]) for found in outputs]
             for axis, values in zip(row, (lengths, looped), strict=True):
-                if one.arms["budget"].isna().all():
-                    draw_level(axis, one, values)
-                else:
-                    draw_intervals(axis, one, one.arms["budget"].astype(float), values)
+                draw_by_budget(axis, one, one.arms["budget"], values)
         for axis, measure in zip(row, (LENGTH, LOOPED), strict=True):
             axis.set(title=title, ylabel=measure.axis, xlabel="budget C: tokens, or below 1 a share of the prompt")
             axis.set_ylim(bottom=0)
@@ -53,7 +49,7 @@ def written(runs: Runs) -> Figure:
     return finished(figure, axes, [own for _, own in panels])
 
 
-def _outputs(runs: Runs, run: int) -> pd.DataFrame:
+def _outputs(run: Run) -> pd.DataFrame:
     """A line for each output of a run: its length in tokens, and whether it ended in a loop."""
-    records = runs.samples(runs.arms.loc[run])
-    return pd.DataFrame([told for record in records if not record.get("error") and (told := told_of(record))])
+    answered = [record for record in run.samples() if not record.get("error")]
+    return pd.DataFrame(list(filter(None, map(output_of, answered))))

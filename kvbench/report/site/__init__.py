@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbench.config import ConfigError
-from kvbench.report.data.frame import Runs
+from kvbench.report.data.run import Runs
 from kvbench.report.site.board import board
 from kvbench.report.site.claim_pages import claim_pages
 from kvbench.report.site.files import check, write_files
 from kvbench.report.site.front import front
+from kvbench.report.site.markup import File
 from kvbench.report.site.method_pages import method_pages
-from kvbench.report.site.parts import File, Site
 from kvbench.report.site.pictures import pictures
+from kvbench.report.site.rows import Site
 from kvbench.report.site.samples import samples
 
 ASSETS = ("site.css", "site.js")
@@ -57,7 +58,7 @@ def write(runs: Runs, folders: str, out: Path) -> None:
         ConfigError: the folder holds something else or cannot be written, or the runs are timed ones alone.
     """
     check(out)
-    if held := next((path for arm in runs.arm.values() for path in arm["paths"] if _lies_in(path, out)), None):
+    if held := next((path for run in runs for path in run.arm["paths"] if _lies_in(path, out)), None):
         raise ConfigError(f"--out {out}: holds the run {held}; name a folder beside the runs")
     site = Site(runs, folders)
     if not site.rows:

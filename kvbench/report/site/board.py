@@ -8,19 +8,8 @@ from typing import NamedTuple
 
 from kvbench.report.data.select import order_of
 from kvbench.report.site.front import SHARES
-from kvbench.report.site.parts import (
-    FAR_OVER,
-    File,
-    Row,
-    Site,
-    cell_of,
-    ids_of,
-    linked,
-    page,
-    protocols,
-    share_of,
-    small,
-)
+from kvbench.report.site.markup import File, cell_of, ids_of, linked, page, protocols, small
+from kvbench.report.site.rows import FAR_OVER, Row, Site, share_of
 from kvbench.report.tables.formats import NONE
 
 
@@ -71,7 +60,7 @@ def board(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
         f"{'C' if name == 'budget' else name}</button></th>"
         for name in words
     )
-    body = "\n".join(_line(site, row, words, columns) for row in rows)
+    body = "\n".join(_line(row, words, columns) for row in rows)
     said = dict.fromkeys(note for table in site.tables for note in table.notes)
     about = "".join(f"<dt>{COLUMNS[name].heading}</dt><dd>{COLUMNS[name].about}</dd>" for name in columns)
     notes = "".join(f"<li>{escape(note)}</li>" for note in said)
@@ -97,13 +86,13 @@ more, and nothing on samples where full attention's own score may be 0.</small><
     )
 
 
-def _line(site: Site, row: Row, words: Iterable[str], columns: Iterable[str]) -> str:
-    cells = "".join(_share(site, row, name) if name in SHARED else _cell(row, name) for name in columns)
+def _line(row: Row, words: Iterable[str], columns: Iterable[str]) -> str:
+    cells = "".join(_share(row, name) if name in SHARED else _cell(row, name) for name in columns)
     keys = {"method": row.method, "budget": row.budget, "task": row.task, "model": row.model, "panel": row.panel}
     keys |= {"variant": row.variant} if row.variant else {}
     keys |= {"choice": ""} if row.is_choice else {}
     data = "".join(f' data-{key}="{escape(value)}"' for key, value in keys.items())
-    bare = ' class="yardstick"' if row.is_yardstick else ""
+    bare = ' class="yardstick"' if row.run.is_full else ""
     labels = "".join(f'<td class="label wide" data-name="{name}">{escape(keys[name])}</td>' for name in words)
     apart = ", ".join(filter(None, [row.variant, *row.panel.split(", ")[2:]]))
     phone = ", ".join(
@@ -117,13 +106,13 @@ def _cell(row: Row, name: str) -> str:
     return cell_of(row, name, "wide" if COLUMNS[name].wide else "")
 
 
-def _share(site: Site, row: Row, name: str) -> str:
+def _share(row: Row, name: str) -> str:
     """Its memory as a share of what full attention held on the device for the same samples."""
-    share, look = share_of(site, row, SHARED[name]), " wide" if COLUMNS[name].wide else ""
+    share, look = share_of(row, SHARED[name]), " wide" if COLUMNS[name].wide else ""
     if share is None:
         return f'<td data-name="{name}" class="none{look}">-</td>'
     assert row.full is not None
-    runs = f'data-run="{ids_of(site.folder_names(row.run))}" data-full="{ids_of(site.folder_names(row.full))}"'
+    runs = f'data-run="{ids_of(row.run.folder_names)}" data-full="{ids_of(row.full.folder_names)}"'
     return f'<td data-name="{name}" class="{look.strip()}" data-value="{share!r}" {runs}>{share:.1f}</td>'
 
 

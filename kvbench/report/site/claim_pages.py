@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from pathlib import Path
 
-from kvbench.report.claims.claim import Part, beds
+from kvbench.report.claims.claim import Criterion, beds
 from kvbench.report.claims.page import Judged
 from kvbench.report.claims.sampled import arms_of, runs_of
 from kvbench.report.claims.verdict import Finding, Missing, Verdict
-from kvbench.report.site.claimed import LOOKS, is_about, listed, shown, told
-from kvbench.report.site.parts import File, Site, ids_of, linked, page, small, table_of
+from kvbench.report.site.claimed import LOOKS, counted, is_about, listed, shown
+from kvbench.report.site.markup import File, ids_of, linked, page, small, table_of
+from kvbench.report.site.rows import Site
 from kvbench.report.tables.formats import NONE
 
 COLUMNS = ("number", "verdict", "measured", "from", "to", "wanted", "samples")
@@ -30,7 +30,7 @@ def claim_pages(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
             yield page(f"claims/{one.claim.id}.html", name, site, sections, _body(site, one))
     body = (
         f"<p>{len(site.judged)} claims of the papers, judged by these runs, or by those that kvbench ships where they "
-        f"measure more: {told(site.judged)}. A claim holds if the "
+        f"measure more: {counted(site.judged)}. A claim holds if the "
         "whole interval meets its criterion, and does not hold if none of it does; otherwise, or with fewer samples "
         "than its criterion asks for, it is undecided. Criteria were set before the runs. A claim that needs a larger "
         "model or a GPU is judged by a smaller test, and marked as one that a stand-in decided. Of ParisKV's paper a "
@@ -44,7 +44,7 @@ def _body(site: Site, one: Judged) -> str:
     methods = " ".join(linked(method, "../", "#claims") for method in site.methods if is_about(claim, method))
     lacking = {"Why a stand-in": claim.original, "What the evidence lacks": claim.weaker}
     sections = {
-        "Measured": _measured(one),
+        "Measured": _findings(one),
         "Runs": _runs(one),
         "Make it again": _commands(one),
         **{title: f"<p>{escape(words)}.</p>" for title, words in lacking.items() if words},
@@ -59,24 +59,24 @@ def _body(site: Site, one: Judged) -> str:
     )
 
 
-def _measured(one: Judged) -> str:
+def _findings(one: Judged) -> str:
     head = "".join(f"<th{' class=label' if name in LABELS else ''}>{name}</th>" for name in COLUMNS)
     lines = []
-    for place, (part, found, verdict) in enumerate(one.parts):
-        wanted = f'<td class="label">{escape(part.wanted)}</td>'
+    for place, (criterion, found, verdict) in enumerate(one.criteria):
+        wanted = f'<td class="label">{escape(criterion.wanted)}</td>'
         if isinstance(found, Missing):
             why, _, _ = found.why.partition("; ")
             cells = f'<td class="label" colspan="3">{escape(why)}</td>{wanted}<td></td>'
         else:
-            source = _source(one, part, f'data-claim="{one.claim.id}" data-part="{place}"')
+            source = _source(one, criterion, f'data-claim="{one.claim.id}" data-part="{place}"')
             numbers = {"value": found.value, "low": found.low, "high": found.high}
             cells = "".join(_number(name, number, source) for name, number in numbers.items()) + wanted
-            cells += _number("n", found.n, source, f" of {part.n}" if found.n < part.n else "")
+            cells += _number("n", found.n, source, f" of {criterion.n}" if found.n < criterion.n else "")
         decided = f'<td class="label"><b class="{LOOKS.get(verdict, "open")}">{verdict.value}</b></td>'
-        lines.append(f'<tr><th scope="row">{escape(part.about)}</th>{decided}{cells}</tr>')
-    notes = [found.note for _, found, _ in one.parts if isinstance(found, Finding) and found.note]
-    behind = "".join(f"<li>{escape(note)}</li>" for note in dict.fromkeys(notes))
-    return table_of(head, lines, "claim") + (f"<ul class=notes>{behind}</ul>" if behind else "")
+        lines.append(f'<tr><th scope="row">{escape(criterion.about)}</th>{decided}{cells}</tr>')
+    notes = [found.note for _, found, _ in one.criteria if isinstance(found, Finding) and found.note]
+    items = "".join(f"<li>{escape(note)}</li>" for note in dict.fromkeys(notes))
+    return table_of(head, lines, "claim") + (f"<ul class=notes>{items}</ul>" if items else "")
 
 
 def _number(name: str, number: float | None, source: str, more: str = "") -> str:
@@ -85,34 +85,32 @@ def _number(name: str, number: float | None, source: str, more: str = "") -> str
     return f'<td data-name="{name}" data-value="{float(number)!r}" {source}>{number:.3g}{small(more)}</td>'
 
 
-def _source(one: Judged, part: Part, place: str) -> str:
+def _source(one: Judged, criterion: Criterion, place: str) -> str:
     """What a number is from, as attributes of its cell: ids of runs by role, a file, or a paper's tables."""
-    if part.kind == "file":
-        return f'{place} data-file="{escape(part.asked["file"])}"'
-    if part.kind == "printed":
-        return f'{place} data-paper="{" ".join(_printed_tables(part))}"'
-    for role, arms in arms_of(part.asked).items():
-        found = [_found(one, part, arm) for arm in arms]
+    if criterion.kind == "file":
+        return f'{place} data-file="{escape(criterion.asked["file"])}"'
+    if criterion.kind == "printed":
+        return f'{place} data-paper="{" ".join(_printed_tables(criterion))}"'
+    for role, arms in arms_of(criterion.asked).items():
+        found = [_found(one, criterion, arm) for arm in arms]
         names = [name for some in found if not isinstance(some, Missing) for name in some]
         place += f' data-{role}="{ids_of(names)}"'
     return place
 
 
-def _found(one: Judged, part: Part, arm: str) -> list[str] | Missing:
+def _found(one: Judged, criterion: Criterion, arm: str) -> list[str] | Missing:
     """The names of the folders of an arm's runs."""
-    found = runs_of(one.runs, part.asked["bed"], arm)
-    if one.runs is None or isinstance(found, Missing):
-        return found if isinstance(found, Missing) else []
-    return [Path(one.runs.arms.loc[run]["path"]).name for run in found]
+    found = runs_of(one.runs, criterion.asked["bed"], arm)
+    return found if isinstance(found, Missing) else [run.arm["path"].name for run in found]
 
 
 def _runs(one: Judged) -> str:
     """The arms that its numbers are of, with their runs; what did not run says so."""
     lines = {}
-    for part in (part for part, *_ in one.parts if part.kind == "runs"):
-        shared = " ".join(beds()[part.asked["bed"]].words)
-        for arm in (arm for arms in arms_of(part.asked).values() for arm in arms):
-            found = _found(one, part, arm)
+    for criterion in (criterion for criterion, *_ in one.criteria if criterion.kind == "runs"):
+        shared = " ".join(beds()[criterion.asked["bed"]].words)
+        for arm in (arm for arms in arms_of(criterion.asked).values() for arm in arms):
+            found = _found(one, criterion, arm)
             if isinstance(found, Missing):
                 ran = escape(found.why.partition("; ")[0])
             else:
@@ -124,20 +122,20 @@ def _runs(one: Judged) -> str:
 
 def _commands(one: Judged) -> str:
     """What makes the evidence, and what prints the verdict."""
-    commands = [_command(part) for part, *_ in one.parts]
+    commands = [_command(criterion) for criterion, *_ in one.criteria]
     lines = "\n".join(dict.fromkeys([*commands, "kvbench report --claims"]))
     return f"<pre><code>{escape(lines)}</code></pre>"
 
 
-def _command(part: Part) -> str:
-    if part.kind == "runs":
-        return beds()[part.asked["bed"]].command
-    if part.kind == "file":
-        return f"{part.asked['command']} | tail -1 > results/{part.asked['file']}"
-    return "\n".join(f"kvbench report --paper {name}" for name in _printed_tables(part))
+def _command(criterion: Criterion) -> str:
+    if criterion.kind == "runs":
+        return beds()[criterion.asked["bed"]].command
+    if criterion.kind == "file":
+        return f"{criterion.asked['command']} | tail -1 > results/{criterion.asked['file']}"
+    return "\n".join(f"kvbench report --paper {name}" for name in _printed_tables(criterion))
 
 
-def _printed_tables(part: Part) -> Sequence[str]:
-    (rule,) = part.asked.values()
+def _printed_tables(criterion: Criterion) -> Sequence[str]:
+    (rule,) = criterion.asked.values()
     tables: Sequence[str] = rule.get("tables") or [rule["table"]]
     return tables

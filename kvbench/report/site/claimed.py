@@ -1,4 +1,4 @@
-"""Which claims a page speaks of, and the lists in which they stand, each with its verdict and a way to its page."""
+"""The claims on a page: those about a method, and lists of claims, each with its verdict and a link to its page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from html import escape
 from kvbench.report.claims.claim import Claim
 from kvbench.report.claims.page import Judged
 from kvbench.report.claims.verdict import Verdict
-from kvbench.report.site.parts import Site, label_of, small
+from kvbench.report.site.markup import label_of, small
+from kvbench.report.site.rows import Site
 
 LOOKS = {Verdict.HOLDS: "ahead", Verdict.FAILS: "behind"}
 
@@ -30,10 +31,10 @@ def is_of(claim: Claim, method: str) -> bool:
 
 
 def _names(claim: Claim, method: str) -> bool:
-    return any(re.search(rf"\bmethod=(\w+,)*{re.escape(method)}\b", str(part.asked)) for part in claim.parts)
+    return any(re.search(rf"\bmethod=(\w+,)*{re.escape(method)}\b", str(one.asked)) for one in claim.criteria)
 
 
-def told(found: Sequence[Judged]) -> str:
+def counted(found: Sequence[Judged]) -> str:
     """How many claims have each verdict, in words; those that a stand-in decided count like all others."""
     counts = {verdict: sum(one.verdict is verdict for one in found) for verdict in Verdict}
     return ", ".join(f"{count} {verdict.of(count)}" for verdict, count in counts.items() if count)
@@ -62,8 +63,8 @@ def claims_section(site: Site, method: str) -> str:
     own = [one for one in found if is_of(one.claim, method)]
     others = [one for one in found if one not in own]
     none = "" if own else " None is of its own paper."
-    parts = [f"<p>{told(found)}. A claim opens what was measured of it, and the runs behind that.{none}</p>"]
+    lists = [f"<p>{counted(found)}. A claim opens what was measured of it, and its runs.{none}</p>"]
     for title, some in ((f"Of {label_of(method)}'s own paper", own), ("Of other papers, about it", others)):
         if some:
-            parts.append(f"<h3>{escape(title)}</h3>{listed(some, '../')}")
-    return "".join(parts)
+            lists.append(f"<h3>{escape(title)}</h3>{listed(some, '../')}")
+    return "".join(lists)

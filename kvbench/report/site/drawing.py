@@ -8,11 +8,11 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from kvbench.config import choices
-from kvbench.report.data.frame import Runs
+from kvbench.report.data.run import Runs
 from kvbench.report.figures.all import drawn
 from kvbench.runs.stored import DAMAGED, ResultsError
 
-MOST_METHODS = 20  # that a reader can tell apart in one picture
+MOST_METHODS = 20  # that a reader can distinguish in one picture
 # Of more than that, a method of each kind.
 OF_EACH_KIND = {
     *("full", "topk", "streaming_llm", "snapkv", "snapkv_racc", "h2o", "quest", "arkvale", "lychee"),
@@ -22,11 +22,11 @@ OF_EACH_KIND = {
 
 def legible(runs: Runs) -> Runs:
     """The runs of as many methods as a picture has room for; those of a user's own are among them."""
-    methods = {arm["method"] for arm in runs.arm.values()}
+    methods = {run.arm["method"] for run in runs}
     if len(methods) <= MOST_METHODS:
         return runs
     kept = OF_EACH_KIND | (methods - choices("method").keys())
-    return runs.only([run for run, arm in runs.arm.items() if arm["method"] in kept])
+    return runs.only(run for run in runs if run.arm["method"] in kept)
 
 
 def picture(make: Callable[[], Figure]) -> bytes:

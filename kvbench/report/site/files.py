@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.config import ConfigError
-from kvbench.report.site.parts import File
+from kvbench.report.site.markup import File
 from kvbench.runs.stored import json_in
 
 MARK = '<meta name="generator" content="kvbench">'  # of a page of ours

@@ -8,24 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
 
-from kvbench.report.data.frame import YARDSTICK, Runs
+from kvbench.report.data.run import YARDSTICK, Runs
 from kvbench.report.figures.all import draw
-from kvbench.report.site.claimed import claims_on, is_of, told
+from kvbench.report.site.claimed import claims_on, counted, is_of
 from kvbench.report.site.drawing import legible, picture
-from kvbench.report.site.parts import (
-    File,
-    Row,
-    Site,
-    dense_of,
-    ends_of,
-    figure,
-    linked,
-    page,
-    protocols,
-    share_of,
-    small,
-    table_of,
-)
+from kvbench.report.site.markup import File, ends_of, figure, linked, page, protocols, small, table_of
+from kvbench.report.site.rows import Row, Site, dense_of, share_of
 from kvbench.report.tables.formats import NONE
 from kvbench.runs.quantities import QUANTITIES
 
@@ -60,7 +48,7 @@ def _best(site: Site, board: str) -> str:
     panels: dict[tuple[str, bool], list[tuple[float, Row]]] = {}
     for panel in dict.fromkeys(row.panel for row in site.rows):
         for indexed in (False, True):
-            shares = [(share_of(site, row, indexed), row) for row in site.rows if row.panel == panel and row.is_choice]
+            shares = [(share_of(row, indexed), row) for row in site.rows if row.panel == panel and row.is_choice]
             if known := [(share, row) for share, row in shares if share is not None]:
                 panels[panel, indexed] = known
     if not panels:
@@ -72,13 +60,11 @@ def _best(site: Site, board: str) -> str:
         task, *words = panel.split(", ")
         samples = ", ".join(words[1:] if alone else words)
         cells = "".join(_cell([row for held, row in own if held <= share]) for share in SHARES)
-        told = (
-            COUNTED[indexed]
-            if indexed
-            else ": ".join(filter(None, [_of_full(site, own[0][1], samples), COUNTED[False]]))
+        words_of = (
+            COUNTED[indexed] if indexed else ": ".join(filter(None, [_of_full(own[0][1], samples), COUNTED[False]]))
         )
-        lines.append(f'<tr><th scope="row">{"" if indexed else escape(task)}{small(told)}</th>{cells}</tr>')
-    dense = {dense_of(site, row.run) for row in site.rows if row.is_choice}
+        lines.append(f'<tr><th scope="row">{"" if indexed else escape(task)}{small(words_of)}</th>{cells}</tr>')
+    dense = {dense_of(row.run) for row in site.rows if row.is_choice}
     above = f" and hold {100 * max(dense):.1f} % of the whole besides" if len(dense) == 1 and max(dense) > 0 else ""
     return (
         "<p>For each limit the method with the lowest KL divergence from full attention or, where a task has none, "
@@ -91,11 +77,11 @@ def _best(site: Site, board: str) -> str:
     )
 
 
-def _of_full(site: Site, row: Row, samples: str) -> str:
+def _of_full(row: Row, samples: str) -> str:
     """What a panel's samples are, with what full attention scores on them where the score decides."""
     if row.full is None or "kl_mean" in row.cell.numbers:
         return samples
-    score = site.evidence.score(row.full).mean
+    score = row.full.score().mean
     return ", ".join(filter(None, [samples, f"full attention {score:.1f}"]))
 
 
@@ -108,11 +94,11 @@ def _cell(fitting: Sequence[Row]) -> str:
     name = "kl_mean" if "kl_mean" in numbers else "score"
     low, high = (numbers.get(end, numbers[name]) for end in ends_of(name))
     alike = sum(low <= row.cell.numbers.get(name, math.nan) <= high for row in others)
-    told = f"{'KL' if name == 'kl_mean' else name} {numbers[name]:.{QUANTITIES[name].digits}f}"
+    number = f"{'KL' if name == 'kl_mean' else name} {numbers[name]:.{QUANTITIES[name].digits}f}"
     arm = ", ".join(filter(None, ["" if first.budget == NONE else f" {first.budget}", first.variant]))
     return (
         f'<td class="label" data-method="{escape(first.method)}">{linked(first.method, "")}{escape(arm)}<br>'
-        f"<small>{told}{f', {alike} more in its interval' if alike else ''}</small></td>"
+        f"<small>{number}{f', {alike} more in its interval' if alike else ''}</small></td>"
     )
 
 
@@ -123,12 +109,12 @@ def _claimed(site: Site, pages: str) -> str:
         if method != YARDSTICK and (found := claims_on(site, method)):
             own = [one for one in found if is_of(one.claim, method)]
             others = [one for one in found if one not in own]
-            cells = "".join(f'<td class="label">{told(some) or NONE}</td>' for some in (own, others))
+            cells = "".join(f'<td class="label">{counted(some) or NONE}</td>' for some in (own, others))
             lines.append(f'<tr><th scope="row">{linked(method, "", "#claims")}</th>{cells}</tr>')
     heads = "".join(f"<th class=label>{name}</th>" for name in ("method", "its own paper's", "other papers', about it"))
     return (
-        f'<p><a href="{pages}">{len(site.judged)} claims of the papers</a>: {told(site.judged)}. A claim that needs a '
-        "larger model or a GPU is judged by a smaller test, and marked as one that a stand-in decided. A method opens "
-        "the claims about it, of which one may be about several methods; below them is what papers print of it.</p>"
-        + table_of(heads, lines, "verdicts")
+        f'<p><a href="{pages}">{len(site.judged)} claims of the papers</a>: {counted(site.judged)}. '
+        "A claim that needs a larger model or a GPU is judged by a smaller test, and marked as one that a stand-in "
+        "decided. A method opens the claims about it, of which one may be about several methods; below them is what "
+        "papers print of it.</p>" + table_of(heads, lines, "verdicts")
     )

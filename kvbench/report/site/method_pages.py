@@ -7,10 +7,11 @@ from html import escape
 
 from kvbench.config import choices, conf_dir, method_config, show
 from kvbench.report.site.claimed import claims_section
-from kvbench.report.site.parts import File, Row, Site, figure, label_of, linked, page, slug, swatch, table_of
+from kvbench.report.site.markup import File, figure, label_of, linked, page, slug, swatch, table_of
 from kvbench.report.site.printed import Printed, all_printed, published
 from kvbench.report.site.prose import about, choices_taken
 from kvbench.report.site.results import FIGURES, by_group, pictures, results
+from kvbench.report.site.rows import Row, Site
 
 
 def method_pages(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
@@ -33,7 +34,7 @@ def method_pages(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
 def _body(site: Site, method: str, own: Sequence[Row], drawn: Sequence[str], tables: Sequence[Printed]) -> str:
     shipped = choices("method")
     figures = (figure(f"{slug(method)}-{name}.svg", FIGURES[name]) for name in drawn)
-    parts = {
+    blocks = {
         "Results": results(site, own) if own else "<p>It did not run here.</p>",
         "By group": by_group(site, own),
         "Pictures": "".join(figures),
@@ -42,15 +43,15 @@ def _body(site: Site, method: str, own: Sequence[Row], drawn: Sequence[str], tab
         "Where its paper leaves a choice": choices_taken(method_config(method).target) if method in shipped else "",
         "Settings": _settings(method) if method in shipped else "",
     }
-    parts = {title: body for title, body in parts.items() if body}
-    ids = {title: title.lower().replace(" ", "-") for title in parts}
+    blocks = {title: body for title, body in blocks.items() if body}
+    ids = {title: title.lower().replace(" ", "-") for title in blocks}
     links = "".join(f'<a href="#{id}">{title}</a>' for title, id in ids.items())
     return "\n".join(
         [
             f'<p class="name">{swatch(method)}<code>method={escape(method)}</code></p>',
             about(method) or f"<p>{escape(shipped.get(method, 'A method of your own.'))}</p>",
             f'<nav class="toc">{links}</nav>',
-            *(f'<section id="{ids[title]}"><h2>{title}</h2>{body}</section>' for title, body in parts.items()),
+            *(f'<section id="{ids[title]}"><h2>{title}</h2>{body}</section>' for title, body in blocks.items()),
         ]
     )
 

@@ -8,10 +8,11 @@ from html import escape
 from typing import NamedTuple
 
 from kvbench.report.claims.page import OURS, SHIPPED, shipped_runs
-from kvbench.report.data.frame import Runs
-from kvbench.report.figures.all import OF_FILES, draw
+from kvbench.report.data.run import Runs
+from kvbench.report.figures.all import draw, draw_file
 from kvbench.report.site.drawing import legible, picture
-from kvbench.report.site.parts import File, Site, figure, page
+from kvbench.report.site.markup import File, figure, page
+from kvbench.report.site.rows import Site
 
 
 class Shown(NamedTuple):
@@ -46,14 +47,14 @@ SHOWN = {
 
 def pictures(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     """The page with its pictures: of the site's runs or, where these make none, of those that kvbench ships."""
-    parts = []
+    blocks = []
     for name, shown in SHOWN.items():
         image, note = _drawn(site, name, shown)
         if image:
             yield File(f"pictures/{name}.svg", image)
             shot = figure(f"{name}.svg", f"{shown.about}{note}")
-            parts.append(f'<section id="{name}"><h2>{escape(shown.question)}</h2>{shot}</section>')
-    body = "\n".join(parts) or "<p>None can be drawn of these runs.</p>"
+            blocks.append(f'<section id="{name}"><h2>{escape(shown.question)}</h2>{shot}</section>')
+    body = "\n".join(blocks) or "<p>None can be drawn of these runs.</p>"
     yield page("pictures/index.html", "Pictures", site, sections, body)
 
 
@@ -68,13 +69,13 @@ def _of_shipped(name: str) -> bytes:
     """A figure of what kvbench ships; b"" where it was installed without that."""
     shown, runs = SHOWN[name], shipped_runs(SHIPPED / "claims.tar.xz")
     if shown.file:
-        return picture(partial(OF_FILES[name][0], [SHIPPED / shown.file]))
+        return picture(partial(draw_file, name, [SHIPPED / shown.file]))
     return b"" if runs is None else picture(lambda: draw(name, _chosen(runs, shown.longest)))
 
 
 def _chosen(runs: Runs, longest: str) -> Runs:
     """The runs to draw."""
     if longest:
-        steps = {run: int(one["task.steps"]) for run, one in runs.setting.items() if one["task"] == longest}
+        steps = {run: int(run.settings["task.steps"]) for run in runs if run.arm["task"] == longest}
         runs = runs.only([run for run, many in steps.items() if many == max(steps.values())])
     return legible(runs)

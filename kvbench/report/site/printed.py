@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbench.config import ConfigError
-from kvbench.report.data.frame import YARDSTICK, Runs
 from kvbench.report.data.papers import PaperTable, ids, table
-from kvbench.report.site.parts import ids_of, small, table_of
+from kvbench.report.data.run import YARDSTICK, Runs
+from kvbench.report.site.markup import ids_of, small, table_of
 from kvbench.report.tables.cells import Cell, Table
 from kvbench.report.tables.formats import NONE, text
 from kvbench.report.tables.published import beside
@@ -46,7 +46,7 @@ def _printed(runs: Runs, paper: PaperTable) -> Printed:
 
 def published(method: str, tables: Sequence[Printed]) -> str:
     """Every published table that has the method, with full attention's row of the same model."""
-    parts, all_theirs, all_ours = [], 0, 0
+    blocks, all_theirs, all_ours = [], 0, 0
     for paper, made, why in tables:
         frame = paper.frame
         rows = set(frame["row"][frame["method"] == method])
@@ -58,16 +58,16 @@ def published(method: str, tables: Sequence[Printed]) -> str:
         theirs, ours = (sum(name in cell.numbers for cell in cells) for name in ("published", "score"))
         all_theirs, all_ours = all_theirs + theirs, all_ours + ours
         notes = "".join(f"<li>{escape(note)}</li>" for note in filter(None, [*made.notes, why]))
-        told = small(f"{paper.source.partition(';')[0]}: {theirs} published, {ours} run here")
-        parts.append(
-            f"<details{' open' if ours else ''}><summary>{escape(paper.title)}{told}</summary>{_table(made, shown)}"
+        counts = small(f"{paper.source.partition(';')[0]}: {theirs} published, {ours} run here")
+        blocks.append(
+            f"<details{' open' if ours else ''}><summary>{escape(paper.title)}{counts}</summary>{_table(made, shown)}"
             f"<ul class=notes>{notes}<li><code>kvbench report --paper {paper.id}</code></li></ul></details>"
         )
-    if not parts:
+    if not blocks:
         return "<p>No table that kvbench holds prints a number of it.</p>"
     return (
-        f"<p>{all_theirs} published numbers in {len(parts)} tables, of which {all_ours or 'none'} has a run here that "
-        "matches: one of the same model, task and budget.</p>" + "".join(parts)
+        f"<p>{all_theirs} published numbers in {len(blocks)} tables, of which {all_ours or 'none'} has a run here that "
+        "matches: one of the same model, task and budget.</p>" + "".join(blocks)
     )
 
 

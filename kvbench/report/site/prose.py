@@ -29,8 +29,8 @@ def choices_taken(target: str) -> str:
     Args:
         target: its class, such as "methods.icecache.IceCache".
     """
-    parts = target.split(".")
-    readme = FOLDER / parts[1] / "README.md" if parts[0] == "methods" else FOLDER / "none"
+    package, module = target.split(".")[:2]
+    readme = FOLDER / module / "README.md" if package == "methods" else FOLDER / "none"
     sections = re.split(r"^## ", _text(readme), flags=re.MULTILINE)
     return "".join(html(section.partition("\n")[2]) for section in sections if section.startswith(CHOICE))
 

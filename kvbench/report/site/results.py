@@ -7,23 +7,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from html import escape
 
-from kvbench.report.data.frame import YARDSTICK
+from kvbench.report.data.run import YARDSTICK
 from kvbench.report.data.select import order_of
 from kvbench.report.figures.all import draw
 from kvbench.report.site.drawing import picture
-from kvbench.report.site.parts import (
-    FAR_OVER,
-    ORACLE,
-    Row,
-    Site,
-    better,
-    cell_of,
-    ids_of,
-    linked,
-    protocols,
-    small,
-    table_of,
-)
+from kvbench.report.site.markup import cell_of, ids_of, linked, protocols, small, table_of
+from kvbench.report.site.rows import FAR_OVER, ORACLE, Row, Site, better
 from kvbench.report.tables.formats import NONE
 
 FIGURES = {
@@ -46,7 +35,7 @@ def results(site: Site, own: Sequence[Row]) -> str:
             f'<tr><td class="label">{escape(task)}{small(samples)}</td>'
             f'<td class="label">{escape(row.budget)}{small(row.variant)}</td>{_place(site, row)}'
             f"{''.join(cell_of(row, name) for name in names)}{_best_other(site, row)}"
-            f'<td class="label"><code>{"<br>".join(map(escape, site.folder_names(row.run)))}</code></td></tr>'
+            f'<td class="label"><code>{"<br>".join(map(escape, row.run.folder_names))}</code></td></tr>'
         )
     return (
         "<p>Place: among the sparse methods with the same budget, by KL where there is some, else by score. Arms that "
@@ -85,10 +74,10 @@ def _best_other(site: Site, row: Row) -> str:
 
 def by_group(site: Site, own: Sequence[Row]) -> str:
     """The score of each group of samples, a table for each panel: marked where it is clear of the others' median."""
-    parts = []
+    tables = []
     for panel in dict.fromkeys(row.panel for row in own):
         rows = sorted((row for row in own if row.panel == panel), key=lambda row: order_of(row.budget))
-        groups = sorted({group for row in rows for group in site.joined.scores[row.run].groups}, key=order_of)
+        groups = sorted({group for row in rows for group in row.run.scores.groups}, key=order_of)
         if len(groups) > 1:
             heads = "".join(f"<th>{escape(row.budget)}{small(row.variant)}</th>" for row in rows)
             lines = [
@@ -97,31 +86,30 @@ def by_group(site: Site, own: Sequence[Row]) -> str:
                 + "</tr>"
                 for group in groups
             ]
-            parts.append(f"<h3>{escape(panel)}</h3>{table_of(f'<th class=label>group</th>{heads}', lines)}")
-    told = (
+            tables.append(f"<h3>{escape(panel)}</h3>{table_of(f'<th class=label>group</th>{heads}', lines)}")
+    legend = (
         "<p>Scores by budget. <span class=ahead>Ahead</span> and <span class=behind>behind</span>: "
         f"{CLEAR:g} points or more from the median of the other sparse methods with the same budget.</p>"
     )
-    return told + "".join(parts) if parts else ""
+    return legend + "".join(tables) if tables else ""
 
 
 def _group_cell(site: Site, row: Row, group: str) -> str:
-    scores = site.joined.scores
-    if group not in scores[row.run].groups:
+    if group not in row.run.scores.groups:
         return f'<td class="none">{NONE}</td>'
-    score = site.evidence.score(row.run, (group,)).mean
-    there = [other.run for other in _rivals(site, row) if group in scores[other.run].groups]
-    others = [site.evidence.score(run, (group,)).mean for run in there]
+    score = row.run.score((group,)).mean
+    rivals = [other.run for other in _rivals(site, row)]
+    others = [run.score((group,)).mean for run in rivals if group in run.scores.groups]
     apart = score - statistics.median(others) if others else 0.0
     look = "ahead" if apart >= CLEAR else "behind" if apart <= -CLEAR else ""
     return (
         f'<td class="{look}" data-name="score" data-group="{escape(group)}" data-value="{score!r}" '
-        f'data-run="{ids_of(site.folder_names(row.run))}">{score:.1f}</td>'
+        f'data-run="{ids_of(row.run.folder_names)}">{score:.1f}</td>'
     )
 
 
 def pictures(site: Site, own: Sequence[Row]) -> Iterator[tuple[str, bytes]]:
-    """The figures that a method's runs can be drawn in, by name: of panels where it has several budgets, if any."""
+    """The figures of a method's runs, by name; only of panels with several of its budgets, if there are any."""
     budgets: dict[str, set[str]] = {}
     for row in own:
         budgets.setdefault(row.panel, set()).add(row.budget)

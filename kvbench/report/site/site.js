@@ -93,8 +93,8 @@ const filter = () => {
   const wanted = Object.fromEntries(new FormData(filters)), rows = [...board.tBodies[0].rows];
   for (const row of rows) row.hidden = !fits(row, wanted);
   best(rows.filter(row => !row.hidden));
-  const told = new URLSearchParams(Object.entries(wanted).filter(([, value]) => value)).toString();
-  history.replaceState(null, "", told ? `#${told}` : location.pathname);
+  const words = new URLSearchParams(Object.entries(wanted).filter(([, value]) => value)).toString();
+  history.replaceState(null, "", words ? `#${words}` : location.pathname);
 };
 if (board) {
   for (const [name, value] of new URLSearchParams(location.hash.slice(1)))

@@ -1,6 +1,6 @@
 """What tables are made of: cells with numbers, how a score is put into one, and the notes below a table.
 
-Which run stands where is of `kvbench.report.data.select`, how a table is printed of `kvbench.report.tables.formats`.
+`kvbench.report.data.select` says which runs share a cell, `kvbench.report.tables.formats` how a table is printed.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from kvbench.report.data.evidence import MARKS, Evidence
-from kvbench.report.data.frame import missing
+from kvbench.report.data.marks import MARKS
+from kvbench.report.data.run import Run, missing
 from kvbench.report.data.stats import COVERAGE, RESAMPLES
 from kvbench.runs.quantities import QUANTITIES, Quantity
 
-# What a score never stands without: its interval, its distance to full attention, what it attended, its samples.
+# What every table shows beside a score: its interval, the difference to full attention, attended / C, its samples.
 WITH_SCORE = {
     "interval": Quantity("interval", "", f"{COVERAGE} % interval", digits=1),
     "against_full": Quantity("against_full", "", "against full", digits=1),
@@ -39,7 +38,7 @@ BRIEF_SCORE = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands at one row and column of a table.
+    """The numbers at one row and column of a table.
 
     Attributes:
         numbers: by the name of a quantity, in the unit of its heading; an interval has "low" and "high", a difference
@@ -72,8 +71,8 @@ class Table:
         cells: by row and column; where there is none, nothing was found.
         lines: the quantities that each cell shows, by name.
         notes: what a reader must know, a sentence each.
-        heads: the labels of each column apart, where it has several.
-        shared: so many labels of a row, the first, may stand once above all rows that have them.
+        heads: the labels of each column one by one, where it has several.
+        shared: how many labels of a row, from the first, may be printed once above all rows that have them.
     """
 
     id: str
@@ -96,20 +95,19 @@ class Table:
 
 
 def seeds_of(cells: Iterable[Cell]) -> dict[str, Quantity]:
-    """What stands beside a score where runs of several seeds are one."""
+    """The quantities beside a score where runs of several seeds are one."""
     return SEEDS if any("seeds" in cell.numbers for cell in cells) else {}
 
 
-def kl_numbers(evidence: Evidence, run: int) -> dict[str, float]:
+def kl_numbers(run: Run) -> dict[str, float]:
     """The interval of a run's KL divergence over its samples, as `Cell.numbers`."""
-    kl = evidence.kl(run)
+    kl = run.kl()
     return {} if kl is None or kl.low is None or kl.high is None else {"kl_mean_low": kl.low, "kl_mean_high": kl.high}
 
 
-def score_numbers(evidence: Evidence, run: int, groups: tuple[str, ...]) -> dict[str, float]:
-    """A run's score of these groups (all: ()) with all that it never stands without, as `Cell.numbers`."""
-    own, against = evidence.score(run, groups), evidence.against_full(run, groups)
-    seeds = evidence.seeds(run, groups).values()
+def score_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
+    """A run's score of these groups (all: ()) and what is shown beside it, as `Cell.numbers`."""
+    own, against, seeds = run.score(groups), run.against_full(groups), run.seeds(groups).values()
     found = {
         "score": own.mean,
         "low": own.low,
@@ -118,19 +116,19 @@ def score_numbers(evidence: Evidence, run: int, groups: tuple[str, ...]) -> dict
         "against_full_low": against and against.low,
         "against_full_high": against and against.high,
         "pairs": against and against.n,
-        "attended_share": evidence.runs.arm[run]["attended_share"],
+        "attended_share": run.arm["attended_share"],
         "samples": own.n,
-        "failed": evidence.failed(run, groups),
+        "failed": run.failed(groups),
     }
     if len(seeds) > 1:
         found |= {"seeds": len(seeds), "seeds_low": min(seeds), "seeds_high": max(seeds)}
     return {name: float(value) for name, value in found.items() if not missing(value)}
 
 
-def tell_machines(cells: Mapping[Place, Cell], times: Collection[str]) -> tuple[dict[Place, Cell], list[str]]:
-    """The cells, and a note on where these quantities of theirs were measured.
+def mark_machines(cells: Mapping[Place, Cell], times: Collection[str]) -> tuple[dict[Place, Cell], list[str]]:
+    """The cells, and a note on the machines that these times of theirs were taken on.
 
-    Where that is on several machines, each of them has a number, which marks its times.
+    Of several machines each has a number, which marks its times.
     """
     timed = {place: cell for place, cell in cells.items() if cell.machine and not cell.numbers.keys().isdisjoint(times)}
     counts = Counter(cell.machine for cell in timed.values()).most_common()
@@ -141,13 +139,8 @@ def tell_machines(cells: Mapping[Place, Cell], times: Collection[str]) -> tuple[
     for place, cell in timed.items():
         own = {name: cell.marks.get(name, "") + number[cell.machine] for name in times if name in cell.numbers}
         marked[place] = replace(cell, marks={**cell.marks, **own})
-    told = "; ".join(f"{number[name]}: {name}" for name, _ in counts)
-    return {**cells, **marked}, [f"Times are of several machines, and those of two are not comparable: {told}."]
-
-
-def runs_of(line: Mapping[str, Any]) -> str:
-    """The folders of a line of `Runs.arms`, as `Cell.run`."""
-    return "; ".join(map(str, line["paths"]))
+    names = "; ".join(f"{number[name]}: {name}" for name, _ in counts)
+    return {**cells, **marked}, [f"Times are of several machines, and those of two are not comparable: {names}."]
 
 
 def ends(spread: Mapping[str, tuple[float, float]], lines: Mapping[str, Quantity]) -> dict[str, float]:
@@ -166,7 +159,7 @@ def beyond_noise(numbers: Mapping[str, float]) -> bool:
 
 
 def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
-    """How to read these cells: what stands in them is explained, and nothing else."""
+    """How to read these cells: explains what is in them, and nothing else."""
     cells = list(cells)
     notes = []
     if any("low" in cell.numbers for cell in cells):

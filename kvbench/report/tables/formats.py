@@ -135,15 +135,15 @@ def _digits(table: Table, name: str, column: int) -> int:
 def console(tables: Sequence[Table], target: Console) -> list[str]:
     """Print tables. Returns the headings of the columns for which an overview had no room.
 
-    A table that is wider than the console comes in parts, each with the labels of its rows; a part of one column that
-    is still wider runs over: no number is cut.
+    A table that is wider than the console comes in several boxes, each with the labels of its rows; a box of one column
+    that is still wider runs over: no number is cut.
     """
     left_out = []
     for table in tables:
         if table.shared:
             left_out += _overview(table, target)
         else:
-            _in_parts(table, target)
+            _in_boxes(table, target)
         for note in table.notes:
             target.print(Text(note), width=min(target.width, PAGE_WIDTH))
         target.print()
@@ -189,12 +189,12 @@ def _overview(table: Table, target: Console) -> list[str]:
     return whole.columns[len(kept) - heads :]
 
 
-def _in_parts(table: Table, target: Console) -> None:
+def _in_boxes(table: Table, target: Console) -> None:
     """Print a table in a box, or in several where it is wider than the console."""
     whole = _fitting(grid(table), target.encoding)
     widths = _widths(whole)
     heads = len(whole.head)
-    for columns in _parts(widths[:heads], widths[heads:], target.width):
+    for columns in _boxes(widths[:heads], widths[heads:], target.width):
         drawn = Drawn(title=Text(table.title), title_justify="left")
         for name in whole.head:
             drawn.add_column(Text(name), no_wrap=True)
@@ -219,16 +219,16 @@ def _widths(whole: Grid) -> list[int]:
     return [max(map(len, [*name.split(), *texts, ""])) for name, *texts in columns]
 
 
-def _parts(heads: Sequence[int], widths: Sequence[int], width: int) -> Iterator[list[int]]:
-    """The columns of each part of a table that is `width` characters wide; at least one in each."""
+def _boxes(heads: Sequence[int], widths: Sequence[int], width: int) -> Iterator[list[int]]:
+    """The columns of each box, at most `width` characters wide with its labels; at least one column in each."""
     room = width - sum(heads) - GAP * len(heads) - 1
-    part: list[int] = []
+    box: list[int] = []
     for column, size in enumerate(widths):
-        if part and sum(widths[one] + GAP for one in part) + size + GAP > room:
-            yield part
-            part = []
-        part.append(column)
-    yield part
+        if box and sum(widths[one] + GAP for one in box) + size + GAP > room:
+            yield box
+            box = []
+        box.append(column)
+    yield box
 
 
 def markdown(tables: Sequence[Table]) -> str:

@@ -12,9 +12,10 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvbench.report.data.frame import YARDSTICK
+from kvbench.report.data.run import YARDSTICK
+from kvbench.report.data.select import last_word
 from kvbench.report.data.stats import COVERAGE
-from kvbench.report.figures.style import STYLES
+from kvbench.report.data.style import STYLES
 from kvbench.report.tables.cells import Cell, Table, beyond_noise
 from kvbench.report.tables.formats import NONE, text
 
@@ -35,7 +36,7 @@ def latex(tables: Sequence[Table]) -> str:
 def _latex(table: Table) -> str:
     lines = [name for name in table.lines if name not in IN_CELL and _is_shown(table, name)] or [*table.lines][:1]
     stacked = "published" in table.lines  # published numbers stand below ours, all others side by side
-    names = [*(axis.rpartition(".")[2] for axis in table.axes[table.shared :]), *([""] if stacked else [])]
+    names = [*(last_word(axis) for axis in table.axes[table.shared :]), *([""] if stacked else [])]
     columns = [(column, name) for column in range(len(table.columns)) for name in ([""] if stacked else lines)]
     ranks = {} if stacked else _ranks(table, lines)
     body: list[str] = []

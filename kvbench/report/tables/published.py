@@ -8,20 +8,19 @@ from typing import Any
 
 from kvbench.config import shipped
 from kvbench.memory.kinds import NATIVE
-from kvbench.report.data.evidence import Evidence, time_marks, transfer_marks
-from kvbench.report.data.frame import YARDSTICK, Runs, missing
+from kvbench.report.data.marks import time_marks, transfer_marks
 from kvbench.report.data.papers import PaperTable
+from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
-from kvbench.report.data.select import label_of, marks_of_mixed, refuse_several, scored, select
+from kvbench.report.data.select import marks_of_mixed, refuse_several, scored, select
 from kvbench.report.tables.cells import (
     WITH_SCORE,
     Cell,
     Table,
+    mark_machines,
     notes_of,
-    runs_of,
     score_numbers,
     seeds_of,
-    tell_machines,
 )
 from kvbench.runs.quantities import PASSED, QUANTITIES, Quantity
 from kvbench.tasks.ruler.task import READERS
@@ -56,15 +55,14 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
     """
     frame = paper.frame
     rows, columns = list(dict.fromkeys(frame["row"])), list(dict.fromkeys(frame["column"]))
-    runs, chosen = over_seeds(runs, _near(runs, paper, select(runs, where))) if runs else (None, [])
-    fitting = _fitting(runs, paper, chosen) if runs else {}
-    used = sorted({run for alike in fitting.values() for run in alike})
-    evidence = Evidence(runs) if runs and used else None
+    _, chosen = over_seeds(runs, _near(paper, select(runs, where))) if runs else (None, [])
+    fitting = _fitting(paper, chosen)
+    used = sorted({run for alike in fitting.values() for run in alike}, key=lambda run: run.index)
     asked = {word.partition("=")[0] for words in frame["settings"] for word in words}
-    mixed = marks_of_mixed(runs, used, sorted(asked), allow_mixed) if runs else {}
+    mixed = marks_of_mixed(used, sorted(asked), allow_mixed)
     cells = {}
     for line in frame.itertuples():
-        ours = _ours(evidence, paper, line, fitting[line.Index], mixed) if evidence and fitting[line.Index] else Cell()
+        ours = _ours(paper, line, fitting[line.Index], mixed) if fitting[line.Index] else Cell()
         numbers = dict(ours.numbers)
         if not missing(line.value):
             numbers["published"] = line.value
@@ -73,19 +71,18 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
         mapped = bool(line.metric and line.method and line.model)
         cells[rows.index(line.row), columns.index(line.column)] = replace(ours, numbers=numbers, mapped=mapped)
     lines = BESIDE_SECONDS if paper.timed else BESIDE | seeds_of(cells.values())
-    cells, machines = tell_machines(cells, ["score"] if paper.timed else [])
+    cells, machines = mark_machines(cells, ["score"] if paper.timed else [])
     notes = [*_notes(paper, cells.values()), *notes_of(cells.values(), {}), *machines]
     return Table(paper.id, paper.title, ("",), [(row,) for row in rows], columns, cells, lines, notes)
 
 
-def _near(runs: Runs, paper: PaperTable, chosen: Iterable[int]) -> list[int]:
+def _near(paper: PaperTable, chosen: Iterable[Run]) -> list[Run]:
     """The chosen runs of full attention, and those whose model, method and task some cell of a published table has."""
     there = set(paper.frame[[*KIND]].itertuples(index=False, name=None))
-    arms = {run: runs.arm[run] for run in chosen}
-    return [run for run, arm in arms.items() if arm["method"] == YARDSTICK or tuple(arm[key] for key in KIND) in there]
+    return [run for run in chosen if run.arm["method"] == YARDSTICK or tuple(run.arm[key] for key in KIND) in there]
 
 
-def _fitting(runs: Runs, paper: PaperTable, chosen: Sequence[int]) -> dict[int, list[int]]:
+def _fitting(paper: PaperTable, chosen: Sequence[Run]) -> dict[int, list[Run]]:
     """The runs that could stand beside each published cell, by its line of the paper's frame."""
     frame, found = paper.frame, {}
     needed = {
@@ -93,13 +90,13 @@ def _fitting(runs: Runs, paper: PaperTable, chosen: Sequence[int]) -> dict[int, 
         for row, own in frame.groupby("row", sort=False)["group"]
     }
     for line in frame.itertuples():
-        found[line.Index] = [run for run in chosen if _fits(runs, run, line, needed[line.row])]
+        found[line.Index] = [run for run in chosen if _fits(run, line, needed[line.row])]
     return found
 
 
-def _fits(runs: Runs, run: int, line: Any, whole: tuple[str, ...]) -> bool:
+def _fits(run: Run, line: Any, whole: tuple[str, ...]) -> bool:
     """Whether a run is one that a published cell could stand beside."""
-    arm = runs.arm[run]
+    arm = run.arm
     if not line.metric or any(arm[key] != getattr(line, key) for key in KIND):
         return False
     budget = line.budget
@@ -108,54 +105,52 @@ def _fits(runs: Runs, run: int, line: Any, whole: tuple[str, ...]) -> bool:
     if arm["budget"] != budget:
         return False
     asked = {"kv": str(NATIVE)} | {key: value for key, _, value in (word.partition("=") for word in line.settings)}
-    if any(label_of(runs, run, key) != value for key, value in asked.items() if key not in CHOOSE_SAMPLES):
+    if any(run.label(key) != value for key, value in asked.items() if key not in CHOOSE_SAMPLES):
         return False
     needed = whole if line.metric == "macro" else _groups_of(line.group)
-    return set(needed) <= set(runs.scores[run].groups)
+    return set(needed) <= set(run.scores.groups)
 
 
-def _ours(evidence: Evidence, paper: PaperTable, line: Any, alike: Sequence[int], mixed: dict[int, str]) -> Cell:
+def _ours(paper: PaperTable, line: Any, alike: Sequence[Run], mixed: dict[Run, str]) -> Cell:
     """What the one run that fits a published cell found there."""
-    runs = evidence.runs
-    refuse_several(runs, alike, f"{line.row}, {line.column}")
-    run = scored(runs, alike)[0]
+    refuse_several(alike, f"{line.row}, {line.column}")
+    run = scored(alike)[0]
     groups = _groups_of(line.group)
     if paper.timed:
-        return _timed_cell(runs, run, line, mixed.get(run, ""))
-    marks = evidence.marks(run, groups) + "g" * _on_generated_text(runs, run, groups) + mixed.get(run, "")
-    numbers = score_numbers(evidence, run, groups)
+        return _timed_cell(run, line, mixed.get(run, ""))
+    marks = run.marks(groups) + "g" * _on_generated_text(run, groups) + mixed.get(run, "")
+    numbers = score_numbers(run, groups)
     if line.metric in PASSED:
-        passed = runs.arm[run][line.metric]
+        passed = run.arm[line.metric]
         if missing(passed):  # some problem lacks an answer yet
             return Cell()
         numbers = {"score": passed}
-    return Cell(numbers, {"score": marks}, runs_of(runs.arm[run]))
+    return Cell(numbers, {"score": marks}, run.folders)
 
 
-def _on_generated_text(runs: Runs, run: int, groups: Iterable[str]) -> bool:
-    """Whether samples of these groups (all: ()) are of texts that a file of RULER's has otherwise."""
-    setting = runs.setting[run]
-    if runs.arm[run]["task"] != "ruler" or not missing(setting.get("task.data_dir")):
+def _on_generated_text(run: Run, groups: Iterable[str]) -> bool:
+    """Whether samples of these groups (all: ()) are of generated texts, where RULER has files of its own."""
+    if run.arm["task"] != "ruler" or not missing(run.settings.get("task.data_dir")):
         return False
-    subsets = {group.partition("/")[0] for group in groups or runs.scores[run].groups}
-    files = {key: setting.get(f"task.{key}") for key in READERS}  # missing: by a kvbench that had no such option
+    subsets = {group.partition("/")[0] for group in groups or run.scores.groups}
+    files = {key: run.settings.get(f"task.{key}") for key in READERS}  # missing: by a kvbench that had no such option
     return any(subsets & READERS[key] for key, file in files.items() if missing(file) or file == GENERATED)
 
 
-def _timed_cell(runs: Runs, run: int, line: Any, mixed: str) -> Cell:
-    """What a timed run measured of a published time, in seconds; nothing where a part is missing.
+def _timed_cell(run: Run, line: Any, mixed: str) -> Cell:
+    """What a timed run found of a published time, in seconds; nothing where a term of the sum is missing.
 
-    Of several machines that which nothing disturbed, and with the most repeats.
+    Of several machines one that nothing disturbed is taken, then the one with the most repeats.
     """
     place = tuple(map(int, line.group.split(" x ")))
-    there = [found for cell, found in runs.cells(run).items() if (cell.tokens, cell.batch) == place]
-    measured = max(there, key=lambda found: (found["disturbed"] not in (True,), found["n"]))
+    there = [found for cell, found in run.cells().items() if (cell.tokens, cell.batch) == place]
+    best = max(there, key=lambda found: (found["disturbed"] not in (True,), found["n"]))
     names = line.metric.split(" + ")
-    parts = [measured[name] for name in names if not missing(measured.get(name))]
-    numbers = {"score": sum(parts) / 1e3} if len(parts) == len(names) else {}
-    letters = dict.fromkeys("".join(time_marks(measured, name) for name in names))
-    marks = transfer_marks(measured["transfer"]) + "".join(letters) + mixed
-    return Cell(numbers, {"score": marks}, runs_of(measured), machine=str(measured["device_name"]))
+    times = [best[name] for name in names if not missing(best.get(name))]
+    numbers = {"score": sum(times) / 1e3} if len(times) == len(names) else {}
+    letters = dict.fromkeys("".join(time_marks(best, name) for name in names))
+    marks = transfer_marks(best["transfer"]) + "".join(letters) + mixed
+    return Cell(numbers, {"score": marks}, run.folders, machine=str(best["device_name"]))
 
 
 def _groups_of(word: str) -> tuple[str, ...]:

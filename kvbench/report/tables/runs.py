@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvbench.report.data.evidence import Evidence, time_marks, transfer_marks
-from kvbench.report.data.frame import Runs, missing
+from kvbench.report.data.marks import time_marks, transfer_marks
+from kvbench.report.data.run import Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.select import (
     PROTOCOL_KEYS,
@@ -17,7 +17,6 @@ from kvbench.report.data.select import (
     by_protocol,
     differing_keys,
     key_of,
-    label_of,
     labels_of,
     marks_of_mixed,
     order_of,
@@ -35,11 +34,10 @@ from kvbench.report.tables.cells import (
     Table,
     ends,
     kl_numbers,
+    mark_machines,
     notes_of,
-    runs_of,
     score_numbers,
     seeds_of,
-    tell_machines,
 )
 from kvbench.report.tables.timed import timed_tables
 from kvbench.runs.quantities import PASSED, Quantity, named
@@ -47,7 +45,7 @@ from kvbench.runs.quantities import PASSED, Quantity, named
 SEVERAL = tuple(PASSED)[1:]  # of one answer it is the score
 COSTS = ("device_kv_bytes", "moved_bytes_per_step", "ttft_s", "tpot_ms_mean", "recall")
 SUMMARY = ("score", *SEVERAL, *COSTS, "new_tokens", "new_tokens_median", "looped")
-# The most telling first: what has no room on a console is left out from the end.
+# The most important first: what has no room on a console is left out from the end.
 OVERVIEW = (
     *("score", *SEVERAL, "kl_mean", "attended_share", "device_kv_bytes", "tpot_ms_mean", "recall"),
     *("moved_bytes_per_step", "ttft_s", "new_tokens", "new_tokens_median"),
@@ -59,26 +57,26 @@ Where = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 
 def overview(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
-    """One table for all runs, by model and task: a row for each method and budget, or where these are many, a row for
-    each method with the scores alone. Timed runs have tables of their own, and only where there are no others.
+    """One table for all runs but timed ones, by model and task: a row for each method and budget, or where these are
+    many, a row for each method with only the scores. Where all runs are timed, their own tables.
 
     Raises:
         ConfigError: as `select`.
     """
     found = select(runs, where)
-    chosen = [run for run in found if not runs.timed(run)]
+    chosen = [run for run in found if not run.is_timed]
     if not chosen:
         return summary(runs, where)
     count, timed = len(chosen), len(found) - len(chosen)
-    runs, chosen = over_seeds(runs, chosen)
-    shared = ["model", "task", *(key for key in PROTOCOL_KEYS if len(labels_of(runs, chosen, key)) > 1)]
-    axes = _telling_axes(runs, chosen, [*shared, "method", "budget"])
+    _, chosen = over_seeds(runs, chosen)
+    shared = ["model", "task", *(key for key in PROTOCOL_KEYS if len(labels_of(chosen, key)) > 1)]
+    axes = _axes_for(chosen, [*shared, "method", "budget"])
     title, score, columns = f"{count} runs", BRIEF_SCORE, []
-    if len(by_labels(runs, chosen, axes)) > MOST_ROWS and len(labels_of(runs, chosen, "budget")) > 2:
+    if len(by_labels(chosen, axes)) > MOST_ROWS and len(labels_of(chosen, "budget")) > 2:
         axes.remove("budget")
         title, score, columns = f"{title}: score by budget", BRIEFEST_SCORE, ["budget"]
     values = ["score"] if columns else OVERVIEW
-    table = _table(Evidence(runs), chosen, axes, columns, values, "overview", title, {}, score, len(shared))
+    table = _table(chosen, axes, columns, values, "overview", title, {}, score, len(shared))
     if timed:
         table.notes.append(f"{timed} timed runs have tables of their own: --where task=latency.")
     return [table]
@@ -94,14 +92,14 @@ def summary(runs: Runs, where: Sequence[str] = (), values: Sequence[str] = SUMMA
     Raises:
         ConfigError: as `select`.
     """
-    runs, found = over_seeds(runs, select(runs, where))
-    evidence, tables = Evidence(runs), []
-    for number, (chosen, what) in enumerate(by_protocol(runs, [run for run in found if not runs.timed(run)]), 1):
-        axes = _telling_axes(runs, chosen, ["model", "task", "method", "budget"])
+    _, found = over_seeds(runs, select(runs, where))
+    tables = []
+    for number, (chosen, what) in enumerate(by_protocol([run for run in found if not run.is_timed]), 1):
+        axes = _axes_for(chosen, ["model", "task", "method", "budget"])
         id, title = (f"summary{number}", f"Runs with {what}") if what else ("summary", "All runs")
-        tables.append(_table(evidence, chosen, axes, [], values, id, title, {}))
-    for number, (chosen, what) in enumerate(by_protocol(runs, [run for run in found if runs.timed(run)]), 1):
-        tables += timed_tables(runs, chosen, str(number) if what else "", what)
+        tables.append(_table(chosen, axes, [], values, id, title, {}))
+    for number, (chosen, what) in enumerate(by_protocol([run for run in found if run.is_timed]), 1):
+        tables += timed_tables(chosen, str(number) if what else "", what)
     return tables
 
 
@@ -111,22 +109,22 @@ def by_group(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
     Raises:
         ConfigError: as `select`.
     """
-    runs, found = over_seeds(runs, select(runs, where))
-    evidence, tables = Evidence(runs), []
-    for task in dict.fromkeys(runs.arms["task"]):
-        own = [run for run in found if runs.arm[run]["task"] == task and not runs.timed(run)]
-        for number, (chosen, what) in enumerate(by_protocol(runs, own), 1):
-            if len({group for run in chosen for group in runs.scores[run].groups}) > 1:
-                axes = _telling_axes(runs, chosen, ["model", "method", "budget"])
+    _, found = over_seeds(runs, select(runs, where))
+    tables = []
+    for task in dict.fromkeys(run.arm["task"] for run in runs):
+        own = [run for run in found if run.arm["task"] == task and not run.is_timed]
+        for number, (chosen, what) in enumerate(by_protocol(own), 1):
+            if len({group for run in chosen for group in run.scores.groups}) > 1:
+                axes = _axes_for(chosen, ["model", "method", "budget"])
                 title = f"{task} by group" + (f", with {what}" if what else "")
                 id = f"{task}{number if what else ''}"
-                tables.append(_table(evidence, chosen, axes, ["group"], ["score"], id, title, {}))
+                tables.append(_table(chosen, axes, ["group"], ["score"], id, title, {}))
     return tables
 
 
-def _telling_axes(runs: Runs, chosen: Sequence[int], axes: list[str]) -> list[str]:
-    """These axes and all that it takes to have no two runs in one cell."""
-    return [*axes, *differing_keys(runs, by_labels(runs, chosen, axes).values())]
+def _axes_for(chosen: Sequence[Run], axes: list[str]) -> list[str]:
+    """These axes, and the settings by which no two runs share a cell."""
+    return [*axes, *differing_keys(by_labels(chosen, axes).values())]
 
 
 def pivot(
@@ -156,34 +154,32 @@ def pivot(
     chosen = select(runs, where)
     down, across = ([key_of(runs, name) for name in names] for names in (rows, columns))
     if "seed" not in (*down, *across):
-        runs, chosen = over_seeds(runs, chosen)
+        _, chosen = over_seeds(runs, chosen)
     names = [value_of(runs, name) for name in values]
-    marks = marks_of_mixed(runs, chosen, [*down, *across], allow_mixed)
-    for labels, alike in by_labels(runs, chosen, [*down, *across]).items():
-        refuse_several(runs, alike, ", ".join(labels), "add it to --rows or --columns, or ")
+    marks = marks_of_mixed(chosen, [*down, *across], allow_mixed)
+    for labels, alike in by_labels(chosen, [*down, *across]).items():
+        refuse_several(alike, ", ".join(labels), "add it to --rows or --columns, or ")
     title = f"{', '.join(names)} by {', '.join([*down, *across])}"
-    return _table(Evidence(runs), chosen, down, across, names, "table", title, marks, score_lines)
+    return _table(chosen, down, across, names, "table", title, marks, score_lines)
 
 
 def _table(
-    evidence: Evidence,
-    chosen: Sequence[int],
+    chosen: Sequence[Run],
     rows: Sequence[str],
     columns: Sequence[str],
     values: Sequence[str],
     id: str,
     title: str,
-    mixed: Mapping[int, str],
+    mixed: Mapping[Run, str],
     score_lines: Mapping[str, Quantity] = WHOLE_SCORE,
     shared: int = 0,
 ) -> Table:
-    """The table of these runs; no cell of it holds two that count alike.
+    """The table of these runs, of which at most one without probes and one with them share a cell.
 
     Args:
         score_lines: what a score is shown by.
     """
-    runs = evidence.runs
-    cells_of = _runs_of_cells(runs, chosen, rows, columns)
+    cells_of = _runs_of_cells(chosen, rows, columns)
     seen = dict.fromkeys(group for *_, groups in cells_of for group in groups)
     appeared = {group: index for index, group in enumerate(seen)}
 
@@ -193,14 +189,14 @@ def _table(
     row_labels = sorted({row for row, *_ in cells_of}, key=order)
     column_labels = sorted({column for _, column, _ in cells_of}, key=order)
     cells = {
-        (row_labels.index(row), column_labels.index(column)): _cell(evidence, alike, groups, values, mixed)
+        (row_labels.index(row), column_labels.index(column)): _cell(alike, groups, values, mixed)
         for (row, column, groups), alike in cells_of.items()
     }
     lines: dict[str, Quantity] = {}
     for name in values:
         lines |= {**score_lines, **seeds_of(cells.values())} if name == "score" else {name: named(name)}
     times = [name for name, line in lines.items() if line.is_time]
-    cells, machines = tell_machines(cells, times)
+    cells, machines = mark_machines(cells, times)
     notes = [*notes_of(cells.values(), lines), *machines]
     if "group" in (*rows, *columns) and "attended_share" in lines:
         notes.append("attended / C, and all but the scores, are of the whole run and not of the group.")
@@ -209,18 +205,16 @@ def _table(
     return Table(id, title, tuple(rows), row_labels, names, cells, lines, notes, heads, shared)
 
 
-def _runs_of_cells(
-    runs: Runs, chosen: Sequence[int], rows: Sequence[str], columns: Sequence[str]
-) -> dict[Where, list[int]]:
+def _runs_of_cells(chosen: Sequence[Run], rows: Sequence[str], columns: Sequence[str]) -> dict[Where, list[Run]]:
     """The runs of each cell, in the order in which they and their groups appear.
 
-    A method that has no budget stands in the column of each budget, if its row tells it from others.
+    A method that has no budget stands in the column of each budget, if its row names the method.
     """
-    found: dict[Where, list[int]] = {}
+    found: dict[Where, list[Run]] = {}
     for run in chosen:
-        for group in dict.fromkeys(runs.scores[run].groups) if "group" in (*rows, *columns) else [None]:
+        for group in dict.fromkeys(run.scores.groups) if "group" in (*rows, *columns) else [None]:
             row, column = (
-                tuple(group if key == "group" and group is not None else label_of(runs, run, key) for key in axes)
+                tuple(group if key == "group" and group is not None else run.label(key) for key in axes)
                 for axes in (rows, columns)
             )
             found.setdefault((row, column, () if group is None else (group,)), []).append(run)
@@ -237,28 +231,26 @@ def _runs_of_cells(
     }
 
 
-def _cell(
-    evidence: Evidence, alike: Sequence[int], groups: tuple[str, ...], values: Sequence[str], mixed: Mapping[int, str]
-) -> Cell:
-    """The numbers of the runs in one cell: scores and times of those that count, probes of those that probe."""
-    runs, source, machine = evidence.runs, "", ""
+def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], mixed: Mapping[Run, str]) -> Cell:
+    """The numbers of one cell: scores and times of its run without probes, probes of its run with them."""
+    source, machine = "", ""
     numbers: dict[str, float] = {}
     marks: dict[str, str] = {}
     for name in values:
         quantity = named(name)
-        candidates = probed(runs, alike) if quantity.part == "probe" else scored(runs, alike)
+        candidates = probed(alike) if quantity.part == "probe" else scored(alike)
         if not candidates:
             continue
         (run,) = candidates
-        arm = runs.arm[run]
+        arm = run.arm
         if name == "score":
-            numbers |= score_numbers(evidence, run, groups)
-            marks["score"] = evidence.marks(run, groups) + mixed.get(run, "")
+            numbers |= score_numbers(run, groups)
+            marks["score"] = run.marks(groups) + mixed.get(run, "")
         elif not missing(arm[name]):
             numbers |= {name: quantity.scaled(arm[name]), **ends(arm["spread"], {name: quantity})}
-            numbers |= kl_numbers(evidence, run) if name == "kl_mean" else {}
+            numbers |= kl_numbers(run) if name == "kl_mean" else {}
             if quantity.is_time:
                 marks[name] = transfer_marks(arm["transfer"]) + time_marks(arm, name)
-                machine = label_of(runs, run, "device_name")
-        source = source or runs_of(arm)
+                machine = run.label("device_name")
+        source = source or run.folders
     return Cell(numbers, {name: letters for name, letters in marks.items() if letters}, source, machine=machine)

@@ -87,8 +87,8 @@ def tom_tracking(output: str, reference: str) -> dict[str, float]:
 def beliefs(text: str) -> list[str]:
     """What the lines that begin with a hyphen say, without small words."""
     lines = "\n".join(line for line in text.splitlines() if line.strip().startswith("-")).strip().split("\n")
-    told = [_plain(line[1:].strip()).replace("’", "") for line in lines if line.startswith("-")]
-    return [kept for one in told if (kept := " ".join(SMALL_WORDS.sub(" ", one).split()))]
+    said = [_plain(line[1:].strip()).replace("’", "") for line in lines if line.startswith("-")]
+    return [kept for one in said if (kept := " ".join(SMALL_WORDS.sub(" ", one).split()))]
 
 
 def _accuracy(right: float, partly: float, extracted: bool = True) -> dict[str, float]:

@@ -7,21 +7,19 @@ its travel planning.
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from kvbench.config import nearest
 from kvbench.tasks import Sample, Task
 from kvbench.tasks.longproc import countdown, cpp, scores
+from kvbench.tasks.rows import check_subsets, in_turn
 from kvbench.tasks.sources import LocalFile, Row, rows_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from kvbench.models.types import Tokenizer
 
 NEW_TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 9216}
 LEVELS = {
@@ -78,11 +76,8 @@ class LongProc(Task):
             max_new_tokens: tokens to generate at most; None: the level's own.
             data_dir: the repository's folder data.
         """
-        if isinstance(subsets, str) or not subsets or len(set(map(str, subsets))) < len(subsets):
-            raise ValueError(f"task.subsets={subsets}: a list of different ones of {', '.join(SUBSETS)}")
+        check_subsets(subsets, SUBSETS)
         for name in subsets:
-            if str(name) not in SUBSETS:
-                raise ValueError(f"task.subsets: no subset {name}; {nearest(str(name), SUBSETS)}")
             if name.startswith(RUN) and not execute:
                 raise ValueError(
                     f"task.execute=false: {name} is scored by running the programs that the model writes; use true "
@@ -103,19 +98,15 @@ class LongProc(Task):
     def __len__(self) -> int:
         return sum(len(self._rows(name)) for name in self.subsets)
 
-    def samples(self, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Iterator[Sample]:
+    def samples(self, tokenizer: Tokenizer | None, seed: int) -> Iterator[Sample]:
         """One sample of every subset, then the next; in each subset shuffled by the seed, whatever the others are.
 
         Raises:
             ValueError: a file cannot be had or read as what it should be.
         """
-        shuffled = []
-        for name in self.subsets:
-            template = self._template(kind_of(name))
-            found = [self._sample(name, row, template) for row in self._rows(name)]
-            random.Random(f"longproc/{seed}/{name}").shuffle(found)
-            shuffled.append(found)
-        return (sample for sample in chain.from_iterable(zip_longest(*shuffled)) if sample is not None)
+        templates = {name: self._template(kind_of(name)) for name in self.subsets}
+        found = {name: [self._sample(name, row, templates[name]) for row in self._rows(name)] for name in self.subsets}
+        return in_turn(self.name, seed, found)
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """The subset's own numbers, and the first of them as "score".

@@ -1,7 +1,7 @@
 """Generated prose: varied English sentences from a small grammar, for haystacks where no corpus is at hand.
 
 The same seed gives the same text on every machine. Sentences are grammatical and keep to a paragraph's people, places
-and things, but tell no story; none occurs twice in a text, and none holds a digit.
+and things, but make no story; none occurs twice in a text, and none holds a digit.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from kvbench.tasks.ruler.writers import (
 from kvbench.tasks.sources import DataFile, LocalFile
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from kvbench.models.types import Tokenizer
 
 __all__ = [
     "ADJECTIVES",
@@ -141,7 +141,7 @@ class Ruler(Task):
         """
         return {name: self._writer(name) for name in self.subsets}
 
-    def samples(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Sample]:
+    def samples(self, tokenizer: Tokenizer, seed: int) -> Iterator[Sample]:
         """One sample of every subset and length, then the next; each prefix is a fair smaller run.
 
         Raises:
@@ -250,14 +250,14 @@ class Counter:
         around: tokens that the chat template puts around a message.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     around: int = 0
 
     def __call__(self, text: str) -> int:
         return len(self.tokenizer(text, verbose=False)["input_ids"]) + self.around
 
 
-def counter(tokenizer: PreTrainedTokenizerBase) -> Counter:
+def counter(tokenizer: Tokenizer) -> Counter:
     """Counts with the chat template where there is one: a prompt that fits with it fits without."""
     count = Counter(tokenizer)
     if not getattr(tokenizer, "chat_template", None):

@@ -330,12 +330,12 @@ def _article(cast: _Cast) -> list[tuple[str, list[tuple[str, str]]]]:
     name = cast.invent("person")
     article = []
     for first, *rest in _DATA["topics"].values():
-        told, asked = [], []
+        sentences, asked = [], []
         for text, question, answer in (first, *cast.rng.sample(rest, len(rest))):
             slots = cast.slots(name)
-            told.append(text.format_map(slots))
+            sentences.append(text.format_map(slots))
             asked.append((question.format_map(slots), slots[answer]))
-        article.append((" ".join(told), asked))
+        article.append((" ".join(sentences), asked))
     return article
 
 
@@ -362,14 +362,14 @@ def _person(cast: _Cast, name: str, other: str) -> tuple[str, str, list[tuple[st
     """A titled document; what `other` is to the person; and its facts: question, slots, the slot that answers."""
     link, who = cast.rng.choice(_DATA["links"])
     slots = cast.slots(name, other=other)
-    told = [link.format_map(slots)]
+    sentences = [link.format_map(slots)]
     facts: list[tuple[str, Mapping[str, str], str]] = []
     targets = _DATA["targets"]
     for text, question, answer in cast.rng.sample(targets, len(targets)):
         own = cast.slots(name)
-        told.append(text.format_map(own))
+        sentences.append(text.format_map(own))
         facts.append((question, own, answer))
-    return _titled(name, [" ".join(told)]), str(who.format_map(slots)), facts
+    return _titled(name, [" ".join(sentences)]), str(who.format_map(slots)), facts
 
 
 def _accepted(answer: str) -> tuple[str, ...]:

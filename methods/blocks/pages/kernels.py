@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvbench.kernels.threads import claim, together
+from kvbench.kernels.threads import claim, in_threads
 from methods.blocks.kernels import jit, kernel, prefetch, widen, write_best
 
 AHEAD = 16  # pages whose bounds are on their way while one is scored
@@ -74,7 +74,7 @@ def mean_bounds(threads, queries, low, high, scores):  # type: ignore[no-untyped
         low, high: [B, Hkv, P, D] as stored.
         scores: [B * Hkv, P] float32; written.
     """
-    together(threads, _mean_bounds, (np.zeros(1, np.int64), queries, low, high, scores))
+    in_threads(threads, _mean_bounds, (np.zeros(1, np.int64), queries, low, high, scores))
 
 
 @jit
@@ -91,7 +91,7 @@ def _mean_bounds(_, claims, queries, low, high, scores):  # type: ignore[no-unty
 
 @jit
 def _joined(ranked, pages, joined):  # type: ignore[no-untyped-def]
-    """Join ranked lists [Q, n] by rank, without repeats, after the last of `pages` pages; -1 behind them."""
+    """Join ranked lists [Q, n] by rank, without repeats, after the last of `pages` pages; then -1."""
     taken = np.zeros(pages, np.bool_)
     joined[0], taken[pages - 1], count = pages - 1, True, 1
     for rank in range(ranked.shape[1]):
@@ -105,7 +105,7 @@ def _joined(ranked, pages, joined):  # type: ignore[no-untyped-def]
 
 @jit
 def _tokens(ranked, starts, room, tokens):  # type: ignore[no-untyped-def]
-    """Write the tokens of ranked pages, as far as whole pages fit into `room`, and -1 behind them; how many."""
+    """Write the tokens of ranked pages, as far as whole pages fit into `room`, then -1; how many."""
     count = 0
     for page in ranked:
         if page < 0 or count + starts[page + 1] - starts[page] > room:
@@ -132,7 +132,7 @@ def best_tokens(threads, queries, low, high, starts, rows, mean, join, found, lo
         longest: [B * Hkv] int64; written, tokens of the longest list of each.
     """
     given = np.zeros(1, np.int64), queries, low, high, starts, rows, mean, join, found, longest
-    together(threads, _best_tokens, given)
+    in_threads(threads, _best_tokens, given)
 
 
 @jit

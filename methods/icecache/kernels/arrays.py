@@ -9,7 +9,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 POINT = np.dtype([("page", "i4"), ("slot", "i4"), ("node", "i4"), ("norm2", "f4"), ("affinity", "f4")], align=True)
-PAGE = np.dtype([("node", "i4"), ("count", "i4"), ("next", "i4"), ("dirty", "i4")], align=True)
+PAGE = np.dtype([("node", "i4"), ("count", "i4"), ("next", "i4")], align=True)
 NODE = np.dtype([("point", "i4"), ("level", "i4"), ("first", "i4"), ("children", "i4")], align=True)
 
 POINTS, NODES, PAGES, FREE, TOP = range(5)  # indexes in Tree.state
@@ -22,7 +22,7 @@ class Tree(NamedTuple):
     Attributes:
         keys: [rows, D] float32, or uint16: the bits of bfloat16. The store's own memory.
         point: [rows] `POINT`: page and slot, own node (`NONE` at level 1), |k|^2, k . parent (0 below the root).
-        page: [pages] `PAGE`: its node, members, next page of the node or of the free list, members changed.
+        page: [pages] `PAGE`: its node, members, next page of the node or of the free list.
         slots: [pages, page size] int32 points, `NONE` after the last member.
         node: [nodes] `NODE`: own point, level (the root's is top + 1), first page, children.
         node_key, node_sum: [nodes, D] float32, own key and the sum of the children's.

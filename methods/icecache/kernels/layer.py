@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, types
 from numba.extending import intrinsic
 
-from kvbench.kernels.threads import claim, together
+from kvbench.kernels.threads import claim, in_threads
 from methods.blocks.kernels import jit, kernel
 from methods.icecache.kernels.arrays import NODE, NONE, PAGE, PAGES, POINT, POINTS, TOP, Tree, Workspace
 from methods.icecache.kernels.choosing import best_pages, interleave
@@ -96,24 +96,24 @@ def _finite(queries):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _fixed(region, attended):  # type: ignore[no-untyped-def]
+def _fixed(region, tokens):  # type: ignore[no-untyped-def]
     """The tokens always attended: the window, newest first, and the sinks; of a row within its budget all. How many."""
     whole = region[CAPACITY] >= region[LENGTH]
     room = min(region[CAPACITY], region[LENGTH])
     count = 0
     for token in range(region[LENGTH] - 1, NONE if whole else region[WINDOW] - 1, -1):
         if count < room:
-            attended[count] = token
+            tokens[count] = token
             count += 1
     for token in range(0 if whole else min(region[SINKS], region[LENGTH])):
         if count < room:
-            attended[count] = token
+            tokens[count] = token
             count += 1
     return count
 
 
 @kernel
-def attend(works, directory, stored, queries, regions, how, p_dci, fov_share, index, told):  # type: ignore[no-untyped-def]
+def attend(works, directory, stored, queries, regions, how, p_dci, fov_share, index, counts):  # type: ignore[no-untyped-def]
     """What all KV heads attend: window, sinks, and the members of the best pages.
 
     Args:
@@ -123,16 +123,16 @@ def attend(works, directory, stored, queries, regions, how, p_dci, fov_share, in
         how: fov, exhaustive_below, by_centroid, exact scan, as of `search`.
         p_dci: None, or as of `p_dci_pages`, which are asked instead: only one of the two is compiled.
         index: [T, M] int64, written: tokens, those always attended first, then page by page, best first, then -1.
-        told: [T] each, written: how many tokens; keys scored, by their sketches; and, bool, whether this head was asked
-            what is not finite.
+        counts: [T] each, written: how many tokens; keys scored, by their sketches; and, bool, whether a query of this
+            head is not finite.
     """
     asked = works, directory, stored, queries, regions, how, p_dci, fov_share
-    together(len(works), _attend, (np.zeros(1, np.int64), *asked, index, told))
+    in_threads(len(works), _attend, (np.zeros(1, np.int64), *asked, index, counts))
 
 
 @jit
-def _attend(number, claims, works, directory, stored, queries, regions, how, p_dci, fov_share, index, told):  # type: ignore[no-untyped-def]
-    (fov, exhaustive_below, by_centroid, exact), (used, read, refused) = how, told
+def _attend(number, claims, works, directory, stored, queries, regions, how, p_dci, fov_share, index, counts):  # type: ignore[no-untyped-def]
+    (fov, exhaustive_below, by_centroid, exact), (used, read, refused) = how, counts
     heads, work = len(directory) // len(regions), _work(works[number])
     for _ in range(len(directory)):
         head = claim(claims)

@@ -32,8 +32,7 @@ def _free_page(tree, before, page):  # type: ignore[no-untyped-def]
         tree.node[tree.page[page].node].first = tree.page[page].next
     else:
         tree.page[before].next = tree.page[page].next
-    tree.page[page].node, tree.page[page].dirty = NONE, 1
-    tree.page[page].next = tree.state[FREE]
+    tree.page[page].node, tree.page[page].next = NONE, tree.state[FREE]
     tree.state[FREE] = page
 
 
@@ -41,7 +40,7 @@ def _free_page(tree, before, page):  # type: ignore[no-untyped-def]
 def _put(tree, page, row):  # type: ignore[no-untyped-def]
     slot = tree.page[page].count
     tree.slots[page, slot] = row
-    tree.page[page].count, tree.page[page].dirty = slot + 1, 1
+    tree.page[page].count = slot + 1
     tree.point[row].page, tree.point[row].slot = page, slot
 
 
@@ -53,7 +52,7 @@ def _take(tree, row):  # type: ignore[no-untyped-def]
     moved = tree.slots[page, last]
     tree.slots[page, slot], tree.point[moved].slot = moved, slot
     tree.slots[page, last] = NONE
-    tree.page[page].count, tree.page[page].dirty = last, 1
+    tree.page[page].count = last
 
 
 @jit
@@ -145,7 +144,7 @@ def _fill_pages(tree, node, rows, count, after, late):  # type: ignore[no-untype
 def load_children(tree, rows, parents, greedy, late, work):  # type: ignore[no-untyped-def]
     """Put points into the pages of their parents, which have none yet; a node's fuller pages come first, or late."""
     count = len(rows)
-    ends = np.zeros(tree.state[NODES] + 2, np.int64)  # of node n's members at n + 1, once they are counted and placed
+    ends = np.zeros(tree.state[NODES] + 2, np.int64)  # of node n's members at n + 1, once they are counted and written
     for i in range(count):
         ends[parents[i] + 2] += 1
     for node in range(tree.state[NODES]):

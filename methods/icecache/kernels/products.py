@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -21,6 +22,89 @@ NOTHING = np.float32(1e-30)  # below, a sketch has no steps
 
 LINE = 64  # bytes of a cache line
 
+FLAGS = ("contract", "reassoc", "nsz", "arcp")  # of float32 arithmetic, as `methods.blocks.kernels.FAST`
+# Lanes of two vectors of eight that are added up until the sums of four vectors stand side by side.
+EVEN, ODD = [0, 8, 2, 10, 4, 12, 6, 14], [1, 9, 3, 11, 5, 13, 7, 15]
+LOW, HIGH = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
+
+
+class _Writer:
+    """Writes the instructions of a tile, for keys of float32 or bfloat16, or for sketches (int8, queries int16).
+
+    A row is the Numba type of its array and a pointer to its first number.
+    """
+
+    def __init__(self, context, builder, sketched):  # type: ignore[no-untyped-def]
+        self.context, self.builder, self.sketched = context, builder, sketched
+        self.lanes = SKETCH_LANES if sketched else LANES
+        self.index = context.get_value_type(types.intp)
+        self.sum = ir.VectorType(ir.IntType(32) if sketched else ir.FloatType(), LANES)
+
+    def number(self, value):  # type: ignore[no-untyped-def]
+        """An index that is known now."""
+        return ir.Constant(self.index, value)
+
+    def pointer(self, kind, array, *index):  # type: ignore[no-untyped-def]
+        """Where array[index] lies."""
+        view = self.context.make_array(kind)(self.context, self.builder, value=array)
+        return cgutils.get_item_pointer(self.context, self.builder, kind, view, list(index), wraparound=False)
+
+    def load(self, row, at, wide):  # type: ignore[no-untyped-def]
+        """A vector of `lanes` numbers of a row from index `at` on, or one number: float32, of sketches int32."""
+        (kind, pointer), builder = row, self.builder
+        stored = self.context.get_value_type(kind.dtype)
+        pointer = builder.gep(pointer, [at])
+        if wide:
+            stored = ir.VectorType(stored, self.lanes)
+            pointer = builder.bitcast(pointer, stored.as_pointer())
+        value = builder.load(pointer, align=kind.dtype.bitwidth // 8)
+        if kind.dtype == types.float32:
+            return value
+        word = ir.VectorType(ir.IntType(32), self.lanes) if wide else ir.IntType(32)
+        if self.sketched:
+            return builder.sext(value, word)
+        shift = ir.Constant(word, [16] * self.lanes if wide else 16)
+        bits = builder.shl(builder.zext(value, word), shift)
+        return builder.bitcast(bits, self.sum if wide else ir.FloatType())
+
+    def plus(self, one, other):  # type: ignore[no-untyped-def]
+        """The sum of two vectors."""
+        return self.builder.add(one, other) if self.sketched else self.builder.fadd(one, other, flags=FLAGS)
+
+    def plus_lanes(self, one, other, left, right):  # type: ignore[no-untyped-def]
+        """The sum of lanes `left` and `right` of two vectors, numbered through both."""
+        kind = ir.VectorType(ir.IntType(32), len(left))
+        return self.plus(*(self.builder.shuffle_vector(one, other, ir.Constant(kind, at)) for at in (left, right)))
+
+    def product(self, query, key, wide):  # type: ignore[no-untyped-def]
+        """What a step adds to a sum: a vector of products, of sketches added up in pairs; one product as lane 0."""
+        if self.sketched:
+            product = self.builder.mul(query, key, flags=("nsw",))
+            return self.plus_lanes(product, product, list(range(0, self.lanes, 2)), list(range(1, self.lanes, 2)))
+        product = self.builder.fmul(query, key, flags=FLAGS)
+        if wide:
+            return product
+        return self.builder.insert_element(ir.Constant(self.sum, None), product, ir.Constant(ir.IntType(32), 0))
+
+    def add_products(self, keys, queries, sums, start, stop, wide):  # type: ignore[no-untyped-def]
+        """Add the products of numbers start .. stop - 1 of all keys with all queries to sums[query][key]."""
+        builder, step = self.builder, self.number(self.lanes if wide else 1)
+        with cgutils.for_range_slice(builder, start, stop, step, self.index) as (k, _):
+            numbers = [self.load(key, k, wide) for key in keys]
+            for query, of_query in zip(queries, sums, strict=True):
+                asked = self.load(query, k, wide)
+                for number, total in zip(numbers, of_query, strict=True):
+                    builder.store(self.plus(builder.load(total), self.product(asked, number, wide)), total)
+
+    def store_sums(self, sums, pointer):  # type: ignore[no-untyped-def]
+        """Add up the lanes of each of `TILE` sums, and store these as float32 side by side."""
+        a, b, c, d = map(self.builder.load, sums)
+        both = self.plus_lanes(self.plus_lanes(a, b, EVEN, ODD), self.plus_lanes(c, d, EVEN, ODD), LOW, HIGH)
+        four = self.plus_lanes(both, both, [0, 1, 2, 3], [4, 5, 6, 7])
+        if self.sketched:
+            four = self.builder.sitofp(four, ir.VectorType(ir.FloatType(), TILE))
+        self.builder.store(four, self.builder.bitcast(pointer, four.type.as_pointer()), align=4)
+
 
 def _tile(group, sketched=False):  # type: ignore[no-untyped-def]
     """An intrinsic: the products of `TILE` rows of a matrix with `group` queries, each vector loaded once for all.
@@ -28,97 +112,32 @@ def _tile(group, sketched=False):  # type: ignore[no-untyped-def]
     Of plain loops LLVM makes half of the speed: it adds up the lanes of every sum alone. Sketches, int8 with int16
     queries, are multiplied in whole numbers and added up in pairs, for which CPUs have an instruction.
     """
-    lanes = SKETCH_LANES if sketched else LANES
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        matrix_type, rows_type, _, queries_type, _, out_type = signature.args
+        matrix, rows, i, asked, g, out = arguments
+        code = _Writer(context, builder, sketched)
+        zero, keys, queries, outs = code.number(0), [], [], []
+        for t in range(TILE):
+            row = builder.load(code.pointer(rows_type, rows, builder.add(i, code.number(t))))
+            keys.append((matrix_type, code.pointer(matrix_type, matrix, builder.sext(row, code.index), zero)))
+        for j in range(group):
+            at = builder.add(g, code.number(j))
+            queries.append((queries_type, code.pointer(queries_type, asked, at, zero)))
+            outs.append(code.pointer(out_type, out, at, i))
+        sums = [[cgutils.alloca_once_value(builder, ir.Constant(code.sum, None)) for _ in keys] for _ in queries]
+        width = builder.extract_value(context.make_array(queries_type)(context, builder, value=asked).shape, 1)
+        whole = builder.and_(width, code.number(-code.lanes))
+        code.add_products(keys, queries, sums, zero, whole, wide=True)
+        if not sketched:  # whose width is a whole number of vectors
+            code.add_products(keys, queries, sums, whole, width, wide=False)
+        for pointer, of_query in zip(outs, sums, strict=True):
+            code.store_sums(of_query, pointer)
+        return context.get_dummy_value()
 
     @intrinsic
     def tile(_context, matrix, rows, i, queries, g, out):  # type: ignore[no-untyped-def]
         """out[g + j, i + t] = queries[g + j] . matrix[rows[i + t]]."""
-
-        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            from llvmlite import ir
-
-            matrix_type, _, _, queries_type, _, out_type = signature.args
-            vector, number = ir.VectorType(ir.FloatType(), lanes), context.get_value_type(types.intp)
-            sums_type = ir.VectorType(ir.IntType(32) if sketched else ir.FloatType(), LANES)
-            flags = ("contract", "reassoc", "nsz", "arcp")
-
-            def place(kind, array, *index):  # type: ignore[no-untyped-def]
-                view = context.make_array(kind)(context, builder, value=array)
-                return cgutils.get_item_pointer(context, builder, kind, view, list(index), wraparound=False)
-
-            def loaded(kind, pointer, at, wide):  # type: ignore[no-untyped-def]
-                """`lanes` numbers from pointer[at], or one, as float32, of sketches as int32."""
-                stored = context.get_value_type(kind.dtype)
-                pointer = builder.gep(pointer, [at])
-                if wide:
-                    stored = ir.VectorType(stored, lanes)
-                    pointer = builder.bitcast(pointer, stored.as_pointer())
-                value = builder.load(pointer, align=kind.dtype.bitwidth // 8)
-                if kind.dtype == types.float32:
-                    return value
-                word = ir.VectorType(ir.IntType(32), lanes) if wide else ir.IntType(32)
-                if sketched:
-                    return builder.sext(value, word)
-                shift = ir.Constant(word, [16] * lanes if wide else 16)
-                bits = builder.shl(builder.zext(value, word), shift)
-                return builder.bitcast(bits, vector if wide else ir.FloatType())
-
-            def plus(one, other):  # type: ignore[no-untyped-def]
-                return builder.add(one, other) if sketched else builder.fadd(one, other, flags=flags)
-
-            def added(one, other, left, right):  # type: ignore[no-untyped-def]
-                kind = ir.VectorType(ir.IntType(32), len(left))
-                return plus(*(builder.shuffle_vector(one, other, ir.Constant(kind, which)) for which in (left, right)))
-
-            array, lists, first, asked, query, sums = arguments
-            zero = ir.Constant(number, 0)
-            keys, queries, outs = [], [], []
-            for t in range(TILE):
-                at = builder.add(first, ir.Constant(number, t))
-                row = builder.sext(builder.load(place(signature.args[1], lists, at)), number)
-                keys.append(place(matrix_type, array, row, zero))
-            for j in range(group):
-                at = builder.add(query, ir.Constant(number, j))
-                queries.append(place(queries_type, asked, at, zero))
-                outs.append(place(out_type, sums, at, first))
-            nothing = ir.Constant(sums_type, None)
-            totals = [[cgutils.alloca_once_value(builder, nothing) for _ in keys] for _ in queries]
-
-            def multiplied(asks, part, wide):  # type: ignore[no-untyped-def]
-                if sketched:
-                    product = builder.mul(asks, part, flags=("nsw",))
-                    return added(product, product, list(range(0, lanes, 2)), list(range(1, lanes, 2)))
-                product = builder.fmul(asks, part, flags=flags)
-                if wide:
-                    return product
-                return builder.insert_element(nothing, product, ir.Constant(ir.IntType(32), 0))
-
-            def accumulate(k, wide):  # type: ignore[no-untyped-def]
-                parts = [loaded(matrix_type, key, k, wide) for key in keys]
-                for pointer, of_query in zip(queries, totals, strict=True):
-                    asks = loaded(queries_type, pointer, k, wide)
-                    for part, total in zip(parts, of_query, strict=True):
-                        builder.store(plus(builder.load(total), multiplied(asks, part, wide)), total)
-
-            width = builder.extract_value(context.make_array(queries_type)(context, builder, value=asked).shape, 1)
-            whole = builder.and_(width, ir.Constant(number, -lanes))
-            with cgutils.for_range_slice(builder, zero, whole, ir.Constant(number, lanes), number) as (k, _):
-                accumulate(k, True)
-            if not sketched:
-                with cgutils.for_range_slice(builder, whole, width, ir.Constant(number, 1), number) as (k, _):
-                    accumulate(k, False)
-
-            even, odd = [0, 8, 2, 10, 4, 12, 6, 14], [1, 9, 3, 11, 5, 13, 7, 15]
-            low, high = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
-            for pointer, of_query in zip(outs, totals, strict=True):
-                a, b, c, d = map(builder.load, of_query)
-                both = added(added(a, b, even, odd), added(c, d, even, odd), low, high)
-                four = added(both, both, [0, 1, 2, 3], [4, 5, 6, 7])
-                if sketched:
-                    four = builder.sitofp(four, ir.VectorType(ir.FloatType(), TILE))
-                builder.store(four, builder.bitcast(pointer, four.type.as_pointer()), align=4)
-            return context.get_dummy_value()
-
         return types.void(matrix, rows, i, queries, g, out), generate
 
     return tile

@@ -122,7 +122,7 @@ def rank_nodes(tree, queries, heights, lowest, upper, fov, exhaustive_below, by_
 
 @jit
 def _list(tree, node, runs, work):  # type: ignore[no-untyped-def]
-    """List a node's pages, and their members, behind the first `runs`; the new count of pages."""
+    """List a node's pages, and their members, after the first `runs`; the new count of pages."""
     page = tree.node[node].first
     while page != NONE:
         work.pages[runs] = page

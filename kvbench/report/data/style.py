@@ -1,6 +1,6 @@
 """How a method looks wherever it is drawn: one label, colour, marker and line for each, in the house and in the papers.
 
-Colours are Okabe and Ito's and Paul Tol's, told apart by colour-blind readers; no two methods share a colour and a
+Colours are Okabe and Ito's and Paul Tol's, which colour-blind readers distinguish; no two methods share a colour and a
 marker, so a picture can be read in grey as well. A preset has its method's colour.
 """
 

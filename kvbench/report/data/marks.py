@@ -1,0 +1,48 @@
+"""Letters that stand beside a number, and what they say of it; those of a score are `Run.marks`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvbench.report.data.run import missing
+from kvbench.report.data.stats import COVERAGE
+from kvbench.runs.summary import DISTURBED
+
+WIDE = 2  # times of repeats that lie further apart are marked
+
+# A table explains below it the marks that it has.
+MARKS = {
+    "a": "counted: weights, what the stores reserve, and the index; on a GPU the most that torch's allocator held",
+    "b": f"scores better than full attention on the same samples, beyond noise (paired bootstrap, {COVERAGE} %): look "
+    "for the reason before believing it",
+    "c": "simulated transfers: copies from memory to memory, as there is no GPU",
+    "d": "random (dummy) weights: bytes and times have a meaning, scores have none",
+    "e": "attended in place: bytes to a device were counted, not copied, and are in no time",
+    "f": "with failed samples, which count 0",
+    "g": "on texts that kvbench generates, not on the files of RULER's own scripts (task.haystack, task.squad, "
+    "task.hotpotqa, task.words): other samples than the paper's, so no difference is shown",
+    "l": "without the times of some samples, taken on another machine, with other threads or beside other work",
+    "m": "under another protocol than most of the table",
+    "n": f"timed beside other work, which took {100 * DISTURBED:.0f} % of the cores or more: not a time of the method",
+    "o": "a sample broke its method's own budget rule",
+    "t": "prompts were cut in their middle, to the model's window or task.max_length: part of them was never read",
+    "u": "unfinished: not all samples yet",
+    "v": f"the largest of these times is more than {WIDE} times the least: look for what disturbed them",
+}
+
+
+def transfer_marks(transfer: object) -> str:
+    """The letters for times of runs with this `transfer`: how tokens came to the device where there was no GPU."""
+    return "c" * ("simulated" in str(transfer)) + "e" * ("in place" in str(transfer))
+
+
+def time_marks(line: Mapping[str, Any], name: str) -> str:
+    """The letters for a time by its name, in a line of `Runs.arms` or `Run.cells`: when and where it was taken."""
+    low, high = line["spread"].get(name, (0.0, 0.0))
+    found = {
+        "l": not missing(line["left_out"]) and line["left_out"] > 0,
+        "n": line["disturbed"] in (True,),  # and not NaN
+        "v": high > WIDE * low,
+    }
+    return "".join(mark for mark, there in found.items() if there)

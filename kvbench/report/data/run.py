@@ -1,0 +1,354 @@
+"""Runs in memory: `Runs`, data frames with a line a run, and `Run`, one of them with what can honestly be said of it.
+
+A score is the plain mean over its groups of samples. It is compared with full attention sample by sample, so that what
+makes all methods' samples hard or easy drops out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from kvbench.config import show
+from kvbench.measure.protocol import GREEDY
+from kvbench.memory.kinds import NATIVE
+from kvbench.report.data.stats import Estimate, estimate, is_0_1, proportion
+from kvbench.runs.quantities import QUANTITIES, recorded
+from kvbench.runs.stored import Record, read_samples
+from kvbench.runs.summary import by_machine, summarise_repeats
+
+YARDSTICK = "full"  # the method that all others are compared with
+PROTOCOL = ("accounting", "dense_layers", "chat", "prefill_chunk", "question_as_decode", "generated", *GREEDY)
+CELL = {"task.lengths", "task.batch", "task.repeats"}  # settings that the length and batch of a timed cell stand for
+OF_ARMS = ("weights", "device_name", "metric", "run_id")  # keys that stand in `Run.arm` and not in its settings
+# What full attention does not depend on.
+NOT_OF_FULL = {"budget", "attention", "shared_prefill", "dense_layers", "probe.every"} | {
+    f"protocol.{key}" for key in ("accounting", "dense_layers", "generated")
+}
+
+
+class LeftOut(NamedTuple):
+    """A run that is not in the frames, and why."""
+
+    path: Path
+    why: str
+
+
+class TimedCell(NamedTuple):
+    """What repeats of a timed sample share.
+
+    Attributes:
+        tokens, batch: of the prompts.
+        machine: that they were timed on.
+    """
+
+    tokens: int
+    batch: int
+    machine: str
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The main score of every sample of a run, in the order they were first written; of several answers the mean.
+
+    Attributes:
+        ids: of the samples.
+        groups: the group of each.
+        values: [n] 0..100; a failed sample counts 0.
+        failed: [n] bool; whether any of several answers has.
+        seeds: of the run that each sample is from; several where a run stands for several (`over_seeds`).
+        contents: [n] the same word for what is the same sample under several seeds (`content_of`).
+        kl: [n] mean KL divergence from full attention; NaN where there is none.
+    """
+
+    ids: list[str]
+    groups: list[str]
+    values: np.ndarray
+    failed: np.ndarray
+    seeds: list[str]
+    contents: np.ndarray
+    kl: np.ndarray
+
+    def strata(self, groups: tuple[str, ...] = ()) -> list[np.ndarray]:
+        """[n] bool of each group's samples; of all groups for ()."""
+        names = np.array(self.groups)
+        return [names == group for group in groups or dict.fromkeys(self.groups)]
+
+    def known(self, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The values in these rows that are not NaN; of a sample that several seeds share one, their mean."""
+        rows = rows & ~np.isnan(values)
+        if len(set(self.seeds)) < 2:
+            return values[rows]
+        places, _ = pd.factorize(self.contents[rows])  # as they appear: the same order in every process
+        return np.bincount(places, values[rows]) / np.bincount(places)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One run, or all that differ in their seed alone, with what can honestly be said of it.
+
+    Groups of samples, where a method takes some, are the strata of a score; () stands for all.
+
+    Attributes:
+        index: of its line in each frame of `Runs`.
+        arm, settings: those lines.
+        scores: of its samples.
+        beside: all runs that were read with it.
+    """
+
+    index: int
+    arm: dict[str, Any]
+    settings: dict[str, Any]
+    scores: Scores
+    beside: Runs = field(repr=False)
+    _against_full: dict[tuple[str, ...], Estimate | None] = field(default_factory=dict, repr=False)
+
+    # -- what it is
+
+    def label(self, key: str) -> str:
+        """The value of a setting as a table shows it."""
+        value = self.arm[key] if key in OF_ARMS else self.settings.get(key)
+        if missing(value):
+            return "-"
+        return f"{100 * value:g} %" if key == "budget" and isinstance(value, float) else show(value)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is full attention over keys and values as the model computes them."""
+        return bool(self.arm["method"] == YARDSTICK and self.settings["kv"] == str(NATIVE))
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it is a timed run, which has no score worth showing."""
+        return not missing(self.arm["floor_ms"])
+
+    @property
+    def scored_as(self) -> tuple[str, str]:
+        """Its task and metric."""
+        return self.arm["task"], self.arm["metric"]
+
+    @property
+    def folders(self) -> str:
+        """The folders of all its seeds, in words."""
+        return "; ".join(map(str, self.arm["paths"]))
+
+    @property
+    def folder_names(self) -> list[str]:
+        """The names of its folders, which are their ids."""
+        return [Path(path).name for path in self.arm["paths"]]
+
+    @functools.cached_property
+    def but_for_seed(self) -> dict[str, Any]:
+        """The settings without the seed, and without the revision of random weights, which the seed decides."""
+        settings = {key: value for key, value in self.settings.items() if key != "seed"}
+        return {**settings, "model.revision": "dummy"} if self.arm["weights"] == "random" else settings
+
+    @functools.cached_property
+    def kind(self) -> tuple[str, ...]:
+        """What two runs must share to be compared sample by sample, but for the seed, which each sample has."""
+        shared = [f"{key}={value}" for key, value in self.but_for_seed.items() if is_shared(key)]
+        return (*shared, str(self.arm["data"]))
+
+    # -- what it stored, read anew
+
+    def samples(self) -> list[Record]:
+        """All that is stored of each sample.
+
+        Raises:
+            ResultsError: a line is damaged.
+        """
+        return [one for path in self.arm["paths"] for one in read_samples(Path(path) / "samples.jsonl")[0].values()]
+
+    def timed_samples(self) -> list[Record]:
+        """The samples that were timed on the machine that its times are of."""
+        found = by_machine(self.samples())
+        return found.get(self.arm["device_name"]) or found.get("", [])
+
+    def cells(self) -> dict[TimedCell, dict[str, Any]]:
+        """What a timed run found, as lines of `Runs.arms`. Of repeats each time is the median, and `spread` has the
+        least and the largest of each time by its name."""
+        repeats: dict[tuple[int, int], list[Record]] = {}
+        for record in self.samples():
+            repeats.setdefault((record["meta"]["length"], record["meta"]["batch"]), []).append(record)
+        found = {}
+        for place, records in repeats.items():
+            for machine, own in (by_machine(records) or {"": records}).items():  # else all have failed, which is shown
+                name = machine or str(self.arm["device_name"])
+                summary = summarise_repeats(own, self.arm["metric"])
+                line = {**self.arm, **columns_of(summary, self.arm["budget"]), "n": summary["repeats"]}
+                found[TimedCell(*place, name)] = {**line, "device_name": name, "spread": summary["spread"]}
+        return found
+
+    # -- its scores, alone and beside full attention's
+
+    def score(self, groups: tuple[str, ...] = ()) -> Estimate:
+        """The score, 0-100: each of these groups a stratum.
+
+        With Wilson's interval where no run of the task has other scores than 0 and 100, else a bootstrap's.
+        """
+        strata = [self.scores.known(self.scores.values, rows) for rows in self.scores.strata(groups)]
+        whole = self.scored_as not in self.beside.graded and all(map(is_0_1, strata))
+        return proportion(strata) if whole else estimate(strata)
+
+    def kl(self) -> Estimate | None:
+        """The mean KL divergence from full attention over the samples, in nats; None where there is none."""
+        found = self.scores.known(self.scores.kl, np.ones(len(self.scores.kl), bool))
+        return estimate([found]) if len(found) else None
+
+    def seeds(self, groups: tuple[str, ...] = ()) -> dict[str, float]:
+        """The score of these groups under each of the seeds that it stands for."""
+        own, strata = self.scores, self.scores.strata(groups)
+        of = {seed: np.array([one == seed for one in own.seeds]) for seed in dict.fromkeys(own.seeds)}
+        return {
+            seed: float(np.mean([own.values[rows & there].mean() for rows in strata if (rows & there).any()]))
+            for seed, there in of.items()
+        }
+
+    def failed(self, groups: tuple[str, ...] = ()) -> int:
+        """Failed samples of these groups."""
+        return sum(int(self.scores.failed[rows].sum()) for rows in self.scores.strata(groups))
+
+    def full(self, kv: str = str(NATIVE)) -> Run | None:
+        """The run of full attention that it is compared with first, itself where it is one; None without one.
+
+        Args:
+            kv: how that holds keys and values; scores are compared with native ones.
+        """
+        alike = self.beside.full.get((*self.kind, kv), [])
+        return max(alike, key=lambda run: (not run.arm["probe_every"], run.arm["n"], run.arm["updated"]), default=None)
+
+    def against_full(self, groups: tuple[str, ...] = ()) -> Estimate | None:
+        """The mean difference to full attention on the same samples of the same model, task and protocol, in points.
+
+        None for full attention itself, and where no such run has two of the samples, and some of each group. Samples
+        that failed under full attention are left out: nothing is known of them. Computed once.
+        """
+        if groups not in self._against_full:
+            own, known = self.scores, self._scores_of_full()
+            other = np.array([known.get(key, np.nan) for key in zip(own.seeds, own.ids, strict=True)])
+            strata = [own.known(own.values - other, rows) for rows in own.strata(groups)]
+            found = estimate(strata) if all(map(len, strata)) else None
+            self._against_full[groups] = found if found is not None and found.low is not None else None
+        return self._against_full[groups]
+
+    def _scores_of_full(self) -> dict[tuple[str, str], float]:
+        """The scores of full attention to compare with, by seed and id; none for full attention itself.
+
+        Of several runs the one with the most samples counts, then the newest. What failed is not known.
+        """
+        alike = self.beside.full.get((*self.kind, str(NATIVE)), [])
+        if self in alike:
+            return {}
+        return {
+            (seed, id): value
+            for run in sorted(alike, key=lambda run: (run.arm["n"], run.arm["updated"]))
+            for seed, id, value, lost in zip(
+                run.scores.seeds, run.scores.ids, run.scores.values, run.scores.failed, strict=True
+            )
+            if not lost
+        }
+
+    def marks(self, groups: tuple[str, ...] = ()) -> str:
+        """The letters of `MARKS` for the score, without those that a table adds (g, m)."""
+        against = self.against_full(groups)
+        found = {
+            "b": against is not None and against.low is not None and against.low > 0,
+            "d": self.arm["weights"] == "random",
+            "f": self.failed(groups) > 0,
+            "o": self.arm["over_rule"] in (True,),  # and not NaN
+            "t": (self.arm["cut_samples"] or 0) > 0,
+            "u": not self.arm["finished"],
+        }
+        return "".join(mark for mark, there in found.items() if there)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What a report knows of run folders; the frames share their index, a number for each run.
+
+    Attributes:
+        arms: one line a run, a column for each of: path, paths (of all seeds, where it stands for several), run_id,
+            model, weights, method, budget (as asked for: tokens, a share of the prompt, or None: the method has none or
+            keeps to its own), task, the fields of the protocol (`PROTOCOL`) and its digest as `protocol`, seed,
+            probe_every, device, dtype, shared_prefill, device_name (of the machine that the times are of), data (a
+            hash), metric, finished, updated; spread, the least and the largest of several repeats or seeds by name; and
+            each of `kvbench.runs.quantities`, of which score is 0-100: of several groups the plain mean of theirs, else
+            the mean over samples. What a run recorded beside these has a column "<part>.<key>": a part of a decode step
+            such as "breakdown_ms.select", a number of the method's own `report()` such as "audit.candidates". What a
+            run did not measure is missing (NaN or None).
+        settings: one line a run, all that makes its arm: every option of method and task as "method.page_size",
+            protocol and probe as on the command line, `backend`, and `kv` ("int8", or "device-host" where tiers
+            differ); of a path to data its last part; what a run has no such key for is missing.
+        scores: of every run, by index.
+        left_out: what is not there, and why.
+    """
+
+    arms: pd.DataFrame
+    settings: pd.DataFrame
+    scores: dict[int, Scores]
+    left_out: list[LeftOut]
+
+    @functools.cached_property
+    def _each(self) -> dict[int, Run]:
+        """The runs by index: pandas is slow to read a line at a time."""
+        lines = zip(self.arms.index, *(frame.to_dict("records") for frame in (self.arms, self.settings)), strict=True)
+        return {index: Run(index, arm, settings, self.scores[index], self) for index, arm, settings in lines}
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self._each.values())
+
+    def __getitem__(self, index: int) -> Run:
+        return self._each[index]
+
+    @functools.cached_property
+    def full(self) -> dict[tuple[str, ...], list[Run]]:
+        """The runs of full attention, by what runs must share to be compared with them, and their `kv`."""
+        found: dict[tuple[str, ...], list[Run]] = {}
+        for run in self:
+            if run.arm["method"] == YARDSTICK:
+                found.setdefault((*run.kind, run.settings["kv"]), []).append(run)
+        return found
+
+    @functools.cached_property
+    def graded(self) -> set[tuple[str, str]]:
+        """The tasks and metrics of which some sample has a score between 0 and 100.
+
+        A share of steps or words that is 100 in all samples of one run is no 0/1 score all the same.
+        """
+        return {run.scored_as for run in self if not is_0_1(run.scores.values)}
+
+    def only(self, chosen: Iterable[Run]) -> Runs:
+        """These runs; the others are not left out, but were not asked for."""
+        kept = [run.index for run in chosen]
+        scores = {index: self.scores[index] for index in kept}
+        return Runs(self.arms.loc[kept], self.settings.loc[kept], scores, self.left_out)
+
+
+def is_shared(key: str) -> bool:
+    """Whether runs must have this setting in common to be compared sample by sample."""
+    return key not in ("method", "kv") and not key.startswith("method.") and key not in NOT_OF_FULL
+
+
+def columns_of(summary: Mapping[str, Any], budget: Any) -> dict[str, Any]:
+    """All that a summary holds, by column; without a budget nothing is compared with one."""
+    absent = dict.fromkeys(() if budget else ("attended_share", "budget_tokens"))
+    return {**dict.fromkeys(QUANTITIES), **recorded(summary), **absent}
+
+
+def framed(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """The lines as columns; a budget stays what it is, where pandas would make 64 and None 64.0 and NaN."""
+    frame = pd.DataFrame(lines)
+    if lines:
+        frame["budget"] = pd.Series([line["budget"] for line in lines], dtype=object)
+    return frame
+
+
+def missing(value: Any) -> bool:
+    """Whether a value of a frame is None or NaN."""
+    return value is None or value != value

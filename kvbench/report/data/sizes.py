@@ -1,0 +1,35 @@
+"""Bytes that a run holds and that its steps read, from its audit and that of full attention beside it."""
+
+from __future__ import annotations
+
+import math
+
+from kvbench.report.data.run import Run, missing
+
+
+def bytes_read(run: Run) -> float:
+    """Bytes of KV that a decode step of a run reads on average; NaN where its audit does not say.
+
+    What is attended in all layers, as it is held (`kv=`), and what the method scanned of the stored keys. What a method
+    reads of an index of its own is in no audit.
+    """
+    attended, scanned = run.arm["attended_bytes_per_step"], run.arm["read_bytes_per_step"]
+    return math.nan if missing(attended) else float(attended + (0.0 if missing(scanned) else scanned))
+
+
+def bytes_held(run: Run) -> float:
+    """Bytes that a run holds for each token of the context: keys and values of both tiers, and its index; NaN where it
+    does not say, or full attention not how many tokens there are, and where a sample failed: it may be the longest.
+    """
+    own, full = run.arm, run.full()
+    if full is None or missing(own["device_kv_bytes"]) or own["failed"] or full.arm["failed"]:
+        return math.nan
+    tokens, rows = full.arm["attended_max"], run.settings["batch"]
+    held = [own[name] for name in ("device_kv_bytes", "host_bytes", "index_bytes")]
+    return math.nan if missing(tokens) else sum(0 if missing(size) else size for size in held) / tokens / rows
+
+
+def bytes_of_step(run: Run) -> float:
+    """Bytes that a decode step reads (`bytes_read`) and brings up from the host, on average."""
+    moved = run.arm["moved_bytes_per_step"]
+    return bytes_read(run) + (0.0 if missing(moved) else moved)

@@ -1,0 +1,53 @@
+"""The figure `length`: how the time of a token grows with the context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from kvbench.config import ConfigError
+from kvbench.report.data.run import Runs
+from kvbench.report.data.style import Style
+from kvbench.report.figures.panels import arms_for, curves_of, finished, line_look, mark_powers, panels_of, tiled
+from kvbench.runs.quantities import QUANTITIES
+from kvbench.runs.summary import timed_alike
+
+
+def length(runs: Runs) -> Figure:
+    """Time per token against the length of the context (IceCache, Fig. 8; LycheeCluster, Fig. 4)."""
+    panels = panels_of("length", runs, arms_for(runs, "length", probed=False, column="tpot_ms_mean"), times=True)
+    curves = [(title, arms, _length_curves(runs, arms)) for title, arms in panels]
+    curves = [curve for curve in curves if curve[2]]
+    if not curves:
+        raise ConfigError("figure=length: no task of these runs has prompts of several lengths; task.lengths sets them")
+    figure, axes = tiled(len(curves), min(2, len(curves)), "time per token against context length")
+    for axis, (title, _, drawn) in zip(axes.flat, curves, strict=False):
+        for label, style, times in drawn:
+            axis.plot(times.index, times, label=label, **line_look(style))
+        axis.set(title=title, xlabel="prompt tokens", ylabel=QUANTITIES["tpot_ms_mean"].axis)
+        axis.set_ylim(bottom=0)
+        mark_powers(axis, [tokens for _, _, times in drawn for tokens in times.index])
+    return finished(figure, axes, [arms for _, arms, _ in curves], times=True)
+
+
+def _length_curves(runs: Runs, arms: pd.DataFrame) -> list[tuple[str, Style, pd.Series]]:
+    """Of each arm its label, style, and the median time per token by prompt tokens; none where there is one length."""
+    found = []
+    for label, style, run in curves_of(runs, arms):
+        by_length: dict[int, list[dict[str, Any]]] = {}
+        for one in run.timed_samples():
+            if one.get("tpot_ms") and "length" in one["meta"]:
+                by_length.setdefault(one["meta"]["length"], []).append(one)
+        samples = [one for alike in by_length.values() for one in timed_alike(alike)]
+        times = pd.DataFrame(
+            {
+                "length": [sample["meta"]["length"] for sample in samples],
+                "tokens": [sample["prompt_tokens"] for sample in samples],
+                "ms": [sample["tpot_ms"]["mean"] for sample in samples],
+            }
+        )
+        if times["length"].nunique() > 1:
+            found.append((label, style, times.groupby("length").median().set_index("tokens")["ms"]))
+    return found

@@ -1,0 +1,37 @@
+"""The figure `lost`: where a selection misses attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from kvbench.config import ConfigError
+from kvbench.report.data.run import YARDSTICK, Runs
+from kvbench.report.figures.maps import draw_maps, named_arms
+from kvbench.report.figures.panels import arms_for
+
+
+def lost(runs: Runs) -> Figure:
+    """Attention mass that a selection misses, by layer and query head; a panel for each arm."""
+    arms = arms_for(runs, "lost", probed=True)
+    arms = arms[arms["method"] != YARDSTICK]
+    named, below = named_arms(runs, "lost", arms) if len(arms) else ([], "")
+    cells = [(title, lost_cells(run.samples())) for title, run in named]
+    found = [(f"{title}: {own.to_numpy().mean():.1f} %", own) for title, own in cells if own.size]
+    if not found:
+        raise ConfigError("figure=lost: of the runs with probes none is sparse and has the mass of each layer and head")
+    most = max(own.to_numpy().max() for _, own in found)
+    title = f"attention mass lost by layer and query head, and its mean{below}"
+    return draw_maps(found, arms, title, ("lost (%)", "query head", "layer"), most)
+
+
+def lost_cells(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """Percent of the attention on keys that were not selected, layers by query heads: the mean over samples."""
+    layers = [(sample.get("probe") or {}).get("layers") or {} for sample in samples]
+    frames = [pd.DataFrame({int(layer): own["mass"] for layer, own in one.items()}).T for one in layers if one]
+    if not frames:
+        return pd.DataFrame()
+    return 100 * (1 - pd.concat(frames).groupby(level=0).mean().sort_index())

@@ -1,0 +1,36 @@
+"""The figure `passkey`: passkeys found by depth and length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from kvbench.report.data.run import Runs
+from kvbench.report.figures.maps import draw_maps, named_arms
+from kvbench.report.figures.panels import arms_for
+
+
+def passkey(runs: Runs) -> Figure:
+    """Share of the passkeys found, by depth and prompt length; a panel for each arm (IceCache, Fig. 6)."""
+    arms = arms_for(runs, "passkey", probed=False, task="passkey")
+    named, below = named_arms(runs, "passkey", arms)
+    units = " or ".join(sorted({str(unit) for unit in runs.settings.loc[arms.index, "task.unit"]}))
+    found = [(title, passkey_cells(run.samples())) for title, run in named]
+    title = f"passkeys found by depth and length{below}"
+    return draw_maps(found, arms, title, ("found (%)", f"prompt length ({units})", "depth (%)"), 100)
+
+
+def passkey_cells(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """Percent found, depths by lengths; a failed sample found nothing."""
+    lines = [
+        {
+            "depth": sample["meta"]["depth"],
+            "length": sample["meta"]["length"],
+            "found": 0.0 if sample.get("error") else 100 * sample["scores"]["accuracy"],
+        }
+        for sample in samples
+    ]
+    return pd.DataFrame(lines).pivot_table("found", "depth", "length")

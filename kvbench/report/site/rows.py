@@ -1,0 +1,214 @@
+"""The runs of a site as rows: every arm with its numbers, its panel, and full attention beside it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from kvbench.config import choices
+from kvbench.report.claims.page import Judged, judged
+from kvbench.report.data.run import Run, Runs, missing
+from kvbench.report.data.seeds import over_seeds
+from kvbench.report.data.select import by_protocol, fewest_keys, last_word
+from kvbench.report.data.style import STYLES, style_of
+from kvbench.report.tables.cells import Cell, Table
+from kvbench.report.tables.formats import NONE
+from kvbench.report.tables.runs import summary
+
+VALUES = ("score", "kl_mean", "device_kv_bytes", "index_bytes", "moved_bytes_per_step", "tpot_ms_p50", "recall", "n")
+ORACLE = "topk"  # scores every key exactly: what selection can come to, and no method to take
+FAR_OVER = 3.0  # attended / C from which an arm no longer counts as one of its budget
+AXES = ("model", "task", "method", "budget")
+
+
+class Row(NamedTuple):
+    """An arm: the settings that name it, its numbers, and the table that they are from.
+
+    Attributes:
+        run: of `Site.joined`.
+        panel: name of the arms that it can be compared with, of the same samples under the same protocol.
+        variant: the settings in which it differs from others of the same method, budget and panel, or "".
+        cell, table: its numbers, and how they are shown.
+        full: the run of full attention on the same samples, or None.
+        is_hopeless: whether full attention itself may score 0 on these samples, by its interval: then no score says
+            anything of a method.
+    """
+
+    run: Run
+    model: str
+    task: str
+    method: str
+    budget: str
+    panel: str
+    variant: str
+    cell: Cell
+    table: Table
+    full: Run | None
+    is_hopeless: bool
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether it is named among the best: not full attention, not the oracle, within its budget, and on samples
+        that full attention answers.
+        """
+        within = self.cell.numbers.get("attended_share", 0.0) < FAR_OVER
+        return within and not self.run.is_full and not self.is_hopeless and self.method != ORACLE
+
+    @property
+    def name(self) -> str:
+        """The arm in words, among those of its panel."""
+        budget = "" if self.budget == NONE else f" {self.budget}"
+        return f"{style_of(self.method).label}{budget}{f', {self.variant}' if self.variant else ''}"
+
+
+@dataclass(frozen=True)
+class Site:
+    """The runs that a site is made of.
+
+    Attributes:
+        runs: as collected.
+        folders: that they are from, in words.
+    """
+
+    runs: Runs
+    folders: str
+
+    @cached_property
+    def joined(self) -> Runs:
+        """The runs, one for all that differ in their seed alone."""
+        return over_seeds(self.runs, self.runs)[0]
+
+    @cached_property
+    def judged(self) -> list[Judged]:
+        """The papers' claims, with the verdicts by these runs and what kvbench ships."""
+        return judged(self.runs, [])
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """A table of arms for each protocol; timed runs are in none."""
+        return summary(self.joined.only(self._untimed), values=VALUES)
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """Every arm. A task's panels are in order of their number of arms, the arms of a panel by nearness to full
+        attention or by score, the best first.
+        """
+        run_of = {run.folders: run for run in self.joined}
+        protocols = [what for _, what in by_protocol(self._untimed)]
+        rows, words = [], {}
+        for table, protocol in zip(self.tables, protocols, strict=True):
+            for (place, _), cell in table.cells.items():
+                labels = dict(zip(table.axes, table.rows[place], strict=True))
+                run = run_of[cell.run]
+                words[run] = [f"{last_word(key)}={value}" for key, value in labels.items() if key not in AXES]
+                full = run.full()
+                model, task, method, budget = (labels[key] for key in AXES)
+                panel = ", ".join(filter(None, [task, model, protocol]))
+                hopeless = full is not None and _may_score_0(full)
+                rows.append(Row(run, model, task, method, budget, panel, "", cell, table, full, hopeless))
+        named = []
+        for alike in _grouped(_in_panels(rows), lambda row: (row.panel, row.method, row.budget)):
+            shared = set.intersection(*(set(words[row.run]) for row in alike))
+            for row in alike:
+                apart = [word for word in words[row.run] if word not in shared]
+                named.append(row._replace(variant=", ".join(apart)))
+        size = Counter(row.panel for row in named)
+        return sorted(named, key=lambda row: (row.task, -size[row.panel], row.panel, _rank(row.cell.numbers)))
+
+    @cached_property
+    def methods(self) -> list[str]:
+        """The methods that ran, and all that kvbench ships, in the order in which they are drawn."""
+        known = {name: place for place, name in enumerate(STYLES)}
+        return sorted({*choices("method"), *self.ran}, key=lambda name: (known.get(name, len(known)), name))
+
+    @cached_property
+    def ran(self) -> set[str]:
+        """The methods that have an arm."""
+        return {row.method for row in self.rows}
+
+    @property
+    def timed(self) -> int:
+        """The number of timed runs, of which no page is made."""
+        return len(self.joined.arms) - len(self._untimed)
+
+    @cached_property
+    def _untimed(self) -> list[Run]:
+        return [run for run in self.joined if not run.is_timed]
+
+
+def _may_score_0(full: Run) -> bool:
+    """Whether the score of a run of full attention may be 0, by its interval; of one sample, whether it is."""
+    score = full.score()
+    return (score.mean if score.low is None else score.low) <= 0
+
+
+def _in_panels(rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows; the name of a panel says in what its samples differ from others of its model and task."""
+    for own in _grouped(rows, lambda row: row.panel):
+        settings = {row.run: dict(word.split("=", 1) for word in row.run.kind[:-1]) for row in own}
+        keys = fewest_keys(list(settings.values()))
+        names = {
+            run: [f"{last_word(key)}={setting[key]}" for key in keys if key in setting]
+            for run, setting in settings.items()
+        }
+        for alike in _grouped(own, lambda row: tuple(names[row.run])):  # noqa: B023
+            several = len({row.run.kind[-1] for row in alike}) > 1  # data, in which no setting differs
+            for row in alike:
+                data = [f"data {row.run.kind[-1]}"] if several else []
+                yield row._replace(panel=", ".join([row.panel, *names[row.run], *data]))
+
+
+def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[list[Row]]:
+    """The rows of each key, in order of appearance."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return list(found.values())
+
+
+def _rank(numbers: Mapping[str, float]) -> tuple[bool, float, float]:
+    """What arms of a panel are ordered by: KL, where there is some, or the score; then device memory."""
+    nearness = numbers.get("kl_mean", -numbers["score"])
+    return "kl_mean" not in numbers, nearness, numbers.get("device_kv_bytes", 0.0)
+
+
+def better(one: Row, other: Row) -> bool:
+    """Whether an arm is nearer to full attention, or scores higher, than another of its panel."""
+    return _rank(one.cell.numbers)[:2] < _rank(other.cell.numbers)[:2]
+
+
+def dense_of(run: Run) -> float:
+    """The share of the layers that a run leaves dense."""
+    return _number(run.arm, "dense_share")
+
+
+def share_of(row: Row, indexed: bool = False) -> float | None:
+    """Per cent of the keys and values that full attention held on the device for the same samples, in the layers that
+    the method selects in: none that the arm leaves dense, none with a window.
+
+    None without full attention's bytes, where samples failed, and where dense layers hold codes of unknown size.
+
+    Args:
+        indexed: with the bytes of the method's index, wherever it lies.
+    """
+    alike = row.run.full(row.run.settings["kv"]) if dense_of(row.run) else row.full
+    if row.full is None or alike is None:
+        return None
+    own, full, held = row.run.arm, row.full.arm, alike.arm
+    if any(missing(arm["device_kv_bytes"]) or arm["failed"] for arm in (own, full, held)):
+        return None
+    windowed = _number(own, "windowed_kv_bytes")
+    unwindowed = 1 - _number(own, "windowed_share")
+    dense = dense_of(row.run) / unwindowed if unwindowed > 0 else 1.0  # of the layers without a window
+    whole = (full["device_kv_bytes"] - windowed) * (1 - dense)
+    kept = own["device_kv_bytes"] - windowed - (held["device_kv_bytes"] - windowed) * dense
+    index = _number(own, "index_bytes") if indexed else 0.0
+    return float(100 * (kept + index) / whole) if whole else None
+
+
+def _number(arm: Mapping[str, Any], name: str) -> float:
+    """A number of an audit, 0 where it says nothing."""
+    return 0.0 if missing(arm[name]) else float(arm[name])

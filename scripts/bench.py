@@ -1,0 +1,51 @@
+"""What scripts share: a command line that shows their docstring, times taken in turns, and the JSON they end with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+def command_line(about: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the script's docstring."""
+    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def say(text: str) -> None:
+    """Progress, on stderr: the result has stdout for itself."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def median_us(
+    calls: Mapping[Any, Callable[..., Any]], arguments: Iterable[Any], clock: Callable[[], float] = time.process_time
+) -> dict[Any, float]:
+    """Median microseconds of each call over the arguments; for each argument all calls take their turn.
+
+    The clock is the process's own time, which other work on the machine disturbs little.
+    """
+    seconds: dict[Any, list[float]] = {name: [] for name in calls}
+    for argument in arguments:
+        for name, call in calls.items():
+            start = clock()
+            call(argument)
+            seconds[name].append(clock() - start)
+    return {name: 1e6 * statistics.median(times) for name, times in seconds.items()}
+
+
+def print_result(found: Any) -> None:
+    """One JSON object, the last line of a script; numbers have five digits, as more would be noise."""
+    print(json.dumps(rounded(found, 5)))
+
+
+def rounded(value: Any, digits: int) -> Any:
+    """The same with at most `digits` significant digits in every float."""
+    if isinstance(value, dict):
+        return {key: rounded(item, digits) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item, digits) for item in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value

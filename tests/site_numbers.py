@@ -1,0 +1,183 @@
+"""Whether every number on a static site is one of a run's, or printed by a paper."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import re
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import pytest
+from site_runs import cells_of
+
+from kvbench.report.claims.claim import claims
+from kvbench.report.data.papers import FOLDER
+from kvbench.runs.summary import is_disturbed
+
+
+def in_runs(results: Path) -> dict[str, dict[str, Any]]:
+    """What the runs' own files say, by run id: their summaries, and for differences to full attention their samples."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in results.rglob("summary.json"):
+        summary = json.loads(path.read_text())
+        audit, whole = summary["audit"], summary.get("macro") or summary
+        lines = list(map(json.loads, (path.parent / "samples.jsonl").read_text().splitlines()))
+        found[path.parent.name] = {
+            "arm": path.parent.parent,
+            "score": whole["score"],
+            "groups": {name: group["score"] for name, group in summary.get("groups", {}).items()},
+            "device_kv_bytes": audit["device_kv_bytes"] / 2**20,
+            "moved_bytes_per_step": audit["moved_bytes_per_step"] / 2**10,
+            "attended_share": audit["attended_mean"] / (audit.get("budget") or 1),
+            "index_bytes": audit.get("index_bytes", 0) / 2**20,
+            "dense_share": audit.get("dense_share") or 0.0,
+            "tpot_ms_p50": summary["latency"]["tpot_ms_p50"],
+            "n": summary["n"],
+            "recall": summary.get("probe", {}).get("recall"),
+            "kl_mean": summary.get("fidelity", {}).get("kl_mean"),
+            "seed": re.search(r"\bseed: (\d+)", (path.parent / "run.yaml").read_text())[1],  # type: ignore[index]
+            "steps": re.findall(r"\bsteps: \d+", (path.parent / "run.yaml").read_text()),
+            "lines": lines,
+            "samples": {line["id"]: (line["group"], 100 * next(iter(line["scores"].values()))) for line in lines},
+        }
+    return found
+
+
+def against_full(known: dict[str, dict[str, Any]], run: str) -> float:
+    own = known[run]
+    full = next(
+        other
+        for other in known.values()
+        if other["arm"].name.partition("-")[0] == "full"
+        and other["arm"].parent == own["arm"].parent
+        and other["recall"] is None
+        and (other["seed"], other["steps"]) == (own["seed"], own["steps"])
+        and own["samples"].keys() <= other["samples"].keys()
+    )
+    differences: dict[str, list[float]] = {}
+    for id, (group, score) in own["samples"].items():
+        differences.setdefault(group, []).append(score - full["samples"][id][1])
+    return fmean(map(fmean, differences.values()))
+
+
+def expected(known: dict[str, dict[str, Any]], cell: dict[str, str]) -> float:
+    """The number that a cell should hold, by the files of its run."""
+    run, name = known[cell["data-run"]], cell["data-name"]
+    if "data-group" in cell:
+        return run["groups"][cell["data-group"]]
+    if name in ("device_share", "index_share"):
+        whole = max(known[full]["device_kv_bytes"] for full in cell["data-full"].split())
+        dense = run["dense_share"]
+        index = run["index_bytes"] if name == "index_share" else 0.0
+        return 100 * (run["device_kv_bytes"] + index - dense * whole) / (whole - dense * whole)
+    if name == "against_full":
+        return against_full(known, cell["data-run"])
+    if name == "recall" and run["recall"] is None:  # of the run with probes, beside that which has the score
+        return next(one["recall"] for one in known.values() if one["arm"] == run["arm"] and one["recall"] is not None)
+    return run[name]
+
+
+def claimed(known: dict[str, dict[str, Any]], cell: dict[str, str]) -> float | None:
+    """A claim's number by the samples of the runs that its cell names; None for the few kinds not reckoned here."""
+    part = next(one for one in claims() if one.id == cell["data-claim"]).criteria[int(cell["data-part"])]
+    asked = part.asked
+    if part.kind != "runs" or "lengths" in asked or not isinstance(asked.get("less", ""), str):
+        return None
+
+    def lines_of(role: str) -> dict[str, Any]:
+        """The lines of an arm, of each seed; times taken beside other work aside."""
+        runs = [known[run] for run in cell[f"data-{role}"].split()]
+        timed = asked["value"].startswith(("tpot_ms", "breakdown_ms"))
+        lines = ((f"{line['id']} {run['seed']}", line) for run in runs for line in run["lines"])
+        return {id: line for id, line in lines if not (timed and is_disturbed(line))}
+
+    def values(role: str, path: str) -> dict[str, float]:
+        lines = lines_of(role)
+        if path == "score":
+            return {id: 100.0 * next(iter(line["scores"].values())) for id, line in lines.items()}
+        return {
+            id: functools.reduce(lambda inner, key: inner[key], path.split("."), line) for id, line in lines.items()
+        }  # type: ignore[misc]
+
+    def mean(found: dict[str, float]) -> float:
+        groups = {id: line["group"] for id, line in lines_of("of").items()}
+        own = {groups[id]: [found[other] for other in found if groups[other] == groups[id]] for id in found}
+        return fmean(map(fmean, own.values()))
+
+    above, _, below = asked["value"].partition(" / ")
+    if "@" in above or (below and asked.get("interval") != "range"):
+        return None
+    own = values("of", above)
+    if "among" in asked:
+        own = {id: own[id] for id, score in values("among", "score").items() if score == 100}
+    if "less" in asked:
+        other = values("less", above)
+        own = {id: value for id, value in own.items() if id in other}
+        return mean(own) - mean({id: other[id] for id in own})
+    other = values("over", above) if "over" in asked else values("of", below) if below else None
+    if other:
+        own = {id: value for id, value in own.items() if id in other}
+        other = {id: other[id] for id in own}
+    if asked.get("interval") == "range":
+        return median(own[id] / other[id] if other else own[id] for id in own)
+    return mean(own) / mean(other) if other else mean(own)
+
+
+def check_claims(site: Path, *results: Path) -> int:
+    """Every number of the claims' pages is its runs'; how many were reckoned anew."""
+    known, count = {run: found for folder in results for run, found in in_runs(folder).items()}, 0
+    for page in (site / "claims").glob("*-*.html"):
+        for cell, words in cells_of(page.read_text()):
+            if "data-claim" not in cell:
+                continue
+            assert float(words.split()[0]) == pytest.approx(float(cell["data-value"]), rel=5e-3), (page, cell)
+            assert "data-of" not in cell or cell["data-of"], (page, cell)
+            found = claimed(known, cell) if cell["data-name"] == "value" else None
+            if found is not None:
+                assert found == pytest.approx(float(cell["data-value"]), rel=2e-4, abs=1e-6), (page, cell)
+                count += 1
+    return count
+
+
+def check_numbers(site: Path, results: Path) -> int:
+    """Every number in a cell is that of its run, or printed by a paper; how many there are."""
+    known, count = in_runs(results), 0
+    printed = {
+        (line["table"], float(line["value"]))
+        for path in FOLDER.glob("*.csv")
+        for line in csv.DictReader(path.read_text().splitlines())
+        if line["value"]
+    }
+    for page in site.rglob("*.html"):
+        for cell, words in cells_of(page.read_text()):
+            if (
+                "label" in cell.get("class", "").split()
+                or "data-place" in cell
+                or "data-claim" in cell
+                or not re.search(r"\d", words)
+            ):
+                continue
+            value = float(cell["data-value"])
+            shown = words.split()[0]
+            digits = len(shown.partition(".")[2])
+            assert abs(float(shown) - value) <= 0.5 * 10**-digits + 1e-9, (page, cell, words)
+            if cell["data-name"] == "published":
+                assert (cell["data-paper"], value) in printed, (page, cell)
+            else:  # of several seeds between theirs
+                each = [expected(known, {**cell, "data-run": run}) for run in cell["data-run"].split()]
+                least, most = (sum(each),) * 2 if cell["data-name"] == "n" else (min(each), max(each))
+                close = 1e-6 + 2e-4 * abs(value)
+                assert least - close <= value <= most + close, (page, cell)
+            count += 1
+        for line in re.findall(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL):
+            data = json.loads(line)
+            for sample in data["samples"]:
+                for arm, answer in zip(data["arms"], sample["arms"], strict=True):
+                    there = [known[run]["samples"] for run in arm["run"].split()]
+                    scores = [own[id][1] for own in there if (id := sample["id"].partition(" (")[0]) in own]
+                    assert answer is None or any(answer[0] == pytest.approx(score) for score in scores)
+                    count += 1
+    return count

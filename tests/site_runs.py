@@ -1,0 +1,76 @@
+"""Runs of five arms, the site that is made of them, and the cells of its tables."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from report_runs import record, stored
+
+from kvbench.cli.report import main
+
+# (method, budget) -> scores of two groups, MiB on the device, ms a token
+DENSE, INDEX = 0.02, 2**20  # share of the layers, bytes of every arm
+ARMS: dict[tuple[str, int | None], tuple[list[float], list[float], float, float]] = {
+    ("full", None): ([1, 1, 1], [1, 1, 1], 40.0, 9.0),
+    ("quest", 64): ([1, 1, 0], [0, 1, 0], 40.0, 5.0),
+    ("quest", 128): ([1, 1, 1], [0, 1, 1], 40.0, 6.0),
+    ("snapkv", 64): ([1, 0, 0], [0, 0, 0], 1.0, 3.0),
+    ("pariskv", 64): ([1, 1, 0], [1, 1, 1], 1.5, 12.0),
+}
+
+
+def answers(method: str, budget: int | None) -> list[dict[str, Any]]:
+    short, long, size, time = ARMS[method, budget]
+    audit = {"attended_mean": 80.0, "attended_max": 96, "budget": budget, "moved_bytes_per_step": 512.0}
+    audit |= {"attended_bytes_per_step": 2.0**20}
+    audit |= {"dense_share": DENSE, "index_bytes": INDEX}
+    more = {
+        "audit": {**audit, "device_kv_bytes": int(size * 2**20)},
+        "tpot_ms": {"mean": 2 * time, "p50": time},
+        "answers": ["</script>"],
+    }
+    return [
+        record(f"{group}-{number}", group, score, output=f"{method} says <b>{number}</b><!-- <script src=a>", **more)
+        for group, scores in (("short", short), ("long", long))
+        for number, score in enumerate(scores)
+    ]
+
+
+def stored_arms(folder: Path) -> Path:
+    for method, budget in ARMS:
+        stored(folder, method, budget, answers(method, budget))
+    return folder
+
+
+def made(results: Path, out: Path) -> Path:
+    assert main([str(results), "--out", str(out)]) == 0
+    return out
+
+
+class Cells(HTMLParser):
+    """The cells of a page with their words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[dict[str, str], str]] = []
+        self.open = False
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag == "td":
+            self.found.append((dict(attrs), ""))
+            self.open = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self.open &= tag != "td"
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.found[-1] = (self.found[-1][0], self.found[-1][1] + data)
+
+
+def cells_of(page: str) -> list[tuple[dict[str, str], str]]:
+    parser = Cells()
+    parser.feed(page)
+    return parser.found

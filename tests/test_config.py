@@ -1,0 +1,149 @@
+"""Methods and options by name, and what is built of them, without a command line."""
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from kvbench import config
+from kvbench.config import ConfigError
+from kvbench.models.support import refuse_unsupported
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"sliding_window": 4096}, "a sliding window in every layer"),
+        ({"sliding_window": 4096, "layer_types": ["sliding_attention"] * 32}, "a sliding window in every layer"),
+        ({"layer_types": ["sliding_attention", "linear_attention"]}, "layer_types: linear_attention"),
+        ({"layer_types": ["mamba", "chunked_attention"]}, "layer_types: chunked_attention, mamba"),
+        ({"attn_logit_softcapping": 50.0}, "soft-capped attention"),
+        ({"attention_chunk_size": 8192}, "chunked attention"),
+        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"attn_layer_period": 8}, "layers other than attention"),
+        ({"mamba_d_state": 16}, "layers other than attention"),
+        ({"text_config": {"num_hidden_layers": 9, "sliding_window": 512}}, "a sliding window in every layer"),
+        ({"num_kv_shared_layers": 10}, "layers without keys and values of their own"),
+        ({"use_bidirectional_attention": True}, "bidirectional attention"),
+    ],
+)
+def test_attention_that_kvbench_would_compute_wrong_is_refused(keys, reason):
+    with pytest.raises(ConfigError, match=reason):
+        refuse_unsupported({"num_hidden_layers": 32, **keys}, "model=x")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"sliding_window": None},
+        {"sliding_window": 131072, "use_sliding_window": False},
+        {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 32},
+        {"sliding_window": 4096, "layer_types": ["full_attention"] * 32},
+        {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 8},
+        {"sliding_window": 4096, "layer_types": ["full_attention", "sliding_attention"] * 16},
+        {"sliding_window": 262144, "max_position_embeddings": 131072},
+        {"attn_logit_softcapping": None, "final_logit_softcapping": 30.0},
+    ],
+)
+def test_full_attention_in_a_layer_passes(keys):
+    refuse_unsupported({"num_hidden_layers": 32, **keys}, "model=x")
+
+
+def test_one_typo_in_a_name_still_finds_it():
+    @given(
+        name=st.sampled_from(sorted(config.choices("method"))), place=st.integers(0, 20), letter=st.sampled_from("xyz")
+    )
+    def finds(name, place, letter):
+        typo = name[: place % len(name)] + letter + name[place % len(name) + 1 :]
+        if typo != name:
+            assert name in config.nearest(typo, config.choices("method")).partition("?")[0]
+
+    finds()
+
+
+def test_a_method_is_read_without_hydra():
+    target, options, harness = config.method_config("quest", page_size=32)
+    assert target == "methods.quest.Quest"
+    assert options == {"page_size": 32, "selection": "query_head"}
+    assert harness["minimum"] == {"paper": 96, "unified": 96}
+
+
+def beyond(rule):
+    """Values that a rule of a file's `valid` key leaves out."""
+    if isinstance(rule, list):
+        return ["no_such_word"]
+    if "above" in rule or "from" in rule:
+        low = [rule["above"]] if "above" in rule else [rule["from"] - 0.1]
+        return [*low, "half", math.nan, True, *([rule["at_most"] + 0.1] if "at_most" in rule else [])]
+    least = rule.get("at_least", 1)
+    return [least - 1, least + 0.5, *([least + least % 2] if rule.get("odd") else [])]
+
+
+WITH_VALID = [
+    (group, name)
+    for group in ("method", "task")
+    for name in config.choices(group)
+    if config.shipped(group, name).get("valid")
+]
+
+
+@pytest.mark.parametrize(("group", "name"), WITH_VALID)
+def test_a_value_that_a_file_leaves_out_is_refused_with_key_and_value(group, name):
+    for key, rule in config.shipped(group, name)["valid"].items():
+        for value in beyond(rule):
+            line = rf"^{group}\.{key}={re.escape(config.show(value))}: expected .*$"
+            with pytest.raises(ConfigError, match=line):
+                config.check_valid(group, {key: value}, {key: rule})
+    if group == "method":
+        with pytest.raises(ConfigError, match=line):
+            config.method_config(name, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "line"),
+    [
+        ("qest", {}, r"method=qest: no such method; did you mean quest\?"),
+        ("../method/quest", {}, "no such method"),
+        ("quest", {"page": 3}, r"page: no such option of method quest; did you mean page_size\?"),
+        ("quest", {"preset": 3}, r"preset: no such option of method quest; \(valid: page_size, selection\)"),
+    ],
+)
+def test_a_wrong_method_or_option_in_code_names_the_nearest(name, options, line):
+    with pytest.raises(ConfigError, match=line):
+        config.method_config(name, **options)
+
+
+class Example:
+    def __init__(self, size=1):
+        if size < 0:
+            raise ValueError("size=-1: at least 0\nmore")
+        self.size = size
+
+
+HERE = f"{__name__}.Example"
+
+
+def test_build_calls_the_target_with_all_but_the_harness_keys():
+    node = {"_target_": HERE, "name": "example", "about": "", "minimum": {"paper": 1}, "size": 3}
+    assert config.build(node).size == 3
+    assert config.build(OmegaConf.create({**node, "size": "${minimum.paper}"})).size == 1
+    assert config.build(config.MethodConfig(HERE, {"size": 2}, {})).size == 2
+
+
+@pytest.mark.parametrize(
+    ("node", "line"),
+    [
+        ({"_target_": HERE, "sze": 3}, "got an unexpected keyword argument 'sze'; given: sze"),
+        ({"_target_": HERE, "name": "example", "size": -1}, "^example: size=-1: at least 0$"),
+        ({"_target_": HERE + "s"}, "no Examples in .*did you mean Example"),
+        ({"_target_": "nowhere.Thing"}, "_target_=nowhere.Thing: No module named 'nowhere'"),
+        ({"_target_": "Thing"}, "expected module.Class"),
+    ],
+)
+def test_a_target_that_cannot_be_built_says_why(node, line):
+    with pytest.raises(ConfigError, match=line):
+        config.build(node)
