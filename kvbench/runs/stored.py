@@ -152,15 +152,19 @@ def _files_in(archive: Path) -> Mapping[str, memoryview]:
         ResultsError: it is damaged.
     """
     found = archive.stat()
-    return _unpacked(str(archive.absolute()), (found.st_ino, found.st_size, found.st_mtime_ns))
+    files, wrong = _unpacked(str(archive.absolute()), (found.st_ino, found.st_size, found.st_mtime_ns))
+    if wrong:
+        raise ResultsError(wrong)
+    return files
 
 
-@functools.lru_cache(maxsize=8)  # samples are read again, run by run, as a report needs them
-def _unpacked(archive: str, _: tuple[int, ...]) -> Mapping[str, memoryview]:
+@functools.lru_cache(maxsize=8)  # samples are read again, run by run, and a damaged archive is not unpacked again
+def _unpacked(archive: str, _: tuple[int, ...]) -> tuple[Mapping[str, memoryview], str]:
+    """The files of an archive, and what is wrong with it."""
     try:
-        return unpacked(contents(Path(archive)))
-    except (OSError, MemoryError, ValueError) as error:
-        raise ResultsError(f"{Path(archive).name}: no archive that kvbench reads ({printable(str(error))})") from error
+        return unpacked(contents(Path(archive))), ""
+    except (OSError, MemoryError, ResultsError, ValueError) as error:
+        return {}, f"{Path(archive).name}: no archive that kvbench reads ({printable(str(error))})"
 
 
 def json_of(data: bytes) -> Any:
