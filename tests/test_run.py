@@ -22,7 +22,7 @@ from kvbench.memory.kinds import kv_in
 from kvbench.report.data.frame import collect
 from kvbench.runs.command import command_of
 from kvbench.runs.folder import ResultsError
-from kvbench.runs.run import run
+from kvbench.runs.run import identity, prepare, run
 from kvbench.spans import PARTS
 
 SAMPLES = 3
@@ -389,3 +389,11 @@ def test_a_line_of_no_sample_of_the_task_is_named_by_run_and_report_and_counted_
         run(everything)
     (left_out,) = collect([tmp_path]).left_out
     assert left_out.why.startswith("samples.jsonl has 2 samples, and 1 when the run finished")
+
+
+def test_what_a_file_says_of_itself_is_in_no_identity() -> None:
+    made: Any = OmegaConf.to_container(composed("method=full", "model=dummy-tiny", "task.lengths=[256]"), resolve=True)
+    arm = prepare(made)
+    config = identity(arm)["config"]
+    assert [group for group in ("backend", "method", "task") if "about" in config[group]] == []
+    assert config["backend"]["name"] == "hf" and "about" in arm.config["backend"]

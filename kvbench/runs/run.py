@@ -39,7 +39,7 @@ from kvbench.tasks import Sample, several, take, task_of
 
 Config = dict[str, Any]
 
-# Keys of a config, and of its method and task, that change no number or that `identity` holds in another form.
+# Keys of a config, and of its groups, that change no number or that `identity` holds in another form.
 NOT_IDENTITY = {"results_dir", "threads", "hydra", "sweep", "smoke", "memory_check", "model", "device", "dtype"}
 NOT_IDENTITY_OF_GROUP = {"about", "valid", "limit"}
 
@@ -330,7 +330,7 @@ def identity(arm: Arm) -> dict[str, Any]:
     config["kv"] = kv_in(config)._asdict()
     written = {key: value for key, value in config["protocol"].items() if key not in GREEDY}
     config["protocol"] = written | arm.protocol.drawn()
-    for group in ("method", "task"):
+    for group in ("backend", "method", "task"):
         config[group] = {key: value for key, value in config[group].items() if key not in NOT_IDENTITY_OF_GROUP}
     random_weights = arm.loaded.revision.startswith("dummy-")
     harness = harness_sources(backend_name(arm.config))
