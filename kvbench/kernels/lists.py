@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-compiled = njit(nogil=True, cache=True)
+from kvbench.kernels.compiled import kernel
+
+compiled = kernel()
 
 
 @compiled

@@ -14,12 +14,14 @@ from numba import njit, types
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
+from kvbench.kernels import compiled
+
 LANES = 16
 PAIR = 2 * LANES  # numbers that are read at once
 LINE = 64  # bytes of a cache's line
 LOWEST = np.finfo(np.float32).min  # finite, so that its difference from a logit of -inf is one
 NOTHING, ONE = np.float32(0), np.float32(1)
-kernel = njit(nogil=True, cache=True, error_model="numpy")
+kernel = compiled.kernel(error_model="numpy")
 inner = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 

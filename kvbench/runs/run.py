@@ -31,6 +31,7 @@ from kvbench.runs.code import harness_sources, module_sources, source_hash
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
 from kvbench.runs.identity import LOCAL, arm_name, backend_name, budget_of
+from kvbench.runs.kernels import compile_for
 from kvbench.runs.progress import progress
 from kvbench.runs.summary import machine_name, summarise
 from kvbench.runs.table import table
@@ -66,6 +67,7 @@ def run(cfg: DictConfig, shard: Shard = WHOLE) -> dict[str, Any]:
 
 def _run(config: Config, shard: Shard) -> dict[str, Any]:
     arm, console = prepare(config), Console()
+    compile_for([arm], console)
     with open_folder(arm, shard) as folder, beating([folder]):
         if folder.tear:
             console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)

@@ -30,6 +30,7 @@ from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.handles import folders_at_once
 from kvbench.runs.heartbeat import beating
 from kvbench.runs.identity import APART, arm_name
+from kvbench.runs.kernels import compile_for
 from kvbench.runs.progress import Reporter, progress
 from kvbench.runs.run import Work, concluded, open_folder, prepare, work_of
 from kvbench.runs.terminal import Console
@@ -109,6 +110,7 @@ def _together(
             except (ConfigError, ResultsError) as error:
                 outcomes[index] = outcomes[index]._replace(error=error)
         if running:
+            compile_for([arm for arm, _ in running.values()], console)
             with beating([folder for _, folder in running.values()]):
                 ended, work = _run(running, console, shard)
             for index, (arm, folder) in running.items():

@@ -1,7 +1,7 @@
 """What Numba kernels share: how they are compiled, bfloat16, and the largest of many scores.
 
 Kernels hold no state of their own and release the GIL, so that any number of threads may run them side by side; none
-is parallel inside. Numba recompiles a cached kernel when its own file changes, not when this one does.
+is parallel inside.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kvbench.kernels import compiled
+
 # All of fastmath but "no NaN, no infinity": -inf marks what is absent, and a NaN key must stay one to be found.
 FAST = {"contract", "reassoc", "nsz", "arcp"}
-kernel = njit(nogil=True, cache=True, error_model="numpy", fastmath=FAST)
+kernel = compiled.kernel(error_model="numpy", fastmath=FAST)
 # What only kernels call needs no way in from Python, which takes half of the time to compile it.
 jit = njit(nogil=True, error_model="numpy", fastmath=FAST, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 

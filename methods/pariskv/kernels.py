@@ -10,13 +10,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from kvbench.kernels.compiled import kernel
 from kvbench.kernels.threads import claim, in_threads
 from methods.blocks.kernels import prefetch, sort, write_best
 from methods.blocks.lanes import ALL, LANES, at_least, look_up, lowest, lowest_ones, ones
 from methods.pariskv import codebook
 from methods.pariskv.decoding import EIGHT, terms_of, terms_plainly
 
-exact = njit(nogil=True, cache=True, error_model="numpy")
+exact = kernel(error_model="numpy")
 inner = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 SUBSPACE, CENTROIDS = codebook.SUBSPACE, codebook.CENTROIDS

@@ -1,0 +1,190 @@
+"""Kernels compiled side by side, in processes of their own, before anything waits for them.
+
+`python -m kvbench.kernels.build` is such a process: it reads a line of JSON for each kernel and answers with a line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import from_dtype, types
+from numba.core.types import BaseTuple
+
+from kvbench.kernels.compiled import KERNELS, on_disk
+
+MOST_PROCESSES = 8
+WORTH_A_PROCESS = 6.0  # seconds of compilation; a process takes three to start
+
+
+class Job(NamedTuple):
+    """A kernel that is to be compiled.
+
+    Attributes:
+        kernel: module:name.
+        types: of its arguments, as `described`.
+        seconds: that it took once, without those that it calls.
+        calls: the jobs, by number, of the kernels that it calls, which come first.
+    """
+
+    kernel: str
+    types: Any
+    seconds: float
+    calls: tuple[int, ...]
+
+    def compile(self) -> None:
+        """Compile it, or read it from disk."""
+        self.found().compile(self.signature())
+
+    def missing(self) -> bool:
+        """Whether it is neither here nor on disk."""
+        own, kinds = self.found(), self.signature()
+        return kinds not in own.overloads and not on_disk(own).has(kinds, own.targetctx.codegen())
+
+    def found(self) -> Any:
+        """The kernel."""
+        importlib.import_module(self.kernel.partition(":")[0])
+        return KERNELS[self.kernel]
+
+    def signature(self) -> tuple[types.Type, ...]:
+        """The Numba types of its arguments."""
+        return tuple(map(_typed, self.types))
+
+
+def described(kind: types.Type) -> Any:
+    """A Numba type as JSON: a number's name, [dtype, dimensions] of a contiguous array, {class: types} of a tuple.
+
+    Raises:
+        ValueError: it is of another kind, such as a literal.
+    """
+    if kind == types.none:
+        return None
+    if isinstance(kind, types.Array) and kind.layout == "C" and kind.mutable:
+        of = np.dtype(kind.dtype.name) if not isinstance(kind.dtype, types.Record) else kind.dtype.dtype
+        return [of.descr if of.names else of.name, kind.ndim]
+    if isinstance(kind, types.BaseNamedTuple):
+        return {f"{kind.instance_class.__module__}:{kind.instance_class.__qualname__}": [*map(described, kind)]}
+    if isinstance(kind, types.BaseTuple):
+        return {"": [*map(described, kind)]}
+    if isinstance(kind, (types.Integer, types.Float, types.Boolean)) and not isinstance(kind, types.Literal):
+        return str(kind)
+    raise ValueError(str(kind))
+
+
+def _typed(description: Any) -> types.Type:
+    """The Numba type that `described` describes."""
+    if description is None:
+        return types.none
+    if isinstance(description, str):
+        return getattr(types, {"bool": "boolean"}.get(description, description))
+    if isinstance(description, dict):
+        [(name, parts)] = description.items()
+        module, _, own = name.partition(":")
+        of = getattr(importlib.import_module(module), own) if name else None
+        return BaseTuple.from_types([_typed(part) for part in parts], of)
+    of, dimensions = description
+    kind = np.dtype([tuple(field) for field in of], align=True) if isinstance(of, list) else np.dtype(of)
+    return types.Array(from_dtype(kind), dimensions, "C")
+
+
+def build(jobs: Sequence[Job], wanted: Sequence[int], say: Callable[[int, float], None]) -> None:
+    """Compile the wanted ones of the jobs, this process among others; what fails is left to who calls it.
+
+    Args:
+        say: called with how many are ready, and the seconds that are left, as each is.
+    """
+    queue = _Queue(jobs, wanted, say)
+    many = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(wanted))
+    others = many - 1 if sum(jobs[number].seconds for number in wanted) > WORTH_A_PROCESS else 0
+    command = [sys.executable, "-m", "kvbench.kernels.build"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    processes = [subprocess.Popen(command, text=True, **pipes) for _ in range(others)]
+    threads = [threading.Thread(target=_ask, args=(process, queue), daemon=True) for process in processes]
+    try:
+        for thread in threads:
+            thread.start()
+        while (number := queue.take()) is not None:
+            try:
+                jobs[number].compile()
+            finally:
+                queue.done(number)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        for thread in threads:
+            thread.join()
+
+
+def _ask(process: subprocess.Popen[str], queue: _Queue) -> None:
+    """Have a process compile one after another."""
+    assert process.stdin is not None and process.stdout is not None
+    while (number := queue.take()) is not None:
+        try:
+            process.stdin.write(json.dumps(queue.jobs[number]) + "\n")
+            process.stdin.flush()
+            process.stdout.readline()
+        except OSError:  # it was killed
+            pass
+        finally:
+            queue.done(number)
+
+
+class _Queue:
+    """Which job is next: none before those that it calls, and first what most of the others wait for."""
+
+    def __init__(self, jobs: Sequence[Job], wanted: Sequence[int], say: Callable[[int, float], None]) -> None:
+        self.jobs, self._say, self._ready = jobs, say, threading.Condition()
+        self._waiting, self._open, self._began = set(wanted), set(wanted), time.monotonic()
+        self._weight = {number: jobs[number].seconds for number in wanted}
+        for number in sorted(wanted, reverse=True):  # who calls stands after what is called
+            for called in self.jobs[number].calls:
+                if called in self._weight:
+                    own = self._weight[number] + jobs[called].seconds
+                    self._weight[called] = max(self._weight[called], own)
+        self._whole = sum(jobs[number].seconds for number in wanted)
+
+    def take(self) -> int | None:
+        """The next job; None where there is no more. Waits where all that are left wait themselves."""
+        with self._ready:
+            while self._waiting:
+                free = [number for number in self._waiting if self._open.isdisjoint(self.jobs[number].calls)]
+                if free:
+                    number = max(free, key=self._weight.__getitem__)
+                    self._waiting.remove(number)
+                    return number
+                self._ready.wait()
+            return None
+
+    def done(self, number: int) -> None:
+        """A job is over, whether it compiled or not."""
+        with self._ready:
+            self._open.remove(number)
+            left = sum(self.jobs[one].seconds for one in self._open)
+            elapsed, done = time.monotonic() - self._began, self._whole - left
+            self._say(len(self._weight) - len(self._open), left * elapsed / max(done, 1e-3))
+            self._ready.notify_all()
+
+
+def main() -> None:
+    """Compile what the lines of the standard input name."""
+    for line in sys.stdin:
+        kernel, kinds, seconds, calls = json.loads(line)
+        try:
+            Job(kernel, kinds, seconds, tuple(calls)).compile()
+        except Exception as error:
+            print(json.dumps(f"{type(error).__name__}: {error}"), flush=True)
+        else:
+            print("null", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""How kernels are compiled, and where what was compiled lies.
+
+A kernel is what Python calls. It is compiled at its first call for each type of arguments, by one process at a time, and
+kept on disk under a name that says what it is made of: its module, those of ours that this imports, and Numba's version.
+So another version of either finds nothing, and throws nothing away.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba import njit
+from numba.core import config
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+from numba.core.compiler_lock import global_compiler_lock
+from platformdirs import user_cache_path
+
+from kvbench.kernels.lean import lean
+
+KERNELS: dict[str, Any] = {}  # all that this process has imported, by module:name
+UNUSED_DAYS = 30  # after which what was compiled of other sources is deleted
+OURS = ("kvbench", "methods")
+_IMPORTS = re.compile(r"^from ([\w.]+) import (\([^)]*\)|.*)|^import ([\w.]+)", re.MULTILINE)
+
+
+def kernel(**options: Any) -> Callable[[Any], Any]:
+    """A decorator of functions that Python calls: `numba.njit` with these options, without the GIL, kept on disk."""
+
+    def decorate(function: Any) -> Any:
+        made = njit(nogil=True, no_cfunc_wrapper=True, **options)(function)
+        compile_plainly = made.compile
+
+        def compile_once(signature: Any) -> Any:
+            with global_compiler_lock, on_disk(made).alone(signature), lean():
+                return compile_plainly(signature)
+
+        made.compile = compile_once
+        KERNELS[f"{function.__module__}:{function.__qualname__}"] = made
+        return made
+
+    return decorate
+
+
+def on_disk(made: Any) -> _OnDisk:
+    """Where what is compiled of a kernel is kept. Looked for at the first call, when all is imported that it calls."""
+    if not isinstance(made._cache, _OnDisk):
+        made._cache = _OnDisk(made.py_func)
+    cache: _OnDisk = made._cache
+    return cache
+
+
+@functools.cache
+def digest(module: str) -> str:
+    """What a module and those of ours that it imports are made of, and which Numba compiles them."""
+    versions = f"{numba.__version__} {llvmlite.__version__}".encode()
+    sources = sorted(_sources(module, {}).values())
+    return hashlib.sha256(b"\0".join([versions, *(source.read_bytes() for source in sources)])).hexdigest()[:16]
+
+
+def _sources(module: str, found: dict[str, Path]) -> dict[str, Path]:
+    """The files of a module and of those of ours that it imports, and that these import."""
+    found[module] = path = Path(str(sys.modules[module].__file__))
+    own = module.partition(".")[0]
+    for package, listed, plain in _IMPORTS.findall(path.read_text(encoding="utf-8")):
+        if package.startswith("."):
+            package = importlib.util.resolve_name(package, sys.modules[module].__package__)
+        inside = {f"{package}.{name}" for name in re.findall(r"\w+", listed)} & sys.modules.keys()
+        for name in inside or {package or plain}:
+            beside = Path(str(getattr(sys.modules.get(name), "__file__", ""))).parent == path.parent
+            if name not in found and name in sys.modules and (beside or name.partition(".")[0] in (own, *OURS)):
+                _sources(name, found)
+    return found
+
+
+class _Place(_CacheLocator):  # type: ignore[misc]
+    """The first folder that can be written to: what Numba is told, beside the source, of the user, of this process."""
+
+    def __init__(self, function: Any, path: str) -> None:
+        self._py_file, self._digest = path, digest(function.__module__)
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> _Place:
+        """Where a function of a file is kept."""
+        return cls(py_func, py_file)
+
+    def get_cache_path(self) -> str:
+        """The folder."""
+        return str(_folder(Path(self._py_file).parent))
+
+    def get_source_stamp(self) -> str:
+        """What is in a file's name already."""
+        return self._digest
+
+    def get_disambiguator(self) -> str:
+        """What a file's name has beside the function's."""
+        return self._digest
+
+
+@functools.cache
+def _folder(sources: Path) -> Path:
+    apart = hashlib.sha256(str(sources).encode()).hexdigest()[:16]
+    told = [Path(config.CACHE_DIR, apart)] if config.CACHE_DIR else []
+    for folder in (*told, sources / "__pycache__", user_cache_path("kvbench") / "kernels" / apart):
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+            return folder
+    own = Path(tempfile.mkdtemp(prefix="kvbench-kernels-"))  # nobody else can write there
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"] = str(own)  # of processes that this one starts, too
+    return _folder.__wrapped__(sources)
+
+
+class _Kept(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = (_Place,)
+
+
+class _OnDisk(FunctionCache):  # type: ignore[misc]
+    """Compiled code of one function on disk."""
+
+    _impl_class = _Kept
+
+    def has(self, signature: Any, codegen: Any) -> bool:
+        """Whether it was compiled for these types."""
+        name = self._cache_file._load_index().get(self._index_key(signature, codegen))
+        return name is not None and Path(self.cache_path, name).exists()
+
+    @contextmanager
+    def alone(self, what: Any) -> Iterator[None]:
+        """No other process compiles, or writes, the same meanwhile; one that is killed leaves nothing locked."""
+        name = f"{self._impl.filename_base}{what}"
+        place = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
+        file = _locks(self.cache_path)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
+        except OSError:  # a file system without locks: at worst the same is compiled twice
+            yield
+            return
+        try:
+            yield
+        finally:
+            fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep what was compiled, and nothing that was made of other sources and is old."""
+        with suppress(OSError), self.alone("index"):
+            super().save_overload(sig, data)
+            own, before = self._impl.filename_base, time.time() - UNUSED_DAYS * 86400
+            function = own.rpartition("-")[0]
+            for path in Path(self.cache_path).glob(f"{function}-*.nb[ic]"):
+                if not path.name.startswith(own) and path.stat().st_mtime < before:
+                    path.unlink(missing_ok=True)
+
+
+@functools.cache
+def _locks(folder: str) -> Any:
+    """The file whose bytes are locks, each of one function and types. Open for good: closing it would free them all."""
+    return open(Path(folder, "kernels.lock"), "ab")
