@@ -1,10 +1,10 @@
-"""Writes methods/kernels.json: the kernels that each method calls, for float32 and bfloat16, and how long each compiles.
+"""Writes methods/kernels.json: the kernels that each method calls in float32 and bfloat16, and how long each compiles.
 
     python scripts/list_kernels.py              all methods and kinds of keys and values, a quarter of an hour
     python scripts/list_kernels.py quest int8   these anew, the others as they are listed
 
-Each is run for a few tokens in a process of its own, and what that process has compiled is listed. Then all are compiled
-anew, one after the other, to see how long each takes and which others it calls.
+Each is run for a few tokens in a process of its own, and what that process has compiled is listed. Then all are
+compiled anew, one after the other, to see how long each takes and which others it calls.
 """
 
 from __future__ import annotations

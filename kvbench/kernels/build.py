@@ -116,12 +116,12 @@ def build(jobs: Sequence[Job], wanted: Sequence[int], say: Callable[[int, float]
                 jobs[number].compile()
             finally:
                 queue.done(number)
+        for thread in threads:
+            thread.join()
     finally:
         for process in processes:
             process.kill()
             process.wait()
-        for thread in threads:
-            thread.join()
 
 
 def _ask(process: subprocess.Popen[str], queue: _Queue) -> None:

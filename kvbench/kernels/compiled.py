@@ -1,8 +1,8 @@
 """How kernels are compiled, and where what was compiled lies.
 
-A kernel is what Python calls. It is compiled at its first call for each type of arguments, by one process at a time, and
-kept on disk under a name that says what it is made of: its module, those of ours that this imports, and Numba's version.
-So another version of either finds nothing, and throws nothing away.
+A kernel is what Python calls. It is compiled at its first call for each type of arguments, by one process at a time,
+and kept on disk under a name that says what it is made of: its module, those of ours that this imports, and Numba's
+version. So another version of either finds nothing, and throws nothing away.
 """
 
 from __future__ import annotations

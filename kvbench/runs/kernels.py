@@ -1,7 +1,7 @@
 """Which kernels runs need, and a bar while the missing ones are compiled.
 
-`methods/kernels.json` lists the kernels that each method of kvbench calls, as `scripts/list_kernels.py` found them. What
-it does not list, such as those of a method of one's own, is compiled when it is first called.
+`methods/kernels.json` lists the kernels that each method of kvbench calls, as `scripts/list_kernels.py` found them.
+What it does not list, such as those of a method of one's own, is compiled when it is first called.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHARED = "full"  # the method whose kernels all others call, too
 
 @functools.cache
 def listed() -> tuple[list[Job], dict[str, dict[str, list[int]]]]:
-    """All kernels of the list; and by dtype and name of a method, or `kv=` and a kind, the numbers of those it needs."""
+    """All kernels of the list; and by dtype and name, of a method or `kv=` of a kind, the numbers of those it needs."""
     found = json.loads(Path(methods.__path__[0], "kernels.json").read_text())
     return [Job(name, kinds, seconds, tuple(calls)) for name, kinds, seconds, calls in found["kernels"]], found["used"]
 
