@@ -28,6 +28,7 @@ help:
 	@echo "PYTHON=...   the Python 3.11 or newer that makes .venv (default: python3)"
 
 setup: $(STAMP)
+	@$(BIN)/kvbench warm
 
 $(STAMP): pyproject.toml constraints.txt
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -83,6 +84,8 @@ reference: $(STAMP)
 	$(foreach name,$(PARTS),$(call part,$(name)))
 	$(BIN)/python scripts/compact_runs.py $(SWEPT) $(KEPT) --outputs passkey,ruler
 
+# What tests call is compiled before the first, by all cores; a worker would wait for another's kernel.
+WARM := $(BIN)/kvbench warm kv=native,fp8,int8,kivi4,kivi2 dtype=float32
 TESTS := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 # A file by its full name, or whatever has these letters in its name: a method, a part of a file, an expression of `-k`.
 CHOSEN = $(or $(wildcard tests/$(ONLY).py),-k '$(ONLY)')
@@ -94,10 +97,12 @@ test: $(STAMP)
 	    [ $$code != $(NO_TESTS) ] || echo "make test: ONLY=$(ONLY) matches no test and no test file" >&2; exit 2; }
 else
 test: $(STAMP)
+	@$(WARM)
 	$(TESTS) -m 'not slow'
 endif
 
 test-slow: $(STAMP)
+	@$(WARM),bfloat16
 	$(TESTS) -m slow
 
 setup-vllm: $(VLLM_STAMP)

@@ -30,10 +30,10 @@ def called(dtype: str, name: str) -> list[str]:
     from kvbench.runs import kernels
 
     kernels.listed = lambda: ([], {})  # type: ignore[assignment]
-    words = [name, "method=full"] if name.startswith("kv=") else [f"method={name}", "budget=96"]
+    words = [name, "method=full"] if name.startswith("kv=") else [f"method={name}", "budget=256"]
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         out, sys.stdout = sys.stdout, nowhere
-        code = main([*words, f"dtype={dtype}", "task.lengths=[500]", "task.limit=1", f"results_dir={folder}"])
+        code = main([*words, f"dtype={dtype}", "task.lengths=[700]", "task.limit=1", f"results_dir={folder}"])
         sys.stdout = out
     if code:
         raise SystemExit(f"{name} in {dtype}: exit code {code}")

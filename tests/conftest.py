@@ -1,12 +1,10 @@
-"""What pytest itself needs: few threads, kernels compiled once, and the dummy models."""
+"""What pytest itself needs: few threads and the dummy models."""
 
 from __future__ import annotations
 
 import copy
-import fcntl
 import functools
 import gc
-import hashlib
 import itertools
 import os
 import pickle
@@ -22,8 +20,6 @@ from driver import ACCOUNTINGS, METHODS, MODELS, Case
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hypothesis import settings
-from numba.core.compiler_lock import global_compiler_lock
-from numba.core.dispatcher import Dispatcher
 
 from kvbench.backends.hf.loading import Loaded, load
 from kvbench.config import shipped
@@ -79,33 +75,6 @@ def pytest_collection_finish() -> None:
     """Libraries and tests outlive every test: a run that collects garbage before it is timed need not look at them."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Have each kernel compiled by one process: the others wait for it, and read it from Numba's cache."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # whose folders lie within that of the session
-        folder = folder.parent
-    compile_kernel, compiling = Dispatcher.compile, False
-
-    def in_turn(kernel: Dispatcher, signature: Any) -> Any:
-        nonlocal compiling
-        with global_compiler_lock:  # Numba's own, of this process
-            if compiling:  # what the kernel at hand calls
-                return compile_kernel(kernel, signature)
-            name = f"{kernel.py_func.__module__}.{kernel.py_func.__name__}{signature}"
-            with open(folder / f"kernel-{hashlib.sha256(name.encode()).hexdigest()}", "w") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                compiling = True
-                try:
-                    return compile_kernel(kernel, signature)
-                finally:
-                    compiling = False
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Dispatcher, "compile", in_turn)
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

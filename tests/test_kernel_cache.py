@@ -1,46 +1,171 @@
-"""What Numba has compiled is made anew when any file of kernels has changed, not only the one that it stands in."""
+"""Compiled kernels: kept under what they are made of, compiled once by whoever comes first, side by side, and listed."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
-from kvbench.kernels.cache import forget_old_kernels
+import numpy as np
+import pytest
+from numba import typeof
+from rich.console import Console
+
+from kvbench.cli.warm import main as warm
+from kvbench.config import choices
+from kvbench.kernels import compiled
+from kvbench.kernels.build import Job, build, described
+from kvbench.runs import kernels
+from methods.icecache.kernels.arrays import NODE, Tree
+
+CHECKOUT = Path(__file__).parents[1]
+# A package with a kernel that calls another module's function, and takes a while to compile where it is asked to.
+CALLED = "from numba import njit\nadd = njit(lambda a: a + {})\n"
+CALLER = """
+import sys, time
+from numba.core import event
+from kvbench.kernels.compiled import kernel
+from called import add
+
+@kernel()
+def sum(numbers):
+    total = 0
+    for number in numbers:
+        total += add(number)
+    return total
+
+class Slow(event.Listener):
+    def on_start(self, event):
+        print("compiles", event.data["dispatcher"].py_func.__name__, flush=True)
+        time.sleep(float(sys.argv[1]) * (event.data["dispatcher"] is sum))
+    def on_end(self, event):
+        pass
+
+if __name__ == "__main__":
+    import caller, numpy
+    event.register("numba:compile", Slow())
+    print(caller.sum(numpy.arange(4)))
+"""
 
 
-def test_a_changed_file_of_kernels_makes_the_kernels_that_call_it_compile_again(tmp_path: Path) -> None:
-    def file(name: str, at: int) -> Path:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("")
-        os.utime(path, (at, at))
-        return path
-
-    file("one/kernels/caller.py", 10)
-    called = file("blocks/kernels.py", 20)
-    file("one/method.py", 99)  # no kernels: its changes cost no compilation
-    old, new = file("one/kernels/__pycache__/caller.nbi", 19), file("one/kernels/__pycache__/called.nbi", 21)
-    data = file("one/kernels/__pycache__/caller.1.nbc", 19)  # another process could find it under a new index
-    forget_old_kernels(tmp_path)
-    assert not old.exists() and not data.exists() and new.exists()
-    os.utime(called, (30, 30))
-    forget_old_kernels(tmp_path)
-    assert not new.exists()
-    kept = file("one/kernels/__pycache__/called.nbi", 31)
-    forget_old_kernels(tmp_path)
-    assert kept.exists()
-    (tmp_path / "one/lanes.py").write_text("@jit\ndef add(a, b): ...\n")  # compiled, whatever the file's name
-    forget_old_kernels(tmp_path)
-    assert not kept.exists()
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """The folder of such a package; what it compiles is kept there."""
+    (tmp_path / "caller.py").write_text(CALLER.replace("is sum", "is caller.sum"))
+    (tmp_path / "called.py").write_text(CALLED.format(1))
+    return tmp_path
 
 
-def test_kernels_are_old_where_a_package_changed_whose_functions_they_call(tmp_path: Path) -> None:
-    caller, called = tmp_path / "caller/__pycache__/kernels.nbi", tmp_path / "called/kernels.py"
-    for path in (caller, called):
-        path.parent.mkdir(parents=True)
-        path.write_text("")
-    os.utime(caller, (10, 10))
-    forget_old_kernels(tmp_path / "caller")
-    assert caller.exists()
-    forget_old_kernels(tmp_path / "caller", tmp_path / "called")
-    assert not caller.exists()
+def start(folder: Path, seconds: float = 0, **environment: str) -> subprocess.Popen[str]:
+    paths = os.pathsep.join([str(folder), str(CHECKOUT)])
+    command = [sys.executable, str(folder / "caller.py"), str(seconds)]
+    return subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": paths, **environment}, stdout=subprocess.PIPE, text=True
+    )
+
+
+def printed(run: subprocess.Popen[str]) -> list[str]:
+    out, _ = run.communicate(timeout=120)
+    assert run.returncode == 0
+    return out.split("\n")[:-1]
+
+
+def test_a_kernel_is_compiled_anew_where_a_module_that_it_calls_has_changed_and_kept_where_it_comes_back(
+    sources: Path,
+) -> None:
+    assert printed(start(sources))[-1] == "10"
+    (sources / "called.py").write_text(CALLED.format(2))
+    assert printed(start(sources)) == ["compiles sum", "compiles <lambda>", "14"]
+    (sources / "called.py").write_text(CALLED.format(1))
+    assert printed(start(sources)) == ["10"]
+
+
+@pytest.mark.parametrize("package", ["numba", "llvmlite"])
+def test_another_version_of_the_compiler_looks_under_another_name(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = compiled.digest.__wrapped__
+    own = digest("kvbench.kernels.lists")
+    monkeypatch.setattr(f"{package}.__version__", "0.0")
+    assert digest("kvbench.kernels.lists") != own
+
+
+def test_two_processes_at_once_compile_a_kernel_once(sources: Path) -> None:
+    lines = [printed(run) for run in [start(sources, 1), start(sources, 1)]]
+    assert sorted(map(len, lines)) == [1, 3] and {line[-1] for line in lines} == {"10"}
+
+
+@pytest.mark.slow
+def test_a_compilation_that_is_killed_leaves_nothing_locked_or_broken(sources: Path) -> None:
+    first = start(sources, 60)
+    assert first.stdout is not None and first.stdout.readline() == "compiles sum\n"
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    first.stdout.close()
+    assert printed(start(sources))[-1] == "10"
+    assert printed(start(sources)) == ["10"]
+
+
+def test_kernels_run_where_nothing_can_be_written(sources: Path) -> None:
+    (sources / "__pycache__").write_text("no folder")
+    assert printed(start(sources, XDG_CACHE_HOME="/proc/none"))[-1] == "10"
+    assert not [*Path(os.environ.get("TMPDIR", "/tmp")).glob("kvbench-kernels-*/*/caller*")]
+
+
+@pytest.mark.slow
+def test_what_nobody_compiled_for_long_goes_when_its_successor_comes(sources: Path) -> None:
+    printed(start(sources))
+    old, young = sources / "__pycache__/caller.sum-0.py311.nbi", sources / "__pycache__/caller.sum-1.py311.nbi"
+    for path in (old, young):
+        path.touch()
+    month = time.time() - 86400 * (compiled.UNUSED_DAYS + 1)
+    os.utime(old, (month, month))
+    (sources / "called.py").write_text(CALLED.format(2))
+    printed(start(sources))
+    assert young.exists() and not old.exists()
+
+
+def test_types_are_read_as_they_were_written() -> None:
+    row = np.zeros((2, 2), np.uint16)
+    tree = Tree(row, *[np.zeros(1, NODE)] * 14)
+    given = 1, 1.0, np.float32(1), True, None, row, np.zeros(1, NODE), (1, 2), (1, (row, 2.0)), tree
+    job = Job("", [described(typeof(one)) for one in given], 0, ())
+    assert job.signature() == tuple(map(typeof, given))
+
+
+def test_every_listed_kernel_is_there_and_stands_after_those_that_it_calls() -> None:
+    jobs, used = kernels.listed()
+    for number, job in enumerate(jobs):
+        assert len(job.signature()) == job.found().py_func.__code__.co_argcount
+        assert all(called < number for called in job.calls)
+    assert set(used) == {"float32", "bfloat16"}
+    for of in used.values():
+        assert {*choices("method")} <= {*of}
+
+
+def test_what_other_kernels_call_is_compiled_before_them_and_the_rest_longest_first() -> None:
+    done: list[int] = []
+
+    class One(Job):
+        def compile(self) -> None:
+            done.append(int(self.kernel))
+
+    jobs = [One("0", [], 1, ()), One("1", [], 2, ()), One("2", [], 0.5, (0,)), One("3", [], 1, (2,))]
+    said: list[tuple[int, float]] = []
+    build(jobs, [0, 2, 1, 3], lambda ready, left: said.append((ready, left)))
+    assert done == [0, 1, 2, 3] and [ready for ready, _ in said] == [1, 2, 3, 4] and said[-1][1] == 0
+
+
+def test_a_run_whose_kernels_are_compiled_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    kernels.compile_kernels([], Console())
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("word", ["method=kwest", "kv=int9", "dtype=float31", "quest", "budget=3", "method="])
+def test_warm_refuses_in_one_line(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert warm([word]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvbench warm: ") and word in line
