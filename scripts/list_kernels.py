@@ -1,4 +1,4 @@
-"""Writes methods/kernels.json: the kernels that each method calls in float32 and bfloat16, and how long each compiles.
+"""Writes conf/kernels.json: the kernels that each method calls in float32 and bfloat16, and how long each compiles.
 
     python scripts/list_kernels.py              all methods and kinds of keys and values, a quarter of an hour
     python scripts/list_kernels.py quest int8   these anew, the others as they are listed
@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 DTYPES = ("float32", "bfloat16")
-PATH = Path(__file__).parents[1] / "methods" / "kernels.json"
+PATH = Path(__file__).parents[1] / "conf" / "kernels.json"
 
 
 def called(dtype: str, name: str) -> list[str]:
     """What a run of a method, or of full attention over a kind of keys and values, has compiled: JSON of each."""
     from kvbench.cli.main import main
+    from kvbench.kernels import listed
     from kvbench.kernels.build import described
     from kvbench.kernels.compiled import KERNELS
-    from kvbench.runs import kernels
 
-    kernels.listed = lambda: ([], {})  # type: ignore[assignment]
+    listed.listed = lambda: ([], {})  # type: ignore[assignment]
     words = [name, "method=full"] if name.startswith("kv=") else [f"method={name}", "budget=256"]
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         out, sys.stdout = sys.stdout, nowhere

@@ -1,4 +1,4 @@
-"""Compiled kernels: kept under what they are made of, compiled once by whoever comes first, side by side, and listed."""
+"""Compiled kernels: kept under what they are made of, compiled once by who comes first, side by side, and listed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from kvbench.cli.warm import main as warm
 from kvbench.config import choices
 from kvbench.kernels import compiled
 from kvbench.kernels.build import Job, build, described
+from kvbench.kernels.listed import listed
 from kvbench.runs import kernels
 from methods.icecache.kernels.arrays import NODE, Tree
 
@@ -59,9 +60,9 @@ def sources(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, seconds: float = 0, **environment: str) -> subprocess.Popen[str]:
+def start(folder: Path, argument: float | str = 0, **environment: str) -> subprocess.Popen[str]:
     paths = os.pathsep.join([str(folder), str(CHECKOUT)])
-    command = [sys.executable, str(folder / "caller.py"), str(seconds)]
+    command = [sys.executable, str(folder / "caller.py"), str(argument)]
     return subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": paths, **environment}, stdout=subprocess.PIPE, text=True
     )
@@ -96,6 +97,41 @@ def test_another_version_of_the_compiler_looks_under_another_name(
 def test_two_processes_at_once_compile_a_kernel_once(sources: Path) -> None:
     lines = [printed(run) for run in [start(sources, 1), start(sources, 1)]]
     assert sorted(map(len, lines)) == [1, 3] and {line[-1] for line in lines} == {"10"}
+
+
+# Two kernels that call functions of one name, which call themselves and so are inlined nowhere.
+NAMESAKES = """
+import sys
+from numba import njit
+from kvbench.kernels.compiled import kernel
+
+def times(factor):
+    @njit
+    def helper(number):
+        return factor + helper(number - 1) if number > 0 else 0
+    return helper
+
+two, three = times(2), times(3)
+
+@kernel()
+def double(number):
+    return two(number)
+
+@kernel()
+def triple(number):
+    return three(number)
+
+if __name__ == "__main__":
+    import caller
+    print([getattr(caller, name)(5) for name in sys.argv[1].split(",")])
+"""
+
+
+def test_functions_of_one_name_that_different_processes_compiled_stay_apart(sources: Path) -> None:
+    (sources / "caller.py").write_text(NAMESAKES)
+    assert printed(start(sources, "double")) == ["[10]"]
+    assert printed(start(sources, "triple")) == ["[15]"]
+    assert printed(start(sources, "double,triple")) == ["[10, 15]"]
 
 
 @pytest.mark.slow
@@ -137,7 +173,7 @@ def test_types_are_read_as_they_were_written() -> None:
 
 
 def test_every_listed_kernel_is_there_and_stands_after_those_that_it_calls() -> None:
-    jobs, used = kernels.listed()
+    jobs, used = listed()
     for number, job in enumerate(jobs):
         assert len(job.signature()) == job.found().py_func.__code__.co_argcount
         assert all(called < number for called in job.calls)

@@ -30,8 +30,10 @@ from kvbench.config import HARNESS_KEYS, ConfigError, show
 from kvbench.measure.arm import Setup, ends_at
 from kvbench.memory.kinds import kv_in
 from kvbench.models.footprint import Prompts
+from kvbench.runs.kernels import compile_for
 from kvbench.runs.run import set_up
 from kvbench.runs.summary import summarise
+from kvbench.runs.terminal import Console
 
 # What of the options of lm-eval's `hf` model is not about loading a model.
 HF_OPTIONS = (
@@ -79,6 +81,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         if config["threads"]:
             torch.set_num_threads(config["threads"])
         self.setup: Setup = set_up(config, Prompts(0))
+        compile_for([self.setup], Console())
         loaded = self.setup.loaded
         options["max_length"] = options.get("max_length") or loaded.window
         logger = logging.getLogger(HFLM.__module__)

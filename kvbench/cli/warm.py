@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import torch
 
         from kvbench.backends.hf.loading import dtype_of
-        from kvbench.runs.kernels import compile_kernels, needed_by
+        from kvbench.kernels.listed import needed_by
+        from kvbench.runs.kernels import compile_kernels
         from kvbench.runs.terminal import Console
 
         names = [*chosen["method"], *(f"kv={kind}" for kind in chosen["kv"])]

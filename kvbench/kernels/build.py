@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import from_dtype, types
-from numba.core.types import BaseTuple
 
 from kvbench.kernels.compiled import KERNELS, on_disk
 
@@ -89,7 +88,7 @@ def _typed(description: Any) -> types.Type:
         [(name, parts)] = description.items()
         module, _, own = name.partition(":")
         of = getattr(importlib.import_module(module), own) if name else None
-        return BaseTuple.from_types([_typed(part) for part in parts], of)
+        return types.BaseTuple.from_types([_typed(part) for part in parts], of)
     of, dimensions = description
     kind = np.dtype([tuple(field) for field in of], align=True) if isinstance(of, list) else np.dtype(of)
     return types.Array(from_dtype(kind), dimensions, "C")
@@ -105,8 +104,8 @@ def build(jobs: Sequence[Job], wanted: Sequence[int], say: Callable[[int, float]
     many = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(wanted))
     others = many - 1 if sum(jobs[number].seconds for number in wanted) > WORTH_A_PROCESS else 0
     command = [sys.executable, "-m", "kvbench.kernels.build"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    processes = [subprocess.Popen(command, text=True, **pipes) for _ in range(others)]
+    pipe, none = subprocess.PIPE, subprocess.DEVNULL
+    processes = [subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=none) for _ in range(others)]
     threads = [threading.Thread(target=_ask, args=(process, queue), daemon=True) for process in processes]
     try:
         for thread in threads:

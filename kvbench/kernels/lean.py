@@ -1,7 +1,8 @@
 """What Numba compiles for kernels alone is not optimised, nor made into machine code, by itself.
 
 Numba does both for each function, and again wherever it is called from: its own library's, and those that only kernels
-call, are half of the time. Here they are linked as they are into the kernel, which is optimised as a whole.
+call, are half of the time. Here they are linked as they are into the kernel, which is optimised as a whole
+and in which they are nobody else's.
 """
 
 from __future__ import annotations
@@ -27,8 +28,14 @@ class _Lean(JITCodeLibrary):  # type: ignore[misc]
         )
 
     def _optimize_final_module(self) -> None:
-        if self._is_called():
-            super()._optimize_final_module()
+        if not self._is_called():
+            return
+        for function in self._final_module.functions:
+            # Names of functions are numbered by each process: what another one compiled may have the same name here,
+            # and mean another function.
+            if function.linkage == llvm.Linkage.linkonce_odr:
+                function.linkage = llvm.Linkage.internal
+        super()._optimize_final_module()
 
     def _finalize_final_module(self) -> None:
         if self._is_called():

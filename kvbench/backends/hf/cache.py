@@ -25,6 +25,7 @@ from kvbench.budget import Accounting, Budget
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine, worker_pool
 from kvbench.engine.turn import Transcript, take_back
+from kvbench.kernels.listed import compile_silently
 from kvbench.memory.kinds import kv_of
 from kvbench.method import Method
 
@@ -81,10 +82,10 @@ class KVCache(CountingCache):
         self._plan = EnginePlan.of(model, chosen, sizes, dense_layers, tokenizer, settings)
         shape, self._model, self._method = self._plan.shape, model, chosen
         self._windowed, self._full_layers = windowed_layers(shape.windows), shape.full_layers
-        self.scaling = shape.scaling
         super().__init__(shape.layers, self._windowed)
+        compile_silently(str(shape.dtype).removeprefix("torch."), self._name, *(f"kv={kind}" for kind in kv_of(kv)))
         self._question, self._prompt_length = question, prompt_length
-        self._stretched = bool(rotary.stretches(model))
+        self._stretched, self.scaling = bool(rotary.stretches(model)), shape.scaling
         self._offsets: list[int] = []
         self._modules = frozenset(id(call.module) for call in reading_of(model).calls.values())
         _watch(model)
