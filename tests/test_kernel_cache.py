@@ -192,7 +192,7 @@ def test_what_other_kernels_call_is_compiled_before_them_and_the_rest_longest_fi
     jobs = [One("0", [], 1, ()), One("1", [], 2, ()), One("2", [], 0.5, (0,)), One("3", [], 1, (2,))]
     said: list[tuple[int, float]] = []
     build(jobs, [0, 2, 1, 3], lambda ready, left: said.append((ready, left)))
-    assert done == [0, 1, 2, 3] and [ready for ready, _ in said] == [1, 2, 3, 4] and said[-1][1] == 0
+    assert done == [0, 1, 2, 3] and [ready for ready, _ in said] == [0, 1, 2, 3, 4] and said[-1][1] == 0
 
 
 def test_a_run_whose_kernels_are_compiled_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,14 +98,14 @@ def build(jobs: Sequence[Job], wanted: Sequence[int], say: Callable[[int, float]
     """Compile the wanted ones of the jobs, this process among others; what fails is left to who calls it.
 
     Args:
-        say: called with how many are ready, and the seconds that are left, as each is.
+        say: called with how many are ready and the seconds that are left, before the first and as each is.
     """
-    queue = _Queue(jobs, wanted, say)
-    many = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(wanted))
-    others = many - 1 if sum(jobs[number].seconds for number in wanted) > WORTH_A_PROCESS else 0
+    queue, seconds = _Queue(jobs, wanted, say), sum(jobs[number].seconds for number in wanted)
+    many = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(wanted)) if seconds > WORTH_A_PROCESS else 1
+    say(0, seconds / many)
     command = [sys.executable, "-m", "kvbench.kernels.build"]
     pipe, none = subprocess.PIPE, subprocess.DEVNULL
-    processes = [subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=none) for _ in range(others)]
+    processes = [subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=none) for _ in range(many - 1)]
     threads = [threading.Thread(target=_ask, args=(process, queue), daemon=True) for process in processes]
     try:
         for thread in threads:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -26,14 +25,15 @@ def compile_kernels(numbers: Iterable[int], console: Console) -> int:
     if not wanted:
         return 0
     drawn = console.is_terminal or console.is_jupyter
-    if not drawn:
-        console.print(f"{len(wanted)} kernels are compiled, once")
     count, left = TextColumn("kernel {task.completed:.0f} of {task.total:.0f}"), TextColumn("{task.fields[left]}")
     with Progress(count, BarColumn(), left, console=console, disable=not drawn, transient=True) as bars:
-        bar = bars.add_task("kernels", total=len(wanted), left="compiled once")
+        bar = bars.add_task("kernels", total=len(wanted), left="")
 
         def say(ready: int, seconds: float) -> None:
-            bars.update(bar, completed=ready, left=f"some {timedelta(seconds=round(seconds))} left" if seconds else "")
+            left = f"some {seconds:.0f} s left"
+            bars.update(bar, completed=ready, left=left)
+            if not drawn and ready == 0:
+                console.print(f"compiling {len(wanted)} kernels, once: {left}")
 
         compile_listed(wanted, say)
     return len(wanted)
