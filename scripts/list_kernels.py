@@ -1,6 +1,6 @@
 """Writes conf/kernels.json: the kernels that each method calls in float32 and bfloat16, and how long each compiles.
 
-    python scripts/list_kernels.py              all methods and kinds of keys and values, a quarter of an hour
+    python scripts/list_kernels.py              all methods and kinds of keys and values, some minutes
     python scripts/list_kernels.py quest int8   these anew, the others as they are listed
 
 Each is run for a few tokens in a process of its own, and what that process has compiled is listed. Then all are
@@ -47,11 +47,18 @@ def called(dtype: str, name: str) -> list[str]:
     return found
 
 
-def costs(kernels: list[str]) -> list[list[Any]]:
-    """Of each kernel its name, types, own seconds, and the numbers of those that it calls, which stand before it."""
+def costs(kernels: list[str], folder: str) -> list[list[Any]]:
+    """Of each kernel its name, types, own seconds, and the numbers of those that it calls, which stand before it.
+
+    Args:
+        folder: empty; what is compiled goes there.
+    """
+    from numba.core import config
+
     from kvbench.kernels.build import Job, described
     from kvbench.kernels.compiled import KERNELS
 
+    config.CACHE_DIR = folder
     numbers: dict[str, int] = {}
     found: list[list[Any]] = []
     inside: list[list[Any]] = [[0.0, set()]]  # of each compilation that goes on: the seconds of those in it, and which
@@ -100,17 +107,18 @@ def main(names: list[str]) -> None:
         for dtype, of in before["used"].items():
             listed = {name: [json.dumps(before["kernels"][number][:2]) for number in of[name]] for name in of}
             used[dtype] = {name: kernels for name, kernels in listed.items() if name in every}
-    processes = multiprocessing.get_context("spawn")
+    # Each has what is imported here, and compiles for itself.
+    import kvbench.runs.shared  # noqa: F401
+
+    processes = multiprocessing.get_context("fork")
     for dtype in DTYPES:
         for name in chosen:
             with processes.Pool(1) as pool:
                 used[dtype][name] = pool.apply(called, (dtype, name))
             print(f"{dtype} {name}: {len(used[dtype][name])} kernels", file=sys.stderr)
     wanted = sorted({kernel for of in used.values() for kernels in of.values() for kernel in kernels})
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["NUMBA_CACHE_DIR"] = folder
-        with processes.Pool(1) as pool:
-            kernels = pool.apply(costs, (wanted,))
+    with tempfile.TemporaryDirectory() as folder, processes.Pool(1) as pool:
+        kernels = pool.apply(costs, (wanted, folder))
     numbers = {json.dumps(kernel[:2]): number for number, kernel in enumerate(kernels)}
     lists = {
         dtype: {name: sorted(numbers[kernel] for kernel in kernels) for name, kernels in sorted(of.items())}
