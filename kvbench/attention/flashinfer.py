@@ -125,8 +125,8 @@ class FlashInfer:
             if skip == query.shape[2]:
                 continue
             # Query i of q attends key j of n where j + q <= n + i (prefill.cuh, logits_mask): aligned at the end.
-            # q, k and v are read by their strides (single_prefill.cu), so none is copied. With "HND" Hopper's kernel takes
-            # the length for the number of KV heads (single_prefill_sm90.cu) and ends the process: a division by zero.
+            # q, k and v are read by their strides (single_prefill.cu), so none is copied. With "HND" Hopper's kernel
+            # takes the length for the number of KV heads (single_prefill_sm90.cu): a division by zero ends the process.
             blocks = store.device.key, store.device.value
             key, value = (block[row, :, : end - offset].transpose(0, 1) for block in blocks)
             attended = flashinfer.single_prefill_with_kv_cache(
