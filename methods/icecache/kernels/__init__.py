@@ -19,12 +19,13 @@ from methods.icecache.kernels.arrays import (
     POINT,
     POINTS,
     ROOT,
+    SIZES,
     TOP,
     Tree,
     Workspace,
 )
 from methods.icecache.kernels.choosing import best_pages, best_rows, interleave
-from methods.icecache.kernels.layer import SIZES, attend, insert_leaves
+from methods.icecache.kernels.layer import attend, insert_leaves
 from methods.icecache.kernels.levels import (
     BLOCK,
     add_nodes,
