@@ -6,6 +6,7 @@ sums, exp(x).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,32 @@ PAIR = 2 * LANES  # numbers that are read at once
 LINE = 64  # bytes of a cache's line
 LOWEST = np.finfo(np.float32).min  # finite, so that its difference from a logit of -inf is one
 NOTHING, ONE = np.float32(0), np.float32(1)
-kernel = njit(nogil=True, cache=True, error_model="numpy")
-inner = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+def general(decorate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`decorate`, a way to compile functions, for whom a number from other compiled code is a number, and whole ones
+    are int64.
+
+    Numba by itself compiles a function once more for each constant and each width that it is called with.
+    """
+
+    def wider(kind: types.Type) -> types.Type:
+        kind = types.unliteral(kind)
+        return types.int64 if isinstance(kind, types.Integer) and kind.signed else kind
+
+    def decorated(function: Any) -> Any:
+        made = decorate(function)
+        template = made.get_call_template
+        made.get_call_template = lambda args, named: template(
+            tuple(map(wider, args)), {name: wider(kind) for name, kind in named.items()}
+        )
+        return made
+
+    return decorated
+
+
+kernel = general(njit(nogil=True, cache=True, error_model="numpy"))
+inner = general(njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True))
 
 
 class Vector(types.Type):

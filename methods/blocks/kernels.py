@@ -14,11 +14,13 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kvbench.kernels.vectors import general
+
 # All of fastmath but "no NaN, no infinity": -inf marks what is absent, and a NaN key must stay one to be found.
 FAST = {"contract", "reassoc", "nsz", "arcp"}
-kernel = njit(nogil=True, cache=True, error_model="numpy", fastmath=FAST)
+kernel = general(njit(nogil=True, cache=True, error_model="numpy", fastmath=FAST))
 # What only kernels call needs no way in from Python, which takes half of the time to compile it.
-jit = njit(nogil=True, error_model="numpy", fastmath=FAST, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+jit = general(njit(nogil=True, error_model="numpy", fastmath=FAST, no_cpython_wrapper=True, no_cfunc_wrapper=True))
 
 MOST_FLOATS = 0x7F800000  # float32 numbers above zero, infinity included
 SHORT = 8  # numbers that are sorted by insertion

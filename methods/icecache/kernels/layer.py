@@ -129,9 +129,10 @@ def insert_leaves(directory, like, first, stop, counts, layout, greedy, work, ta
             leaves += 1
         if leaves == 0 or measure(tree, start, start + count) != NONE:
             continue
-        rows, parents = np.arange(start, start + leaves).astype(np.int32), np.zeros(leaves, np.int32)
-        for row in rows:
-            tree.token[row] = row
+        rows, parents = np.empty(leaves, np.int32), np.zeros(leaves, np.int32)
+        for i in range(leaves):
+            row = start + i
+            rows[i] = tree.token[row] = row
             tree.point[row].node = NONE
             tree.point[row].affinity = 0
         tree.state[POINTS] += leaves
