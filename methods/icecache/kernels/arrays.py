@@ -7,6 +7,7 @@ most of the time that it takes to compile.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -130,17 +131,17 @@ class Lined(types.Type):
     """A `Tree` or a `Workspace` in a kernel: a pointer to its line.
 
     Args:
-        name: which of the two.
-        arrays: their types by name, in the order of the line.
+        of: which of the two.
+        kinds: of their arrays.
     """
 
-    def __init__(self, name: str, arrays: dict[str, types.Array]) -> None:
-        self.arrays = arrays
-        super().__init__(f"{name}({next(iter(arrays.values())).dtype})")
+    def __init__(self, of: Any, kinds: Iterable[types.Array]) -> None:
+        self.instance_class, self.types = of, tuple(kinds)
+        super().__init__(f"{of.__name__}({self.types[0].dtype})")
 
     @property
     def key(self) -> Any:
-        return self.name, tuple(self.arrays.items())
+        return self.instance_class, self.types
 
 
 @register_model(Lined)
@@ -151,8 +152,7 @@ class _LinedModel(models.PrimitiveModel):  # type: ignore[misc]
 
 @typeof_impl.register(_Lined)
 def _type_of(value: Any, context: Any) -> Lined:
-    arrays = {name: typeof_impl(array, context) for name, array in value._asdict().items()}
-    return Lined(type(value).__name__, arrays)
+    return Lined(type(value), [typeof_impl(array, context) for array in value])
 
 
 @unbox(Lined)
@@ -168,13 +168,14 @@ class _Arrays(AttributeTemplate):  # type: ignore[misc]
     key = Lined
 
     def generic_resolve(self, kind: Lined, name: str) -> types.Array | None:
-        return kind.arrays.get(name)
+        return dict(zip(kind.instance_class._fields, kind.types, strict=True)).get(name)
 
 
 @lower_getattr_generic(Lined)
 def _array(context, builder, kind, line, name):  # type: ignore[no-untyped-def]
     """One of the arrays. Nothing moves while a kernel runs, so a loop needs to look only once where it is."""
-    first, of = SIZES * list(kind.arrays).index(name), kind.arrays[name]
+    number = kind.instance_class._fields.index(name)
+    first, of = SIZES * number, kind.types[number]
     array, itemsize = context.make_array(of)(context, builder), context.get_abi_sizeof(context.get_data_type(of.dtype))
     address, *shape = (builder.load(builder.gep(line, [ir.IntType(64)(first + at)])) for at in range(1 + of.ndim))
     for number in (address, *shape):
