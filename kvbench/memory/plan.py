@@ -6,7 +6,7 @@ In torch the same takes a dozen passes over a few thousand numbers, which cost m
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ def plan_stage(index: torch.Tensor, held: torch.Tensor | None, newest: list[int]
     last = np.full(batch * heads, -1) if newest is None else np.repeat(np.asarray(newest, np.int64), heads)
     first = have.size + (0 if newest is None else last.size)
     shape = len(lists), whole_pages(count)
-    parts = np.full(shape, NO_TOKEN), np.zeros(shape, np.int64), np.full(lists.shape, -1)
+    parts: tuple[Any, ...] = np.full(shape, NO_TOKEN), np.zeros(shape, np.int64), np.full(lists.shape, -1)
     missing, order = np.empty((2, lists.size), np.int64), np.argsort(lists, axis=1)
     moving, longest, complete, found = plan_lists(lists, order, have, last, first, *parts, missing)
     head, token = torch.from_numpy(missing[:, :moving])

@@ -95,8 +95,8 @@ def best_tokens(threads, queries, mean, units, clusters, codes, bounds, search, 
     given = queries, mean, units, clusters, codes, bounds, search, room, fixed, found, lengths
     in_threads(threads, _best_tokens, (np.zeros(1, np.int64), *given))
     longest = 0
-    for length in lengths:
-        longest = max(longest, length)
+    for head in range(len(lengths)):
+        longest = max(longest, lengths[head])
     return longest
 
 

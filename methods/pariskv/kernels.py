@@ -94,7 +94,9 @@ def _nearest(z, counts, reach, falling, number):  # type: ignore[no-untyped-def]
     for j in range(SUBSPACE):
         for i in range(1 << j):
             score[i], score[1 << j | i] = score[i] - z[j], score[i] + z[j]
-    largest, least = score.max(), np.float32(0)
+    largest, least = score[0], np.float32(0)
+    for i in range(1, CENTROIDS):
+        largest = max(largest, score[i])
     for half in range(1, -3, -1):  # to be sorted, those beyond half of the largest; if they hold too few, beyond 0, ...
         least, held = np.float32(half) * largest / np.float32(2), 0
         for i in range(CENTROIDS):
