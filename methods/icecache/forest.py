@@ -68,13 +68,14 @@ class Forest:
         flat = queries.reshape(batch * kv_heads, group, head_dim)
         index = np.empty((len(flat), longest), np.int64)
         used, read, refused = (np.empty(len(flat), dtype) for dtype in (np.int64, np.int64, np.bool_))
-        exact, p_dci = isinstance(self._trees[0], ExactScan), self._trees[0].p_dci(search)
-        how = (search.fov, search.exhaustive_below, search.rank_by == "centroid", exact)
+        fov, p_dci = (search.fov, float(search.fov_share)), self._trees[0].p_dci(search)
+        exact, by_centroid = isinstance(self._trees[0], ExactScan), search.rank_by == "centroid"
+        ranked = None if p_dci else (search.exhaustive_below, by_centroid, exact)
         directory, tree = self._find(), self._trees[0].arrays
         threads = self._workspaces[: max(1, self._scored * group * head_dim // WORTH_A_TEAM)]
         fitting = [workspace.fit(tree, group) for workspace in threads]
         works, like, counts = np.stack([work.line for work in fitting]), (fitting[0], tree), (used, read, refused)
-        kernels.attend(works, directory, like, flat, regions, how, p_dci, float(search.fov_share), index, counts)
+        kernels.attend(works, directory, like, flat, regions, fov, ranked, p_dci, index, counts)
         if refused.any():
             raise RefusedError(int(refused.argmax()), "a query is not finite")
         self._scored = int(read.sum())

@@ -48,7 +48,7 @@ def _fixed(region, tokens):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def attend(works, directory, like, queries, regions, how, p_dci, fov_share, index, counts):  # type: ignore[no-untyped-def]
+def attend(works, directory, like, queries, regions, fov, ranked, p_dci, index, counts):  # type: ignore[no-untyped-def]
     """What all KV heads attend: window, sinks, and the members of the best pages.
 
     Args:
@@ -56,19 +56,20 @@ def attend(works, directory, like, queries, regions, how, p_dci, fov_share, inde
         like: any workspace, any tree.
         queries: [T, G, D].
         regions: [B, 5], of each row its budget, sinks, first token of the window, length and most pages recalled.
-        how: fov, exhaustive_below, by_centroid, exact scan, as of `search`.
-        p_dci: None, or as of `p_dci_pages`, which are asked instead: only one of the two is compiled.
+        fov: of `search`, at least, and as a share of the points.
+        ranked: exhaustive_below and by_centroid of `search`, and whether `scan` is asked instead; None: neither is.
+        p_dci: as of `p_dci_pages`; None: these are not asked. What is None is not compiled.
         index: [T, M] int64, written: tokens, those always attended first, then page by page, best first, then -1.
         counts: [T] each, written: how many tokens; keys scored, by their sketches; and, bool, whether a query of this
             head is not finite.
     """
-    asked = works, directory, like, queries, regions, how, p_dci, fov_share
+    asked = works, directory, like, queries, regions, fov, ranked, p_dci
     in_threads(len(works), _attend, (np.zeros(1, np.int64), *asked, index, counts))
 
 
 @jit
-def _attend(number, claims, works, directory, like, queries, regions, how, p_dci, fov_share, index, counts):  # type: ignore[no-untyped-def]
-    (fov, exhaustive_below, by_centroid, exact), (used, read, refused) = how, counts
+def _attend(number, claims, works, directory, like, queries, regions, fov, ranked, p_dci, index, counts):  # type: ignore[no-untyped-def]
+    (least, share), (used, read, refused) = fov, counts
     heads, work = len(directory) // len(regions), at(works, number, like[0])
     for _ in range(len(directory)):
         head = claim(claims)
@@ -85,11 +86,12 @@ def _attend(number, claims, works, directory, like, queries, regions, how, p_dci
         refused[head] = not _finite(own)
         if refused[head]:
             continue
-        wide = max(fov, pages, int(np.ceil(fov_share * tree.state[POINTS])))
+        wide = max(least, pages, int(np.ceil(share * tree.state[POINTS])))
         found, scores = np.empty((len(own), pages), np.int32), np.empty((len(own), pages), np.float32)
         if p_dci is not None:
             read[head] = p_dci_pages(tree, own, wide, p_dci, found, scores, work)
-        else:
+        if ranked is not None:
+            exhaustive_below, by_centroid, exact = ranked
             runs = scan(tree, work) if exact else search(tree, own, wide, exhaustive_below, by_centroid, work)[1]
             read[head] = work.starts[runs]
             best_pages(tree, runs, own, found, scores, work)
