@@ -58,6 +58,11 @@ class _Lined:
     def __getstate__(self) -> None:
         """A copy is elsewhere."""
 
+    @classmethod
+    def numba_type(cls, kinds: Iterable[types.Array]) -> Lined:
+        """What kernels take it for, of arrays of these types."""
+        return Lined(cls, kinds)
+
 
 class _Tree(NamedTuple):
     keys: Array
@@ -152,7 +157,7 @@ class _LinedModel(models.PrimitiveModel):  # type: ignore[misc]
 
 @typeof_impl.register(_Lined)
 def _type_of(value: Any, context: Any) -> Lined:
-    return Lined(type(value), [typeof_impl(array, context) for array in value])
+    return value.numba_type(typeof_impl(array, context) for array in value)
 
 
 @unbox(Lined)
