@@ -296,6 +296,7 @@ def single_prefill_with_kv_cache(
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and k.shape == v.shape
     width, heads, head_dim = q.shape
     length = k.shape[0]
+    assert width, "Hopper's kernel refuses a chunk without queries: invalid argument"
     assert width <= length, "kv_len must be greater than or equal to qo_len"
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(width, heads, dtype=torch.float32, device=q.device)

@@ -122,7 +122,7 @@ class FlashInfer:
         end = column + query.shape[2]
         for row, offset in enumerate(offsets):
             skip = max(0, offset - column)  # columns of padding
-            if skip == query.shape[2]:
+            if skip >= query.shape[2]:
                 continue
             # Query i of q attends key j of n where j + q <= n + i (prefill.cuh, logits_mask): aligned at the end.
             # q, k and v are read by their strides (single_prefill.cu), so none is copied. With "HND" Hopper's kernel
