@@ -114,8 +114,9 @@ def _attend_resident(  # type: ignore[no-untyped-def]
             score(asked, keys, groups, (key_beside, value_size), count, ahead, block, key_kind)
             scale_logits(block, count, scaling)
             if logits.shape[2]:
-                at = column[head] + start
-                logits[head, :, at : at + count] = block[:, :count]
+                for r in range(len(block)):
+                    for i in range(count):
+                        logits[head, r, column[head] + start + i] = block[r, i]
             weigh(block, count, own_most, own_total, own_sums)
             ahead = keys[:0], key + (slot + BLOCK) * key_size
             add_values(block, values, (value_beside, key_size), count, ahead, own_sums, value_kind)
@@ -210,6 +211,19 @@ def _attend_lists(  # type: ignore[no-untyped-def]
 
 
 @inner
+def _place(ids, token):  # type: ignore[no-untyped-def]
+    """np.searchsorted(ids, token), which takes longer to compile."""
+    first, end = 0, len(ids)
+    while first < end:
+        middle = (first + end) // 2
+        if ids[middle] < token:
+            first = middle + 1
+        else:
+            end = middle
+    return first
+
+
+@inner
 def _find(tokens, head, device, host, stored, keys, values, groups, rank):  # type: ignore[no-untyped-def]
     """Where tokens lie: addresses of their keys, values and groups' parameters, and the place of each in the list.
 
@@ -228,7 +242,7 @@ def _find(tokens, head, device, host, stored, keys, values, groups, rank):  # ty
         slot = -1
         if ids.shape[1]:
             if guess >= len(here) or here[guess] != token:  # lists often name neighbours, one after the other
-                guess = np.searchsorted(here, token)
+                guess = _place(here, token)
             if guess < len(here) and here[guess] == token:
                 slot = guess
                 guess += 1

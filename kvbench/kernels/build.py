@@ -69,8 +69,8 @@ def described(kind: types.Type) -> Any:
     if isinstance(kind, types.Array) and kind.layout == "C" and kind.mutable:
         of = np.dtype(kind.dtype.name) if not isinstance(kind.dtype, types.Record) else kind.dtype.dtype
         return [of.descr if of.names else of.name, kind.ndim]
-    if isinstance(kind, types.BaseNamedTuple):
-        return {f"{kind.instance_class.__module__}:{kind.instance_class.__qualname__}": [*map(described, kind)]}
+    if (of := getattr(kind, "instance_class", None)) is not None:
+        return {f"{of.__module__}:{of.__qualname__}": [*map(described, kind.types)]}
     if isinstance(kind, types.BaseTuple):
         return {"": [*map(described, kind)]}
     if isinstance(kind, (types.Integer, types.Float, types.Boolean)) and not isinstance(kind, types.Literal):
@@ -88,7 +88,8 @@ def _typed(description: Any) -> types.Type:
         [(name, parts)] = description.items()
         module, _, own = name.partition(":")
         of = getattr(importlib.import_module(module), own) if name else None
-        return types.BaseTuple.from_types([_typed(part) for part in parts], of)
+        kinds = [_typed(part) for part in parts]
+        return of.numba_type(kinds) if hasattr(of, "numba_type") else types.BaseTuple.from_types(kinds, of)
     of, dimensions = description
     kind = np.dtype([tuple(field) for field in of], align=True) if isinstance(of, list) else np.dtype(of)
     return types.Array(from_dtype(kind), dimensions, "C")

@@ -25,7 +25,7 @@ from typing import Any
 
 import llvmlite
 import numba
-from numba import njit
+from numba import njit, types
 from numba.core import config
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.compiler_lock import global_compiler_lock
@@ -43,7 +43,7 @@ def kernel(**options: Any) -> Callable[[Any], Any]:
     """A decorator of functions that Python calls: `numba.njit` with these options, without the GIL, kept on disk."""
 
     def decorate(function: Any) -> Any:
-        made = njit(nogil=True, no_cfunc_wrapper=True, **options)(function)
+        made = _general(njit(nogil=True, no_cfunc_wrapper=True, **options)(function))
         compile_plainly = made.compile
 
         def compile_once(signature: Any) -> Any:
@@ -55,6 +55,30 @@ def kernel(**options: Any) -> Callable[[Any], Any]:
         return made
 
     return decorate
+
+
+def inner(**options: Any) -> Callable[[Any], Any]:
+    """A decorator of functions that only kernels call, which are compiled with them."""
+    return lambda function: _general(
+        njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(function)
+    )
+
+
+def _general(made: Any) -> Any:
+    """For a compiled function a number from other compiled code is a number, and a whole one int64.
+
+    Numba by itself compiles it once more for each constant, and each width, that it is called with.
+    """
+
+    def wider(kind: types.Type) -> types.Type:
+        kind = types.unliteral(kind)
+        return types.int64 if isinstance(kind, types.Integer) and kind.signed else kind
+
+    template = made.get_call_template
+    made.get_call_template = lambda args, named: template(
+        tuple(map(wider, args)), {name: wider(kind) for name, kind in named.items()}
+    )
+    return made
 
 
 def on_disk(made: Any) -> _OnDisk:

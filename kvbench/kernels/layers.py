@@ -141,7 +141,7 @@ def _linear(threads, x, weights, bias, outs, outputs, stored, written):  # type:
     layers = np.empty((len(weights), 4), np.int64)
     pieces = 0
     for i in range(len(weights)):
-        layers[i] = weights[i], outs[i], outputs[i], pieces
+        layers[i, 0], layers[i, 1], layers[i, 2], layers[i, 3] = weights[i], outs[i], outputs[i], pieces
         pieces += -(-outputs[i] // OUTPUTS_PIECE)
     threads = min(threads, pieces)
     in_threads(threads, _products, (np.zeros(threads, np.int64), pieces, x, layers, bias, stored, written))

@@ -1,42 +1,46 @@
-"""Bookkeeping over lists of token ids: how many are named, and what must come up from the host."""
+"""Bookkeeping over lists of token ids: how many are named, and what must come up from the host.
+
+NumPy sorts them, which takes Numba longer to compile than all the rest.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
-from kvbench.kernels.compiled import kernel
-
-compiled = kernel()
+from kvbench.kernels.vectors import kernel
 
 
-@compiled
-def count_lists(lists):  # type: ignore[no-untyped-def]
+def count_lists(lists: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Of each of lists [L, M] how many ids >= 0 it has, [L], and how many distinct ones, [L]."""
-    named, distinct = np.zeros(len(lists), np.int64), np.zeros(len(lists), np.int64)
-    for place in range(len(lists)):
-        last = -1
-        for token in np.sort(lists[place]):
-            if token >= 0:
-                named[place] += 1
-                distinct[place] += token != last
-                last = token
-    return named, distinct
+    tokens = np.sort(lists, axis=1)
+    named = tokens >= 0
+    first = named.copy()
+    first[:, 1:] &= tokens[:, 1:] != tokens[:, :-1]
+    return named.sum(axis=1), first.sum(axis=1)
 
 
-@compiled
-def plan_lists(index, held, newest, first, width, nothing):  # type: ignore[no-untyped-def]
+@kernel
+def plan_lists(index, order, held, newest, first, ids, source, slots, missing):  # type: ignore[no-untyped-def]
     """What `kvbench.memory.plan.plan_stage` plans, of lists [L, M], held [L, V] and newest [L].
 
-    Missing tokens are rows `first`, `first` + 1, ...; `nothing` stands after the last id of a list.
+    Args:
+        order: [L, M], where the ids of each list are, rising.
+        first: of the rows of missing tokens, `first`, `first` + 1, ...
+        ids, source, slots: [L, U], [L, U] and [L, M]; written where there is something.
+        missing: [2, L * M], written: list and id of each.
+
+    Returns:
+        missing tokens, ids of the longest list, whether all are there, and how many are held.
     """
     lists, count = index.shape
-    ids = np.full((lists, width), nothing)
-    source, slots = np.zeros((lists, width), np.int64), np.full((lists, count), -1)
-    missing = np.empty((2, lists * count), np.int64)
     moving, longest, complete, found = 0, 0, True, 0
     for head in range(lists):
         used, at, last = 0, 0, -1
-        for column in np.argsort(index[head]):
+        for rank in range(count):
+            column = order[head, rank]
             token = index[head, column]
             if token < 0:
                 complete = False
@@ -58,4 +62,4 @@ def plan_lists(index, held, newest, first, width, nothing):  # type: ignore[no-u
                 used += 1
             slots[head, column] = used - 1
         longest = max(longest, used)
-    return ids, source, slots, missing[:, :moving].copy(), longest, complete, found
+    return moving, longest, complete, found

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
@@ -22,7 +22,7 @@ LINE = 64  # bytes of a cache's line
 LOWEST = np.finfo(np.float32).min  # finite, so that its difference from a logit of -inf is one
 NOTHING, ONE = np.float32(0), np.float32(1)
 kernel = compiled.kernel(error_model="numpy")
-inner = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inner = compiled.inner(error_model="numpy")
 
 
 class Vector(types.Type):

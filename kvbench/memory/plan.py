@@ -6,7 +6,7 @@ In torch the same takes a dozen passes over a few thousand numbers, which cost m
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,9 +48,12 @@ def plan_stage(index: torch.Tensor, held: torch.Tensor | None, newest: list[int]
     have = np.empty((batch * heads, 0), np.int64) if held is None else held.reshape(batch * heads, -1).numpy()
     last = np.full(batch * heads, -1) if newest is None else np.repeat(np.asarray(newest, np.int64), heads)
     first = have.size + (0 if newest is None else last.size)
-    *lists, missing, longest, complete, found = plan_lists(lists, have, last, first, whole_pages(count), NO_TOKEN)
-    head, token = torch.from_numpy(missing)
-    ids, source, slots = (torch.from_numpy(part).view(batch, heads, part.shape[1]) for part in lists)
+    shape = len(lists), whole_pages(count)
+    parts: tuple[Any, ...] = np.full(shape, NO_TOKEN), np.zeros(shape, np.int64), np.full(lists.shape, -1)
+    missing, order = np.empty((2, lists.size), np.int64), np.argsort(lists, axis=1)
+    moving, longest, complete, found = plan_lists(lists, order, have, last, first, *parts, missing)
+    head, token = torch.from_numpy(missing[:, :moving])
+    ids, source, slots = (torch.from_numpy(part).view(batch, heads, part.shape[1]) for part in parts)
     used = whole_pages(longest)
     return StagePlan(ids[..., :used], source[..., :used], slots, head, token, complete, found)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -20,7 +20,7 @@ from kvbench.kernels import compiled
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 kernel = compiled.kernel(error_model="numpy", fastmath=FAST)
 # What only kernels call needs no way in from Python, which takes half of the time to compile it.
-jit = njit(nogil=True, error_model="numpy", fastmath=FAST, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+jit = compiled.inner(error_model="numpy", fastmath=FAST)
 
 MOST_FLOATS = 0x7F800000  # float32 numbers above zero, infinity included
 SHORT = 8  # numbers that are sorted by insertion

@@ -16,7 +16,7 @@ from methods.icecache import kernels
 from methods.icecache.index import DCITree, ExactScan
 from methods.icecache.kernels import NONE, SIZES, Tree
 from methods.icecache.settings import Options, Search
-from methods.icecache.tree import Floats, Workspace, line
+from methods.icecache.tree import Floats, Workspace
 
 Tokens = NDArray[np.int64]
 
@@ -48,7 +48,6 @@ class Forest:
         self._pool, self._workspaces = pool, workspaces
         self._known: list[Tree | None] = [None] * len(self._trees)
         self._directory = np.zeros((len(self._trees), SIZES * len(Tree._fields)), np.int64)
-        self._stored = np.empty(0, self._trees[0].arrays.keys.dtype)
         self._scored = 0  # keys in the last search
 
     def attend(self, queries: Floats, regions: Tokens, search: Search, longest: int) -> tuple[Tokens, int]:
@@ -69,15 +68,14 @@ class Forest:
         flat = queries.reshape(batch * kv_heads, group, head_dim)
         index = np.empty((len(flat), longest), np.int64)
         used, read, refused = (np.empty(len(flat), dtype) for dtype in (np.int64, np.int64, np.bool_))
-        exact, p_dci = isinstance(self._trees[0], ExactScan), self._trees[0].p_dci(search)
-        how = (search.fov, search.exhaustive_below, search.rank_by == "centroid", exact)
-        directory, stored = self._find(), self._stored
+        fov, p_dci = (search.fov, float(search.fov_share)), self._trees[0].p_dci(search)
+        exact, by_centroid = isinstance(self._trees[0], ExactScan), search.rank_by == "centroid"
+        ranked = None if p_dci else (search.exhaustive_below, by_centroid, exact)
+        directory, tree = self._find(), self._trees[0].arrays
         threads = self._workspaces[: max(1, self._scored * group * head_dim // WORTH_A_TEAM)]
-        for workspace in threads:
-            workspace.fit(self._trees[0].arrays, group)
-        works = np.stack([workspace.line for workspace in threads])
-        counts = used, read, refused
-        kernels.attend(works, directory, stored, flat, regions, how, p_dci, float(search.fov_share), index, counts)
+        fitting = [workspace.fit(tree, group) for workspace in threads]
+        works, like, counts = np.stack([work.line for work in fitting]), (fitting[0], tree), (used, read, refused)
+        kernels.attend(works, directory, like, flat, regions, fov, ranked, p_dci, index, counts)
         if refused.any():
             raise RefusedError(int(refused.argmax()), "a query is not finite")
         self._scored = int(read.sum())
@@ -93,12 +91,12 @@ class Forest:
         wanted, taken = np.array(counts, np.int64), np.zeros(len(self._trees), np.int64)
         layout, heads = self._trees[0].layout, len(self._trees) // len(counts)
         if layout.levels == "counter":
-            directory, stored, greedy = self._find(), self._stored, layout.split == "greedy"
+            directory, tree, greedy = self._find(), self._trees[0].arrays, layout.split == "greedy"
             how = (*map(float, layout.promotion), layout.fov, layout.exhaustive_below)
 
             def add(first: int, stop: int, workspace: Workspace) -> int:
-                work = workspace.fit(self._trees[0].arrays, 1)
-                kernels.insert_leaves(directory, stored, first, stop, wanted, how, greedy, work, taken)
+                work = workspace.fit(tree, 1)
+                kernels.insert_leaves(directory, tree, first, stop, wanted, how, greedy, work, taken)
                 return NONE
 
             self._shared(add, max(counts) * sum(tree.nodes * tree.arrays.keys.shape[1] for tree in self._trees))
@@ -125,7 +123,7 @@ class Forest:
         for at, (tree, known) in enumerate(zip(self._trees, self._known, strict=True)):
             if tree.arrays is not known:
                 self._known[at] = tree.arrays
-                self._directory[at] = line(tree.arrays)
+                self._directory[at] = tree.arrays.line
                 for workspace in self._workspaces:
                     workspace.fit(tree.arrays, 1)
         return self._directory

@@ -13,7 +13,6 @@ pages to token numbers at any time. After a reallocation of the host memory the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -30,22 +29,12 @@ Keys = NDArray[np.float32] | NDArray[np.uint16]
 MAX_LEVELS = 32
 
 
-def line(arrays: Iterable[NDArray[Any]]) -> NDArray[np.int64]:
-    """Where arrays are, and their sizes: a line of a directory."""
-    return np.array([number for array in arrays for number in (array.ctypes.data, *array.shape, 1)[: kernels.SIZES]])
-
-
 class Workspace:
-    """Scratch memory for builds, inserts and queries, one call at a time; grows with the trees it meets.
-
-    Attributes:
-        line: of a directory, see `kernels.attend`: where its arrays are, as far as it has grown.
-    """
+    """Scratch memory for builds, inserts and queries, one call at a time; grows with the trees it meets."""
 
     def __init__(self) -> None:
         self._arrays = kernels.Workspace(*[np.zeros(0)] * len(kernels.Workspace._fields))
         self._sizes = (0, 0, 0)
-        self.line = line(self._arrays)
 
     def fit(self, tree: Tree, group: int) -> kernels.Workspace:
         """Arrays for `tree` and a group of queries."""
@@ -70,7 +59,6 @@ class Workspace:
                 members=np.empty(points, np.int32),
                 exact=np.empty((1, points), np.float32),
             )
-            self.line = line(self._arrays)
         return self._arrays
 
 

@@ -25,9 +25,9 @@ def _bound(centroid, query, slack, radius):  # type: ignore[no-untyped-def]
 def _clusters(units, query, slack, searched, room, chosen):  # type: ignore[no-untyped-def]
     """Put the clusters of the best units in `chosen`; how many. Units are added until they hold 2 `room` tokens."""
     centroids, radii, tokens, starts = units
-    falling, order = np.empty(len(tokens), np.float32), np.arange(len(tokens)).astype(np.int32)
+    falling, order = np.empty(len(tokens), np.float32), np.empty(len(tokens), np.int32)
     for unit in range(len(tokens)):
-        falling[unit] = np.inf
+        falling[unit], order[unit] = np.inf, unit
         if tokens[unit]:
             falling[unit] = -_bound(centroids[unit], query, slack, radii[unit])
     sort(falling, order, len(order))
@@ -94,7 +94,10 @@ def best_tokens(threads, queries, mean, units, clusters, codes, bounds, search, 
     lengths = np.zeros(len(queries), np.int64)
     given = queries, mean, units, clusters, codes, bounds, search, room, fixed, found, lengths
     in_threads(threads, _best_tokens, (np.zeros(1, np.int64), *given))
-    return lengths.max()
+    longest = 0
+    for head in range(len(lengths)):
+        longest = max(longest, lengths[head])
+    return longest
 
 
 @jit
@@ -123,7 +126,8 @@ def _best_tokens(_, claims, queries, mean, units, clusters, codes, bounds, searc
             ranked, ranked_scores = np.empty(wanted, np.int32), np.empty(wanted, np.float32)
             write_best(scores, count, ranked, ranked_scores, picked)
             out, end = found[head * asked + asks], len(fixed)
-            out[:end] = fixed
+            for i in range(end):
+                out[i] = fixed[i]
             full = end + room
             for i in ranked:
                 if i < 0 or end > full:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kvbench.kernels.vectors import inner
 from methods.blocks.kernels import widen
 from methods.blocks.lanes import features
 from methods.pariskv import codebook
@@ -19,8 +20,6 @@ from methods.pariskv import codebook
 SUBSPACE, LEVELS, DECODED = codebook.SUBSPACE, codebook.LEVELS.numpy(), codebook.DECODED.numpy()
 EIGHT = 8  # subspaces whose codes are decoded at once
 NIBBLE = np.uint32(15)
-
-inner = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def permutes(features: str) -> bool:

@@ -8,17 +8,13 @@ compiled in, and what is compiled is kept until this file changes.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from kvbench.kernels.compiled import kernel
 from kvbench.kernels.threads import claim, in_threads
+from kvbench.kernels.vectors import inner, kernel
 from methods.blocks.kernels import prefetch, sort, write_best
 from methods.blocks.lanes import ALL, LANES, at_least, look_up, lowest, lowest_ones, ones
 from methods.pariskv import codebook
 from methods.pariskv.decoding import EIGHT, terms_of, terms_plainly
-
-exact = kernel(error_model="numpy")
-inner = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 SUBSPACE, CENTROIDS = codebook.SUBSPACE, codebook.CENTROIDS
 THRESHOLDS, LEVELS = codebook.THRESHOLDS.numpy(), codebook.LEVELS.numpy()
@@ -40,7 +36,7 @@ def _transform(x):  # type: ignore[no-untyped-def]
         width *= 2
 
 
-@exact
+@kernel
 def encode(keys, signs, start, ids, codes, halves, counts):  # type: ignore[no-untyped-def]
     """Write ids [S, n] uint8 and codes [n, S + S / 2] uint32 of keys [m, head_dim], and add to counts [S, 256].
 
@@ -98,7 +94,9 @@ def _nearest(z, counts, reach, falling, number):  # type: ignore[no-untyped-def]
     for j in range(SUBSPACE):
         for i in range(1 << j):
             score[i], score[1 << j | i] = score[i] - z[j], score[i] + z[j]
-    largest, least = score.max(), np.float32(0)
+    largest, least = score[0], np.float32(0)
+    for i in range(1, CENTROIDS):
+        largest = max(largest, score[i])
     for half in range(1, -3, -1):  # to be sorted, those beyond half of the largest; if they hold too few, beyond 0, ...
         least, held = np.float32(half) * largest / np.float32(2), 0
         for i in range(CENTROIDS):
@@ -113,7 +111,7 @@ def _nearest(z, counts, reach, falling, number):  # type: ignore[no-untyped-def]
     return found
 
 
-@exact
+@inner
 def tables(queries, signs, counts, spans, votes_of, rotated):  # type: ignore[no-untyped-def]
     """Make a group's queries [G, head_dim] ready to be looked up.
 
@@ -140,7 +138,8 @@ def tables(queries, signs, counts, spans, votes_of, rotated):  # type: ignore[no
                 tier += 1
             votes_of[subspace, number[rank]] = len(spans) - tier
             nearer += counts[subspace, number[rank]]
-        rotated[:, subspace] = own
+        for j in range(SUBSPACE):
+            rotated[j, subspace] = own[j]
 
 
 @inner
@@ -150,7 +149,7 @@ def _having(votes, length, first, least):  # type: ignore[no-untyped-def]
     return word & ALL >> np.uint64(first + LANES - length) if first + LANES > length else word
 
 
-@exact
+@inner
 def vote(ids, length, votes_of, most, votes, candidates):  # type: ignore[no-untyped-def]
     """Fill candidates [C] int32 with the tokens that have most votes, ascending; of equal ones the earlier.
 
@@ -190,7 +189,7 @@ def vote(ids, length, votes_of, most, votes, candidates):  # type: ignore[no-unt
             found += 1
 
 
-@exact
+@inner
 def rerank(codes, halves, rotated, candidates, estimates, picked, tokens, scores):  # type: ignore[no-untyped-def]
     """Fill tokens, scores [k] with the candidates of the largest estimates of <query, key>, best first, then -1.
 
@@ -220,7 +219,7 @@ def rerank(codes, halves, rotated, candidates, estimates, picked, tokens, scores
             tokens[i] = candidates[tokens[i]]
 
 
-@exact
+@kernel
 def search(threads, zone, queries, signs, rows, spans, found, estimated):  # type: ignore[no-untyped-def]
     """Search the zones of all KV heads of the rows that ask, in so many threads.
 
@@ -239,7 +238,9 @@ def search(threads, zone, queries, signs, rows, spans, found, estimated):  # typ
 @inner
 def _search(_, claims, zone, queries, signs, rows, spans, found, estimated):  # type: ignore[no-untyped-def]
     ids, codes, halves, counts = zone
-    subspaces, most_wanted = ids.shape[2], rows[:, 3].max()
+    subspaces, most_wanted = ids.shape[2], 0
+    for row in range(len(rows)):
+        most_wanted = max(most_wanted, rows[row, 3])
     votes, votes_of = np.empty(ids.shape[3], np.uint8), np.empty((subspaces, CENTROIDS), np.uint8)
     candidates, picked = np.empty(most_wanted, np.int32), np.empty(most_wanted, np.int32)
     estimates = np.empty(most_wanted, np.float32)
@@ -254,7 +255,7 @@ def _search(_, claims, zone, queries, signs, rows, spans, found, estimated):  # 
         vote(ids[row, head], length, votes_of, most, votes, candidates[:wanted])
         of_zone = codes[row, head, :length], halves[row, head, :length]
         rerank(of_zone[0], of_zone[1], rotated, candidates[:wanted], estimates, picked, tokens, scores)
-        found[at, k:], estimated[at, :k], estimated[at, k:] = -1, scores, -np.inf
+        found[at, k:], estimated[at, k:] = -1, -np.inf
         for i in range(k):
-            found[at, i] = -1 if tokens[i] < 0 else begin + tokens[i]
+            found[at, i], estimated[at, i] = -1 if tokens[i] < 0 else begin + tokens[i], scores[i]
         at = claim(claims)

@@ -8,6 +8,8 @@ itself a point of level 2 or more. A node's children lie in its chain of pages. 
 sqrt(c^2 - |k|^2), the last coordinate of c T_K(k), where c is the largest norm.
 """
 
+from methods.blocks.kernels import kernel
+from methods.icecache.kernels import choosing, p_dci, ranking
 from methods.icecache.kernels.anchors import anchored_nodes
 from methods.icecache.kernels.arrays import (
     FREE,
@@ -19,12 +21,12 @@ from methods.icecache.kernels.arrays import (
     POINT,
     POINTS,
     ROOT,
+    SIZES,
     TOP,
     Tree,
     Workspace,
 )
-from methods.icecache.kernels.choosing import best_pages, best_rows, interleave
-from methods.icecache.kernels.layer import SIZES, attend, insert_leaves
+from methods.icecache.kernels.layer import attend, insert_leaves
 from methods.icecache.kernels.levels import (
     BLOCK,
     add_nodes,
@@ -34,10 +36,14 @@ from methods.icecache.kernels.levels import (
     nearest_nodes,
     take_over_root,
 )
-from methods.icecache.kernels.p_dci import p_dci_pages, p_dci_rows
 from methods.icecache.kernels.pages import add_children, load_children
 from methods.icecache.kernels.products import SKETCH_LANES, measure
-from methods.icecache.kernels.ranking import scan, search
+
+# The parts of `attend`, of one tree
+scan, search = kernel(ranking.scan.py_func), kernel(ranking.search.py_func)
+best_pages, best_rows = kernel(choosing.best_pages.py_func), kernel(choosing.best_rows.py_func)
+p_dci_pages, p_dci_rows = kernel(p_dci.p_dci_pages.py_func), kernel(p_dci.p_dci_rows.py_func)
+interleave = kernel(choosing.interleave.py_func)
 
 __all__ = [
     "BLOCK",

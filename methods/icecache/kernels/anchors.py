@@ -43,9 +43,13 @@ def anchored_nodes(tree, rows, level, anchors, fov, exhaustive_below, work, pare
         anchors: interval, reach, threshold.
     """
     (interval, reach, threshold), late = anchors, tree.level_size[level] > BATCHED
-    positions = np.minimum(np.arange(0, len(rows) + interval - 1, interval), len(rows) - 1)
-    anchor_parents = np.empty(len(positions), np.int32)
-    nearest_nodes(tree, rows[positions], level, fov, exhaustive_below, work, anchor_parents)
+    count = 1 - (1 - len(rows)) // interval
+    positions, anchor_rows = np.empty(count, np.int64), np.empty(count, np.int32)
+    for anchor in range(count):
+        positions[anchor] = min(anchor * interval, len(rows) - 1)
+        anchor_rows[anchor] = rows[positions[anchor]]
+    anchor_parents = np.empty(count, np.int32)
+    nearest_nodes(tree, anchor_rows, level, fov, exhaustive_below, work, anchor_parents)
     farthest, listed = np.zeros(tree.state[NODES], np.float32), np.full(tree.state[NODES], NONE)
     for anchor in range(len(positions)):
         parent = anchor_parents[anchor]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from methods.blocks.kernels import best, jit, kernel, write_best
+from methods.blocks.kernels import best, jit, write_best
 from methods.icecache.kernels.arrays import NONE
 from methods.icecache.kernels.products import asked_in_steps, products, products_of_one, sketched_products
 
@@ -53,7 +53,7 @@ def _score_exactly(tree, query, bounds, doubt, runs, start, stop, scores, work):
             at += 1
 
 
-@kernel
+@jit
 def best_pages(tree, runs, queries, pages, scores, work):  # type: ignore[no-untyped-def]
     """Fill pages, scores [G, P] with the pages of the best members among those listed, best first, then -1 and -inf.
 
@@ -86,7 +86,7 @@ def best_pages(tree, runs, queries, pages, scores, work):  # type: ignore[no-unt
                 pages[g, i] = work.pages[chosen[pages[g, i]]]
 
 
-@kernel
+@jit
 def best_rows(tree, runs, queries, rows, scores, work):  # type: ignore[no-untyped-def]
     """Fill rows, scores [G, k] with the best keys among those listed, best first, then -1 and -inf."""
     count = work.starts[runs]
@@ -98,7 +98,7 @@ def best_rows(tree, runs, queries, rows, scores, work):  # type: ignore[no-untyp
                 rows[g, i] = work.rows[rows[g, i]]
 
 
-@kernel
+@jit
 def interleave(lists, wanted):  # type: ignore[no-untyped-def]
     """Join the ranked lists [G, P] of a query group, -1 = none: rank 0 of each query, rank 1, ..., without repeats.
 

@@ -7,12 +7,10 @@ and sizes for each, so that a kernel can go from tree to tree without Python.
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, types
-from numba.extending import intrinsic
 
 from kvbench.kernels.threads import claim, in_threads
 from methods.blocks.kernels import jit, kernel
-from methods.icecache.kernels.arrays import NODE, NONE, PAGE, PAGES, POINT, POINTS, TOP, Tree, Workspace
+from methods.icecache.kernels.arrays import NONE, PAGES, POINTS, TOP, at
 from methods.icecache.kernels.choosing import best_pages, interleave
 from methods.icecache.kernels.levels import assign_levels, nearest_nodes
 from methods.icecache.kernels.p_dci import p_dci_pages
@@ -20,70 +18,7 @@ from methods.icecache.kernels.pages import add_children
 from methods.icecache.kernels.products import measure
 from methods.icecache.kernels.ranking import scan, search
 
-SIZES = 3  # numbers that name an array: its address, rows and columns
 CAPACITY, SINKS, WINDOW, LENGTH, SLOTS = range(5)  # of a row of `regions`
-
-
-@intrinsic
-def _pointer(_context, address):  # type: ignore[no-untyped-def]
-    """What lies at an address."""
-
-    def generate(context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), generate
-
-
-@jit
-def _list(line, field, dtype):  # type: ignore[no-untyped-def]
-    return carray(_pointer(line[SIZES * field]), (line[SIZES * field + 1],), dtype)
-
-
-@jit
-def _matrix(line, field, dtype):  # type: ignore[no-untyped-def]
-    return carray(_pointer(line[SIZES * field]), (line[SIZES * field + 1], line[SIZES * field + 2]), dtype)
-
-
-@jit
-def _tree(line, stored):  # type: ignore[no-untyped-def]
-    """The tree of a line of a directory; `stored`: any array of the keys' dtype."""
-    return Tree(
-        _matrix(line, 0, stored.dtype),
-        _list(line, 1, POINT),
-        _list(line, 2, PAGE),
-        _matrix(line, 3, np.int32),
-        _list(line, 4, NODE),
-        _matrix(line, 5, np.float32),
-        _matrix(line, 6, np.float32),
-        _matrix(line, 7, np.float32),
-        _matrix(line, 8, np.float32),
-        _list(line, 9, np.int64),
-        _list(line, 10, np.int64),
-        _list(line, 11, np.float32),
-        _list(line, 12, np.int32),
-        _matrix(line, 13, np.int8),
-        _matrix(line, 14, np.float32),
-    )
-
-
-@jit
-def _work(line):  # type: ignore[no-untyped-def]
-    """The workspace of a line of a directory."""
-    return Workspace(
-        _list(line, 0, np.int32),
-        _matrix(line, 1, np.float32),
-        _list(line, 2, np.uint8),
-        _list(line, 3, np.uint8),
-        _list(line, 4, np.int32),
-        _list(line, 5, np.float32),
-        _matrix(line, 6, np.float32),
-        _list(line, 7, np.int32),
-        _list(line, 8, np.int32),
-        _list(line, 9, np.float32),
-        _list(line, 10, np.int32),
-        _list(line, 11, np.int32),
-        _matrix(line, 12, np.float32),
-    )
 
 
 @jit
@@ -113,27 +48,29 @@ def _fixed(region, tokens):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def attend(works, directory, stored, queries, regions, how, p_dci, fov_share, index, counts):  # type: ignore[no-untyped-def]
+def attend(works, directory, like, queries, regions, fov, ranked, p_dci, index, counts):  # type: ignore[no-untyped-def]
     """What all KV heads attend: window, sinks, and the members of the best pages.
 
     Args:
-        works: a line of a directory for the workspace of each thread.
+        works, directory: a line for the workspace of each thread, and for each tree.
+        like: any workspace, any tree.
         queries: [T, G, D].
         regions: [B, 5], of each row its budget, sinks, first token of the window, length and most pages recalled.
-        how: fov, exhaustive_below, by_centroid, exact scan, as of `search`.
-        p_dci: None, or as of `p_dci_pages`, which are asked instead: only one of the two is compiled.
+        fov: of `search`, at least, and as a share of the points.
+        ranked: exhaustive_below and by_centroid of `search`, and whether `scan` is asked instead; None: neither is.
+        p_dci: as of `p_dci_pages`; None: these are not asked. What is None is not compiled.
         index: [T, M] int64, written: tokens, those always attended first, then page by page, best first, then -1.
         counts: [T] each, written: how many tokens; keys scored, by their sketches; and, bool, whether a query of this
             head is not finite.
     """
-    asked = works, directory, stored, queries, regions, how, p_dci, fov_share
+    asked = works, directory, like, queries, regions, fov, ranked, p_dci
     in_threads(len(works), _attend, (np.zeros(1, np.int64), *asked, index, counts))
 
 
 @jit
-def _attend(number, claims, works, directory, stored, queries, regions, how, p_dci, fov_share, index, counts):  # type: ignore[no-untyped-def]
-    (fov, exhaustive_below, by_centroid, exact), (used, read, refused) = how, counts
-    heads, work = len(directory) // len(regions), _work(works[number])
+def _attend(number, claims, works, directory, like, queries, regions, fov, ranked, p_dci, index, counts):  # type: ignore[no-untyped-def]
+    (least, share), (used, read, refused) = fov, counts
+    heads, work = len(directory) // len(regions), at(works, number, like[0])
     for _ in range(len(directory)):
         head = claim(claims)
         if head >= len(directory):
@@ -141,7 +78,7 @@ def _attend(number, claims, works, directory, stored, queries, regions, how, p_d
         region, own = regions[head // heads], queries[head]
         index[head] = NONE
         used[head] = count = _fixed(region, index[head])
-        tree = _tree(directory[head], stored)
+        tree = at(directory, head, like[1])
         pages = min(region[SLOTS], tree.state[PAGES])
         read[head], refused[head] = 0, False
         if region[CAPACITY] >= region[LENGTH] or pages <= 0:
@@ -149,11 +86,12 @@ def _attend(number, claims, works, directory, stored, queries, regions, how, p_d
         refused[head] = not _finite(own)
         if refused[head]:
             continue
-        wide = max(fov, pages, int(np.ceil(fov_share * tree.state[POINTS])))
+        wide = max(least, pages, int(np.ceil(share * tree.state[POINTS])))
         found, scores = np.empty((len(own), pages), np.int32), np.empty((len(own), pages), np.float32)
         if p_dci is not None:
             read[head] = p_dci_pages(tree, own, wide, p_dci, found, scores, work)
-        else:
+        if ranked is not None:
+            exhaustive_below, by_centroid, exact = ranked
             runs = scan(tree, work) if exact else search(tree, own, wide, exhaustive_below, by_centroid, work)[1]
             read[head] = work.starts[runs]
             best_pages(tree, runs, own, found, scores, work)
@@ -168,21 +106,22 @@ def _attend(number, claims, works, directory, stored, queries, regions, how, p_d
 
 
 @kernel
-def insert_leaves(directory, stored, first, stop, counts, layout, greedy, work, taken):  # type: ignore[no-untyped-def]
+def insert_leaves(directory, like, first, stop, counts, layout, greedy, work, taken):  # type: ignore[no-untyped-def]
     """Insert the next rows into the trees first .. stop - 1, up to the first that only `DCITree.insert` can take:
     one that is to be promoted, for which there is no room, or that is not finite.
 
     Args:
+        like: any tree.
         counts: [B], how many rows of key memory, of each row of the batch.
         layout: first, above, fov, exhaustive_below: shares promoted by the counter, and how parents are searched.
         taken: [T], how many were inserted.
     """
     share, above, fov, exhaustive_below = layout
     heads = len(directory) // len(counts)
-    for at in range(first, stop):
-        tree, count = _tree(directory[at], stored), counts[at // heads]
+    for head in range(first, stop):
+        tree, count = at(directory, head, like), counts[head // heads]
         start, top = tree.state[POINTS], tree.state[TOP]
-        taken[at] = 0
+        taken[head] = 0
         if top == 0 or start + count > len(tree.point) or tree.state[PAGES] + count > len(tree.page):
             continue
         levels = np.empty(count, np.int32)
@@ -192,9 +131,10 @@ def insert_leaves(directory, stored, first, stop, counts, layout, greedy, work, 
             leaves += 1
         if leaves == 0 or measure(tree, start, start + count) != NONE:
             continue
-        rows, parents = np.arange(start, start + leaves).astype(np.int32), np.zeros(leaves, np.int32)
-        for row in rows:
-            tree.token[row] = row
+        rows, parents = np.empty(leaves, np.int32), np.zeros(leaves, np.int32)
+        for i in range(leaves):
+            row = start + i
+            rows[i] = tree.token[row] = row
             tree.point[row].node = NONE
             tree.point[row].affinity = 0
         tree.state[POINTS] += leaves
@@ -202,4 +142,4 @@ def insert_leaves(directory, stored, first, stop, counts, layout, greedy, work, 
         if top > 1:
             nearest_nodes(tree, rows, 2, fov, exhaustive_below, work, parents)
         add_children(tree, rows, parents, greedy, work)
-        taken[at] = leaves
+        taken[head] = leaves

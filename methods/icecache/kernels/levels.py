@@ -81,12 +81,10 @@ def nearest_nodes(tree, rows, level, fov, exhaustive_below, work, parents):  # t
             heights[g] = height_of(tree, row)
             for k in range(tree.keys.shape[1]):
                 queries[g, k] = widen(tree.keys[row, k])
-        first, found = rank_nodes(
-            tree, queries[:size], heights[:size], level, False, fov, exhaustive_below, False, work
-        )
-        if first == found:  # the best nodes above are new and have no children yet: all nodes of the level compete
-            nodes = np.int64(tree.state[NODES])
-            first, found = rank_nodes(tree, queries[:size], heights[:size], level, False, fov, nodes, False, work)
+        first, found, below = 0, 0, exhaustive_below
+        while first == found:
+            first, found = rank_nodes(tree, queries[:size], heights[:size], level, False, fov, below, False, work)
+            below = tree.state[NODES]  # where the best nodes above are new and have no children: all of the level
         for g in range(size):
             highest = np.float32(-np.inf)
             for i in range(first, found):
@@ -117,9 +115,9 @@ def add_nodes(tree, rows, level):  # type: ignore[no-untyped-def]
 def take_over_root(tree, node, work):  # type: ignore[no-untyped-def]
     """Give a node above the old top level all old top points as children, in the pages they are in."""
     tree.node[node].first, tree.node[node].children = tree.node[ROOT].first, tree.node[ROOT].children
-    tree.node_sum[node] = tree.node_sum[ROOT]
     tree.node[ROOT].first, tree.node[ROOT].children = NONE, 0
-    tree.node_sum[ROOT] = 0
+    for k in range(tree.node_sum.shape[1]):
+        tree.node_sum[node, k], tree.node_sum[ROOT, k] = tree.node_sum[ROOT, k], 0
     page = tree.node[node].first
     while page != NONE:
         tree.page[page].node = node

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from methods.blocks.kernels import best, jit, kernel, sort, write_best
+from methods.blocks.kernels import best, jit, sort, write_best
 from methods.icecache.kernels.arrays import NONE, PAGES, ROOT, TOP
 from methods.icecache.kernels.products import height_of, products_of_one
 from methods.icecache.kernels.ranking import children_of
@@ -94,7 +94,7 @@ def _visit(tree, count, target, composites, wanted, share, work):  # type: ignor
                     if met[composite, i] == simple and not kept[i]:
                         kept[i] = 1
                         candidates += 1
-            bounds[j] = after[j]
+            bounds[j, 0], bounds[j, 1] = after[j, 0], after[j, 1]
             after[j, 0], after[j, 1], gap[j] = _next_batch(values[j], target[j], bounds[j, 0], bounds[j, 1])
     found = 0
     for i in range(count):
@@ -141,7 +141,7 @@ def _descend(tree, query, fov, wanted, p_dci, scores, work):  # type: ignore[no-
     return offered, visited
 
 
-@kernel
+@jit
 def p_dci_pages(tree, queries, fov, p_dci, pages, scores, work):  # type: ignore[no-untyped-def]
     """As `best_pages`, of the points that each query's own descent offers; how many keys were scored for all."""
     visited = 0
@@ -156,7 +156,7 @@ def p_dci_pages(tree, queries, fov, p_dci, pages, scores, work):  # type: ignore
     return visited
 
 
-@kernel
+@jit
 def p_dci_rows(tree, queries, fov, p_dci, rows, scores, work):  # type: ignore[no-untyped-def]
     """As `best_rows`, of the points that each query's own descent offers; how many keys were scored for all."""
     visited = 0

@@ -95,7 +95,8 @@ def _order_greedily(tree, rows, count, late, work):  # type: ignore[no-untyped-d
                 seed = i
         rows[start], rows[seed] = rows[seed], rows[start]
         rest = np.empty(count - start + 2, np.int32)  # without the seed, and the three entries that `products` wants
-        rest[: count - start - 1] = rows[start + 1 : count]
+        for i in range(count - start - 1):
+            rest[i] = rows[start + 1 + i]
         affinities(tree, rows[start], rest, count - start - 1, work)
         near = best(work.score[0], count - start - 1, size - 1, work.picked)
         chosen, other, at = start + 1, start + 1 + near, 0
@@ -198,7 +199,8 @@ def add_children(tree, rows, parents, greedy, work):  # type: ignore[no-untyped-
         elif tree.page[page].count < size:
             _put(tree, page, row)
         else:
-            members[:size] = tree.slots[page]
+            for slot in range(size):
+                members[slot] = tree.slots[page, slot]
             members[size] = row
             _order(tree, members, size + 1, greedy, False, work)
             tree.slots[page] = NONE

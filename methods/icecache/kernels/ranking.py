@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from methods.blocks.kernels import best, jit, kernel, prefetch
+from methods.blocks.kernels import best, jit, prefetch
 from methods.icecache.kernels.arrays import NODES, NONE, ROOT, TOP
 from methods.icecache.kernels.products import height_of, products
 
@@ -131,7 +131,7 @@ def _list(tree, node, runs, work):  # type: ignore[no-untyped-def]
     return runs
 
 
-@kernel
+@jit
 def search(tree, queries, fov, exhaustive_below, by_centroid, work):  # type: ignore[no-untyped-def]
     """Score nodes, then list the children of the best of them; every child of a marked node meets all queries.
 
@@ -152,7 +152,7 @@ def search(tree, queries, fov, exhaustive_below, by_centroid, work):  # type: ig
     return ranked, runs
 
 
-@kernel
+@jit
 def scan(tree, work):  # type: ignore[no-untyped-def]
     """List every page; how many."""
     runs = work.starts[0] = 0
