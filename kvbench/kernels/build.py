@@ -87,7 +87,7 @@ def _typed(description: Any) -> types.Type:
     if isinstance(description, dict):
         [(name, parts)] = description.items()
         module, _, own = name.partition(":")
-        of = getattr(importlib.import_module(module), own) if name else None
+        of: Any = getattr(importlib.import_module(module), own) if name else None
         kinds = [_typed(part) for part in parts]
         return of.numba_type(kinds) if hasattr(of, "numba_type") else types.BaseTuple.from_types(kinds, of)
     of, dimensions = description

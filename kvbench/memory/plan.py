@@ -44,9 +44,10 @@ def plan_stage(index: torch.Tensor, held: torch.Tensor | None, newest: list[int]
         newest: of each row, the id of the token whose key is on the device anyway; None: none is.
     """
     batch, heads, count = index.shape
-    lists = index.reshape(batch * heads, count).contiguous().numpy()
-    have = np.empty((batch * heads, 0), np.int64) if held is None else held.reshape(batch * heads, -1).numpy()
-    last = np.full(batch * heads, -1) if newest is None else np.repeat(np.asarray(newest, np.int64), heads)
+    size = batch * heads
+    lists = index.reshape(size, count).contiguous().numpy()
+    have = np.empty((size, 0), np.int64) if held is None else held.reshape(size, -1).contiguous().numpy()
+    last = np.full(size, -1) if newest is None else np.repeat(np.asarray(newest, np.int64), heads)
     first = have.size + (0 if newest is None else last.size)
     shape = len(lists), whole_pages(count)
     parts: tuple[Any, ...] = np.full(shape, NO_TOKEN), np.zeros(shape, np.int64), np.full(lists.shape, -1)

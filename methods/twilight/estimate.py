@@ -84,7 +84,7 @@ class FourBitKeys:
         lists, count = batch * query_heads, index.shape[2]
         found, kept = np.empty((lists, count), np.int64), np.zeros(lists, np.int64)
         asked = (query.float() * scaling).view(batch, query_heads, head_dim).numpy()
-        arrays = asked, self.codes.numpy(), self.steps.numpy(), index.numpy(), np.array(p, float)
+        arrays = asked, self.codes.numpy(), self.steps.numpy(), index.contiguous().numpy(), np.array(p, float)
         threads = min(torch.get_num_threads(), max(1, lists * count * head_dim // WORTH_A_THREAD))
         kernels.top_p(threads, *arrays, found, kept)
         return torch.from_numpy(found).view(batch, query_heads, count)[..., : int(kept.max())]
