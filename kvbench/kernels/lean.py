@@ -32,9 +32,9 @@ class _Lean(JITCodeLibrary):  # type: ignore[misc]
             return
         for function in self._final_module.functions:
             # Names of functions are numbered by each process: what another one compiled may have the same name here,
-            # and mean another function.
+            # and mean another function. What is private has no name in what is compiled.
             if function.linkage == llvm.Linkage.linkonce_odr:
-                function.linkage = llvm.Linkage.internal
+                function.linkage = llvm.Linkage.private
         super()._optimize_final_module()
 
     def _finalize_final_module(self) -> None:
