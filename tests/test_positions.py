@@ -20,6 +20,8 @@ from kvbench.engine.positions import PromptRotation
 PROMPT = numbers(150)
 STEPS = 40  # beyond the step at which StreamingLLM next evicts
 SINKS = 4
+# The window stays at its positions of up to 190, whose angles are known to 190 * 2^-24; by hand it goes to small ones.
+NEAR = 4 * CLOSE
 
 
 def with_rope(**parameters: Any) -> Loaded:
@@ -119,7 +121,7 @@ def test_streaming_llm_equals_keys_turned_before_every_step(tiny: Loaded, positi
     steps = STEPS if executor == "torch" else 5
     tokens, logits = streamed(tiny, [PROMPT], SMALL, steps, positions=positions, executor=executor)
     expected = streaming(tiny, PROMPT, SMALL, tokens[0][:-1], in_cache=positions == "cache")
-    torch.testing.assert_close(logits[0], expected, rtol=0, atol=CLOSE)
+    torch.testing.assert_close(logits[0], expected, rtol=0, atol=NEAR)
 
 
 def test_the_two_kinds_of_positions_differ(tiny: Loaded) -> None:
@@ -134,7 +136,7 @@ def test_streaming_llm_with_scaled_rope(rope: dict[str, Any]) -> None:
     loaded = with_rope(**rope)
     tokens, logits = streamed(loaded, [PROMPT], SMALL, 6)
     expected = streaming(loaded, PROMPT, SMALL, tokens[0][:-1], in_cache=True)
-    torch.testing.assert_close(logits[0], expected, rtol=0, atol=CLOSE)
+    torch.testing.assert_close(logits[0], expected, rtol=0, atol=NEAR)
 
 
 def test_rows_of_a_batch_keep_positions_of_their_own(tiny: Loaded) -> None:
@@ -142,7 +144,7 @@ def test_rows_of_a_batch_keep_positions_of_their_own(tiny: Loaded) -> None:
     tokens, logits = streamed(tiny, prompts, SMALL)
     for row, prompt in enumerate(prompts):
         expected = streaming(tiny, prompt, SMALL, tokens[row][:-1], in_cache=True)
-        torch.testing.assert_close(logits[row], expected, rtol=0, atol=CLOSE)
+        torch.testing.assert_close(logits[row], expected, rtol=0, atol=NEAR)
 
 
 def dynamic() -> Loaded:
@@ -233,4 +235,4 @@ def test_layers_that_attend_one_list_share_its_angles(tiny: Loaded, monkeypatch:
     RotaryOf(tiny.model, range(tiny.model.config.num_hidden_layers))
     tried, asked = len(asked), []
     streamed(tiny, [PROMPT], SMALL)
-    assert len(asked) - tried == 4 * STEPS, "of the query and of the keys, from their old places and to their new ones"
+    assert len(asked) - tried == 2 * STEPS, "of the sinks, from their old places and to their new ones"

@@ -302,11 +302,11 @@ class Engine:
         with self.spans("select"):
             selection = self.method.select(layer, query)
         with self.spans("attention"):
-            asked, attended = query, store.with_stored_keys(selection)
+            attended = store.with_stored_keys(selection)
             if self._positions is not None:
-                asked, attended = self._positions(query, selection or Selection(store.resident_ids()), store)
+                attended = self._positions(selection or Selection(store.resident_ids()), store, query.device)
             attended = with_sinks(attended, store, sinks, key)
-            out, weights = self.executor(asked, store, attended, self.shape.scaling, self.method.needs.probabilities)
+            out, weights = self.executor(query, store, attended, self.shape.scaling, self.method.needs.probabilities)
         self.audit.attended(layer, selection, store.device.used)
         if self.probe is not None:
             self.probe.step(layer, query, key, value, selection, store.resident_ids(), out, self._active, sinks)

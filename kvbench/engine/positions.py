@@ -59,11 +59,13 @@ class PromptRotation:
 
 
 class CachePositions:
-    """The m-th oldest of the selected tokens goes to position m, the query to that of the newest.
+    """The m-th oldest of the selected tokens stands m tokens after the first of them: gaps between them are closed.
 
-    What is stored at its original position is first turned back to position 0: the angle of a difference of large
-    positions, rounded once, is not the difference of their rounded angles. Both turns are made as one. A selection that
-    one layer attends after the other has its angles computed once.
+    What a query and a key are worth to each other depends on how far apart they are, so the query stays where it is,
+    and so do all tokens that no gap parts from it: of sinks and a window the window. The others are turned to the
+    places right before these. What is stored at its original position is first turned back to position 0: the angle of
+    a difference of large positions, rounded once, is not the difference of their rounded angles. Both turns are made as
+    one. A selection that one layer attends after the other has its angles computed once.
     """
 
     def __init__(self, shape: Shape, rotary: Rotary) -> None:
@@ -75,40 +77,39 @@ class CachePositions:
         """The current token changes, and with it every angle."""
         self._index = None
 
-    def __call__(self, query: torch.Tensor, selection: Selection, store: LayerStore) -> tuple[torch.Tensor, Selection]:
-        """The query [B, Hq, 1, D] and the selection with its keys, at those positions."""
-        if selection.index is not self._index or query.device != self._device:
-            self._of_query, self._of_keys = self._angles(uploaded(selection.index, query.device), store)
-            self._index, self._device = selection.index, query.device
-        index = uploaded(selection.index, query.device).expand(-1, self._shape.kv_heads, -1)
-        keys = self._rotary.turn(store.gather(index)[0], self._of_keys)
-        return self._rotary.turn(query, self._of_query), replace(selection, keys=keys)
+    def __call__(self, selection: Selection, store: LayerStore, device: torch.device) -> Selection:
+        """The selection with its keys at those positions, on the device of the layer."""
+        index = uploaded(selection.index, device)
+        if selection.index is not self._index or device != self._device:
+            self._columns, self._turn = self._angles(index, store)
+            self._index, self._device = selection.index, device
+        if not self._columns.shape[2]:
+            return selection
+        keys = store.gather(index.expand(-1, self._shape.kv_heads, -1))[0]
+        columns = self._columns[..., None].expand(-1, self._shape.kv_heads, -1, keys.shape[3])
+        turned = self._rotary.turn(keys.gather(2, columns), self._turn)
+        return replace(selection, keys=keys.scatter(2, columns, turned))
 
-    def of_turn(
-        self, query: torch.Tensor, key: torch.Tensor, past: torch.Tensor, store: LayerStore
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys [B, H, q, D] of new tokens and the stored keys [B, Hkv, n, D], ids ascending, likewise.
+    def of_turn(self, past: torch.Tensor, store: LayerStore) -> torch.Tensor:
+        """The stored keys [B, Hkv, n, D], ids ascending, right before the new tokens, which are not in the store yet."""
+        ids = uploaded(store.resident_ids(), past.device)
+        held = (ids >= 0).sum(dim=2, keepdim=True)
+        place = torch.arange(ids.shape[2], device=past.device)
+        return self._rotary.turn(past, self._from_to(ids.clamp(min=0), store.seen[:, None, None] - held + place))
 
-        The new tokens are not in the store yet: they come after what is there.
-        """
-        old = uploaded(store.resident_ids(), query.device)
-        held = (old >= 0).sum(dim=2, keepdim=True)
-        new = torch.arange(query.shape[2], device=query.device)
-        turn = self._from_to((store.seen[:, None, None] + new).expand(-1, held.shape[1], -1), held + new)
-        place = torch.arange(old.shape[2], device=query.device).expand_as(old)
-        before = self._rotary.turn(past, self._from_to(old.clamp(min=0), place))
-        cos, sin = (part.repeat_interleave(self._shape.group, dim=1) for part in turn)
-        return self._rotary.turn(query, (cos, sin)), self._rotary.turn(key, turn), before
-
-    def _angles(self, index: torch.Tensor, store: LayerStore) -> tuple[Angles, Angles]:
-        lists = index.shape[1]
-        if lists not in (1, self._shape.kv_heads):
+    def _angles(self, index: torch.Tensor, store: LayerStore) -> tuple[torch.Tensor, Angles]:
+        """Which entries [B, L, n] of a selection [B, L, M] stand elsewhere, and the turns there."""
+        if index.shape[1] not in (1, self._shape.kv_heads):
             raise ValueError('positions="cache" needs one selection per KV head: its keys are rotated once')
         present = index >= 0
         place = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)
-        newest = (present.sum(dim=2, keepdim=True) - 1).repeat_interleave(self._shape.query_heads // lists, dim=1)
-        now = store.seen[:, None, None] - 1
-        return self._from_to(now, newest if lists > 1 else newest[:, :1]), self._from_to(index.clamp(min=0), place)
+        target = torch.where(present, store.seen[:, None, None] - present.sum(dim=2, keepdim=True) + place, 0)
+        index = index.clamp(min=0)
+        apart = present & (target != index)
+        # To know how many they are the host would have to wait for a GPU, which turns them all.
+        count = apart.shape[2] if apart.is_cuda else int(apart.sum(dim=2).max())
+        columns = apart.int().argsort(dim=2, descending=True, stable=True)[..., :count]
+        return columns, self._from_to(index.gather(2, columns), target.gather(2, columns))
 
     def _from_to(self, old: torch.Tensor, new: torch.Tensor) -> Angles:
         """A turn by -old and one by new [B, L, n], as one."""
