@@ -91,7 +91,7 @@ class CachePositions:
         return replace(selection, keys=keys.scatter(2, columns, turned))
 
     def of_turn(self, past: torch.Tensor, store: LayerStore) -> torch.Tensor:
-        """The stored keys [B, Hkv, n, D], ids ascending, right before the new tokens, which are not in the store yet."""
+        """The stored keys [B, Hkv, n, D], ids ascending, right before new tokens, which are not in the store yet."""
         ids = uploaded(store.resident_ids(), past.device)
         held = (ids >= 0).sum(dim=2, keepdim=True)
         place = torch.arange(ids.shape[2], device=past.device)
