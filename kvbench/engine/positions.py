@@ -88,7 +88,7 @@ class CachePositions:
         keys = store.gather(index.expand(-1, self._shape.kv_heads, -1))[0]
         columns = self._columns[..., None].expand(-1, self._shape.kv_heads, -1, keys.shape[3])
         turned = self._rotary.turn(keys.gather(2, columns), self._turn)
-        return replace(selection, keys=keys.scatter(2, columns, turned))
+        return replace(selection, keys=keys.scatter_(2, columns, turned))
 
     def of_turn(self, past: torch.Tensor, store: LayerStore) -> torch.Tensor:
         """The stored keys [B, Hkv, n, D], ids ascending, right before new tokens, which are not in the store yet."""
