@@ -81,13 +81,14 @@ class CachePositions:
         """The selection with its keys at those positions, on the device of the layer."""
         index = uploaded(selection.index, device)
         if selection.index is not self._index or device != self._device:
-            self._columns, self._turn = self._angles(index, store)
+            self._apart = self._standing_apart(index, store)
             self._index, self._device = selection.index, device
-        if not self._columns.shape[2]:
+        if self._apart is None:
             return selection
+        entries, turn = self._apart
         keys = store.gather(index.expand(-1, self._shape.kv_heads, -1))[0]
-        columns = self._columns[..., None].expand(-1, self._shape.kv_heads, -1, keys.shape[3])
-        turned = self._rotary.turn(keys.gather(2, columns), self._turn)
+        columns = entries[..., None].expand(-1, self._shape.kv_heads, -1, keys.shape[3])
+        turned = self._rotary.turn(keys.gather(2, columns), turn)
         return replace(selection, keys=keys.scatter_(2, columns, turned))
 
     def of_turn(self, past: torch.Tensor, store: LayerStore) -> torch.Tensor:
@@ -97,8 +98,8 @@ class CachePositions:
         place = torch.arange(ids.shape[2], device=past.device)
         return self._rotary.turn(past, self._from_to(ids.clamp(min=0), store.seen[:, None, None] - held + place))
 
-    def _angles(self, index: torch.Tensor, store: LayerStore) -> tuple[torch.Tensor, Angles]:
-        """Which entries [B, L, n] of a selection [B, L, M] stand elsewhere, and the turns there."""
+    def _standing_apart(self, index: torch.Tensor, store: LayerStore) -> tuple[torch.Tensor, Angles] | None:
+        """Which entries [B, L, n] of a selection [B, L, M] a gap parts from the query, and their turns; None: none."""
         if index.shape[1] not in (1, self._shape.kv_heads):
             raise ValueError('positions="cache" needs one selection per KV head: its keys are rotated once')
         present = index >= 0
@@ -108,8 +109,10 @@ class CachePositions:
         apart = present & (target != index)
         # To know how many they are the host would have to wait for a GPU, which turns them all.
         count = apart.shape[2] if apart.is_cuda else int(apart.sum(dim=2).max())
-        columns = apart.int().argsort(dim=2, descending=True, stable=True)[..., :count]
-        return columns, self._from_to(index.gather(2, columns), target.gather(2, columns))
+        if not count:
+            return None
+        entries = apart.int().argsort(dim=2, descending=True, stable=True)[..., :count]
+        return entries, self._from_to(index.gather(2, entries), target.gather(2, entries))
 
     def _from_to(self, old: torch.Tensor, new: torch.Tensor) -> Angles:
         """A turn by -old and one by new [B, L, n], as one."""
