@@ -336,12 +336,14 @@ def _read_once() -> Iterator[None]:
     """
     import gguf as package
 
-    own = package.GGUFReader, package.get_tensor_name_map
-    package.GGUFReader, package.get_tensor_name_map = map(functools.cache, own)
+    own = {name: getattr(package, name) for name in ("GGUFReader", "get_tensor_name_map")}
     try:
+        for name, function in own.items():
+            setattr(package, name, functools.cache(function))
         yield
     finally:
-        package.GGUFReader, package.get_tensor_name_map = own
+        for name, function in own.items():
+            setattr(package, name, function)
 
 
 def _tensors_read(model: PreTrainedModel, arch: str) -> set[str]:
