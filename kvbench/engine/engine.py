@@ -311,8 +311,9 @@ class Engine:
         if self.probe is not None:
             self.probe.step(layer, query, key, value, selection, store.resident_ids(), out, self._active, sinks)
         if weights is not None:
+            weights = weights if sinks is None else weights[..., :-1]
             with self.spans("index_update"):
-                self.method.observe(layer, selection, weights if sinks is None else weights[..., :-1])
+                self.method.observe(layer, selection, self._positions.in_order(weights) if self._positions else weights)
         return self._end_layer(layer, out)
 
     def _end_layer(self, layer: int, out: Tensor) -> Tensor:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
+from kvbench.attention.sinks import joined
 from kvbench.memory.slots import NO_TOKEN
 from kvbench.memory.store import LayerStore
 from kvbench.memory.transfer import uploaded
-from kvbench.method import Selection, Shape
+from kvbench.method import Extra, Selection, Shape
 
 # cos and sin [B, L, n, D] float32, as the model arranges them
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -58,20 +59,41 @@ class PromptRotation:
         return cos[positions], sin[positions]
 
 
+class Apart(NamedTuple):
+    """The entries of a selection [B, L, M] that a gap parts from the query, E of a list at most.
+
+    Attributes:
+        ids: [B, L, E], their tokens, -1 = none.
+        others: [B, L, M], the selection without them.
+        entries: [B, Hq, E], which they are.
+        turn: of their keys.
+        log_weight: [B, Hq, E], -inf where there is none.
+    """
+
+    ids: torch.Tensor
+    others: torch.Tensor
+    entries: torch.Tensor
+    turn: Angles
+    log_weight: torch.Tensor
+
+
 class CachePositions:
     """The m-th oldest of the selected tokens stands m tokens after the first of them: gaps between them are closed.
 
     What a query and a key are worth to each other depends on how far apart they are, so the query stays where it is,
     and so do all tokens that no gap parts from it: of sinks and a window the window. The others are turned to the
-    places right before these. What is stored at its original position is first turned back to position 0: the angle of
-    a difference of large positions, rounded once, is not the difference of their rounded angles. Both turns are made as
-    one. A selection that one layer attends after the other has its angles computed once.
+    places right before these, and attended as extra entries; while they are the same, they are read once. What is
+    stored at its original position is first turned back to position 0: the angle of a difference of large positions,
+    rounded once, is not the difference of their rounded angles. Both turns are made as one. A selection that one layer
+    attends after the other has its angles computed once.
     """
 
     def __init__(self, shape: Shape, rotary: Rotary) -> None:
         self._shape, self._rotary = shape, rotary
         self._index: torch.Tensor | None = None  # the selection that the angles are of,
         self._device: torch.device | None = None  # and where they are
+        self._apart: Apart | None = None
+        self._rows: dict[LayerStore, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of the tokens apart
 
     def start_step(self) -> None:
         """The current token changes, and with it every angle."""
@@ -79,17 +101,28 @@ class CachePositions:
 
     def __call__(self, selection: Selection, store: LayerStore, device: torch.device) -> Selection:
         """The selection with its keys at those positions, on the device of the layer."""
-        index = uploaded(selection.index, device)
         if selection.index is not self._index or device != self._device:
-            self._apart = self._standing_apart(index, store)
+            before, self._apart = self._apart, self._standing_apart(selection.index, store, device)
             self._index, self._device = selection.index, device
-        if self._apart is None:
+            if before is None or self._apart is None or not torch.equal(before.ids, self._apart.ids):
+                self._rows.clear()
+        if (apart := self._apart) is None:
             return selection
-        entries, turn = self._apart
-        keys = store.gather(index.expand(-1, self._shape.kv_heads, -1))[0]
-        columns = entries[..., None].expand(-1, self._shape.kv_heads, -1, keys.shape[3])
-        turned = self._rotary.turn(keys.gather(2, columns), turn)
-        return replace(selection, keys=keys.scatter_(2, columns, turned))
+        if store not in self._rows:
+            self._rows[store] = store.gather(apart.ids.expand(-1, self._shape.kv_heads, -1))
+        key, value = self._rows[store]
+        weight = apart.log_weight
+        if selection.log_weight is not None:
+            weight = weight + selection.log_weight.gather(2, apart.entries)
+        extra = joined(selection.extra, Extra(self._rotary.turn(key, apart.turn), value, weight))
+        return replace(selection, index=apart.others, keys=None, extra=extra)
+
+    def in_order(self, weights: torch.Tensor) -> torch.Tensor:
+        """Attention probabilities of the last selection's entries at their places in it, its own extra ones last."""
+        if self._apart is None:
+            return weights
+        count = self._apart.entries.shape[2]
+        return weights[..., :-count].scatter_add(2, self._apart.entries, weights[..., -count:])
 
     def of_turn(self, past: torch.Tensor, store: LayerStore) -> torch.Tensor:
         """The stored keys [B, Hkv, n, D], ids ascending, right before new tokens, which are not in the store yet."""
@@ -98,21 +131,29 @@ class CachePositions:
         place = torch.arange(ids.shape[2], device=past.device)
         return self._rotary.turn(past, self._from_to(ids.clamp(min=0), store.seen[:, None, None] - held + place))
 
-    def _standing_apart(self, index: torch.Tensor, store: LayerStore) -> tuple[torch.Tensor, Angles] | None:
-        """Which entries [B, L, n] of a selection [B, L, M] a gap parts from the query, and their turns; None: none."""
+    def _standing_apart(self, index: torch.Tensor, store: LayerStore, device: torch.device) -> Apart | None:
+        """What a gap parts from the query, of a selection [B, L, M]; None: nothing. Waits for a selection on a GPU."""
         if index.shape[1] not in (1, self._shape.kv_heads):
             raise ValueError('positions="cache" needs one selection per KV head: its keys are rotated once')
-        present = index >= 0
+        index, present = index.cpu(), index.cpu() >= 0
         place = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)
-        target = torch.where(present, store.seen[:, None, None] - present.sum(dim=2, keepdim=True) + place, 0)
-        index = index.clamp(min=0)
+        target = torch.tensor(store.lengths)[:, None, None] - present.sum(dim=2, keepdim=True) + place
         apart = present & (target != index)
-        # To know how many they are the host would have to wait for a GPU, which turns them all.
-        count = apart.shape[2] if apart.is_cuda else int(apart.sum(dim=2).max())
+        count = int(apart.sum(dim=2).max())
         if not count:
             return None
         entries = apart.int().argsort(dim=2, descending=True, stable=True)[..., :count]
-        return entries, self._from_to(index.gather(2, entries), target.gather(2, entries))
+        here = apart.gather(2, entries)
+        ids, target = (torch.where(here, part.gather(2, entries), -1) for part in (index, target))
+        of_queries = self._shape.query_heads // index.shape[1]
+        weight, entries = (
+            part.repeat_interleave(of_queries, dim=1) for part in (torch.where(here, 0.0, -torch.inf), entries)
+        )
+        others = torch.where(apart, -1, index)
+        ids, target, others, weight, entries = (
+            uploaded(part, device) for part in (ids, target, others, weight, entries)
+        )
+        return Apart(ids, others, entries, self._from_to(ids.clamp(min=0), target.clamp(min=0)), weight)
 
     def _from_to(self, old: torch.Tensor, new: torch.Tensor) -> Angles:
         """A turn by -old and one by new [B, L, n], as one."""
