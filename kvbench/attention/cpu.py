@@ -208,7 +208,8 @@ def _attend_parts(
     plain = Native(head_dim, parts[0].codecs[0].dtype)
     # both must live until the work is done
     own = None if selection.keys is None else selection.keys.to(plain.dtype).contiguous()
-    more = () if extra is None else (extra.key.to(plain.dtype).contiguous(), extra.value.to(plain.dtype).contiguous())
+    both = () if extra is None else (extra.key, extra.value)
+    more = [part.to(plain.dtype).contiguous() for part in both]
     entries = (*(part.data_ptr() for part in more), extras, count) if extras else (0, 0, 0, 0)
     bias = bias_of(selection, batch, query_heads).view(batch * lists, query_heads // lists, -1).numpy()
 
