@@ -230,7 +230,7 @@ def _attend_parts(
         calls = [*(call(index, part, own, nothing) for part in parts[:-1]), call(index, last, own, entries)]
     else:
         pieces = [each] * len(parts) + [1] * (extras > 0)
-        alone = [extra_part(*more, index, bias, heads)] if extras else []
+        alone = [extra_part(index, bias, heads, *more)] if extras else []
         calls = [*(call(index, part, own, nothing) for part in parts), *alone]
     work = Work(query, scaling, batch * lists, pieces, count + extras if probabilities else 0)
     there = work.run(calls, batch * lists * count * max(_entry_bytes(part.codecs) for part in parts))
@@ -238,7 +238,7 @@ def _attend_parts(
 
 
 def extra_part(
-    key: torch.Tensor, value: torch.Tensor, index: torch.Tensor, bias: NDArray[np.float32], heads: int
+    index: torch.Tensor, bias: NDArray[np.float32], heads: int, key: torch.Tensor, value: torch.Tensor
 ) -> Part:
     """Extra entries [B, Hkv, E, D] beside lists [B, Hs, M], as a part of its own, of one piece; they must live on."""
     count, rows = index.shape[2], len(index) * heads

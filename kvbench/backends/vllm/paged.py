@@ -228,7 +228,7 @@ def attend_blocks(query: torch.Tensor, blocks: tuple[Any, ...], selection: Selec
     parts, pieces = [part], [pieces_of(count, LIST_PIECE)]
     if (extra := selection.extra) is not None:
         key, value = extra.key.contiguous(), extra.value.contiguous()
-        parts, pieces = [part, extra_part(key, value, index, bias, heads)], [*pieces, 1]
+        parts, pieces = [part, extra_part(index, bias, heads, key, value)], [*pieces, 1]
     work = Work(query, scaling, batch * lists, pieces, 0)
     work.run(parts, batch * lists * count * 2 * head_dim * query.itemsize)
     return work.merged()[0]
