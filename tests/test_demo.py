@@ -60,6 +60,11 @@ def test_a_row_holds_what_the_runs_found(small):
     assert full.tpot_ms_mean > 0 and full.device_kv_bytes > 0 and quest.kl_stderr > 0
 
 
+def test_a_single_needle_has_a_score_as_well(small):
+    full, _ = rows_of([*small, "task.limit=1"])
+    assert full.prompts == 1 and full.needles[1] is None and full.kl_stderr is None
+
+
 def test_a_second_start_runs_nothing_again(small, monkeypatch):
     rows = rows_of(small)
     monkeypatch.setattr("kvbench.runs.shared.measure", lambda *a: pytest.fail("generated again"))

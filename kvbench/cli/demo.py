@@ -167,7 +167,7 @@ def model_name(configs: dict[str, list[DictConfig]]) -> str:
 
 def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> Row:
     """The line of a method, from the summaries of its two runs."""
-    found = recorded(fidelity)
+    found, macro = recorded(fidelity), needles.get("macro") or needles  # a single group has no mean of groups
     budget = None if method == "full" else BUDGET
     return Row(
         method,
@@ -175,7 +175,7 @@ def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> Row:
         kl_mean=found[KL.name],
         kl_stderr=found.get("kl_stderr"),
         agreement=(fidelity["score"], fidelity["stderr"]),
-        needles=(needles["macro"]["score"], needles["macro"]["stderr"]),
+        needles=(macro["score"], macro["stderr"]),
         attended_share=found["attended_share"] if budget else None,
         device_kv_bytes=found["device_kv_bytes"],
         moved_bytes_per_step=found["moved_bytes_per_step"],

@@ -182,8 +182,6 @@ class Engine:
         self._turn = None
         if active is not None:
             self._active = list(active)
-        if self._positions is not None:
-            self._positions.start_step()
         with self.spans("index_update"):
             self.method.step(tokens, torch.tensor(self.lengths), torch.tensor(self._active))
 

@@ -63,17 +63,17 @@ class Apart(NamedTuple):
     """The entries of a selection [B, L, M] that a gap parts from the query, E of a list at most.
 
     Attributes:
-        ids: [B, L, E], their tokens, -1 = none.
+        ids: [B, L, E] on the CPU, their tokens, -1 = none.
+        turn: of their keys.
         others: [B, L, M], the selection without them.
         entries: [B, Hq, E], which they are.
-        turn: of their keys.
         log_weight: [B, Hq, E], -inf where there is none.
     """
 
     ids: torch.Tensor
+    turn: Angles
     others: torch.Tensor
     entries: torch.Tensor
-    turn: Angles
     log_weight: torch.Tensor
 
 
@@ -91,19 +91,15 @@ class CachePositions:
     def __init__(self, shape: Shape, rotary: Rotary) -> None:
         self._shape, self._rotary = shape, rotary
         self._index: torch.Tensor | None = None  # the selection that the angles are of,
-        self._device: torch.device | None = None  # and where they are
+        self._where: tuple[torch.device, list[int]] | None = None  # where they are, and at which lengths
         self._apart: Apart | None = None
         self._rows: dict[LayerStore, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of the tokens apart
 
-    def start_step(self) -> None:
-        """The current token changes, and with it every angle."""
-        self._index = None
-
     def __call__(self, selection: Selection, store: LayerStore, device: torch.device) -> Selection:
         """The selection with its keys at those positions, on the device of the layer."""
-        if selection.index is not self._index or device != self._device:
+        if selection.index is not self._index or self._where != (device, store.lengths):
             before, self._apart = self._apart, self._standing_apart(selection.index, store, device)
-            self._index, self._device = selection.index, device
+            self._index, self._where = selection.index, (device, store.lengths)
             if before is None or self._apart is None or not torch.equal(before.ids, self._apart.ids):
                 self._rows.clear()
         if (apart := self._apart) is None:
@@ -149,11 +145,9 @@ class CachePositions:
         weight, entries = (
             part.repeat_interleave(of_queries, dim=1) for part in (torch.where(here, 0.0, -torch.inf), entries)
         )
-        others = torch.where(apart, -1, index)
-        ids, target, others, weight, entries = (
-            uploaded(part, device) for part in (ids, target, others, weight, entries)
-        )
-        return Apart(ids, others, entries, self._from_to(ids.clamp(min=0), target.clamp(min=0)), weight)
+        moved = ids.clamp(min=0), target.clamp(min=0), torch.where(apart, -1, index), entries, weight
+        old, new, *rest = (uploaded(part, device) for part in moved)
+        return Apart(ids, self._from_to(old, new), *rest)
 
     def _from_to(self, old: torch.Tensor, new: torch.Tensor) -> Angles:
         """A turn by -old and one by new [B, L, n], as one."""
