@@ -78,7 +78,7 @@ class Needs:
         on_drop: what `View.keep` does with the other tokens: forget them, or move them to the host.
         rebuilds_keys: `Selection.keys` are those of all tokens off the device, so that only their values are moved up;
             on the device the stored keys count.
-        positions: "original" RoPE positions, or "cache": re-rotated to the place inside the selection (StreamingLLM).
+        positions: "original" RoPE positions, or "cache": those inside the selection, without its gaps (StreamingLLM).
     """
 
     query_window: int = 0

@@ -67,9 +67,7 @@ class SqueezeAttention(Method):
             rows.append(shared_out(mean, self.p, len(cosines), least_changed))
             self.squeezed += len(least_changed) / len(self.shape.lengths)
         self.shares = dict(zip(self.shape.sparse_layers, map(list, zip(*rows, strict=True)), strict=True))
-        self.counts = {
-            layer: torch.tensor(own, device=self.shape.device_of(layer))[:, None] for layer, own in self.shares.items()
-        }
+        self.counts = {layer: torch.tensor(own)[:, None] for layer, own in self.shares.items()}
 
     def end_prefill(self) -> None:
         """Drop what no layer's share holds."""
@@ -92,9 +90,10 @@ class SqueezeAttention(Method):
             self.view.keep(layer, self._attended(layer), DROP_EVERY)
 
     def _attended(self, layer: int) -> torch.Tensor:
-        """Token ids [B, 1, M]."""
-        most = max(map(min, zip(self.shares[layer], self.view.lengths(layer), strict=True)))
-        return sinks_and_recent(self.view.seen(layer), self.counts[layer], self.sinks, most)
+        """Token ids [B, 1, M] on the CPU."""
+        lengths = self.view.lengths(layer)
+        most = max(map(min, zip(self.shares[layer], lengths, strict=True)))
+        return sinks_and_recent(torch.tensor(lengths), self.counts[layer], self.sinks, most)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """The layer's share, of rows with such a prompt the largest."""

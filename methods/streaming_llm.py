@@ -37,9 +37,9 @@ class StreamingLLM(Method):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Note the budget of each row."""
         super().begin(shape, budget, view, context)
-        self.counts = shape.for_layers(torch.tensor(self.capacities)[:, None])
+        self.counts = torch.tensor(self.capacities)[:, None]
         self.steps = 0
-        self.windows: dict[torch.device, Selection] = {}  # of this step, the same in every layer
+        self.window: Selection | None = None  # of this step, the same in every layer
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Drop all of the prompt but sinks and window."""
@@ -47,13 +47,12 @@ class StreamingLLM(Method):
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """The window moves on."""
-        self.windows = {}
+        self.window = None
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """The window, newest first, and the sinks."""
-        if query.device not in self.windows:
-            self.windows[query.device] = Selection(self._attended(layer))
-        return self.windows[query.device]
+        self.window = self.window or Selection(self._attended(layer))
+        return self.window
 
     def end_step(self) -> None:
         """Now and then drop what has left the window; between two drops it is not attended."""
@@ -67,6 +66,7 @@ class StreamingLLM(Method):
             self.view.keep(layer, self._attended(layer), DROP_EVERY)
 
     def _attended(self, layer: int) -> torch.Tensor:
-        """Token ids [B, 1, M]: the newest first, the sinks last."""
-        most = max(map(min, zip(self.capacities, self.view.lengths(layer), strict=True)))
-        return sinks_and_recent(self.view.seen(layer), self.counts[layer], self.sinks, most)
+        """Token ids [B, 1, M] on the CPU: the newest first, the sinks last."""
+        lengths = self.view.lengths(layer)
+        most = max(map(min, zip(self.capacities, lengths, strict=True)))
+        return sinks_and_recent(torch.tensor(lengths), self.counts, self.sinks, most)

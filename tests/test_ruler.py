@@ -290,3 +290,16 @@ def test_the_configuration_builds_the_task():
     task = build(config.shipped("task", "niah"))
     assert (task.name, task.metric, task.sources, task.stored) == ("niah", "string_match_all", [], False)
     assert len(list(islice(task.samples(byte_tokenizer(), 0), 3))) == 3
+
+
+@each_subset
+def test_shorter_answers_have_the_same_prompts(subset):
+    official, short, long = (made(subset, max_new_tokens=most) for most in (None, 5, 1000))
+    assert {sample.max_new_tokens for sample in short} == {5}
+    assert [sample.prompt for sample in short] == [sample.prompt for sample in official]
+    assert long == official, "RULER's own is the most"
+
+
+def test_answers_of_no_tokens_are_refused():
+    with pytest.raises(ValueError, match="max_new_tokens=0"):
+        made("niah_single_1", max_new_tokens=0)

@@ -23,7 +23,7 @@ from kvbench.backends.vllm.requests import Requests, Scheduled
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
 from kvbench.memory.store import LayerStore
-from kvbench.method import Selection, Shape
+from kvbench.method import Extra, Selection, Shape
 
 SIZE = 32  # tokens of a block
 
@@ -82,7 +82,12 @@ def test_rows_in_blocks_are_attended_as_the_oracle_attends_them(heads: int, isa:
     index[:, :, 3::5] = -1
     query, weight = torch.randn(1, 6, 1, 32, generator=rng).to(dtype), torch.randn(1, 6, 20, generator=rng)
     replaced = torch.randn(1, 2, 20, 32, generator=rng).to(dtype)
-    selections = [Selection(index), Selection(index, log_weight=weight)]
+    more = Extra(replaced[:, :, :3], replaced[:, :, 3:6], weight[..., :3])
+    selections = [
+        Selection(index),
+        Selection(index, log_weight=weight),
+        Selection(index, log_weight=weight, extra=more),
+    ]
     for selection in selections if heads == 6 else [*selections, Selection(index, keys=replaced)]:
         found = attend_blocks(query, memory.blocks(BLOCKS[None]), selection, 0.3)
         expected, _ = reference.attend(query, store, selection, 0.3)

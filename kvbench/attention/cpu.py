@@ -208,7 +208,8 @@ def _attend_parts(
     plain = Native(head_dim, parts[0].codecs[0].dtype)
     # both must live until the work is done
     own = None if selection.keys is None else selection.keys.to(plain.dtype).contiguous()
-    more = () if extra is None else (extra.key.to(plain.dtype).contiguous(), extra.value.to(plain.dtype).contiguous())
+    both = () if extra is None else (extra.key, extra.value)
+    more = [part.to(plain.dtype).contiguous() for part in both]
     entries = (*(part.data_ptr() for part in more), extras, count) if extras else (0, 0, 0, 0)
     bias = bias_of(selection, batch, query_heads).view(batch * lists, query_heads // lists, -1).numpy()
 
@@ -229,11 +230,27 @@ def _attend_parts(
         calls = [*(call(index, part, own, nothing) for part in parts[:-1]), call(index, last, own, entries)]
     else:
         pieces = [each] * len(parts) + [1] * (extras > 0)
-        alone = [call(index[..., :0], last._replace(codecs=(plain, plain)), None, entries)] if extras else []
+        alone = [extra_part(index, bias, heads, *more)] if extras else []
         calls = [*(call(index, part, own, nothing) for part in parts), *alone]
     work = Work(query, scaling, batch * lists, pieces, count + extras if probabilities else 0)
     there = work.run(calls, batch * lists * count * max(_entry_bytes(part.codecs) for part in parts))
     return work.merged() if there else None
+
+
+def extra_part(
+    index: torch.Tensor, bias: NDArray[np.float32], heads: int, key: torch.Tensor, value: torch.Tensor
+) -> Part:
+    """Extra entries [B, Hkv, E, D] beside lists [B, Hs, M], as a part of its own, of one piece; they must live on."""
+    count, rows = index.shape[2], len(index) * heads
+    numbers, codecs = np.zeros(rows, np.int64), (Native(key.shape[3], key.dtype),) * 2
+    nowhere = 0, 0, 0, numbers, np.empty((rows, 0), np.int64), numbers, numbers, numbers
+    entries = *_addresses(key, value), key.shape[2], count
+    held = index[..., :0].contiguous().numpy(), bias, nowhere, NO_HOST, 0, entries, _stored(codecs)
+
+    def part(threads: int, claims: Claims, pieces: Pieces, asked: Asked, *results: NDArray[np.float32]) -> None:
+        kernels.attend_lists(threads, claims, pieces, *asked, *held, *results)
+
+    return part
 
 
 def bias_of(selection: Selection, batch: int, query_heads: int) -> torch.Tensor:

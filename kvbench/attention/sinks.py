@@ -34,10 +34,12 @@ def with_sinks(
     batch, kv_heads, _, head_dim = key.shape
     nothing = key.new_zeros(batch, kv_heads, 1, head_dim)
     sink = Extra(nothing, nothing, sinks.float().view(1, -1, 1).expand(batch, -1, 1))
-    if (extra := selection.extra) is not None:
-        sink = Extra(
-            torch.cat([extra.key, sink.key], dim=2),
-            torch.cat([extra.value, sink.value], dim=2),
-            torch.cat([extra.log_weight.float(), sink.log_weight], dim=2),
-        )
-    return replace(selection, extra=sink)
+    return replace(selection, extra=joined(selection.extra, sink))
+
+
+def joined(first: Extra | None, second: Extra) -> Extra:
+    """The extra entries of both, one after the other."""
+    if first is None:
+        return second
+    key, value = (torch.cat(both, dim=2) for both in ((first.key, second.key), (first.value, second.value)))
+    return Extra(key, value, torch.cat([first.log_weight.float(), second.log_weight.float()], dim=2))

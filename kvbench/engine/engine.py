@@ -182,8 +182,6 @@ class Engine:
         self._turn = None
         if active is not None:
             self._active = list(active)
-        if self._positions is not None:
-            self._positions.start_step()
         with self.spans("index_update"):
             self.method.step(tokens, torch.tensor(self.lengths), torch.tensor(self._active))
 
@@ -302,17 +300,18 @@ class Engine:
         with self.spans("select"):
             selection = self.method.select(layer, query)
         with self.spans("attention"):
-            asked, attended = query, store.with_stored_keys(selection)
+            attended = store.with_stored_keys(selection)
             if self._positions is not None:
-                asked, attended = self._positions(query, selection or Selection(store.resident_ids()), store)
+                attended = self._positions(selection or Selection(store.resident_ids()), store, query.device)
             attended = with_sinks(attended, store, sinks, key)
-            out, weights = self.executor(asked, store, attended, self.shape.scaling, self.method.needs.probabilities)
+            out, weights = self.executor(query, store, attended, self.shape.scaling, self.method.needs.probabilities)
         self.audit.attended(layer, selection, store.device.used)
         if self.probe is not None:
             self.probe.step(layer, query, key, value, selection, store.resident_ids(), out, self._active, sinks)
         if weights is not None:
+            weights = weights if sinks is None else weights[..., :-1]
             with self.spans("index_update"):
-                self.method.observe(layer, selection, weights if sinks is None else weights[..., :-1])
+                self.method.observe(layer, selection, self._positions.in_order(weights) if self._positions else weights)
         return self._end_layer(layer, out)
 
     def _end_layer(self, layer: int, out: Tensor) -> Tensor:

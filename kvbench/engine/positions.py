@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
+from kvbench.attention.sinks import joined
 from kvbench.memory.slots import NO_TOKEN
 from kvbench.memory.store import LayerStore
 from kvbench.memory.transfer import uploaded
-from kvbench.method import Selection, Shape
+from kvbench.method import Extra, Selection, Shape
 
 # cos and sin [B, L, n, D] float32, as the model arranges them
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -58,57 +59,95 @@ class PromptRotation:
         return cos[positions], sin[positions]
 
 
-class CachePositions:
-    """The m-th oldest of the selected tokens goes to position m, the query to that of the newest.
+class Apart(NamedTuple):
+    """The entries of a selection [B, L, M] that a gap parts from the query, E of a list at most.
 
-    What is stored at its original position is first turned back to position 0: the angle of a difference of large
-    positions, rounded once, is not the difference of their rounded angles. Both turns are made as one. A selection that
-    one layer attends after the other has its angles computed once.
+    Attributes:
+        ids: [B, L, E] on the CPU, their tokens, -1 = none.
+        turn: of their keys.
+        others: [B, L, M], the selection without them.
+        entries: [B, Hq, E], which they are.
+        log_weight: [B, Hq, E], -inf where there is none.
+    """
+
+    ids: torch.Tensor
+    turn: Angles
+    others: torch.Tensor
+    entries: torch.Tensor
+    log_weight: torch.Tensor
+
+
+class CachePositions:
+    """The m-th oldest of the selected tokens stands m tokens after the first of them: gaps between them are closed.
+
+    What a query and a key are worth to each other depends on how far apart they are, so the query stays where it is,
+    and so do all tokens that no gap parts from it: of sinks and a window the window. The others are turned to the
+    places right before these, and attended as extra entries; while they are the same, they are read once. What is
+    stored at its original position is first turned back to position 0: the angle of a difference of large positions,
+    rounded once, is not the difference of their rounded angles. Both turns are made as one. A selection that one layer
+    attends after the other has its angles computed once.
     """
 
     def __init__(self, shape: Shape, rotary: Rotary) -> None:
         self._shape, self._rotary = shape, rotary
         self._index: torch.Tensor | None = None  # the selection that the angles are of,
-        self._device: torch.device | None = None  # and where they are
+        self._where: tuple[torch.device, list[int]] | None = None  # where they are, and at which lengths
+        self._apart: Apart | None = None
+        self._rows: dict[LayerStore, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of the tokens apart
 
-    def start_step(self) -> None:
-        """The current token changes, and with it every angle."""
-        self._index = None
+    def __call__(self, selection: Selection, store: LayerStore, device: torch.device) -> Selection:
+        """The selection with its keys at those positions, on the device of the layer."""
+        if selection.index is not self._index or self._where != (device, store.lengths):
+            before, self._apart = self._apart, self._standing_apart(selection.index, store, device)
+            self._index, self._where = selection.index, (device, store.lengths)
+            if before is None or self._apart is None or not torch.equal(before.ids, self._apart.ids):
+                self._rows.clear()
+        if (apart := self._apart) is None:
+            return selection
+        if store not in self._rows:
+            self._rows[store] = store.gather(apart.ids.expand(-1, self._shape.kv_heads, -1))
+        key, value = self._rows[store]
+        weight = apart.log_weight
+        if selection.log_weight is not None:
+            weight = weight + selection.log_weight.gather(2, apart.entries)
+        extra = joined(selection.extra, Extra(self._rotary.turn(key, apart.turn), value, weight))
+        return replace(selection, index=apart.others, keys=None, extra=extra)
 
-    def __call__(self, query: torch.Tensor, selection: Selection, store: LayerStore) -> tuple[torch.Tensor, Selection]:
-        """The query [B, Hq, 1, D] and the selection with its keys, at those positions."""
-        if selection.index is not self._index or query.device != self._device:
-            self._of_query, self._of_keys = self._angles(uploaded(selection.index, query.device), store)
-            self._index, self._device = selection.index, query.device
-        index = uploaded(selection.index, query.device).expand(-1, self._shape.kv_heads, -1)
-        keys = self._rotary.turn(store.gather(index)[0], self._of_keys)
-        return self._rotary.turn(query, self._of_query), replace(selection, keys=keys)
+    def in_order(self, weights: torch.Tensor) -> torch.Tensor:
+        """Attention probabilities of the last selection's entries at their places in it, its own extra ones last."""
+        if self._apart is None:
+            return weights
+        count = self._apart.entries.shape[2]
+        return weights[..., :-count].scatter_add(2, self._apart.entries, weights[..., -count:])
 
-    def of_turn(
-        self, query: torch.Tensor, key: torch.Tensor, past: torch.Tensor, store: LayerStore
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys [B, H, q, D] of new tokens and the stored keys [B, Hkv, n, D], ids ascending, likewise.
+    def of_turn(self, past: torch.Tensor, store: LayerStore) -> torch.Tensor:
+        """The stored keys [B, Hkv, n, D], ids ascending, right before new tokens, which are not in the store yet."""
+        ids = uploaded(store.resident_ids(), past.device)
+        held = (ids >= 0).sum(dim=2, keepdim=True)
+        place = torch.arange(ids.shape[2], device=past.device)
+        return self._rotary.turn(past, self._from_to(ids.clamp(min=0), store.seen[:, None, None] - held + place))
 
-        The new tokens are not in the store yet: they come after what is there.
-        """
-        old = uploaded(store.resident_ids(), query.device)
-        held = (old >= 0).sum(dim=2, keepdim=True)
-        new = torch.arange(query.shape[2], device=query.device)
-        turn = self._from_to((store.seen[:, None, None] + new).expand(-1, held.shape[1], -1), held + new)
-        place = torch.arange(old.shape[2], device=query.device).expand_as(old)
-        before = self._rotary.turn(past, self._from_to(old.clamp(min=0), place))
-        cos, sin = (part.repeat_interleave(self._shape.group, dim=1) for part in turn)
-        return self._rotary.turn(query, (cos, sin)), self._rotary.turn(key, turn), before
-
-    def _angles(self, index: torch.Tensor, store: LayerStore) -> tuple[Angles, Angles]:
-        lists = index.shape[1]
-        if lists not in (1, self._shape.kv_heads):
+    def _standing_apart(self, index: torch.Tensor, store: LayerStore, device: torch.device) -> Apart | None:
+        """What a gap parts from the query, of a selection [B, L, M]; None: nothing. Waits for a selection on a GPU."""
+        if index.shape[1] not in (1, self._shape.kv_heads):
             raise ValueError('positions="cache" needs one selection per KV head: its keys are rotated once')
-        present = index >= 0
+        index, present = index.cpu(), index.cpu() >= 0
         place = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)
-        newest = (present.sum(dim=2, keepdim=True) - 1).repeat_interleave(self._shape.query_heads // lists, dim=1)
-        now = store.seen[:, None, None] - 1
-        return self._from_to(now, newest if lists > 1 else newest[:, :1]), self._from_to(index.clamp(min=0), place)
+        target = torch.tensor(store.lengths)[:, None, None] - present.sum(dim=2, keepdim=True) + place
+        apart = present & (target != index)
+        count = int(apart.sum(dim=2).max())
+        if not count:
+            return None
+        entries = apart.int().argsort(dim=2, descending=True, stable=True)[..., :count]
+        here = apart.gather(2, entries)
+        ids, target = (torch.where(here, part.gather(2, entries), -1) for part in (index, target))
+        of_queries = self._shape.query_heads // index.shape[1]
+        weight, entries = (
+            part.repeat_interleave(of_queries, dim=1) for part in (torch.where(here, 0.0, -torch.inf), entries)
+        )
+        moved = ids.clamp(min=0), target.clamp(min=0), torch.where(apart, -1, index), entries, weight
+        old, new, *rest = (uploaded(part, device) for part in moved)
+        return Apart(ids, self._from_to(old, new), *rest)
 
     def _from_to(self, old: torch.Tensor, new: torch.Tensor) -> Angles:
         """A turn by -old and one by new [B, L, n], as one."""

@@ -55,7 +55,7 @@ class Turn:
             self._audit.moved(store.remote_bytes())
             past, past_value, mask = store.remaining()
             if self._positions is not None and sparse:
-                query, key, past = self._positions.of_turn(query, key, past, store)
+                past = self._positions.of_turn(past, store)
             out = dense.turn(query, key, value, (past, past_value, mask), self._shape.scaling, sinks)
         if layer == self._shape.full_layers[-1]:
             with self._spans("index_update"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -302,18 +303,19 @@ def read_gguf(
     header = gguf.read_header(file)
     where_from = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**where_from)
-        config = AutoConfig.from_pretrained(**where_from)
-        if rope := gguf.with_scaling(header, config):
-            config.rope_parameters = rope
-        gguf.refuse_dropped(header, config)
-        check(config)
-        try_out(tokenizer)
-        quantised = GgufConfig(gguf_file=file.name, dequantize=True)
-        model, found = AutoModelForCausalLM.from_pretrained(
-            **where_from, config=config, quantization_config=quantised, dtype=dtype, output_loading_info=True
-        )
-        read = _tensors_read(model, header.arch)
+        with _read_once():
+            tokenizer = AutoTokenizer.from_pretrained(**where_from)
+            config = AutoConfig.from_pretrained(**where_from)
+            if rope := gguf.with_scaling(header, config):
+                config.rope_parameters = rope
+            gguf.refuse_dropped(header, config)
+            check(config)
+            try_out(tokenizer)
+            quantised = GgufConfig(gguf_file=file.name, dequantize=True)
+            model, found = AutoModelForCausalLM.from_pretrained(
+                **where_from, config=config, quantization_config=quantised, dtype=dtype, output_loading_info=True
+            )
+            read = _tensors_read(model, header.arch)
     except ImportError as error:
         raise ConfigError(f"model.path={file}: needs gguf and accelerate; pip install 'kvbench[models]'") from error
     except (ConfigError, MemoryError, torch.OutOfMemoryError):
@@ -325,6 +327,23 @@ def read_gguf(
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # it is not any more, and could not be saved
     return model, tokenizer
+
+
+@contextlib.contextmanager
+def _read_once() -> Iterator[None]:
+    """While transformers reads a GGUF file, keep what it would work out again: it parses the file's header three times,
+    and lists the names that tensors may have for every module of the model, which takes most of the time.
+    """
+    import gguf as package
+
+    own = {name: getattr(package, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    try:
+        for name, function in own.items():
+            setattr(package, name, functools.cache(function))
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(package, name, function)
 
 
 def _tensors_read(model: PreTrainedModel, arch: str) -> set[str]:

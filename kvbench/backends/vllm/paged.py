@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvbench.attention.cpu import STORED, WORTH_A_THREAD, Asked, Claims, Pieces, Work, bias_of
+from kvbench.attention.cpu import STORED, WORTH_A_THREAD, Asked, Claims, Pieces, Work, bias_of, extra_part
 from kvbench.backends.vllm import kernels
 from kvbench.config import ConfigError
 from kvbench.kernels.attend import LIST_PIECE, pieces_of
@@ -215,10 +215,9 @@ def attend_blocks(query: torch.Tensor, blocks: tuple[Any, ...], selection: Selec
 
     Args:
         blocks: see `kernels.gather`, of all rows of the batch.
-        selection: without extra entries.
     """
-    (batch, query_heads, _, head_dim), index = query.shape, selection.index.contiguous()
-    lists, count = max(index.shape[1], blocks[1].shape[1]), index.shape[2]
+    (batch, query_heads, _, head_dim), index, heads = query.shape, selection.index.contiguous(), blocks[1].shape[1]
+    lists, count = max(index.shape[1], heads), index.shape[2]
     own = None if selection.keys is None else selection.keys.to(query.dtype).contiguous()
     bias = bias_of(selection, batch, query_heads).view(batch * lists, query_heads // lists, -1).numpy()
     held = index.numpy(), bias, blocks, 0 if own is None else own.data_ptr(), STORED[query.dtype]
@@ -226,6 +225,10 @@ def attend_blocks(query: torch.Tensor, blocks: tuple[Any, ...], selection: Selec
     def part(threads: int, claims: Claims, pieces: Pieces, asked: Asked, *results: NDArray[np.float32]) -> None:
         kernels.attend_blocks(threads, claims, pieces, *asked, *held, *results)
 
-    work = Work(query, scaling, batch * lists, [pieces_of(count, LIST_PIECE)], 0)
-    work.run([part], batch * lists * count * 2 * head_dim * query.itemsize)
+    parts, pieces = [part], [pieces_of(count, LIST_PIECE)]
+    if (extra := selection.extra) is not None:
+        key, value = extra.key.contiguous(), extra.value.contiguous()
+        parts, pieces = [part, extra_part(index, bias, heads, key, value)], [*pieces, 1]
+    work = Work(query, scaling, batch * lists, pieces, 0)
+    work.run(parts, batch * lists * count * 2 * head_dim * query.itemsize)
     return work.merged()[0]

@@ -77,6 +77,7 @@ class Ruler(Task):
         count: samples per subset and length.
         fit: "official": RULER's units, so that all samples of a cell but some are of one size; "tight": each sample
             as large as fits.
+        max_new_tokens: of an answer at most, where that is less than RULER's own; prompts leave room for RULER's.
         haystack, squad, hotpotqa: essays, and documents of qa_1 and qa_2: "generated" (others for each sample), or a
             file: text, SQuAD's JSON, HotpotQA's JSON in the distractor setting.
         words: of cwe: "wonderwords" (those of RULER), or a text file of others; made-up ones where a list is longer.
@@ -94,6 +95,7 @@ class Ruler(Task):
         lengths: Sequence[int],
         samples: int = 20,
         fit: Rule = "official",
+        max_new_tokens: int | None = None,
         haystack: str = GENERATED,
         squad: str = GENERATED,
         hotpotqa: str = GENERATED,
@@ -109,9 +111,12 @@ class Ruler(Task):
             raise ValueError(f"task.lengths={list(lengths)}: the hub has {', '.join(map(str, MEGABYTES))}")
         if samples < 1:
             raise ValueError(f"task.samples={samples}: at least 1")
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(f"task.max_new_tokens={max_new_tokens}: at least 1, or null")
         if fit not in get_args(Rule):
             raise ValueError(f"task.fit={fit}: one of {', '.join(get_args(Rule))}")
         self.subsets, self.lengths, self.count, self.fit = tuple(subsets), tuple(lengths), samples, fit
+        self.max_new_tokens = max_new_tokens
         self.data_dir, self.stored = None if data_dir is None else str(data_dir), data_dir is not None
         asked = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa, "words": words}
         self.files = {
@@ -195,13 +200,16 @@ class Ruler(Task):
             id=f"{name}-{length}-{index}",
             prompt=written.prompt,
             answers=written.answers,
-            max_new_tokens=fit.writer.new_tokens,
+            max_new_tokens=self._new_tokens(fit.writer.new_tokens),
             question=written.question,
             answer_prefix=written.answer_prefix,
             group=f"{name}/{length}",
             meta={"subset": name, "length": length, "size": size, "fit": self.fit, **written.meta},
             chat=True,
         )
+
+    def _new_tokens(self, official: int) -> int:
+        return official if self.max_new_tokens is None else min(self.max_new_tokens, official)
 
     def _read(self, cells: list[tuple[str, int]]) -> Iterator[Sample]:
         assert self.data_dir is not None
@@ -217,7 +225,7 @@ class Ruler(Task):
                     id=f"{name}-{length}-{row.row}",
                     prompt=row.prompt,
                     answers=row.answers,
-                    max_new_tokens=STRINGS[ruler_files.family(name)]["new_tokens"],
+                    max_new_tokens=self._new_tokens(STRINGS[ruler_files.family(name)]["new_tokens"]),
                     question=row.question,
                     answer_prefix=row.answer_prefix,
                     group=f"{name}/{length}",
