@@ -29,6 +29,7 @@ from kvbench.report.site.rows import Site, share_of
 from kvbench.report.site.samples import samples
 
 ROOT = Path(__file__).resolve().parents[1]
+own = pytest.mark.usefixtures("nothing_shipped")
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,7 @@ def test_what_attends_far_more_than_its_budget_has_no_place_in_it(tmp_path: Path
     assert "raas.html" not in told["quest"] + told["snapkv"]
 
 
+@own
 def test_where_full_attention_may_score_0_no_method_is_named_best(tmp_path: Path) -> None:
     """Of six questions it answers one, in part: a method that answers two was lucky."""
     for task, full in (("longbench", [0, 0, 0.1, 0, 0, 0]), ("passkey", [1, 1, 1, 1, 0, 1])):
@@ -131,8 +133,8 @@ def test_one_question_that_full_attention_does_not_answer_names_no_method_best(t
     assert not any(row.is_choice for row in Site(collect([tmp_path]), "").rows)
 
 
+@own
 def test_a_folder_s_name_is_text_on_every_page(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.report.claims.page.SHIPPED", tmp_path / "none")
     monkeypatch.delitem(site_package.PAGES, "Pictures")  # which name no folder, and take longest
     shutil.copytree(results, tmp_path / "runs")
     for path in [path.parent for path in (tmp_path / "runs").rglob("run.yaml")]:
@@ -142,10 +144,8 @@ def test_a_folder_s_name_is_text_on_every_page(results: Path, tmp_path: Path, mo
     assert len(pages) > 40 and not any("<img src=x" in page.read_text() for page in pages)
 
 
-def test_a_claim_s_page_says_why_runs_that_are_there_do_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvbench.report.claims.page.SHIPPED", tmp_path / "none")
+@own
+def test_a_claim_s_page_says_why_runs_that_are_there_do_not_count(tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         stored(tmp_path, "full", None, task="niah", options={"lengths": [4096]}, dtype=dtype)
     pages = {file.path: str(file.content) for file in claim_pages(Site(collect([tmp_path]), ""), {})}
@@ -153,6 +153,7 @@ def test_a_claim_s_page_says_why_runs_that_are_there_do_not_count(
     assert "several runs of method=full, which differ in dtype" in runs and "no run of method=icecache" in runs
 
 
+@own
 def test_full_attention_over_coded_keys_and_values_is_a_choice_with_its_name(tmp_path: Path) -> None:
     def lines(size: int) -> list[dict[str, Any]]:
         return [record("one", "", 1.0, audit={"device_kv_bytes": size}), record("two", "", 1.0)]
@@ -232,6 +233,7 @@ def test_the_front_door_answers_which_method_fits_a_share_of_the_memory(site: Pa
             assert "in its interval" not in words, "1 of 6 is not in that of 5 of 6"
 
 
+@own
 def test_the_front_door_says_how_many_are_as_good(tmp_path: Path) -> None:
     sizes = {"full": 2**24, "quest": 2**20, "snapkv": 2**20}
     for method, size in sizes.items():
@@ -252,6 +254,7 @@ def test_a_method_has_a_page_of_what_it_is_finds_and_should_find(site: Path) -> 
     assert "It did not run here." in (site / "methods/h2o.html").read_text()
 
 
+@own
 def test_a_site_is_written_over_an_older_one_and_over_nothing_else(
     results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,11 +318,9 @@ def test_every_number_of_the_site_is_one_of_a_run_or_of_a_paper(site: Path, resu
     assert check_numbers(site, results) > 100
 
 
-def test_a_claim_s_page_has_its_numbers_and_the_runs_behind_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@own
+def test_a_claim_s_page_has_its_numbers_and_the_runs_behind_them(tmp_path: Path) -> None:
     """Scores that are paired, found among full attention's, and measured on texts."""
-    monkeypatch.setattr("kvbench.report.claims.page.SHIPPED", tmp_path / "none")
     needles = {"task": "niah", "options": {"lengths": [4096]}}
     scores = {"one": [1.0, 0.0, 1.0], "two": [1.0, 1.0]}
     stored(tmp_path, "full", None, scores, **needles)
