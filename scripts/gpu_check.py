@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 from kvbench.report.data.frame import collect
 from kvbench.runs.folder import ResultsError
+from kvbench.runs.stored import read_run_yaml
 
 PACKAGES = ("torch", "transformers", "flashinfer-python", "triton", "numpy", "numba")
 GIB = 2**30
+PLACES = ("path", "paths")  # of a run on the machine it ran on
 
 Cell = dict[str, Any]  # what one arm measured at one length and batch
 
@@ -93,7 +95,8 @@ def cells(folder: Path) -> list[Cell]:
     found = []
     for run in runs:
         if run.is_timed:
-            layers = run.settings.get("model.config.num_hidden_layers")
+            model = read_run_yaml(Path(run.arm["paths"][0]))["config"]["model"]
+            layers = (model.get("config") or {}).get("num_hidden_layers")
             for (length, batch, _), measured in run.cells().items():
                 found.append({**measured, "length": length, "batch": batch, "layers": layers})
     return found
@@ -187,7 +190,9 @@ def main() -> None:
         "tests": tests(folder / "tests.xml"),
         "kernels": kernels(folder / "kernels.log"),
         "claims": [{**claim._asdict(), "verdict": claim.verdict} for claim in promised],
-        "cells": [{name: value for name, value in cell.items() if value == value} for cell in measured],
+        "cells": [
+            {name: value for name, value in cell.items() if value == value and name not in PLACES} for cell in measured
+        ],
     }
     table = ""
     if measured:

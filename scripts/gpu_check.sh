@@ -16,6 +16,7 @@ if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
     [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
 fi
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # kvbench itself need not be installed
 until_then=${SECONDS_MAX:-86400}
 case $until_then in
     '' | *[!0-9]*) echo "SECONDS_MAX=$until_then: expected a number of seconds, such as 540" >&2 && exit 2 ;;

@@ -290,11 +290,13 @@ def single_prefill_with_kv_cache(
     k_scale: float | None = None,
     v_scale: float | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    assert kv_layout == "HND" and causal, "not in this twin"
+    assert causal, "not in this twin"
+    assert kv_layout == "NHD", "Hopper's kernel reads sizes of HND wrong (single_prefill_sm90.cu)"
     assert q.dtype == k.dtype == v.dtype and q.dtype in DTYPES and q.shape[2] in HEAD_DIMS
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and k.shape == v.shape
     width, heads, head_dim = q.shape
-    length = k.shape[1]
+    length = k.shape[0]
+    assert width, "Hopper's kernel refuses a chunk without queries: invalid argument"
     assert width <= length, "kv_len must be greater than or equal to qo_len"
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(width, heads, dtype=torch.float32, device=q.device)
@@ -302,7 +304,8 @@ def single_prefill_with_kv_cache(
     with torch._C.DisableTorchFunction():
         for place in range(width):
             seen = length - width + place + 1
-            out[place], lse[place] = _attend(q[place].float(), k[:, :seen].float(), v[:, :seen].float(), scale)
+            key, value = (part[:seen].transpose(0, 1).float() for part in (k, v))
+            out[place], lse[place] = _attend(q[place].float(), key, value, scale)
     return (out, lse) if return_lse else out
 
 

@@ -84,6 +84,7 @@ def test_a_report_is_made_of_whatever_there_is(tmp_path: Path, monkeypatch: pyte
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     assert report["tests"]["failed"] == ["tests.gpu.a::two"] and report["kernels"] is None
     assert [(one["method"], one["length"]) for one in report["cells"]] == [("quest", 300)]
+    assert report["cells"][0]["layers"] == 4
     assert report["claims"][0]["measured"] > 0.5  # of so few steps of so small a model: no word on the claim
     text = (tmp_path / "gpu_check.md").read_text()
     assert "3 ran, 1 failed, 1 skipped" in text and "| quest" in text and "not measured" in text

@@ -75,8 +75,11 @@ class FlashInfer:
             store.resident()  # says why there is nothing to attend
         device = store.device
         plan = self._plan(query.device, device.used.numel(), self._shape.group, device.capacity // PAGE, PAGE, scaling)
-        pages = device.first.view(-1, 1) // PAGE + torch.arange(device.capacity // PAGE, device=device.first.device)
-        plan.write(pages.clamp(max=len(device.pool.key) // PAGE - 1))  # a shorter list's last pages are not attended
+        laid_out = (device.capacity, *device.room.view(-1).tolist())  # the same in most layers and steps
+        if plan.listed != laid_out:
+            pages = device.first.view(-1, 1) // PAGE + torch.arange(device.capacity // PAGE, device=device.first.device)
+            plan.write(pages.clamp(max=len(device.pool.key) // PAGE - 1))  # a shorter list's last are not attended
+            plan.listed = laid_out
         return plan.attend(query, device.pool, device.filled)
 
     def _selected(self, query: torch.Tensor, store: LayerStore, index: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -119,16 +122,19 @@ class FlashInfer:
         end = column + query.shape[2]
         for row, offset in enumerate(offsets):
             skip = max(0, offset - column)  # columns of padding
-            if skip == query.shape[2]:
+            if skip >= query.shape[2]:
                 continue
             # Query i of q attends key j of n where j + q <= n + i (prefill.cuh, logits_mask): aligned at the end.
-            # q, k and v are read by their strides (single_prefill.cu), so none is copied.
+            # q, k and v are read by their strides (single_prefill.cu), so none is copied. With "HND" Hopper's kernel
+            # takes the length for the number of KV heads (single_prefill_sm90.cu): a division by zero ends the process.
+            blocks = store.device.key, store.device.value
+            key, value = (block[row, :, : end - offset].transpose(0, 1) for block in blocks)
             attended = flashinfer.single_prefill_with_kv_cache(
                 query[row, :, skip:].transpose(0, 1),
-                store.device.key[row, :, : end - offset],
-                store.device.value[row, :, : end - offset],
+                key,
+                value,
                 causal=True,
-                kv_layout="HND",
+                kv_layout="NHD",
                 sm_scale=scaling,
             )
             out[row, :, skip:] = attended.transpose(0, 1)
@@ -156,6 +162,9 @@ class Plan:
         requests, group: requests, and query heads of each.
         pages, page: pages of a list, and tokens of a page.
         scaling: factor on the logits.
+
+    Attributes:
+        listed: what the caller says that the lists are of; None after `write`.
     """
 
     def __init__(self, shape: Shape, requests: int, group: int, pages: int, page: int, scaling: float) -> None:
@@ -164,6 +173,7 @@ class Plan:
         device = shape.device
         self._sizes = (requests, group, shape.head_dim)
         self._pages, self._page = pages, page
+        self.listed: tuple[int, ...] | None = None
         self._indices = torch.zeros(requests * pages, dtype=torch.int32, device=device)
         self._last_page_len = torch.empty(requests, dtype=torch.int32, device=device)
         # With use_cuda_graph the wrapper keeps to these buffers, and its run() needs nothing of the host.
@@ -192,6 +202,7 @@ class Plan:
 
     def write(self, pages: torch.Tensor) -> None:
         """List pages [requests, M] of a pool."""
+        self.listed = None
         self._indices.view(len(pages), self._pages)[:, : pages.shape[1]] = pages
 
     def attend(self, query: torch.Tensor, pool: Pool, lengths: torch.Tensor | int) -> torch.Tensor:

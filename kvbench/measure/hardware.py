@@ -7,7 +7,9 @@ busy time in steps of its own after the timed ones.
 from __future__ import annotations
 
 import functools
+import os
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -143,14 +145,21 @@ def can_watch(device: torch.device) -> bool:
 
 
 def busy_seconds(call: Callable[[], Any], device: torch.device) -> float | None:
-    """Seconds in which a GPU computed or copied during a call; None where the profiler has no permission."""
+    """Seconds in which a GPU computed or copied during a call; None where the profiler has no permission.
+
+    The profiler lets go of the device then. Where it stays, it makes every later launch of the process slower: on an
+    H200 9.0 us in place of 6.9, and a decode step 43 ms in place of 33.
+    """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")  # read wherever a profile ends
     torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA]) as watched:
-        call()
-        torch.cuda.synchronize(device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+        with profile(activities=[ProfilerActivity.CUDA]) as watched:
+            call()
+            torch.cuda.synchronize(device)
     ranges = [
         (event.time_range.start, event.time_range.end)
         for event in watched.events() or ()
