@@ -163,7 +163,9 @@ def refuse_unknown_choices(loader: ConfigLoader, overrides: Iterable[Override]) 
         ConfigError: names it and the nearest that do.
     """
     for override in overrides:
-        valid = override.is_sweep_override() and loader.get_group_options(override.key_or_group)
+        if not override.is_sweep_override():
+            continue
+        valid = loader.get_group_options(override.key_or_group)
         for word in options(override) if valid else []:
             choice = word.partition("=")[2]
             if choice not in valid:
