@@ -11,18 +11,21 @@ import pickle
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from driver import ACCOUNTINGS, METHODS, MODELS, Case
+from hydra._internal import config_loader_impl as hydra
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hypothesis import settings
+from omegaconf import DictConfig
 
 from kvbench.backends.hf.loading import Loaded, load
-from kvbench.config import shipped
+from kvbench.config import conf_dir, shipped
 from kvbench.measure import machine
 
 # These models are so small that waking a second thread costs more than it brings, here and in the processes that tests
@@ -36,11 +39,11 @@ settings.register_profile("kvbench", deadline=None)
 settings.load_profile("kvbench")
 
 
-# Of the tests that every method goes through, each meets every fourth preset in the quick suite and the others in the
+# Of the tests that every method goes through, each meets every seventh preset in the quick suite and the others in the
 # slow one; and one in so many meets a method with other options than its preset's, so that all of these are met, each
 # by other tests. KVBENCH_EVERY_VARIANT=1: all tests meet all of them.
 # IceCache's kernels for bfloat16, which take a core three quarters of a minute to compile, are for the slow tests.
-PRESET_EVERY = 4
+PRESET_EVERY = 7  # odd: every other preset has the other accounting
 VARIANT_EVERY = 1 if os.environ.get("KVBENCH_EVERY_VARIANT") else 4
 PRESETS = [case.id for case in METHODS if case.id == case.name]
 VARIANTS = [case.id for case in METHODS if case.id != case.name]
@@ -99,11 +102,50 @@ def read_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def composed_once() -> Iterator[None]:
+    """Have the files of each choice merged once: Hydra merges them for each config, and most differ in values alone."""
+    list_files, merge_files = hydra.create_defaults_list, hydra.ConfigLoaderImpl._compose_config_from_defaults_list
+    lists, merged = dict[Any, Any](), dict[str, bytes]()
+
+    def only_kvbenchs(repo: Any) -> bool:
+        return [source.path for source in repo.get_sources() if source.scheme() == "file"] == [str(conf_dir())]
+
+    def listed(repo: Any, overrides_list: list[Any], **more: Any) -> Any:
+        chosen = [one for one in overrides_list if repo.group_exists(one.key_or_group)]
+        if not only_kvbenchs(repo) or any(isinstance(one.value(), dict) for one in chosen):
+            return list_files(repo=repo, overrides_list=overrides_list, **more)
+        key = (*(one.input_line for one in chosen), *more.items())
+        if key not in lists:
+            lists[key] = list_files(repo=repo, overrides_list=overrides_list, **more)
+        values = [one for one in overrides_list if one not in chosen and not one.is_sweep_override()]
+        return replace(lists[key], config_overrides=values)
+
+    def merge(loader: Any, defaults: list[Any], repo: Any) -> DictConfig:
+        if not only_kvbenchs(repo):
+            return merge_files(loader, defaults=defaults, repo=repo)
+        key = repr(defaults)
+        if key not in merged:
+            merged[key] = pickle.dumps(merge_files(loader, defaults=defaults, repo=repo))
+        return pickle.loads(merged[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hydra, "create_defaults_list", listed)
+        patch.setattr(hydra.ConfigLoaderImpl, "_compose_config_from_defaults_list", merge)
+        yield
+
+
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that goes on by a millisecond whenever it is read, so that a time says how often that was."""
     readings = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: next(readings) / 1e3)
+
+
+@pytest.fixture
+def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claims are judged by a test's own runs alone: those that kvbench ships take seconds to read."""
+    monkeypatch.setattr("kvbench.report.claims.page.SHIPPED", tmp_path / "none")
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

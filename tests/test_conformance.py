@@ -415,7 +415,7 @@ def test_what_reading_the_prompt_takes_is_no_decode_step_s(tiny: Loaded, case: C
 @each_method_in_turn
 def test_audit_equals_a_recount(tiny: Loaded, case: Case, accounting: str) -> None:
     """Ragged rows that stop at different steps, one dense layer, and enough steps for a method to evict once more."""
-    steps, dense_layers = 40, (1,)
+    steps, dense_layers = 26, (1,)
     method = case.build()
     free, _ = run_loop(tiny, RAGGED, case.build(), SMALL, accounting=accounting, steps=9, dense_layers=dense_layers)
     stop = free.tokens[1][9]  # ends row 1 at the tenth token or before

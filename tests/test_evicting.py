@@ -447,10 +447,10 @@ LONG: list[
 @pytest.mark.parametrize("accounting", ["paper", "unified"])
 def test_memory_does_not_grow_with_the_answer(name: str, options: dict[str, Any], more: int, accounting: str) -> None:
     """Held and allocated alike: what is attended, what waits to be freed together, and whole pages."""
-    fixed = stream(150, steps=200)
+    fixed = stream(150, steps=120)
     audits = [
         drive(replace(fixed, steps=n), method_named(name, **options), 48, accounting=accounting).audit
-        for n in (100, 200)
+        for n in (72, 120)
     ]
     most = 48 + (more if accounting == "paper" else 0)
     token = 2 * 16 * 4

@@ -42,7 +42,7 @@ def small(name: str = "racc", **options: Any) -> Any:
     return method_named(name, **{**cycle, **options})
 
 
-def long(*lengths: int, steps: int = 130, layers: int = 1, **sizes: Any) -> Stream:
+def long(*lengths: int, steps: int = 70, layers: int = 1, **sizes: Any) -> Stream:
     return stream(*lengths, steps=steps, layers=layers, **sizes)
 
 
@@ -112,7 +112,7 @@ def test_each_cycle_keeps_the_share_of_older_tokens_with_most_votes(kind: str, b
     """kept + dropped = L2 exactly, |kept| = floor(alpha |L2|), L1 and L3 are there; with and without moved tokens."""
     fixed = long(60, 33)
     _, cycles = watched(fixed, small(vote=kind, beta=beta))
-    assert [cycle.step for cycle in cycles] == [20, 40, 60, 80, 100, 120]
+    assert [cycle.step for cycle in cycles] == [20, 40, 60]
     moved = 0
     for cycle in cycles:
         for row, prompt in enumerate(fixed.lengths):
@@ -163,7 +163,7 @@ def test_device_and_host_hold_each_token_once_after_every_step() -> None:
 
     after_steps(method, check_tiers)
     drive(fixed, method, None)
-    assert max(seen) > 50
+    assert max(seen) > 40
 
 
 @pytest.mark.parametrize("name", ["racc", "racc_paper"])
@@ -191,7 +191,7 @@ def test_beta_of_zero_is_compression_alone(name: str) -> None:
 def test_without_retrieval_a_compressed_prompt_is_the_compressor_s(
     name: str, alone: str, granularity: str, accounting: str
 ) -> None:
-    fixed = long(150, 90, layers=3, steps=70)
+    fixed = long(150, 90, layers=3, steps=24)
     ours = drive(fixed, method_named(name, beta=0.0, granularity=granularity), 48, accounting=accounting)
     theirs = drive(fixed, method_named(alone, granularity=granularity), 48, accounting=accounting)
     # lists of query heads stand in another order

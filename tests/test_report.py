@@ -121,6 +121,7 @@ def test_the_file_s_ending_says_the_format(results, capsys, few_figures, ending,
     assert told.strip() == str(out) and out.read_text().startswith(begins)
 
 
+@pytest.mark.usefixtures("nothing_shipped")
 def test_the_page_holds_the_tables_and_the_pictures_that_can_be_drawn(results, capsys):
     stored(results, "snapkv", finished=False)
     made(capsys, results, "--out", results / "report.html")

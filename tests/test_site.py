@@ -24,11 +24,13 @@ from kvbench.report.site.board import board
 from kvbench.report.site.claim_pages import claim_pages
 from kvbench.report.site.drawing import OF_EACH_KIND, legible
 from kvbench.report.site.front import front
+from kvbench.report.site.pictures import SHOWN
 from kvbench.report.site.results import results as list_of_results
 from kvbench.report.site.rows import Site, share_of
 from kvbench.report.site.samples import samples
 
 ROOT = Path(__file__).resolve().parents[1]
+own = pytest.mark.usefixtures("nothing_shipped")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made(results, tmp_path_factory.mktemp("sites") / "site")
+    """With every page, and of the pictures some of each kind: the slow test has all."""
+    with pytest.MonkeyPatch.context() as patch:
+        for long in ("lost", "drift", "written"):
+            patch.delitem(SHOWN, long)
+        return made(results, tmp_path_factory.mktemp("sites") / "site")
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -63,6 +69,7 @@ def test_what_attends_far_more_than_its_budget_has_no_place_in_it(tmp_path: Path
     assert "raas.html" not in told["quest"] + told["snapkv"]
 
 
+@own
 def test_where_full_attention_may_score_0_no_method_is_named_best(tmp_path: Path) -> None:
     """Of six questions it answers one, in part: a method that answers two was lucky."""
     for task, full in (("longbench", [0, 0, 0.1, 0, 0, 0]), ("passkey", [1, 1, 1, 1, 0, 1])):
@@ -131,8 +138,8 @@ def test_one_question_that_full_attention_does_not_answer_names_no_method_best(t
     assert not any(row.is_choice for row in Site(collect([tmp_path]), "").rows)
 
 
+@own
 def test_a_folder_s_name_is_text_on_every_page(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.report.claims.page.SHIPPED", tmp_path / "none")
     monkeypatch.delitem(site_package.PAGES, "Pictures")  # which name no folder, and take longest
     shutil.copytree(results, tmp_path / "runs")
     for path in [path.parent for path in (tmp_path / "runs").rglob("run.yaml")]:
@@ -142,10 +149,8 @@ def test_a_folder_s_name_is_text_on_every_page(results: Path, tmp_path: Path, mo
     assert len(pages) > 40 and not any("<img src=x" in page.read_text() for page in pages)
 
 
-def test_a_claim_s_page_says_why_runs_that_are_there_do_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvbench.report.claims.page.SHIPPED", tmp_path / "none")
+@own
+def test_a_claim_s_page_says_why_runs_that_are_there_do_not_count(tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         stored(tmp_path, "full", None, task="niah", options={"lengths": [4096]}, dtype=dtype)
     pages = {file.path: str(file.content) for file in claim_pages(Site(collect([tmp_path]), ""), {})}
@@ -153,6 +158,7 @@ def test_a_claim_s_page_says_why_runs_that_are_there_do_not_count(
     assert "several runs of method=full, which differ in dtype" in runs and "no run of method=icecache" in runs
 
 
+@own
 def test_full_attention_over_coded_keys_and_values_is_a_choice_with_its_name(tmp_path: Path) -> None:
     def lines(size: int) -> list[dict[str, Any]]:
         return [record("one", "", 1.0, audit={"device_kv_bytes": size}), record("two", "", 1.0)]
@@ -232,6 +238,7 @@ def test_the_front_door_answers_which_method_fits_a_share_of_the_memory(site: Pa
             assert "in its interval" not in words, "1 of 6 is not in that of 5 of 6"
 
 
+@own
 def test_the_front_door_says_how_many_are_as_good(tmp_path: Path) -> None:
     sizes = {"full": 2**24, "quest": 2**20, "snapkv": 2**20}
     for method, size in sizes.items():
@@ -252,6 +259,7 @@ def test_a_method_has_a_page_of_what_it_is_finds_and_should_find(site: Path) -> 
     assert "It did not run here." in (site / "methods/h2o.html").read_text()
 
 
+@own
 def test_a_site_is_written_over_an_older_one_and_over_nothing_else(
     results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +280,7 @@ def test_pictures_are_of_the_site_s_runs_or_say_that_they_are_of_others(site: Pa
     whose = {name: "runs that kvbench ships" in caption for name, caption in captions.items()}
     assert whose == {
         **dict.fromkeys(["attended", "frontier"], False),
-        **dict.fromkeys(["lost", "drift", "written", "breakeven", "search"], True),
+        **dict.fromkeys(["breakeven", "search"], True),
     }
     assert "IceCache" in (site / "pictures/breakeven.svg").read_text()
     assert "SnapKV" in (site / "pictures/attended.svg").read_text()
@@ -315,11 +323,9 @@ def test_every_number_of_the_site_is_one_of_a_run_or_of_a_paper(site: Path, resu
     assert check_numbers(site, results) > 100
 
 
-def test_a_claim_s_page_has_its_numbers_and_the_runs_behind_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@own
+def test_a_claim_s_page_has_its_numbers_and_the_runs_behind_them(tmp_path: Path) -> None:
     """Scores that are paired, found among full attention's, and measured on texts."""
-    monkeypatch.setattr("kvbench.report.claims.page.SHIPPED", tmp_path / "none")
     needles = {"task": "niah", "options": {"lengths": [4096]}}
     scores = {"one": [1.0, 0.0, 1.0], "two": [1.0, 1.0]}
     stored(tmp_path, "full", None, scores, **needles)
@@ -375,6 +381,7 @@ def test_the_site_of_the_runs_that_come_with_kvbench_is_true_and_small(name: str
         (tmp_path / one).mkdir()
         subprocess.run(["tar", "-xf", ROOT / f"results/{one}.tar.xz", "-C", tmp_path / one], check=True)
     made(ROOT / f"results/{name}.tar.xz", tmp_path / "site")
+    assert {"lost", "drift", "written"} < {path.stem for path in (tmp_path / "site/pictures").glob("*.svg")}
     assert (tmp_path / "site/read.svg").is_file(), "drawn of a method of each kind where all are too many"
     assert check_numbers(tmp_path / "site", tmp_path / name) > (100 if name == "claims" else 500)
     assert check_claims(tmp_path / "site", tmp_path / name, tmp_path / "claims") > 30

@@ -565,7 +565,7 @@ OffloadingOnTwin = type("OffloadingOnTwin", (OnTwin, Offloading), {})
 HostedOnTwin = type("HostedOnTwin", (OnTwin, Hosted), {})
 
 often = settings(
-    max_examples=30,
+    max_examples=15,
     stateful_step_count=20,
     phases=[phase for phase in Phase if phase is not Phase.explain],  # takes minutes, and says little
     suppress_health_check=[HealthCheck.too_slow],

@@ -70,6 +70,7 @@ def test_the_table_of_the_demo_is_in_characters_that_the_terminal_has(
     assert len(set(boxes(text))) == 1, "every line of the box is as wide as the others"
 
 
+@pytest.mark.usefixtures("nothing_shipped")
 @pytest.mark.parametrize("encoding", NARROW)
 @pytest.mark.parametrize(
     "words",

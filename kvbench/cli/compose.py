@@ -191,8 +191,8 @@ def _refuse_no_name(loader: ConfigLoader, words: Sequence[str]) -> None:
     for override in parsed(loader, words):
         if override.key_or_group == ON_TOP and not override.is_add():
             raise ConfigError(f"{override.input_line}: is put on top of the others; write +{override.input_line}")
-        valid = loader.get_group_options(override.key_or_group)
-        if valid and not override.is_sweep_override() and not isinstance(override.value(), str | list):
+        named = override.is_sweep_override() or isinstance(override.value(), str | list)
+        if not named and (valid := loader.get_group_options(override.key_or_group)):
             raise no_such_choice(override.key_or_group, show(override.value()), valid)
 
 

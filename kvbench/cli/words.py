@@ -110,8 +110,8 @@ def refuse_several_choices(loader: ConfigLoader, overrides: Iterable[Override]) 
         ConfigError: says how several are swept.
     """
     for override in overrides:
-        group = override.key_or_group
-        if override.is_delete() or group == ON_TOP or not loader.get_group_options(group):
+        group, listed = override.key_or_group, "[" in str(override.input_line)  # a loader answers slowly
+        if not listed or override.is_delete() or group == ON_TOP or not loader.get_group_options(group):
             continue
         for word in options(override):
             value = word.partition("=")[2]
@@ -163,8 +163,10 @@ def refuse_unknown_choices(loader: ConfigLoader, overrides: Iterable[Override]) 
         ConfigError: names it and the nearest that do.
     """
     for override in overrides:
+        if not override.is_sweep_override():
+            continue
         valid = loader.get_group_options(override.key_or_group)
-        for word in options(override) if valid and override.is_sweep_override() else []:
+        for word in options(override) if valid else []:
             choice = word.partition("=")[2]
             if choice not in valid:
                 raise no_such_choice(override.key_or_group, choice, valid)
