@@ -118,10 +118,10 @@ def test_fp8_is_what_torch_casts_to(numbers: np.ndarray) -> None:
 
 @given(ROWS, st.sampled_from([2, 4]))
 def test_kivi_is_within_half_a_step_of_its_group(numbers: np.ndarray, bits: int) -> None:
-    """A group of equal numbers is kept exactly."""
+    """A group of equal numbers is kept exactly, and steps below the least normal number are none."""
     rows = torch.from_numpy(numbers)
     codec = KiviValues(64, torch.float32, bits)
     groups = rows.unflatten(-1, (-1, GROUP))
     step = (groups.amax(dim=-1) - groups.amin(dim=-1)) / (2**bits - 1)
     error = (codec.decode(codec.encode(rows)) - rows).abs().unflatten(-1, (-1, GROUP)).amax(dim=-1)
-    assert bool((error <= step * 0.501 + rows.abs().max() * 1e-6).all())
+    assert bool((error <= step * 0.501 + rows.abs().max() * 1e-6 + torch.finfo(torch.float32).tiny).all())
