@@ -193,6 +193,6 @@ class _OnDisk(FunctionCache):  # type: ignore[misc]
 
 
 @functools.cache
-def _locks(folder: str) -> Any:
+def _locks(folder: str) -> int:
     """The file whose bytes are locks, each of one function and types. Open for good: closing it would free them all."""
-    return open(Path(folder, "kernels.lock"), "ab")
+    return os.open(Path(folder, "kernels.lock"), os.O_CREAT | os.O_RDWR)
