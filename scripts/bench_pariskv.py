@@ -35,9 +35,13 @@ import torch
 from bench import command_line, median_us, print_result, say
 from bench_index import KINDS as INDEX_KINDS
 
+from kvbench.kernels.vectors import kernel
 from methods.pariskv import kernels
 from methods.pariskv.codebook import Quotas, quotas, random_signs
 from methods.pariskv.index import KernelIndex
+
+# Parts of a search, each compiled by itself to be timed.
+TABLES, VOTE, RERANK = (kernel(part.py_func) for part in (kernels.tables, kernels.vote, kernels.rerank))
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -85,20 +89,20 @@ class Head:
     def tables(self, group: Floats, asked: Quotas) -> None:
         """What vote and rerank look up."""
         spans = np.array(asked.tiers)
-        kernels.tables(group, self.signs.numpy(), self.counts, spans, self.votes_of, self.rotated)
+        TABLES(group, self.signs.numpy(), self.counts, spans, self.votes_of, self.rotated)
 
     def vote(self, asked: Quotas) -> Any:
         """The candidates, ascending."""
         candidates = self.candidates[: asked.candidates]
         most = len(asked.tiers) * len(self.ids)
-        kernels.vote(self.ids, self.index.lengths[0], self.votes_of, most, self.votes, candidates)
+        VOTE(self.ids, self.index.lengths[0], self.votes_of, most, self.votes, candidates)
         return candidates
 
     def rerank(self, asked: Quotas) -> Any:
         """The k retrieved of the candidates of the last vote, best first."""
         tokens, scores = np.empty(asked.retrieved, np.int32), np.empty(asked.retrieved, np.float32)
         candidates, work = self.candidates[: asked.candidates], (self.estimates, self.picked)
-        kernels.rerank(self.codes, self.halves, self.rotated, candidates, *work, tokens, scores)
+        RERANK(self.codes, self.halves, self.rotated, candidates, *work, tokens, scores)
         return tokens
 
 
