@@ -201,6 +201,15 @@ def test_what_other_kernels_call_is_compiled_before_them_and_the_rest_longest_fi
     assert done == [0, 1, 2, 3] and [ready for ready, _ in said] == [0, 1, 2, 3, 4] and said[-1][1] == 0
 
 
+def test_a_list_that_is_older_than_the_sources_ends_no_run() -> None:
+    gone = [Job("kvbench.kernels.lists:gone", [], 1, ()), Job("kvbench.kernels.gone:kernel", [], 1, ())]
+    changed = Job("kvbench.kernels.lists:plan_lists", ["int64"], 1, ())
+    assert not any(job.missing() for job in gone) and changed.missing()
+    said: list[int] = []
+    build([changed], [0], lambda ready, left: said.append(ready))
+    assert said == [0, 1]
+
+
 def test_a_run_whose_kernels_are_compiled_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     kernels.compile_kernels([], Console())
     assert capsys.readouterr().out == ""

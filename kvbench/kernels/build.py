@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,8 +45,11 @@ class Job(NamedTuple):
         self.found().compile(self.signature())
 
     def missing(self) -> bool:
-        """Whether it is neither here nor on disk."""
-        own, kinds = self.found(), self.signature()
+        """Whether it is neither here nor on disk. A list may be older than the sources: what is gone is not missing."""
+        try:
+            own, kinds = self.found(), self.signature()
+        except (ImportError, AttributeError, KeyError):
+            return False
         return kinds not in own.overloads and not on_disk(own).has(kinds, own.targetctx.codegen())
 
     def found(self) -> Any:
@@ -112,10 +116,9 @@ def build(jobs: Sequence[Job], wanted: Sequence[int], say: Callable[[int, float]
         for thread in threads:
             thread.start()
         while (number := queue.take()) is not None:
-            try:
+            with suppress(Exception):  # it comes again, and is said, where the kernel is called
                 jobs[number].compile()
-            finally:
-                queue.done(number)
+            queue.done(number)
         for thread in threads:
             thread.join()
     finally:
