@@ -31,6 +31,7 @@ class Spans:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self._named: dict[str, _Span] = {}
         self._open: list[str] = []
         self._since: Any = 0.0
         self._gpu = device if device is not None and device.type == "cuda" else None  # whose stream notes the time
@@ -38,7 +39,10 @@ class Spans:
         self._idle: dict[Any, list[torch.cuda.Event]] = defaultdict(list)  # events to use again, which are a device's
 
     def __call__(self, name: str) -> _Span:
-        return _Span(self, name)
+        span = self._named.get(name)
+        if span is None:
+            span = self._named[name] = _Span(self, name)
+        return span
 
     def reset(self) -> dict[str, float]:
         """Return the times so far and start from zero."""

@@ -291,7 +291,9 @@ def watch(method: Method) -> list[Attended]:
     def watched_select(layer: int, query: torch.Tensor) -> Any:
         selection = select(layer, query)
         index = method.view.resident(layer) if selection is None else selection.index
-        extra = 0 if selection is None else extra_entries(selection.extra, method.shape.kv_heads)
+        extra = 0
+        if selection is not None and selection.extra is not None:
+            extra = extra_entries(selection.extra, method.shape.kv_heads)
         lengths = tuple(method.view.lengths(layer))
         seen.append(Attended(now, layer, lengths, index.clone(), selection is None, extra))
         return selection

@@ -14,18 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvbench.kernels.lists import count_lists
 from kvbench.method import Extra, Method, Selection, Shape
 
-
-@dataclass
-class _Attended:
-    """One sparse layer of one step, kept until the clock stops."""
-
-    layer: int
-    selection: Selection | None
-    resident: torch.Tensor  # [B, Hkv]
+# One sparse layer of one step, kept until the clock stops: which, and what it attends or, of None, [B, Hkv] how many.
+_Attended = tuple[int, Selection | None, NDArray[np.int64] | None]
 
 
 @dataclass
@@ -43,13 +38,12 @@ class Tally:
     most: int = 0
     broken: str | None = None
 
-    def add(self, counts: torch.Tensor) -> None:
-        """Take the counts of a layer and step."""
-        numbers = counts.numpy().astype(np.float64)
-        self.total += float(numbers.sum())
-        self.squares += float(np.square(numbers).sum())
-        self.count += numbers.size
-        self.most = max(self.most, int(numbers.max()))
+    def add(self, counts: NDArray[np.int64]) -> None:
+        """Take the counts of a step's layers."""
+        self.total += float(counts.sum())
+        self.squares += float(np.square(counts).sum())
+        self.count += counts.size
+        self.most = max(self.most, int(counts.max()))
 
 
 @dataclass
@@ -127,14 +121,14 @@ class Audit:
         self.turn_moved_bytes += self.moved_bytes - before
         self.moved_bytes = before
 
-    def attended(self, layer: int, selection: Selection | None, resident: torch.Tensor) -> None:
+    def attended(self, layer: int, selection: Selection | None, resident: NDArray[np.int64]) -> None:
         """Note what a sparse layer attends; counted by `end_step`, outside the timed part.
 
         Args:
             selection: what the method returned; None = everything resident.
-            resident: [B, Hkv] entries resident in this layer; the caller may change the tensor later.
+            resident: [B, Hkv] entries resident in this layer; the caller may change the array later.
         """
-        self._pending.append(_Attended(layer, selection, resident.clone() if selection is None else resident))
+        self._pending.append((layer, selection, resident.copy() if selection is None else None))
 
     def end_step(
         self,
@@ -156,30 +150,31 @@ class Audit:
         """
         rows = [row for row, running in enumerate(active) if running]
         lengths, generated = list(lengths), self.generated + 1
-        counted = [self._counts(noted) for noted in self._pending]
-        for noted, counts in zip(self._pending, counted, strict=True):
-            if counts is None:
-                continue
+        counted = {layer: self._counts(layer, *noted) for layer, *noted in self._pending}
+        layers = {layer: counts for layer, counts in counted.items() if counts is not None}
+        if layers:
+            counts = np.stack([*layers.values()])
+            most = counts.max(axis=2).T.tolist()
+            means = counts.mean(axis=(0, 2)).tolist()
             for row in rows:
-                self._hold_to(row, method.rule(noted.layer, lengths[row], generated), noted.layer, counts[row])
-                self._rows[row].add(counts[row])
-        layers = [counts for counts in counted if counts is not None]
-        if layers and len(layers) == len(counted):
-            means = torch.stack(layers).double().mean(dim=(0, 2))
-            for row in rows:
-                self._hold_mean_to(row, method.mean_rule(lengths[row], generated), float(means[row]))
+                for layer, attended in zip(layers, most[row], strict=True):
+                    self._hold_to(row, method.rule(layer, lengths[row], generated), layer, attended)
+                self._rows[row].add(counts[:, row])
+                if len(layers) == len(counted):
+                    self._hold_mean_to(row, method.mean_rule(lengths[row], generated), means[row])
         self._pending.clear()
         self.device_kv_bytes = max(self.device_kv_bytes, device_bytes)
         self.device_kv_allocated_bytes = max(self.device_kv_allocated_bytes, allocated_bytes)
         self.host_bytes = max(self.host_bytes, host_bytes)
         self.steps += 1
 
-    def _hold_to(self, row: int, rule: int | None, layer: int, counts: torch.Tensor) -> None:
-        """Remember the first time that a row attended more than the rule allows, in entries of its KV heads [Hkv]."""
-        if self._rows[row].broken is None and rule is not None and int(counts.max()) > rule:
-            self._rows[row].broken = (
-                f"layer {layer}, step {self.steps + 1}: a KV head attended {int(counts.max())} entries, its rule "
-                f"allows {rule}"
+    def _hold_to(self, row: int, rule: int | None, layer: int, most: int) -> None:
+        """Remember the first time that a row attended more than the rule allows, `most` entries in a KV head."""
+        if self._rows[row].broken is None and rule is not None and most > rule:
+            self._rows[
+                row
+            ].broken = (
+                f"layer {layer}, step {self.steps + 1}: a KV head attended {most} entries, its rule allows {rule}"
             )
 
     def _hold_mean_to(self, row: int, rule: float | None, mean: float) -> None:
@@ -190,21 +185,19 @@ class Audit:
                 f"allows {rule}"
             )
 
-    def _counts(self, noted: _Attended) -> torch.Tensor | None:
+    def _counts(
+        self, layer: int, selection: Selection | None, resident: NDArray[np.int64] | None
+    ) -> NDArray[np.int64] | None:
         """[B, Hkv] entries attended, or None where this step's unions are not counted."""
-        if noted.selection is None:
-            return noted.resident
-        index, kv_heads = noted.selection.index, self.shape.kv_heads
-        batch, heads, _ = index.shape
-        if heads > kv_heads:
-            if self.steps % self.every:
-                return None
-            index = index.reshape(batch, kv_heads, -1)
-        named, distinct = count_lists(index.cpu().flatten(0, 1).contiguous().numpy())
+        if selection is None:
+            return resident
+        heads, kv_heads = selection.index.shape[1], self.shape.kv_heads
+        if heads > kv_heads and self.steps % self.every:
+            return None
+        named, distinct = count_lists(selection.index.cpu().contiguous().numpy(), kv_heads)
         if heads <= kv_heads and not np.array_equal(named, distinct):
-            raise ValueError(f"layer {noted.layer}: the method selected a token twice for one head")
-        counts = torch.from_numpy(distinct).view(batch, -1).expand(batch, kv_heads)
-        return counts + extra_entries(noted.selection.extra, kv_heads)
+            raise ValueError(f"layer {layer}: the method selected a token twice for one head")
+        return distinct if selection.extra is None else distinct + extra_entries(selection.extra, kv_heads).numpy()
 
     def report(
         self, method: Method, budget: int | None, stored: Iterable[torch.Tensor] = (), row: int | None = None
@@ -277,10 +270,8 @@ def attended_bytes(
     return shape.batch * shape.kv_heads * (full + windowed)
 
 
-def extra_entries(extra: Extra | None, kv_heads: int) -> torch.Tensor | int:
-    """Synthetic entries attended by each KV head, [B, Hkv], or 0 of all."""
-    if extra is None:
-        return 0
+def extra_entries(extra: Extra, kv_heads: int) -> torch.Tensor:
+    """Synthetic entries attended by each KV head, [B, Hkv]."""
     there = extra.log_weight.unflatten(1, (kv_heads, -1)) > -torch.inf
     return there.any(dim=2).sum(dim=2).cpu()
 

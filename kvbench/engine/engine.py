@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvbench.attention.cpu import STORED
 from kvbench.attention.executor import executor
 from kvbench.attention.sinks import with_sinks
 from kvbench.budget import Budget
@@ -27,6 +28,7 @@ from kvbench.engine.positions import CachePositions, PromptRotation, Rotary
 from kvbench.engine.probes import Probe
 from kvbench.engine.prompt import PromptReader
 from kvbench.engine.turn import Turn
+from kvbench.kernels.tokens import finite
 from kvbench.memory.kinds import KV, NATIVE
 from kvbench.memory.store import LayerStore
 from kvbench.memory.transfer import computing_on
@@ -305,7 +307,7 @@ class Engine:
                 attended = self._positions(selection or Selection(store.resident_ids()), store, query.device)
             attended = with_sinks(attended, store, sinks, key)
             out, weights = self.executor(query, store, attended, self.shape.scaling, self.method.needs.probabilities)
-        self.audit.attended(layer, selection, store.device.used)
+        self.audit.attended(layer, selection, store.device.numbers)
         if self.probe is not None:
             self.probe.step(layer, query, key, value, selection, store.resident_ids(), out, self._active, sinks)
         if weights is not None:
@@ -388,8 +390,12 @@ def check_finite(layer: int, query: Tensor, key: Tensor, decoding: bool) -> None
     Raises:
         FloatingPointError: NaN or inf among them; it names layer and head.
     """
-    if decoding and query.device.type != "cpu":
+    if decoding and not query.is_cpu:
         return
+    if decoding and query.dtype in STORED and query.is_contiguous() and key.is_contiguous():
+        rows = query.data_ptr(), query.numel(), key.data_ptr(), key.numel()
+        if finite(*rows, STORED[query.dtype]):
+            return
     for name, head, vectors in (("query", "query head", query), ("key", "KV head", key)):
         if math.isfinite(vectors.sum()):  # NaN and inf stay in a sum; it is also infinite where it overflows
             continue

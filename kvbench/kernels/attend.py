@@ -9,7 +9,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvbench.kernels.rows import BLOCK, GROUP, add_values, grouped, lay_out, paired, scale_logits, score, weigh
+from kvbench.kernels.rows import (
+    BLOCK,
+    GROUP,
+    add_values,
+    grouped,
+    lay_out,
+    load_one,
+    paired,
+    scale_logits,
+    score,
+    weigh,
+)
 from kvbench.kernels.threads import claim, in_threads
 from kvbench.kernels.vectors import (
     LANES,
@@ -33,6 +44,32 @@ DENSE_PIECE = 512
 def pieces_of(count: int, size: int) -> int:
     """Pieces of `size` that a list of `count` is cut into."""
     return -(-count // size)
+
+
+@inner
+def queries(asked):  # type: ignore[no-untyped-def]
+    """Queries [L, R, D] in float32; see `attend_resident`."""
+    address, lists, rows, head_dim, number, _ = asked
+    query = np.empty((lists, rows, head_dim), np.float32)
+    for head in range(lists):
+        for r in range(rows):
+            for j in range(head_dim):
+                query[head, r, j] = load_one(address, 0, (head * rows + r) * head_dim + j, number)
+    return query
+
+
+@inner
+def shares(threads, pieces, size):  # type: ignore[no-untyped-def]
+    """How many threads so many pieces are worth, with `size` bytes of keys and values in all."""
+    most, worth = threads
+    return max(1, min(most, pieces, size // worth))
+
+
+@inner
+def space(results, query, pieces, out):  # type: ignore[no-untyped-def]
+    """Where pieces of a call leave their results: if they are all, in memory of their own."""
+    lists, rows, head_dim = query.shape
+    return np.empty((lists, pieces, rows, head_dim + 2), np.float32) if out else results
 
 
 @inner
@@ -64,26 +101,39 @@ def write_piece(found, most, total, sums, stored):  # type: ignore[no-untyped-de
 
 @kernel
 def attend_resident(  # type: ignore[no-untyped-def]
-    threads, claims, pieces, query, scaling, used, first, column, held, stored, logits, results
+    threads, before, asked, used, first, column, held, stored, logits, results, out
 ):
-    """Attention over all used slots of each KV head, in so many threads.
+    """Attention over all used slots of each KV head, in several threads.
 
     Args:
-        claims: [1] int64, the next piece, 0.
-        pieces: of each list, `DENSE_PIECE` slots each: the first in `results`, and how many.
-        query: [L, R, D] float32; list l is a KV head of a row.
-        scaling: of the logits, float32.
+        threads: how many at most, and bytes of keys and values that each must have.
+        before: pieces of each list that stand in `results` already.
+        asked: address of the queries [L, R, D], list l a KV head of a row; L, R, D; a number of their type, and the
+            scaling of the logits, float32.
         used: [L] int64, slots of each list that are attended.
         first: [L] int64, where the slots of each list begin in the pool.
         column: [L] int64, of the logits, that the first slot of each list has.
         held: address of the pool's keys, of its values, and of the parameters of its groups of keys; see `score`.
         stored: how keys, and how values are stored, see there; bytes of a row and to its parameters, of each.
-        logits: [L, R, n], where they are wanted, else [L, R, 0].
+        logits: [L, R, n], where they are wanted, else [0, 0, 0]; if there is `out` they become probabilities.
         results: [L, P, R, D + 2], written for each piece: the weighted sum of values, the largest logit, and the sum of
             weights.
+        out: address of the output, of the queries' shape and type, if these slots are all that is attended; else 0.
+
+    Returns:
+        0: no token was lost.
     """
-    arguments = claims, pieces, query, scaling, used, first, column, held, stored, logits, results
-    in_threads(threads, _attend_resident, arguments)
+    query, claims, longest, total = queries(asked), np.zeros(1, np.int64), 0, 0
+    for head in range(len(used)):
+        longest, total = max(longest, used[head]), total + used[head]
+    pieces = -(-longest // DENSE_PIECE)
+    found = space(results, query, pieces, out)
+    arguments = claims, (before, pieces), query, asked[5], used, first, column, held, stored, logits, found
+    work = shares(threads, len(query) * pieces, total * (stored[2][0] + stored[3][0]))
+    in_threads(work, _attend_resident, arguments)
+    if out:
+        join(found, out, asked[4], logits)
+    return 0
 
 
 @inner
@@ -126,18 +176,17 @@ def _attend_resident(  # type: ignore[no-untyped-def]
 
 @kernel
 def attend_lists(  # type: ignore[no-untyped-def]
-    threads, claims, pieces, query, scaling, index, bias, device, host, own, extra, stored, logits, results
+    threads, before, asked, index, bias, device, host, own, extra, stored, logits, results, out
 ):
-    """Attention over lists of tokens, in so many threads.
+    """Attention over lists of tokens, in several threads.
 
     Tokens are attended where they are stored as `stored` says; those that are held elsewhere are for another call.
 
     Args:
-        claims: [2] int64, the next piece, 0, and how many pieces named a token that is in neither tier, 0.
-        pieces: as of `attend_resident`, `LIST_PIECE` entries each, and one of extra entries, where there are any.
-        query, scaling: as of `attend_resident`; a row of the batch has L / B lists, one for each KV head or more.
+        threads, before, asked: as of `attend_resident`; a row of the batch has L / B lists, one for each KV head or
+            more. Pieces are of `LIST_PIECE` entries, and one of extra entries, where there are any.
         index: [B, 1 or L / B, M] int64 token ids, -1 = none.
-        bias: [L, R, M + E], added to the logits, or [L, R, 0].
+        bias: [L, R, M + E], added to the logits, or [0, 0, 0].
         device: addresses of the keys, values and parameters of all H KV heads of all rows (see `attend_resident`),
             where those of each begin [H], the ids in their slots [H, S], or [H, 0] where slot = id, [H] slots used, and
             [H] the first slot and the slot after the last that are attended.
@@ -146,11 +195,22 @@ def attend_lists(  # type: ignore[no-untyped-def]
         own: address of keys [H, M, D] in place of the stored ones, or 0.
         extra: addresses of the keys and values [H, E, D] of extra entries, E, and which of the logits is their first.
         stored: as of `attend_resident`, of all these rows.
-        logits: [L, R, M + E], where they are wanted, else [L, R, 0]; an entry that is absent is not written.
-        results: as of `attend_resident`.
+        logits: [L, R, M + E], where they are wanted, else [0, 0, 0]; an entry that is absent is not written.
+        results, out: as of `attend_resident`.
+
+    Returns:
+        Pieces that named a token that is in neither tier.
     """
-    arguments = claims, pieces, query, scaling, index, bias, device, host, own, extra, stored, logits, results
-    in_threads(threads, _attend_lists, arguments)
+    query, claims = queries(asked), np.zeros(2, np.int64)
+    pieces = -(-index.shape[2] // LIST_PIECE) + (extra[2] > 0)
+    found = space(results, query, pieces, out)
+    share = claims, (before, pieces), query, asked[5]
+    arguments = *share, index, bias, device, host, own, extra, stored, logits, found
+    size = len(query) * index.shape[2] * (stored[2][0] + stored[3][0])
+    in_threads(shares(threads, len(query) * pieces, size), _attend_lists, arguments)
+    if out:
+        join(found, out, asked[4], logits)
+    return claims[1]
 
 
 @inner
@@ -272,6 +332,12 @@ def _find(tokens, head, device, host, stored, keys, values, groups, rank):  # ty
 
 @kernel
 def merge(results, out, stored, logits):  # type: ignore[no-untyped-def]
+    """See `join`."""
+    join(results, out, stored, logits)
+
+
+@inner
+def join(results, out, stored, logits):  # type: ignore[no-untyped-def]
     """Join the pieces of each list.
 
     Args:

@@ -1,6 +1,6 @@
 """Bookkeeping over lists of token ids: how many are named, and what must come up from the host.
 
-NumPy sorts them, which takes Numba longer to compile than all the rest.
+A list is not sorted: its ids are bits, and bits are in order.
 """
 
 from __future__ import annotations
@@ -8,58 +8,148 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from kvbench.kernels.vectors import kernel
+from kvbench.kernels.vectors import inner, kernel
+
+WORD = 6  # a word has 2**6 bits
 
 
-def count_lists(lists: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Of each of lists [L, M] how many ids >= 0 it has, [L], and how many distinct ones, [L]."""
-    tokens = np.sort(lists, axis=1)
-    named = tokens >= 0
-    first = named.copy()
-    first[:, 1:] &= tokens[:, 1:] != tokens[:, :-1]
-    return named.sum(axis=1), first.sum(axis=1)
+@intrinsic
+def _lowest(_context, word):  # type: ignore[no-untyped-def]
+    """Which is the lowest bit of a word that is not 0."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.cttz(arguments[0], ir.IntType(1)(1))
+
+    return types.int64(types.int64), generate
+
+
+@inner
+def _words(lists):  # type: ignore[no-untyped-def]
+    """Words, all 0, with a bit for each id of lists [B, Hs, M]."""
+    largest = 0
+    for row in range(lists.shape[0]):
+        for head in range(lists.shape[1]):
+            for token in lists[row, head]:
+                largest = max(largest, token)
+    return np.zeros((largest >> WORD) + 1, np.int64)
+
+
+@inner
+def _mark(words, tokens):  # type: ignore[no-untyped-def]
+    """Set the bits of ids; returns how many ids >= 0 there are, and how many bits were set."""
+    named, new = 0, 0
+    for token in tokens:
+        if token >= 0:
+            bit = 1 << (token & 63)
+            named += 1
+            new += words[token >> WORD] & bit == 0
+            words[token >> WORD] |= bit
+    return named, new
+
+
+def count_lists(lists: NDArray[np.int64], kv_heads: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """How many ids >= 0 the lists [B, Hs, M] of each KV head name, [B, Hkv], and how many distinct ones, [B, Hkv].
+
+    Hs is 1, Hkv or Hq.
+    """
+    named, distinct = np.empty((2, len(lists), kv_heads), np.int64)
+    _count_lists(lists, named, distinct)
+    return named, distinct
 
 
 @kernel
-def plan_lists(index, order, held, newest, first, ids, source, slots, missing):  # type: ignore[no-untyped-def]
-    """What `kvbench.memory.plan.plan_stage` plans, of lists [L, M], held [L, V] and newest [L].
+def _count_lists(lists, named, distinct):  # type: ignore[no-untyped-def]
+    words, heads = _words(lists), lists.shape[1]
+    own = max(1, heads // named.shape[1])
+    for row in range(len(lists)):
+        for head in range(min(heads, named.shape[1])):
+            asked = lists[row, head * own : head * own + own]
+            named[row, head] = distinct[row, head] = 0
+            for tokens in asked:
+                all_of, new = _mark(words, tokens)
+                named[row, head] += all_of
+                distinct[row, head] += new
+            for tokens in asked:
+                for token in tokens:
+                    words[max(token, 0) >> WORD] = 0
+        for head in range(heads, named.shape[1]):
+            named[row, head], distinct[row, head] = named[row, 0], distinct[row, 0]
+
+
+@kernel
+def plan_lists(index, held, newest, ids, source, slots, missing):  # type: ignore[no-untyped-def]
+    """What `kvbench.memory.plan.plan_stage` plans, of lists [B, Hs, M] and held [L, V], L = B * Hkv.
 
     Args:
-        order: [L, M], where the ids of each list are, rising.
-        first: of the rows of missing tokens, `first`, `first` + 1, ...
-        ids, source, slots: [L, U], [L, U] and [L, M]; written where there is something.
-        missing: [2, L * M], written: list and id of each.
+        newest: [B], of each row the id of the token that is on the device anyway, or -1.
+        ids: [L, U], written where there is something.
+        source, slots, missing: [L, U], [L, Hs / Hkv * M] and [2, L * M], likewise, list and id of each missing one; or
+            [0, 0] each, if nobody asks.
 
     Returns:
-        missing tokens, ids of the longest list, whether all are there, and how many are held.
+        missing tokens, ids of the longest list, whether all are there, how many are held, and how many there are.
     """
-    lists, count = index.shape
-    moving, longest, complete, found = 0, 0, True, 0
-    for head in range(lists):
-        used, at, last = 0, 0, -1
-        for rank in range(count):
-            column = order[head, rank]
-            token = index[head, column]
-            if token < 0:
-                complete = False
-                continue
-            if token != last:
-                last = token
-                while at < held.shape[1] and held[head, at] < token:
-                    at += 1
-                if at < held.shape[1] and held[head, at] == token:
-                    source[head, used] = head * held.shape[1] + at
+    words, lists, heads = _words(index), len(ids), len(ids) // len(index)
+    own = max(1, index.shape[1] // heads)
+    first = held.size + lists * (newest[0] >= 0)
+    moving, longest, complete, found, total = 0, 0, True, 0, 0
+    for at in range(lists):
+        row, head = at // heads, min(at % heads * own, index.shape[1] - 1)
+        for tokens in index[row, head : head + own]:
+            named, _ = _mark(words, tokens)
+            complete &= named == len(tokens)
+        used, place = 0, 0
+        for place_of_word in range(len(words)):
+            word = words[place_of_word]
+            words[place_of_word] = 0
+            while word:
+                token = (place_of_word << WORD) + _lowest(word)
+                word &= word - 1
+                while place < held.shape[1] and held[at, place] < token:
+                    place += 1
+                if place < held.shape[1] and held[at, place] == token:
+                    origin = at * held.shape[1] + place
                     found += 1
-                elif token == newest[head]:
-                    source[head, used] = held.size + head
+                elif token == newest[row]:
+                    origin = held.size + at
                 else:
-                    source[head, used] = first + moving
-                    missing[0, moving], missing[1, moving] = head, token
+                    origin = first + moving
+                    if len(missing):
+                        missing[0, moving], missing[1, moving] = at, token
                     moving += 1
-                ids[head, used] = token
+                if len(source):
+                    source[at, used] = origin
+                ids[at, used] = token
                 used += 1
-            slots[head, column] = used - 1
-        longest = max(longest, used)
-    return moving, longest, complete, found
+        if len(slots):
+            _look_up(index[row, head : head + own], ids[at, :used], slots[at])
+        longest, total = max(longest, used), total + used
+    return moving, longest, complete, found, total
+
+
+@inner
+def _look_up(lists, ids, slots):  # type: ignore[no-untyped-def]
+    """slots [n * M], where each id of lists [n, M] is in the ascending ids; what is below 0 is left."""
+    for which in range(len(lists)):
+        for column in range(lists.shape[1]):
+            token = lists[which, column]
+            if token >= 0:
+                slots[which * lists.shape[1] + column] = _place(ids, token)
+
+
+@inner
+def _place(ids, token):  # type: ignore[no-untyped-def]
+    """np.searchsorted(ids, token), which takes longer to compile."""
+    first, end = 0, len(ids)
+    while first < end:
+        middle = (first + end) // 2
+        if ids[middle] < token:
+            first = middle + 1
+        else:
+            end = middle
+    return first

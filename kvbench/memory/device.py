@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from kvbench.kernels import tokens as kernels
 from kvbench.memory import large
 from kvbench.memory.codec import Codec, Codecs, KiviKeys
 from kvbench.memory.slots import (
@@ -28,6 +31,8 @@ from kvbench.memory.slots import (
     with_slots,
 )
 from kvbench.memory.transfer import uploaded
+
+NO_IDS = np.empty((0, 0, 0), np.int64)  # of slots that are ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,25 +85,28 @@ class Slotted:
     Attributes:
         first: [B, Hkv] int64 on the device, where the room of each KV head begins in the pool.
         ids: [B, Hkv, capacity] int64, the token in each slot (`NO_TOKEN` after the used ones), or None: slot = id.
-        used: [B, Hkv] int64 on the CPU, slots filled.
+        numbers: [B, Hkv] int64, slots filled; a new token is counted in it, or in a new one where slots may have moved.
         longest: slots filled by the KV head that has filled most.
+        total: slots filled by all.
         uniform: all KV heads of all rows have filled as many slots.
     """
 
     first: torch.Tensor
     ids: torch.Tensor | None
+    numbers: NDArray[np.int64]
     longest: int
+    total: int
     uniform: bool
 
     @property
     def used(self) -> torch.Tensor:
-        """See the class."""
-        return self._used
+        """`numbers`, in their memory, [B, Hkv] on the CPU."""
+        return torch.from_numpy(self.numbers)
 
     @used.setter
     def used(self, used: torch.Tensor) -> None:
-        numbers = used.numpy()
-        self._used, self.longest = used, int(numbers.max())
+        self.numbers = numbers = np.ascontiguousarray(used.numpy())
+        self.longest, self.total = int(numbers.max()), int(numbers.sum())
         self.uniform = self.longest == int(numbers.min())
 
     @property
@@ -108,7 +116,7 @@ class Slotted:
 
     def seal_prompt(self, lengths: Sequence[int]) -> None:
         """The first `lengths[b]` slots of row b are used from now on."""
-        self.used = torch.tensor(lengths).unsqueeze(1).repeat(1, self.used.shape[1])
+        self.used = torch.tensor(lengths).unsqueeze(1).repeat(1, self.numbers.shape[1])
 
     def crop(self, count: int) -> None:
         """Take back the last `count` tokens of every KV head; none of its tokens may have been dropped."""
@@ -119,7 +127,7 @@ class Slotted:
         longest = self.longest
         if self.ids is not None:
             return index_of(self.ids[:, :, :longest])
-        slots = torch.arange(longest, device=self.first.device).expand(*self.used.shape, longest)
+        slots = torch.arange(longest, device=self.first.device).expand(*self.numbers.shape, longest)
         return slots if self.uniform else torch.where(slots < self.filled[..., None], slots, -1)
 
     def upload(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -230,7 +238,7 @@ class DeviceTier(Slotted):
     @property
     def nbytes(self) -> int:
         """Bytes of the tokens here; not those of slots without one."""
-        return int(self.used.sum()) * self.entry_bytes
+        return self.total * self.entry_bytes
 
     def blocks(self) -> list[torch.Tensor]:
         """All that is held."""
@@ -253,18 +261,26 @@ class DeviceTier(Slotted):
                 self.key[row, :, slots] = key[row, :, skip:]
                 self.value[row, :, slots] = value[row, :, skip:]
 
-    @torch.inference_mode()  # tensors made in this mode can be written in it alone
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1, D]."""
-        self.reserve(self.longest + 1)
-        self._put(key, value)
-        if self.ids is not None:
-            self._name(self.ids, lengths)
-        self._used, self.longest = self._used + 1, self.longest + 1
+        if self.longest == self.reserved:
+            self.reserve(self.longest + 1)
+        self._put(lengths, key, value)
+        self.longest, self.total = self.longest + 1, self.total + self.numbers.size
 
-    def _put(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put tokens [B, Hkv, 1, D] into the slots after the used ones."""
+    def _put(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put tokens [B, Hkv, 1, D] into the slots after the used ones, and count them."""
         key, value = self.codecs.encode(key, value)
+        if not key.is_cpu:
+            return self._put_by_torch(lengths, key, value)
+        pool, sizes = self.pool, (key.shape[3] * key.itemsize, value.shape[3] * value.itemsize)
+        key, value = key.contiguous(), value.contiguous()
+        rows, slots = (key.data_ptr(), value.data_ptr()), (pool.key.data_ptr(), pool.value.data_ptr())
+        ids = NO_IDS if self.ids is None else self.ids.numpy()
+        kernels.put(rows, slots, sizes, self.first.numpy(), self.numbers, ids, np.array(lengths))
+
+    @torch.inference_mode()  # tensors made in this mode can be written in it alone
+    def _put_by_torch(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         if self.uniform:
             self.key.narrow(2, self.longest, 1).copy_(key)
             self.value.narrow(2, self.longest, 1).copy_(value)
@@ -272,6 +288,13 @@ class DeviceTier(Slotted):
             slot = (self.first + self.filled).view(-1)
             self.pool.key.index_copy_(0, slot, key.flatten(0, 2))
             self.pool.value.index_copy_(0, slot, value.flatten(0, 2))
+        self._count(lengths)
+
+    def _count(self, lengths: Sequence[int]) -> None:
+        """One more slot of each KV head is used, by token `lengths[b]`."""
+        if self.ids is not None:
+            self._name(self.ids, lengths)
+        self.numbers = self.numbers + 1
 
     def _name(self, ids: torch.Tensor, lengths: Sequence[int]) -> None:
         """Write token `lengths[b]` into the ids of the slots after the used ones."""

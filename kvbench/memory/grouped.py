@@ -7,6 +7,8 @@ published the window of values has exactly 128 tokens and that of keys 0 to 127,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvbench.memory.codec import GROUP, KiviKeys, KiviValues
@@ -61,7 +63,7 @@ class GroupedTier(DeviceTier):
     def nbytes(self) -> int:
         """Bytes of the tokens here, with the parameters of their groups."""
         coded = int(self.coded.sum())
-        return coded * sum(self.sizes) + (int(self.used.sum()) - coded) * self.codecs.nbytes
+        return coded * sum(self.sizes) + (self.total - coded) * self.codecs.nbytes
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -74,7 +76,8 @@ class GroupedTier(DeviceTier):
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def _put(self, key: torch.Tensor, value: torch.Tensor) -> None:
+    @torch.inference_mode()  # tensors made in this mode can be written in it alone
+    def _put(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Put tokens [B, Hkv, 1, D] into the window; of a full one the oldest group is coded first."""
         full = (self.used - self.coded == WINDOW).view(-1).nonzero()
         if len(full):
@@ -83,6 +86,7 @@ class GroupedTier(DeviceTier):
         row = uploaded(head * WINDOW + self.used.view(-1) % WINDOW, key.device)
         self.window.key.index_copy_(0, row, key.flatten(0, 2))
         self.window.value.index_copy_(0, row, value.flatten(0, 2))
+        self._count(lengths)
 
     def _code_oldest(self, head: torch.Tensor) -> None:
         """Code a group of each KV head [n, 1], counted over the rows."""

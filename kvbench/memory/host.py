@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
+from kvbench.kernels import tokens as kernels
 from kvbench.memory import large
 from kvbench.memory.codec import Codecs
 from kvbench.memory.pinned import pinned_zeros
@@ -40,6 +42,7 @@ class HostTier:
         codecs: how they hold keys and values.
         slot_of: [B, Hkv, capacity] int64, slot of each token id.
         present: [B, Hkv, capacity] bool, token ids that live here.
+        total: how many these are.
         arranged: slots are no longer in the order of the ids.
         copied: the event after the prompt's copy from the device, for which readers wait; None: it is complete.
     """
@@ -60,6 +63,7 @@ class HostTier:
         self._decoded = self._zeros((*size, codecs.key.head_dim), codecs.key.dtype) if twice else None
         self.slot_of = torch.arange(capacity).repeat(*rows, 1)
         self.present = torch.zeros(size, dtype=torch.bool)
+        self.total = 0
         self.arranged = False
         self.copied: torch.cuda.Event | None = None
         self._landing: deque[_Landing] = deque()
@@ -106,9 +110,8 @@ class HostTier:
         """
         for row, length in enumerate(lengths):
             self.present[row, :, :length] = True
-        parts = [*self.codecs.encode(key, value)]
-        if self._decoded is not None:
-            parts.append(self.codecs.key.decode(parts[0]))
+        self.total = key.shape[1] * sum(lengths)
+        parts = self._with_decoded(*self.codecs.encode(key, value))
         if not key.is_cuda:
             for block, part in zip(self.blocks(), parts, strict=True):
                 for row, length in enumerate(lengths):
@@ -137,18 +140,18 @@ class HostTier:
         self.arrived()
         self._land()
 
-    @torch.inference_mode()  # tensors made in this mode can be written in it alone
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1, width], as held here.
 
         From a GPU it lands in a buffer and is in its slot when the next one is appended, or when it is read.
         """
+        self.total += self.present[..., 0].numel()
+        if not key.is_cuda:
+            return self._put(lengths, key, value)
         self._land()  # of earlier steps: there by now
         for row, length in enumerate(lengths):
-            self.present[row, :, length] = True
+            self.present.numpy()[row, :, length] = True  # torch may refuse to, outside the mode that it was made in
         new = key[:, :, 0], value[:, :, 0]
-        if not key.is_cuda:
-            return self._put(lengths, new)
         buffer = torch.empty(2, *new[0].shape, dtype=key.dtype, pin_memory=True)
         buffer.copy_(torch.stack(new), non_blocking=True)
         self._landing.append(_Landing(tuple(lengths), buffer, torch.cuda.current_stream(key.device).record_event()))
@@ -159,36 +162,35 @@ class HostTier:
             landing = self._landing.popleft()
             if not landing.event.query():
                 landing.event.synchronize()
-            self._put(landing.lengths, landing.tokens.unbind())
+            self._put(landing.lengths, *landing.tokens)
 
-    def _put(self, lengths: Sequence[int], tokens: Sequence[torch.Tensor]) -> None:
-        """Put keys and values [B, Hkv, width] of each row's token `lengths[b]`, on the CPU, into their slots."""
-        for row, length in enumerate(lengths):
-            at: tuple[Any, ...] = row, slice(None), length
-            if self.arranged:
-                at = row, torch.arange(self.key.shape[1]), self.slot_of[at]
-            self._set(at, *(part[row] for part in tokens))
+    def _put(self, lengths: Sequence[int], *rows: torch.Tensor) -> None:
+        """Put keys and values [B, Hkv, ..., width] of each row's token `lengths[b]`, on the CPU, into their slots."""
+        where = self.slot_of.numpy(), self.present.numpy(), np.array(lengths)
+        for block, own in zip(self.blocks(), map(torch.Tensor.contiguous, self._with_decoded(*rows)), strict=True):
+            kernels.put_in_place(own.data_ptr(), block.data_ptr(), own.shape[-1] * own.itemsize, *where)
 
-    def _set(self, at: tuple[Any, ...], key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put held rows [..., width], on the CPU, into slots, an index of (row, head, slot)."""
-        self.key[at], self.value[at] = key, value
-        if self._decoded is not None:
-            self._decoded[at] = self.codecs.key.decode(key)
+    def _with_decoded(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Rows as `blocks` hold them."""
+        return (key, value) if self._decoded is None else (key, value, self.codecs.key.decode(key))
 
     def write(self, ids: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store tokens; ids [B, Hkv, M] (-1 = none), key and value [B, Hkv, M, width] of either side, as held here."""
-        at = (ids >= 0).cpu().nonzero(as_tuple=True)
-        row, head, _ = at
+        row, head, _ = at = (ids >= 0).cpu().nonzero(as_tuple=True)
         token = ids.cpu()[at]
         slot = self.slot_of[row, head, token]
         on_device = tuple(axis.to(key.device) for axis in at)
-        self._set((row, head, slot), key[on_device].cpu(), value[on_device].cpu())
+        for block, own in zip(self.blocks(), self._with_decoded(key[on_device], value[on_device]), strict=True):
+            block[row, head, slot] = own.cpu()
+        self.total += int((~self.present[row, head, token]).sum())
         self.present[row, head, token] = True
 
     def remove(self, ids: torch.Tensor) -> None:
         """Mark token ids [B, Hkv, M] (-1 = none) as gone from here; no other token gets their slots."""
         row, head, at = (ids >= 0).nonzero(as_tuple=True)
-        self.present[row.cpu(), head.cpu(), ids[row, head, at].cpu()] = False
+        gone = row.cpu(), head.cpu(), ids[row, head, at].cpu()
+        self.total -= int(self.present[gone].sum())
+        self.present[gone] = False
 
     def reserve(self, capacity: int) -> None:
         """Make room for token ids up to capacity - 1.

@@ -6,7 +6,7 @@ In torch the same takes a dozen passes over a few thousand numbers, which cost m
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,52 +14,66 @@ import torch
 from kvbench.kernels.lists import plan_lists
 from kvbench.memory.slots import NO_TOKEN, whole_pages
 
+NOT_ASKED = np.empty((0, 0), np.int64)
+NOTHING = torch.empty(0, dtype=torch.int64)
+
 
 class StagePlan(NamedTuple):
     """Where each token of a selection goes, and where it comes from.
 
     Attributes:
         ids: [B, Hkv, U] ascending, distinct, `NO_TOKEN` after; U is the longest list, in whole pages.
+        total: how many ids these are.
+        moving: how many of them are not on the device.
+        found: how many are held.
+        complete: a token was asked for everywhere.
         source: [B, Hkv, U], a row of what is held, then of the newest tokens, then of the missing ones.
         slots: [B, Hkv, M], the index in `ids` of each token asked for, -1 where none was.
-        head, token: [n] each, the missing ones: row * Hkv + KV head, and id.
-        complete: a token was asked for everywhere.
-        found: how many of `ids` are held.
+        head, token: [moving] each, the missing ones: row * Hkv + KV head, and id.
     """
 
     ids: torch.Tensor
+    total: int
+    moving: int
+    found: int
+    complete: bool
     source: torch.Tensor
     slots: torch.Tensor
     head: torch.Tensor
     token: torch.Tensor
-    complete: bool
-    found: int
 
 
-def plan_stage(index: torch.Tensor, held: torch.Tensor | None, newest: list[int] | None) -> StagePlan:
-    """Plan the staging of token ids index [B, Hkv, M] (-1 = none, repeats allowed), on the CPU.
+def plan_stage(
+    index: torch.Tensor, heads: int, held: torch.Tensor | None, newest: list[int] | None, counted: bool = False
+) -> StagePlan:
+    """Plan the staging of token ids index [B, Hs, M] (-1 = none, repeats allowed), on the CPU.
 
     Args:
+        heads: Hkv; Hs is 1, Hkv or Hq.
         held: [B, Hkv, V] ids that are staged, ascending, `NO_TOKEN` after; None: none.
         newest: of each row, the id of the token whose key is on the device anyway; None: none is.
+        counted: nothing is to be moved, so `source`, `slots`, `head` and `token` are empty.
     """
-    batch, heads, count = index.shape
-    size = batch * heads
-    lists = index.reshape(size, count).contiguous().numpy()
-    have = np.empty((size, 0), np.int64) if held is None else held.reshape(size, -1).contiguous().numpy()
-    last = np.full(size, -1) if newest is None else np.repeat(np.asarray(newest, np.int64), heads)
-    first = have.size + (0 if newest is None else last.size)
-    shape = len(lists), whole_pages(count)
-    parts: tuple[Any, ...] = np.full(shape, NO_TOKEN), np.zeros(shape, np.int64), np.full(lists.shape, -1)
-    missing, order = np.empty((2, lists.size), np.int64), np.argsort(lists, axis=1)
-    moving, longest, complete, found = plan_lists(lists, order, have, last, first, *parts, missing)
-    head, token = torch.from_numpy(missing[:, :moving])
-    ids, source, slots = (torch.from_numpy(part).view(batch, heads, part.shape[1]) for part in parts)
-    used = whole_pages(longest)
-    return StagePlan(ids[..., :used], source[..., :used], slots, head, token, complete, found)
+    lists = index.contiguous().numpy()
+    batch, own, count = lists.shape
+    size, count = batch * heads, max(1, own // heads) * count
+    have = NOT_ASKED if held is None else held.contiguous().view(size, -1).numpy()
+    last = np.full(batch, -1) if newest is None else np.array(newest)
+    ids = np.full((size, whole_pages(count)), NO_TOKEN)
+    if counted:
+        moving, longest, complete, found, total = plan_lists(lists, have, last, ids, NOT_ASKED, NOT_ASKED, NOT_ASKED)
+        parts = (NOTHING,) * 4
+    else:
+        source, slots, missing = np.zeros_like(ids), np.full((size, count), -1), np.empty((2, size * count), np.int64)
+        moving, longest, complete, found, total = plan_lists(lists, have, last, ids, source, slots, missing)
+        whole = source[:, : whole_pages(longest)], slots
+        rows = (torch.from_numpy(part).view(batch, heads, part.shape[1]) for part in whole)
+        parts = *rows, *torch.from_numpy(missing[:, :moving])
+    ids = np.ascontiguousarray(ids[:, : whole_pages(longest)]).reshape(batch, heads, whole_pages(longest))
+    return StagePlan(torch.from_numpy(ids), total, moving, found, complete, *parts)
 
 
 @cache
 def compile_kernels() -> None:
     """Compile, or read from disk, before anything is timed."""
-    plan_stage(torch.zeros(1, 1, 1, dtype=torch.int64), None, None)
+    plan_stage(torch.zeros(1, 1, 1, dtype=torch.int64), 1, None, None)

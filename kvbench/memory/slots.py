@@ -89,11 +89,17 @@ def repeated(lists: torch.Tensor) -> torch.Tensor:
     return again
 
 
+def of_kv_heads(index: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Token ids [B, Hs, M], Hs = 1, Hkv or Hq, as a list of each KV head, [B, Hkv, n]: a query group's in one."""
+    batch, heads, _ = index.shape
+    return index.expand(-1, kv_heads, -1) if heads <= kv_heads else index.reshape(batch, kv_heads, -1)
+
+
 def joined(lists: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """Ascending lists [B, Hs, n], Hs = 1, Hkv or Hq, as those of the KV heads: a query group's without repeats."""
     if lists.shape[1] <= kv_heads:
-        return lists.expand(-1, kv_heads, -1)
-    both = lists.reshape(lists.shape[0], kv_heads, -1).sort(dim=2).values
+        return of_kv_heads(lists, kv_heads)
+    both = of_kv_heads(lists, kv_heads).sort(dim=2).values
     return both.masked_fill(repeated(both), NO_TOKEN).sort(dim=2).values
 
 

@@ -18,11 +18,23 @@ from kvbench.memory.device import Located
 from kvbench.memory.fetch import fetch
 from kvbench.memory.host import HostTier
 from kvbench.memory.plan import StagePlan, compile_kernels, plan_stage
-from kvbench.memory.slots import NO_TOKEN, PAGE, Pool, ascending, find, flat, index_of, lists_of, whole_pages
+from kvbench.memory.slots import (
+    NO_TOKEN,
+    PAGE,
+    Pool,
+    ascending,
+    find,
+    flat,
+    index_of,
+    lists_of,
+    of_kv_heads,
+    whole_pages,
+)
 from kvbench.memory.transfer import side_stream, uploaded
 from kvbench.method import DeviceCache
 
 LAST = DeviceCache()
+Newest = list[int] | None  # of each row, the id of the token whose key and value are on the device anyway
 Blocks = tuple[tuple[torch.Tensor, torch.Tensor], ...]  # keys and values that lie together
 
 
@@ -33,10 +45,12 @@ class Staged:
     Attributes:
         ids: [B, Hkv, U] ascending, `NO_TOKEN` after the last; on the side where the selection was made.
         rows: keys and values [B, Hkv, U, width] on the device, as held on the host; None where attention is in place.
+        total: how many ids these are, a number on the device where the selection was made there.
     """
 
     ids: torch.Tensor
     rows: tuple[torch.Tensor, torch.Tensor] | None
+    total: int | torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,12 +58,13 @@ class Coming:
     """Tokens to be staged, some of them still on their way up.
 
     Attributes:
-        ids: [B, Hkv, U], as of `Staged`.
+        ids, total: [B, Hkv, U] and their number, as of `Staged`.
         source: [B, Hkv, U] int64 on the CPU, the row of each in `blocks` taken one after the other.
         blocks: keys and values, [..., D] each, on the device; the last is there for who waits on `event`, if any.
     """
 
     ids: torch.Tensor
+    total: int
     source: torch.Tensor
     blocks: Blocks
     event: torch.cuda.Event | None = None
@@ -120,7 +135,10 @@ class Stage:
             self._staged, rows = self._read_by_device(index, lengths)
             slots, _ = find(self._staged.ids, index.clamp(min=0))
             return Located(Pool.of(*rows), flat(slots, rows[0].shape[2]), index >= 0, self._host.codecs)
-        plan = self._plan_step(index.cpu(), lengths, self._newest(lengths))
+        index = index.cpu()
+        if index.numel() and (last := int(index.max())) >= self._host.capacity:
+            raise LookupError(f"token {last} is not in the store: not seen yet")
+        plan = self._plan_step(index, lengths, self._newest(lengths), counted=False)
         self._staged = self._received(self._sent(plan))
         rows = self._staged.rows or self._host.gather(index_of(self._staged.ids))
         slots, pool, count = uploaded(plan.slots, self._device), Pool.of(*rows), rows[0].shape[2]
@@ -137,7 +155,8 @@ class Stage:
 
         def begin() -> None:
             self._receive()
-            self._coming = self._sent(self._with_kept(self._plan(index, newest), index, newest), beside=True)
+            plan = self._plan(index, newest, self._in_place)
+            self._coming = self._sent(self._with_kept(plan, index, newest, self._in_place), beside=True)
 
         self._noted.append(begin)
         if not self._in_place:
@@ -147,14 +166,15 @@ class Stage:
         """Note that tokens of the tier were attended where they lie; they are staged and counted later.
 
         Args:
-            index: gives the [B, Hkv, M] ids of those that were, -1 for others; called before the next change.
+            index: gives the [B, Hs, M] ids of those that were, Hs = 1, Hkv or Hq, -1 for others; called before the next
+                change.
             lengths: as for `locate`.
         """
         newest = self._newest(lengths)
 
         def bring() -> None:
             self._receive()
-            self._staged = self._received(self._sent(self._plan_step(index(), lengths, newest)))
+            self._staged = self._received(self._sent(self._plan_step(index(), lengths, newest, self._in_place)))
 
         self._noted.append(bring)
 
@@ -183,50 +203,51 @@ class Stage:
 
     # -- planned on the CPU ----------------------------------------------------------------------------------------
 
-    def _newest(self, lengths: Sequence[int]) -> list[int] | None:
+    def _newest(self, lengths: Sequence[int]) -> Newest:
         """Of each row, the id of the token in `newest`."""
         return None if self.newest is None else [length - 1 for length in lengths]
 
-    def _plan(self, index: torch.Tensor, newest: list[int] | None) -> StagePlan:
+    def _plan(self, index: torch.Tensor, newest: Newest, counted: bool) -> StagePlan:
         held = None if self._staged is None else self._staged.ids.cpu()
-        return plan_stage(index, held, newest)
+        return plan_stage(index, self._host.key.shape[1], held, newest, counted)
 
-    def _plan_step(self, index: torch.Tensor, lengths: Sequence[int], newest: list[int] | None) -> StagePlan:
-        """The plan of a step that attends index [B, Hkv, M], which is passed to the keeper, too."""
-        plan = self._plan(index, newest)
-        self._found(plan.found, len(plan.token))
+    def _plan_step(self, index: torch.Tensor, lengths: Sequence[int], newest: Newest, counted: bool) -> StagePlan:
+        """The plan of a step that attends index [B, Hs, M], which is passed to the keeper, too."""
+        plan = self._plan(index, newest, counted)
+        self._found(plan.found, plan.moving)
         if self._keeper is not None:
             self._kept = self._keeper.after(index_of(plan.ids), lengths)
-        return self._with_kept(plan, index, newest)
+        return self._with_kept(plan, index, newest, counted)
 
-    def _with_kept(self, plan: StagePlan, index: torch.Tensor, newest: list[int] | None) -> StagePlan:
+    def _with_kept(self, plan: StagePlan, index: torch.Tensor, newest: Newest, counted: bool) -> StagePlan:
         """The plan of `index`, with what the keeper keeps beside it."""
         if self._kept is None:
             return plan
-        both = self._plan(torch.cat([index, self._kept], dim=2), newest)
+        index = of_kv_heads(index, self._kept.shape[1])
+        both = self._plan(torch.cat([index, self._kept], dim=2), newest, counted)
         return both._replace(slots=both.slots[..., : index.shape[2]], complete=plan.complete)
 
     def _sent(self, plan: StagePlan, beside: bool = False) -> Coming:
         """Move up what is missing on the device; `beside`: on the side stream."""
         if self._in_place:
-            self._moved(len(plan.token))
-            return Coming(plan.ids, plan.source, ())
+            self._moved(plan.moving)
+            return Coming(plan.ids, plan.total, plan.source, ())
         blocks = self._blocks()
-        if not len(plan.token):
-            return Coming(plan.ids, plan.source, blocks)
+        if not plan.moving:
+            return Coming(plan.ids, plan.total, plan.source, blocks)
         heads = self._host.key.shape[1]
         found = self._host.read(plan.head // heads, plan.head % heads, plan.token, self.values_only)
-        self._moved(len(plan.token))
+        self._moved(plan.moving)
         aside = beside and self._device.type == "cuda"
         with torch.cuda.stream(side_stream(self._device)) if aside else nullcontext():
             moved = uploaded(found, self._device)  # keys, where they are moved, and values
             event = torch.cuda.current_stream(self._device).record_event() if aside else None
-        return Coming(plan.ids, plan.source, (*blocks, (moved[0], moved[-1])), event)
+        return Coming(plan.ids, plan.total, plan.source, (*blocks, (moved[0], moved[-1])), event)
 
     def _received(self, coming: Coming) -> Staged:
         """The tokens that were moved up, in one block with those that were staged before."""
         if self._in_place:
-            return Staged(coming.ids, None)
+            return Staged(coming.ids, None, coming.total)
         if coming.event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(coming.event)
@@ -234,7 +255,7 @@ class Stage:
         source = uploaded(coming.source.reshape(-1), self._device)
         size = (*coming.ids.shape, self._host.key.shape[3])
         key, value = (side.index_select(0, source).view(size) for side in _joined(coming.blocks, self._nothing))
-        return Staged(coming.ids, (key, value))
+        return Staged(coming.ids, (key, value), coming.total)
 
     # -- on the device alone ---------------------------------------------------------------------------------------
 
@@ -256,7 +277,7 @@ class Stage:
         moving = sides[1:] if self.values_only else sides
         moved = [fetch(near, far, here, host.view(-1, size[3])).view(size) for here, host in moving]
         rows = moved[0], moved[-1]
-        return Staged(ids, rows), rows
+        return Staged(ids, rows, (ids != NO_TOKEN).sum()), rows
 
     def _origins(self, ids: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where ids [B, Hkv, U] come from: [B * Hkv * U] rows of the joined blocks, or -1, and else of the host's."""
@@ -290,7 +311,7 @@ class Stage:
         if self._coming is not None:
             self._check_ids(self._coming.ids)
             rows = sum(key.numel() for key, _ in self._coming.blocks) // self._host.key.shape[3]
-            assert self._coming.source.shape == self._coming.ids.shape, "what comes has a source"
+            assert self._in_place or self._coming.source.shape == self._coming.ids.shape, "what comes has a source"
             assert bool((self._coming.source < max(rows, 1)).all()), "a source is a row of the blocks"
 
     def _check_ids(self, ids: torch.Tensor) -> None:

@@ -190,12 +190,13 @@ class LayerStore(Tiers):
             self.stage.prefetch(index, self.lengths)
 
     def attended(self, index: torch.Tensor) -> None:
-        """Note that token ids [B, Hkv, M] (-1 = none) were attended where they lie, all of them in a tier.
+        """Note that token ids [B, Hs, M] (-1 = none; Hs = 1, Hkv or Hq) were attended where they lie, all in a tier.
 
         Those of the host are staged without rows and counted as by `locate`, in `count_fetched` or at the next change.
         """
         if self.stage is not None:
-            self.stage.attended(partial(self.off_device, index), self.lengths)
+            near = self.device.total
+            self.stage.attended(partial(self.off_device, index) if near else lambda: index, self.lengths)
 
     def count_fetched(self) -> None:
         """Count among the moved bytes what the device itself has read from the host, or would have been sent."""
@@ -270,6 +271,8 @@ class LayerStore(Tiers):
             assert bool((tiers[seen] != DROPPED).all()), "a token that left the device is on the host"
         elif self.device.ids is None:
             assert bool((tiers[seen] == DEVICE).all()), "a token that nobody dropped is on the device"
+        if self.host is not None:
+            assert self.host.total == int(self.host.present.sum()), "the tokens of the host are counted"
 
 
 def _moved_tokens(moved: Callable[[int], None], size: int, tokens: int) -> None:

@@ -13,7 +13,7 @@ from kvbench.memory.device import DeviceTier
 from kvbench.memory.grouped import GroupedTier
 from kvbench.memory.host import Arrival, HostTier
 from kvbench.memory.kinds import GROUPED, KV, NATIVE
-from kvbench.memory.slots import NO_TOKEN, index_of, lists_of
+from kvbench.memory.slots import NO_TOKEN, index_of, lists_of, of_kv_heads
 from kvbench.memory.stage import Stage, Staged
 from kvbench.memory.transfer import uploaded
 from kvbench.method import Selection
@@ -47,7 +47,7 @@ class Tiers:
     @property
     def kv_heads(self) -> int:
         """KV heads, Hkv."""
-        return self.device.used.shape[1]
+        return self.device.numbers.shape[1]
 
     @property
     def seen(self) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Tiers:
     def resident_counts(self) -> torch.Tensor:
         """[B, Hkv] tokens on the device, staged ones included."""
         if self._staged is None:
-            return self.device.used
+            return self.device.used.clone()
         return self.device.used + (self._staged.ids != NO_TOKEN).sum(dim=2).cpu()
 
     def resident_ids(self) -> torch.Tensor:
@@ -135,7 +135,8 @@ class Tiers:
         return key, value, None if bool(there.all()) and not self.device.used.any() else mask
 
     def off_device(self, index: torch.Tensor) -> torch.Tensor:
-        """Token ids [B, Hkv, M], -1 for those that live on the device."""
+        """Token ids [B, Hs, M], Hs = 1, Hkv or Hq, as lists of KV heads, -1 for those that live on the device."""
+        index = of_kv_heads(index, self.kv_heads)
         return index.masked_fill(self.device.find(index)[1], -1)
 
     def with_stored_keys(self, selection: Selection | None) -> Selection | None:
@@ -175,18 +176,18 @@ class Tiers:
         """Bytes of the tokens on the device, staged ones included; not those of slots without a token."""
         if self.host is None:
             return self.device.nbytes
-        staged = int(self.resident_counts().sum() - self.device.used.sum())
+        staged = 0 if self._staged is None else int(self._staged.total)
         return self.device.nbytes + staged * self.host.codecs.nbytes
 
     def remote_bytes(self) -> int:
         """Bytes that it takes to bring up all tokens that live on the host."""
-        return 0 if self.host is None else int(self.host.present.sum()) * self.host.codecs.nbytes
+        return 0 if self.host is None else self.host.total * self.host.codecs.nbytes
 
     def host_bytes(self) -> int:
         """Bytes of the tokens that live on the host; of a key that is there decoded, too, both."""
         if self.host is None:
             return 0
-        return int(self.host.present.sum()) * (self.host.codecs.nbytes + self.host.decoded_bytes)
+        return self.host.total * (self.host.codecs.nbytes + self.host.decoded_bytes)
 
     def allocated_bytes(self) -> int:
         """Bytes that the layer's keys and values take on the device, staged copies included.
@@ -206,7 +207,7 @@ class Tiers:
     @property
     def entry_bytes(self) -> float:
         """Bytes of a token's key and value in one KV head, the mean over the tokens of both tiers."""
-        tokens = int(self.device.used.sum()) + (0 if self.host is None else int(self.host.present.sum()))
+        tokens = self.device.total + (0 if self.host is None else self.host.total)
         return (self.device.nbytes + self.remote_bytes()) / max(1, tokens)
 
     @property

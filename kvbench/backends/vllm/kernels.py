@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvbench.kernels.attend import LIST_PIECE, scratch, write_piece
+from kvbench.kernels.attend import LIST_PIECE, join, queries, scratch, shares, space, write_piece
 from kvbench.kernels.rows import BLOCK, add_values, lay_out, scale_logits, score, weigh
 from kvbench.kernels.threads import claim, in_threads
 from kvbench.kernels.vectors import LANES, LOWEST, inner, kernel
@@ -12,19 +12,29 @@ from kvbench.kernels.vectors import LANES, LOWEST, inner, kernel
 
 @kernel
 def attend_blocks(  # type: ignore[no-untyped-def]
-    threads, claims, pieces, query, scaling, index, bias, blocks, own, stored, logits, results
+    threads, before, asked, index, bias, blocks, own, stored, logits, results, out
 ):
-    """Attention over lists of tokens that lie in a serving engine's blocks, in so many threads.
+    """Attention over lists of tokens that lie in a serving engine's blocks, in several threads.
 
     A few rows at a time are copied out of their block, and attended while they are in the cache.
 
     Args:
-        claims, pieces, query, scaling, index, bias, own, logits, results: as of `attend_lists`, without extra entries.
+        threads, before, asked, index, bias, own, logits, results, out: as of `attend_lists`, without extra entries.
         blocks: see `gather`, of all rows of the batch.
         stored: the type of a number.
+
+    Returns:
+        0: no token was lost.
     """
-    arguments = claims, pieces, query, scaling, index, bias, blocks, own, stored, logits, results
-    in_threads(threads, _attend_blocks, arguments)
+    query, pieces = queries(asked), -(-index.shape[2] // LIST_PIECE)
+    found = space(results, query, pieces, out)
+    share = np.zeros(1, np.int64), (before, pieces), query, asked[5]
+    size = len(query) * index.shape[2] * 2 * query.shape[2] * blocks[3].itemsize
+    arguments = *share, index, bias, blocks, own, stored, logits, found
+    in_threads(shares(threads, len(query) * pieces, size), _attend_blocks, arguments)
+    if out:
+        join(found, out, asked[4], logits)
+    return 0
 
 
 @inner

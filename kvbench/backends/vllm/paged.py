@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from kvbench.attention.cpu import STORED, WORTH_A_THREAD, Asked, Claims, Pieces, Work, bias_of, extra_part
+from kvbench.attention.cpu import STORED, WORTH_A_THREAD, Part, bias_of, extra_part, run
 from kvbench.backends.vllm import kernels
 from kvbench.config import ConfigError
 from kvbench.kernels.attend import LIST_PIECE, pieces_of
@@ -137,7 +136,7 @@ class PagedTier(DeviceTier):
         if self.ids is not None:
             self.ids = with_free_slots(self.ids, self.longest + 1)
             self.ids.scatter_(2, self.used[..., None], lengths[0])
-        self._used, self.longest = self._used + 1, self.longest + 1
+        self.numbers, self.longest, self.total = self.numbers + 1, self.longest + 1, self.total + self.numbers.size
 
     def reserve(self, slots: int) -> None:
         """Blocks are vLLM's to reserve."""
@@ -216,19 +215,13 @@ def attend_blocks(query: torch.Tensor, blocks: tuple[Any, ...], selection: Selec
     Args:
         blocks: see `kernels.gather`, of all rows of the batch.
     """
-    (batch, query_heads, _, head_dim), index, heads = query.shape, selection.index.contiguous(), blocks[1].shape[1]
+    batch, index, heads = len(query), selection.index.contiguous(), blocks[1].shape[1]
     lists, count = max(index.shape[1], heads), index.shape[2]
     own = None if selection.keys is None else selection.keys.to(query.dtype).contiguous()
-    bias = bias_of(selection, batch, query_heads).view(batch * lists, query_heads // lists, -1).numpy()
-    held = index.numpy(), bias, blocks, 0 if own is None else own.data_ptr(), STORED[query.dtype]
-
-    def part(threads: int, claims: Claims, pieces: Pieces, asked: Asked, *results: NDArray[np.float32]) -> None:
-        kernels.attend_blocks(threads, claims, pieces, *asked, *held, *results)
-
-    parts, pieces = [part], [pieces_of(count, LIST_PIECE)]
+    bias = bias_of(selection, batch, lists)
+    given = index.numpy(), bias, blocks, 0 if own is None else own.data_ptr(), STORED[query.dtype]
+    parts = [Part(kernels.attend_blocks, pieces_of(count, LIST_PIECE), given)]
     if (extra := selection.extra) is not None:
         key, value = extra.key.contiguous(), extra.value.contiguous()
-        parts, pieces = [part, extra_part(index, bias, heads, key, value)], [*pieces, 1]
-    work = Work(query, scaling, batch * lists, pieces, 0)
-    work.run(parts, batch * lists * count * 2 * head_dim * query.itemsize)
-    return work.merged()[0]
+        parts.append(extra_part(index, bias, heads, key, value))
+    return run(query, scaling, batch * lists, parts, 0)[0]

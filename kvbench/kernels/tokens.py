@@ -1,0 +1,81 @@
+"""A new token's keys and values: whether they are finite, and the slots they go into.
+
+In torch each of these takes some ten operations on a few numbers, in every layer of every step.
+"""
+
+from __future__ import annotations
+
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from kvbench.kernels.rows import load_one
+from kvbench.kernels.vectors import inner, kernel, pointer
+
+
+@intrinsic
+def _copy(_context, to, source, size):  # type: ignore[no-untyped-def]
+    """Copy so many bytes from one address to another."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        to, source, size = arguments
+        byte = cgutils.int8_t
+        cgutils.raw_memcpy(builder, pointer(builder, to, byte), pointer(builder, source, byte), size, 1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), generate
+
+
+@inner
+def _finite(address, count, stored):  # type: ignore[no-untyped-def]
+    wrong = 0
+    for i in range(count):
+        x = load_one(address, 0, i, stored)
+        wrong |= x - x != 0  # of NaN and inf it is NaN
+    return wrong == 0
+
+
+@kernel
+def finite(query, queries, key, keys, stored):  # type: ignore[no-untyped-def]
+    """Whether so many numbers, of a type, at the address of queries and at that of keys have no NaN or inf."""
+    return _finite(query, queries, stored) and _finite(key, keys, stored)
+
+
+@kernel
+def put(rows, pool, sizes, first, used, ids, tokens):  # type: ignore[no-untyped-def]
+    """Put the next token of each KV head into the slot after the used ones, which is used from now on.
+
+    Args:
+        rows: addresses of the keys and of the values of H KV heads, of all rows of the batch, as they are held.
+        pool: addresses of the keys and values in all slots.
+        sizes: bytes of a key, and of a value.
+        first, used: [B, Hkv] int64 each, where the slots of each KV head begin in the pool, and how many it uses.
+        ids: [B, Hkv, S], of the tokens in its slots, or [B, Hkv, 0] where slot = id.
+        tokens: [B], ids of the new ones.
+    """
+    batch, heads = used.shape
+    for row in range(batch):
+        for head in range(heads):
+            at, slot = row * heads + head, first[row, head] + used[row, head]
+            _copy(pool[0] + slot * sizes[0], rows[0] + at * sizes[0], sizes[0])
+            _copy(pool[1] + slot * sizes[1], rows[1] + at * sizes[1], sizes[1])
+            if ids.shape[2]:
+                ids[row, head, used[row, head]] = tokens[row]
+            used[row, head] += 1
+
+
+@kernel
+def put_in_place(rows, pool, size, slot_of, present, tokens):  # type: ignore[no-untyped-def]
+    """Put rows of so many bytes, one of each KV head, into the slots of their tokens, which are there from now on.
+
+    Args:
+        rows, pool: their address, and that of a block with S slots for each KV head.
+        slot_of, present: [B, Hkv, S], the slot of each token id, and whether it is there.
+        tokens: [B], the ids.
+    """
+    batch, heads, slots = slot_of.shape
+    for row in range(batch):
+        for head in range(heads):
+            at = row * heads + head
+            _copy(pool + (at * slots + slot_of[row, head, tokens[row]]) * size, rows + at * size, size)
+            present[row, head, tokens[row]] = True
