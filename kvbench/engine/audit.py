@@ -150,7 +150,7 @@ class Audit:
         """
         rows = [row for row, running in enumerate(active) if running]
         lengths, generated = list(lengths), self.generated + 1
-        counted = {layer: self._counts(layer, *noted) for layer, *noted in self._pending}
+        counted = {noted[0]: self._counts(*noted) for noted in self._pending}
         layers = {layer: counts for layer, counts in counted.items() if counts is not None}
         if layers:
             counts = np.stack([*layers.values()])
