@@ -17,6 +17,8 @@ class Spans:
 
         with spans("attention"):
             ...
+            spans.then("select")
+            ...
 
     On a CPU that is wall time. A GPU computes while the program goes on, so there the stream itself notes the time
     where a span begins and ends; where it stands still because the host is busy, that is time of the host's span. Of
@@ -43,6 +45,11 @@ class Spans:
         if span is None:
             span = self._named[name] = _Span(self, name)
         return span
+
+    def then(self, name: str) -> None:
+        """The innermost span ends here, and this one takes its place."""
+        self._switch()
+        self._open[-1] = name
 
     def reset(self) -> dict[str, float]:
         """Return the times so far and start from zero."""

@@ -7,11 +7,9 @@ several ways are parts of one attention, a call of a kernel each.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -70,26 +68,10 @@ def attend(
     """See `kvbench.attention.executor.Executor`."""
     if selection is not None:
         return _attend_lists(query, scaling, store, selection, probabilities)
-    stretches = _remembered(store, _stretches)
-    if store.device.even and all(one.native for one in stretches) and store.device.nbytes < WORTH_STREAMING:
+    stretches, entry = store.worked_out(_stretches)
+    if entry and store.device.even and store.device.total * entry < WORTH_STREAMING:
         return torch_executor.attend(query, store, None, scaling, probabilities)
     return _attend_resident(query, scaling, stretches, probabilities)
-
-
-# The last that was worked out of each store, and what from: a token that is appended in place changes none of it.
-_known: WeakKeyDictionary[LayerStore, tuple[tuple[Any, ...], dict[Any, Any]]] = WeakKeyDictionary()
-
-
-def _remembered(store: LayerStore, find: Callable[[LayerStore], list[Any]]) -> list[Any]:
-    """find(store), which is asked again where the store holds its tokens elsewhere than it did."""
-    device, host = store.device, store.host
-    places = device.pool, device.numbers, device.ids, *(() if host is None else (host.key, host.slot_of))
-    known, found = _known.get(store, ((), {}))
-    if len(known) != len(places) or not all(map(operator.is_, known, places)):
-        _known[store] = places, (found := {})
-    if find not in found:
-        found[find] = find(store)
-    return found[find]
 
 
 # -- how rows are held -------------------------------------------------------------------------------------------------
@@ -125,39 +107,35 @@ def _kind(codec: Codec | KiviKeys) -> tuple[Any, int, int]:
 # -- all slots ---------------------------------------------------------------------------------------------------------
 
 
-class Stretch(NamedTuple):
-    """A `Span`, as the kernel takes it.
-
-    Attributes:
-        native: keys are held as they are.
-        given: slots that are attended, where they begin in the pool and in the logits, [L] int64 each; addresses, and
-            how rows are stored.
-    """
-
-    native: bool
-    given: tuple[Any, ...]
+# A `Span` as the kernel takes it: slots that are attended, where they begin in the pool and in the logits, [L] int64
+# each; addresses, and how rows are stored.
+Stretch = tuple[Any, ...]
 
 
-def _stretches(store: LayerStore) -> list[Stretch]:
-    return list(map(_stretch, store.device.spans()))
+def _stretches(store: LayerStore) -> tuple[list[Stretch], int]:
+    """All used slots; and where they are held as they are bytes of one, else 0."""
+    spans = store.device.spans()
+    native = all(isinstance(span.codecs[0], Native) for span in spans)
+    return list(map(_stretch, spans)), store.device.entry_bytes if native else 0
 
 
 def _stretch(span: Span) -> Stretch:
     first, begin, end = (numbers.reshape(-1).numpy() for numbers in (span.first, span.begin, span.end))
     used = end - begin if begin.any() else end  # which grows in place, as tokens come
-    where = used, first + begin, begin, _addresses(*span.pool, span.parameters), _stored(span.codecs)
-    return Stretch(isinstance(span.codecs[0], Native), where)
+    return used, first + begin, begin, _addresses(*span.pool, span.parameters), _stored(span.codecs)
 
 
 def _attend_resident(
     query: torch.Tensor, scaling: float, stretches: Sequence[Stretch], probabilities: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output as the query and probabilities [B, Hq, n], n = most used slots, for all slots that are used."""
-    columns = max(int((one.given[0] + one.given[2]).max()) for one in stretches) if probabilities else 0
-    alone = len(stretches) == 1
-    counts = (0 if alone else kernels.pieces_of(int(one.given[0].max()), kernels.DENSE_PIECE) for one in stretches)
-    parts = [Part(kernels.attend_resident, *one) for one in zip(counts, (one.given for one in stretches), strict=True)]
-    return run(query, scaling, len(stretches[0].given[0]), parts, columns)[:2]
+    columns = max(int((used + column).max()) for used, _, column, *_ in stretches) if probabilities else 0
+    if len(stretches) == 1:
+        parts = [Part(kernels.attend_resident, 0, stretches[0])]
+    else:
+        pieces = [kernels.pieces_of(int(used.max()), kernels.DENSE_PIECE) for used, *_ in stretches]
+        parts = [Part(kernels.attend_resident, *one) for one in zip(pieces, stretches, strict=True)]
+    return run(query, scaling, len(stretches[0][0]), parts, columns)[:2]
 
 
 # -- lists of tokens ---------------------------------------------------------------------------------------------------
@@ -192,7 +170,7 @@ def _attend_lists(
     Raises:
         LookupError: as `LayerStore.locate`.
     """
-    parts, heads = _remembered(store, _tiers), store.kv_heads
+    parts, heads = store.worked_out(_tiers), store.kv_heads
     out, weights, lost = _attend_parts(query, scaling, parts, selection, heads, probabilities)
     if lost:
         store.locate(of_kv_heads(selection.index, heads))  # raises, and names the token
@@ -303,7 +281,7 @@ def run(
     """
     query, (batch, heads, _, head_dim) = query.contiguous(), query.shape
     number, rows, out = STORED[query.dtype], batch * heads // lists, torch.empty_like(query)
-    asked = query.data_ptr(), lists, rows, head_dim, number, np.float32(scaling)
+    asked = query.data_ptr(), lists, rows, head_dim, number, scaling
     logits = np.full((lists, rows, columns), -np.inf, np.float32) if columns else NONE_KEPT
     threads, before, lost = (torch.get_num_threads(), WORTH_A_THREAD), 0, 0
     if len(parts) == 1:
@@ -328,6 +306,6 @@ def compile_kernels(dtype: torch.dtype, kv: KV = NATIVE) -> None:
         store.seal_prompt([1])
         store.encode()
         if kind in ("native", kv.device):
-            _attend_resident(token, 1.0, _stretches(store), probabilities=True)
+            _attend_resident(token, 1.0, _stretches(store)[0], probabilities=True)
         selection = Selection(torch.zeros(1, 1, 1, dtype=torch.int64), extra=Extra(token, token, torch.zeros(1, 1, 1)))
         _attend_lists(token, 1.0, store, selection, probabilities=True)

@@ -153,9 +153,9 @@ class Audit:
         counted = {noted[0]: self._counts(*noted) for noted in self._pending}
         layers = {layer: counts for layer, counts in counted.items() if counts is not None}
         if layers:
-            counts = np.stack([*layers.values()])
+            counts = np.array([*layers.values()])  # [layers, B, Hkv]
             most = counts.max(axis=2).T.tolist()
-            means = counts.mean(axis=(0, 2)).tolist()
+            means = (counts.sum(axis=(0, 2)) / (len(counts) * counts.shape[2])).tolist()
             for row in rows:
                 for layer, attended in zip(layers, most[row], strict=True):
                     self._hold_to(row, method.rule(layer, lengths[row], generated), layer, attended)
@@ -195,7 +195,7 @@ class Audit:
         if heads > kv_heads and self.steps % self.every:
             return None
         named, distinct = count_lists(selection.index.cpu().contiguous().numpy(), kv_heads)
-        if heads <= kv_heads and not np.array_equal(named, distinct):
+        if heads <= kv_heads and (named != distinct).any():
             raise ValueError(f"layer {layer}: the method selected a token twice for one head")
         return distinct if selection.extra is None else distinct + extra_entries(selection.extra, kv_heads).numpy()
 

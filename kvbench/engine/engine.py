@@ -290,18 +290,17 @@ class Engine:
     # -- decode ----------------------------------------------------------------------------------------------------
 
     def _decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        store = self.stores[layer]
-        with self.spans("attention"):
+        store, spans = self.stores[layer], self.spans
+        with spans("attention"):
             store.append(key, value)
-        if layer not in self._sparse:
-            with self.spans("attention"):
+            if layer not in self._sparse:
                 everything = with_sinks(None, store, sinks, key)
                 return self._end_layer(layer, self.executor(query, store, everything, self.shape.scaling)[0])
-        with self.spans("index_update"):
+            spans.then("index_update")
             self.method.append(layer, key, value)
-        with self.spans("select"):
+            spans.then("select")
             selection = self.method.select(layer, query)
-        with self.spans("attention"):
+            spans.then("attention")
             attended = store.with_stored_keys(selection)
             if self._positions is not None:
                 attended = self._positions(selection or Selection(store.resident_ids()), store, query.device)
@@ -392,9 +391,9 @@ def check_finite(layer: int, query: Tensor, key: Tensor, decoding: bool) -> None
     """
     if decoding and not query.is_cpu:
         return
-    if decoding and query.dtype in STORED and query.is_contiguous() and key.is_contiguous():
-        rows = query.data_ptr(), query.numel(), key.data_ptr(), key.numel()
-        if finite(*rows, STORED[query.dtype]):
+    if decoding and query.dtype in STORED:
+        rows = query.contiguous(), key.contiguous()
+        if finite(*((row.data_ptr(), row.numel()) for row in rows), STORED[query.dtype]):
             return
     for name, head, vectors in (("query", "query head", query), ("key", "KV head", key)):
         if math.isfinite(vectors.sum()):  # NaN and inf stay in a sum; it is also infinite where it overflows

@@ -109,7 +109,7 @@ def attend_resident(  # type: ignore[no-untyped-def]
         threads: how many at most, and bytes of keys and values that each must have.
         before: pieces of each list that stand in `results` already.
         asked: address of the queries [L, R, D], list l a KV head of a row; L, R, D; a number of their type, and the
-            scaling of the logits, float32.
+            scaling of the logits.
         used: [L] int64, slots of each list that are attended.
         first: [L] int64, where the slots of each list begin in the pool.
         column: [L] int64, of the logits, that the first slot of each list has.
@@ -128,7 +128,7 @@ def attend_resident(  # type: ignore[no-untyped-def]
         longest, total = max(longest, used[head]), total + used[head]
     pieces = -(-longest // DENSE_PIECE)
     found = space(results, query, pieces, out)
-    arguments = claims, (before, pieces), query, asked[5], used, first, column, held, stored, logits, found
+    arguments = claims, (before, pieces), query, np.float32(asked[5]), used, first, column, held, stored, logits, found
     work = shares(threads, len(query) * pieces, total * (stored[2][0] + stored[3][0]))
     in_threads(work, _attend_resident, arguments)
     if out:
@@ -204,7 +204,7 @@ def attend_lists(  # type: ignore[no-untyped-def]
     query, claims = queries(asked), np.zeros(2, np.int64)
     pieces = -(-index.shape[2] // LIST_PIECE) + (extra[2] > 0)
     found = space(results, query, pieces, out)
-    share = claims, (before, pieces), query, asked[5]
+    share = claims, (before, pieces), query, np.float32(asked[5])
     arguments = *share, index, bias, device, host, own, extra, stored, logits, found
     size = len(query) * index.shape[2] * (stored[2][0] + stored[3][0])
     in_threads(shares(threads, len(query) * pieces, size), _attend_lists, arguments)

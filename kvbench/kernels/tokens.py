@@ -36,29 +36,29 @@ def _finite(address, count, stored):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def finite(query, queries, key, keys, stored):  # type: ignore[no-untyped-def]
-    """Whether so many numbers, of a type, at the address of queries and at that of keys have no NaN or inf."""
-    return _finite(query, queries, stored) and _finite(key, keys, stored)
+def finite(query, key, stored):  # type: ignore[no-untyped-def]
+    """Whether no query and no key has NaN or inf: their address and how many numbers these are; of which type."""
+    return _finite(*query, stored) and _finite(*key, stored)
 
 
 @kernel
-def put(rows, pool, sizes, first, used, ids, tokens):  # type: ignore[no-untyped-def]
+def put(key, value, room, used, tokens):  # type: ignore[no-untyped-def]
     """Put the next token of each KV head into the slot after the used ones, which is used from now on.
 
     Args:
-        rows: addresses of the keys and of the values of H KV heads, of all rows of the batch, as they are held.
-        pool: addresses of the keys and values in all slots.
-        sizes: bytes of a key, and of a value.
-        first, used: [B, Hkv] int64 each, where the slots of each KV head begin in the pool, and how many it uses.
-        ids: [B, Hkv, S], of the tokens in its slots, or [B, Hkv, 0] where slot = id.
+        key, value: addresses of those of H KV heads, of all rows of the batch, as they are held.
+        room: addresses of the keys and values in all slots, bytes of a key and of a value; [B, Hkv] where the slots of
+            each KV head begin, and [B, Hkv, S] ids of the tokens in them, or [B, Hkv, 0] where slot = id.
+        used: [B, Hkv] int64, slots that each uses.
         tokens: [B], ids of the new ones.
     """
+    keys, values, key_size, value_size, first, ids = room
     batch, heads = used.shape
     for row in range(batch):
         for head in range(heads):
             at, slot = row * heads + head, first[row, head] + used[row, head]
-            _copy(pool[0] + slot * sizes[0], rows[0] + at * sizes[0], sizes[0])
-            _copy(pool[1] + slot * sizes[1], rows[1] + at * sizes[1], sizes[1])
+            _copy(keys + slot * key_size, key + at * key_size, key_size)
+            _copy(values + slot * value_size, value + at * value_size, value_size)
             if ids.shape[2]:
                 ids[row, head, used[row, head]] = tokens[row]
             used[row, head] += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -208,8 +208,13 @@ class DeviceTier(Slotted):
     def _hold(self, pool: Pool, room: torch.Tensor) -> None:
         """Use this pool from now on; room [B, Hkv] is the number of slots of each KV head."""
         self.pool, self.room, self.first = pool, room, uploaded(_first(room), pool.key.device)
+        self._known: tuple[Any, ...] | None = None
         self.capacity = int(room.max())
         self.even = int(room.min()) == self.capacity
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but addresses, which those of a copy are not."""
+        return self.__dict__ | {"_known": None}
 
     @property
     def key(self) -> torch.Tensor:
@@ -270,17 +275,18 @@ class DeviceTier(Slotted):
 
     def _put(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Put tokens [B, Hkv, 1, D] into the slots after the used ones, and count them."""
-        key, value = self.codecs.encode(key, value)
         if not key.is_cpu:
             return self._put_by_torch(lengths, key, value)
-        pool, sizes = self.pool, (key.shape[3] * key.itemsize, value.shape[3] * value.itemsize)
-        key, value = key.contiguous(), value.contiguous()
-        rows, slots = (key.data_ptr(), value.data_ptr()), (pool.key.data_ptr(), pool.value.data_ptr())
-        ids = NO_IDS if self.ids is None else self.ids.numpy()
-        kernels.put(rows, slots, sizes, self.first.numpy(), self.numbers, ids, np.array(lengths))
+        key, value = self.codecs.encode(key.contiguous(), value.contiguous())
+        if self._known is None:  # where the slots are, until they move
+            ids = NO_IDS if self.ids is None else self.ids.numpy()
+            addresses = (part.data_ptr() for part in self.pool)
+            self._known = *addresses, self.codecs.key.nbytes, self.codecs.value.nbytes, self.first.numpy(), ids
+        kernels.put(key.data_ptr(), value.data_ptr(), self._known, self.numbers, np.array(lengths))
 
     @torch.inference_mode()  # tensors made in this mode can be written in it alone
     def _put_by_torch(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        key, value = self.codecs.encode(key, value)
         if self.uniform:
             self.key.narrow(2, self.longest, 1).copy_(key)
             self.value.narrow(2, self.longest, 1).copy_(value)
@@ -292,18 +298,13 @@ class DeviceTier(Slotted):
 
     def _count(self, lengths: Sequence[int]) -> None:
         """One more slot of each KV head is used, by token `lengths[b]`."""
-        if self.ids is not None:
-            self._name(self.ids, lengths)
+        if self.ids is not None and self.uniform and len(set(lengths)) == 1:
+            self.ids.select(2, self.longest).fill_(lengths[0])
+        elif self.ids is not None:
+            token = torch.tensor(lengths)[:, None].expand_as(self.used)
+            slot, token = uploaded(torch.stack([self.used, token]), self.ids.device)
+            self.ids.scatter_(2, slot[..., None], token[..., None])
         self.numbers = self.numbers + 1
-
-    def _name(self, ids: torch.Tensor, lengths: Sequence[int]) -> None:
-        """Write token `lengths[b]` into the ids of the slots after the used ones."""
-        if self.uniform and len(set(lengths)) == 1:
-            ids.select(2, self.longest).fill_(lengths[0])
-            return
-        token = torch.tensor(lengths)[:, None].expand_as(self.used)
-        slot, token = uploaded(torch.stack([self.used, token]), ids.device)
-        ids.scatter_(2, slot[..., None], token[..., None])
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots, in newly allocated memory where they are not there.

@@ -59,7 +59,8 @@ def plan_stage(
     size, count = batch * heads, max(1, own // heads) * count
     have = NOT_ASKED if held is None else held.contiguous().view(size, -1).numpy()
     last = np.full(batch, -1) if newest is None else np.array(newest)
-    ids = np.full((size, whole_pages(count)), NO_TOKEN)
+    ids = np.empty((size, whole_pages(count)), np.int64)
+    ids.fill(NO_TOKEN)
     if counted:
         moving, longest, complete, found, total = plan_lists(lists, have, last, ids, NOT_ASKED, NOT_ASKED, NOT_ASKED)
         parts = (NOTHING,) * 4

@@ -7,6 +7,7 @@ the host's memory in place, no copy is made: the stage only counts what would ha
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ class Stage:
         self._kept: torch.Tensor | None = None  # [B, Hkv, n] ids that stay, by the keeper
         self.values_only, self._nothing = values_only, host.key.new_empty(0, host.key.shape[3], device=device)
         self._staged: Staged | None = None
-        self._noted: list[Callable[[], None]] = []  # what is still to be planned, in order
+        self._noted: deque[Callable[[], None]] = deque()  # what is still to be planned, in order
         self._coming: Coming | None = None
         self._fetched: torch.Tensor | int = 0  # tokens that the device itself has read, not yet counted as moved
         self._here: torch.Tensor | int = 0  # and those that it had, not yet counted as found
@@ -193,9 +194,8 @@ class Stage:
 
     def _settle(self) -> None:
         """Plan what was noted."""
-        noted, self._noted = self._noted, []
-        for plan in noted:
-            plan()
+        while self._noted:
+            self._noted.popleft()()
 
     def _receive(self) -> None:
         if self._coming is not None:

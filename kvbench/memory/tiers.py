@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -18,6 +20,7 @@ from kvbench.memory.stage import Stage, Staged
 from kvbench.memory.transfer import uploaded
 from kvbench.method import Selection
 
+Found = TypeVar("Found")
 DROPPED, DEVICE, HOST = 0, 1, 2
 
 
@@ -43,6 +46,26 @@ class Tiers:
         self.host: HostTier | None = None
         self.stage: Stage | None = None
         self.home, self._kinds = home, kinds
+        self._worked_out: tuple[tuple[Any, ...], dict[Any, Any]] = (), {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what was worked out, which has addresses."""
+        return self.__dict__ | {"_worked_out": ((), {})}
+
+    def worked_out(self, find: Callable[[Any], Found]) -> Found:
+        """find(store), which is asked again where the tiers hold their tokens elsewhere than they did.
+
+        A token that is appended in place changes none of it but the numbers in `device.numbers`.
+        """
+        device, host = self.device, self.host
+        places = (device.pool, device.numbers, device.ids, None if host is None else host.key)
+        known, found = self._worked_out
+        if not known or not all(map(operator.is_, known, places)):
+            self._worked_out = places, (found := {})
+        if find not in found:
+            found[find] = find(self)
+        answer: Found = found[find]
+        return answer
 
     @property
     def kv_heads(self) -> int:

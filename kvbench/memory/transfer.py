@@ -7,10 +7,12 @@ from functools import cache
 
 import torch
 
+_ANYWHERE = nullcontext()
+
 
 def computing_on(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the current one for a block of code: kernels that are no operations of torch run on that one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.cuda.device(device) if device.type == "cuda" else _ANYWHERE
 
 
 @cache

@@ -28,7 +28,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
     """
     query, pieces = queries(asked), -(-index.shape[2] // LIST_PIECE)
     found = space(results, query, pieces, out)
-    share = np.zeros(1, np.int64), (before, pieces), query, asked[5]
+    share = np.zeros(1, np.int64), (before, pieces), query, np.float32(asked[5])
     size = len(query) * index.shape[2] * 2 * query.shape[2] * blocks[3].itemsize
     arguments = *share, index, bias, blocks, own, stored, logits, found
     in_threads(shares(threads, len(query) * pieces, size), _attend_blocks, arguments)
