@@ -206,6 +206,8 @@ class Engine:
         """
         self.spans.on(query.device)
         with computing_on(query.device):
+            if self.prefilled:
+                query, key, value = query.contiguous(), key.contiguous(), value.contiguous()  # as models' mostly are
             if layer in self._sparse:
                 check_finite(layer, query, key, self.prefilled)
             attend = self._prefill if not self.prefilled else self._decode if self._turn is None else self._turn.attend
@@ -391,9 +393,9 @@ def check_finite(layer: int, query: Tensor, key: Tensor, decoding: bool) -> None
     """
     if decoding and not query.is_cpu:
         return
-    if decoding and query.dtype in STORED:
-        rows = query.contiguous(), key.contiguous()
-        if finite(*((row.data_ptr(), row.numel()) for row in rows), STORED[query.dtype]):
+    if decoding and query.dtype in STORED and query.is_contiguous() and key.is_contiguous():
+        rows = (query.data_ptr(), query.numel()), (key.data_ptr(), key.numel())
+        if finite(*rows, STORED[query.dtype]):
             return
     for name, head, vectors in (("query", "query head", query), ("key", "KV head", key)):
         if math.isfinite(vectors.sum()):  # NaN and inf stay in a sum; it is also infinite where it overflows

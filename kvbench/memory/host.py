@@ -67,6 +67,7 @@ class HostTier:
         self.arranged = False
         self.copied: torch.cuda.Event | None = None
         self._landing: deque[_Landing] = deque()
+        self._known: tuple[Any, ...] | None = None
 
     def _zeros(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if self._device.type != "cuda":
@@ -82,6 +83,7 @@ class HostTier:
         if self._decoded is not None:
             twin._decoded = twin._zeros(self._decoded.shape, self._decoded.dtype).copy_(self._decoded)
         twin.slot_of, twin.present, twin._landing = self.slot_of.clone(), self.present.clone(), deque()
+        twin._known = None
         return twin
 
     @property
@@ -166,9 +168,13 @@ class HostTier:
 
     def _put(self, lengths: Sequence[int], *rows: torch.Tensor) -> None:
         """Put keys and values [B, Hkv, ..., width] of each row's token `lengths[b]`, on the CPU, into their slots."""
-        where = self.slot_of.numpy(), self.present.numpy(), np.array(lengths)
-        for block, own in zip(self.blocks(), map(torch.Tensor.contiguous, self._with_decoded(*rows)), strict=True):
-            kernels.put_in_place(own.data_ptr(), block.data_ptr(), own.shape[-1] * own.itemsize, *where)
+        if self._known is None:  # where tokens go, until the blocks are others
+            addresses = [(block.data_ptr(), block.shape[3] * block.itemsize) for block in self.blocks()]
+            self._known = addresses, (self.slot_of.numpy(), self.present.numpy())
+        blocks, slots = self._known
+        ids = np.array(lengths)
+        for block, own in zip(blocks, map(torch.Tensor.contiguous, self._with_decoded(*rows)), strict=True):
+            kernels.put_in_place(own.data_ptr(), *block, *slots, ids)
 
     def _with_decoded(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Rows as `blocks` hold them."""
@@ -245,7 +251,7 @@ class HostTier:
             setattr(self, name, grown)
         fresh = torch.arange(held, capacity).expand(*self.slot_of.shape[:2], more)
         self.slot_of = torch.cat([self.slot_of, fresh], dim=2)
-        self.present = torch.nn.functional.pad(self.present, (0, more))
+        self.present, self._known = torch.nn.functional.pad(self.present, (0, more)), None
 
     def arrange(self, order: torch.Tensor) -> None:
         """Set the physical order: slot s holds token order[b, h, s]; order [B, Hkv, S], a permutation of 0 .. S - 1."""
@@ -266,16 +272,20 @@ class HostTier:
 
     def check_integrity(self) -> None:
         """Assert what holds between any two calls; for tests."""
-        assert self.key.shape[:3] == self.value.shape[:3], "a key has a value"
-        if self._decoded is not None:
-            assert torch.equal(self._decoded, self.codecs.key.decode(self.key)), "keys read in place are those held"
-        assert self.slot_of.shape == self.present.shape == self.key.shape[:3], "a slot for every token id"
-        identity = torch.arange(self.capacity).expand_as(self.slot_of)
-        assert torch.equal(self.slot_of.sort(dim=2).values, identity), "no two tokens have one slot"
-        assert self.arranged or torch.equal(self.slot_of, identity), "slots keep the order of the ids until arranged"
-        for landing in self._landing:
-            for row, length in enumerate(landing.lengths):
-                assert bool(self.present[row, :, length].all()), "a token that is landing lives here"
+        _check_slots(self)
+
+
+def _check_slots(tier: HostTier) -> None:
+    assert tier.key.shape[:3] == tier.value.shape[:3], "a key has a value"
+    if tier._decoded is not None:
+        assert torch.equal(tier._decoded, tier.codecs.key.decode(tier.key)), "keys read in place are those held"
+    assert tier.slot_of.shape == tier.present.shape == tier.key.shape[:3], "a slot for every token id"
+    identity = torch.arange(tier.capacity).expand_as(tier.slot_of)
+    assert torch.equal(tier.slot_of.sort(dim=2).values, identity), "no two tokens have one slot"
+    assert tier.arranged or torch.equal(tier.slot_of, identity), "slots keep the order of the ids until arranged"
+    for landing in tier._landing:
+        for row, length in enumerate(landing.lengths):
+            assert bool(tier.present[row, :, length].all()), "a token that is landing lives here"
 
 
 @dataclass(frozen=True, eq=False)
