@@ -223,7 +223,7 @@ def extra_part(
 def bias_of(selection: Selection, batch: int, lists: int) -> NDArray[np.float32]:
     """[L, R, M (+ E)], what is added to the logits of lists, `lists` a row of the batch; [0, 0, 0]: nothing."""
     weight, extra = selection.log_weight, selection.extra
-    if weight is None and extra is None:
+    if weight is None and (extra is None or not extra.log_weight.any()):
         return NO_BIAS
     if extra is not None:
         if weight is None:

@@ -94,24 +94,36 @@ class CachePositions:
         self._where: tuple[torch.device, list[int]] | None = None  # where they are, and at which lengths
         self._apart: Apart | None = None
         self._rows: dict[LayerStore, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of the tokens apart
+        self._turned: dict[LayerStore, torch.Tensor] = {}  # these keys at their places
 
     def __call__(self, selection: Selection, store: LayerStore, device: torch.device) -> Selection:
         """The selection with its keys at those positions, on the device of the layer."""
         if selection.index is not self._index or self._where != (device, store.lengths):
             before, self._apart = self._apart, self._standing_apart(selection.index, store, device)
-            self._index, self._where = selection.index, (device, store.lengths)
+            self._index, self._where, self._turned = selection.index, (device, store.lengths), {}
             if before is None or self._apart is None or not torch.equal(before.ids, self._apart.ids):
                 self._rows.clear()
         if (apart := self._apart) is None:
             return selection
         if store not in self._rows:
             self._rows[store] = store.gather(apart.ids.expand(-1, self._shape.kv_heads, -1))
-        key, value = self._rows[store]
+        if store not in self._turned:
+            self._turn(apart.turn, device)
         weight = apart.log_weight
         if selection.log_weight is not None:
             weight = weight + selection.log_weight.gather(2, apart.entries)
-        extra = joined(selection.extra, Extra(self._rotary.turn(key, apart.turn), value, weight))
+        extra = joined(selection.extra, Extra(self._turned[store], self._rows[store][1], weight))
         return replace(selection, index=apart.others, keys=None, extra=extra)
+
+    def _turn(self, angles: Angles, device: torch.device) -> None:
+        """Turn the keys of all layers there that are not yet turned, at once."""
+        keys = {
+            store: key for store, (key, _) in self._rows.items() if store not in self._turned and key.device == device
+        }
+        many = len(keys) if angles[0].shape[1] > 1 else 1
+        cos, sin = (part.repeat(1, many, 1, 1) for part in angles)
+        turned = self._rotary.turn(torch.cat([*keys.values()], dim=1), (cos, sin))
+        self._turned |= zip(keys, turned.split(self._shape.kv_heads, dim=1), strict=True)
 
     def in_order(self, weights: torch.Tensor) -> torch.Tensor:
         """Attention probabilities of the last selection's entries at their places in it, its own extra ones last."""

@@ -195,8 +195,8 @@ class LayerStore(Tiers):
         Those of the host are staged without rows and counted as by `locate`, in `count_fetched` or at the next change.
         """
         if self.stage is not None:
-            near = self.device.total
-            self.stage.attended(partial(self.off_device, index) if near else lambda: index, self.lengths)
+            far = partial(self.far, index) if self.device.total else lambda: index
+            self.stage.attended(far, self.lengths)
 
     def count_fetched(self) -> None:
         """Count among the moved bytes what the device itself has read from the host, or would have been sent."""

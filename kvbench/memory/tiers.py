@@ -157,10 +157,11 @@ class Tiers:
         key, value, mask = (torch.cat(both, dim=2) for both in zip((key, value, here), more, strict=True))
         return key, value, None if bool(there.all()) and not self.device.used.any() else mask
 
-    def off_device(self, index: torch.Tensor) -> torch.Tensor:
-        """Token ids [B, Hs, M], Hs = 1, Hkv or Hq, as lists of KV heads, -1 for those that live on the device."""
+    def far(self, index: torch.Tensor) -> torch.Tensor:
+        """Token ids [B, Hs, M], Hs = 1, Hkv or Hq, as lists of KV heads, -1 for those that do not live on the host."""
+        assert self.host is not None
         index = of_kv_heads(index, self.kv_heads)
-        return index.masked_fill(self.device.find(index)[1], -1)
+        return torch.where(self.host.present.gather(2, index.clamp(min=0)), index, -1)
 
     def with_stored_keys(self, selection: Selection | None) -> Selection | None:
         """A selection whose keys are the stored ones of tokens on the device, where the host's are not moved."""
