@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvbench.backends.hf.generate import Choice, Decoding, generate
+from kvbench.backends.hf.generate import Choice, Decoding, begin, generate
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.prefilled import Prefilled
 from kvbench.budget import Budget
@@ -33,7 +33,6 @@ def full_attention(model: Model, prefilled: Prefilled, prompt: Sequence[int], gi
         generate(model, [prompt], engine, prefilled=prefilled, **ends)
 
 
-@torch.inference_mode()
 def begin_full_attention(
     model: Model, prefilled: Prefilled, prompt: Sequence[int], given: Sequence[int]
 ) -> Decoding | None:
@@ -41,8 +40,7 @@ def begin_full_attention(
     if prefilled.reference is not None:
         return None
     engine, ends = _full(model, prefilled, prompt, given)
-    prefilled.lend(engine)
-    return Decoding(engine, prefilled.tokens, **ends)
+    return begin(engine, prefilled, **ends)
 
 
 def _full(model: Model, prefilled: Prefilled, prompt: Sequence[int], given: Sequence[int]) -> tuple[Engine, Any]:

@@ -129,6 +129,11 @@ class Lane:
                 self._end(decoding, error)
         self._stepped(rows)
 
+    def finish(self) -> None:
+        """Go on until nothing is left."""
+        while self._going:
+            self.step()
+
     def drop(self, number: int) -> None:
         """Nothing of an arm goes on; it has no records of what did."""
         for decoding in [decoding for decoding, going in self._going.items() if going.arm == number and going.begun]:
@@ -194,6 +199,10 @@ class SideBySide:
         if ready := [prompt for prompt in prompts if not prompt.record["error"]]:
             self._lane.clear(PREFILLING * room.prompt_bytes(self._arms.first, ready), len(ready))
         for part, prefilled, failed in self._arms.prefilled(batch.samples, prompts, batch.waiting):
+            if failed and self._lane.going:  # for want of memory, it may be, that others have until they leave
+                self._lane.finish()
+                self._again.append(_Batch([prompt.sample for prompt in part], batch.waiting, counts=False))
+                continue
             ready = [prompt for prompt in part if prefilled is not None and not prompt.record["error"]]
             lost = [prompt for prompt in part if prompt not in ready]
             if prefilled is not None:
