@@ -14,11 +14,10 @@ from omegaconf import OmegaConf
 import kvbench.backends.hf.together
 from kvbench.backends.hf.together import DecodePass
 from kvbench.cli.compose import composed
-from kvbench.measure import room
-from kvbench.measure.arm import prompt_of
+from kvbench.measure import lane, room
 from kvbench.method import Method
 from kvbench.runs.identity import decodes_together
-from kvbench.runs.run import prepare, samples
+from kvbench.runs.run import prepare
 from kvbench.runs.shared import run_arms, run_shared
 from kvbench.runs.terminal import Console
 from methods.quest import Quest
@@ -121,9 +120,9 @@ def test_samples_wait_until_there_is_room(
 
     monkeypatch.setattr(DecodePass, "step", noted)
     if limit == "rows":
-        monkeypatch.setattr(room, "MOST_ROWS", 3)
+        monkeypatch.setattr(lane, "MOST_ROWS", 3)
     elif limit == "bytes":
-        monkeypatch.setattr(room, "room", lambda arm: 1.0)
+        monkeypatch.setattr(lane, "room", lambda loaded: 1.0)
     quiet(configs())
     assert len(records(tmp_path / "together")) == 16
     assert max(rows) == {"rows": 3, "bytes": 1, "nothing": 16}[limit]
@@ -131,11 +130,9 @@ def test_samples_wait_until_there_is_room(
 
 def test_the_estimate_follows_the_rule_of_the_method(configs: Any) -> None:
     arms = [prepare(OmegaConf.to_container(config, resolve=True)) for config in configs()]  # type: ignore[arg-type]
-    prompts = [prompt_of(arms[0], next(samples(arms[0], 1)))]
-    full, quest, snapkv, icecache = (room.row_bytes(arm, prompts, index_share=0.0) for arm in arms)
-    whole = room.prompt_bytes(arms[0], prompts)
-    assert full < quest == snapkv < icecache < 2 * whole
-    assert room.row_bytes(arms[1], prompts) > quest, "an index that nobody has seen takes something"
+    full, quest, snapkv, icecache = (room.row_bytes(arm, [1000], 8, index_share=0.0) for arm in arms)
+    assert full < quest == snapkv < icecache < 2 * room.prompt_bytes(arms[0], [1000])
+    assert room.row_bytes(arms[1], [1000], 8) > quest, "an index that nobody has seen takes something"
 
 
 def test_a_stopped_sweep_goes_on_with_what_each_arm_lacks(
@@ -153,7 +150,7 @@ def test_a_stopped_sweep_goes_on_with_what_each_arm_lacks(
     first = ("task=niah", "task.subsets=[niah_single_1]", "task.samples=4", "task.max_new_tokens=4")
     first = (*first, "task.lengths=[1000]")
     with monkeypatch.context() as patch:
-        patch.setattr(room, "MOST_ROWS", 6)
+        patch.setattr(lane, "MOST_ROWS", 6)
         patch.setattr(DecodePass, "step", stopping)
         with pytest.raises(KeyboardInterrupt):
             quiet(configs(*first))
@@ -232,7 +229,7 @@ def test_too_little_memory_waits_for_others_to_leave(
         real(self, *given)
 
     real = Method.begin
-    monkeypatch.setattr("kvbench.runs.lane.DecodePass", Crowded)
+    monkeypatch.setattr("kvbench.measure.lane.DecodePass", Crowded)
     monkeypatch.setattr(Method, "begin", begin)
     summaries = quiet(configs(arms=ARMS[1:3]))
     assert [(one["n"], one["failed"]) for one in summaries] == [(4, 0)] * 2

@@ -33,12 +33,8 @@ def full_attention(model: Model, prefilled: Prefilled, prompt: Sequence[int], gi
         generate(model, [prompt], engine, prefilled=prefilled, **ends)
 
 
-def begin_full_attention(
-    model: Model, prefilled: Prefilled, prompt: Sequence[int], given: Sequence[int]
-) -> Decoding | None:
-    """As `full_attention`, to go on beside others, and ahead of who compares with it; None where that has begun."""
-    if prefilled.reference is not None:
-        return None
+def begin_full_attention(model: Model, prefilled: Prefilled, prompt: Sequence[int], given: Sequence[int]) -> Decoding:
+    """As `full_attention`, to go on beside others, and ahead of who compares with it."""
     engine, ends = _full(model, prefilled, prompt, given)
     return begin(engine, prefilled, **ends)
 
