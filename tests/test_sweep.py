@@ -95,7 +95,7 @@ def test_a_finished_sweep_computes_nothing_again_and_a_longer_one_only_what_is_n
 
 @pytest.mark.slow
 def test_an_arm_alone_has_a_prefill_of_its_own(sweep: Any, prefills: list[int], tmp_path: Path) -> None:
-    assert sweep("method=quest", "task.lengths=[300],[310]").code == 0
+    assert sweep("method=quest", "task.lengths=[300],[310]", "sweep.shared_decode=false").code == 0
     assert prefills == []
     assert all("ttft_s" in record for record in records(tmp_path / "results").values())
 
@@ -159,7 +159,7 @@ def test_an_arm_in_use_elsewhere_is_left_to_whoever_holds_it(sweep: Any, tmp_pat
     config = composed(*WORDS, f"results_dir={tmp_path / 'results'}", "method=quest")
     arm = prepare(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
     with open_folder(arm):
-        done = sweep("method=full,quest,snapkv")
+        done = sweep("method=full,quest,snapkv", "sweep.shared_decode=false")
     assert done.code == 1 and "method=quest: " in done.err and " is in use by process " in done.err
     assert {arm for _, arm, _ in records(tmp_path / "results")} == {"full", "snapkv-256"}
 
