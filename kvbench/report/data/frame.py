@@ -24,7 +24,7 @@ from kvbench.memory.kinds import kv_in
 from kvbench.report.data.run import PROTOCOL, LeftOut, Runs, Scores, columns_of, framed
 from kvbench.runs.folder import tear_of
 from kvbench.runs.identity import LOCAL, backend_name
-from kvbench.runs.quantities import is_number
+from kvbench.runs.quantities import ALONE, is_number
 from kvbench.runs.stored import (
     DAMAGED,
     Record,
@@ -102,6 +102,7 @@ def _read(path: Path, unfinished: bool) -> _Read:
         settings = _settings(identity, config)
         # A run that began in a sweep and one alone are one run: its samples say where they began.
         settings["shared_prefill"] = any(record.get("shared_prefill") for record in records.values())
+        settings["decode"] = written.get("decode") or ALONE
         metric = str(config["metric"])
         scores = _scores(records.values(), metric, str(settings["seed"]))
         summary = summarise(records.values(), metric)
@@ -213,7 +214,7 @@ def _arm(
         "protocol": identity["protocol"],
         "seed": settings["seed"],
         "probe_every": settings["probe.every"],
-        **{key: settings[key] for key in ("device", "dtype", "shared_prefill")},
+        **{key: settings[key] for key in ("device", "dtype", "shared_prefill", "decode")},
         "device_name": machine_name(summary.get("machine") or {}) or config["device_name"],
         "data": identity["data"],
         **columns_of(summary, settings["budget"]),

@@ -192,3 +192,15 @@ def marks_of_mixed(chosen: Iterable[Run], axes: Sequence[str], allowed: bool) ->
         )
     usual = {key: counts.most_common(1)[0][0] for key, counts in differing.items()}
     return {run: "m" for run, kind in kinds.items() if any(kind.get(key, usual[key]) != usual[key] for key in usual)}
+
+
+def marks_of_decoding(chosen: Sequence[Run], axes: Sequence[str] = ()) -> dict[Run, str]:
+    """The mark of each run that decoded together with others, where some of these decoded alone and no axis says so."""
+    together = [run for run in chosen if run.is_together]
+    return dict.fromkeys(together if len(together) < len(chosen) and "decode" not in axes else (), "p")
+
+
+def decoded_alike(alike: Sequence[Run]) -> list[Run]:
+    """Of runs of which one is to count those that decoded in one way: alone, unless the others have more samples."""
+    kinds = [[run for run in alike if run.is_together == together] for together in (False, True)]
+    return max(kinds, key=lambda own: sum(run.arm["n"] for run in own))
