@@ -311,7 +311,7 @@ def read_run_yaml(folder: Path) -> dict[str, Any]:
         raise ResultsError("run.yaml is not kvbench's")
     if written["format"] != FORMAT:
         raise ResultsError(f"of format {printable(str(written['format'])[:40])}; this kvbench reads format {FORMAT}")
-    if reason := _strange(written, "run.yaml") or _nameless(written) or _undecoded(written):
+    if reason := _strange(written, "run.yaml") or _nameless(written) or _undecoded(written["identity"]):
         raise ResultsError(f"not as kvbench writes it ({printable(reason)})")
     return written
 
@@ -359,7 +359,7 @@ def _nameless(written: Mapping[str, Any]) -> str:
 
 
 def _undecoded(written: Mapping[str, Any]) -> str:
-    """What is wrong with the `decode` of a run or of a record; or ""."""
+    """What is wrong with the `decode` of an identity or of a record; or ""."""
     decode = written.get("decode")
     return "" if decode is None or decode in DECODED else f"decode: expected {' or '.join(DECODED)}"
 

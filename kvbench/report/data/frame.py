@@ -102,7 +102,6 @@ def _read(path: Path, unfinished: bool) -> _Read:
         settings = _settings(identity, config)
         # A run that began in a sweep and one alone are one run: its samples say where they began.
         settings["shared_prefill"] = any(record.get("shared_prefill") for record in records.values())
-        settings["decode"] = written.get("decode") or ALONE
         metric = str(config["metric"])
         scores = _scores(records.values(), metric, str(settings["seed"]))
         summary = summarise(records.values(), metric)
@@ -128,6 +127,7 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         "attention": own["attention"],
         "kv": str(kv_in(own)),
         "backend": backend_name(own),
+        "decode": identity.get("decode") or ALONE,
         "device": identity["device"],
         "dtype": identity["dtype"],
         "dense_layers": show(identity["dense_layers"]),
