@@ -108,6 +108,7 @@ def test_two_runs_of_an_arm_that_differ_in_how_they_decoded_both_stand(mixed):
     assert {row["decode"] for row in rows if row["method"] == "quest"} == {"alone", "together"}
     picked = pivot(runs, ["method"], [], ["score"])
     assert picked.axes == ("method", "decode") and len(picked.rows) == 4
+    assert "shared_prefill" not in made.axes, "which follows from how they decoded"
 
 
 def test_what_decoded_together_is_marked_beside_what_did_not(tmp_path, capsys):

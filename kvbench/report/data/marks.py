@@ -11,7 +11,7 @@ from kvbench.runs.summary import DISTURBED
 
 WIDE = 2  # times of repeats that lie further apart are marked
 
-NO_TIMES = "All decoded together with other runs: there are no times of a whole token."
+NO_TIMES = "Runs that decoded together with others have no times of a whole token."
 
 # A table explains below it the marks that it has.
 MARKS = {

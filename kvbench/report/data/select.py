@@ -133,12 +133,16 @@ def probed(alike: Sequence[Run]) -> list[Run]:
 
 
 def differing_keys(cells: Iterable[Sequence[Run]]) -> list[str]:
-    """The settings in which runs of one cell differ, in the order of the settings."""
+    """The settings in which runs of one cell differ, in the order of the settings.
+
+    All that decoded together began from a shared prefill: only the others differ in that.
+    """
     found: dict[str, bool] = {}
     for alike in cells:
         for rivals in (scored(alike), probed(alike)):
             for key in rivals[0].settings if rivals else ():
-                found[key] = found.get(key, False) or len({run.label(key) for run in rivals}) > 1
+                own = [run for run in rivals if key != "shared_prefill" or not run.is_together]
+                found[key] = found.get(key, False) or len({run.label(key) for run in own}) > 1
     return [key for key, differs in found.items() if differs]
 
 

@@ -181,7 +181,8 @@ def series_of(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[Ser
     for method in sorted(arms["method"].unique(), key=lambda name: (known.get(name, len(known)), name)):
         own = arms[arms["method"] == method]
         settings = runs.settings.loc[own.index, [key for key in of_variants if key != without]].map(str)
-        varied = [key for key in settings if settings[key].nunique() > 1]
+        alone = settings[own["decode"] != TOGETHER]  # all others began from a shared prefill
+        varied = [key for key in settings if (alone if key == "shared_prefill" else settings)[key].nunique() > 1]
         variants = {
             run: ", ".join(f"{last_word(key)}={_shortened(settings.at[run, key])}" for key in varied)
             for run in own.index
