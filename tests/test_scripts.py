@@ -57,10 +57,10 @@ CHECKED = {
     ),
     "bench_report": ("--runs 9 --samples 2 --reports summary", ["summary.seconds", "summary.peak_mib"]),
     "bench_sweep": (
-        "--model dummy-tiny --lengths 300 --methods full quest --budget 64 --new-tokens 4 --answers 4 --logits",
+        "--model tiny --lengths 300 --methods full quest --budget 64 --new-tokens 4 --answers 4 --logits",
         [
-            *(f"dummy-tiny.300.named.{name}" for name in ("ratio", "decode_ratio", "rows.mean", "together.tokens")),
-            *("dummy-tiny.logits.largest.*", "dummy-tiny.answers.equal"),
+            *(f"tiny.300.named.{name}" for name in ("ratio", "decode_ratio", "rows.mean", "together.tokens")),
+            *("tiny.logits.largest.*", "tiny.answers.equal"),
         ],
     ),
     "drift_pariskv": (
