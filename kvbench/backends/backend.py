@@ -162,17 +162,12 @@ class _Transformers:
 
     def begin(self, arm: Arm, asked: Asked) -> Decoding:
         """Begin to generate from a prefill, to go on beside others; see `kvbench.backends.hf.together`."""
-        import torch
-
-        from kvbench.backends.hf.generate import Decoding
+        from kvbench.backends.hf.generate import begin
 
         assert asked.prefilled is not None
-        engine = arm.engine(asked.rows, len(asked.question) + asked.max_new_tokens, asked.samples)
-        with torch.inference_mode():
-            asked.prefilled.lend(engine)
-        return Decoding(
-            engine,
-            asked.prefilled.first_tokens(None if asked.question else asked.choice.draw),
+        return begin(
+            arm.engine(asked.rows, len(asked.question) + asked.max_new_tokens, asked.samples),
+            asked.prefilled,
             max_new_tokens=asked.max_new_tokens,
             stops=asked.stops,
             choice=asked.choice,

@@ -330,35 +330,36 @@ class Begun:
         arm: whose they are.
         prompts: those of a batch that can run.
         prefilled: of these, divided; that of given tokens has begun its reference (`begin_reference`).
-
-    Attributes:
-        decoding: their generation.
-
-    Raises:
-        Exception: as `measure` meets them; `is_failed_sample` says which are the samples' own.
     """
 
     def __init__(self, arm: Arm, prompts: Sequence[TokenizedSample], prefilled: Prefilled) -> None:
-        self.arm, self.prompts = replace(arm, method=build(arm.config["method"])), prompts
-        asked, self._comparison = _asked(arm, prompts, prefilled)
+        self.arm, self.prompts, self._prefilled = arm, prompts, prefilled
         self._observed = ExitStack()
-        self._machine = self._observed.enter_context(machine.observed(arm.loaded.device, arm.loaded.devices))
-        self.decoding = arm.backend.begin(self.arm, asked)
+
+    def begin(self) -> Decoding:
+        """Begin the generation; again, where that has failed.
+
+        Raises:
+            Exception: as `measure` meets them; `is_failed_sample` says which are the samples' own.
+        """
+        loaded = self.arm.loaded
+        asked, self._comparison = _asked(self.arm, self.prompts, self._prefilled)
+        self._machine = self._observed.enter_context(machine.observed(loaded.device, loaded.devices))
+        self._decoding = self.arm.backend.begin(replace(self.arm, method=build(self.arm.config["method"])), asked)
+        return self._decoding
 
     def records(self, generation: Generation) -> list[dict[str, Any]]:
         """The samples' records, once their generation is over."""
         self._observed.close()
-        made = Generated.by(self.decoding.engine, generation, len(self.prompts))
+        made = Generated.by(self._decoding.engine, generation, len(self.prompts))
         more = self._comparison.record() if self._comparison else {}
         return _scored(self.arm, self.prompts, made, {**more, "machine": self._machine})
 
 
-def begin_reference(arm: Arm, prompts: Sequence[TokenizedSample], prefilled: Prefilled) -> Decoding | None:
-    """What samples whose tokens are given are compared with, to go on ahead of them; None: nothing, or it goes on."""
-    given = prompts[0].sample.given
-    if given is None:
-        return None
-    return fidelity.begin_full_attention(arm.loaded.model, prefilled, prompts[0].ids, given.tokens)
+def begin_reference(arm: Arm, prompt: TokenizedSample, prefilled: Prefilled) -> Decoding:
+    """Begin what a sample whose tokens are given is compared with, to go on ahead of those that compare."""
+    assert prompt.sample.given is not None
+    return fidelity.begin_full_attention(arm.loaded.model, prefilled, prompt.ids, prompt.sample.given.tokens)
 
 
 def _timed(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvbench.backends.hf.generate import Choice, Decoding, generate
+from kvbench.backends.hf.generate import Choice, Decoding, begin, generate
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.prefilled import Prefilled
 from kvbench.budget import Budget
@@ -33,16 +33,10 @@ def full_attention(model: Model, prefilled: Prefilled, prompt: Sequence[int], gi
         generate(model, [prompt], engine, prefilled=prefilled, **ends)
 
 
-@torch.inference_mode()
-def begin_full_attention(
-    model: Model, prefilled: Prefilled, prompt: Sequence[int], given: Sequence[int]
-) -> Decoding | None:
-    """As `full_attention`, to go on beside others, and ahead of who compares with it; None where that has begun."""
-    if prefilled.reference is not None:
-        return None
+def begin_full_attention(model: Model, prefilled: Prefilled, prompt: Sequence[int], given: Sequence[int]) -> Decoding:
+    """As `full_attention`, to go on beside others, and ahead of who compares with it."""
     engine, ends = _full(model, prefilled, prompt, given)
-    prefilled.lend(engine)
-    return Decoding(engine, prefilled.tokens, **ends)
+    return begin(engine, prefilled, **ends)
 
 
 def _full(model: Model, prefilled: Prefilled, prompt: Sequence[int], given: Sequence[int]) -> tuple[Engine, Any]:

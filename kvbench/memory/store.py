@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -37,7 +37,7 @@ class Sealed(NamedTuple):
         """That of a sealed store, from which others may begin."""
         return cls(store.device.key, store.device.value, list(store.lengths))
 
-    def first(self, count: int) -> dict[str, torch.Tensor]:
+    def first(self, count: int) -> dict[str, Any]:
         """The first tokens, in place, as a `kvbench.method.Prompt` names them."""
         return {"keys": self.key[:, :, :count], "values": self.value[:, :, :count]}
 

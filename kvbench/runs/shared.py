@@ -25,9 +25,9 @@ from kvbench.runs.handles import folders_at_once
 from kvbench.runs.heartbeat import beating
 from kvbench.runs.identity import APART, arm_name, decodes_together
 from kvbench.runs.kernels import compile_for
-from kvbench.runs.lane import SideBySide
 from kvbench.runs.progress import progress
 from kvbench.runs.run import Work, concluded, open_folder, prepare, work_of
+from kvbench.runs.side_by_side import SideBySide
 from kvbench.runs.terminal import Console
 
 

@@ -222,6 +222,16 @@ class Decoding:
 
 
 @torch.inference_mode()
+def begin(
+    engine: Engine, prefilled: Lender, *, choice: Choice | None = None, question: Sequence[int] = (), **ends: Any
+) -> Decoding:
+    """A generation of a fresh engine that begins from a prefill of its prompts; the rest is as for `Decoding`."""
+    prefilled.lend(engine)
+    draw = choice.draw if choice is not None and not question else None
+    return Decoding(engine, prefilled.first_tokens(draw), choice=choice, question=question, **ends)
+
+
+@torch.inference_mode()
 def generate(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
@@ -261,15 +271,14 @@ def generate(
         return progress and progress(columns, read + max_new_tokens)
 
     start, cache = time.perf_counter(), EngineCache(engine)
+    ends: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stops": stops, "question": question, "watch": watch}
     with engine.spans("other"):
         if prefilled is None:
             banned, draw = ((), None) if question else (stops.not_first, choice.draw)
             tokens = prefill(model, prompts, cache, prefill_chunk, done, banned, draw)
+            decoding = Decoding(engine, tokens, choice=choice, **ends)
         else:
-            prefilled.lend(engine)
-            tokens = prefilled.first_tokens(None if question else choice.draw)
-    ends: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stops": stops, "question": question, "watch": watch}
-    decoding = Decoding(engine, tokens, choice=choice, **ends)
+            decoding = begin(engine, prefilled, choice=choice, **ends)
     start += _read_question(model, decoding, cache)
     generation = Generation(decoding.made, time.perf_counter() - start, shared_prefill=prefilled is not None)
     generation.prefill_ms = _milliseconds(engine.spans.reset(), 1)
