@@ -104,7 +104,7 @@ def test_bad_input_is_told_before_a_model_is_fetched(monkeypatch, capsys):
 
 
 def test_the_table_shows_nearness_scores_and_costs(capsys):
-    costs = {"device_kv_bytes": 3 * 2**19, "moved_bytes_per_step": 2048.0, "own_ms": 4.26}
+    costs = {"device_kv_bytes": 3 * 2**19, "moved_bytes_per_step": 2048.0, "own_ms": 4.26, "disturbed": False}
     costs |= {"texts": 4, "prompts": 6}
     full = demo.Row("full", None, 0.0, 0.0, (100.0, 0.0), (97.5, 2.5), None, **costs)
     quest = demo.Row("quest", 256, 0.5, None, (78.0, 3.0), (97.5, 2.5), 1.5, **costs)

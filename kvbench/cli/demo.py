@@ -66,6 +66,7 @@ class Row(NamedTuple):
         device_kv_bytes: on the device.
         moved_bytes_per_step: from host to device.
         own_ms: of a decode step attention, search and transfers; the model's layers are computed for all arms at once.
+        disturbed: other processes took cores meanwhile.
         texts, prompts: of how many the first numbers are, and the needles.
     """
 
@@ -79,6 +80,7 @@ class Row(NamedTuple):
     device_kv_bytes: float
     moved_bytes_per_step: float
     own_ms: float
+    disturbed: bool
     texts: int
     prompts: int
 
@@ -178,6 +180,7 @@ def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> Row:
         device_kv_bytes=found["device_kv_bytes"],
         moved_bytes_per_step=found["moved_bytes_per_step"],
         own_ms=found["own_ms"],
+        disturbed=found.get("disturbed", False),
         texts=fidelity["n"],
         prompts=needles["n"],
     )
@@ -186,10 +189,10 @@ def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> Row:
 def table(rows: Sequence[Row]) -> Table:
     """All arms, a line each."""
     drawn = Table(title="how near to full attention's next-token distribution, and what it cost", title_justify="left")
-    full = rows[0]
+    full, disturbed = rows[0], any(one.disturbed for one in rows)
     drawn.caption, drawn.caption_justify = (
         f"± standard error, over {full.texts} texts and {full.prompts} needles; moved: from host to device, on a CPU "
-        f"counted alone\n{OWN}, which all arms pass at once",
+        f"counted alone\n{OWN}, which serves all arms at once{'; taken beside other work' * disturbed}",
         "left",
     )
     drawn.add_column("method")
