@@ -219,19 +219,16 @@ def test_a_plan_splits_arms_only_where_more_jobs_are_asked_for_and_says_why() ->
         assert len({job.title for job in jobs}) == len(jobs)
         return list(described(groups))
 
-    assert plan(1) == [
-        "6 arms in 2 jobs:",
-        "  seed=0: 3 arms share each prefill and decode together: 1 job",
-        "  seed=1: 3 arms share each prefill and decode together: 1 job",
-    ]
+    why = "3 arms share each prefill and decode together"
+    assert plan(1) == ["6 arms in 2 jobs:", f"  seed=0: {why}: 1 job", f"  seed=1: {why}: 1 job"]
     assert plan(3)[:2] == [
         "6 arms in 3 jobs:",
-        "  seed=0: 3 arms share each prefill and decode together, in 2 pieces, each with prefills of its own (hydra.launcher.jobs): 2 jobs",
+        f"  seed=0: {why}, in 2 pieces, each with prefills of its own (hydra.launcher.jobs): 2 jobs",
     ]
     assert plan(100)[0] == "6 arms in 6 jobs:"
     assert plan(1, "sweep.shards=4")[:2] == [
         "6 arms in 8 jobs:",
-        "  seed=0: 3 arms share each prefill and decode together, samples in 4 shards (sweep.shards): 4 jobs",
+        f"  seed=0: {why}, samples in 4 shards (sweep.shards): 4 jobs",
     ]
     assert (
         plan(1, "sweep.shared_prefill=false")[1] == "  method=full seed=0: 1 arm, as sweep.shared_prefill=false: 1 job"
