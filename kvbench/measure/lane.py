@@ -14,7 +14,7 @@ from kvbench.backends.hf.together import DecodePass, unfit
 from kvbench.measure.arm import is_out_of_memory
 from kvbench.measure.room import room
 
-MOST_ROWS = 64  # of one pass; more make a row hardly quicker
+MOST_ROWS = 128  # of one pass; more make a row hardly quicker
 
 # Given a generation that is over, or None and why there is none. Its engine holds keys and values for this call alone.
 Ended = Callable[[Decoding | None, Exception | None], object]

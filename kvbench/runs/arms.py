@@ -38,13 +38,17 @@ class Arms:
         }
 
     def prefilled(
-        self, batch: Sequence[Sample], prompts: Sequence[TokenizedSample], waiting: Mapping[int, Arm]
+        self,
+        batch: Sequence[Sample],
+        prompts: Sequence[TokenizedSample],
+        waiting: Mapping[int, Arm],
+        divided: bool = False,
     ) -> Iterator[tuple[Sequence[TokenizedSample], Prefilled | None, str]]:
         """A batch with the prefill that serves those who wait for it, see `_prefilled`."""
         # An arm that waits for no answer now may wait for the next one to this prompt.
         begun = [arm for arm, _ in self._running.values()] if batch[0].of else [*waiting.values()]
         served = [arm for arm in begun if arm.backend.own_engine] if waiting else []
-        return _prefilled(served, prompts, self.report, self._prefill)
+        return _prefilled(served, prompts, self.report, self._prefill, divided)
 
     def add(self, index: int, batch: Sequence[Sample], records: Callable[[], Iterable[dict[str, Any]]]) -> None:
         """Make records of a batch, or of a part of it, and keep them; what goes wrong ends this arm alone."""
@@ -103,7 +107,7 @@ def _measured(
 
 
 def _prefilled(
-    arms: Sequence[Arm], prompts: Sequence[TokenizedSample], report: Reporter, prefill: PromptPrefill
+    arms: Sequence[Arm], prompts: Sequence[TokenizedSample], report: Reporter, prefill: PromptPrefill, divided: bool
 ) -> Iterator[tuple[Sequence[TokenizedSample], Prefilled | None, str]]:
     """A batch with its prefill, or why that failed; a failed batch of several falls into its samples."""
     running = [prompt for prompt in prompts if not prompt.record["error"]]
@@ -111,7 +115,10 @@ def _prefilled(
     report.begin()
     if arms and running:
         try:
-            prefilled = prefill(arms, running)
+            made = prefill(arms, running)
+            if divided:
+                made.divide()
+            prefilled = made
             read = max(len(prompt.ids) for prompt in running)
             if prefill.fresh:
                 report.tokens(read, read + running[0].sample.max_new_tokens)
@@ -121,6 +128,6 @@ def _prefilled(
             failed = f"{type(error).__name__}: {error}"
     if failed and len(prompts) > 1:
         for prompt in prompts:
-            yield from _prefilled(arms, [prompt], report, prefill)
+            yield from _prefilled(arms, [prompt], report, prefill, divided)
     else:
         yield prompts, prefilled, failed

@@ -70,7 +70,7 @@ class SideBySide:
         prompts = [prompt_of(first, sample) for sample in batch.samples]
         if ready := [prompt for prompt in prompts if not prompt.record["error"]]:
             self._lane.clear(PREFILLING * room.prompt_bytes(first, _lengths(ready)), len(ready))
-        for part, prefilled, failed in self._arms.prefilled(batch.samples, prompts, batch.waiting):
+        for part, prefilled, failed in self._arms.prefilled(batch.samples, prompts, batch.waiting, True):
             if failed and self._lane.going:  # for want of memory, it may be, that others have until they leave
                 self._lane.finish()
                 self._again.append(_Batch([prompt.sample for prompt in part], batch.waiting, counts=False))
@@ -78,7 +78,6 @@ class SideBySide:
             ready = [prompt for prompt in part if prefilled is not None and not prompt.record["error"]]
             lost = [prompt for prompt in part if prompt not in ready]
             if prefilled is not None:
-                prefilled.divide()
                 self._refer(ready, prefilled)
             for index, arm in batch.waiting.items():
                 self._arms.add(index, batch.samples, partial(_failures, arm, lost, failed))
