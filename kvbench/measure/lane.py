@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvbench.backends.hf.generate import Decoding
 from kvbench.backends.hf.loading import Loaded
-from kvbench.backends.hf.together import DecodePass
+from kvbench.backends.hf.together import DecodePass, unfit
 from kvbench.measure.arm import is_out_of_memory
 from kvbench.measure.room import room
 
@@ -37,7 +37,7 @@ class Going(NamedTuple):
 
 
 class Lane:
-    """A decode pass with as much in it as fits.
+    """A decode pass with as much in it as fits; of a model that decodes nothing together, one generation.
 
     Args:
         loaded: the model.
@@ -46,6 +46,7 @@ class Lane:
 
     def __init__(self, loaded: Loaded, stepped: Callable[[int], object] = lambda rows: None) -> None:
         self._pass, self._stepped, self._room = DecodePass(loaded.model), stepped, room(loaded)
+        self._most = 1 if unfit(loaded.model) else MOST_ROWS
         self._going: dict[Decoding, Going] = {}
 
     @property
@@ -55,7 +56,7 @@ class Lane:
 
     def clear(self, needed: float, rows: int) -> None:
         """Go on until there is room for so many bytes and rows, or nothing is left to wait for."""
-        while self._going and (self._pass.rows + rows > MOST_ROWS or self._taken() + needed > self._room):
+        while self._going and (self._pass.rows + rows > self._most or self._taken() + needed > self._room):
             self.step()
 
     def _taken(self) -> float:

@@ -52,8 +52,8 @@ class DecodePass:
         self._cache = None
 
     def leave(self, decoding: Decoding) -> None:
-        """A generation does not go on."""
-        self._going.remove(decoding)
+        """A generation does not go on, if it still did."""
+        self._going = [other for other in self._going if other is not decoding]
         self._cache = None
 
     @torch.inference_mode()
@@ -70,7 +70,7 @@ class DecodePass:
         active = [going for decoding in self._going for going in decoding.active]
         logits = step_logits(self._model, tokens, self._cache, active)
         left, at = list[tuple[Decoding, Exception | None]](), 0
-        for index, decoding in enumerate(list(self._going)):
+        for index, decoding in enumerate(self._going):
             own, at = logits[at : at + len(decoding.made)], at + len(decoding.made)
             error = together.errors.get(index)
             try:
