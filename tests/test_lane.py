@@ -14,8 +14,10 @@ from omegaconf import OmegaConf
 import kvbench.backends.hf.together
 from kvbench.backends.hf.together import DecodePass
 from kvbench.cli.compose import composed
+from kvbench.config import ConfigError
 from kvbench.measure import lane, room
 from kvbench.method import Method
+from kvbench.runs import side_by_side
 from kvbench.runs.identity import decodes_together
 from kvbench.runs.run import prepare
 from kvbench.runs.shared import run_arms, run_shared
@@ -248,6 +250,24 @@ def test_a_prefill_that_fails_fails_its_sample_in_every_arm(
     monkeypatch.setattr(kvbench.measure.arm, "prefill_shared", failing)
     summaries = quiet(configs())
     assert len({summary["failed"] for summary in summaries}) == 1 and summaries[0]["failed"] >= 1
+
+
+def test_a_sample_that_no_protocol_can_run_loses_none_before_it(
+    configs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = side_by_side.prompt_of
+
+    def refusing(arm: Any, sample: Any) -> Any:
+        if len(seen) == 2:
+            raise ConfigError("task: no room for it")
+        seen.append(sample.id)
+        return real(arm, sample)
+
+    seen: list[str] = []
+    monkeypatch.setattr(side_by_side, "prompt_of", refusing)
+    with pytest.raises(ConfigError):
+        quiet(configs())
+    assert {key.partition("/")[2] for key in records(tmp_path / "together")} == set(seen)
 
 
 def test_what_cannot_go_together_goes_alone_and_says_so(

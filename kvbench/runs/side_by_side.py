@@ -11,6 +11,7 @@ from typing import Any
 from kvbench.backends.hf.generate import Decoding
 from kvbench.backends.hf.prefilled import Prefilled
 from kvbench.backends.hf.together import concluded
+from kvbench.config import ConfigError
 from kvbench.measure import room
 from kvbench.measure.arm import Arm, Begun, TokenizedSample, begin_reference, failure, is_failed_sample, prompt_of
 from kvbench.measure.lane import Going, Lane
@@ -45,16 +46,24 @@ class SideBySide:
         self._index: dict[int, float] = {}  # what an arm's index took of a prompt's keys and values
 
     def run(self, samples: Iterator[list[Sample]]) -> None:
-        """Until no samples are left, or no arm."""
+        """Until no samples are left, or no arm.
+
+        Raises:
+            ConfigError: a sample cannot run as the protocol asks; those that were brought before it have ended.
+        """
         while not self._arms.all_ended:
-            if self._again:
-                self._bring(self._again.popleft())
-            elif (batch := next(samples, None)) is not None:
-                self._bring(_Batch(batch, self._arms.lacking(batch)))
-            elif self._lane.going:
-                self._lane.step()
-            else:
-                break
+            try:
+                if self._again:
+                    self._bring(self._again.popleft())
+                elif (batch := next(samples, None)) is not None:
+                    self._bring(_Batch(batch, self._arms.lacking(batch)))
+                elif self._lane.going:
+                    self._lane.step()
+                else:
+                    break
+            except ConfigError:
+                self._lane.finish()
+                raise
 
     def _bring(self, batch: _Batch) -> None:
         first = self._arms.first
