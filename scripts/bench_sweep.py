@@ -52,7 +52,7 @@ from kvbench.backends.hf.together import DecodePass  # noqa: E402
 from kvbench.cli.compose import composed  # noqa: E402
 from kvbench.cli.demo import METHODS  # noqa: E402
 from kvbench.cli.fetch import DEFAULT  # noqa: E402
-from kvbench.config import ConfigError, choices  # noqa: E402
+from kvbench.config import ConfigError, choices, nearest  # noqa: E402
 from kvbench.engine.engine import Engine  # noqa: E402
 from kvbench.measure.arm import Setup  # noqa: E402
 from kvbench.runs import shared  # noqa: E402
@@ -283,6 +283,10 @@ def main() -> None:
     parser.add_argument("words", nargs="*", metavar="key=value", help="settings for every arm, as for a run")
     asked = parser.parse_intermixed_args()
     sets = {"demo": list(METHODS), "all": ["full", *sorted(choices("method").keys() - {"full"})]}
+    known = {*sets, *choices("method")}
+    for name in asked.methods:
+        if name not in known:
+            parser.error(f"--methods {name}: no such method; {nearest(name, known)}")
     wanted = {name: sets[name] for name in asked.methods if name in sets}
     wanted |= {"named": own} if (own := [name for name in asked.methods if name not in sets]) else {}
     every = max(wanted.values(), key=len)
