@@ -31,8 +31,6 @@ from kvbench.models.heads import Calibration
 from kvbench.models.types import Tokenizer
 from kvbench.tasks import Sample, Task, Timed
 
-TOGETHER = "together"  # how a record and a run say that tokens were decoded beside those of other samples or arms
-
 
 @dataclass
 class Setup:
@@ -459,9 +457,9 @@ def measured(generation: Generation, probed: bool, warmup: int = 0) -> dict[str,
     engine's own parts of a step.
     """
     if probed:
-        return {"probe": generation.probe, **({"decode": TOGETHER} if generation.together else {})}
+        return {"probe": generation.probe, **({"decode": "together"} if generation.together else {})}
     if generation.together:
-        return {"breakdown_ms": generation.breakdown_ms, "shared_prefill": True, "decode": TOGETHER}
+        return {"breakdown_ms": generation.breakdown_ms, "shared_prefill": True, "decode": "together"}
     steps = generation.step_ms[warmup:]
     tpot: dict[str, float] | None = None
     if steps:
