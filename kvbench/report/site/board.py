@@ -39,6 +39,9 @@ COLUMNS = {
     "attended_share": Column("attended / C", "entries that a head attends in a step, over the budget C", True),
     "moved_bytes_per_step": Column("moved, KiB", "brought from the host to the device in a step", True),
     "tpot_ms_p50": Column("ms / token", "median time of a decoded token: it ranks machines as well as methods"),
+    "own_ms": Column(
+        "own ms / token", "attention, search and transfers of it, known of what decoded together, too", True
+    ),
     "recall": Column("recall", "of the tokens with the most attention, the share that was attended", True),
     "n": Column("n", "samples", True),
 }

@@ -19,7 +19,7 @@ FIGURES = {
     "budget": "Score against the budget and what was attended, beside full attention and the exact top-k",
     "fidelity": "KL from full attention, lower is nearer, beside the exact top-k",
 }
-SHOWN = ("score", "against_full", "kl_mean", "device_kv_bytes", "tpot_ms_p50")
+SHOWN = ("score", "against_full", "kl_mean", "device_kv_bytes", "tpot_ms_p50", "own_ms")
 CLEAR = 5.0  # points from the others' median from which a score is marked
 
 
