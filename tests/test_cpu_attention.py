@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,9 @@ from driver import CLOSE, drive, stream
 from kvbench.attention import cpu, reference
 from kvbench.attention import executor as attention
 from kvbench.attention import torch as torch_executor
+from kvbench.budget import Budget
 from kvbench.config import ConfigError
+from kvbench.engine.engine import Engine
 from kvbench.memory.store import LayerStore
 from kvbench.method import Method, Selection, Shape
 
@@ -242,3 +245,53 @@ def test_rows_of_a_batch_with_nothing_in_common_are_attended_as_alone() -> None:
     for row in range(3):
         alone = drive(fixed.row(row), Method(), None, executor="cpu")
         assert torch.equal(batch.outputs[:, :, row], alone.outputs[:, :, 0])
+
+
+# -- what was worked out of a store ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_a_copy_of_a_store_goes_on_in_memory_of_its_own(home: str) -> None:
+    """Also where addresses were worked out before."""
+    store = store_of(20, home=home)
+    new, other = (torch.full((1, 2, 1, 16), number) for number in (1.0, 2.0))
+    everything = Selection(torch.arange(20)[None, None])
+    before = cpu.attend(query_of(store), store, everything, 0.3)[0]
+    one, two = copy.deepcopy(store), copy.deepcopy(store)
+    one.append(new, new)
+    two.append(other, other)
+    three = copy.deepcopy(one)
+    del store
+    for twin, value in ((one, 1.0), (two, 2.0), (three, 1.0)):
+        assert (twin.read(torch.tensor([[[20]]]).expand(1, 2, 1))[1] == value).all()
+        assert torch.equal(cpu.attend(query_of(twin), twin, everything, 0.3)[0], before)
+        agrees(twin, Selection(torch.arange(21)[None, None]))
+        twin.check_integrity()
+
+
+@pytest.mark.parametrize("keep", [None, torch.arange(0, 60, 3)])
+def test_tokens_that_come_are_attended_from_then_on(keep: torch.Tensor | None) -> None:
+    store = store_of(60, grows=True)
+    if keep is not None:
+        store.keep(keep[None, None])
+    rng = torch.Generator().manual_seed(3)
+    for _ in range(70):  # the memory is reserved anew on the way
+        store.append(*(torch.randn(1, 16, 2, 1, generator=rng).permute(0, 2, 3, 1) for _ in range(2)))
+        agrees(store, None)
+    store.check_integrity()
+
+
+@pytest.mark.parametrize("rows", [slice(1, 2), slice(1, 3)])
+def test_rows_of_a_larger_batch_are_attended_as_they_are_alone(rows: slice) -> None:
+    shape = Shape(1, 4, 2, 16, (40,) * (rows.stop - rows.start), torch.float32, CPU, 0.25, (0,))
+    engines = [Engine(shape, Method(), Budget(None), new_tokens=2) for _ in range(2)]
+    rng = torch.Generator().manual_seed(4)
+    key, value = (torch.randn(4, 2, 40, 16, generator=rng) for _ in range(2))
+    for engine in engines:
+        engine.start_chunk(torch.zeros(shape.batch, 40, dtype=torch.int64))
+        engine.fill(0, key[rows], value[rows], torch.zeros(shape.batch, 4, 0, 16))
+        engine.start_step(torch.zeros(shape.batch, dtype=torch.int64))
+    new = [torch.randn(4, heads, 1, 16, generator=rng) for heads in (4, 2, 2)]
+    views = engines[0].attend(0, *(part[rows] for part in new))
+    copies = engines[1].attend(0, *(part[rows].clone() for part in new))
+    assert torch.equal(views, copies)
