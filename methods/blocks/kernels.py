@@ -15,6 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvbench.kernels import compiled
+from kvbench.kernels.threads import claim, in_threads
 
 # All of fastmath but "no NaN, no infinity": -inf marks what is absent, and a NaN key must stay one to be found.
 FAST = {"contract", "reassoc", "nsz", "arcp"}
@@ -121,16 +122,15 @@ def best(scores, count, wanted, picked):  # type: ignore[no-untyped-def]
     if not enough:
         for i in range(count):
             equal -= scores[i] > threshold
+    equal = equal if threshold > -np.inf else 0
     found = 0
     for i in range(count):
-        if not scores[i] >= threshold or scores[i] == -np.inf:  # NaN is no more than anything
-            continue
-        if scores[i] == threshold:
-            if equal <= 0:
-                continue
-            equal -= 1
-        picked[found] = i
-        found += 1
+        if found == wanted:
+            break
+        also = scores[i] == threshold and equal > 0
+        picked[found] = i  # another takes its place where it is not among them: no branch depends on a score
+        found += (scores[i] > threshold) | also
+        equal -= also
     return found
 
 
@@ -197,3 +197,28 @@ def write_best(values, count, indexes, scores, picked):  # type: ignore[no-untyp
     indexes[found:], scores[found:] = -1, -np.inf
     for i in range(found):
         indexes[i], scores[i] = picked[i], -falling[i]
+
+
+@kernel
+def best_lists(threads, scores, counts, found):  # type: ignore[no-untyped-def]
+    """The best of each list of scores, best first, in so many threads; see `best` for what is equal or no number.
+
+    Args:
+        scores: [B, H, n] float32.
+        counts: [B, 1 or H] int64, wanted of a row or list.
+        found: [B, H, k] int64; written, trailing -1.
+    """
+    in_threads(threads, _best_lists, (np.zeros(1, np.int64), scores, counts, found))
+
+
+@jit
+def _best_lists(_, claims, scores, counts, found):  # type: ignore[no-untyped-def]
+    lists, count, wanted = scores.shape[1], scores.shape[2], found.shape[2]
+    values, picked = np.empty(wanted, np.float32), np.empty(wanted, np.int32)
+    at = claim(claims)
+    while at < len(scores) * lists:
+        row, head = at // lists, at % lists
+        most = min(wanted, counts[row, head * counts.shape[1] // lists])
+        write_best(scores[row, head], count, found[row, head, :most], values[:most], picked)
+        found[row, head, most:] = -1
+        at = claim(claims)
