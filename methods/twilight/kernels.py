@@ -64,17 +64,17 @@ def _top_p(_, claims, query, codes, steps, index, p, found, counts):  # type: ig
     while at < counts.shape[1]:
         row, head = at // query_heads, at % query_heads
         kv_head, tokens = head * codes.shape[1] // query_heads, index[row, head * index.shape[1] // query_heads]
-        whole = np.float32(0)
+        own_codes, own_steps, whole = codes[row, kv_head], steps[row, kv_head], np.float32(0)
         for k in range(len(low)):
             low[k], high[k] = query[row, head, 2 * k], query[row, head, 2 * k + 1]
             whole += low[k] + high[k]
         asked, most = 0, np.float32(-np.inf)
         while asked < count and tokens[asked] >= 0:
             token = tokens[asked]
-            coded, total = codes[row, kv_head, token], np.float32(0)
+            coded, total = own_codes[token], np.float32(0)
             for k in range(len(low)):
                 total += np.float32(coded[k] & 15) * low[k] + np.float32(coded[k] >> 4) * high[k]
-            weights[asked] = steps[row, kv_head, token, 0] * total + steps[row, kv_head, token, 1] * whole
+            weights[asked] = own_steps[token, 0] * total + own_steps[token, 1] * whole
             most, order[asked] = max(most, weights[asked]), asked
             asked += 1
         held = 0.0
