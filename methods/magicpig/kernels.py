@@ -141,20 +141,37 @@ def _weigh(query, kv_head, keys, tables, used, counts, found, weights):  # type:
     1 - (1 - p)^L - L p (1 - p)^(L - 1).
     """
     _, _, mean, norms, bits, first = tables
+    agree, met, missed = np.empty((3, counts.max()))
     for head in range(len(query)):
-        asked, squares, shift = query[head], np.float32(0), np.float32(0)
+        asked, count, squares, shift = query[head], counts[head], np.float32(0), np.float32(0)
         for d in range(len(asked)):
             squares += asked[d] * asked[d]
             shift += asked[d] * mean[kv_head, d]
         norm = math.sqrt(squares)
-        for at in range(counts[head]):
+        for at in range(count):
             key = found[head, at]
             own, product = keys[first + key], np.float32(0)
             for d in range(len(asked)):
                 product += asked[d] * widen(own[d])
             both = norm * norms[kv_head, key]
             cosine = (product - shift) / both if both > 0 else 0.0
-            met = (1 - math.acos(min(1.0, max(-1.0, cosine))) / math.pi) ** bits
-            missed = (1 - met) ** (used - 1)
-            weights[head, at] = -math.log(1 - missed * (1 - met) - used * met * missed + LEAST)
+            agree[at] = 1 - math.acos(min(1.0, max(-1.0, cosine))) / math.pi
             found[head, at] = first + key
+        _raise(agree[:count], bits, met[:count])
+        for at in range(count):
+            agree[at] = 1 - met[at]
+        _raise(agree[:count], used - 1, missed[:count])
+        for at in range(count):
+            likely = 1 - missed[at] * (1 - met[at]) - used * met[at] * missed[at]
+            weights[head, at] = -math.log(likely + LEAST)
+
+
+@jit
+def _raise(numbers, exponent, powers):  # type: ignore[no-untyped-def]
+    """Write powers of numbers, which are squared meanwhile: one call of `pow` a number takes longer than all else."""
+    powers[:] = 1
+    while exponent > 0:
+        for at in range(len(numbers)):
+            powers[at] *= numbers[at] if exponent & 1 else 1.0
+            numbers[at] *= numbers[at]
+        exponent >>= 1
