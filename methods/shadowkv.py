@@ -16,6 +16,7 @@ from torch.nn.functional import cosine_similarity, pad
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.chunking import keys_of_row
+from methods.blocks.products import products
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import top
 
@@ -177,8 +178,7 @@ class ShadowKV(Method):
 
     def _scores(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """[B, Hkv, P], the log of the largest softmax that a query head of the group gives each chunk."""
-        asked = query.float().view(self.shape.batch, self.shape.kv_heads, self.shape.group, -1)
-        logits = asked @ self.means[layer].float().transpose(2, 3) * self.shape.scaling
+        logits = products(query, self.means[layer]) * self.shape.scaling
         logits = logits.masked_fill(self.closed[layer][:, :, None], -torch.inf)
         return logits.log_softmax(dim=3).amax(dim=2)
 

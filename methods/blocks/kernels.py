@@ -258,3 +258,22 @@ def _products(_, claims, query, keys, stored, found):  # type: ignore[no-untyped
                 for i in range(many):
                     found[row, head, g, first + i] = block[g, i]
         at = claim(claims)
+
+
+@kernel
+def entries(starts, ends, numbers, source):  # type: ignore[no-untyped-def]
+    """The numbers of the ranges of each list, see `methods.blocks.ragged.entries`.
+
+    Args:
+        starts: [L, K] int64, where each range begins.
+        ends: [L, K] int64, entries of a list up to the end of each range.
+        numbers, source: [L, T] int64; written: the first T entries, trailing -1, and the range of each.
+    """
+    for row in range(len(starts)):
+        done = 0
+        for one in range(starts.shape[1]):
+            first = starts[row, one] - done
+            while done < min(ends[row, one], numbers.shape[1]):
+                numbers[row, done], source[row, done] = first + done, one
+                done += 1
+        numbers[row, done:], source[row, done:] = -1, starts.shape[1] - 1
