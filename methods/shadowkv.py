@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.nn.functional import cosine_similarity, pad
+from torch.nn.functional import cosine_similarity, embedding, pad
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
@@ -173,8 +173,8 @@ class ShadowKV(Method):
         )
         if layer not in self.factors:
             return Selection(index)
-        rebuilt = self._rebuilt(layer, index[:, :, : max(rooms) * self.chunk_size]).to(query.dtype)
-        return Selection(index, keys=pad(rebuilt, (0, 0, 0, index.shape[2] - rebuilt.shape[2])))
+        rebuilt = self._rebuilt(layer, index[:, :, : max(rooms) * self.chunk_size])
+        return Selection(index, keys=pad(rebuilt.to(query.dtype), (0, 0, 0, index.shape[2] - rebuilt.shape[2])))
 
     def _scores(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """[B, Hkv, P], the log of the largest softmax that a query head of the group gives each chunk."""
@@ -188,8 +188,8 @@ class ShadowKV(Method):
         rotation = self.context.rotation
         assert rotation is not None
         index = index.clamp(0, tokens.shape[1] - 1)
-        rows = torch.arange(len(index), device=index.device)[:, None, None]
-        return rotation.turn(tokens[rows, index].float() @ basis.float(), index)
+        factors = torch.stack([embedding(at, own) for at, own in zip(index, tokens, strict=True)])
+        return rotation.turn(factors.float() @ basis.float(), index)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """C and what is outside: outliers, last tokens and generated ones; C alone where these count."""
