@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import torch
 
+from methods.blocks.topk import top_earliest
+
 
 def enough(
-    always: torch.Tensor, always_norms: torch.Tensor, logits: torch.Tensor, norms: torch.Tensor, theta: float
+    always: torch.Tensor, always_norms: torch.Tensor, logits: torch.Tensor, norms: torch.Tensor, theta: float, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Candidates by benefit, and how many of them are enough.
+    """The best candidates by benefit, and how many of them are enough.
 
     Args:
         always, always_norms: [H, n], exact logits of the tokens always attended, and the norms of their values.
         logits, norms: [H, C], the same of candidates, whose logits are estimates; -inf for what is none.
         theta: share of the benefit that is enough.
+        most: candidates to rank, C at most.
 
     Returns:
-        order [H, C], the best first, and k [H, 1], 1 at least.
+        order [H, most], the best first, and k [H, 1], 1 at least; above `most` where these are not enough.
     """
     peak = torch.cat([always, logits], dim=1).amax(dim=1, keepdim=True)  # none may always be attended
     held = ((always - peak).exp() * always_norms).sum(dim=1, keepdim=True)
-    benefit, order = ((logits - peak).exp() * norms).sort(dim=1, descending=True, stable=True)
-    short = held + benefit.cumsum(dim=1) < theta * (held + benefit.sum(dim=1, keepdim=True))
+    benefit = ((logits - peak).exp() * norms).nan_to_num()  # where not even the peak is a number, none is better
+    order = top_earliest(benefit[None], most)[0]
+    short = held + benefit.gather(1, order).cumsum(dim=1) < theta * (held + benefit.sum(dim=1, keepdim=True))
     return order, short.sum(dim=1, keepdim=True) + 1

@@ -200,16 +200,17 @@ class ParisKV(Method):
         ids[row] = whole
         keys = self.view.keys(layer, ids)[row].to(tokens.device)
         mean = queries.float().mean(dim=1).to(tokens.device)
+        most = min(zones.k, tokens.shape[1])
         order, count = enough(
             self.shape.scaling * (keys.float() @ mean[..., None]).squeeze(2),
             norms[:, whole[0]],
             self.shape.scaling * estimates,
             norms.gather(1, tokens.clamp(min=0)),
             theta,
+            most,
         )
-        most = min(zones.k, tokens.shape[1])
         count = count.clamp(min=min(least, most), max=most)
-        return tokens.gather(1, order[:, :most]).masked_fill(torch.arange(most, device=count.device) >= count, -1)
+        return tokens.gather(1, order).masked_fill(torch.arange(most, device=count.device) >= count, -1)
 
     def _attended(self, layer: int, row: int, retrieved: torch.Tensor | None) -> torch.Tensor:
         """What a row's KV heads attend, [Hkv, M]: buffer, window, sinks and tokens of the zone; None: everything.
