@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from methods.blocks import kernels
+from methods.blocks import list_kernels
 from methods.blocks.kernels import is_readable
 
 WORTH_A_THREAD = 1 << 17  # multiplications; fewer are done before another thread has begun
@@ -29,5 +29,5 @@ def products(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     where = keys.data_ptr(), *(keys.element_size() * step for step in keys.stride()[:3])
     threads = min(torch.get_num_threads(), max(1, found.numel() * head_dim // WORTH_A_THREAD))
     stored = np.float32(0) if keys.dtype == torch.float32 else np.uint16(0)
-    kernels.products(threads, asked.numpy(), where, stored, found.numpy())
+    list_kernels.products(threads, asked.numpy(), where, stored, found.numpy())
     return found

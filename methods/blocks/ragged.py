@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from methods.blocks import kernels
+from methods.blocks import list_kernels
 
 
 def entries(starts: torch.Tensor, counts: torch.Tensor, most: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,8 +28,8 @@ def entries(starts: torch.Tensor, counts: torch.Tensor, most: int | None = None)
     if not starts.is_cuda:
         numbers, source = torch.empty(2, *starts.shape[:-1], longest, dtype=torch.int64)
         if longest:
-            lists = (part.reshape(-1, part.shape[-1]).numpy() for part in (starts.long(), ends, numbers, source))
-            kernels.entries(*lists)
+            lists = (part.reshape(-1, part.shape[-1]).contiguous() for part in (starts.long(), ends, numbers, source))
+            list_kernels.entries(*(part.numpy() for part in lists))
         return numbers, source
     index = torch.arange(longest, device=starts.device).expand(*starts.shape[:-1], longest).contiguous()
     source = torch.searchsorted(ends, index, right=True).clamp(max=starts.shape[-1] - 1)

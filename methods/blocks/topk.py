@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-import numpy as np
 import torch
 
-from methods.blocks import kernels
+from methods.blocks import list_kernels
 
 Granularity = Literal["kv_head", "query_head"]  # whose choice it is: the group's, or that of each query head
 WORTH_A_THREAD = 1 << 15  # scores; fewer are ranked before another thread has begun
@@ -38,9 +37,9 @@ def top_earliest(scores: torch.Tensor, most: int, counts: torch.Tensor | None = 
     if is_compiled(scores):
         batch, heads, count = scores.shape
         found = torch.empty(batch, heads, min(most, count), dtype=torch.int64)
-        wanted = np.full((batch, heads), found.shape[2]) if counts is None else counts.view(batch, -1).numpy()
+        wanted = torch.full((batch, 1), found.shape[2]) if counts is None else counts.view(batch, -1).contiguous()
         threads = min(torch.get_num_threads(), max(1, scores.numel() // WORTH_A_THREAD))
-        kernels.best_lists(threads, scores.contiguous().numpy(), wanted, found.numpy())
+        list_kernels.best_lists(threads, scores.contiguous().numpy(), wanted.numpy(), found.numpy())
         return found
     values, ids = scores.sort(dim=-1, descending=True, stable=True)
     return _cut(values[..., :most], ids[..., :most], counts)
