@@ -54,6 +54,12 @@ def record(name: str, group: str, score: Any, **more: Any) -> dict[str, Any]:
     }
 
 
+def together(scores: Scores | Sequence[float], **parts: float) -> list[dict[str, Any]]:
+    """Samples as `records`, that decoded together with other arms: no times but of these parts of a step."""
+    made = records(scores, decode="together", shared_prefill=True, breakdown_ms={"attention": 1.0, **parts})
+    return [{key: value for key, value in one.items() if key not in ("tpot_ms", "ttft_s", "tt2t_s")} for one in made]
+
+
 def timed(length: int, ms: float, **more: Any) -> dict[str, Any]:
     """A sample of task=latency: a prompt of one row whose tokens take so many milliseconds."""
     own = {
@@ -97,7 +103,7 @@ def stored(
         paths: options of the task that lead to data.
         protocol: where it differs from the default.
         config: further keys of the run's config, such as "metric" or "seed".
-        identity: further keys of its identity, such as "data" or "source".
+        identity: further keys of its identity, such as "data", "source" or "decode".
     """
     whole = {"accounting": "paper", "dense_layers": "auto", "chat": "auto", "prefill_chunk": 4096}
     own = {

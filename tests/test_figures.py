@@ -43,7 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     results = tmp_path_factory.mktemp("results")
 
     def config(method: str, *words: str):
-        return composed("model=dummy-tiny", "device=cpu", f"results_dir={results}", f"method={method}", *words)
+        base = ("model=dummy-tiny", "device=cpu", "sweep.shared_decode=false", f"results_dir={results}")
+        return composed(*base, f"method={method}", *words)
 
     arms = [config("full", *PASSKEY)]
     arms += [config(method, f"budget={size}", *PASSKEY) for method in ("quest", "snapkv") for size in (64, 128)]

@@ -30,7 +30,10 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     results = tmp_path_factory.mktemp("results")
     words = ["model=dummy-tiny", "device=cpu", f"results_dir={results}"]
     passkey = [*words, "task=passkey", "task.lengths=[300,400]", "task.positions=2"]
-    run_shared([composed(*passkey, f"method={name}", "budget=64") for name in ("full", "quest")], Console(quiet=True))
+    arms = [
+        composed(*passkey, "sweep.shared_decode=false", f"method={name}", "budget=64") for name in ("full", "quest")
+    ]
+    run_shared(arms, Console(quiet=True))
     needles = ["task=niah", "task.lengths=[1024]", "task.subsets=[niah_single_1,niah_multivalue]", "task.samples=1"]
     run(composed(*words, *needles, "method=icecache", "budget=64", "probe.every=40"))
     return results

@@ -56,6 +56,13 @@ CHECKED = {
         ["time_ratio_1k", "mem_ratio", "same_tokens"],
     ),
     "bench_report": ("--runs 9 --samples 2 --reports summary", ["summary.seconds", "summary.peak_mib"]),
+    "bench_sweep": (
+        "--model tiny --lengths 300 --methods full quest --budget 64 --new-tokens 4 --answers 4 --logits",
+        [
+            *(f"tiny.300.named.{name}" for name in ("ratio", "decode_ratio", "rows.mean", "together.tokens")),
+            *("tiny.logits.largest.*", "tiny.answers.equal"),
+        ],
+    ),
     "drift_pariskv": (
         "--steps 8 --every 4 --prompt 3200 --dim 16 model=dummy-tiny task.lengths=[3200]",
         ["captured.late_over_early.*", "drifting.late_over_early.*", "captured.drift"],

@@ -24,6 +24,7 @@ SAME = ("id", "output", "output_ids", "scores", "audit", "prompt_tokens", "answe
 def configs(tmp_path: Path) -> Any:
     def make(*words: str, folder: str = "shared", arms: Any = ARMS) -> list[Any]:
         base = ["model=dummy-tiny", "task.lengths=[400]", "task.limit=3", f"results_dir={tmp_path / folder}", *words]
+        base.append("sweep.shared_decode=false")
         return [composed(f"method={method}", f"budget={budget}", *base) for method, budget in arms]
 
     return make

@@ -124,9 +124,7 @@ def test_a_killed_shard_is_made_up_for_and_every_sample_is_there_once(sweep: Any
     shards = [*LOCAL, "sweep.shards=2", "task.limit=4"]
     broken = sweep("SIGKILL", *shards)
     assert broken.code == 1, broken.err
-    assert (
-        "seed=2: 1 arm, which no other shares a prefill with, samples in 2 shards (sweep.shards): 2 jobs" in broken.out
-    )
+    assert "seed=2: 1 arm, " in broken.out and "samples in 2 shards (sweep.shards): 2 jobs" in broken.out
     assert " (seed=2, shard 1 of 2) ended, " in broken.err
     whole = sweep("SIGKILL", *shards)
     assert whole.code == 0, whole.err

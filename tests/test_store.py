@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvbench.memory.slots import NO_TOKEN, whole_pages
-from kvbench.memory.store import LayerStore
+from kvbench.memory.store import LayerStore, Sealed
 from kvbench.memory.tiers import DEVICE, DROPPED, HOST
 
 HEAD_DIM = 3
@@ -517,7 +517,7 @@ def test_a_store_outgrows_the_memory_it_began_in() -> None:
     prompt = torch.arange(2 * 2 * 20 * HEAD_DIM, dtype=torch.float32).view(2, 2, 20, HEAD_DIM)
     lent.write_prompt(prompt, -prompt, 0, [0, 0])
     lent.seal_prompt([20, 12])
-    store = LayerStore(2, 2, HEAD_DIM, 20, torch.float32, torch.device("cpu"), grows=True, shared=lent)
+    store = LayerStore(2, 2, HEAD_DIM, 20, torch.float32, torch.device("cpu"), grows=True, shared=Sealed.of(lent))
     new = torch.ones(2, 2, 1, HEAD_DIM)
     store.append(new, -new)
     store.check_integrity()

@@ -95,7 +95,7 @@ def test_a_finished_sweep_computes_nothing_again_and_a_longer_one_only_what_is_n
 
 @pytest.mark.slow
 def test_an_arm_alone_has_a_prefill_of_its_own(sweep: Any, prefills: list[int], tmp_path: Path) -> None:
-    assert sweep("method=quest", "task.lengths=[300],[310]").code == 0
+    assert sweep("method=quest", "task.lengths=[300],[310]", "sweep.shared_decode=false").code == 0
     assert prefills == []
     assert all("ttft_s" in record for record in records(tmp_path / "results").values())
 
@@ -159,7 +159,7 @@ def test_an_arm_in_use_elsewhere_is_left_to_whoever_holds_it(sweep: Any, tmp_pat
     config = composed(*WORDS, f"results_dir={tmp_path / 'results'}", "method=quest")
     arm = prepare(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
     with open_folder(arm):
-        done = sweep("method=full,quest,snapkv")
+        done = sweep("method=full,quest,snapkv", "sweep.shared_decode=false")
     assert done.code == 1 and "method=quest: " in done.err and " is in use by process " in done.err
     assert {arm for _, arm, _ in records(tmp_path / "results")} == {"full", "snapkv-256"}
 
@@ -219,19 +219,16 @@ def test_a_plan_splits_arms_only_where_more_jobs_are_asked_for_and_says_why() ->
         assert len({job.title for job in jobs}) == len(jobs)
         return list(described(groups))
 
-    assert plan(1) == [
-        "6 arms in 2 jobs:",
-        "  seed=0: 3 arms share each prefill: 1 job",
-        "  seed=1: 3 arms share each prefill: 1 job",
-    ]
+    why = "3 arms share each prefill and decode together"
+    assert plan(1) == ["6 arms in 2 jobs:", f"  seed=0: {why}: 1 job", f"  seed=1: {why}: 1 job"]
     assert plan(3)[:2] == [
         "6 arms in 3 jobs:",
-        "  seed=0: 3 arms share each prefill, in 2 pieces, each with prefills of its own (hydra.launcher.jobs): 2 jobs",
+        f"  seed=0: {why}, in 2 pieces, each with prefills of its own (hydra.launcher.jobs): 2 jobs",
     ]
     assert plan(100)[0] == "6 arms in 6 jobs:"
     assert plan(1, "sweep.shards=4")[:2] == [
         "6 arms in 8 jobs:",
-        "  seed=0: 3 arms share each prefill, samples in 4 shards (sweep.shards): 4 jobs",
+        f"  seed=0: {why}, samples in 4 shards (sweep.shards): 4 jobs",
     ]
     assert (
         plan(1, "sweep.shared_prefill=false")[1] == "  method=full seed=0: 1 arm, as sweep.shared_prefill=false: 1 job"

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from kvbench.budget import Budget
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
-    from kvbench.backends.hf.generate import Choice, Generation, Lender, Progress, Stops
+    from kvbench.backends.hf.generate import Choice, Decoding, Generation, Lender, Progress, Stops
     from kvbench.backends.hf.loading import Loaded
     from kvbench.engine.engine import Engine
     from kvbench.models.footprint import Prompts
@@ -44,6 +45,7 @@ class Asked:
         rows: token ids of each prompt.
         samples: their ids, from which seeds derive.
         question: token ids that follow every prompt and are read as decode steps.
+        watch: called after every step with its logits [B, vocabulary].
     """
 
     rows: Sequence[Sequence[int]]
@@ -55,6 +57,7 @@ class Asked:
     question: Sequence[int] = ()
     prefilled: Lender | None = None
     progress: Progress | None = None
+    watch: Callable[[torch.Tensor], object] | None = None
 
 
 class Generated(NamedTuple):
@@ -117,6 +120,9 @@ class Backend(Protocol):
             FloatingPointError: NaN or inf in the logits, or in a query or key that a method would be shown.
         """
 
+    def begin(self, arm: Arm, asked: Asked) -> Decoding:
+        """Begin to generate from a prefill, of a backend with `own_engine`."""
+
 
 class _Transformers:
     """Models of transformers in kvbench's own decode loop."""
@@ -150,8 +156,24 @@ class _Transformers:
             question=asked.question,
             prefilled=asked.prefilled,
             progress=asked.progress,
+            watch=asked.watch,
         )
         return Generated.by(engine, generation, len(asked.rows))
+
+    def begin(self, arm: Arm, asked: Asked) -> Decoding:
+        """Begin to generate from a prefill, to go on beside others; see `kvbench.backends.hf.together`."""
+        from kvbench.backends.hf.generate import begin
+
+        assert asked.prefilled is not None
+        return begin(
+            arm.engine(asked.rows, len(asked.question) + asked.max_new_tokens, asked.samples),
+            asked.prefilled,
+            max_new_tokens=asked.max_new_tokens,
+            stops=asked.stops,
+            choice=asked.choice,
+            question=asked.question,
+            watch=asked.watch,
+        )
 
 
 class _VLLM:
@@ -187,6 +209,9 @@ class _VLLM:
             progress=asked.progress,
         )
         return Generated(generation, audits, [audit.pop("broken", None) for audit in audits])
+
+    def begin(self, arm: Arm, asked: Asked) -> Decoding:
+        raise AssertionError("vLLM decodes in an engine of its own")
 
 
 BACKENDS: dict[str, Backend] = {"hf": _Transformers(), "vllm": _VLLM()}

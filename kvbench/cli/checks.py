@@ -65,7 +65,7 @@ LOWEST = {
     "backend.tensor_parallel": (1, False),
 }
 MOST = {"seed": 2**63 - 1, "threads": 1024}
-SWITCHES = ("smoke", "memory_check", "sweep.shared_prefill")
+SWITCHES = ("smoke", "memory_check", "sweep.shared_prefill", "sweep.shared_decode")
 
 SMALL_FILES = 2**16  # bytes: what a run writes beside its samples
 

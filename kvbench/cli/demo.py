@@ -27,7 +27,7 @@ from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_twice
 from kvbench.config import ConfigError
 from kvbench.runs.folder import ResultsError, writing
-from kvbench.runs.quantities import QUANTITIES, recorded
+from kvbench.runs.quantities import OWN, QUANTITIES, recorded
 from kvbench.runs.table import add_numbers, wide_console, with_error
 from kvbench.runs.terminal import Console
 
@@ -48,7 +48,7 @@ COSTS = {
     "attended_share": QUANTITIES["attended_share"]._replace(label="attended/C"),
     "device_kv_bytes": QUANTITIES["device_kv_bytes"]._replace(label="KV MiB"),
     "moved_bytes_per_step": QUANTITIES["moved_bytes_per_step"]._replace(label="moved KiB/step"),
-    "tpot_ms_mean": QUANTITIES["tpot_ms_mean"]._replace(label="ms/token", digits=1),
+    "own_ms": QUANTITIES["own_ms"]._replace(label="own ms/token", digits=1),
 }
 KL = QUANTITIES["kl_mean"]
 
@@ -65,8 +65,8 @@ class Row(NamedTuple):
         attended_share: attended entries of a KV head over the budget; None for full attention.
         device_kv_bytes: on the device.
         moved_bytes_per_step: from host to device.
-        tpot_ms_mean: a decode step.
-        attention_ms: of it, attention, its keys' storing included.
+        own_ms: of a decode step attention, search and transfers; the model's layers are computed for all arms at once.
+        disturbed: other processes took cores meanwhile.
         texts, prompts: of how many the first numbers are, and the needles.
     """
 
@@ -79,8 +79,8 @@ class Row(NamedTuple):
     attended_share: float | None
     device_kv_bytes: float
     moved_bytes_per_step: float
-    tpot_ms_mean: float
-    attention_ms: float
+    own_ms: float
+    disturbed: bool
     texts: int
     prompts: int
 
@@ -179,8 +179,8 @@ def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> Row:
         attended_share=found["attended_share"] if budget else None,
         device_kv_bytes=found["device_kv_bytes"],
         moved_bytes_per_step=found["moved_bytes_per_step"],
-        tpot_ms_mean=found["tpot_ms_mean"],
-        attention_ms=found["breakdown_ms.attention"],
+        own_ms=found["own_ms"],
+        disturbed=found.get("disturbed", False),
         texts=fidelity["n"],
         prompts=needles["n"],
     )
@@ -189,10 +189,10 @@ def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> Row:
 def table(rows: Sequence[Row]) -> Table:
     """All arms, a line each."""
     drawn = Table(title="how near to full attention's next-token distribution, and what it cost", title_justify="left")
-    full = rows[0]
+    full, disturbed = rows[0], any(one.disturbed for one in rows)
     drawn.caption, drawn.caption_justify = (
         f"± standard error, over {full.texts} texts and {full.prompts} needles; moved: from host to device, on a CPU "
-        f"counted alone\n{quicker(rows)}",
+        f"counted alone\n{OWN}, which serves all arms at once{'; taken beside other work' * disturbed}",
         "left",
     )
     drawn.add_column("method")
@@ -205,24 +205,8 @@ def table(rows: Sequence[Row]) -> Table:
     return drawn
 
 
-def quicker(rows: Sequence[Row]) -> str:
-    """What methods can save of a step, and from which length on they do, by the times of the table.
-
-    Attention to all tokens takes as much more for each token as it takes full attention than who attends the budget
-    alone. A method's own time is taken to stay as it is: those that hold all tokens on the device, where they look at
-    all of them, are left out.
-    """
-    full, *others = rows
-    apart = [one for one in others if one.device_kv_bytes < full.device_kv_bytes]
-    each = (full.attention_ms - min((one.attention_ms for one in apart), default=0)) / (LENGTH - BUDGET)
-    lengths = sorted((LENGTH + (one.tpot_ms_mean - full.tpot_ms_mean) / each, one.method) for one in apart if each > 0)
-    starts = ", ".join(f"{method} from {max(round(tokens, -2), BUDGET):,.0f}" for tokens, method in lengths)
-    saved = f"attention to {LENGTH:,} tokens is {full.attention_ms:.1f} of full's {full.tpot_ms_mean:.1f} ms a token"
-    return f"{saved}, all that a method can save" + (f"; by these times quicker: {starts} tokens on" if starts else "")
-
-
 def draw(rows: Sequence[Row], model: str, path: Path) -> None:
-    """The trade-off as a picture: KL against device memory, and against the time per token."""
+    """The trade-off as a picture: KL against device memory, and against a method's own time of a token."""
     import pandas
     from matplotlib.figure import Figure
 
@@ -232,9 +216,9 @@ def draw(rows: Sequence[Row], model: str, path: Path) -> None:
     points = pandas.DataFrame(rows, dtype=object).assign(label=[one.method for one in rows], budget=None)
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    draw_tradeoff(axes, points, KL.name)
+    draw_tradeoff(axes, points, QUANTITIES["own_ms"], KL.name)
     axes[0].set_ylabel(KL.axis)
     handles, names = axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
-    figure.suptitle(f"{model}, text of {LENGTH} tokens, C = {BUDGET}: down and left is better")
+    figure.suptitle(f"{model}, text of {LENGTH} tokens, C = {BUDGET}: down and left is better\n{OWN}")
     figure.savefig(path, dpi=150)

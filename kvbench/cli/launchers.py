@@ -23,6 +23,7 @@ from kvbench.cli.plan import counted
 from kvbench.cli.stopping import Terminated, stopped_by
 from kvbench.config import ConfigError, first_line, show
 from kvbench.runs.folder import WHOLE, ResultsError, Shard, writing
+from kvbench.runs.identity import decodes_together
 from kvbench.runs.table import Ended
 from kvbench.runs.terminal import Console, fit_streams
 
@@ -38,7 +39,8 @@ def ended_by(error: BaseException) -> Ended:
 
 
 class Job:
-    """The arms of a job, composed; called, it runs them and says how each ended. One alone prefills for itself.
+    """The arms of a job, composed; called, it runs them and says how each ended. One that nothing is shared with
+    runs as it would by itself.
 
     Attributes:
         configs: of the arms.
@@ -59,7 +61,7 @@ class Job:
         try:
             for config in [] if self.checked else self.configs:
                 check(config)
-            if len(self.configs) == 1:
+            if len(self.configs) == 1 and not decodes_together(self.configs[0]):
                 from kvbench.runs.run import run
 
                 return [Ended(run(self.configs[0], self.shard) or {})]

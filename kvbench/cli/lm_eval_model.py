@@ -5,17 +5,19 @@ both give the same scores. What is asked of the model goes through the measured 
 
 A continuation is scored as it would have been generated. All of its context but the last token is prefilled, once for
 all continuations of that context; the last token and then the continuation's own are read one by one as decode steps,
-so that the method decides what each scored token's predecessor attends. A context of one token, as an empty one is (BOS
-alone), has nothing to choose from: the model's answer to it is every method's.
+side by side with other continuations, so that the method decides what each scored token's predecessor attends. A
+context of one token, as an empty one is (BOS alone), has nothing to choose from: the model's answer to it is every
+method's.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from lm_eval.api.registry import register_model
@@ -23,11 +25,15 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
 import kvbench
-from kvbench.backends.hf.generate import Choice, Generation, Stops, generate
-from kvbench.backends.hf.prefilled import prefill_once
+from kvbench.backends.hf import generate
+from kvbench.backends.hf.generate import Choice, Decoding, Stops
+from kvbench.backends.hf.prefilled import Prefilled, prefill_once
+from kvbench.backends.hf.together import concluded
 from kvbench.cli.lm_eval import LM_EVALS_OWN, setup_config
-from kvbench.config import HARNESS_KEYS, ConfigError, show
+from kvbench.config import HARNESS_KEYS, ConfigError, build, show
 from kvbench.measure.arm import Setup, ends_at
+from kvbench.measure.lane import Going, Lane
+from kvbench.measure.room import prompt_bytes, row_bytes
 from kvbench.memory.kinds import kv_in
 from kvbench.models.footprint import Prompts
 from kvbench.runs.kernels import compile_for
@@ -47,6 +53,25 @@ HF_OPTIONS = (
 )
 
 log = logging.getLogger(__name__)
+
+Asked = Sequence[Mapping[int, list[int]]]  # of each context, its continuations by their index
+Answer = Callable[[int, float, bool], None]  # of a continuation: its index, its log-probability, whether it is greedy
+
+
+class Continued(NamedTuple):
+    """A generation: a continuation of each of some contexts.
+
+    Attributes:
+        rows: what is prefilled of the contexts.
+        indices: of the continuations; None: a row has none left.
+        given: the tokens of each row.
+        longest: tokens that any generation of these contexts has.
+    """
+
+    rows: list[list[int]]
+    indices: list[int | None]
+    given: list[list[int]]
+    longest: int
 
 
 @register_model("kvbench")
@@ -120,10 +145,10 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             },
         }
 
-    def _note(self, asked: str, generation: Generation, broken: str | None) -> None:
+    def _note(self, asked: str, audit: Mapping[str, Any], steps: int, broken: str | None) -> None:
         """Keep a generation's audit, if it had a step to audit; the first that broke the method's rule is named."""
-        if generation.step_ms:
-            self._audits.setdefault(asked, []).append(generation.audit)
+        if steps:
+            self._audits.setdefault(asked, []).append(audit)
         if broken is not None and not self._broken:
             self._broken = True
             log.warning("over_rule: %s", broken)
@@ -144,7 +169,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         rows = [ids[there].tolist() for ids, there in zip(context.cpu(), kept.cpu(), strict=True)]
         new_tokens = max_length - context.shape[1]
         engine = setup.engine(rows, new_tokens)
-        generation = generate(
+        generation = generate.generate(
             setup.loaded.model,
             rows,
             engine,
@@ -152,7 +177,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             stops=Stops(set(setup.loaded.stop_ids), ends_at(tokenizer, stop, skip_special_tokens=False)),
             prefill_chunk=setup.protocol.prefill_chunk,
         )
-        self._note("generate_until", generation, engine.audit.broken())
+        self._note("generate_until", generation.audit, len(generation.step_ms), engine.audit.broken())
         longest = max(map(len, generation.tokens))
         padded = [tokens + [tokenizer.pad_token_id] * (longest - len(tokens)) for tokens in generation.tokens]
         return torch.cat([context, torch.tensor(padded, device=context.device)], dim=1)
@@ -179,14 +204,19 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         answers: dict[int, tuple[float, bool]] = {}
         size = override_bs or self.batch_size
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
+
+            def answer(index: int, likelihood: float, greedy: bool) -> None:
+                answers[index] = likelihood, greedy
+                if requests[index][0] is not None:  # else a window of a longer text, which has a key of its own
+                    self.cache_hook.add_partial("loglikelihood", requests[index][0], answers[index])
+                bar.update()
+
+            lane = Lane(self.setup.loaded)
             for start in range(0, len(longest_first), size):
                 batch = longest_first[start : start + size]
-                asked = [contexts[context] for context in batch]
-                for index, answer in self._scored(batch, asked, [continuation for *_, continuation in requests]):
-                    answers[index] = answer
-                    if requests[index][0] is not None:  # else a window of a longer text, which has a key of its own
-                        self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
-                    bar.update()
+                asked = [{index: requests[index][2] for index in contexts[context]} for context in batch]
+                self._score(lane, batch, asked, answer)
+            lane.finish()
         return [answers[index] for index in range(len(requests))]
 
     def _fitting(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[int, ...]:
@@ -202,41 +232,52 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             )
         return tuple(context[-room:])
 
-    def _scored(
-        self, contexts: Sequence[Sequence[int]], asked: Sequence[Sequence[int]], continuations: Sequence[list[int]]
-    ) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """The answers to a batch of contexts, of each of which some continuations are asked for by their index."""
+    def _score(self, lane: Lane, contexts: Sequence[Sequence[int]], asked: Asked, answer: Answer) -> None:
+        """Have a batch of contexts scored, of each of which some continuations are asked for, by their index.
+
+        The first ones of all contexts are a generation, the second ones another, and so on; they go on side by side,
+        with those of other batches.
+        """
         setup = self.setup
         rows = [list(context[:-1] or context) for context in contexts]
         given = [
-            [[*context[len(row) :], *continuations[index]] for index in own]
+            {index: [*context[len(row) :], *continuation] for index, continuation in own.items()}
             for context, row, own in zip(contexts, rows, asked, strict=True)
         ]
-        longest = max(len(tokens) for own in given for tokens in own)
-        chunk = setup.protocol.prefill_chunk
-        model = setup.loaded.model
-        prefilled = prefill_once(model, rows, [setup.method.needs], max_new_tokens=longest, chunk=chunk)
-        for turn in range(max(map(len, asked))):
+        longest = max(len(tokens) for own in given for tokens in own.values())
+        lane.clear(2 * prompt_bytes(setup, list(map(len, rows))), len(rows))
+        chunk, needs = setup.protocol.prefill_chunk, [setup.method.needs]
+        prefilled = prefill_once(setup.loaded.model, rows, needs, max_new_tokens=longest, chunk=chunk)
+        prefilled.divide()
+        for turn in zip_longest(*(own.items() for own in given), fillvalue=(None, [0])):
             # A row whose continuations are all scored rests: it has nothing to read but its context.
-            now = [own[turn] if turn < len(own) else [0] for own in given]
-            likelihoods = Likelihoods(now)
-            engine = setup.engine(rows, longest)
-            new_tokens = max(map(len, now))
-            generation = generate(
-                model,
-                rows,
-                engine,
-                max_new_tokens=new_tokens,
-                choice=Choice(given=now),
-                prefilled=prefilled,
-                watch=likelihoods,
+            indices, now = zip(*turn, strict=True)
+            self._join(lane, contexts, Continued(rows, list(indices), list(now), longest), prefilled, answer)
+
+    def _join(
+        self, lane: Lane, contexts: Sequence[Sequence[int]], now: Continued, prefilled: Prefilled, answer: Answer
+    ) -> None:
+        setup, likelihoods = replace(self.setup, method=build(self.setup.config["method"])), Likelihoods(now.given)
+        lengths = list(map(len, now.rows))
+
+        def begin() -> Decoding:
+            ends: dict[str, Any] = {"max_new_tokens": max(map(len, now.given)), "watch": likelihoods}
+            return generate.begin(
+                setup.engine(now.rows, now.longest), prefilled, choice=Choice(given=now.given), **ends
             )
-            self._note("loglikelihood", generation, engine.audit.broken())
-            for row, own in enumerate(asked):
-                if turn < len(own):
+
+        def ended(decoding: Decoding | None, error: Exception | None) -> None:
+            if decoding is None:
+                raise error or AssertionError("a generation ends with an error, or is over")
+            self._note("loglikelihood", concluded(decoding).audit, decoding.steps, decoding.engine.audit.broken())
+            for row, index in enumerate(now.indices):
+                if index is not None:
                     if len(contexts[row]) == 1:
-                        likelihoods.add(row, self._after_one(contexts[row][0]), now[row][0])
-                    yield own[turn], (likelihoods.sums[row], likelihoods.greedy[row])
+                        likelihoods.add(row, self._after_one(contexts[row][0]), now.given[row][0])
+                    answer(index, likelihoods.sums[row], likelihoods.greedy[row])
+
+        size = row_bytes(setup, lengths, now.longest)
+        lane.join(begin, len(lengths), Going(self, size, (prefilled, prompt_bytes(setup, lengths)), ended))
 
     @torch.inference_mode()
     def _after_one(self, token: int) -> torch.Tensor:

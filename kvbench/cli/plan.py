@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import ConfigError
 from kvbench.runs.folder import Shard
-from kvbench.runs.identity import APART, backend_name, budget_of
+from kvbench.runs.identity import APART, backend_name, budget_of, decodes_together
 
 OF_NO_RUN = {"threads", "sweep", "memory_check"}  # keys that change no number
 MOST_SHOWN = 20  # groups that get a line of their own
@@ -77,12 +77,14 @@ def counted(number: int, what: str) -> str:
 
 def _why(config: DictConfig, arms: int) -> str:
     if arms > 1:
-        return f"{arms} arms share {'each prefill' if backend_name(config) == 'hf' else 'one engine'}"
+        shared = "each prefill" if backend_name(config) == "hf" else "one engine"
+        return f"{arms} arms share {shared}" + " and decode together" * decodes_together(config)
     if config.task.get("own_prefill"):
         return f"1 arm, as task={config.task.name} times a prefill of its own"
     if not config.sweep.shared_prefill:
         return "1 arm, as sweep.shared_prefill=false"
-    return "1 arm, which no other shares a prefill with"
+    samples = ", its samples decode together" * decodes_together(config)
+    return f"1 arm, which no other shares a prefill with{samples}"
 
 
 def _split(groups: list[Group], most: int) -> list[Group]:

@@ -28,7 +28,7 @@ from kvbench.engine.probes import Probe
 from kvbench.engine.prompt import PromptReader
 from kvbench.engine.turn import Turn
 from kvbench.memory.kinds import KV, NATIVE
-from kvbench.memory.store import LayerStore
+from kvbench.memory.store import LayerStore, Sealed
 from kvbench.memory.transfer import computing_on
 from kvbench.memory.view import StoreView
 from kvbench.method import Context, HeadScores, Method, Prompt, Selection, Shape
@@ -49,16 +49,6 @@ class Held(Protocol):
 
     def allocated_bytes(self) -> int:
         """Bytes that they take there."""
-
-
-class Windowed(Held, Protocol):
-    """A layer with a window: its most recent tokens, which the model's cache keeps and the model attends."""
-
-    def update(self, key_states: Tensor, value_states: Tensor) -> Any:
-        """Take in the next tokens, [B, Hkv, q, D] each."""
-
-    def begin_from(self, other: Any) -> None:
-        """Hold what another layer holds, which may go on by itself."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +123,7 @@ class Engine:
         self.executor = executor(how.attention, shape, how.kv)
         self.spans, self.audit = Spans(shape.device), Audit(shape, how.audit_every)
         self.stores: dict[int, LayerStore] = {}
-        self.windowed: Mapping[int, Windowed] = {}
+        self.windowed: Mapping[int, Held] = {}
         self.probe = Probe(shape, how.probe_every) if how.probe_every else None
         self.prefilled = False
         self._turn: Turn | None = None  # that is being read
@@ -240,10 +230,11 @@ class Engine:
         store.seal_prompt(self.shape.lengths)
         self._begin_layer(layer, store, self._reader.prompt(layer, store) if layer in self._sparse else None)
 
-    def adopt(self, layer: int, shared: LayerStore, prompt: Prompt) -> LayerStore:
+    def adopt(self, layer: int, shared: Sealed, prompt: Prompt) -> LayerStore:
         """Begin a layer from a prefill made elsewhere, in layer order; returns the store that shares its memory."""
-        store = self._store(layer, shared)
-        own = replace(prompt, on_host=store.on_host(prompt.keys.shape[2])) if layer in self._sparse else None
+        store, own, longest = self._store(layer, shared), None, prompt.keys.shape[2]
+        if layer in self._sparse:
+            own = replace(prompt, **shared.first(longest), on_host=store.on_host(longest))
         self._begin_layer(layer, store, own)
         return store
 
@@ -280,7 +271,7 @@ class Engine:
         self.audit.end_prefill()
         self.prefilled = True
 
-    def _store(self, layer: int, shared: LayerStore | None = None) -> LayerStore:
+    def _store(self, layer: int, shared: Sealed | None = None) -> LayerStore:
         if layer not in self.stores:
             self.stores[layer] = _layer_store(self, self._how, layer, shared)
         return self.stores[layer]
@@ -353,8 +344,8 @@ class Engine:
         return {**own, **self.audit.report(self.method, budget, stored, row), **_remarks(self, self._how)}
 
 
-def _layer_store(engine: Engine, how: Settings, layer: int, shared: LayerStore | None) -> LayerStore:
-    """A fresh store for a layer; `shared`: whose prompt it shall share."""
+def _layer_store(engine: Engine, how: Settings, layer: int, shared: Sealed | None) -> LayerStore:
+    """A fresh store for a layer; `shared`: the prompt that it shall share."""
     shape, audit = engine.shape, engine.audit
     return LayerStore(
         shape.batch,

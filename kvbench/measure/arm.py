@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from kvbench.backends.backend import Asked, Backend, Generated, backend_of
 from kvbench.backends.hf import loading as models
-from kvbench.backends.hf.generate import Choice, Generation, Progress, Stops, generate
+from kvbench.backends.hf.generate import Choice, Decoding, Generation, Progress, Stops
 from kvbench.backends.hf.model import engine_for
 from kvbench.backends.hf.prefilled import Prefilled, prefill_once
 from kvbench.backends.hf.sampling import Sampler
 from kvbench.budget import Budget
-from kvbench.config import ConfigError
+from kvbench.config import ConfigError, build
 from kvbench.engine.engine import Engine
 from kvbench.measure import fidelity, latency, machine
 from kvbench.measure.protocol import Protocol, Rendered, render
@@ -28,7 +29,9 @@ from kvbench.method import Method
 from kvbench.models import hub
 from kvbench.models.heads import Calibration
 from kvbench.models.types import Tokenizer
-from kvbench.tasks import Given, Sample, Task, Timed
+from kvbench.tasks import Sample, Task, Timed
+
+TOGETHER = "together"  # how a record and a run say that tokens were decoded beside those of other samples or arms
 
 
 @dataclass
@@ -74,9 +77,13 @@ class Setup:
 
 @dataclass
 class Arm(Setup):
-    """A setup and its task: all that the samples of a run share."""
+    """A setup and its task: all that the samples of a run share.
+
+    `decode` says whether tokens are decoded beside those of other arms and samples, "together", or "alone".
+    """
 
     task: Task
+    decode: Literal["alone", "together"] = "alone"
 
     @property
     def backend(self) -> Backend:
@@ -252,8 +259,23 @@ def _records(
     arm: Arm, prompts: Sequence[TokenizedSample], progress: Progress | None, prefilled: Prefilled | None
 ) -> list[dict[str, Any]]:
     """The records of samples that are generated together."""
-    (generation, audits, broken), more = _generated(arm, prompts, progress, prefilled)
-    records = []
+    sample = prompts[0].sample
+    if sample.timed:
+        return _scored(arm, prompts, *_timed(arm, prompts[0], sample.timed, progress))
+    if sample.given:
+        prefilled = prefilled or prefill_shared([arm], prompts)
+        fidelity.full_attention(arm.loaded.model, prefilled, prompts[0].ids, sample.given.tokens)
+    asked, comparison = _asked(arm, prompts, prefilled, progress)
+    with machine.observed(arm.loaded.device, arm.loaded.devices) as measured_on:
+        made = arm.backend.generate(arm, asked)
+    return _scored(arm, prompts, made, {**(comparison.record() if comparison else {}), "machine": measured_on})
+
+
+def _scored(
+    arm: Arm, prompts: Sequence[TokenizedSample], made: Generated, more: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The records of samples, from what they came to and what else their records say."""
+    (generation, audits, broken), records = made, []
     for row, prompt in enumerate(prompts):
         sample, tokens = prompt.sample, generation.tokens[row]
         found = {
@@ -275,29 +297,69 @@ def _records(
     return records
 
 
-def _generated(
-    arm: Arm, prompts: Sequence[TokenizedSample], progress: Progress | None, prefilled: Prefilled | None
-) -> tuple[Generated, dict[str, Any]]:
-    """What a batch of samples came to, and what else their records say."""
-    sample = prompts[0].sample
-    if sample.timed:
-        return _timed(arm, prompts[0], sample.timed, progress)
+def _asked(
+    arm: Arm, prompts: Sequence[TokenizedSample], prefilled: Prefilled | None, progress: Progress | None = None
+) -> tuple[Asked, fidelity.Comparison | None]:
+    """What a batch of samples asks for, and, where their tokens are given, the comparison with full attention."""
+    sample, rows, names = prompts[0].sample, [one.ids for one in prompts], [one.sample.asked for one in prompts]
     if sample.given:
-        return _compared(arm, prompts[0], sample.given, progress, prefilled)
+        assert prefilled is not None and prefilled.reference is not None
+        tokens = sample.given.tokens
+        comparison = fidelity.Comparison(prefilled.reference, tokens[1:])
+        more: dict[str, Any] = {"prefilled": prefilled, "progress": progress, "watch": comparison}
+        return Asked(rows, names, len(tokens), Stops(), Choice(given=[tokens]), None, **more), comparison
+    ends, draw = stops(arm.loaded, sample), draw_of(arm, [one.sample for one in prompts])
     asked = Asked(
-        [one.ids for one in prompts],
-        [one.sample.asked for one in prompts],
+        rows,
+        names,
         sample.max_new_tokens,
-        stops(arm.loaded, sample),
-        Choice(draw_of(arm, [one.sample for one in prompts])),
+        ends,
+        Choice(draw),
         arm.protocol.prefill_chunk,
         prompts[0].question,
         prefilled,
         progress,
     )
-    with machine.observed(arm.loaded.device, arm.loaded.devices) as measured_on:
-        made = arm.backend.generate(arm, asked)
-    return made, {"machine": measured_on}
+    return asked, None
+
+
+class Begun:
+    """A batch of samples whose generation goes on beside others, with an engine and a method of its own.
+
+    Args:
+        arm: whose they are.
+        prompts: those of a batch that can run.
+        prefilled: of these, divided; that of given tokens has begun its reference (`begin_reference`).
+    """
+
+    def __init__(self, arm: Arm, prompts: Sequence[TokenizedSample], prefilled: Prefilled) -> None:
+        self.arm, self.prompts, self._prefilled = arm, prompts, prefilled
+        self._observed = ExitStack()
+
+    def begin(self) -> Decoding:
+        """Begin the generation; again, where that has failed.
+
+        Raises:
+            Exception: as `measure` meets them; `is_failed_sample` says which are the samples' own.
+        """
+        loaded = self.arm.loaded
+        asked, self._comparison = _asked(self.arm, self.prompts, self._prefilled)
+        self._machine = self._observed.enter_context(machine.observed(loaded.device, loaded.devices))
+        self._decoding = self.arm.backend.begin(replace(self.arm, method=build(self.arm.config["method"])), asked)
+        return self._decoding
+
+    def records(self, generation: Generation) -> list[dict[str, Any]]:
+        """The samples' records, once their generation is over."""
+        self._observed.close()
+        made = Generated.by(self._decoding.engine, generation, len(self.prompts))
+        more = self._comparison.record() if self._comparison else {}
+        return _scored(self.arm, self.prompts, made, {**more, "machine": self._machine})
+
+
+def begin_reference(arm: Arm, prompt: TokenizedSample, prefilled: Prefilled) -> Decoding:
+    """Begin what a sample whose tokens are given is compared with, to go on ahead of those that compare."""
+    assert prompt.sample.given is not None
+    return fidelity.begin_full_attention(arm.loaded.model, prefilled, prompt.ids, prompt.sample.given.tokens)
 
 
 def _timed(
@@ -326,30 +388,6 @@ def draw_of(arm: Arm, samples: Sequence[Sample]) -> Sampler | None:
         return None
     seeds = [f"{arm.config['seed']}/{sample.asked}/{sample.answer}" for sample in samples]
     return Sampler(protocol.temperature, seeds, protocol.top_p, protocol.top_k)
-
-
-def _compared(
-    arm: Arm, prompt: TokenizedSample, given: Given, progress: Progress | None, prefilled: Prefilled | None
-) -> tuple[Generated, dict[str, Any]]:
-    """The generation of a sample whose tokens are given, beside full attention from the same prefill."""
-    model = arm.loaded.model
-    prefilled = prefilled or prefill_shared([arm], [prompt])
-    fidelity.full_attention(model, prefilled, prompt.ids, given.tokens)
-    assert prefilled.reference is not None
-    comparison = fidelity.Comparison(prefilled.reference, given.tokens[1:])
-    engine = arm.engine([prompt.ids], len(given.tokens), [prompt.sample.asked])
-    with machine.observed(model.device, arm.loaded.devices) as measured_on:
-        generation = generate(
-            model,
-            [prompt.ids],
-            engine,
-            max_new_tokens=len(given.tokens),
-            choice=Choice(given=[given.tokens]),
-            prefilled=prefilled,
-            watch=comparison,
-            progress=progress,
-        )
-    return Generated.by(engine, generation, 1), {**comparison.record(), "machine": measured_on}
 
 
 def failure(arm: Arm, prompt: TokenizedSample, error: str) -> dict[str, Any]:
@@ -400,7 +438,12 @@ def ends_at(
 
 def is_failed_sample(error: Exception) -> bool:
     """Whether an error belongs to one sample: out of memory, or numbers that are none."""
-    if isinstance(error, (FloatingPointError, MemoryError, torch.OutOfMemoryError)):
+    return isinstance(error, FloatingPointError) or is_out_of_memory(error)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that there is no more memory."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     # torch's CPU allocator, and CUDA's for pinned host memory, say it in words only
     return isinstance(error, RuntimeError) and any(
@@ -412,10 +455,13 @@ def measured(generation: Generation, probed: bool, warmup: int = 0) -> dict[str,
     """The entries of a sample's record about the times of its generation; with probes, which cost time, about these.
 
     What a shared prefill hides, the time to the first token, is left out; so are the first `warmup` steps of the time
-    per token. The times of a batch are those of each of its samples.
+    per token. The times of a batch are those of each of its samples. Of a generation beside others there are only the
+    engine's own parts of a step.
     """
     if probed:
-        return {"probe": generation.probe}
+        return {"probe": generation.probe, **({"decode": TOGETHER} if generation.together else {})}
+    if generation.together:
+        return {"breakdown_ms": generation.breakdown_ms, "shared_prefill": True, "decode": TOGETHER}
     steps = generation.step_ms[warmup:]
     tpot: dict[str, float] | None = None
     if steps:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvbench.backends.hf.generate import Choice, generate
+from kvbench.backends.hf.generate import Choice, Decoding, begin, generate
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.prefilled import Prefilled
 from kvbench.budget import Budget
@@ -28,39 +28,51 @@ def full_attention(model: Model, prefilled: Prefilled, prompt: Sequence[int], gi
         prefilled: of the prompt; whoever began from it before must not go on.
         prompt, given: token ids; the last given one is only predicted.
     """
-    if prefilled.reference is not None:
-        return
+    if prefilled.reference is None:
+        engine, ends = _full(model, prefilled, prompt, given)
+        generate(model, [prompt], engine, prefilled=prefilled, **ends)
+
+
+def begin_full_attention(model: Model, prefilled: Prefilled, prompt: Sequence[int], given: Sequence[int]) -> Decoding:
+    """As `full_attention`, to go on beside others, and ahead of who compares with it."""
+    engine, ends = _full(model, prefilled, prompt, given)
+    return begin(engine, prefilled, **ends)
+
+
+def _full(model: Model, prefilled: Prefilled, prompt: Sequence[int], given: Sequence[int]) -> tuple[Engine, Any]:
+    """An engine with full attention, and how its generation ends and is noted."""
     shape = shape_of(model, [len(prompt)], (), model.dtype, model.device)
-    engine = Engine(shape, Method(), Budget(None), new_tokens=len(given))
-    steps: list[torch.Tensor] = []
-    generate(
-        model,
-        [prompt],
-        engine,
-        max_new_tokens=len(given),
-        choice=Choice(given=[given]),
-        prefilled=prefilled,
-        watch=lambda logits: steps.append(logits[0].float().log_softmax(dim=-1)),
-    )
-    prefilled.reference = torch.stack(steps)
+    prefilled.reference = steps = []
+    ends = {
+        "max_new_tokens": len(given),
+        "choice": Choice(given=[given]),
+        "watch": lambda logits: steps.append(logits[0].float().log_softmax(dim=-1)),
+    }
+    return Engine(shape, Method(), Budget(None), new_tokens=len(given)), ends
 
 
 class Comparison:
     """Compares a generation, step by step, with full attention's log-probabilities; `watch` of `generate`.
 
     Args:
-        reference: [T, vocabulary] fp32, of full attention after each given token.
+        reference: [vocabulary] fp32 each, of full attention after each given token, there before it is compared with.
         targets: [T], the token that came next in the text.
     """
 
-    def __init__(self, reference: torch.Tensor, targets: Sequence[int]) -> None:
+    def __init__(self, reference: Sequence[torch.Tensor], targets: Sequence[int]) -> None:
         self._reference, self._targets = reference, targets
         self.steps: dict[str, list[float]] = {"kl": [], "nll": [], "nll_full": []}
         self.tokens: list[int] = []  # that the method would have chosen
 
     def __call__(self, logits: torch.Tensor) -> None:
-        """Compare the next step's logits [1, vocabulary]."""
+        """Compare the next step's logits [1, vocabulary].
+
+        Raises:
+            FloatingPointError: full attention's were none, so it went no further.
+        """
         step = len(self.tokens)
+        if step >= len(self._reference):
+            raise FloatingPointError("full attention's logits are NaN or infinite")
         full, ours = self._reference[step], logits[0].float().log_softmax(dim=-1)
         self.steps["kl"].append(max(0.0, float(torch.sum(full.exp() * (full - ours)))))
         self.steps["nll"].append(-float(ours[self._targets[step]]))
@@ -74,7 +86,7 @@ class Comparison:
         negative log-likelihood of the text's tokens; "steps", the same by step.
         """
         kl = torch.tensor(self.steps["kl"], dtype=torch.float64)
-        top = self._reference.argmax(dim=-1).tolist()
+        top = [int(logits.argmax()) for logits in self._reference]
         return {
             "answers": [" ".join(map(str, top))],
             "output": " ".join(map(str, self.tokens)),

@@ -198,7 +198,8 @@ class SyntheticEngine(Engine):
         for layer in range(self.shape.layers):
             keys, values = (self._rows(make, layer, 0, length) for make in (self._made.keys, self._made.values))
             if layer in self.windowed:
-                self.windowed[layer].update(keys, values)
+                windowed: Any = self.windowed[layer]
+                windowed.update(keys, values)
             else:
                 self.fill(layer, keys, values, self._rows(self._made.queries, layer, length - window, length))
             self._seen[layer] = length

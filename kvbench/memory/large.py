@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from weakref import finalize
 
 import torch
 
@@ -40,11 +42,71 @@ def zeros(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     nbytes = math.prod(size) * dtype.itemsize
     if nbytes < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(*size, dtype=dtype)
-    try:
+    with _allocating(nbytes):
         region = _region(nbytes)
-    except OSError as error:
-        raise RuntimeError(f"can't allocate memory: {nbytes} bytes") from error
     return torch.frombuffer(region, dtype=dtype).view(*size)
+
+
+class Original:
+    """Tensors of which any number of copies can be had, to read and to write.
+
+    Under Linux those of a CPU are private mappings of one file in memory: what no copy has written, a 4 KiB page at a
+    time, is in memory once. Elsewhere every copy is whole.
+
+    Args:
+        parts: contiguous, on one device; their memory is not used any more.
+
+    Raises:
+        RuntimeError: the system gives no more memory.
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self._parts = [] if _files(parts) else list(parts)
+        if self._parts:
+            return
+        self._kinds = [(part.shape, part.dtype) for part in parts]
+        self._places, self._size = [], 0
+        for part in parts:
+            self._places.append(self._size)
+            self._size += part.nbytes + -part.nbytes % mmap.PAGESIZE
+        with _allocating(self._size):
+            self._file = os.memfd_create("kvbench")
+            finalize(self, os.close, self._file)
+            os.truncate(self._file, self._size)
+            for place, part in zip(self._mapped(mmap.MAP_SHARED), parts, strict=True):
+                place.copy_(part)
+
+    def copy(self) -> list[torch.Tensor]:
+        """The tensors anew.
+
+        Raises:
+            RuntimeError: the system gives no more memory.
+        """
+        if self._parts:
+            return [part.clone() for part in self._parts]
+        with _allocating(self._size):
+            return self._mapped(mmap.MAP_PRIVATE)
+
+    def _mapped(self, flags: int) -> list[torch.Tensor]:
+        region = mmap.mmap(self._file, self._size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return [
+            torch.frombuffer(region, dtype=dtype, count=shape.numel(), offset=place).view(shape)
+            for place, (shape, dtype) in zip(self._places, self._kinds, strict=True)
+        ]
+
+
+def _files(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether these can lie in a file in memory."""
+    return hasattr(os, "memfd_create") and all(part.nbytes and part.device.type == "cpu" for part in parts)
+
+
+@contextmanager
+def _allocating(size: int) -> Iterator[None]:
+    """Say what the system does not give as torch says it."""
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeError(f"can't allocate memory: {size} bytes") from error
 
 
 def _region(size: int) -> mmap.mmap:

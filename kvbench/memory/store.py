@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -23,6 +23,23 @@ from kvbench.memory.stage import LAST, Stage
 from kvbench.memory.tiers import DEVICE, DROPPED, HOST, Tiers
 from kvbench.method import DeviceCache
 from kvbench.spans import Spans
+
+
+class Sealed(NamedTuple):
+    """A layer's prompt: keys and values [B, Hkv, capacity, D], whole pages, of which each row has `lengths` tokens."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, store: LayerStore) -> Sealed:
+        """That of a sealed store, from which others may begin."""
+        return cls(store.device.key, store.device.value, list(store.lengths))
+
+    def first(self, count: int) -> dict[str, Any]:
+        """The first tokens, in place, as a `kvbench.method.Prompt` names them."""
+        return {"keys": self.key[:, :, :count], "values": self.value[:, :, :count]}
 
 
 class LayerStore(Tiers):
@@ -42,7 +59,7 @@ class LayerStore(Tiers):
         moved: called with the bytes that went from the host to the device.
         found: called with the attended tokens of KV heads that were staged, and that were moved up.
         spans: where the time of transfers is counted.
-        shared: a sealed store with a prompt to begin from; its memory is used in place, after the prompt too.
+        shared: a prompt to begin from; its memory is used in place, after the prompt too.
     """
 
     def __init__(
@@ -65,12 +82,12 @@ class LayerStore(Tiers):
         moved: Callable[[int], None] = lambda size: None,
         found: Callable[[int, int], None] = lambda here, moved: None,
         spans: Spans | None = None,
-        shared: LayerStore | None = None,
+        shared: Sealed | None = None,
     ) -> None:
         if shared is None:
             super().__init__(DeviceTier.zeros((batch, kv_heads, capacity, head_dim), dtype, device, grows), home, kv)
         else:
-            super().__init__(DeviceTier(shared.device.key, shared.device.value, capacity, grows), home, kv)
+            super().__init__(DeviceTier(shared.key, shared.value, capacity, grows), home, kv)
         self._on_drop, self._grows, self._rebuilds_keys, self._host_keys = on_drop, grows, rebuilds_keys, host_keys
         self._moved, self._spans, self._closed = moved, spans or Spans(), False
         self._stage = partial(Stage, in_place=in_place, cache=cache, found=found, values_only=rebuilds_keys)

@@ -52,6 +52,12 @@ LOCAL = "local"  # an identity's word for a path to data: what it leads to count
 APART = ("method", "budget", "kv", "probe")
 
 
+def decodes_together(config: Mapping[str, Any]) -> bool:
+    """Whether an arm of a sweep is to be decoded beside others, as far as its config says."""
+    sweep, apart = config["sweep"], config["task"].get("own_prefill")
+    return bool(sweep["shared_prefill"] and sweep["shared_decode"] and not apart and backend_name(config) == "hf")
+
+
 def run_id(identity: Mapping[str, Any]) -> str:
     """12 hex digits naming `identity` (JSON values, finite numbers); key order does not matter, 1 and 1.0 differ."""
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)

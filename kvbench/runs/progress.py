@@ -59,7 +59,7 @@ class Reporter:
         self._samples = bars.add_task("samples", total=total, completed=min(done, total), share=0.0)
         self._inside = bars.add_task("tokens of this sample", total=None, visible=False, tokens=True)
         self._said: set[str] = set()
-        self._tokens = self._at = self._of = 0
+        self._tokens = self._at = self._of = self._rows = 0
         self._line_tokens = 0  # when the last line was printed, as is _line_at
         self._began = self._line_at = time.monotonic()
 
@@ -72,8 +72,20 @@ class Reporter:
         self._tokens += done - self._at
         self._at, self._of = done, total
         self.bars.update(self._inside, completed=done, total=total, visible=True)
+        self._line_now_and_then()
+
+    def _line_now_and_then(self) -> None:
         if self.bars.disable and time.monotonic() - self._line_at >= LINE_SECONDS:
             self.line()
+
+    def rows(self, count: int) -> None:
+        """A token of each of so many rows was decoded, of several arms and samples."""
+        self._tokens, self._rows = self._tokens + count, count
+        self._at = self._of = 0
+        self.bars.update(
+            self._inside, description=f"tokens, {count} rows", completed=self._tokens, total=None, visible=True
+        )
+        self._line_now_and_then()
 
     def line(self) -> None:
         """How far it is, as a line: over all samples, and inside the one that runs, its speed since the last line."""
@@ -85,6 +97,8 @@ class Reporter:
         if self._at < self._of:
             speed = (self._tokens - self._line_tokens) / max(now - self._line_at, 1e-3)
             line += f"; of this one {self._at:,} of {self._of:,} tokens, {speed:.0f} tokens/s"
+        elif self._rows:
+            line += f"; {self._rows} rows decode together"
         self._line_at, self._line_tokens = now, self._tokens
         self.bars.console.print(line, highlight=False)
 

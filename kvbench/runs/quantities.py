@@ -30,6 +30,11 @@ PERCENT = Unit("%", 100)
 MORE: Literal["more"] = "more"
 LESS: Literal["less"] = "less"
 
+DECODED = ALONE, TOGETHER = "alone", "together"  # the `decode` of a run and of a record; where it is missing, alone
+# Parts of a step that are of the model: rows that decode together share them. All else is a method's own time.
+OF_MODEL = ("breakdown_ms.model", "breakdown_ms.other")
+OWN = "own: attention, search and transfers, without the model"
+
 PASSED = {f"pass_at_{k}": k for k in (1, 2, 4, 8, 16, 32, 64)}  # the k of each pass@k, by its name
 
 
@@ -134,6 +139,7 @@ _LISTED = (
     Quantity("tpot_ms_mean", "latency", "time per further token", MS, 2, LESS, "ms / token", "TPOT, ms"),
     Quantity("tpot_ms_p50", "latency", "median per token", MS, 2, LESS, "ms / token, median", "TPOT p50, ms"),
     Quantity("tpot_ms_p95", "latency", "p95 per token", MS, 2, LESS, "ms / token, 95th percentile", "TPOT p95, ms"),
+    Quantity("own_ms", "", "own time per token", MS, 2, LESS, "own ms / token", "own, ms"),
     Quantity("floor_ms", "hardware", "floor of a token", MS, 2, "", "floor, ms / token", "floor, ms"),
     Quantity("floor_ratio", "", "median / floor", PLAIN, 1, LESS, "", "p50 / floor", ratio=("tpot_ms_p50", "floor_ms")),
     Quantity("python_ms", "hardware", "Python, device idle, of a token", MS, 2, "", "Python, ms / token", "Python, ms"),
@@ -217,6 +223,9 @@ def recorded(summary: Mapping[str, Any]) -> dict[str, Any]:
             quantity = find(part, key)
             if is_number(value) or not quantity.is_number:
                 found[quantity.name] = value
+    own = [time for name, time in found.items() if name.startswith("breakdown_ms.") and name not in OF_MODEL]
+    if own:
+        found["own_ms"] = math.fsum(own)
     for quantity in _LISTED:
         above, below = (found.get(name) for name in quantity.ratio or ("", ""))
         if above and below:

@@ -141,6 +141,7 @@ def open_folder(arm: Arm, shard: Shard = WHOLE) -> RunFolder:
         "device_name": device_name(arm.loaded.device, arm.loaded.devices),
         "model_name": arm.loaded.name,
         "metric": arm.task.metric,
+        "decode": arm.decode,
     }
     return RunFolder.open(
         config["results_dir"],
@@ -354,6 +355,7 @@ def identity(arm: Arm) -> dict[str, Any]:
         "source": source_hash(module_sources(config["method"]["_target_"]), harness),
         "device": arm.loaded.device.type,
         "dtype": dtype_of(arm),
+        **({} if arm.decode == "alone" else {"decode": arm.decode}),
     }
 
 

@@ -1,38 +1,33 @@
-"""Arms that differ in method and budget alone, side by side: a sample is prefilled once, and each arm begins from that.
+"""Arms that differ in method and budget alone: a sample is prefilled once, and each arm begins from that.
 
-Every arm has its own run folder and gets the bits that a run of its own would give; only what the one prefill hides,
-the time to the first token, is missing there.
+Every arm has its own run folder. Where arms decode together (`sweep.shared_decode`) they have no times of their own,
+and logits that differ by rounding from those of a run alone; else each gets the bits that a run of its own would give,
+and only what the one prefill hides, the time to the first token, is missing there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.backends.hf.prefilled import Prefilled
+from kvbench.backends.hf import together
 from kvbench.config import ConfigError, bind_methods
-from kvbench.measure.arm import (
-    Arm,
-    PromptPrefill,
-    TokenizedSample,
-    batches,
-    failure,
-    is_failed_sample,
-    measure,
-    prompt_of,
-)
+from kvbench.measure.arm import Arm, batches
 from kvbench.measure.machine import threads
+from kvbench.runs.arms import Arms, in_turn
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.handles import folders_at_once
 from kvbench.runs.heartbeat import beating
-from kvbench.runs.identity import APART, arm_name
+from kvbench.runs.identity import APART, arm_name, decodes_together
 from kvbench.runs.kernels import compile_for
-from kvbench.runs.progress import Reporter, progress
+from kvbench.runs.progress import progress
 from kvbench.runs.run import Work, concluded, open_folder, prepare, work_of
+from kvbench.runs.side_by_side import SideBySide
 from kvbench.runs.terminal import Console
 
 
@@ -89,21 +84,19 @@ def run_arms(configs: Sequence[DictConfig], console: Console | None = None, shar
     outcomes: list[Outcome] = []
     with threads(plain[0]["threads"]):
         for start in range(0, len(plain), size):
-            found, loaded = _together(plain[start : start + size], console, shard, loaded)
+            found, loaded = _at_once(plain[start : start + size], console, shard, loaded)
             outcomes += found
     return outcomes
 
 
-def _together(
-    plain: Sequence[dict[str, Any]], console: Console, shard: Shard, loaded: Any
-) -> tuple[list[Outcome], Any]:
+def _at_once(plain: Sequence[dict[str, Any]], console: Console, shard: Shard, loaded: Any) -> tuple[list[Outcome], Any]:
     """As many arms as can hold their folders at once, from one prefill of each sample; and the model that they ran."""
     outcomes = [Outcome(arm_name(config)) for config in plain]
     with ExitStack() as held:
         running: dict[int, tuple[Arm, RunFolder]] = {}
         for index, config in enumerate(plain):
             try:
-                arm = prepare(config, loaded)
+                arm = _decoding(prepare(config, loaded), console)
                 loaded = arm.loaded
                 running[index] = arm, held.enter_context(open_folder(arm, shard))
                 outcomes[index] = outcomes[index]._replace(path=running[index][1].path)
@@ -137,11 +130,21 @@ def refuse_different(configs: Sequence[dict[str, Any]]) -> None:
                 raise ConfigError(f"{key}: arms that share a prefill differ in {', '.join(APART)} alone")
 
 
+def _decoding(arm: Arm, console: Console) -> Arm:
+    """An arm that decodes together with others where that is asked for and can be; what cannot is said."""
+    if not decodes_together(arm.config):
+        return arm
+    reason = together.unfit(arm.loaded.model)
+    if reason is not None:
+        console.print(f"{arm_name(arm.config)} decodes alone: {reason}", soft_wrap=True)
+        return arm
+    return replace(arm, decode="together")
+
+
 def _run(
     running: Mapping[int, tuple[Arm, RunFolder]], console: Console, shard: Shard
 ) -> tuple[dict[int, Exception], Work]:
     """Every sample through every arm that lacks it; returns what ended arms, and what was to do."""
-    ended: dict[int, Exception] = {}
     first, _ = next(iter(running.values()))
     done = set.intersection(*(set(folder.done) for _, folder in running.values()))
     work = work_of(first, first.config["task"].get("limit"), done, shard)
@@ -149,74 +152,10 @@ def _run(
         if folder.tear:
             console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)
         folder.expect(work.whole)
-    prefill = PromptPrefill()
     with progress(console, work.total, work.done) as report:
-        for batch in batches(work.samples, first.config["batch"]):
-            waiting = {
-                index: (arm, folder)
-                for index, (arm, folder) in running.items()
-                if index not in ended and any(sample.id not in folder.done for sample in batch)
-            }
-            if len(ended) == len(running):
-                break
-            prompts = [prompt_of(first, sample) for sample in batch]
-            # An arm that waits for no answer now may wait for the next one to this prompt.
-            begun = running if batch[0].of else waiting
-            served = [arm for arm, _ in begun.values() if arm.backend.own_engine] if waiting else []
-            for part, prefilled, failed in _prefilled(served, prompts, report, prefill):
-                read = max(len(prompt.ids) for prompt in part)
-                for index, (arm, folder) in waiting.items():
-                    if index in ended:
-                        continue
-                    report.name(arm_name(arm.config))
-                    report.begin(read if prefilled else 0)
-                    try:
-                        for record in _measured(arm, part, report, prefilled, failed):
-                            if record["id"] not in folder.done:
-                                folder.add(record, report.share + sum(map(work.share, batch)))
-                                report.failed(record)
-                    except Exception as error:
-                        ended[index] = error
-                        with suppress(ResultsError):  # where nothing can be written, that is the error
-                            folder.leave(interrupted=True)
-                        report.bars.console.print(f"{arm_name(arm.config)} ends: {type(error).__name__}: {error}")
-            prefilled = None  # its memory, before the next takes as much
-            for sample in batch:
-                report.advance(work.share(sample))
-    return ended, work
-
-
-def _prefilled(
-    arms: Sequence[Arm], prompts: Sequence[TokenizedSample], report: Reporter, prefill: PromptPrefill
-) -> Iterator[tuple[Sequence[TokenizedSample], Prefilled | None, str]]:
-    """A batch with its prefill, or why that failed; a failed batch of several falls into its samples."""
-    running = [prompt for prompt in prompts if not prompt.record["error"]]
-    prefilled, failed = None, ""
-    report.begin()
-    if arms and running:
-        try:
-            prefilled = prefill(arms, running)
-            read = max(len(prompt.ids) for prompt in running)
-            if prefill.fresh:
-                report.tokens(read, read + running[0].sample.max_new_tokens)
-        except Exception as error:
-            if not is_failed_sample(error):
-                raise
-            failed = f"{type(error).__name__}: {error}"
-    if failed and len(prompts) > 1:
-        for prompt in prompts:
-            yield from _prefilled(arms, [prompt], report, prefill)
-    else:
-        yield prompts, prefilled, failed
-
-
-def _measured(
-    arm: Arm, prompts: Sequence[TokenizedSample], report: Reporter, prefilled: Prefilled | None, failed: str
-) -> list[dict[str, Any]]:
-    """The records of a batch, whose prefill has failed for a reason, or not.
-
-    A shared prefill holds all keys and values on the device: an arm whose tokens go to the host may have room alone.
-    """
-    if failed and arm.method.needs.home == "device":
-        return [failure(arm, prompt, failed) for prompt in prompts]
-    return measure(arm, prompts, report.tokens, prefilled)
+        arms, samples = Arms(running, work, report), batches(work.samples, first.config["batch"])
+        if first.decode == "together":
+            SideBySide(arms).run(samples)
+        else:
+            in_turn(arms, samples)
+    return arms.ended, work

@@ -25,6 +25,7 @@ import yaml
 
 from kvbench.config import ConfigError, first_line
 from kvbench.runs.archive import SUFFIX, unpacked
+from kvbench.runs.quantities import DECODED
 
 FORMAT = 1  # of everything in a run folder; raised when an older reader would misread it
 SHARDS = "shards"  # in a run folder, the folders of jobs that share out its samples
@@ -39,7 +40,7 @@ DAMAGED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeErr
 Record = dict[str, Any]
 
 # The types of what a record may hold, beside None; other keys hold anything.
-WORDS = ("id", "sample", "group", "content", "error", "output")
+WORDS = ("id", "sample", "group", "content", "decode", "error", "output")
 COUNTS = ("prompt_tokens", "cut_tokens", "new_tokens")
 LISTS = ("answers", "output_ids")
 MAPPINGS = (
@@ -310,7 +311,7 @@ def read_run_yaml(folder: Path) -> dict[str, Any]:
         raise ResultsError("run.yaml is not kvbench's")
     if written["format"] != FORMAT:
         raise ResultsError(f"of format {printable(str(written['format'])[:40])}; this kvbench reads format {FORMAT}")
-    if reason := _strange(written, "run.yaml") or _nameless(written):
+    if reason := _strange(written, "run.yaml") or _nameless(written) or _undecoded(written["identity"]):
         raise ResultsError(f"not as kvbench writes it ({printable(reason)})")
     return written
 
@@ -355,6 +356,12 @@ def _nameless(written: Mapping[str, Any]) -> str:
             if not isinstance(name, str) or not name.isprintable() or len(name) > 200:
                 return f"{where}.{group}.name: expected a line of at most 200 letters"
     return ""
+
+
+def _undecoded(written: Mapping[str, Any]) -> str:
+    """What is wrong with the `decode` of an identity or of a record; or ""."""
+    decode = written.get("decode")
+    return "" if decode is None or decode in DECODED else f"decode: expected {' or '.join(DECODED)}"
 
 
 def stored_task(folder: Path) -> dict[str, Any]:
@@ -415,7 +422,7 @@ def _parse(line: bytes) -> tuple[Record | None, str]:
         value = record.get(key)
         if value is not None and type(value) is not right:
             return None, f"{key}: expected {right.__name__}, found {type(value).__name__}"
-    return record, ""
+    return (None, reason) if (reason := _undecoded(record)) else (record, "")
 
 
 def read_run(folder: Path) -> dict[str, Record]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any, TypeVar
 
-from kvbench.runs.quantities import PASSED, QUANTITIES, find, is_number
+from kvbench.runs.quantities import PASSED, QUANTITIES, TOGETHER, find, is_number
 
 Record = TypeVar("Record", bound=Mapping[str, Any])
 LOOP_TIMES, LOOP_LEAST, LOOP_MOST = 4, 32, 128  # of a loop: repeats, tokens in all, and tokens of its n-gram
@@ -22,8 +22,10 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
     standard error of the mean in the same units. Where a prompt has several answers, its score is their mean, the error
     is over prompts, and `pass_at_<k>` is there. Timings, audit, hardware and probes are over samples that did not fail,
     and timings and hardware over those of one machine (`timed_alike`); a broken budget rule, which fails its sample,
-    still shows in the audit. Where samples belong to several groups (subsets, lengths), `groups` has each one's own,
-    and `macro` the plain mean of theirs. What no sample measured is None or absent.
+    still shows in the audit. Where samples decoded together (`decode`), the others give no times: there is none of a
+    whole token, and the parts of a step are the method's own. Where samples belong to several groups (subsets,
+    lengths), `groups` has each one's own, and `macro` the plain mean of theirs. What no sample measured is None or
+    absent.
 
     Args:
         records: one record a sample, as in samples.jsonl.
@@ -34,7 +36,8 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
     names = sorted({metric}.union(*(record.get("scores") or {} for record in finished)))
     main = _of_prompts(records, metric)
     groups = _groups(records, metric)
-    timed = timed_alike(finished)
+    together = any(record.get("decode") == TOGETHER for record in records)
+    timed = timed_alike([record for record in finished if (record.get("decode") == TOGETHER) == together])
     summary: dict[str, Any] = {
         "score": _percent(main),
         "score_ok": _percent(_of_prompts(finished, metric)),
@@ -44,6 +47,7 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
         **_cut(records),
         **_passed(records, metric),
         "stderr": _percent_error(main),
+        "decode": TOGETHER if together else "",
         "groups": groups,
         "macro": _macro(groups),
         "latency": _latency(timed),
@@ -56,7 +60,7 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
         summary["audit"] = {**summary["audit"], "over_rule": True}
     if summary["fidelity"]:
         summary["fidelity"] |= _of_stretches(summary["fidelity"], [record["fidelity"] for record in finished])
-    optional = ("groups", "macro", "machine", "audit", "hardware", "output", "probe", "fidelity")
+    optional = ("decode", "groups", "macro", "machine", "audit", "hardware", "output", "probe", "fidelity")
     return {key: value for key, value in summary.items() if value or key not in optional}
 
 
@@ -171,7 +175,8 @@ def by_machine(records: Iterable[Record]) -> dict[str, list[Record]]:
     """The timed ones of these records by the name of their machine, as they appear; failed ones have no times."""
     found: dict[str, list[Record]] = {}
     for record in records:
-        if not record.get("error") and (record.get("tpot_ms") or record.get("ttft_s") is not None):
+        timed = record.get("tpot_ms") or record.get("breakdown_ms") or record.get("ttft_s") is not None
+        if timed and not record.get("error"):
             found.setdefault(machine_name(record.get("machine") or {}), []).append(record)
     return found
 

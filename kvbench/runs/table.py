@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from kvbench.runs.quantities import PASSED, QUANTITIES, named, recorded
+from kvbench.runs.quantities import OWN, PASSED, QUANTITIES, TOGETHER, named, recorded
 from kvbench.runs.summary import machine_name
 from kvbench.runs.terminal import Console
 
@@ -22,9 +22,10 @@ COSTS = (  # of a run, a line each
     "ttft_s",
     "tpot_ms_mean",
 )
+NO_TIMES = f"{OWN}; arms that decoded together have no other time"
 # How tokens came to the device where there was none.
 NOT_SENT = {"simulated": "simulated", "in place": "counted, not copied"}
-COMPARED = ("attended_share", "device_kv_bytes", "tpot_ms_mean", "new_tokens")  # of the arms of a sweep, a column each
+COMPARED = ("attended_share", "device_kv_bytes", "tpot_ms_mean", "own_ms", "new_tokens")  # of arms, a column each
 
 
 def table(title: str, metric: str, summary: Mapping[str, Any]) -> Table:
@@ -33,7 +34,7 @@ def table(title: str, metric: str, summary: Mapping[str, Any]) -> Table:
     lines = [
         _answers(found),
         _fidelity(found),
-        _costs(found),
+        _costs(found, summary.get("decode") == TOGETHER),
         _hardware(found),
         _machine(summary),
         _groups(summary),
@@ -68,7 +69,7 @@ def _answers(found: Mapping[str, Any]) -> dict[str, str]:
     return rows
 
 
-def _costs(found: Mapping[str, Any]) -> dict[str, str]:
+def _costs(found: Mapping[str, Any], together: bool) -> dict[str, str]:
     rows = {name: QUANTITIES[name].amount(found.get(name)) for name in COSTS}
     if "attended_std" in found:
         rows["attended_mean"] += f" ± {QUANTITIES['attended_std'].number(found['attended_std'])}"
@@ -78,6 +79,8 @@ def _costs(found: Mapping[str, Any]) -> dict[str, str]:
         rows["device_kv_bytes"] += f", {ALLOCATED.amount(found[ALLOCATED.name])} allocated"
     if found.get("transfer") in NOT_SENT:
         rows["moved_bytes_per_step"] += f", {NOT_SENT[found['transfer']]}"
+    if together:
+        rows |= {"tpot_ms_mean": "-, decoded together", "own_ms": QUANTITIES["own_ms"].amount(found.get("own_ms"))}
     return {QUANTITIES[name].title: text for name, text in rows.items()}
 
 
@@ -155,7 +158,11 @@ def print_ends(ends: Sequence[tuple[str, Ended]], console: Console | None = None
     table.add_column("arm", overflow="fold", min_width=min(40, max(len(words) for words, _ in ends)))
     # pass@k is in the largest k that prompts have answers for, and there only where they have several.
     passed = [name for name in PASSED if any(name in summary for _, (summary, _) in ends)][1:][-1:]
-    compared = (*passed, *COMPARED)
+    together = {summary.get("decode") == TOGETHER for _, (summary, _) in ends if summary}
+    needless = {"tpot_ms_mean"} if together == {True} else set() if True in together else {"own_ms"}
+    compared = [name for name in (*passed, *COMPARED) if name not in needless]
+    if True in together:
+        table.caption, table.caption_justify = NO_TIMES, "left"
     add_numbers(table, [SCORE.heading, "samples", "failed", *(QUANTITIES[name].heading for name in compared)])
     for words, (summary, error) in ends:
         if error:

@@ -8,7 +8,7 @@ counts columns, the padding is on the left, and a mask keeps it out.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from kvbench.backends.hf.hooks import Call, CountingCache, windowed_layers
 from kvbench.backends.hf.residuals import residuals_watched
 from kvbench.backends.hf.rotary import angles_of
 from kvbench.engine.engine import Engine
+from kvbench.engine.together import Together
 from kvbench.memory.transfer import uploaded
 from kvbench.spans import PARTS
 
@@ -30,16 +31,19 @@ Draw = Callable[[torch.Tensor], torch.Tensor]  # from logits [B, vocabulary] to 
 class EngineCache(CountingCache):
     """The measured loop's cache: that loop itself says which phase each forward pass belongs to."""
 
-    def __init__(self, engine: Engine) -> None:
-        engine.windowed = engine.windowed or windowed_layers(
-            engine.shape.windows
-        )  # of the generation that goes on here
-        super().__init__(engine.shape.layers, engine.windowed)
+    def __init__(self, engine: Engine | Together) -> None:
+        super().__init__(engine.shape.layers, windows_of(engine))
         self.engine, self.scaling = engine, engine.shape.scaling
 
     def attend(self, call: Call, query: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """Attention of one layer by the engine, in the phase that the loop is in; see `Engine.attend`."""
         return self.engine.attend(call.layer, query, call.key, call.value, call.sinks)
+
+
+def windows_of(engine: Engine | Together) -> Mapping[int, Any]:
+    """The layers with a window of a generation, by their index; new ones where it has none yet."""
+    engine.windowed = engine.windowed or windowed_layers(engine.shape.windows)
+    return engine.windowed
 
 
 class Lender(Protocol):
@@ -115,10 +119,12 @@ class Generation:
         audit: see `kvbench.engine.audit.Audit.report`.
         probe: see `kvbench.engine.probes.Probe.report`; {} without probes. With them the timings mean nothing.
         shared_prefill: the prefill was made once for several methods.
+        together: it went on beside others (`kvbench.backends.hf.together`): no time but the engine's own parts of a
+            step is of this generation, and only these are here.
     """
 
     tokens: list[list[int]]
-    ttft_s: float
+    ttft_s: float = 0.0
     tt2t_s: float | None = None
     step_ms: list[float] = field(default_factory=list)
     prefill_ms: dict[str, float] = field(default_factory=dict)
@@ -126,6 +132,103 @@ class Generation:
     audit: dict[str, Any] = field(default_factory=dict)
     probe: dict[str, Any] = field(default_factory=dict)
     shared_prefill: bool = False
+    together: bool = False
+
+    def conclude(self, engine: Engine, warmup: int = 0) -> None:
+        """Take from the engine what it counted, and of its spans those after the first steps."""
+        if self.step_ms:
+            self.tt2t_s = self.ttft_s + self.step_ms[0] / 1e3
+            measured = len(self.step_ms) - warmup
+            self.breakdown_ms = _milliseconds(engine.spans.reset(), measured) if measured > 0 else {}
+        self.audit, self.probe = engine.report(), engine.probe.report() if engine.probe else {}
+
+
+class Decoding:
+    """A generation whose prompt is read, between two forward passes: what it reads next, and what it has made so far.
+
+    Args:
+        engine: that has read the prompt.
+        tokens: the first new token of each row, [B] on the CPU; where there is a question, its logits say others.
+        max_new_tokens, stops, choice, question, watch: see `generate`.
+
+    Attributes:
+        tokens: what the next pass reads, [B] on the CPU.
+        made: new token ids of each row.
+        active: rows that still generate.
+        steps: passes since the first new token.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokens: torch.Tensor,
+        *,
+        max_new_tokens: int,
+        stops: Stops = Stops(),
+        choice: Choice | None = None,
+        question: Sequence[int] = (),
+        watch: Callable[[torch.Tensor], object] | None = None,
+    ) -> None:
+        self.engine, self._most, self._stops, self._watch = engine, max_new_tokens, stops, watch
+        self._choice, self._question = choice or Choice(), list(question)
+        self.made: list[list[int]] = [[] for _ in tokens]
+        self.active, self.steps = [True] * len(tokens), 0
+        self.tokens = torch.full_like(tokens, question[0]) if question else self._choice.first(tokens)
+        if not question:
+            self._add(self.tokens)
+
+    @property
+    def reading(self) -> bool:
+        """Whether the next pass reads a token of the question."""
+        return bool(self._question)
+
+    @property
+    def over(self) -> bool:
+        """Whether no row generates another token."""
+        return not self._question and (self.steps + 1 >= self._most or not any(self.active))
+
+    def choose(self, logits: torch.Tensor) -> None:
+        """Take the logits [B, vocabulary] of the pass: they say the tokens of the next one.
+
+        Raises:
+            FloatingPointError: they are NaN or infinite.
+        """
+        if not self._question:
+            self.tokens = self._choice(logits, self.steps + 1)
+        elif len(self._question) > 1:
+            chosen_tokens(logits)
+            self.tokens = torch.full_like(self.tokens, self._question[1])
+        else:
+            self.tokens = self._choice.first(chosen_tokens(logits, self._stops.not_first, self._choice.draw))
+
+    def settle(self, logits: torch.Tensor) -> None:
+        """Count the pass that `choose` was given; outside the times."""
+        self.engine.settle()
+        if self._question:
+            self._question.pop(0)
+            if not self._question:
+                self._add(self.tokens)
+            return
+        self.steps += 1
+        if self._watch:
+            self._watch(logits)
+        self._add(self.tokens)
+
+    def _add(self, tokens: torch.Tensor) -> None:
+        for row, token in enumerate(tokens.tolist()):
+            if self.active[row]:
+                self.made[row].append(token)
+                self.active[row] = self._choice.goes_on(row, self.made[row], self._stops)
+
+
+@torch.inference_mode()
+def begin(
+    engine: Engine, prefilled: Lender, *, choice: Choice | None = None, question: Sequence[int] = (), **ends: Any
+) -> Decoding:
+    """A generation of a fresh engine that begins from a prefill of its prompts; the rest is as for `Decoding`."""
+    prefilled.lend(engine)
+    draw = choice.draw if choice is not None and not question else None
+    return Decoding(engine, prefilled.first_tokens(draw), choice=choice, question=question, **ends)
 
 
 @torch.inference_mode()
@@ -150,8 +253,7 @@ def generate(
         model: with "kvbench" attention.
         prompts: token ids of each row.
         engine: fresh, made for this batch.
-        max_new_tokens: new tokens of each row at most, at least 1.
-        stops: where rows end.
+        max_new_tokens, stops: new tokens of each row at most, at least 1, and where it ends before.
         choice: what the new tokens are; None: the likeliest.
         prefill_chunk: prompt columns in one forward pass; None: all.
         question: token ids that follow every prompt and are read as decode steps, so through the method.
@@ -165,89 +267,50 @@ def generate(
     """
     choice, read = choice or Choice(), max(map(len, prompts)) + len(question)
 
-    def done(columns: int) -> None:
-        if progress:
-            progress(columns, read + max_new_tokens)
+    def done(columns: int) -> object:
+        return progress and progress(columns, read + max_new_tokens)
 
-    cache = EngineCache(engine)
-    tokens, generation = _read(model, prompts, cache, question, prefilled, prefill_chunk, stops, choice, done)
-    active = [choice.goes_on(row, own, stops) for row, own in enumerate(generation.tokens)]
-    for step in range(1, max_new_tokens):
-        if not any(active):
-            break
-        logits, tokens, took = _step(model, tokens, cache, active, choice, step)
-        generation.step_ms.append(took * 1e3)
-        engine.settle()
-        if watch:
-            watch(logits)
-        if step == warmup:
-            engine.spans.reset()
-        for row in (row for row, going in enumerate(active) if going):
-            generation.tokens[row].append(int(tokens[row]))
-            active[row] = choice.goes_on(row, generation.tokens[row], stops)
-        done(read + step + 1)
-    return _concluded(generation, engine, warmup)
-
-
-def _read(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    cache: EngineCache,
-    question: Sequence[int],
-    prefilled: Lender | None,
-    chunk: int | None,
-    stops: Stops,
-    choice: Choice,
-    done: Callable[[int], object],
-) -> tuple[torch.Tensor, Generation]:
-    """Read prompts and question: each row's first new token, [B] on the CPU, and a generation that begins with them."""
-    start, engine, counting = time.perf_counter(), cache.engine, 0.0
-    banned, draw = ((), None) if question else (stops.not_first, choice.draw)
+    start, cache = time.perf_counter(), EngineCache(engine)
+    ends: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stops": stops, "question": question, "watch": watch}
     with engine.spans("other"):
         if prefilled is None:
-            tokens = prefill(model, prompts, cache, chunk, done, banned, draw)
+            banned, draw = ((), None) if question else (stops.not_first, choice.draw)
+            tokens = prefill(model, prompts, cache, prefill_chunk, done, banned, draw)
+            decoding = Decoding(engine, tokens, choice=choice, **ends)
         else:
-            prefilled.lend(engine)
-            tokens = prefilled.first_tokens(draw)
-    for index, token in enumerate(question, 1):
-        banned, draw = (stops.not_first, choice.draw) if index == len(question) else ((), None)
-        with engine.spans("other"):
-            tokens = decode_step(model, torch.full_like(tokens, token), cache, [True] * len(prompts), banned, draw)
-        stopped = time.perf_counter()
-        engine.settle()
-        counting += time.perf_counter() - stopped
-    tokens = choice.first(tokens)
-    generation = Generation([[token] for token in tokens.tolist()], time.perf_counter() - start - counting)
-    generation.shared_prefill = prefilled is not None
+            decoding = begin(engine, prefilled, choice=choice, **ends)
+    start += _read_question(model, decoding, cache)
+    generation = Generation(decoding.made, time.perf_counter() - start, shared_prefill=prefilled is not None)
     generation.prefill_ms = _milliseconds(engine.spans.reset(), 1)
-    return tokens, generation
-
-
-def _step(
-    model: PreTrainedModel,
-    tokens: torch.Tensor,
-    cache: EngineCache,
-    active: Sequence[bool],
-    choice: Choice,
-    step: int,
-) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """One timed decode step: its logits [B, vocabulary], the tokens that follow, [B] on the CPU, and its seconds."""
-    began = time.perf_counter()
-    with cache.engine.spans("other"):
-        logits = step_logits(model, tokens, cache, active)
-        tokens = choice(logits, step)
-    return logits, tokens, time.perf_counter() - began
-
-
-def _concluded(generation: Generation, engine: Engine, warmup: int) -> Generation:
-    """A generation that has ended, with what it cost."""
-    if generation.step_ms:
-        generation.tt2t_s = generation.ttft_s + generation.step_ms[0] / 1e3
-        measured = len(generation.step_ms) - warmup
-        generation.breakdown_ms = _milliseconds(engine.spans.reset(), measured) if measured > 0 else {}
-    generation.audit = engine.report()
-    generation.probe = engine.probe.report() if engine.probe else {}
+    while not decoding.over:
+        logits, took = _step(model, decoding, cache)
+        generation.step_ms.append(took * 1e3)
+        decoding.settle(logits)
+        if decoding.steps == warmup:
+            engine.spans.reset()
+        done(read + decoding.steps + 1)
+    generation.conclude(engine, warmup)
     return generation
+
+
+def _read_question(model: PreTrainedModel, decoding: Decoding, cache: EngineCache) -> float:
+    """Read the question's tokens; the seconds that counting has taken meanwhile."""
+    counting = 0.0
+    while decoding.reading:
+        logits, _ = _step(model, decoding, cache)
+        stopped = time.perf_counter()
+        decoding.settle(logits)
+        counting += time.perf_counter() - stopped
+    return counting
+
+
+def _step(model: PreTrainedModel, decoding: Decoding, cache: EngineCache) -> tuple[torch.Tensor, float]:
+    """One timed decode step: its logits [B, vocabulary], and its seconds."""
+    began = time.perf_counter()
+    with decoding.engine.spans("other"):
+        logits = step_logits(model, decoding.tokens, cache, decoding.active)
+        decoding.choose(logits)
+    return logits, time.perf_counter() - began
 
 
 def prefill(

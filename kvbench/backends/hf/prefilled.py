@@ -2,7 +2,8 @@
 
 The prompt's keys and values are one immutable block with room for the generated tokens after it; the method that holds
 the snapshot writes there, and the next one writes over it. So one method at a time generates from a snapshot, in the
-very memory layout of a run of its own, and gets the same bits.
+very memory layout of a run of its own, and gets the same bits. Once a snapshot is `divided`, every method has a copy to
+write to, which takes memory for the pages that it writes alone.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.backends.hf.generate import Draw, EngineCache, chosen_tokens, prefill_logits
+from kvbench.backends.hf.generate import Draw, EngineCache, chosen_tokens, prefill_logits, windows_of
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.rotary import refuse_recomputed
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
-from kvbench.memory.store import LayerStore
+from kvbench.memory.large import Original
+from kvbench.memory.store import LayerStore, Sealed
 from kvbench.method import Method, Needs, Prompt
 
 RECORDED_LESS = "the prefill recorded less than this method needs; name its needs in prefill_once"
@@ -51,7 +53,7 @@ class Prefilled:
         lengths: prompt tokens of each row.
         tokens: [B], the likeliest first new token of each row.
         seconds: what the prefill took.
-        reference: [T, vocabulary] fp32, what full attention says after each token of a text that is given (see
+        reference: [vocabulary] fp32 each, what full attention says after each token of a text that is given (see
             `kvbench.measure.fidelity`); None: nobody asked.
     """
 
@@ -63,9 +65,11 @@ class Prefilled:
         self.tokens = chosen_tokens(logits, not_first)
         self.seconds = time.perf_counter() - start
         self._prompts, self._similarity = recorded.prompts, recorded.similarity
-        self._stores, self._windowed = engine.stores, engine.windowed
+        self._sealed = {layer: Sealed.of(store) for layer, store in engine.stores.items()}
+        self._original: Original | None = None
+        self._windowed = engine.windowed
         self._capacity = engine.capacity
-        self.reference: torch.Tensor | None = None
+        self.reference: list[torch.Tensor] | None = None
         self._lent: list[LayerStore] = []
 
     def first_tokens(self, draw: Draw | None) -> torch.Tensor:
@@ -73,7 +77,9 @@ class Prefilled:
         return self.tokens if draw is None else chosen_tokens(self._logits, self._not_first, draw)
 
     def lend(self, engine: Engine) -> None:
-        """Let `engine`, fresh and made for these prompts, begin here. The engine that began before it must not go on.
+        """Let `engine`, fresh and made for these prompts, begin here.
+
+        Unless the snapshot is divided, the engine that began before it must not go on.
 
         Raises:
             ValueError: the engine was made for other prompts, or needs more than was recorded.
@@ -89,12 +95,36 @@ class Prefilled:
         for store in self._lent:
             store.close()
         self._lent = []
+        sealed = self._own()
         for layer, prompt in prompts.items():
-            self._lent.append(engine.adopt(layer, self._stores[layer], prompt))
-        for layer, windowed in self._windowed.items():
-            engine.windowed[layer].begin_from(windowed)
+            store = engine.adopt(layer, sealed.pop(layer), prompt)
+            if self._original is None:
+                self._lent.append(store)
+        for layer, windowed in windows_of(engine).items():
+            windowed.begin_from(self._windowed[layer])
         if similar:
             engine.end_prefill(self._similarity)
+
+    def divide(self) -> None:
+        """From now on the engines that begin here may all go on, each with tokens of its own after the prompt."""
+        if self._original is not None:
+            return
+        self._original = Original([part for one in self._sealed.values() for part in (one.key, one.value)])
+        # What lies in the original needs its own memory no more.
+        for layer, prompt in self._prompts.items():
+            self._prompts[layer] = replace(prompt, keys=prompt.keys.to("meta"), values=prompt.values.to("meta"))
+        for layer, one in self._sealed.items():
+            self._sealed[layer] = one._replace(key=one.key.to("meta"), value=one.value.to("meta"))
+
+    def _own(self) -> dict[int, Sealed]:
+        """The prompt of each layer in the memory that an engine shall have."""
+        if self._original is None:
+            return dict(self._sealed)
+        parts = self._original.copy()
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        return {
+            layer: Sealed(*pair, one.lengths) for pair, (layer, one) in zip(pairs, self._sealed.items(), strict=True)
+        }
 
     @staticmethod
     def _seen_by(method: Method, prompt: Prompt) -> Prompt:

@@ -22,7 +22,7 @@ from kvbench.backends.vllm.paged import Memory, PagedStore, Table, attend_blocks
 from kvbench.backends.vllm.plan import Plan
 from kvbench.config import ConfigError, first_line
 from kvbench.engine.engine import Engine
-from kvbench.memory.store import LayerStore
+from kvbench.memory.store import LayerStore, Sealed
 from kvbench.method import Selection, Shape
 
 REPORTS = 1000  # ended requests whose audits are kept, the last ones
@@ -105,7 +105,7 @@ class RequestEngine(Engine):
         self._own = self.executor = _Executor()  # type: ignore[assignment]
         cpu.compile_kernels(self.shape.dtype)
 
-    def _store(self, layer: int, shared: LayerStore | None = None) -> LayerStore:
+    def _store(self, layer: int, shared: Sealed | None = None) -> LayerStore:
         if self._copied(layer):
             return super()._store(layer, shared)
         if layer not in self.stores:

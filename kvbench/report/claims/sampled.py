@@ -24,6 +24,7 @@ from kvbench.config import show
 from kvbench.report.claims.claim import beds
 from kvbench.report.claims.verdict import Finding, Missing
 from kvbench.report.data.run import Run, Runs, is_shared, missing
+from kvbench.report.data.select import decoded_alike
 from kvbench.report.data.stats import estimate, is_0_1, proportion, ratio
 from kvbench.runs.stored import Record
 from kvbench.runs.summary import is_disturbed
@@ -67,13 +68,15 @@ def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
     for name, several in arms.items():
         value = "score" if name == "among" else asked["value"]
         for words in several:
-            chosen = runs_of(runs, asked["bed"], words)
+            chosen = runs_of(runs, asked["bed"], words, times=is_time(value))
             if isinstance(chosen, Missing):
                 return chosen
             taken[words] = chosen[0]
             found.setdefault(name, []).append(_readings(chosen, value, asked.get("lengths", []), name == "of"))
     if apart := _differing(asked["bed"], taken):
         return apart
+    decoded = {run.is_together for run in taken.values()}
+    mixed = "some of these arms decoded together with others, some alone" if len(decoded) > 1 else ""
     ours = found["of"][0]
     known = found["among"][0] if "among" in found else {}
     both = ours.keys() & known.keys()
@@ -99,17 +102,18 @@ def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
     elif "/" in asked["value"]:
         below = [np.array([ours[key].below for key in own]) for own in strata]
     if asked.get("interval") == "range":
-        return _ranged(values, below)
+        return _ranged(values, below)._replace(note=mixed)
     if below:
-        return Finding(*ratio(values, below))
+        return Finding(*ratio(values, below), mixed)
     # Scores that are all 100 have an interval, too; differences of such have the bootstrap's.
     whole = asked["value"] == "score" and "less" not in found and all(map(is_0_1, values))
     of = taken[arms["of"][0]]
     whole = whole and of.scored_as not in of.beside.graded
-    finding = Finding(*(proportion(values) if whole else estimate(values)))
+    finding = Finding(*(proportion(values) if whole else estimate(values)), mixed)
     if not both:
         return finding
-    return finding._replace(n=len(both), note=f"over the {finding.n} of {len(both)} that {arms['among'][0]} answers")
+    among = f"over the {finding.n} of {len(both)} that {arms['among'][0]} answers"
+    return finding._replace(n=len(both), note="; ".join(filter(None, [among, mixed])))
 
 
 def arms_of(asked: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -124,13 +128,20 @@ def _ranged(values: Sequence[np.ndarray], below: Sequence[np.ndarray] | None) ->
     return Finding(float(np.median(every)), float(every.min()), float(every.max()), len(every))
 
 
-def runs_of(runs: Runs | None, bed: str, words: str) -> list[Run] | Missing:
-    """The runs of an arm, which differ in their seed alone."""
+def runs_of(runs: Runs | None, bed: str, words: str, times: bool = False) -> list[Run] | Missing:
+    """The runs of an arm, which differ in their seed alone.
+
+    Args:
+        times: they are to have some, which runs that decoded together have not.
+    """
     words_of_bed, command = beds()[bed]
     wanted = USUAL | dict(word.split("=", 1) for word in (*words_of_bed, *words.split()))
     chosen = [run for run in runs or () if _matches(run.settings, wanted)]
     if not chosen:
         return Missing(f"no run of {words}; {command}")
+    chosen = [run for run in chosen if not run.is_together] if times else decoded_alike(chosen)
+    if not chosen:
+        return Missing(f"runs of {words} decoded together, and have no times; sweep.shared_decode=false makes some")
     kinds = [{key: show(value) for key, value in run.but_for_seed.items()} for run in chosen]
     differing = sorted(key for key in kinds[0] if len({kind.get(key) for kind in kinds}) > 1)
     if differing:
@@ -175,7 +186,6 @@ def _readings(chosen: Sequence[Run], value: str, lengths: Sequence[int], failure
     none at all. Times of a disturbed machine are left out.
     """
     found: dict[Key, Reading] = {}
-    is_time = value.partition(".")[0] in TIMES
     for run in chosen:
         seed = show(run.settings["seed"])
         own: dict[Key, Reading] = {}
@@ -183,7 +193,7 @@ def _readings(chosen: Sequence[Run], value: str, lengths: Sequence[int], failure
         scores = dict(zip(run.scores.ids, run.scores.values, strict=True))
         for record in run.samples():
             length = (record.get("meta") or {}).get("length")
-            if (lengths and length not in lengths) or (is_time and is_disturbed(record)):
+            if (lengths and length not in lengths) or (is_time(value) and is_disturbed(record)):
                 continue
             id = record.get("sample") or record["id"]
             group = str(record.get("group") or "")
@@ -203,6 +213,11 @@ def _readings(chosen: Sequence[Run], value: str, lengths: Sequence[int], failure
             own = {(str(contents[id]), id): one for (_, id), one in own.items()}
         found = own | found
     return found
+
+
+def is_time(value: str) -> bool:
+    """Whether a criterion's value is of times."""
+    return value.startswith(TIMES)
 
 
 def _growth(own: Mapping[Key, Reading], seed: str, lengths: Sequence[int], run: Run) -> dict[Key, Reading]:

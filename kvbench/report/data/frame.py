@@ -24,7 +24,7 @@ from kvbench.memory.kinds import kv_in
 from kvbench.report.data.run import PROTOCOL, LeftOut, Runs, Scores, columns_of, framed
 from kvbench.runs.folder import tear_of
 from kvbench.runs.identity import LOCAL, backend_name
-from kvbench.runs.quantities import is_number
+from kvbench.runs.quantities import ALONE, is_number
 from kvbench.runs.stored import (
     DAMAGED,
     Record,
@@ -127,6 +127,7 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         "attention": own["attention"],
         "kv": str(kv_in(own)),
         "backend": backend_name(own),
+        "decode": identity.get("decode") or ALONE,
         "device": identity["device"],
         "dtype": identity["dtype"],
         "dense_layers": show(identity["dense_layers"]),
@@ -213,7 +214,7 @@ def _arm(
         "protocol": identity["protocol"],
         "seed": settings["seed"],
         "probe_every": settings["probe.every"],
-        **{key: settings[key] for key in ("device", "dtype", "shared_prefill")},
+        **{key: settings[key] for key in ("device", "dtype", "shared_prefill", "decode")},
         "device_name": machine_name(summary.get("machine") or {}) or config["device_name"],
         "data": identity["data"],
         **columns_of(summary, settings["budget"]),

@@ -11,6 +11,8 @@ from kvbench.runs.summary import DISTURBED
 
 WIDE = 2  # times of repeats that lie further apart are marked
 
+NO_TIMES = "Runs that decoded together with others have no times of a whole token."
+
 # A table explains below it the marks that it has.
 MARKS = {
     "a": "counted: weights, what the stores reserve, and the index; on a GPU the most that torch's allocator held",
@@ -26,6 +28,8 @@ MARKS = {
     "m": "under another protocol than most of the table",
     "n": f"timed beside other work, which took {100 * DISTURBED:.0f} % of the cores or more: not a time of the method",
     "o": "a sample broke its method's own budget rule",
+    "p": "decoded together with other runs, and so without a time of a whole token; the same but for rounding",
+    "q": "against full attention that decoded otherwise, together with other runs or alone: the same but for rounding",
     "t": "prompts were cut in their middle, to the model's window or task.max_length: part of them was never read",
     "u": "unfinished: not all samples yet",
     "v": f"the largest of these times is more than {WIDE} times the least: look for what disturbed them",

@@ -19,7 +19,7 @@ from kvbench.config import show
 from kvbench.measure.protocol import GREEDY
 from kvbench.memory.kinds import NATIVE
 from kvbench.report.data.stats import Estimate, estimate, is_0_1, proportion
-from kvbench.runs.quantities import QUANTITIES, recorded
+from kvbench.runs.quantities import QUANTITIES, TOGETHER, recorded
 from kvbench.runs.stored import Record, read_samples
 from kvbench.runs.summary import by_machine, summarise_repeats
 
@@ -28,7 +28,7 @@ PROTOCOL = ("accounting", "dense_layers", "chat", "prefill_chunk", "question_as_
 CELL = {"task.lengths", "task.batch", "task.repeats"}  # settings that the length and batch of a timed cell stand for
 OF_ARMS = ("weights", "device_name", "metric", "run_id")  # keys that stand in `Run.arm` and not in its settings
 # What full attention does not depend on.
-NOT_OF_FULL = {"budget", "attention", "shared_prefill", "dense_layers", "probe.every"} | {
+NOT_OF_FULL = {"budget", "attention", "shared_prefill", "decode", "dense_layers", "probe.every"} | {
     f"protocol.{key}" for key in ("accounting", "dense_layers", "generated")
 }
 
@@ -129,6 +129,11 @@ class Run:
         return not missing(self.arm["floor_ms"])
 
     @property
+    def is_together(self) -> bool:
+        """Whether it decoded together with other runs, and has no time of a whole token."""
+        return bool(self.arm["decode"] == TOGETHER)
+
+    @property
     def scored_as(self) -> tuple[str, str]:
         """Its task and metric."""
         return self.arm["task"], self.arm["metric"]
@@ -220,8 +225,13 @@ class Run:
         Args:
             kv: how that holds keys and values; scores are compared with native ones.
         """
-        alike = self.beside.full.get((*self.kind, kv), [])
+        alike = self._fulls(kv)
         return max(alike, key=lambda run: (not run.arm["probe_every"], run.arm["n"], run.arm["updated"]), default=None)
+
+    def _fulls(self, kv: str = str(NATIVE)) -> list[Run]:
+        """The runs of full attention that it can be compared with: those that decoded as it did, if there are some."""
+        alike = self.beside.full.get((*self.kind, kv), [])
+        return [run for run in alike if run.is_together == self.is_together] or alike
 
     def against_full(self, groups: tuple[str, ...] = ()) -> Estimate | None:
         """The mean difference to full attention on the same samples of the same model, task and protocol, in points.
@@ -242,7 +252,7 @@ class Run:
 
         Of several runs the one with the most samples counts, then the newest. What failed is not known.
         """
-        alike = self.beside.full.get((*self.kind, str(NATIVE)), [])
+        alike = self._fulls()
         if self in alike:
             return {}
         return {
@@ -262,6 +272,7 @@ class Run:
             "d": self.arm["weights"] == "random",
             "f": self.failed(groups) > 0,
             "o": self.arm["over_rule"] in (True,),  # and not NaN
+            "q": against is not None and self._fulls()[0].is_together != self.is_together,
             "t": (self.arm["cut_samples"] or 0) > 0,
             "u": not self.arm["finished"],
         }
@@ -276,12 +287,12 @@ class Runs:
         arms: one line a run, a column for each of: path, paths (of all seeds, where it stands for several), run_id,
             model, weights, method, budget (as asked for: tokens, a share of the prompt, or None: the method has none or
             keeps to its own), task, the fields of the protocol (`PROTOCOL`) and its digest as `protocol`, seed,
-            probe_every, device, dtype, shared_prefill, device_name (of the machine that the times are of), data (a
-            hash), metric, finished, updated; spread, the least and the largest of several repeats or seeds by name; and
-            each of `kvbench.runs.quantities`, of which score is 0-100: of several groups the plain mean of theirs, else
-            the mean over samples. What a run recorded beside these has a column "<part>.<key>": a part of a decode step
-            such as "breakdown_ms.select", a number of the method's own `report()` such as "audit.candidates". What a
-            run did not measure is missing (NaN or None).
+            probe_every, device, dtype, shared_prefill, decode ("together" or "alone"), device_name (of the machine
+            that the times are of), data (a hash), metric, finished, updated; spread, the least and the largest of
+            several repeats or seeds by name; and each of `kvbench.runs.quantities`, of which score is 0-100: of several
+            groups the plain mean of theirs, else the mean over samples. What a run recorded beside these has a column
+            "<part>.<key>": a part of a decode step such as "breakdown_ms.select", a number of the method's own
+            `report()` such as "audit.candidates". What a run did not measure is missing (NaN or None).
         settings: one line a run, all that makes its arm: every option of method and task as "method.page_size",
             protocol and probe as on the command line, `backend`, and `kv` ("int8", or "device-host" where tiers
             differ); of a path to data its last part; what a run has no such key for is missing.

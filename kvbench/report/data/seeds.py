@@ -82,7 +82,7 @@ def _is_of_machine(quantity: Quantity) -> bool:
 
 
 def _is_timed(line: Mapping[str, Any]) -> bool:
-    return not (missing(line["tpot_ms_mean"]) and missing(line["ttft_s"]))
+    return not all(missing(line[name]) for name in ("tpot_ms_mean", "ttft_s", "own_ms"))
 
 
 def _timed_alike(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -133,12 +133,16 @@ def probed(alike: Sequence[Run]) -> list[Run]:
 
 
 def differing_keys(cells: Iterable[Sequence[Run]]) -> list[str]:
-    """The settings in which runs of one cell differ, in the order of the settings."""
+    """The settings in which runs of one cell differ, in the order of the settings.
+
+    All that decoded together began from a shared prefill: only the others differ in that.
+    """
     found: dict[str, bool] = {}
     for alike in cells:
         for rivals in (scored(alike), probed(alike)):
             for key in rivals[0].settings if rivals else ():
-                found[key] = found.get(key, False) or len({run.label(key) for run in rivals}) > 1
+                own = [run for run in rivals if key != "shared_prefill" or not run.is_together]
+                found[key] = found.get(key, False) or len({run.label(key) for run in own}) > 1
     return [key for key, differs in found.items() if differs]
 
 
@@ -192,3 +196,15 @@ def marks_of_mixed(chosen: Iterable[Run], axes: Sequence[str], allowed: bool) ->
         )
     usual = {key: counts.most_common(1)[0][0] for key, counts in differing.items()}
     return {run: "m" for run, kind in kinds.items() if any(kind.get(key, usual[key]) != usual[key] for key in usual)}
+
+
+def marks_of_decoding(chosen: Sequence[Run], axes: Sequence[str] = ()) -> dict[Run, str]:
+    """The mark of each run that decoded together with others, where some of these decoded alone and no axis says so."""
+    together = [run for run in chosen if run.is_together]
+    return dict.fromkeys(together if len(together) < len(chosen) and "decode" not in axes else (), "p")
+
+
+def decoded_alike(alike: Sequence[Run]) -> list[Run]:
+    """Of runs of which one is to count those that decoded in one way: alone, unless the others have more samples."""
+    kinds = [[run for run in alike if run.is_together == together] for together in (False, True)]
+    return max(kinds, key=lambda own: sum(run.arm["n"] for run in own))

@@ -30,7 +30,7 @@ _Curve = tuple[str, Style, Run, dict[int, float]]  # label, style, and milliseco
 
 def breakeven(runs: Runs) -> Figure:
     """Time per token against context length, and a mark where a method begins to be faster than full attention."""
-    arms = arms_for(runs, "breakeven", probed=False, column="floor_ms", task="latency")
+    arms = arms_for(runs, "breakeven", probed=False, columns=["floor_ms"], task="latency")
     panels = [
         (f"{title}, {place}", own, drawn)
         for title, own in panels_of("breakeven", runs, arms, NOT_COMPARED | CELL)

@@ -22,7 +22,7 @@ from kvbench.report.figures.panels import (
     rows_of,
     series_of,
 )
-from kvbench.runs.quantities import QUANTITIES
+from kvbench.runs.quantities import QUANTITIES, TOGETHER
 
 # Parts of a decode step in the order they are stacked, each with a colour and a hatch for print without colour. Parts
 # that only a method has a name for (IceCache's query, insert) take those of SPARE_LOOKS.
@@ -43,19 +43,21 @@ HEAD, BAR, LEAST = 1.0, 0.28, 0.11  # height of a panel without bars, of a bar, 
 def latency(runs: Runs) -> Figure:
     """Time to the second token, time per token, and its parts (IceCache, Fig. 7; LycheeCluster, Fig. 5).
 
-    Runs that shared their prefill have no time to the second token; where all did, it is left out. Timed runs have a
+    Runs that shared their prefill have no time to the second token, those that decoded together none of a token; where
+    all did, it is left out. Timed runs have a
     panel for each length and batch, the floor of each step, and on a GPU how long it is busy; a line in a bar goes from
     the least to the largest of its repeats.
     """
-    panels = _latency_panels(runs, arms_for(runs, "latency", probed=False, column="tpot_ms_mean"))
+    panels = _latency_panels(runs, arms_for(runs, "latency", probed=False, columns=["tpot_ms_mean", "own_ms"]))
     bar = _bar([len(arms) for _, arms in panels])
     words = min(10.0, 72 * 0.8 * bar)  # points
     heights = [HEAD + bar * len(arms) for _, arms in panels]
     figure = Picture(figsize=(PAGE[0], 1.2 + sum(heights)), layout="constrained")
-    second = any(arms.tt2t_s.notna().any() for _, arms in panels)
-    times = [QUANTITIES[name] for name in (["tt2t_s"] if second else []) + ["tpot_ms_mean"]]
+    found = {"tt2t_s": "time to the second token", "tpot_ms_mean": "time per token"}
+    found = {name: words for name, words in found.items() if any(arms[name].notna().any() for _, arms in panels)}
+    times = [QUANTITIES[name] for name in found]
     axes = np.array(figure.subplots(len(panels), len(times) + 1, squeeze=False, sharey="row", height_ratios=heights))
-    figure.suptitle(("time to the second token, " if second else "") + "time per token and its parts")
+    figure.suptitle(", ".join([*found.values(), "parts of a step"]))
     for (title, arms), row in zip(panels, axes, strict=True):
         bars = [(one, arm) for one in series_of(runs, arms) for arm in rows_of(one.arms)]
         row[0].set_yticks(range(len(bars)), [one.label(arm.budget) for one, arm in bars], fontsize=words)
@@ -65,7 +67,8 @@ def latency(runs: Runs) -> Figure:
             for index, (one, arm) in enumerate(bars):
                 value = arm[quantity.name]
                 if missing(value):
-                    axis.annotate(" not measured", (0, index), va="center", fontsize=min(8, words), color="#666666")
+                    why = " decoded together" if arm["decode"] == TOGETHER else " not measured"
+                    axis.annotate(why, (0, index), va="center", fontsize=min(8, words), color="#666666")
                     continue
                 low, high = arm["spread"].get(quantity.name, (value, value))
                 axis.barh(index, value, color=one.style.colour, edgecolor="black", linewidth=0.6, height=0.7)

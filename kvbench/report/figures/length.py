@@ -10,14 +10,24 @@ from matplotlib.figure import Figure
 from kvbench.config import ConfigError
 from kvbench.report.data.run import Runs
 from kvbench.report.data.style import Style
-from kvbench.report.figures.panels import arms_for, curves_of, finished, line_look, mark_powers, panels_of, tiled
+from kvbench.report.figures.panels import (
+    arms_for,
+    curves_of,
+    finished,
+    line_look,
+    mark_powers,
+    panels_of,
+    tiled,
+    untimed,
+)
 from kvbench.runs.quantities import QUANTITIES
 from kvbench.runs.summary import timed_alike
 
 
 def length(runs: Runs) -> Figure:
     """Time per token against the length of the context (IceCache, Fig. 8; LycheeCluster, Fig. 4)."""
-    panels = panels_of("length", runs, arms_for(runs, "length", probed=False, column="tpot_ms_mean"), times=True)
+    timed = arms_for(runs, "length", probed=False, columns=["tpot_ms_mean"])
+    panels = panels_of("length", runs, timed, times=True)
     curves = [(title, arms, _length_curves(runs, arms)) for title, arms in panels]
     curves = [curve for curve in curves if curve[2]]
     if not curves:
@@ -29,7 +39,7 @@ def length(runs: Runs) -> Figure:
         axis.set(title=title, xlabel="prompt tokens", ylabel=QUANTITIES["tpot_ms_mean"].axis)
         axis.set_ylim(bottom=0)
         mark_powers(axis, [tokens for _, _, times in drawn for tokens in times.index])
-    return finished(figure, axes, [arms for _, arms, _ in curves], times=True)
+    return finished(figure, axes, [arms for _, arms, _ in curves], times=True, notes=untimed(runs))
 
 
 def _length_curves(runs: Runs, arms: pd.DataFrame) -> list[tuple[str, Style, pd.Series]]:

@@ -20,13 +20,14 @@ from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
 from kvbench.report.data.select import fewest_keys, last_word
 from kvbench.report.data.stats import Estimate
 from kvbench.report.data.style import STYLES, Style, style_of
+from kvbench.runs.quantities import TOGETHER
 
 LINES = ("-", "--", ":", "-.")
 MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 80, 24  # that one picture can show
 LETTERS = 15  # to an inch, of the words below a picture
 # Settings in which the arms of a panel may differ; in all others they are alike, or they stand in panels of their own.
 # What begins like one of these makes a variant of a method, and is named in the legend.
-OF_VARIANTS = ("method.", "attention", "kv", "shared_prefill")
+OF_VARIANTS = ("method.", "attention", "kv", "shared_prefill", "decode")
 NOT_COMPARED = {"method", "budget", "probe.every", "seed"}
 
 
@@ -60,14 +61,14 @@ class Series(NamedTuple):
 
 
 def arms_for(
-    runs: Runs, name: str, probed: bool, column: str | None = None, task: str | None = None, scored: bool = False
+    runs: Runs, name: str, probed: bool, columns: Sequence[str] = (), task: str | None = None, scored: bool = False
 ) -> pd.DataFrame:
     """The arms a figure can use.
 
     Args:
         probed: those with probes; else those without. No probe changes the numbers of task=fidelity: of its arms that
             ran with probes only, these count among those without.
-        column: which has a value.
+        columns: of which one has a value, or more; those of times.
         task: the one that they are of.
         scored: those that have a score, and are no timed runs.
 
@@ -81,14 +82,22 @@ def arms_for(
         arms = arms[arms["floor_ms"].isna()]
     if len(arms) and task:
         arms = arms[arms["task"] == task]
-    if len(arms) and column:
-        arms = arms[arms[column].notna()]
+    if len(arms) and columns:
+        arms = arms[arms[[*columns]].notna().any(axis=1)]
     if not len(arms):
-        kind = " with probes (probe.every=1 makes some)" if probed else " with timings" if column else ""
+        kind = " with probes (probe.every=1 makes some)" if probed else " with timings" if columns else ""
+        together = sum(run.is_together for run in runs) if columns else 0
+        without = f", of which {together} decoded together: sweep.shared_decode=false takes times" if together else ""
         raise ConfigError(
-            f"figure={name}: no run{f' of task={task}' if task else ''}{kind} among {len(runs.arms)} runs"
+            f"figure={name}: no run{f' of task={task}' if task else ''}{kind} among {len(runs.arms)} runs{without}"
         )
     return arms
+
+
+def untimed(runs: Runs) -> list[str]:
+    """What stands below a picture of times of whole tokens, which some of these runs have not."""
+    count = sum(run.is_together for run in runs)
+    return [f"{count} runs that decoded together have no time of a token and are not here"] if count else []
 
 
 def _without_probes(runs: Runs, arms: pd.DataFrame) -> pd.Series:
@@ -172,7 +181,8 @@ def series_of(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[Ser
     for method in sorted(arms["method"].unique(), key=lambda name: (known.get(name, len(known)), name)):
         own = arms[arms["method"] == method]
         settings = runs.settings.loc[own.index, [key for key in of_variants if key != without]].map(str)
-        varied = [key for key in settings if settings[key].nunique() > 1]
+        alone = settings[own["decode"] != TOGETHER]  # all others began from a shared prefill
+        varied = [key for key in settings if (alone if key == "shared_prefill" else settings)[key].nunique() > 1]
         variants = {
             run: ", ".join(f"{last_word(key)}={_shortened(settings.at[run, key])}" for key in varied)
             for run in own.index
@@ -303,6 +313,7 @@ def legend(figure: Figure, axes: Any, title: str, more: Sequence[Any] = ()) -> F
 def _caveats(arms: pd.DataFrame, times: bool) -> list[str]:
     """What a reader must know of the runs in a picture, and of their times where these are drawn."""
     transfers, failed = " ".join(map(str, arms["transfer"])), int(arms["failed"].sum())
+    together = arms["method"][arms["decode"] == TOGETHER]
     seeds = sorted({str(seed) for seed in arms["seed"]}, key=len)
     found = {
         "with times disturbed by other work": times and arms["disturbed"].isin([True]).any(),
@@ -312,6 +323,7 @@ def _caveats(arms: pd.DataFrame, times: bool) -> list[str]:
         "transfers between host and device counted, in no time": "in place" in transfers,
         f"{failed} failed samples, which score 0": failed,
         "with unfinished runs": not arms["finished"].all(),
+        f"decoded together, the others alone: {', '.join(sorted(set(together)))}": 0 < len(together) < len(arms),
         f"seeds {' or '.join(seeds)}": any("," in seed for seed in seeds),
     }
     machines = "; ".join(sorted({str(name) for name in arms["device_name"].dropna()}))

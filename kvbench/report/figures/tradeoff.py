@@ -13,46 +13,51 @@ from kvbench.report.data.run import Runs
 from kvbench.report.data.style import style_of
 from kvbench.report.figures.panels import arms_for, finished, grid, panels_of, series_of, size_text
 from kvbench.report.figures.pareto import BARE, FRONT, areas, draw_front
-from kvbench.runs.quantities import QUANTITIES
+from kvbench.runs.quantities import OWN, QUANTITIES, Quantity
 
-COSTS = {"device_kv_bytes": "log", "tpot_ms_mean": "linear"}
+HELD, TIME, OWN_TIME = (QUANTITIES[name] for name in ("device_kv_bytes", "tpot_ms_mean", "own_ms"))
 
 
 def tradeoff(runs: Runs) -> Figure:
-    """Score against device memory and against the time per token; a row for each task and model (IceCache, Fig. 1)."""
-    arms = arms_for(runs, "tradeoff", probed=False, column="tpot_ms_mean", scored=True)
+    """Score against device memory and against the time per token; a row for each task and model (IceCache, Fig. 1).
+
+    Where an arm of a row decoded together with others, the time is that of attention, search and transfers for all.
+    """
+    arms = arms_for(runs, "tradeoff", probed=False, columns=[TIME.name, OWN_TIME.name], scored=True)
     panels = panels_of("tradeoff", runs, arms, times=True)
     figure, axes = grid(len(panels), 2, "score against memory and time; up and left is better")
     sizes = areas([budget for _, arms in panels for budget in arms["budget"]])
     for (title, arms), row in zip(panels, axes, strict=True):
         points = pd.concat([one.arms.assign(label=one.label()) for one in series_of(runs, arms)])
-        draw_tradeoff(row, points, sizes=sizes)
+        draw_tradeoff(row, points, TIME if arms[TIME.name].notna().all() else OWN_TIME, sizes=sizes)
         row[0].set(ylabel=QUANTITIES["score"].axis, title=title)
         row[1].set_title(title)
     for budget, area in sizes.items():
         look = {"marker": "o", "facecolor": "none", "edgecolor": FRONT["color"]}
         axes[0, 0].scatter([], [], s=area, label=f"C = {size_text(budget)}", **look)
-    return finished(figure, axes, [arms for _, arms in panels], times=True)
+    own = any(axis.get_xlabel() == OWN_TIME.axis for axis in axes[:, 1])
+    return finished(figure, axes, [arms for _, arms in panels], times=True, notes=[OWN] if own else [])
 
 
 def draw_tradeoff(
-    axes: Sequence[Any], points: pd.DataFrame, y: str = "score", sizes: dict[Any, float] | None = None
+    axes: Sequence[Any], points: pd.DataFrame, time: Quantity, y: str = "score", sizes: dict[Any, float] | None = None
 ) -> None:
-    """Mark arms on two axes: a quantity against KV bytes on the device, and against the time per token.
+    """Mark arms on two axes: a quantity against KV bytes on the device, and against a time.
 
     Args:
         axes: two of matplotlib's.
-        points: a line an arm with method, label, budget (None: no budget), device_kv_bytes, tpot_ms_mean, and what is
-            marked. Budgets of one label are joined by a line.
+        points: a line an arm with method, label, budget (None: no budget), device_kv_bytes, the time, and what is
+            marked. Budgets of one label are joined by a line; an arm without the time is on the first axis alone.
+        time: which.
         y: "score" (0-100), or a quantity that is best at 0 and drawn on a log axis: an arm that has 0 of it, as full
             attention has, is a line at its cost.
         sizes: the area of the mark of each budget.
     """
-    for axis, (name, scale) in zip(axes, COSTS.items(), strict=True):
-        cost = QUANTITIES[name]
-        for label, arms in points.groupby("label", sort=False):
+    for axis, (cost, scale) in zip(axes, ((HELD, "log"), (time, "linear")), strict=True):
+        known = points[points[cost.name].notna()]
+        for label, arms in known.groupby("label", sort=False):
             style = style_of(arms["method"].iloc[0])
-            x, heights = arms[name].astype(float) * cost.unit.scale, arms[y].astype(float)
+            x, heights = arms[cost.name].astype(float) * cost.unit.scale, arms[y].astype(float)
             if y != "score" and not heights.any():
                 axis.axvline(x.iloc[0], color=style.colour, linestyle="--", linewidth=1.2, label=label)
                 continue
@@ -67,5 +72,5 @@ def draw_tradeoff(
         axis.xaxis.set_minor_formatter(LogFormatter() if scale == "log" else NullFormatter())
         axis.margins(x=0.1, y=0.12)
         axis.grid(alpha=0.3)
-        drawn = points[points[y] != 0] if y != "score" else points
-        draw_front(axis, drawn[name].astype(float) * cost.unit.scale, drawn[y].astype(float), y == "score")
+        drawn = known[known[y] != 0] if y != "score" else known
+        draw_front(axis, drawn[cost.name].astype(float) * cost.unit.scale, drawn[y].astype(float), y == "score")

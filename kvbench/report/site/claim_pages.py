@@ -7,7 +7,7 @@ from html import escape
 
 from kvbench.report.claims.claim import Criterion, beds
 from kvbench.report.claims.page import Judged
-from kvbench.report.claims.sampled import arms_of, runs_of
+from kvbench.report.claims.sampled import arms_of, is_time, runs_of
 from kvbench.report.claims.verdict import Finding, Missing, Verdict
 from kvbench.report.site.claimed import LOOKS, counted, is_about, listed, shown
 from kvbench.report.site.markup import File, ids_of, linked, page, small, table_of
@@ -100,7 +100,7 @@ def _source(one: Judged, criterion: Criterion, place: str) -> str:
 
 def _found(one: Judged, criterion: Criterion, arm: str) -> list[str] | Missing:
     """The names of the folders of an arm's runs."""
-    found = runs_of(one.runs, criterion.asked["bed"], arm)
+    found = runs_of(one.runs, criterion.asked["bed"], arm, times=is_time(criterion.asked["value"]))
     return found if isinstance(found, Missing) else [run.arm["path"].name for run in found]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from kvbench.report.data.marks import MARKS
 from kvbench.report.data.run import Run, missing
 from kvbench.report.data.stats import COVERAGE, RESAMPLES
-from kvbench.runs.quantities import QUANTITIES, Quantity
+from kvbench.runs.quantities import OWN, QUANTITIES, Quantity
 
 # What every table shows beside a score: its interval, the difference to full attention, attended / C, its samples.
 WITH_SCORE = {
@@ -179,6 +179,8 @@ def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
         notes.append("Against full: points, paired on the same samples under full attention, where it was run on them.")
     if "brief_score" in lines and any(beyond_noise(cell.numbers) for cell in cells):
         notes.append(f"*: not full attention's by chance: the {COVERAGE} % interval of the difference leaves out 0.")
+    if any("own_ms" in cell.numbers for cell in cells):
+        notes.append(f"{OWN.capitalize()}.")
     used = {letter for cell in cells for letters in cell.marks.values() for letter in letters}
     notes += [f"{letter}: {meaning}." for letter, meaning in MARKS.items() if letter in used]
     probes = {name for name, line in lines.items() if line.part == "probe"}

@@ -12,7 +12,7 @@ from kvbench.report.data.marks import time_marks, transfer_marks
 from kvbench.report.data.papers import PaperTable
 from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
-from kvbench.report.data.select import marks_of_mixed, refuse_several, scored, select
+from kvbench.report.data.select import decoded_alike, marks_of_decoding, marks_of_mixed, refuse_several, scored, select
 from kvbench.report.tables.cells import (
     WITH_SCORE,
     Cell,
@@ -59,7 +59,8 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
     fitting = _fitting(paper, chosen)
     used = sorted({run for alike in fitting.values() for run in alike}, key=lambda run: run.index)
     asked = {word.partition("=")[0] for words in frame["settings"] for word in words}
-    mixed = marks_of_mixed(used, sorted(asked), allow_mixed)
+    mixed, together = marks_of_mixed(used, sorted(asked), allow_mixed), marks_of_decoding(used)
+    mixed = {run: mixed.get(run, "") + together.get(run, "") for run in used}
     cells = {}
     for line in frame.itertuples():
         ours = _ours(paper, line, fitting[line.Index], mixed) if fitting[line.Index] else Cell()
@@ -113,6 +114,7 @@ def _fits(run: Run, line: Any, whole: tuple[str, ...]) -> bool:
 
 def _ours(paper: PaperTable, line: Any, alike: Sequence[Run], mixed: dict[Run, str]) -> Cell:
     """What the one run that fits a published cell found there."""
+    alike = decoded_alike(alike)
     refuse_several(alike, f"{line.row}, {line.column}")
     run = scored(alike)[0]
     groups = _groups_of(line.group)

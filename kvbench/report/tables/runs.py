@@ -5,10 +5,11 @@ A table is made of cells with numbers, and knows nothing of how it is printed (`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvbench.report.data.marks import time_marks, transfer_marks
+from kvbench.report.data.marks import NO_TIMES, time_marks, transfer_marks
 from kvbench.report.data.run import Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.select import (
@@ -18,6 +19,7 @@ from kvbench.report.data.select import (
     differing_keys,
     key_of,
     labels_of,
+    marks_of_decoding,
     marks_of_mixed,
     order_of,
     probed,
@@ -75,7 +77,7 @@ def overview(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
     if len(by_labels(chosen, axes)) > MOST_ROWS and len(labels_of(chosen, "budget")) > 2:
         axes.remove("budget")
         title, score, columns = f"{title}: score by budget", BRIEFEST_SCORE, ["budget"]
-    values = ["score"] if columns else OVERVIEW
+    values = ["score"] if columns else _with_own(OVERVIEW, chosen)
     table = _table(chosen, axes, columns, values, "overview", title, {}, score, len(shared))
     if timed:
         table.notes.append(f"{timed} timed runs have tables of their own: --where task=latency.")
@@ -97,7 +99,7 @@ def summary(runs: Runs, where: Sequence[str] = (), values: Sequence[str] = SUMMA
     for number, (chosen, what) in enumerate(by_protocol([run for run in found if not run.is_timed]), 1):
         axes = _axes_for(chosen, ["model", "task", "method", "budget"])
         id, title = (f"summary{number}", f"Runs with {what}") if what else ("summary", "All runs")
-        tables.append(_table(chosen, axes, [], values, id, title, {}))
+        tables.append(_table(chosen, axes, [], _with_own(values, chosen), id, title, {}))
     for number, (chosen, what) in enumerate(by_protocol([run for run in found if run.is_timed]), 1):
         tables += timed_tables(chosen, str(number) if what else "", what)
     return tables
@@ -120,6 +122,13 @@ def by_group(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
                 id = f"{task}{number if what else ''}"
                 tables.append(_table(chosen, axes, ["group"], ["score"], id, title, {}))
     return tables
+
+
+def _with_own(values: Sequence[str], chosen: Iterable[Run]) -> list[str]:
+    """These values, and after a time of a whole token what runs that decoded together have in its place."""
+    together = any(run.is_together for run in chosen)
+    pairs = ([name, "own_ms"] if together and name.startswith("tpot_ms") else [name] for name in values)
+    return list(dict.fromkeys(itertools.chain.from_iterable(pairs)))
 
 
 def _axes_for(chosen: Sequence[Run], axes: list[str]) -> list[str]:
@@ -156,11 +165,13 @@ def pivot(
     if "seed" not in (*down, *across):
         _, chosen = over_seeds(runs, chosen)
     names = [value_of(runs, name) for name in values]
-    marks = marks_of_mixed(chosen, [*down, *across], allow_mixed)
+    mixed = marks_of_mixed(chosen, [*down, *across], allow_mixed)
+    if "decode" in _axes_for(chosen, [*down, *across])[len(down) + len(across) :]:
+        down.append("decode")  # what decoded together and what decoded alone are two runs, and both are shown
     for labels, alike in by_labels(chosen, [*down, *across]).items():
         refuse_several(alike, ", ".join(labels), "add it to --rows or --columns, or ")
     title = f"{', '.join(names)} by {', '.join([*down, *across])}"
-    return _table(chosen, down, across, names, "table", title, marks, score_lines)
+    return _table(chosen, down, across, names, "table", title, mixed, score_lines)
 
 
 def _table(
@@ -179,6 +190,8 @@ def _table(
     Args:
         score_lines: what a score is shown by.
     """
+    together = marks_of_decoding(chosen, [*rows, *columns])
+    marks = {run: mixed.get(run, "") + together.get(run, "") for run in chosen}
     cells_of = _runs_of_cells(chosen, rows, columns)
     seen = dict.fromkeys(group for *_, groups in cells_of for group in groups)
     appeared = {group: index for index, group in enumerate(seen)}
@@ -189,7 +202,7 @@ def _table(
     row_labels = sorted({row for row, *_ in cells_of}, key=order)
     column_labels = sorted({column for _, column, _ in cells_of}, key=order)
     cells = {
-        (row_labels.index(row), column_labels.index(column)): _cell(alike, groups, values, mixed)
+        (row_labels.index(row), column_labels.index(column)): _cell(alike, groups, values, marks)
         for (row, column, groups), alike in cells_of.items()
     }
     lines: dict[str, Quantity] = {}
@@ -198,6 +211,7 @@ def _table(
     times = [name for name, line in lines.items() if line.is_time]
     cells, machines = mark_machines(cells, times)
     notes = [*notes_of(cells.values(), lines), *machines]
+    notes += [NO_TIMES] if times and not together and any(run.is_together for run in chosen) else []
     if "group" in (*rows, *columns) and "attended_share" in lines:
         notes.append("attended / C, and all but the scores, are of the whole run and not of the group.")
     heads = tuple(column_labels) if len(columns) > 1 else ()
@@ -231,9 +245,13 @@ def _runs_of_cells(chosen: Sequence[Run], rows: Sequence[str], columns: Sequence
     }
 
 
-def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], mixed: Mapping[Run, str]) -> Cell:
-    """The numbers of one cell: scores and times of its run without probes, probes of its run with them."""
-    source, machine = "", ""
+def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], of_runs: Mapping[Run, str]) -> Cell:
+    """The numbers of one cell: scores and times of its run without probes, probes of its run with them.
+
+    Args:
+        of_runs: marks that stand at the first number of a run.
+    """
+    source, machine, unsaid = "", "", dict(of_runs)
     numbers: dict[str, float] = {}
     marks: dict[str, str] = {}
     for name in values:
@@ -242,15 +260,17 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
         if not candidates:
             continue
         (run,) = candidates
-        arm = run.arm
+        arm, source = run.arm, source or run.folders
+        if name != "score" and missing(arm[name]):
+            continue
         if name == "score":
             numbers |= score_numbers(run, groups)
-            marks["score"] = run.marks(groups) + mixed.get(run, "")
-        elif not missing(arm[name]):
+            marks["score"] = run.marks(groups)
+        else:
             numbers |= {name: quantity.scaled(arm[name]), **ends(arm["spread"], {name: quantity})}
             numbers |= kl_numbers(run) if name == "kl_mean" else {}
             if quantity.is_time:
                 marks[name] = transfer_marks(arm["transfer"]) + time_marks(arm, name)
                 machine = run.label("device_name")
-        source = source or run.folders
+        marks[name] = marks.get(name, "") + unsaid.pop(run, "")
     return Cell(numbers, {name: letters for name, letters in marks.items() if letters}, source, machine=machine)

@@ -1,0 +1,69 @@
+"""How many generations fit side by side: an estimate of what each takes, before it begins, and what is free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvbench.backends.hf.layers import shape_of
+from kvbench.backends.hf.loading import Loaded
+from kvbench.measure.arm import Setup
+from kvbench.memory.codec import Codecs
+from kvbench.memory.kinds import ROWS, kv_in
+from kvbench.method import Shape
+from kvbench.models.footprint import free_memory
+
+SHARE = 0.7  # of the memory that is free at the start; the rest is for what no estimate knows
+INDEX = 0.25  # of a prompt's keys and values: what an index takes, until one was seen
+
+
+def room(loaded: Loaded) -> float:
+    """Bytes that generations may take, the device's where it has memory of its own."""
+    free = free_memory(loaded.device)
+    return SHARE * free.get("device", free.get("host", float("inf")))
+
+
+def prompt_bytes(setup: Setup, lengths: Sequence[int]) -> int:
+    """Bytes of the keys and values of prompts, which all generations share that begin from their prefill."""
+    shape = _shape(setup, lengths)
+    return _entries(shape, len(shape.full_layers)) * _kind_bytes(shape, "native")
+
+
+def row_bytes(setup: Setup, lengths: Sequence[int], new_tokens: int, index_share: float | None = None) -> int:
+    """Bytes that a generation takes beside the prompts that it shares, by its method's rule.
+
+    Args:
+        index_share: what the method's index took of the keys and values of an earlier prompt; None: not known.
+    """
+    shape, kinds, size = _shape(setup, lengths), kv_in(setup.config), setup.budget.size
+    layers = len(shape.sparse_layers)
+    sparse, plain, coded = _entries(shape, layers), *(_kind_bytes(shape, kind) for kind in ("native", kinds.device))
+    own = shape.batch * len(shape.full_layers) * new_tokens * plain
+    own += round((INDEX if index_share is None else index_share) * sparse * plain)
+    if setup.method.needs.home != "device":
+        own += sparse * _kind_bytes(shape, kinds.host)
+    elif size is not None:  # who evicts copies what it keeps
+        own += min(sparse, layers * sum(map(setup.budget.tokens, shape.lengths))) * plain
+    if coded != plain:
+        own += _entries(shape, len(shape.full_layers)) * coded
+    return own
+
+
+def index_share(setup: Setup, lengths: Sequence[int], index_bytes: int) -> float:
+    """What an index of so many bytes is of its prompts' keys and values in sparse layers."""
+    shape = _shape(setup, lengths)
+    return index_bytes / max(1, _entries(shape, len(shape.sparse_layers)) * _kind_bytes(shape, "native"))
+
+
+def _shape(setup: Setup, lengths: Sequence[int]) -> Shape:
+    model = setup.loaded.model
+    return shape_of(model, lengths, setup.dense_layers, model.dtype, model.device)
+
+
+def _entries(shape: Shape, layers: int) -> int:
+    """Tokens in so many layers: rows of unequal length take as much as the longest."""
+    return layers * shape.batch * max(shape.lengths)
+
+
+def _kind_bytes(shape: Shape, kind: str) -> int:
+    """Bytes of a token's keys and values in a layer; at most, where groups share parameters."""
+    return shape.kv_heads * Codecs.of(kind if kind in ROWS else "int8", shape.head_dim, shape.dtype).nbytes

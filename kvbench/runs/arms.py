@@ -1,0 +1,126 @@
+"""The arms of a sweep while they run: which lack a sample, where their records go, and what ends one of them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from kvbench.backends.hf.prefilled import Prefilled
+from kvbench.measure.arm import Arm, PromptPrefill, TokenizedSample, failure, is_failed_sample, measure, prompt_of
+from kvbench.runs.folder import ResultsError, RunFolder
+from kvbench.runs.identity import arm_name
+from kvbench.runs.progress import Reporter
+from kvbench.runs.run import Work
+from kvbench.tasks import Sample
+
+
+class Arms:
+    """The arms that run, by their number, and what becomes of them.
+
+    Attributes:
+        first: any of them: samples are the same for all.
+        ended: what ended an arm.
+    """
+
+    def __init__(self, running: Mapping[int, tuple[Arm, RunFolder]], work: Work, report: Reporter) -> None:
+        self._running, self.ended, self._work, self.report = running, dict[int, Exception](), work, report
+        self.first, _ = next(iter(running.values()))
+        self._prefill = PromptPrefill()
+
+    def lacking(self, batch: Sequence[Sample]) -> dict[int, Arm]:
+        """Those that go on and have not done all samples of a batch."""
+        return {
+            index: arm
+            for index, (arm, folder) in self._running.items()
+            if index not in self.ended and any(sample.id not in folder.done for sample in batch)
+        }
+
+    def prefilled(
+        self, batch: Sequence[Sample], prompts: Sequence[TokenizedSample], waiting: Mapping[int, Arm]
+    ) -> Iterator[tuple[Sequence[TokenizedSample], Prefilled | None, str]]:
+        """A batch with the prefill that serves those who wait for it, see `_prefilled`."""
+        # An arm that waits for no answer now may wait for the next one to this prompt.
+        begun = [arm for arm, _ in self._running.values()] if batch[0].of else [*waiting.values()]
+        served = [arm for arm in begun if arm.backend.own_engine] if waiting else []
+        return _prefilled(served, prompts, self.report, self._prefill)
+
+    def add(self, index: int, batch: Sequence[Sample], records: Callable[[], Iterable[dict[str, Any]]]) -> None:
+        """Make records of a batch, or of a part of it, and keep them; what goes wrong ends this arm alone."""
+        if index in self.ended:
+            return
+        arm, folder = self._running[index]
+        try:
+            for record in records():
+                if record["id"] not in folder.done:
+                    folder.add(record, self.report.share + sum(map(self._work.share, batch)))
+                    self.report.failed(record)
+        except Exception as error:
+            self.ended[index] = error
+            with suppress(ResultsError):  # where nothing can be written, that is the error
+                folder.leave(interrupted=True)
+            self.report.bars.console.print(f"{arm_name(arm.config)} ends: {type(error).__name__}: {error}")
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether no arm goes on."""
+        return len(self.ended) == len(self._running)
+
+    def over(self, batch: Sequence[Sample]) -> None:
+        """All arms are through with a batch."""
+        for sample in batch:
+            self.report.advance(self._work.share(sample))
+
+
+def in_turn(arms: Arms, samples: Iterable[list[Sample]]) -> None:
+    """Each batch through one arm after the other."""
+    for batch in samples:
+        if arms.all_ended:
+            break
+        waiting, prefilled = arms.lacking(batch), None
+        prompts = [prompt_of(arms.first, sample) for sample in batch]
+        for part, prefilled, failed in arms.prefilled(batch, prompts, waiting):
+            read = max(len(prompt.ids) for prompt in part)
+            for index, arm in waiting.items():
+                arms.report.name(arm_name(arm.config))
+                arms.report.begin(read if prefilled else 0)
+                arms.add(index, batch, partial(_measured, arm, part, arms.report, prefilled, failed))
+        prefilled = None  # its memory, before the next takes as much
+        arms.over(batch)
+
+
+def _measured(
+    arm: Arm, prompts: Sequence[TokenizedSample], report: Reporter, prefilled: Prefilled | None, failed: str
+) -> list[dict[str, Any]]:
+    """The records of a batch, whose prefill has failed for a reason, or not.
+
+    A shared prefill holds all keys and values on the device: an arm whose tokens go to the host may have room alone.
+    """
+    if failed and arm.method.needs.home == "device":
+        return [failure(arm, prompt, failed) for prompt in prompts]
+    return measure(arm, prompts, report.tokens, prefilled)
+
+
+def _prefilled(
+    arms: Sequence[Arm], prompts: Sequence[TokenizedSample], report: Reporter, prefill: PromptPrefill
+) -> Iterator[tuple[Sequence[TokenizedSample], Prefilled | None, str]]:
+    """A batch with its prefill, or why that failed; a failed batch of several falls into its samples."""
+    running = [prompt for prompt in prompts if not prompt.record["error"]]
+    prefilled, failed = None, ""
+    report.begin()
+    if arms and running:
+        try:
+            prefilled = prefill(arms, running)
+            read = max(len(prompt.ids) for prompt in running)
+            if prefill.fresh:
+                report.tokens(read, read + running[0].sample.max_new_tokens)
+        except Exception as error:
+            if not is_failed_sample(error):
+                raise
+            failed = f"{type(error).__name__}: {error}"
+    if failed and len(prompts) > 1:
+        for prompt in prompts:
+            yield from _prefilled(arms, [prompt], report, prefill)
+    else:
+        yield prompts, prefilled, failed

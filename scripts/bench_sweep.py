@@ -1,0 +1,312 @@
+"""What a sweep gains where its arms decode together: tokens a second over all arms, over those of arms one by one.
+
+Both ways are sweeps as the command line runs them (`sweep.shared_decode=true` and `false`), one after the other on the
+same prompts, each with an empty results folder. The tokens are given (`task=fidelity`), so that no arm ends early and
+both decode as many; full attention, with which they are compared, decodes them once more in both.
+
+    python scripts/bench_sweep.py --lengths 2048 4096                    # SmolLM2, the demo's methods and all of them
+    python scripts/bench_sweep.py --path FOLDER --lengths 4096 --samples 4 --methods all
+    python scripts/bench_sweep.py --no-speed --logits --answers 500      # are they the same numbers?
+
+Prints one JSON object as its last line; by model, length and set of methods
+  together, alone            tokens decoded; decode_s, seconds inside decode steps; all_s, of the whole sweep but for
+                             loading the model; decode_tokens_per_s, tokens_per_s
+  decode_ratio, ratio        of these two, together over alone
+  rows                       of a pass, at most and on average
+  arms, left_out             how many ran, and why others did not
+by model, with --logits of the first length, in float32
+  logits.largest             by arm the largest difference of a logit, together against alone
+  logits.same_again          whether all logits are the same bits where the same arms decode together twice
+and with --answers N
+  answers.equal, answers.of  how many of N answers are the same tokens both ways
+  answers.gaps               of the others, how far the best two logits lie apart where they part: 0 is a tie
+and cpu, threads, settings.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+from bench import command_line, print_result, say
+
+from kvbench.cli.threads import wait_briefly
+
+wait_briefly()  # as a run does, before torch is loaded
+
+import argparse  # noqa: E402
+
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+from kvbench.backends.hf import generate  # noqa: E402
+from kvbench.backends.hf.together import DecodePass  # noqa: E402
+from kvbench.cli.compose import composed  # noqa: E402
+from kvbench.cli.demo import METHODS  # noqa: E402
+from kvbench.cli.fetch import DEFAULT  # noqa: E402
+from kvbench.config import ConfigError, choices  # noqa: E402
+from kvbench.engine.engine import Engine  # noqa: E402
+from kvbench.measure.arm import Setup  # noqa: E402
+from kvbench.runs import shared  # noqa: E402
+from kvbench.runs.identity import arm_name  # noqa: E402
+from kvbench.runs.stored import read_samples  # noqa: E402
+from kvbench.tasks.ruler.needles import SUBSETS  # noqa: E402
+
+WARM_LENGTH = 512  # of the prompt by which both ways are warmed up
+SHORT = ["task=niah", f"task.subsets=[{','.join(SUBSETS)}]", "task.lengths=[1024]", "task.max_new_tokens=16"]  # answers
+
+Answer = tuple[str, str]  # an arm and a sample
+Kept = dict[Answer, list[Any]]  # what is kept of each step of it
+
+
+class Ran(NamedTuple):
+    """What a sweep did.
+
+    Attributes:
+        answers: new tokens by arm and sample.
+        decode_s, all_s: seconds inside decode steps, and of all but loading the model.
+        rows: of each pass where arms decoded together; [] where they did not.
+        left_out: why arms did not run.
+    """
+
+    answers: dict[Answer, list[int]]
+    decode_s: float
+    all_s: float
+    rows: list[int]
+    left_out: dict[str, str]
+
+    def report(self) -> dict[str, float]:
+        """What the module's docstring names."""
+        tokens = sum(len(own) - 1 for own in self.answers.values())  # the prefill gives the first
+        rates = {"decode_tokens_per_s": tokens / self.decode_s, "tokens_per_s": tokens / self.all_s}
+        return {"tokens": tokens, "decode_s": self.decode_s, "all_s": self.all_s, **rates}
+
+
+class Watch:
+    """What decoding does, either way, while it is watched.
+
+    Args:
+        keep: what to keep of the logits [1, vocabulary] of each step; None: nothing.
+
+    Attributes:
+        seconds: inside decode steps, counting what was attended and comparing logits included.
+        rows: see `Ran`.
+        kept: by arm and sample.
+    """
+
+    def __init__(self, keep: Callable[[torch.Tensor], Any] | None) -> None:
+        self.seconds, self._inside, self._keep = 0.0, False, keep
+        self.rows: list[int] = []
+        self.kept: Kept = {}
+        self._of = WeakKeyDictionary[Engine, Answer]()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Take the places of the functions that decode."""
+        engine, settle, step = Setup.engine, generate.Decoding.settle, DecodePass.step
+
+        def made(
+            setup: Setup, rows: Any, new_tokens: int, samples: Sequence[str] = ("",), *more: Any, **of: Any
+        ) -> Any:
+            found = engine(setup, rows, new_tokens, samples, *more, **of)
+            self._of[found] = arm_name(setup.config), samples[0]
+            return found
+
+        def settled(decoding: generate.Decoding, logits: torch.Tensor) -> None:
+            if self._keep is not None and (answer := self._of.get(decoding.engine)):
+                self.kept.setdefault(answer, []).append(self._keep(logits))
+            settle(decoding, logits)
+
+        def passed(decoded: DecodePass) -> Any:
+            self.rows.append(decoded.rows)
+            return step(decoded)
+
+        with ExitStack() as placed:
+            placed.enter_context(patch.object(Setup, "engine", made))
+            for owner, name, function in (
+                (generate, "_step", generate._step),
+                (generate.Decoding, "settle", settled),
+                (DecodePass, "step", passed),
+            ):
+                placed.enter_context(patch.object(owner, name, self._timed(function)))
+            yield
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def timed(*arguments: Any) -> Any:
+            if self._inside:
+                return function(*arguments)
+            self._inside, began = True, time.perf_counter()
+            try:
+                return function(*arguments)
+            finally:
+                self._inside = False
+                self.seconds += time.perf_counter() - began
+
+        return timed
+
+
+class Sweeps:
+    """Sweeps over one model, which is loaded once.
+
+    Args:
+        words: that all arms share, as on the command line.
+        budget: of all methods but full attention.
+    """
+
+    def __init__(self, words: Sequence[str], budget: int) -> None:
+        self._words, self._budget, self._loaded = words, budget, None
+        self._prepare = shared.prepare
+
+    def run(
+        self,
+        methods: Sequence[str],
+        together: bool,
+        words: Sequence[str],
+        keep: Callable[[torch.Tensor], Any] | None = None,
+    ) -> tuple[Ran, Kept]:
+        """Run these methods on the task that `words` ask for; see `Watch` for what is kept."""
+        watch = Watch(keep)
+        with tempfile.TemporaryDirectory() as folder, patch.object(shared, "prepare", self._prepared):
+            ways = [f"sweep.shared_decode={str(together).lower()}", f"results_dir={folder}"]
+            configs, left_out = self._configs(methods, [*words, *ways])
+            with watch.watching():
+                began = time.perf_counter()
+                outcomes = shared.run_arms(configs, Console(quiet=True))
+                all_s = time.perf_counter() - began
+            answers: dict[Answer, list[int]] = {}
+            for arm, path, _, error in outcomes:
+                if error is not None or path is None:
+                    left_out[arm] = str(error)
+                    continue
+                for id, record in read_samples(path / "samples.jsonl")[0].items():
+                    if record["error"]:
+                        left_out[arm] = f"{id}: {record['error']}"
+                    else:
+                        answers[arm, id] = record["output_ids"]
+        return Ran(answers, watch.seconds, all_s, watch.rows, left_out), watch.kept
+
+    def _configs(self, methods: Sequence[str], words: Sequence[str]) -> tuple[list[Any], dict[str, str]]:
+        """The arms' configs, and why some cannot be had."""
+        configs, left_out = [], {}
+        for method in methods:
+            size = "null" if method == "full" else self._budget
+            try:
+                configs.append(composed(f"method={method}", f"budget={size}", *self._words, *words))
+            except ConfigError as error:
+                left_out[method] = str(error)
+        return configs, left_out
+
+    def _prepared(self, config: Any, loaded: Any = None) -> Any:
+        arm = self._prepare(config, loaded or self._loaded)
+        self._loaded = arm.loaded
+        return arm
+
+
+def given(length: int, samples: int, tokens: int) -> list[str]:
+    """The task whose tokens are given: so many after the first, of each of these texts."""
+    return ["task=fidelity", f"task.lengths=[{length}]", f"task.samples={samples}", f"task.steps={tokens}"]
+
+
+def speed(sweeps: Sweeps, methods: Sequence[str], task: Sequence[str]) -> dict[str, Any]:
+    """Both ways one after the other; what the module's docstring names."""
+    sides = {}
+    for way in ("together", "alone"):
+        sides[way], _ = sweeps.run(methods, way == "together", task)
+        say(f"{way}: {sides[way].report()}")
+    together, alone = (side.report() for side in sides.values())
+    rows = sides["together"].rows
+    return {
+        "together": together,
+        "alone": alone,
+        "decode_ratio": together["decode_tokens_per_s"] / alone["decode_tokens_per_s"],
+        "ratio": together["tokens_per_s"] / alone["tokens_per_s"],
+        "rows": {"most": max(rows, default=0), "mean": sum(rows) / max(1, len(rows))},
+        "arms": len({arm for arm, _ in sides["together"].answers}),
+        "left_out": {**sides["alone"].left_out, **sides["together"].left_out},
+    }
+
+
+def logits(sweeps: Sweeps, methods: Sequence[str], task: Sequence[str]) -> dict[str, Any]:
+    """How far the logits of each step lie apart, together against alone; and whether they come out the same again."""
+    (ran, first), (_, again), (_, alone) = (sweeps.run(methods, way, task, torch.clone) for way in (True, True, False))
+    largest: dict[str, float] = {}
+    for (arm, id), own in alone.items():
+        pairs = zip(first[arm, id], own, strict=True)
+        largest[arm] = max(largest.get(arm, 0.0), *(float((one - other).abs().max()) for one, other in pairs))
+    same = all(torch.equal(*pair) for answer, own in first.items() for pair in zip(own, again[answer], strict=True))
+    return {"largest": largest, "same_again": same and first.keys() == again.keys(), "left_out": ran.left_out}
+
+
+def answers(sweeps: Sweeps, methods: Sequence[str], count: int) -> dict[str, Any]:
+    """How many of so many short answers are the same both ways, and how near the others were to a tie."""
+    each = math.ceil(count / len(methods))
+    task = [*SHORT, f"task.samples={math.ceil(each / len(SUBSETS))}", f"task.limit={each}"]
+    (one, _), (other, gaps) = (sweeps.run(methods, way, task, _gap) for way in (True, False))
+    apart = {}
+    for answer in one.answers.keys() & other.answers.keys():
+        pair = one.answers[answer], other.answers[answer]
+        if pair[0] != pair[1]:  # the first token is the prefill's, which is one
+            place = next(at for at, tokens in enumerate(zip(*pair, strict=False)) if tokens[0] != tokens[1])
+            apart[answer] = gaps[answer][place - 1]
+    of = len(one.answers.keys() & other.answers.keys())
+    found = {f"{arm} {id}": gap for (arm, id), gap in sorted(apart.items())}
+    return {"equal": of - len(apart), "of": of, "gaps": found, "left_out": {**one.left_out, **other.left_out}}
+
+
+def _gap(logits: torch.Tensor) -> float:
+    best = logits.topk(2).values[0]
+    return float(best[0] - best[1])
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = command_line(__doc__)
+    parser.add_argument("--model", nargs="*", default=[], choices=choices("model"), help=f"(default: {DEFAULT})")
+    parser.add_argument("--path", nargs="*", default=[], help="folders of further models")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048], help="prompt tokens")
+    parser.add_argument("--methods", nargs="+", default=["demo", "all"], help="demo, all, or a set of names (one set)")
+    parser.add_argument("--samples", type=int, default=1, help="texts of each length")
+    parser.add_argument("--new-tokens", type=int, default=16, help="of each arm and text, one of them the prefill's")
+    parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--logits", action="store_true", help="compare them, of the first length")
+    parser.add_argument("--answers", type=int, default=0, help="compare so many short answers")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="settings for every arm, as for a run")
+    asked = parser.parse_intermixed_args()
+    sets = {"demo": list(METHODS), "all": ["full", *sorted(choices("method").keys() - {"full"})]}
+    wanted = {name: sets[name] for name in asked.methods if name in sets}
+    wanted |= {"named": own} if (own := [name for name in asked.methods if name not in sets]) else {}
+    every = max(wanted.values(), key=len)
+    models = {name: f"model={name}" for name in asked.model or ([] if asked.path else [DEFAULT])}
+    models |= {Path(path).name: f"model.path={path}" for path in asked.path}
+    result: dict[str, Any] = {}
+    for name, word in models.items():
+        own = result[name] = {}
+        sweeps = Sweeps([word, "dtype=float32", *asked.words], asked.budget)
+        sweeps.run(every, True, given(WARM_LENGTH, 1, 2))
+        sweeps.run(every, False, given(WARM_LENGTH, 1, 2))
+        for length in asked.lengths if asked.speed else []:
+            for set_name, methods in wanted.items():
+                say(f"{name}, {length} tokens, {set_name}: {len(methods)} methods")
+                task = given(length, asked.samples, asked.new_tokens - 1)
+                own.setdefault(str(length), {})[set_name] = speed(sweeps, methods, task)
+        if asked.logits:
+            own["logits"] = logits(sweeps, every, given(asked.lengths[0], asked.samples, asked.new_tokens - 1))
+        if asked.answers:
+            own["answers"] = answers(sweeps, every, asked.answers)
+        del sweeps  # a model's memory before the next one's
+    result |= {"cpu": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
+    print_result({**result, "settings": vars(asked)})
+
+
+if __name__ == "__main__":
+    main()
