@@ -199,12 +199,12 @@ class ParisKV(Method):
         ids = torch.full((self.shape.batch, *whole.shape), -1, device=whole.device)
         ids[row] = whole
         keys, most = self.view.keys(layer, ids)[row].to(tokens.device).float(), min(zones.k, tokens.shape[1])
-        least, scaling = min(least, most), np.float32(self.shape.scaling)
+        least, scaling = min(least, most), self.shape.scaling
         if self.on_cpu:
             found = torch.empty(len(tokens), most, dtype=torch.int64)
             parts = (keys, queries.float().cpu(), norms, whole[0], tokens, estimates)
             arrays = [part.contiguous().numpy() for part in parts]
-            self.retrieved += write_enough(*arrays, scaling, theta, least, found.numpy()) / len(tokens)
+            self.retrieved += write_enough(*arrays, np.float32(scaling), theta, least, found.numpy()) / len(tokens)
             return found
         order, count = enough(
             scaling * (keys @ queries.float().mean(dim=1).to(tokens.device)[..., None]).squeeze(2),
