@@ -15,8 +15,9 @@ from torch.nn.functional import normalize
 from kvbench.budget import Budget
 from kvbench.method import Context, DeviceCache, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.kmeans import kmeans, lists_of, nearest
+from methods.blocks.products import products
 from methods.blocks.ragged import entries, stacked
-from methods.blocks.topk import interleave
+from methods.blocks.topk import interleave, top_earliest
 
 TOKENS_PER_NEW_CLUSTER = 40  # 8 clusters of 320 generated tokens, as in the published kernels
 
@@ -153,16 +154,14 @@ class ClusterKV(Method):
 
     def _best(self, row: Clusters, query: torch.Tensor, room: int) -> torch.Tensor:
         """The `room` tokens, or all, of the clusters with the largest products for each query: [Hq, n], trailing -1."""
-        if not row.means.shape[1]:
+        heads, clusters = row.sizes.shape
+        if not clusters:
             return torch.empty(self.shape.query_heads, 0, dtype=torch.int64, device=query.device)
-        group = self.shape.group
-        scores = query.float().view(-1, group, query.shape[1]) @ row.means.transpose(1, 2)
-        order = scores.flatten(0, 1).argsort(dim=1, descending=True, stable=True)
-        starts, sizes = (part.repeat_interleave(group, dim=0).gather(1, order) for part in (row.starts, row.sizes))
-        left = (room - (sizes.cumsum(dim=1) - sizes)).clamp(min=0)  # when a cluster's turn comes
-        indexes, _ = entries(starts, torch.minimum(sizes, left), room)
-        members = row.members.repeat_interleave(group, dim=0)
-        return members.gather(1, indexes.clamp(min=0)).masked_fill(indexes < 0, -1)
+        order = top_earliest(products(query[None, :, None], row.means[None])[0], clusters).view(heads, -1)
+        starts, sizes = (part.gather(1, order).view(-1, clusters) for part in (row.starts, row.sizes))
+        indexes, _ = entries(starts, sizes, room)
+        found = row.members.gather(1, indexes.clamp(min=0).view(heads, -1)).view_as(indexes)
+        return found.masked_fill(indexes < 0, -1)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """C, each query head's own but for the sinks, and a full buffer; with unified accounting C."""

@@ -15,6 +15,7 @@ import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Selection, Shape, View
+from methods.blocks.products import products
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import top
 
@@ -72,16 +73,14 @@ class OmniKV(Method):
 
     def _choose(self, layer: int, query: torch.Tensor) -> Selection:
         """The tokens with the largest products in any head, then the generated ones that are always attended."""
-        keys = self.view.keys(layer)
-        grouped = query.view(len(keys), self.shape.kv_heads, self.shape.group, -1)
-        products = (grouped.float() @ keys.float().transpose(2, 3)).flatten(1, 2).amax(dim=1)  # [B, n]
+        largest = products(query, self.view.keys(layer)).flatten(1, 2).amax(dim=1)  # [B, n]
         lists = []
         for row, seen in enumerate(self.view.lengths(layer)):
             always, capacity = seen - self.shape.lengths[row], self.capacities[row]
             if self.budget.counts_generated:
                 always = min(always, capacity // 4)
                 capacity -= always
-            best = top(products[row, : seen - always].view(1, 1, -1), capacity)[0]
+            best = top(largest[row, : seen - always].view(1, 1, -1), capacity)[0]
             lists.append(torch.cat([best, torch.arange(seen - always, seen, device=best.device)[None]], dim=1))
         return Selection(stacked(lists))
 

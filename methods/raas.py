@@ -11,6 +11,7 @@ import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Prompt, Shape, View
+from methods.blocks import list_kernels
 from methods.blocks.evictor import Evictor
 from methods.blocks.held import Held
 from methods.blocks.topk import Granularity
@@ -90,6 +91,11 @@ class RaaS(Evictor):
         """The largest number of each token's page, [B, H, width]."""
         if self.page_size == 1:
             return each
+        if each.device.type == "cpu":
+            found, firsts = torch.empty_like(each), self.lengths[layer].view(-1)
+            parts = held.ids.contiguous().numpy(), firsts.numpy(), self.page_size, each.contiguous().numpy()
+            list_kernels.largest_of_pages(*parts, found.numpy())
+            return found
         pages = self._pages(layer, held)
         number = torch.zeros_like(pages)  # of the page in its list
         number[..., 1:] = (pages[..., 1:] != pages[..., :-1]).cumsum(dim=2)

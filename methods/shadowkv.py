@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.nn.functional import cosine_similarity, pad
+from torch.nn.functional import cosine_similarity, embedding, pad
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.chunking import keys_of_row
+from methods.blocks.products import products
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import top
 
@@ -172,13 +173,12 @@ class ShadowKV(Method):
         )
         if layer not in self.factors:
             return Selection(index)
-        rebuilt = self._rebuilt(layer, index[:, :, : max(rooms) * self.chunk_size]).to(query.dtype)
-        return Selection(index, keys=pad(rebuilt, (0, 0, 0, index.shape[2] - rebuilt.shape[2])))
+        rebuilt = self._rebuilt(layer, index[:, :, : max(rooms) * self.chunk_size])
+        return Selection(index, keys=pad(rebuilt.to(query.dtype), (0, 0, 0, index.shape[2] - rebuilt.shape[2])))
 
     def _scores(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """[B, Hkv, P], the log of the largest softmax that a query head of the group gives each chunk."""
-        asked = query.float().view(self.shape.batch, self.shape.kv_heads, self.shape.group, -1)
-        logits = asked @ self.means[layer].float().transpose(2, 3) * self.shape.scaling
+        logits = products(query, self.means[layer]) * self.shape.scaling
         logits = logits.masked_fill(self.closed[layer][:, :, None], -torch.inf)
         return logits.log_softmax(dim=3).amax(dim=2)
 
@@ -188,8 +188,8 @@ class ShadowKV(Method):
         rotation = self.context.rotation
         assert rotation is not None
         index = index.clamp(0, tokens.shape[1] - 1)
-        rows = torch.arange(len(index), device=index.device)[:, None, None]
-        return rotation.turn(tokens[rows, index].float() @ basis.float(), index)
+        factors = torch.stack([embedding(at, own) for at, own in zip(index, tokens, strict=True)])
+        return rotation.turn(factors.float() @ basis.float(), index)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """C and what is outside: outliers, last tokens and generated ones; C alone where these count."""

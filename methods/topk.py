@@ -10,6 +10,7 @@ import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Selection, Shape, View
+from methods.blocks.products import products
 from methods.blocks.topk import Granularity, interleave, top
 
 
@@ -33,16 +34,16 @@ class TopK(Method):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """Score every key seen so far, and take the C best."""
-        keys = self.view.keys(layer)
-        batch, kv_heads, count, _ = keys.shape
-        grouped = query.view(batch, kv_heads, self.shape.group, -1)
-        logits = (grouped.float() @ keys.float().transpose(2, 3)) * self.shape.scaling
-        past = torch.arange(count, device=keys.device) < self.view.seen(layer)[:, None]
-        logits = logits.masked_fill(~past[:, None, None], -torch.inf)
-        most = max(map(min, zip(self.capacities, self.view.lengths(layer), strict=True)))
+        logits = products(query, self.view.keys(layer))
+        kv_heads, count = logits.shape[1], logits.shape[3]
+        lengths = self.view.lengths(layer)
+        if min(lengths) < count:
+            past = torch.arange(count, device=logits.device) < self.view.seen(layer)[:, None]
+            logits = logits.masked_fill(~past[:, None, None], -torch.inf)
+        most = max(map(min, zip(self.capacities, lengths, strict=True)))
         if self.granularity == "kv_head":
-            shared = logits.softmax(dim=-1).sum(dim=2).masked_fill(~past[:, None], -torch.inf)
-            return Selection(top(shared, most, self.counts[layer]))
+            shared = (logits * self.shape.scaling).softmax(dim=-1).sum(dim=2)
+            return Selection(top(shared.masked_fill(logits[:, :, 0].isneginf(), -torch.inf), most, self.counts[layer]))
         index = top(logits.flatten(1, 2), most, self.counts[layer])
         if self.budget.unified:
             index = interleave(index, kv_heads, most, self.counts[layer])

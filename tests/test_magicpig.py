@@ -16,10 +16,7 @@ from kvbench.config import bind_methods
 
 bind_methods()
 
-from kvbench.engine.engine import worker_pool  # noqa: E402
 from methods.magicpig.tables import Tables  # noqa: E402
-
-POOL = worker_pool()
 
 
 def met(query: torch.Tensor, key: torch.Tensor, bits: int) -> float:
@@ -122,7 +119,7 @@ def test_the_estimate_is_full_attention_on_average() -> None:
     logits, sums = keys[0] @ query[0] / 4, []
     for draw in range(400):
         directions = torch.randn(30, 5, 16, generator=torch.Generator().manual_seed(draw))
-        ids, weights = Tables(keys, 0, directions, 5).sample(query, keys, 300, None, POOL)
+        ids, weights, _ = Tables(keys, 0, directions, 5).sample(query, keys, (0, 300, 300), None)
         sums.append(float((logits[ids[0]] + weights[0]).exp().sum()))
     error = torch.tensor(sums).std() / len(sums) ** 0.5
     exact = logits.exp().sum()

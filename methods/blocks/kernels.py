@@ -121,16 +121,15 @@ def best(scores, count, wanted, picked):  # type: ignore[no-untyped-def]
     if not enough:
         for i in range(count):
             equal -= scores[i] > threshold
+    equal = equal if threshold > -np.inf else 0
     found = 0
     for i in range(count):
-        if not scores[i] >= threshold or scores[i] == -np.inf:  # NaN is no more than anything
-            continue
-        if scores[i] == threshold:
-            if equal <= 0:
-                continue
-            equal -= 1
-        picked[found] = i
-        found += 1
+        if found == wanted:
+            break
+        also = scores[i] == threshold and equal > 0
+        picked[found] = i  # another takes its place where it is not among them: no branch depends on a score
+        found += (scores[i] > threshold) | also
+        equal -= also
     return found
 
 

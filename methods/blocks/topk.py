@@ -6,7 +6,10 @@ from typing import Literal
 
 import torch
 
+from methods.blocks import list_kernels
+
 Granularity = Literal["kv_head", "query_head"]  # whose choice it is: the group's, or that of each query head
+WORTH_A_THREAD = 1 << 15  # scores; fewer are ranked before another thread has begun
 
 
 def top(scores: torch.Tensor, most: int, counts: torch.Tensor | None = None) -> torch.Tensor:
@@ -20,6 +23,8 @@ def top(scores: torch.Tensor, most: int, counts: torch.Tensor | None = None) -> 
     Returns:
         [B, H, min(most, n)] int64, trailing -1; equal scores stand in any order.
     """
+    if is_compiled(scores):
+        return top_earliest(scores, most, counts)
     return _cut(*scores.topk(min(most, scores.shape[-1]), dim=-1), counts)
 
 
@@ -29,8 +34,20 @@ def top_earliest(scores: torch.Tensor, most: int, counts: torch.Tensor | None = 
     For scores that tie by their nature, as neighbours do after max pooling: which of them `topk` takes depends on n,
     and with it a row's result on the rows beside it.
     """
+    if is_compiled(scores):
+        batch, heads, count = scores.shape
+        found = torch.empty(batch, heads, min(most, count), dtype=torch.int64)
+        wanted = torch.full((batch, 1), found.shape[2]) if counts is None else counts.view(batch, -1).contiguous()
+        threads = min(torch.get_num_threads(), max(1, scores.numel() // WORTH_A_THREAD))
+        list_kernels.best_lists(threads, scores.contiguous().numpy(), wanted.numpy(), found.numpy())
+        return found
     values, ids = scores.sort(dim=-1, descending=True, stable=True)
     return _cut(values[..., :most], ids[..., :most], counts)
+
+
+def is_compiled(scores: torch.Tensor) -> bool:
+    """Whether they are ranked in compiled code, all lists in one call."""
+    return scores.device.type == "cpu" and scores.dtype == torch.float32
 
 
 def _cut(values: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:

@@ -6,9 +6,11 @@ import math
 
 import numpy as np
 
-from methods.blocks.kernels import kernel, widen
+from kvbench.kernels.threads import claim, in_threads
+from methods.blocks.kernels import jit, kernel, prefetch, widen
 
 ENOUGH = 2  # tables in which a key must meet the query to be sampled
+AHEAD = 8  # tables whose buckets are on their way to the cache while one is looked up
 LEAST = 1e-4  # added to the likelihood of every key, as in the published code
 
 
@@ -35,79 +37,141 @@ def fill(codes, starts, members):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def sample(codes, starts, members, limit, room, first, stop, found, counts, used):  # type: ignore[no-untyped-def]
-    """The keys that each query head meets in two tables or more, for the KV heads `first` to `stop` - 1.
+def sample(threads, products, query, keys, tables, always, limit, room, found, weights, counts):  # type: ignore[no-untyped-def]
+    """The tokens that each query head attends, and what is added to their logits, in so many threads.
 
-    A KV head's query heads look up one table after the other, and end before the one with which they would have found
-    more than `room` keys between them.
+    First those that are always attended, then the keys that it meets in two tables or more. A KV head's query heads
+    look up one table after the other, and end before the one with which they would have found more than `room` keys
+    between them.
 
     Args:
-        codes: [Hq, L] int32, the buckets of the queries.
-        starts, members: [Hkv, L, buckets + 1] and [Hkv, L, n] int32, as `fill` has written them.
+        products: [Hq, L, K or more] float32, of the queries with the directions of the tables.
+        query: [Hq, D] float32.
+        keys: [Hkv, S, D] as stored, by token id.
+        tables: starts and members, [Hkv, L, buckets + 1] and [Hkv, L, n] int32, as `fill` has written them; the mean
+            [Hkv, D] float32, taken from the keys before they were hashed, and the norms [Hkv, n] of what was; K; and
+            the token id of the first of them.
+        always: tokens 0 to the first of these three numbers - 1 are always attended, and from the second to the
+            third - 1.
         limit: keys from this one on are not looked for.
-        found: [Hq, n] int64, written: the keys, in the order in which they were found.
-        counts: [Hq] int64, zeros; written: how many.
-        used: [Hkv] int64, written: tables looked up.
+        found, weights: [Hq, always + n] int64 and float32; written up to the longest list, trailing -1 and 0.
+        counts: [Hq] int64, zeros; written: keys sampled.
+
+    Returns:
+        tokens of the longest list.
     """
-    group = len(codes) // len(members)
-    before = np.zeros(group, np.int64)
-    for kv_head in range(first, stop):
-        times, shared = np.zeros((group, members.shape[2]), np.uint8), np.zeros(members.shape[2], np.uint8)
-        together, table = 0, 0
-        while table < codes.shape[1]:
-            for own in range(group):
-                head = kv_head * group + own
-                before[own] = counts[head]
-                bucket = codes[head, table]
-                for at in range(starts[kv_head, table, bucket], starts[kv_head, table, bucket + 1]):
-                    key = members[kv_head, table, at]
-                    if key >= limit:
-                        break
-                    times[own, key] += times[own, key] < ENOUGH + 1  # no further, whatever the number of tables
-                    if times[own, key] == ENOUGH:
-                        found[head, counts[head]] = key
-                        counts[head] += 1
-                        together += shared[key] == 0
-                        shared[key] = 1
-            if together > room:
-                for own in range(group):
-                    counts[kv_head * group + own] = before[own]
-                break
-            table += 1
-        used[kv_head] = table
+    given = np.zeros(1, np.int64), products, query, keys, tables, always, limit, room, found, weights, counts
+    in_threads(threads, _sample, given)
+    first = always[0] + always[2] - always[1]
+    longest = first + counts.max()
+    for head in range(len(counts)):
+        found[head, first + counts[head] : longest], weights[head, first + counts[head] : longest] = -1, 0
+    return longest
 
 
-@kernel
-def weigh(query, keys, mean, norms, bits, id, first, stop, found, counts, used, weights):  # type: ignore[no-untyped-def]
-    """Write the weights of the keys found: minus the logarithm of how likely each was to be.
+@jit
+def _sample(_, claims, products, query, keys, tables, always, limit, room, found, weights, counts):  # type: ignore[no-untyped-def]
+    members, (sinks, start, seen) = tables[1], always
+    group, free = len(query) // len(members), sinks + seen - start
+    codes, times = np.empty((group, members.shape[1]), np.int32), np.empty((group, members.shape[2]), np.uint8)
+    kv_head = claim(claims)
+    while kv_head < len(members):
+        own = slice(kv_head * group, (kv_head + 1) * group)
+        for head in range(own.start, own.stop):
+            for token in range(sinks):
+                found[head, token] = token
+            for token in range(start, seen):
+                found[head, sinks + token - start] = token
+            weights[head, :free] = 0
+        _code(products[own], tables[4], codes)
+        used = _look_up(codes, kv_head, keys[kv_head], tables, limit, room, times, found[own, free:], counts[own])
+        _weigh(query[own], kv_head, keys[kv_head], tables, used, counts[own], found[own, free:], weights[own, free:])
+        kv_head = claim(claims)
+
+
+@jit
+def _code(products, bits, codes):  # type: ignore[no-untyped-def]
+    """Codes [G, L]: the signs of the first `bits` of products [G, L, K]."""
+    for head in range(codes.shape[0]):
+        for table in range(codes.shape[1]):
+            code = np.int32(0)
+            for bit in range(bits):
+                code |= np.int32(products[head, table, bit] > 0) << np.int32(bit)
+            codes[head, table] = code
+
+
+@jit
+def _look_up(codes, kv_head, keys, tables, limit, room, times, found, counts):  # type: ignore[no-untyped-def]
+    """The keys that queries with codes [G, L] meet, and how many; returns the tables that were looked up."""
+    starts, members = tables[0][kv_head], tables[1][kv_head]
+    group, line = len(codes), 64 // keys.itemsize
+    shared, before, together = np.zeros(members.shape[1], np.uint8), np.zeros(group, np.int64), 0
+    times[:] = 0
+    for table in range(len(members)):
+        for own in range(group):
+            if table + 2 * AHEAD < len(members):
+                prefetch(starts, table + 2 * AHEAD, codes[own, table + 2 * AHEAD])
+            if table + AHEAD < len(members):
+                prefetch(members, table + AHEAD, starts[table + AHEAD, codes[own, table + AHEAD]])
+            before[own] = counts[own]
+            bucket = codes[own, table]
+            for at in range(starts[table, bucket], starts[table, bucket + 1]):
+                key = members[table, at]
+                if key >= limit:
+                    break
+                times[own, key] += times[own, key] < ENOUGH + 1  # no further, whatever the number of tables
+                if times[own, key] == ENOUGH:
+                    found[own, counts[own]] = key
+                    counts[own] += 1
+                    together += shared[key] == 0
+                    shared[key] = 1
+                    for d in range(0, keys.shape[1], line):
+                        prefetch(keys, tables[5] + key, d)
+        if together > room:
+            counts[:] = before
+            return table
+    return len(members)
+
+
+@jit
+def _weigh(query, kv_head, keys, tables, used, counts, found, weights):  # type: ignore[no-untyped-def]
+    """Make tokens of the keys found, and write minus the logarithm of how likely each was to be.
 
     A key at an angle of theta shares a code of K bits with p = (1 - theta / pi)^K, and two of L or more with
     1 - (1 - p)^L - L p (1 - p)^(L - 1).
-
-    Args:
-        query: [Hq, D] float32.
-        keys: [Hkv, S, D] as stored, by token id.
-        mean: [Hkv, D] float32, taken from the keys before they were hashed.
-        norms: [Hkv, n] float32, of the hashed keys, less their mean.
-        id: of the first of them.
-        found, counts, used: what `sample` has written, for the KV heads `first` to `stop` - 1.
-        weights: [Hq, n] float32, written.
     """
-    group = len(query) // len(keys)
-    for head in range(first * group, stop * group):
-        kv_head, tables = head // group, np.float64(used[head // group])
-        asked, squares, shift = query[head], np.float32(0), np.float32(0)
+    _, _, mean, norms, bits, first = tables
+    agree, met, missed = np.empty((3, counts.max()))
+    for head in range(len(query)):
+        asked, count, squares, shift = query[head], counts[head], np.float32(0), np.float32(0)
         for d in range(len(asked)):
             squares += asked[d] * asked[d]
             shift += asked[d] * mean[kv_head, d]
         norm = math.sqrt(squares)
-        for at in range(counts[head]):
+        for at in range(count):
             key = found[head, at]
-            product = np.float32(0)
+            own, product = keys[first + key], np.float32(0)
             for d in range(len(asked)):
-                product += asked[d] * widen(keys[kv_head, id + key, d])
+                product += asked[d] * widen(own[d])
             both = norm * norms[kv_head, key]
             cosine = (product - shift) / both if both > 0 else 0.0
-            met = (1 - math.acos(min(1.0, max(-1.0, cosine))) / math.pi) ** bits
-            missed = (1 - met) ** (tables - 1)
-            weights[head, at] = -math.log(1 - missed * (1 - met) - tables * met * missed + LEAST)
+            agree[at] = 1 - math.acos(min(1.0, max(-1.0, cosine))) / math.pi
+            found[head, at] = first + key
+        _raise(agree[:count], bits, met[:count])
+        for at in range(count):
+            agree[at] = 1 - met[at]
+        _raise(agree[:count], used - 1, missed[:count])
+        for at in range(count):
+            likely = 1 - missed[at] * (1 - met[at]) - used * met[at] * missed[at]
+            weights[head, at] = -math.log(likely + LEAST)
+
+
+@jit
+def _raise(numbers, exponent, powers):  # type: ignore[no-untyped-def]
+    """Write powers of numbers, which are squared meanwhile: one call of `pow` a number takes longer than all else."""
+    powers[:] = 1
+    while exponent > 0:
+        for at in range(len(numbers)):
+            powers[at] *= numbers[at] if exponent & 1 else 1.0
+            numbers[at] *= numbers[at]
+        exponent >>= 1

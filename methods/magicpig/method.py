@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 
 import torch
-from torch.nn.functional import pad
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
@@ -56,7 +55,7 @@ class MagicPIG(Method):
                 "256, or a fraction of the prompt"
             )
         super().begin(shape, budget, view, context)
-        compile_kernels(context.pool, shape.dtype)
+        compile_kernels(shape.dtype)
         self.directions = [
             torch.randn(self.tables, self.bits, shape.head_dim, generator=context.generator(0, row=row))
             for row in range(shape.batch)
@@ -119,21 +118,33 @@ class MagicPIG(Method):
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """Tokens that are always attended, then those that the tables sample, with their weights."""
         asked, keys = query[:, :, 0].float().cpu(), self.view.host_keys(layer)
-        index, weights = [], []
-        for row in range(len(asked)):
-            always = self._always(layer, row)
-            sampled, weight = self._sampled(layer, row, asked[row], keys[row])
-            index.append(torch.cat([always.expand(len(sampled), -1), sampled], dim=1))
-            weights.append(pad(weight, (len(always), 0)))
-            self._count(layer, row, len(always), (sampled >= 0).sum(dim=1))
+        rows = [self._attended(layer, row, asked[row], keys[row]) for row in range(len(asked))]
+        index, weights = zip(*rows, strict=True)
         return Selection(stacked(index), stacked(weights).to(query.device))
 
-    def _count(self, layer: int, row: int, always: int, sampled: torch.Tensor) -> None:
-        """Note that query heads attended `always` tokens, and sampled [Hq] more, whose keys were read."""
-        self.view.count_read(layer, int(sampled.sum()))
+    def _attended(
+        self, layer: int, row: int, query: torch.Tensor, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids [Hq, n] that query [Hq, D] of a row with keys [Hkv, S, D] attends, trailing -1, and their weights."""
+        seen, (sinks, _), tables = self.view.lengths(layer)[row], self._zones(row), self.hashed[layer][row]
+        whole = self._attends_all(layer, row)
+        sinks, start = (seen, seen) if whole else (sinks, self._start(layer, row))
+        always = sinks + seen - start
+        if tables is None or whole:
+            index = torch.cat([torch.arange(sinks), torch.arange(start, seen)]).expand(len(query), -1)
+            weights, sampled = torch.zeros(index.shape), [0] * len(query)
+        else:
+            room = self.capacities[row] - always if self.budget.unified else None
+            index, weights, sampled = tables.sample(query, keys, (sinks, start, seen), room)
+        self._count(layer, row, always, sampled)
+        return index, weights
+
+    def _count(self, layer: int, row: int, always: int, sampled: list[int]) -> None:
+        """Note that query heads attended `always` tokens, and sampled so many more, whose keys were read."""
+        self.view.count_read(layer, sum(sampled))
         free = 0 if self.budget.counts_generated else self.view.lengths(layer)[row] - self.shape.lengths[row]
-        counts = sampled.double() + always - free
-        more = len(counts), float(counts.sum()), float(counts.square().sum())
+        counts = [always - free + count for count in sampled]
+        more = len(counts), sum(counts), sum(count * count for count in counts)
         self.moments = [held + new for held, new in zip(self.moments, more, strict=True)]
 
     def _attends_all(self, layer: int, row: int) -> bool:
@@ -142,29 +153,11 @@ class MagicPIG(Method):
             return self._holds(row, self.view.lengths(layer)[row])
         return self.hashed[layer][row] is None
 
-    def _always(self, layer: int, row: int) -> torch.Tensor:
-        """Ids [n] of the tokens that a step is sure to attend."""
-        seen, (sinks, _) = self.view.lengths(layer)[row], self._zones(row)
-        if self._attends_all(layer, row):
-            return torch.arange(seen)
-        return torch.cat([torch.arange(sinks), torch.arange(self._start(layer, row), seen)])
-
     def _start(self, layer: int, row: int) -> int:
         """Where the most recent tokens begin that a step is sure to attend."""
         sinks, local = self._zones(row)
         end = self.view.lengths(layer)[row] if self.budget.counts_generated else self.shape.lengths[row]
         return max(end - local, sinks)
-
-    def _sampled(
-        self, layer: int, row: int, query: torch.Tensor, keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids [Hq, m] sampled by query [Hq, D] of a row with keys [Hkv, S, D], trailing -1, and their weights."""
-        tables = self.hashed[layer][row]
-        if tables is None or self._attends_all(layer, row):
-            nothing = torch.empty(self.shape.query_heads, 0)
-            return nothing.long(), nothing
-        room = self.capacities[row] - len(self._always(layer, row)) if self.budget.unified else None
-        return tables.sample(query, keys, self._start(layer, row), room, self.context.pool)
 
     def rule(self, layer: int, length: int, generated: int) -> int | None:
         """C with unified accounting; else there is no most, but a mean that the prompt's last queries have."""

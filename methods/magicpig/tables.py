@@ -7,13 +7,11 @@ are centred before, queries are not.
 from __future__ import annotations
 
 import math
-from concurrent.futures import Executor
 from functools import cache
 
 import numpy as np
 import torch
 
-from methods.blocks.heads import in_threads
 from methods.blocks.kernels import is_readable, stored
 from methods.magicpig import kernels
 
@@ -53,38 +51,44 @@ class Tables:
         return len(self.directions)
 
     def sample(
-        self, query: torch.Tensor, keys: torch.Tensor, stop: int, room: int | None, pool: Executor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens before `stop` whose keys share a bucket with query [Hq, D] fp32 in two tables or more.
+        self, query: torch.Tensor, keys: torch.Tensor, always: tuple[int, int, int], room: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """The tokens that query [Hq, D] fp32 attends.
 
         Args:
             keys: [Hkv, S, D], by token id, on the CPU.
-            room: tokens that the query heads of a KV head may find between them; they look up fewer tables where all
+            always: (n, start, seen), the tokens 0 .. n - 1 and start .. seen - 1 are always attended. Of those before
+                start are sampled whose keys share a bucket with the query in two tables or more.
+            room: tokens that the query heads of a KV head may sample between them; they look up fewer tables where all
                 would find more. None: any number.
-            pool: where threads beside the caller's come from.
 
         Returns:
-            token ids [Hq, m] int64 with trailing -1, and what is added to their logits, [Hq, m] fp32.
+            token ids [Hq, m] int64, those always attended first, trailing -1; what is added to their logits, [Hq, m]
+            fp32; and how many each sampled.
         """
-        codes = codes_of(query[None], self.directions, self.bits)[0].T.contiguous().numpy()
         heads, tables, count = self.members.shape
-        found, counts = np.empty((len(codes), count), np.int64), np.zeros(len(codes), np.int64)
-        used, weights = np.zeros(heads, np.int64), np.zeros((len(codes), count), np.float32)
-        limit, most = min(stop - self.first, count), count if room is None else room
+        most = always[0] + always[2] - always[1] + count
+        found, counts = torch.empty(len(query), most, dtype=torch.int64), np.zeros(len(query), np.int64)
+        weights = torch.empty(len(query), most)
+        products = (query @ self.directions.flatten(0, 1).T).view(len(query), *self.directions.shape[:2])
         # float16, which no kernel reads, as a copy
         held = stored(keys if is_readable(keys) else keys.float())
-        asked = query.contiguous().numpy(), held, self.mean, self.norms, self.bits, self.first
-
-        def share(first: int, last: int, _: int) -> None:
-            kernels.sample(codes, self.starts, self.members, limit, most, first, last, found, counts, used)
-            kernels.weigh(*asked, first, last, found, counts, used, weights)
-
-        looked_at = len(codes) * tables * count >> self.bits
-        in_threads(pool, heads, range(min(torch.get_num_threads(), max(1, looked_at // WORTH_A_THREAD))), share)
-        longest = int(counts.max())
-        there = torch.arange(longest) < torch.from_numpy(counts)[:, None]
-        ids = torch.where(there, torch.from_numpy(found)[:, :longest] + self.first, -1)
-        return ids, torch.from_numpy(weights)[:, :longest]
+        built = self.starts, self.members, self.mean, self.norms, self.bits, self.first
+        threads = min(torch.get_num_threads(), max(1, (len(query) * tables * count >> self.bits) // WORTH_A_THREAD))
+        longest = kernels.sample(
+            threads,
+            products.numpy(),
+            query.contiguous().numpy(),
+            held,
+            built,
+            always,
+            min(always[1] - self.first, count),
+            count if room is None else room,
+            found.numpy(),
+            weights.numpy(),
+            counts,
+        )
+        return found[:, :longest], weights[:, :longest], counts.tolist()
 
 
 def codes_of(vectors: torch.Tensor, directions: torch.Tensor, bits: int) -> torch.Tensor:
@@ -109,7 +113,7 @@ def likelihood(met: torch.Tensor, tables: int) -> torch.Tensor:
 
 
 @cache
-def compile_kernels(pool: Executor, dtype: torch.dtype) -> None:
+def compile_kernels(dtype: torch.dtype) -> None:
     """Compile, or read from disk, before anything is timed."""
     key = torch.ones(1, 1, 2)
-    Tables(key, 0, torch.ones(2, 1, 2), 1).sample(key[0], key.to(dtype), 1, None, pool)
+    Tables(key, 0, torch.ones(2, 1, 2), 1).sample(key[0], key.to(dtype), (0, 1, 1), None)

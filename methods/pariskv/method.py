@@ -11,13 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.ragged import stacked
-from methods.pariskv.adaptive import enough
+from methods.pariskv.adaptive import enough, write_enough
 from methods.pariskv.codebook import quotas, random_signs
 from methods.pariskv.index import Index, KernelIndex, VectorIndex, compile_kernels
 
@@ -171,7 +172,6 @@ class ParisKV(Method):
                 everyone = {row: replace(one, retrieved=one.candidates) for row, one in asked.items()}
                 for row, ranked in index.ranked(grouped, everyone).items():
                     found[row] = self._enough(layer, row, grouped[row], *ranked)
-                    self.retrieved += float((found[row] >= 0).sum()) / self.shape.kv_heads
         return Selection(stacked([self._attended(layer, row, found.get(row)) for row in range(self.shape.batch)]))
 
     def _note(self, layer: int, value: torch.Tensor) -> None:
@@ -198,18 +198,25 @@ class ParisKV(Method):
         whole = self._whole(layer, row, self.view.lengths(layer)[row], end, zones.sinks)
         ids = torch.full((self.shape.batch, *whole.shape), -1, device=whole.device)
         ids[row] = whole
-        keys = self.view.keys(layer, ids)[row].to(tokens.device)
-        mean = queries.float().mean(dim=1).to(tokens.device)
+        keys, most = self.view.keys(layer, ids)[row].to(tokens.device).float(), min(zones.k, tokens.shape[1])
+        least, scaling = min(least, most), self.shape.scaling
+        if self.on_cpu:
+            found = torch.empty(len(tokens), most, dtype=torch.int64)
+            parts = (keys, queries.float().cpu(), norms, whole[0], tokens, estimates)
+            arrays = [part.contiguous().numpy() for part in parts]
+            self.retrieved += write_enough(*arrays, np.float32(scaling), theta, least, found.numpy()) / len(tokens)
+            return found
         order, count = enough(
-            self.shape.scaling * (keys.float() @ mean[..., None]).squeeze(2),
+            scaling * (keys @ queries.float().mean(dim=1).to(tokens.device)[..., None]).squeeze(2),
             norms[:, whole[0]],
-            self.shape.scaling * estimates,
+            scaling * estimates,
             norms.gather(1, tokens.clamp(min=0)),
             theta,
+            most,
         )
-        most = min(zones.k, tokens.shape[1])
-        count = count.clamp(min=min(least, most), max=most)
-        return tokens.gather(1, order[:, :most]).masked_fill(torch.arange(most, device=count.device) >= count, -1)
+        count = count.clamp(min=least, max=most)
+        self.retrieved += float(count.sum()) / len(tokens)
+        return tokens.gather(1, order).masked_fill(torch.arange(most, device=count.device) >= count, -1)
 
     def _attended(self, layer: int, row: int, retrieved: torch.Tensor | None) -> torch.Tensor:
         """What a row's KV heads attend, [Hkv, M]: buffer, window, sinks and tokens of the zone; None: everything.

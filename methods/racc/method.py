@@ -153,15 +153,15 @@ class RACC(Method):
         rolling = rolls.select(layer, query) if rolls is not None else None
         if found is None and rolling is None and self.group == 1:
             return None
+        others = [] if found is None else [self._for_all(found)]
         if rolling is None:
-            here = self.residents[layer].all(self.view.lengths(layer))
-        else:
-            here = self._of_long_rows(layer, rolling.index)
-        return Selection(here if found is None else packed(torch.cat([here, self._for_all(found)], dim=2)))
+            return Selection(self.residents[layer].all(self.view.lengths(layer), *others))
+        here = self._of_long_rows(layer, rolling.index)
+        return Selection(packed(torch.cat([here, *others], dim=2)) if others else here)
 
     def _for_all(self, found: Answer) -> torch.Tensor:
         """What a search found, for each list of a KV head: [B, H, k]."""
-        return found.tokens.repeat_interleave(self.group, dim=1)
+        return found.tokens if self.group == 1 else found.tokens.repeat_interleave(self.group, dim=1)
 
     def _retrieved(self, layer: int, query: torch.Tensor) -> Answer | None:
         """Ask if it is time to; what to attend of earlier answers, if they do not return to the cache."""

@@ -54,9 +54,9 @@ class Residents:
         self.held, self.since = packed(ids), lengths
         self.count = float((ids >= 0).sum()) / (ids.shape[0] * ids.shape[1])
 
-    def all(self, lengths: Sequence[int]) -> torch.Tensor:
-        """All tokens on the device when rows have `lengths`, newer ones first: [B, H, M], trailing -1."""
-        return packed(torch.cat([self.range(self.since, lengths), self.held], dim=2))
+    def all(self, lengths: Sequence[int], *others: torch.Tensor) -> torch.Tensor:
+        """All tokens on the device when rows have `lengths`, newer ones first, then others: [B, H, M], trailing -1."""
+        return packed(torch.cat([self.range(self.since, lengths), self.held, *others], dim=2))
 
     def of_kv_heads(self, lengths: Sequence[int]) -> torch.Tensor:
         """The same, a group's lists joined, by position: [B, Hkv, M], `NO_TOKEN` after the last."""

@@ -29,17 +29,23 @@ class FourBitKeys:
     Attributes:
         codes: [B, Hkv, capacity, D / 2] uint8.
         steps: [B, Hkv, capacity, 2] float32, the step and the smallest number of each key.
+        counted: [2] int64, tokens weighed and tokens kept so far, of all query heads.
     """
 
     def __init__(self, keys: torch.Tensor, new_tokens: int | None) -> None:
         codes, steps = quantised(keys)
         room = SPARE if new_tokens is None else new_tokens
         self.codes, self.steps = _with_room(codes, room), _with_room(steps, room)
+        self.counted = torch.zeros(2, dtype=torch.int64, device=keys.device)
 
     def write(self, tokens: Sequence[int], key: torch.Tensor) -> None:
         """Code the next key [B, Hkv, 1, D] of each row, whose token id is tokens[b]."""
         if max(tokens) >= self.codes.shape[2]:
             self.codes, self.steps = _with_room(self.codes, SPARE), _with_room(self.steps, SPARE)
+        if key.device.type == "cpu":
+            numbers = key[:, :, 0].float().contiguous().numpy()
+            kernels.write(numbers, np.array(tokens), self.codes.numpy(), self.steps.numpy())
+            return
         codes, steps = quantised(key)
         for row, token in enumerate(tokens):
             self.codes[row, :, token], self.steps[row, :, token] = codes[row, :, 0], steps[row, :, 0]
@@ -74,20 +80,20 @@ class FourBitKeys:
         ranked, order = weights.sort(dim=2, descending=True, stable=True)
         found = lists.gather(2, order)
         enough = torch.tensor([math.inf if share == 1 else share for share in p], device=found.device)
-        return found.masked_fill(ranked.cumsum(dim=2) - ranked >= enough[:, None, None], -1)
+        kept = found.masked_fill(ranked.cumsum(dim=2) - ranked >= enough[:, None, None], -1)
+        self.counted += torch.stack([(found >= 0).sum(), (kept >= 0).sum()])
+        return kept
 
     def top_p_compiled(
         self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]
     ) -> torch.Tensor:
         """As `top_p`, on a CPU."""
         batch, query_heads, _, head_dim = query.shape
-        lists, count = batch * query_heads, index.shape[2]
-        found, kept = np.empty((lists, count), np.int64), np.zeros(lists, np.int64)
+        found = torch.empty(batch, query_heads, index.shape[2], dtype=torch.int64)
         asked = (query.float() * scaling).view(batch, query_heads, head_dim).numpy()
         arrays = asked, self.codes.numpy(), self.steps.numpy(), index.contiguous().numpy(), np.array(p, float)
-        threads = min(torch.get_num_threads(), max(1, lists * count * head_dim // WORTH_A_THREAD))
-        kernels.top_p(threads, *arrays, found, kept)
-        return torch.from_numpy(found).view(batch, query_heads, count)[..., : int(kept.max())]
+        threads = min(torch.get_num_threads(), max(1, found.numel() * head_dim // WORTH_A_THREAD))
+        return found[..., : kernels.top_p(threads, *arrays, found.numpy(), self.counted.numpy())]
 
     def counts(
         self, row: int, queries: torch.Tensor, length: int, most: int, scaling: float, p: torch.Tensor
@@ -133,4 +139,6 @@ def _with_room(block: torch.Tensor, slots: int) -> torch.Tensor:
 def compile_kernels() -> None:
     """Compile, or read from disk, before anything is timed."""
     key = torch.ones(1, 1, 1, 2)
-    FourBitKeys(key, 0).top_p(key, torch.zeros(1, 1, 1, dtype=torch.int64), 1.0, [0.5])
+    coded = FourBitKeys(key, 1)
+    coded.write([1], key)
+    coded.top_p(key, torch.zeros(1, 1, 1, dtype=torch.int64), 1.0, [0.5])

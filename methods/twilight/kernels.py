@@ -4,12 +4,36 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvbench.kernels import vectors
 from kvbench.kernels.threads import claim, in_threads
 from methods.blocks.kernels import jit, kernel, sort
 
+LEVELS = np.float32(15)
+LEAST = np.float32(1e-9)
+
+
+@vectors.kernel  # without fast arithmetic: the codes are those of `methods.twilight.estimate.quantised`
+def write(keys, tokens, codes, steps):  # type: ignore[no-untyped-def]
+    """Code a key of each row and KV head.
+
+    Args:
+        keys: [B, Hkv, D] float32.
+        tokens: [B], whose they are.
+        codes, steps: as of `top_p`; written.
+    """
+    for row in range(keys.shape[0]):
+        for head in range(keys.shape[1]):
+            key, coded = keys[row, head], codes[row, head, tokens[row]]
+            low, high = key.min(), key.max()
+            step = max((high - low) / LEVELS, LEAST)
+            for k in range(len(coded)):
+                first, second = np.rint((key[2 * k] - low) / step), np.rint((key[2 * k + 1] - low) / step)
+                coded[k] = np.uint8(min(first, LEVELS)) | np.uint8(min(second, LEVELS)) << 4
+            steps[row, head, tokens[row], 0], steps[row, head, tokens[row], 1] = step, low
+
 
 @kernel
-def top_p(threads, query, codes, steps, index, p, found, kept):  # type: ignore[no-untyped-def]
+def top_p(threads, query, codes, steps, index, p, found, counted):  # type: ignore[no-untyped-def]
     """Write the fewest tokens whose estimated weights sum to p or more, for all query heads, in so many threads.
 
     Args:
@@ -18,32 +42,39 @@ def top_p(threads, query, codes, steps, index, p, found, kept):  # type: ignore[
         steps: [B, Hkv, S, 2] float32, the step and the smallest number of each key.
         index: [B, Hs, M] int64 token ids, trailing -1.
         p: [B] float64, of each row.
-        found: [B * Hq, M] int64, written: the largest weight first, trailing -1.
-        kept: [B * Hq] int64, written: how many.
+        found: [B, Hq, M] int64, written: the largest weight first, trailing -1.
+        counted: [2] int64, to which tokens weighed and tokens kept are added.
+
+    Returns:
+        tokens of the longest list.
     """
-    in_threads(threads, _top_p, (np.zeros(1, np.int64), query, codes, steps, index, p, found, kept))
+    counts = np.zeros((2, found.shape[0] * found.shape[1]), np.int64)
+    in_threads(threads, _top_p, (np.zeros(1, np.int64), query, codes, steps, index, p, found, counts))
+    counted[0] += counts[0].sum()
+    counted[1] += counts[1].sum()
+    return counts[1].max()
 
 
 @jit
-def _top_p(_, claims, query, codes, steps, index, p, found, kept):  # type: ignore[no-untyped-def]
+def _top_p(_, claims, query, codes, steps, index, p, found, counts):  # type: ignore[no-untyped-def]
     query_heads, count = query.shape[1], index.shape[2]
     weights, order = np.empty(count, np.float32), np.empty(count, np.int32)
     low, high = np.empty(codes.shape[3], np.float32), np.empty(codes.shape[3], np.float32)
     at = claim(claims)
-    while at < len(found):
+    while at < counts.shape[1]:
         row, head = at // query_heads, at % query_heads
         kv_head, tokens = head * codes.shape[1] // query_heads, index[row, head * index.shape[1] // query_heads]
-        whole = np.float32(0)
+        own_codes, own_steps, whole = codes[row, kv_head], steps[row, kv_head], np.float32(0)
         for k in range(len(low)):
             low[k], high[k] = query[row, head, 2 * k], query[row, head, 2 * k + 1]
             whole += low[k] + high[k]
         asked, most = 0, np.float32(-np.inf)
         while asked < count and tokens[asked] >= 0:
             token = tokens[asked]
-            coded, total = codes[row, kv_head, token], np.float32(0)
+            coded, total = own_codes[token], np.float32(0)
             for k in range(len(low)):
                 total += np.float32(coded[k] & 15) * low[k] + np.float32(coded[k] >> 4) * high[k]
-            weights[asked] = steps[row, kv_head, token, 0] * total + steps[row, kv_head, token, 1] * whole
+            weights[asked] = own_steps[token, 0] * total + own_steps[token, 1] * whole
             most, order[asked] = max(most, weights[asked]), asked
             asked += 1
         held = 0.0
@@ -51,11 +82,11 @@ def _top_p(_, claims, query, codes, steps, index, p, found, kept):  # type: igno
             weights[i] = -np.exp(weights[i] - most)
             held -= weights[i]
         sort(weights, order, asked)
-        enough, found[at] = p[row] * held, -1
-        held, used = 0.0, 0
+        enough, held, used = p[row] * held, 0.0, 0
         while used < asked and (p[row] == 1 or held < enough):
-            found[at, used] = tokens[order[used]]
+            found[row, head, used] = tokens[order[used]]
             held -= weights[used]
             used += 1
-        kept[at] = used
+        found[row, head, used:] = -1
+        counts[0, at], counts[1, at] = asked, used
         at = claim(claims)

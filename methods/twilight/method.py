@@ -69,7 +69,6 @@ class Twilight(Method):
         self.coded: dict[int, FourBitKeys] = {}
         self.shares = [1.0 if self.calibrated else self.p] * shape.batch  # p of each row
         self.sums = torch.zeros(shape.batch, SHARES, dtype=torch.float64)  # over layers, of what each p would keep
-        self.counted = shape.for_layers(torch.zeros(2, dtype=torch.int64))  # tokens proposed, and tokens kept, so far
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """The selector's index, and every key in four bits."""
@@ -100,11 +99,7 @@ class Twilight(Method):
         """What the selector proposes, pruned."""
         proposed = self.selector.select(layer, query)
         assert proposed is not None, "a selector of Twilight names its tokens"
-        kept = self.coded[layer].top_p(query, proposed.index, self.shape.scaling, self.shares)
-        share = self.shape.query_heads // proposed.index.shape[1]
-        counts = torch.stack([share * (proposed.index >= 0).sum(), (kept >= 0).sum()])
-        self.counted[layer] = self.counted[layer] + counts
-        return Selection(kept)
+        return Selection(self.coded[layer].top_p(query, proposed.index, self.shape.scaling, self.shares))
 
     def rule(self, layer: int, length: int, generated: int) -> int | None:
         """The selector's."""
@@ -112,7 +107,7 @@ class Twilight(Method):
 
     def report(self) -> dict[str, float]:
         """Share of the proposed tokens that was attended, the mean over query heads, layers and steps; and p."""
-        proposed, kept = map(sum, zip(*(counts.tolist() for counts in self.counted.values()), strict=True))
+        proposed, kept = map(sum, zip(*(coded.counted.tolist() for coded in self.coded.values()), strict=True))
         return {"kept_share": kept / max(proposed, 1), "p": sum(self.shares) / len(self.shares)}
 
 

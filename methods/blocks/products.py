@@ -1,0 +1,33 @@
+"""Products of queries with all keys of their KV head."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from methods.blocks import list_kernels
+from methods.blocks.kernels import is_readable
+
+WORTH_A_THREAD = 1 << 17  # multiplications; fewer are done before another thread has begun
+
+
+def products(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """q.k of each query head, unscaled. On a CPU one call into compiled code, which reads keys where they lie.
+
+    Args:
+        query: [B, Hq, 1, D].
+        keys: [B, Hkv, n, D].
+
+    Returns:
+        [B, Hkv, G, n] float32.
+    """
+    batch, kv_heads, count, head_dim = keys.shape
+    asked = query.float().view(batch, kv_heads, -1, head_dim)
+    if not is_readable(keys) or keys.stride(3) != 1:
+        return asked @ keys.float().transpose(2, 3)
+    found = torch.empty(*asked.shape[:3], count)
+    where = keys.data_ptr(), *(keys.element_size() * step for step in keys.stride()[:3])
+    threads = min(torch.get_num_threads(), max(1, found.numel() * head_dim // WORTH_A_THREAD))
+    stored = np.float32(0) if keys.dtype == torch.float32 else np.uint16(0)
+    list_kernels.products(threads, asked.numpy(), where, stored, found.numpy())
+    return found
