@@ -196,8 +196,7 @@ class Engine:
         """
         self.spans.on(query.device)
         with computing_on(query.device):
-            if self.prefilled:
-                query, key, value = query.contiguous(), key.contiguous(), value.contiguous()  # as models' mostly are
+            query, key, value = (part if part.shape[2] > 1 else part.contiguous() for part in (query, key, value))
             if layer in self._sparse:
                 check_finite(layer, query, key, self.prefilled)
             attend = self._prefill if not self.prefilled else self._decode if self._turn is None else self._turn.attend
