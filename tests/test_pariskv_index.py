@@ -185,8 +185,8 @@ def test_a_tier_ends_with_the_centroid_that_crosses_its_line(seed: int, count: i
         for tier, span in enumerate(reversed(asked.tiers), 1):  # the widest tier is the first vote
             inside = votes_of[0, subspace] >= tier
             assert int(held[inside].sum()) >= min(span, count)
-            last = score[inside].argmin()
-            assert int(held[inside].sum() - held[inside][last]) < span
+            last = score[inside] <= score[inside].min() + 1e-5  # one of those that rounding puts in either order
+            assert int(held[inside].sum() - held[inside][last].max()) < span
             assert bool(inside.all()) or score[inside].min() >= score[~inside].max() - CLOSE
 
 
