@@ -21,6 +21,7 @@ from kvbench.cli import launchers
 from kvbench.config import ConfigError
 
 WORDS = ["model=dummy-tiny", "task.lengths=[300]", "task.limit=2", "threads=1", "method=fragile", "budget=64"]
+WORDS.append("sweep.shared_decode=false")  # one sample after the other
 
 METHOD = """
 import os
