@@ -130,11 +130,14 @@ def test_samples_wait_until_there_is_room(
     assert max(rows) == {"rows": 3, "bytes": 1, "nothing": 16}[limit]
 
 
-def test_the_estimate_follows_the_rule_of_the_method(configs: Any) -> None:
+def test_the_estimate_follows_the_rule_of_the_method(configs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arms = [prepare(OmegaConf.to_container(config, resolve=True)) for config in configs()]  # type: ignore[arg-type]
     full, quest, snapkv, icecache = (room.row_bytes(arm, [1000], 8, index_share=0.0) for arm in arms)
     assert full < quest == snapkv < icecache < 2 * room.prompt_bytes(arms[0], [1000])
     assert room.row_bytes(arms[1], [1000], 8) > quest, "an index that nobody has seen takes something"
+    monkeypatch.setattr(room, "shares_pages", lambda device: False)
+    whole = room.prompt_bytes(arms[0], [1000])
+    assert room.row_bytes(arms[0], [1000], 8, index_share=0.0) == full + whole, "each has a copy of the prompt"
 
 
 def test_a_stopped_sweep_goes_on_with_what_each_arm_lacks(

@@ -131,6 +131,11 @@ def test_arms_that_are_one_run_are_refused(sweep: Any, tmp_path: Path, word: str
     assert not (tmp_path / "results" / "runs").exists()
 
 
+def test_one_arm_decodes_both_ways_in_one_sweep(sweep: Any, tmp_path: Path) -> None:
+    assert sweep("method=full,quest", "sweep.shared_decode=true,false").code == 0
+    assert len(list((tmp_path / "results").glob("runs/*/*/*/*/summary.json"))) == 4
+
+
 def test_an_arm_that_names_no_threads_has_those_that_torch_had(sweep: Any) -> None:
     before = torch.get_num_threads()
     assert sweep("method=full,quest", "threads=1").code == 0

@@ -21,6 +21,7 @@ from kvbench.backends.hf.sampling import Sampler
 from kvbench.backends.hf.together import DecodePass, concluded, unfit
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
+from kvbench.memory import large
 from kvbench.memory.large import Original
 from kvbench.method import Method, Needs, Selection
 
@@ -246,6 +247,14 @@ def test_copies_of_an_original_know_nothing_of_each_other(sizes: list[int], data
     del original
     for copy, held in zip(copies, expected, strict=True):
         assert all(map(torch.equal, copy, held))
+
+
+def test_where_no_pages_are_shared_every_copy_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large, "shares_pages", lambda device: False)
+    part = torch.arange(6.0)
+    one, other = (large.Original([part]).copy()[0] for _ in range(2))
+    one.fill_(7)
+    assert torch.equal(other, torch.arange(6.0)) and torch.equal(part, torch.arange(6.0))
 
 
 def test_angles_that_follow_the_length_go_alone(tiny: Loaded) -> None:

@@ -149,7 +149,8 @@ def refuse_one_run(jobs: Sequence[DictConfig], words: Sequence[str]) -> None:
     """
 
     def own(config: dict[str, Any], _: int) -> dict[str, Any]:
-        return {key: config[key] for key in config.keys() - OF_NO_RUN} | {"budget": budget_of(config)}
+        made = {"budget": budget_of(config), "decode": decodes_together(config)}
+        return {key: config[key] for key in config.keys() - OF_NO_RUN} | made
 
     for first, *others in _alike(jobs, own):
         if others:

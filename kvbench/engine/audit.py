@@ -170,12 +170,10 @@ class Audit:
 
     def _hold_to(self, row: int, rule: int | None, layer: int, most: int) -> None:
         """Remember the first time that a row attended more than the rule allows, `most` entries in a KV head."""
-        if self._rows[row].broken is None and rule is not None and most > rule:
-            self._rows[
-                row
-            ].broken = (
-                f"layer {layer}, step {self.steps + 1}: a KV head attended {most} entries, its rule allows {rule}"
-            )
+        tally = self._rows[row]
+        if tally.broken is None and rule is not None and most > rule:
+            at = f"layer {layer}, step {self.steps + 1}"
+            tally.broken = f"{at}: a KV head attended {most} entries, its rule allows {rule}"
 
     def _hold_mean_to(self, row: int, rule: float | None, mean: float) -> None:
         """As `_hold_to`, for the mean over the KV heads of all sparse layers."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvbench.kernels.lists import place
 from kvbench.kernels.rows import (
     BLOCK,
     GROUP,
@@ -271,19 +272,6 @@ def _attend_lists(  # type: ignore[no-untyped-def]
 
 
 @inner
-def _place(ids, token):  # type: ignore[no-untyped-def]
-    """np.searchsorted(ids, token), which takes longer to compile."""
-    first, end = 0, len(ids)
-    while first < end:
-        middle = (first + end) // 2
-        if ids[middle] < token:
-            first = middle + 1
-        else:
-            end = middle
-    return first
-
-
-@inner
 def _find(tokens, head, device, host, stored, keys, values, groups, rank):  # type: ignore[no-untyped-def]
     """Where tokens lie: addresses of their keys, values and groups' parameters, and the place of each in the list.
 
@@ -302,7 +290,7 @@ def _find(tokens, head, device, host, stored, keys, values, groups, rank):  # ty
         slot = -1
         if ids.shape[1]:
             if guess >= len(here) or here[guess] != token:  # lists often name neighbours, one after the other
-                guess = _place(here, token)
+                guess = place(here, token)
             if guess < len(here) and here[guess] == token:
                 slot = guess
                 guess += 1

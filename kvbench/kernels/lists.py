@@ -139,11 +139,11 @@ def _look_up(lists, ids, slots):  # type: ignore[no-untyped-def]
         for column in range(lists.shape[1]):
             token = lists[which, column]
             if token >= 0:
-                slots[which * lists.shape[1] + column] = _place(ids, token)
+                slots[which * lists.shape[1] + column] = place(ids, token)
 
 
 @inner
-def _place(ids, token):  # type: ignore[no-untyped-def]
+def place(ids, token):  # type: ignore[no-untyped-def]
     """np.searchsorted(ids, token), which takes longer to compile."""
     first, end = 0, len(ids)
     while first < end:

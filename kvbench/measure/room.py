@@ -9,6 +9,7 @@ from kvbench.backends.hf.loading import Loaded
 from kvbench.measure.arm import Setup
 from kvbench.memory.codec import Codecs
 from kvbench.memory.kinds import ROWS, kv_in
+from kvbench.memory.large import shares_pages
 from kvbench.method import Shape
 from kvbench.models.footprint import free_memory
 
@@ -45,7 +46,7 @@ def row_bytes(setup: Setup, lengths: Sequence[int], new_tokens: int, index_share
         own += min(sparse, layers * sum(map(setup.budget.tokens, shape.lengths))) * plain
     if coded != plain:
         own += _entries(shape, len(shape.full_layers)) * coded
-    return own
+    return own if shares_pages(shape.device) else own + prompt_bytes(setup, lengths)
 
 
 def index_share(setup: Setup, lengths: Sequence[int], index_bytes: int) -> float:

@@ -61,11 +61,10 @@ class Original:
     """
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
-        self._parts = [] if _files(parts) else list(parts)
-        if self._parts:
-            return
         self._kinds = [(part.shape, part.dtype) for part in parts]
-        self._places, self._size = [], 0
+        self._whole, self._places, self._size = list(parts), list[int](), 0
+        if not shares_pages(parts[0].device) or not all(part.nbytes for part in parts):
+            return
         for part in parts:
             self._places.append(self._size)
             self._size += part.nbytes + -part.nbytes % mmap.PAGESIZE
@@ -75,6 +74,7 @@ class Original:
             os.truncate(self._file, self._size)
             for place, part in zip(self._mapped(mmap.MAP_SHARED), parts, strict=True):
                 place.copy_(part)
+        self._whole.clear()
 
     def copy(self) -> list[torch.Tensor]:
         """The tensors anew.
@@ -82,8 +82,8 @@ class Original:
         Raises:
             RuntimeError: the system gives no more memory.
         """
-        if self._parts:
-            return [part.clone() for part in self._parts]
+        if self._whole:
+            return [part.clone() for part in self._whole]
         with _allocating(self._size):
             return self._mapped(mmap.MAP_PRIVATE)
 
@@ -95,9 +95,9 @@ class Original:
         ]
 
 
-def _files(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether these can lie in a file in memory."""
-    return hasattr(os, "memfd_create") and all(part.nbytes and part.device.type == "cpu" for part in parts)
+def shares_pages(device: torch.device) -> bool:
+    """Whether copies of an `Original` on this device share the memory that they do not write."""
+    return device.type == "cpu" and hasattr(os, "memfd_create")
 
 
 @contextmanager
