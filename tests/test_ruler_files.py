@@ -50,6 +50,24 @@ def test_a_line_becomes_the_sample_that_it_was_made_of(tmp_path, subset):
         assert other == replace(one, id=name, group=f"{subset}/4096", meta=meta)
 
 
+# Where NVIDIA/kvpress cuts RULER's prompts: at the last match (evaluation/benchmarks/ruler).
+CUTS = {
+    "niah": r"What (?:is|are all) the special magic",
+    "vt": r"Question: Find all variables that are assigned the value",
+    "cwe": r"Question: What are the 10 most common words in the above list\?",
+    "fwe": r"Question: Do not provide any explanation\.",
+    "qa": r"Answer the question based on the given documents\.",
+}
+
+
+@pytest.mark.parametrize("subset", ALL_SUBSETS)
+def test_a_question_begins_where_kvpress_cuts(tmp_path, subset):
+    made = generated(subset)
+    for sample in made + read(folder(tmp_path, subset, [row(sample) for sample in made]), subset):
+        *_, last = re.finditer(CUTS[subset.partition("_")[0]], sample.prompt)
+        assert sample.prompt[last.start() :] == sample.question
+
+
 def test_an_answer_prefix_of_its_own_is_taken_as_it_is(tmp_path):
     [sample] = generated("vt", 1)
     line = row(sample, input=sample.prompt, answer_prefix="The variables are:")
@@ -133,7 +151,7 @@ def hub_table(tmp_path, monkeypatch):
     columns = [
         {
             "context": sample.prompt.removesuffix(sample.question),
-            "question": sample.question,
+            "question": sample.question + " ",
             "answer_prefix": sample.answer_prefix.strip(),
             "answer": list(sample.answers),
             "task": sample.meta["subset"],
@@ -151,8 +169,8 @@ def hub_table(tmp_path, monkeypatch):
 def test_the_hubs_table_gives_the_rows_of_a_subset(hub_table, subset):
     made = [sample for sample in hub_table if sample.meta["subset"] == subset]
     for one, other in zip(made, read("hub", subset), strict=True):
-        assert (other.prompt, other.question, other.answers) == (one.prompt, one.question, one.answers)
-        assert other.answer_prefix == " " + one.answer_prefix.strip()
+        assert (other.prompt, other.question, other.answers) == (one.prompt + " ", one.question + " ", one.answers)
+        assert other.answer_prefix == one.answer_prefix.strip()
         assert other.max_new_tokens == one.max_new_tokens and other.chat
         assert other.meta["data"] == "simonjegou/ruler/4096/test-00000-of-00001.parquet"
 

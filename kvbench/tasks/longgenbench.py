@@ -30,6 +30,7 @@ Variant = Literal["plain", "llama3"]
 CHECKS = ("once", "range", "periodic")
 
 PROBLEMS = {30: "gsm8k_30.jsonl", 60: "gsm8k_60.jsonl"}
+ASKING = "Following Question:"  # begins the problems of a prompt, after its worked examples
 GOLD = re.compile(r"####\s*(\d+)")
 # As officially without a sign, a comma or a fraction, on both sides; an answer without these words lends its place to
 # the next one that has them.
@@ -164,10 +165,12 @@ class ManyProblems(TableTask):
     def sample(self, id: str, group: str, row: Row) -> Sample:
         """A prompt with all its problems."""
         golds = [GOLD.search(str(answer)) for answer in row.data["answers"]]
-        strings = _STRINGS["gsm8k"]
+        strings, prompt = _STRINGS["gsm8k"], row.data["prompt"]
+        _, mark, problems = prompt.rpartition(ASKING)
         return Sample(
             id=id,
-            prompt=strings[self.variant].format(task=strings["task"]) + row.data["prompt"],
+            prompt=strings[self.variant].format(task=strings["task"]) + prompt,
             answers=tuple(gold[1] if gold else "" for gold in golds),  # "": none with a number, and never right
             max_new_tokens=self.max_new_tokens,
+            question=mark + problems if mark else "",
         )

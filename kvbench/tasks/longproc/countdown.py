@@ -6,6 +6,7 @@ checked by its arithmetic; without a right one a search gets the share of its li
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator, Sequence
 from itertools import combinations
@@ -23,6 +24,7 @@ TITLE = "# Search Procedure"
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}  # in the order they are sought
 
 
+@functools.cache
 def examples() -> str:
     """The solved examples of the prompt."""
     return "\n\n".join(

@@ -42,6 +42,13 @@ FIELDS: dict[str, dict[str, type]] = {
     "tom_tracking": {"story_components": str, "story": str, "question": str, "solution": str},
     "countdown": {"nums": list, "target": int},
 }
+# The place in a prompt after which the question stands; pseudo_to_code has none.
+CONTEXT = {
+    "html_to_tsv": "{html_str}",
+    "path_traversal": "{city_context}",
+    "tom_tracking": "{story}",
+    "countdown": "{demonstration}",
+}
 SCORES: dict[str, Callable[[str, str], dict[str, float]]] = {
     "html_to_tsv": scores.html_to_tsv,
     "path_traversal": scores.path_traversal,
@@ -142,12 +149,9 @@ class LongProc(Task):
     def _template(self, kind: str) -> str:
         path = self._prompts(kind).path()
         try:
-            template = str(yaml.safe_load(path.read_text(encoding="utf-8"))["USER_PROMPT"])
+            return str(yaml.safe_load(path.read_text(encoding="utf-8"))["USER_PROMPT"])
         except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
             raise ValueError(f"task.data_dir: {path}: no prompt by the name USER_PROMPT in it") from error
-        if kind == "countdown":
-            return template.format(demonstration=countdown.examples(), nums="{nums}", target="{target}")
-        return template
 
     def _sample(self, name: str, row: Row, template: str) -> Sample:
         id, kind = f"{name}-{row.line - 1}", kind_of(name)
@@ -155,11 +159,12 @@ class LongProc(Task):
         try:
             parts, reference, meta = ({}, "", {}) if row.error else self._filled(kind, row.data)
             prompt = "" if row.error else template.format(**parts)
+            question = "" if row.error else template.partition(CONTEXT.get(kind, template))[2].format(**parts)
         except (OSError, UnicodeDecodeError, ValueError, LookupError, TypeError) as error:
             row = row._replace(error=f"{name}.json, line {row.line}: {type(error).__name__}: {error}")
         if row.error:
             return Sample(id, "", (), new_tokens, group=name, error=row.error)
-        return Sample(id, prompt, (reference,), new_tokens, group=name, meta=meta, chat=True)
+        return Sample(id, prompt, (reference,), new_tokens, question, group=name, meta=meta, chat=True)
 
     def _filled(self, kind: str, data: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, Any]]:
         """What a prompt's places are filled with, the reference, and what scoring needs besides."""
@@ -183,7 +188,8 @@ class LongProc(Task):
                 raise ValueError("field solution: no line that begins with a hyphen")
             return data, data["solution"], {}
         problem = {"nums": data["nums"], "target": data["target"]}
-        return problem, countdown.demonstration(data["nums"], data["target"]), problem
+        parts = {"demonstration": countdown.examples(), **problem}
+        return parts, countdown.demonstration(data["nums"], data["target"]), problem
 
 
 def kind_of(subset: str) -> str:

@@ -1,7 +1,7 @@
 """RULER's samples as files: made by its own scripts for one tokenizer and length, or the set on the hub.
 
-A file ends every prompt in the answer prefix; the set has it in a column of its own. Its `index` is not read: for
-needles RULER overwrites it by the place of the answer in the text.
+A file ends every prompt in the answer prefix; the set, made by NVIDIA/kvpress, has it and the question in columns of
+their own. A file's `index` is not read: for needles RULER overwrites it by the place of the answer in the text.
 """
 
 from __future__ import annotations
@@ -93,12 +93,14 @@ def _table(file: HubFile, subset: str) -> Iterator[Stored]:
         raise ValueError(f"{KEY}={HUB}: {file.label}: {error}") from error
     for row, values in enumerate(table.to_dict("records")):
         text = values["context"] + values["question"]
-        yield _stored(row, subset, text, values["answer_prefix"], values["answer"])
+        found = _stored(row, subset, text, values["answer_prefix"], values["answer"])
+        yield found._replace(question=values["question"])
 
 
 def _stored(row: int, subset: str, text: str, prefix: str, outputs: Any) -> Stored:
     if prefix:
-        prefix = prefix if prefix[0].isspace() else f" {prefix}"
+        apart = prefix[0].isspace() or text[-1:].isspace()
+        prefix = prefix if apart else f" {prefix}"
         prompt = text.removesuffix(prefix)
     else:
         prompt, prefix = _cut(text, subset)
@@ -115,6 +117,7 @@ def _cut(text: str, subset: str) -> tuple[str, str]:
 
 
 def _question(prompt: str, subset: str) -> str:
-    """The end of a prompt that asks, or "": its last line, if that begins as RULER's questions do."""
-    line = prompt[prompt.rfind("\n") + 1 :]
-    return line if line.startswith("What " if family(subset) == "niah" else "Question: ") else ""
+    """The end of a prompt that asks, or "": from where the words of RULER's question stand last."""
+    asking = STRINGS[family(subset)]["question"].partition("{")[0]
+    start = max(map(prompt.rfind, (asking, asking.replace("are all", "is"))))
+    return prompt[start:] if start >= 0 else ""
