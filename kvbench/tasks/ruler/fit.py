@@ -107,8 +107,8 @@ class Fit:
         return _largest(tokens, self.cell.length, self.writer.least)
 
     def _tokens(self, written: Written) -> int:
-        """Of prompt and answer."""
-        return self.cell.count(written.text) + self.writer.new_tokens
+        """Of prompt and answer, with the longest of its questions."""
+        return max(self.cell.count(one.text) for one in (written, *written.others)) + self.writer.new_tokens
 
     def _too_short(self, minimum: int) -> ValueError:
         name, length = self.cell.name, self.cell.length

@@ -46,6 +46,7 @@ class Needles(Writer):
         keys, values, queries: keys hidden, values of each key, keys asked for.
         essay: gives the first n words of a sample's essay.
         source: what results call the essays.
+        questions: about the needles of a sample, each for other keys; where there are too few, more are hidden.
     """
 
     haystack: Literal["noise", "essay", "needle"]
@@ -57,11 +58,17 @@ class Needles(Writer):
     essay: Essay
     new_tokens: int = NEW_TOKENS
     source: str = GENERATED
+    questions: int = 1
+
+    @property
+    def hidden(self) -> int:
+        """Keys in a text."""
+        return max(self.keys, self.queries * self.questions)
 
     @property
     def least(self) -> int:
         """As many words or lines as there are needles: each line has at most one before it."""
-        return self.keys * self.values
+        return self.hidden * self.values
 
     @property
     def smallest(self) -> int:
@@ -80,10 +87,10 @@ class Needles(Writer):
     def write(self, cell: str, seed: int, size: int) -> Written:
         """The prompt of `cell` around `size` words (essay) or lines; its needles do not change with the size."""
         rng = random.Random(f"ruler/{cell}")
-        keys = draw(self.key, self.keys, rng)
-        drawn = draw(self.value, self.keys * self.values, rng)
+        keys = draw(self.key, self.hidden, rng)
+        drawn = draw(self.value, self.hidden * self.values, rng)
         values = [drawn[first : first + self.values] for first in range(0, len(drawn), self.values)]
-        asked = rng.sample(range(self.keys), self.queries)
+        asked = rng.sample(range(self.hidden), self.queries * self.questions)
 
         needles = [(self.needle(key, value), value) for key, own in zip(keys, values, strict=True) for value in own]
         random.Random(seed).shuffle(needles)  # RULER: the same permutation in every sample
@@ -93,13 +100,17 @@ class Needles(Writer):
             context, depths = _in_lines(self._lines(cell, size, keys, drawn), [text for text, _ in needles], rng)
         depth_of = {value: depth for (_, value), depth in zip(needles, depths, strict=True)}
 
-        answers = tuple(value for key in asked for value in values[key])
-        frame, question, prefix = self._asking([keys[key] for key in asked])
-        meta: dict[str, Any] = {"depths": [depth_of[answer] for answer in answers]}
-        meta["haystack"] = self.source if self.haystack == "essay" else self.haystack
+        meta: dict[str, Any] = {"haystack": self.source if self.haystack == "essay" else self.haystack}
         if "words" in (self.key, self.value):
             meta["words"] = WORDS
-        return Written(frame.format(context=context) + question, question, prefix, answers, meta)
+
+        def ask(queries: Sequence[int]) -> Written:
+            answers = tuple(value for key in queries for value in values[key])
+            frame, question, prefix = self._asking([keys[key] for key in queries])
+            depths = {"depths": [depth_of[answer] for answer in answers]}
+            return Written(frame.format(context=context) + question, question, prefix, answers, {**depths, **meta})
+
+        return Written.all([ask(asked[first :: self.questions]) for first in range(self.questions)])
 
     def needle(self, key: str, value: str) -> str:
         """The sentence that hides a value."""

@@ -67,14 +67,16 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 class Ruler(Task):
-    """`samples` prompts for each subset and length.
+    """`samples` contexts for each subset and length, with `questions` prompts each, one after the other.
 
     Attributes:
         subsets: names such as niah_single_2, of `known`.
         lengths: tokens of a prompt and its answer together, as RULER counts them, and with the special tokens that the
             tokenizer adds and those of its chat template (RULER leaves out the former): what fits `length` fits a
             model's window of that length.
-        count: samples per subset and length.
+        count: contexts per subset and length.
+        questions: about each context: of needles each about other ones, which are all hidden in it; of vt each about a
+            chain of its own; of qa_1 and qa_2 about one set of documents.
         fit: "official": RULER's units, so that all samples of a cell but some are of one size; "tight": each sample
             as large as fits.
         max_new_tokens: of an answer at most, where that is less than RULER's own; prompts leave room for RULER's.
@@ -82,7 +84,7 @@ class Ruler(Task):
             file: text, SQuAD's JSON, HotpotQA's JSON in the distractor setting.
         words: of cwe: "wonderwords" (those of RULER), or a text file of others; made-up ones where a list is longer.
         data_dir: None: generate samples. A folder with `<length>/<subset>.jsonl` as RULER writes them, or "hub":
-            read them; then the five options before have no effect.
+            read them; then `fit` and the texts have no effect.
     """
 
     name = "ruler"
@@ -101,6 +103,7 @@ class Ruler(Task):
         hotpotqa: str = GENERATED,
         words: str = WONDERWORDS,
         data_dir: str | None = None,
+        questions: int = 1,
     ) -> None:
         unknown = [name for name in subsets if name not in self.known]
         if unknown or not subsets or len(set(subsets)) < len(subsets):
@@ -111,12 +114,13 @@ class Ruler(Task):
             raise ValueError(f"task.lengths={list(lengths)}: the hub has {', '.join(map(str, MEGABYTES))}")
         if samples < 1:
             raise ValueError(f"task.samples={samples}: at least 1")
+        _check_questions(questions, subsets, data_dir)
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"task.max_new_tokens={max_new_tokens}: at least 1, or null")
         if fit not in get_args(Rule):
             raise ValueError(f"task.fit={fit}: one of {', '.join(get_args(Rule))}")
         self.subsets, self.lengths, self.count, self.fit = tuple(subsets), tuple(lengths), samples, fit
-        self.max_new_tokens = max_new_tokens
+        self.max_new_tokens, self.asked = max_new_tokens, questions
         self.data_dir, self.stored = None if data_dir is None else str(data_dir), data_dir is not None
         asked = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa, "words": words}
         self.files = {
@@ -127,7 +131,7 @@ class Ruler(Task):
         self.sources = self._sources()
 
     def __len__(self) -> int:
-        return len(self.subsets) * len(self.lengths) * self.count
+        return len(self.subsets) * len(self.lengths) * self.count * self.asked
 
     def _sources(self) -> Sequence[DataFile]:
         """The files that samples are made from."""
@@ -147,7 +151,7 @@ class Ruler(Task):
         return {name: self._writer(name) for name in self.subsets}
 
     def samples(self, tokenizer: Tokenizer, seed: int) -> Iterator[Sample]:
-        """One sample of every subset and length, then the next; each prefix is a fair smaller run.
+        """The samples of a context of every subset and length, then of the next; each prefix is a fair smaller run.
 
         Raises:
             ValueError: a length is too short for a subset, or a file is not what it should be.
@@ -170,16 +174,20 @@ class Ruler(Task):
     def _writer(self, name: str) -> Writer:
         if name == "qa_1":
             file = self.files.get("squad")
-            return Documents(ruler_texts.squad(file, self.count) if file else ruler_texts.Generated(hops=1))
+            read = ruler_texts.squad
+            return Documents(read(file, self.count, self.asked) if file else ruler_texts.Generated(1), self.asked)
         if name == "qa_2":
             file = self.files.get("hotpotqa")
-            return Documents(ruler_texts.hotpotqa(file, self.count) if file else ruler_texts.Generated(hops=2))
+            read = ruler_texts.hotpotqa
+            return Documents(read(file, self.count, self.asked) if file else ruler_texts.Generated(2), self.asked)
         if name == "cwe" and "words" in self.files:
             return CommonWords(*ruler_texts.vocabulary(self.files["words"], max(STRINGS["cwe"]["example"]["words"])))
         if name in _OTHERS:
             return _OTHERS[name]()
+        if name == "vt":
+            return Variables(self.asked)
         source, essay = self._essays if name in READERS["haystack"] else ruler_texts.essays(None)
-        return Needles(**STRINGS["niah"]["subsets"][name], essay=essay, source=source)
+        return Needles(**STRINGS["niah"]["subsets"][name], essay=essay, source=source, questions=self.asked)
 
     @functools.cached_property
     def _essays(self) -> tuple[str, ruler_texts.Essay]:
@@ -191,22 +199,24 @@ class Ruler(Task):
             fit.check()
         for index in range(self.count):
             for fit in fits:
-                yield self._sample(fit, index)
+                yield from self._samples(fit, index)
 
-    def _sample(self, fit: Fit, index: int) -> Sample:
-        written, size = fit.fitted(index)
+    def _samples(self, fit: Fit, index: int) -> Iterator[Sample]:
+        """The questions of a context."""
+        first, size = fit.fitted(index)
         name, length = fit.cell.name, fit.cell.length
-        return Sample(
-            id=f"{name}-{length}-{index}",
-            prompt=written.prompt,
-            answers=written.answers,
-            max_new_tokens=self._new_tokens(fit.writer.new_tokens),
-            question=written.question,
-            answer_prefix=written.answer_prefix,
-            group=f"{name}/{length}",
-            meta={"subset": name, "length": length, "size": size, "fit": self.fit, **written.meta},
-            chat=True,
-        )
+        for number, written in enumerate((first, *first.others), 1):
+            yield Sample(
+                id=f"{name}-{length}-{index}" + (f"-q{number}" if self.asked > 1 else ""),
+                prompt=written.prompt,
+                answers=written.answers,
+                max_new_tokens=self._new_tokens(fit.writer.new_tokens),
+                question=written.question,
+                answer_prefix=written.answer_prefix,
+                group=f"{name}/{length}",
+                meta={"subset": name, "length": length, "size": size, "fit": self.fit, **written.meta},
+                chat=True,
+            )
 
     def _new_tokens(self, official: int) -> int:
         return official if self.max_new_tokens is None else min(self.max_new_tokens, official)
@@ -243,11 +253,29 @@ class Niah(Ruler):
     known = SUBSETS
 
 
-_OTHERS: dict[str, type[Variables] | type[CommonWords] | type[FrequentWords]] = {
-    "vt": Variables,
-    "cwe": CommonWords,
-    "fwe": FrequentWords,
-}
+_OTHERS: dict[str, type[CommonWords] | type[FrequentWords]] = {"cwe": CommonWords, "fwe": FrequentWords}
+
+
+def _check_questions(questions: object, subsets: Sequence[str], data_dir: str | None) -> None:
+    """Whether so many questions can be asked about a context of each subset.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    where = f"task.questions={questions}"
+    if type(questions) is not int or questions < 1:
+        raise ValueError(f"{where}: a whole number, 1 or more")
+    if questions == 1:
+        return
+    if data_dir is not None:
+        raise ValueError(f"{where}: the prompts of task.data_dir={data_dir} have one each; use 1")
+    for name in subsets:
+        if name in _OTHERS:
+            raise ValueError(f"{where}: {name} has one question about its words; use 1, or leave it out")
+        if name in READERS["haystack"]:
+            each = STRINGS["niah"]["subsets"][name]["queries"] * STRINGS["niah"]["subsets"][name]["values"]
+            if (most := len(DEPTHS) // each) < questions:
+                raise ValueError(f"{where}: {name} has {len(DEPTHS)} places for needles, room for {most} questions")
 
 
 @dataclass(frozen=True, eq=False)

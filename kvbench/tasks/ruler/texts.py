@@ -88,18 +88,16 @@ def _read(file: LocalFile) -> tuple[str, bytes]:
 
 @dataclass(frozen=True)
 class Question:
-    """A question and what it is asked about.
+    """A question about documents.
 
     Attributes:
         answers: any of them is right.
-        needed: the first so many of `documents` hold the answer.
-        documents: without end, the nearest first; those of a file come again.
+        needed: which of the documents hold the answer, from 0 on.
     """
 
     text: str
     answers: tuple[str, ...]
-    needed: int
-    documents: Iterator[str]
+    needed: tuple[int, ...]
 
 
 class Corpus(Protocol):
@@ -117,8 +115,11 @@ class Corpus(Protocol):
     def hardest(self) -> int:
         """Index of a question whose needed documents are longest."""
 
-    def question(self, stream: str, index: int) -> Question:
-        """Question `index`; `stream` names its random numbers."""
+    def ask(self, stream: str, first: int, count: int) -> tuple[list[Question], Iterator[str]]:
+        """So many questions from the first on, and the documents of all; `stream` names the random numbers.
+
+        The documents are without end, those needed first, then the nearest; those of a file come again.
+        """
 
 
 @dataclass(frozen=True)
@@ -155,18 +156,19 @@ class Published:
 
         return max(range(len(self.asked)), key=letters)
 
-    def question(self, stream: str, index: int) -> Question:
+    def ask(self, stream: str, first: int, count: int) -> tuple[list[Question], Iterator[str]]:
         """The needed documents, then the near ones and after them all others in random order, then all again."""
-        asked, rng = self.asked[index], random.Random(f"ruler/{stream}")
-        first = [*asked.needed, *rng.sample(asked.near, len(asked.near))]
-        taken = frozenset(first)
+        asked, rng = self.asked[first : first + count], random.Random(f"ruler/{stream}")
+        needed = list(dict.fromkeys(place for one in asked for place in one.needed))
+        near = [place for one in asked for place in rng.sample(one.near, len(one.near))]
+        taken = dict.fromkeys([*needed, *near])
         others = (place for place in _shuffled(len(self.documents), rng) if place not in taken)
-        order = chain(first, others, _again(len(self.documents)))
+        order = chain(taken, others, _again(len(self.documents)))
         documents = (self.documents[place] for place in order)
-        return Question(asked.text, asked.answers, len(asked.needed), documents)
+        return [Question(one.text, one.answers, tuple(map(needed.index, one.needed))) for one in asked], documents
 
 
-def squad(file: LocalFile, samples: int) -> Published:
+def squad(file: LocalFile, samples: int, questions: int) -> Published:
     """The first answerable questions of a file with SQuAD's schema, v1.1 or v2.0.
 
     Raises:
@@ -188,10 +190,10 @@ def squad(file: LocalFile, samples: int) -> Published:
                         asked.append(Asked(entry["question"], answers, (own,), others))
         return documents, asked
 
-    return _published(file, samples, 1, "SQuAD", read)
+    return _published(file, samples, questions, 1, "SQuAD", read)
 
 
-def hotpotqa(file: LocalFile, samples: int) -> Published:
+def hotpotqa(file: LocalFile, samples: int, questions: int) -> Published:
     """The first questions of a file with the schema of HotpotQA in its distractor setting.
 
     Raises:
@@ -209,7 +211,7 @@ def hotpotqa(file: LocalFile, samples: int) -> Published:
             asked.append(Asked(entry["question"], (entry["answer"],), tuple(needed), tuple(near)))
         return documents, asked
 
-    return _published(file, samples, 2, "HotpotQA", read)
+    return _published(file, samples, questions, 2, "HotpotQA", read)
 
 
 def _titled(title: str, text: Sequence[str]) -> str:
@@ -217,7 +219,12 @@ def _titled(title: str, text: Sequence[str]) -> str:
 
 
 def _published(
-    file: LocalFile, samples: int, needed: int, schema: str, read: Callable[[Any], tuple[list[str], list[Asked]]]
+    file: LocalFile,
+    samples: int,
+    questions: int,
+    needed: int,
+    schema: str,
+    read: Callable[[Any], tuple[list[str], list[Asked]]],
 ) -> Published:
     name, content = _read(file)
     try:
@@ -225,9 +232,10 @@ def _published(
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(f"{file.key}={file.file}: not the JSON of {schema} ({problem})") from error
-    if len(asked) < samples:
-        raise ValueError(f"task.samples={samples}: {file.label} has {len(asked)} questions with an answer")
-    return Published(name, needed, documents, asked[:samples])
+    if len(asked) < samples * questions:
+        each = f", task.questions={questions}" if questions > 1 else ""
+        raise ValueError(f"task.samples={samples}{each}: {file.label} has {len(asked)} questions with an answer")
+    return Published(name, needed, documents, asked[: samples * questions])
 
 
 def _shuffled(count: int, rng: random.Random) -> Iterator[int]:
@@ -264,10 +272,16 @@ class Generated:
         """A document for each hop."""
         return self.hops
 
-    def question(self, stream: str, index: int) -> Question:
-        """A question of this sample alone."""
+    def ask(self, stream: str, first: int, count: int) -> tuple[list[Question], Iterator[str]]:
+        """Questions of this sample alone."""
         cast = _Cast(random.Random(f"ruler/{stream}"))
-        return _two_hops(cast) if self.hops == 2 else _one_hop(cast)
+        made = [_one_hop(cast) if self.hops == 1 else _two_hops(cast) for _ in range(count)]
+        needed, near = ([text for one in made for text in one[place]] for place in (2, 3))
+        asked = [
+            Question(text, answers, tuple(range(self.hops * place, self.hops * (place + 1))))
+            for place, (text, answers, _, _) in enumerate(made)
+        ]
+        return asked, chain(needed, near, _paragraphs(cast) if self.hops == 1 else _pairs(cast))
 
 
 class _Cast:
@@ -309,7 +323,10 @@ class _Slots(dict[str, str]):
         return self[kind]
 
 
-def _one_hop(cast: _Cast) -> Question:
+Made = tuple[str, tuple[str, ...], list[str], list[str]]  # a question, its answers, documents needed and near
+
+
+def _one_hop(cast: _Cast) -> Made:
     rng = cast.rng
     article = _article(cast)
     gold = rng.randrange(len(article))
@@ -317,7 +334,7 @@ def _one_hop(cast: _Cast) -> Question:
     question, answer = rng.choice(asked)
     near = [text for place, (text, _) in enumerate(article) if place != gold]
     rng.shuffle(near)
-    return Question(question, _accepted(answer), 1, chain([text], near, _paragraphs(cast)))
+    return question, _accepted(answer), [text], near
 
 
 def _paragraphs(cast: _Cast) -> Iterator[str]:
@@ -339,9 +356,9 @@ def _article(cast: _Cast) -> list[tuple[str, list[tuple[str, str]]]]:
     return article
 
 
-def _two_hops(cast: _Cast) -> Question:
+def _two_hops(cast: _Cast) -> Made:
     first, second, question, answer = _pair(cast)
-    return Question(question, _accepted(answer), 2, chain([first, second], _pairs(cast)))
+    return question, _accepted(answer), [first, second], []
 
 
 def _pairs(cast: _Cast) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.tasks.ruler.texts import Corpus
+from kvbench.tasks.ruler.texts import Corpus, Question
 
 Count = Callable[[str], int]
 
@@ -47,6 +47,7 @@ class Written:
         question: that end.
         answer_prefix: what RULER lets the model continue.
         meta: facts about it for a report; JSON values.
+        others: the same context with its other questions.
     """
 
     prompt: str
@@ -54,11 +55,17 @@ class Written:
     answer_prefix: str
     answers: tuple[str, ...]
     meta: Mapping[str, Any] = field(default_factory=dict)
+    others: tuple[Written, ...] = ()
 
     @property
     def text(self) -> str:
         """All that a model without a chat template reads."""
         return self.prompt + self.answer_prefix
+
+    @staticmethod
+    def all(asked: Sequence[Written]) -> Written:
+        """The first of several questions about one context, with the others."""
+        return replace(asked[0], others=tuple(asked[1:]))
 
 
 @dataclass(frozen=True)
@@ -143,13 +150,18 @@ class Writer(ABC):
 
 @dataclass(frozen=True)
 class Variables(Writer):
-    """vt: which variables hold a value, by a chain of assignments scattered over lines of noise."""
+    """vt: which variables hold a value, by a chain of assignments scattered over lines of noise.
 
+    Attributes:
+        questions: chains, of different values and variables, each asked about.
+    """
+
+    questions: int = 1
     new_tokens: int = _VT["new_tokens"]
 
     @property
     def least(self) -> int:
-        """A line of noise for each variable, as an assignment stands before a line."""
+        """A line of noise for each variable of a chain, as an assignment stands before a line."""
         return int(_VT["hops"]) + 1
 
     @property
@@ -165,34 +177,42 @@ class Variables(Writer):
         """See `Writer.draft`; the solved example before the task differs in names and value only."""
         rng = random.Random(f"ruler/{cell.stream(index)}/example")
         order = random.Random(f"ruler/{cell.seed}/{cell.name}/{cell.length}/example")
-        solved = self._task(_VT["example"]["letters"], _example_lines(cell.count), rng, order)
+        [solved] = self._tasks(1, _VT["example"]["letters"], _example_lines(cell.count), rng, order)
         example = f"{solved.text} {' '.join(solved.answers)}\n\n"
 
         def write(size: int) -> Written:
             rng = random.Random(f"ruler/{cell.stream(index)}")
-            task = self._task(_VT["letters"], size, rng, rng)
-            return replace(task, prompt=example + task.prompt)
+            tasks = self._tasks(self.questions, _VT["letters"], size, rng, rng)
+            return Written.all([replace(task, prompt=example + task.prompt) for task in tasks])
 
         return Draft(write)
 
     @staticmethod
-    def _task(letters: int, lines: int, rng: random.Random, order: random.Random) -> Written:
-        names = _coded(string.ascii_uppercase, letters, _VT["hops"] + 1, rng, taken=("VAR",))
-        value = str(rng.randint(10_000, 99_998))
-        chain = [_VT["first"].format(name=names[0], value=value)]
-        chain += [_VT["next"].format(name=name, before=before) for before, name in zip(names, names[1:], strict=False)]
-        above = sorted(order.sample(range(lines), len(chain)))
-        context = [STRINGS["niah"]["noise"]] * lines
-        for already, (index, line) in enumerate(zip(above, chain, strict=True)):
-            context.insert(index + already, line)
-        question = _VT["question"].format(query=value)
-        return Written(
-            prompt=_VT["template"].format(context="\n".join(context)) + question,
-            question=question,
-            answer_prefix=_VT["answer_prefix"].format(count=len(names), query=value),
-            answers=tuple(names),
-            meta={"depths": [round(100 * index / lines, 2) for index in above]},
-        )
+    def _tasks(chains: int, letters: int, lines: int, rng: random.Random, order: random.Random) -> list[Written]:
+        """The questions about the chains of one context."""
+        taken, before = ["VAR"], [""] * lines  # the assignments before each line of noise
+        values: dict[str, tuple[list[str], list[int]]] = {}
+        while len(values) < chains:
+            names = _coded(string.ascii_uppercase, letters, _VT["hops"] + 1, rng, taken)
+            if (value := str(rng.randint(10_000, 99_998))) in values:
+                continue
+            chain = [_VT["first"].format(name=names[0], value=value)]
+            chain += [_VT["next"].format(name=name, before=last) for last, name in zip(names, names[1:], strict=False)]
+            above = sorted(order.sample(range(lines), len(chain)))
+            for index, line in zip(above, chain, strict=True):
+                before[index] += f"{line}\n"
+            taken, values[value] = taken + names, (names, above)
+        context = _VT["template"].format(context="\n".join(above + STRINGS["niah"]["noise"] for above in before))
+        return [
+            Written(
+                prompt=context + (question := _VT["question"].format(query=value)),
+                question=question,
+                answer_prefix=_VT["answer_prefix"].format(count=len(names), query=value),
+                answers=tuple(names),
+                meta={"depths": [round(100 * index / lines, 2) for index in above]},
+            )
+            for value, (names, above) in values.items()
+        ]
 
 
 @functools.lru_cache(maxsize=1)
@@ -205,7 +225,8 @@ def _example_lines(count: Count) -> int:
     lines, letters, tokens = _VT["units"][0], _VT["example"]["letters"], _VT["example"]["tokens"]
 
     def fits(lines: int) -> bool:
-        return count(Variables._task(letters, lines, random.Random(0), random.Random(0)).text) <= tokens + around
+        [solved] = Variables._tasks(1, letters, lines, random.Random(0), random.Random(0))
+        return count(solved.text) <= tokens + around
 
     while lines < tokens and fits(lines + 1):
         lines += 1
@@ -321,15 +342,20 @@ _AHEAD = 50  # documents among which a short one is looked for
 
 @dataclass(frozen=True)
 class Documents(Writer):
-    """qa_1 and qa_2: a question that one or two of many documents answer."""
+    """qa_1 and qa_2: questions that one or two of many documents answer.
+
+    Attributes:
+        questions: about the documents of a sample.
+    """
 
     corpus: Corpus
+    questions: int = 1
     new_tokens: int = _QA["new_tokens"]
 
     @property
     def least(self) -> int:
-        """What the question needs, whatever else is left out."""
-        return self.corpus.needed
+        """What the questions need, whatever else is left out."""
+        return self.corpus.needed * self.questions
 
     @property
     def smallest(self) -> int:
@@ -342,16 +368,16 @@ class Documents(Writer):
 
     @property
     def hardest(self) -> int:
-        """The question whose needed documents are longest."""
-        return self.corpus.hardest
+        """That with the question whose needed documents are longest."""
+        return self.corpus.hardest // self.questions
 
     def draft(self, cell: Cell, index: int) -> Draft:
         """See `Writer.draft`."""
-        asked = self.corpus.question(cell.stream(index), index)
+        asked, found = self.corpus.ask(cell.stream(index), index * self.questions, self.questions)
         texts: list[str] = []
 
         def read(count: int) -> None:
-            texts.extend(islice(asked.documents, max(0, count - len(texts))))
+            texts.extend(islice(found, max(0, count - len(texts))))
 
         def write(size: int) -> Written:
             read(size)
@@ -360,13 +386,16 @@ class Documents(Writer):
             documents = (
                 _QA["document"].format(number=number, text=texts[index]) for number, index in enumerate(order, 1)
             )
-            question = _QA["question"].format(query=asked.text)
-            depths = sorted(round(100 * order.index(index) / size, 2) for index in range(asked.needed))
-            meta: dict[str, Any] = {"documents": self.corpus.name, "depths": depths}
-            if (different := len(set(texts[:size]))) < size:
-                meta["different_documents"] = different
-            prompt = _QA["template"].format(context="\n\n".join(documents)) + question
-            return Written(prompt, question, _QA["answer_prefix"], asked.answers, meta)
+            context = _QA["template"].format(context="\n\n".join(documents))
+            repeated = {"different_documents": different} if (different := len(set(texts[:size]))) < size else {}
+
+            def ask(one: Question) -> Written:
+                question = _QA["question"].format(query=one.text)
+                depths = sorted(round(100 * order.index(index) / size, 2) for index in one.needed)
+                meta = {"documents": self.corpus.name, "depths": depths, **repeated}
+                return Written(context + question, question, _QA["answer_prefix"], one.answers, meta)
+
+            return Written.all([ask(one) for one in asked])
 
         def swap(index: int, letters: int) -> bool:
             """A long document may be next where a shorter one still fits."""
