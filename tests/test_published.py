@@ -30,9 +30,10 @@ AVERAGES = {
     "lychee_table1": ("overall", LONGBENCH_V2),
     "lychee_table3": ("overall", LONGBENCH_V2),
     "lychee_table6": ("avg", None),
+    "kvpress_ruler": ("Avg", None),
 }
 DECIMALS = {"icecache_longgenbench": 3, "lychee_table1": 2, "lychee_table3": 2}
-DECIMALS |= {"pariskv_longbench_v2": 2, "pariskv_ruler": 2}
+DECIMALS |= {"pariskv_longbench_v2": 2, "pariskv_ruler": 2, "kvpress_ruler": 2}
 
 # Methods that the tables name and conf/method has no file for yet.
 COMING = {"pyramidkv", "pariskv", "lychee", "racc_code", "snapkv_racc", "pyramidkv_racc"}
@@ -119,6 +120,9 @@ def test_the_tables_with_averages_are_those_that_print_one():
         ("kvcachefactory_gqa", "PyramidKV, a set per KV head", "hotpot", 46.36),
         ("lychee_table6", "LycheeCluster, 8k", "multivalue", 96.4),
         ("lychee_table5", "Code", "max length", 4e6),
+        ("kvpress_ruler", "Qwen3-8B, SnapKV, 0.5 dropped", "Avg", 55.71),
+        ("kvpress_ruler", "Llama-3.1-8B-Instruct, AdaSnapKV, query-aware, 0.875 dropped", "vt", 72.04),
+        ("kvpress_board", "Qwen3-8B, KVzip", "0.875 dropped", 92.24),
     ],
 )
 def test_numbers_are_as_printed(id, row, column, value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -372,6 +373,16 @@ def test_ours_stands_beside_the_published_with_its_difference(tmp_path):
     assert (found["A and B"]["score"], found["A and B"]["samples"]) == (75, 4)
     assert found["all"]["score"] == 50
     assert found["other"] == {"published": 60}
+
+
+def test_another_model_stands_in_marked_and_without_difference_until_the_own_one_ran(tmp_path):
+    printed = replace(paper({"model": "qwen3-8b"}), stand_in="tiny")
+    stored(tmp_path / "small", "quest", samples={"": [1.0, 0.0]})
+    small = beside(collect([tmp_path]), printed).cells[0, 0]
+    assert (small.numbers["score"], small.marks["score"]) == (50, "s") and "difference" not in small.numbers
+    stored(tmp_path / "large", "quest", samples={"": [1.0, 1.0]}, model="qwen3-8b")
+    large = beside(collect([tmp_path]), printed).cells[0, 0]
+    assert (large.numbers["score"], large.numbers["difference"], large.marks["score"]) == (100, 40, "")
 
 
 def test_an_average_needs_all_of_its_columns(tmp_path):

@@ -30,6 +30,7 @@ MARKS = {
     "o": "a sample broke its method's own budget rule",
     "p": "decoded together with other runs, and so without a time of a whole token; the same but for rounding",
     "q": "against full attention that decoded otherwise, together with other runs or alone: the same but for rounding",
+    "s": "of another model than the published number, so no difference is shown",
     "t": "prompts were cut in their middle, to the model's window or task.max_length: part of them was never read",
     "u": "unfinished: not all samples yet",
     "v": f"the largest of these times is more than {WIDE} times the least: look for what disturbed them",

@@ -8,6 +8,7 @@ method or column that kvbench does not have is published only. Nothing here read
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ class PaperTable:
         title: one line.
         source: paper and table.
         timed: its cells are seconds, not scores.
+        stand_in: a model whose runs stand beside the cells where none of the published model's is there, marked.
         frame: one line a cell. As published: `row`, `column`, `value` (NaN where nothing could be measured) and `note`
             (why, where a number was read off a picture, or where an average is not the mean of its columns). How we
             would run it: `model`, `method`, `budget` (int tokens, float share of the prompt; None: the method has
@@ -48,6 +50,7 @@ class PaperTable:
     source: str
     frame: pandas.DataFrame
     timed: bool = False
+    stand_in: str | None = None
 
 
 def ids() -> dict[str, str]:
@@ -82,9 +85,10 @@ def table(id: str) -> PaperTable:
     frame["group"], frame["metric"] = [group for group, _ in mapped], [metric for _, metric in mapped]
     own = _read("names")["settings"]
     frame["settings"] = _objects(
-        (*run.get("settings", ()), *own.get(name, ())) for run, name in zip(runs, cells["method"], strict=True)
+        _settings((*run.get("settings", ()), *own.get(name, ())))
+        for run, name in zip(runs, cells["method"], strict=True)
     )
-    return PaperTable(id, entry["title"], entry["source"], frame, "seconds" in entry)
+    return PaperTable(id, entry["title"], entry["source"], frame, "seconds" in entry, entry.get("stand_in"))
 
 
 @functools.cache
@@ -105,6 +109,11 @@ def _ours(published: Any, names: dict[str, str], there: dict[str, str]) -> Any:
     """Our names for published ones, None for those that conf/ does not have."""
     ours = (names.get(name) for name in published)
     return _objects(name if name in there else None for name in ours)
+
+
+def _settings(words: Iterable[str]) -> tuple[str, ...]:
+    """Words of the command line; of a key that comes twice, the last."""
+    return tuple({word.partition("=")[0]: word for word in words}.values())
 
 
 def _objects(values: Any) -> Any:

@@ -67,7 +67,7 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
         numbers = dict(ours.numbers)
         if not missing(line.value):
             numbers["published"] = line.value
-            if "score" in numbers and "g" not in ours.marks["score"]:
+            if "score" in numbers and not {"g", "s"} & set(ours.marks["score"]):
                 numbers["difference"] = numbers["score"] - line.value
         mapped = bool(line.metric and line.method and line.model)
         cells[rows.index(line.row), columns.index(line.column)] = replace(ours, numbers=numbers, mapped=mapped)
@@ -79,7 +79,8 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
 
 def _near(paper: PaperTable, chosen: Iterable[Run]) -> list[Run]:
     """The chosen runs of full attention, and those whose model, method and task some cell of a published table has."""
-    there = set(paper.frame[[*KIND]].itertuples(index=False, name=None))
+    lines = set(paper.frame[[*KIND]].itertuples(index=False, name=None))
+    there = {(model, *rest) for own, *rest in lines for model in (own, paper.stand_in)}
     return [run for run in chosen if run.arm["method"] == YARDSTICK or tuple(run.arm[key] for key in KIND) in there]
 
 
@@ -91,14 +92,15 @@ def _fitting(paper: PaperTable, chosen: Sequence[Run]) -> dict[int, list[Run]]:
         for row, own in frame.groupby("row", sort=False)["group"]
     }
     for line in frame.itertuples():
-        found[line.Index] = [run for run in chosen if _fits(run, line, needed[line.row])]
+        fitting = [run for run in chosen if _fits(run, line, needed[line.row], line.model)]
+        found[line.Index] = fitting or [run for run in chosen if _fits(run, line, needed[line.row], paper.stand_in)]
     return found
 
 
-def _fits(run: Run, line: Any, whole: tuple[str, ...]) -> bool:
-    """Whether a run is one that a published cell could stand beside."""
+def _fits(run: Run, line: Any, whole: tuple[str, ...], model: str | None) -> bool:
+    """Whether a run is one of `model` that a published cell could stand beside."""
     arm = run.arm
-    if not line.metric or any(arm[key] != getattr(line, key) for key in KIND):
+    if not line.metric or tuple(arm[key] for key in KIND) != (model, line.method, line.task):
         return False
     budget = line.budget
     if budget is None:
@@ -121,6 +123,7 @@ def _ours(paper: PaperTable, line: Any, alike: Sequence[Run], mixed: dict[Run, s
     if paper.timed:
         return _timed_cell(run, line, mixed.get(run, ""))
     marks = run.marks(groups) + "g" * _on_generated_text(run, groups) + mixed.get(run, "")
+    marks += "s" * bool(run.arm["model"] != line.model)
     numbers = score_numbers(run, groups)
     if line.metric in PASSED:
         passed = run.arm[line.metric]
