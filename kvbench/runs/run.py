@@ -18,7 +18,7 @@ from kvbench.backends.hf import spread
 from kvbench.budget import Budget, has_budget
 from kvbench.config import ConfigError, bind_methods, build
 from kvbench.measure import machine
-from kvbench.measure.arm import Arm, PromptPrefill, Setup, batches, measure, prompt_of
+from kvbench.measure.arm import Arm, PromptPrefill, Setup, measure, read
 from kvbench.measure.machine import threads
 from kvbench.measure.protocol import GREEDY, Protocol
 from kvbench.memory.kinds import kv_in, unfit_for
@@ -75,11 +75,10 @@ def _run(config: Config, shard: Shard) -> dict[str, Any]:
         folder.expect(work.whole)
         prefill = PromptPrefill()
         with progress(console, work.total, work.done) as report:
-            for batch in batches(work.samples, config["batch"]):
-                prompts = [prompt_of(arm, sample) for sample in batch]
+            for batch in read(arm, work.samples):
                 report.begin()
-                records = measure(arm, prompts, report.tokens, prefill=prefill)
-                for sample, record in zip(batch, records, strict=True):
+                records = measure(arm, batch.prompts, report.tokens, prefill=prefill, again=batch.again)
+                for sample, record in zip(batch.samples, records, strict=True):
                     folder.add(record, report.share + work.share(sample))
                     report.sample(record, work.share(sample))
                     if arm.attends_whole(record):
