@@ -81,7 +81,7 @@ def model_folder(tmp_path):
 
 
 # Tasks whose data no hub gives to anybody.
-FROM_FOLDERS = ("gpqa", "longgenbench", "longgenbench_gsm8k", "longproc", "structext")
+FROM_FOLDERS = ("gpqa", "leval", "longgenbench", "longgenbench_gsm8k", "longproc", "structext")
 ALL = [(group, name) for group in config.groups() for name in config.choices(group)]
 
 

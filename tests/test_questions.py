@@ -12,6 +12,7 @@ import pytest
 
 from kvbench.config import choices, shipped
 from kvbench.tasks import Sample, Task, task_of
+from kvbench.tasks.leval import SUBSETS as LEVAL
 from kvbench.tasks.longbench import SUBSETS
 
 PROBLEM = {"problem": "What is 5 + 2?", "answer": 7}
@@ -54,6 +55,7 @@ FILES: dict[str, dict[str, Any]] = {
     "longgenbench_gsm8k": {
         "gsm8k_30.jsonl": {"prompt": "Examples: ...\n\nFollowing Question: \nQuestion_9:\nWhy?", "answers": ["#### 7"]}
     },
+    "leval": {f"{name}.jsonl": {"input": "A.", "instructions": ["Why?"], "outputs": ["A"]} for name in LEVAL},
     "structext": {"evaluate_dataset.jsonl": {"q": "### Question:\nHow?\n\n### Answer:\n", "a": "7", "info": STRUCTURE}},
 }
 SET: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ import random
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbench.config import nearest
 from kvbench.tasks import Sample, Task
@@ -15,6 +15,8 @@ from kvbench.tasks.sources import HubFile, LocalFile, Row, rows_of
 
 if TYPE_CHECKING:
     from kvbench.models.types import Tokenizer
+
+One = TypeVar("One")
 
 
 class TableTask(Task):
@@ -92,8 +94,8 @@ def check_subsets(subsets: Sequence[str], known: Collection[str]) -> None:
             raise ValueError(f"task.subsets: no subset {name}; {nearest(str(name), known)}")
 
 
-def in_turn(task: str, seed: int, subsets: Mapping[str, list[Sample]]) -> Iterator[Sample]:
-    """One sample of every subset, then the next; in each subset shuffled by the seed, whatever the others are."""
+def in_turn(task: str, seed: int, subsets: Mapping[str, list[One]]) -> Iterator[One]:
+    """One sample, or one list of them, of every subset, then the next; in each subset shuffled by the seed alone."""
     for name, found in subsets.items():
         random.Random(f"{task}/{seed}/{name}").shuffle(found)
-    return (sample for sample in chain.from_iterable(zip_longest(*subsets.values())) if sample is not None)
+    return (one for one in chain.from_iterable(zip_longest(*subsets.values())) if one is not None)
