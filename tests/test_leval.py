@@ -175,4 +175,4 @@ def test_a_bad_line_costs_its_own_sample(changed: dict[str, Any], says: str, tmp
 )
 def test_what_cannot_be_is_refused_before_a_model_loads(word: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):
-        check(composed(["task=leval", f"task.data_dir={tmp_path}", word]))
+        check(composed("task=leval", f"task.data_dir={tmp_path}", word))

@@ -47,7 +47,7 @@ def test_what_a_full_attention_run_records_has_a_line(tmp_path):
     timed = run(composed(*words, "task=latency", "task.lengths=[300]", "task.repeats=1"))
     probed = run(composed(*words, "task=passkey", "task.lengths=[300]", "probe.every=20"))
     for summary in (timed, probed):
-        names = [name for name in recorded(summary) if not name.startswith("breakdown_ms.")]
+        names = [name for name in recorded(summary) if not name.startswith(("breakdown_ms.", "scores."))]
         assert [name for name in names if name not in QUANTITIES] == []
     assert {"floor_ratio", "attended_mean", "memory"} <= recorded(timed).keys()
     assert {"recall", "output_error", "score"} <= recorded(probed).keys()
@@ -58,6 +58,12 @@ def test_a_ratio_is_of_two_lines():
     assert ratios and all(name in NUMBERS for pair in ratios for name in pair)
     summary = {"audit": {"attended_mean": 96.0, "budget": 64}, "latency": {"tpot_ms_p50": 6.0}}
     assert recorded(summary) == {"attended_mean": 96.0, "budget_tokens": 64, "attended_share": 1.5, "tpot_ms_p50": 6.0}
+
+
+def test_every_score_of_a_task_is_a_value(tmp_path, capsys):
+    stored(tmp_path, samples=records([1.0], scores={"accuracy": 1.0, "no_comma": 0.0}))
+    [line] = values(capsys, tmp_path, "--values", "scores.no_comma,score")
+    assert float(line["scores.no_comma"]) == 0 and float(line["score"]) == 100
 
 
 def test_a_number_is_shown_in_its_unit_and_digits():

@@ -161,6 +161,7 @@ def _list() -> str:
             **{name: quantity.heading + _better(quantity) for name, quantity in NUMBERS.items()},
             "breakdown_ms.PART": "a part of a decode step, such as breakdown_ms.select",
             "audit.NAME": "a number of the method's own, such as audit.candidates of pariskv",
+            "scores.NAME": "another score of the task, such as scores.no_comma of instructions",
         },
         "keys (--rows, --columns, --where)": {
             "model method budget task seed": "of every run",

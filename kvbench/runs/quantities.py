@@ -237,7 +237,8 @@ def _parts(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """What a summary holds, by part; at its top, where much else stands, only what has a line."""
     latency = summary.get("latency") or {}
     times = {key: value for key, value in latency.items() if key != "breakdown_ms"}
-    parts = {part: summary.get(part) or {} for part in ("machine", "audit", "hardware", "output", "probe", "fidelity")}
+    others = ("machine", "audit", "hardware", "output", "probe", "fidelity", "scores")
+    parts = {part: summary.get(part) or {} for part in others}
     top = {"": summary, "macro": summary.get("macro") or summary}
     listed = {part: {key: values.get(key) for known, key in _BY_KEY if known == part} for part, values in top.items()}
     return {**listed, "latency": times, "breakdown_ms": latency.get("breakdown_ms") or {}, **parts}

@@ -1,0 +1,141 @@
+"""Several instructions in one prompt, then a request: which of them a reply keeps, each checked by a rule.
+
+The instructions are the context and the request the question, so that a method that compresses before the question
+comes has not seen what they are for. Compressed caches drop some instructions and keep others ("The Pitfalls of KV
+Cache Compression", arXiv 2510.00231); each kind, and each place in the list, has a score of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from kvbench.config import show
+from kvbench.tasks import Sample, Task
+
+if TYPE_CHECKING:
+    from kvbench.models.types import Tokenizer
+
+_STRINGS: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("data").joinpath("instructions.yaml").read_text(encoding="utf-8")
+)
+INSTRUCTIONS: dict[str, dict[str, Any]] = _STRINGS["instructions"]
+MOST = 10  # of any draw so many are compatible: "json" leaves no more
+
+
+class Instructions(Task):
+    """`samples` prompts for each number of instructions; the score is the share of them that the reply keeps.
+
+    Attributes:
+        counts: numbers of instructions in a prompt, a group each.
+        count: prompts for each.
+        max_new_tokens: tokens to generate at most.
+    """
+
+    name = "instructions"
+    metric = "kept"
+
+    def __init__(self, instructions: Sequence[int] = (2, 4, 8), samples: int = 20, max_new_tokens: int = 256) -> None:
+        if not instructions or len(set(instructions)) < len(instructions):
+            raise ValueError(f"task.instructions={show(instructions)}: different numbers, such as [2,4,8]")
+        if any(type(count) is not int or not 1 <= count <= MOST for count in instructions):
+            raise ValueError(f"task.instructions={show(instructions)}: whole numbers from 1 to {MOST}, such as [2,4,8]")
+        self.counts, self.count, self.max_new_tokens = tuple(instructions), samples, max_new_tokens
+
+    def __len__(self) -> int:
+        return len(self.counts) * self.count
+
+    def samples(self, tokenizer: Tokenizer | None, seed: int) -> Iterator[Sample]:
+        """A prompt with each number of instructions, then the next; kinds, values, order and request are drawn."""
+        for index in range(self.count):
+            for count in self.counts:
+                yield self._sample(count, index, random.Random(f"instructions/{seed}/{count}/{index}"))
+
+    def score(self, sample: Sample, output: str) -> dict[str, float]:
+        """The share kept, and 0 or 1 by each instruction's kind and by its place, "place_1" and so on."""
+        asked = sample.meta["instructions"]
+        kept = {one["kind"]: float(keeps(output, **one)) for one in asked}
+        places = {f"place_{place}": value for place, value in enumerate(kept.values(), 1)}
+        return {"kept": sum(kept.values()) / len(kept), **kept, **places}
+
+    def _sample(self, count: int, index: int, rng: random.Random) -> Sample:
+        asked = drawn(count, rng)
+        texts = (INSTRUCTIONS[one["kind"]]["text"].format(**one) for one in asked)
+        items = (_STRINGS["item"].format(number=number, text=text) for number, text in enumerate(texts, 1))
+        question = _STRINGS["question"].format(request=rng.choice(_STRINGS["requests"]))
+        return Sample(
+            id=f"instructions-{count}-{index}",
+            prompt=_STRINGS["before"] + "".join(items) + question,
+            answers=(),
+            max_new_tokens=self.max_new_tokens,
+            question=question,
+            group=str(count),
+            meta={"instructions": asked},
+            chat=True,
+        )
+
+
+def drawn(count: int, rng: random.Random) -> list[dict[str, Any]]:
+    """So many instructions of different kinds that one reply can keep, in their order: kind and values of each."""
+    found: list[dict[str, Any]] = []
+    used: set[str] = set()
+    for kind in rng.sample(list(INSTRUCTIONS), len(INSTRUCTIONS)):
+        settings = INSTRUCTIONS[kind]
+        if len(found) < count and used.isdisjoint(settings["uses"]):
+            used |= set(settings["uses"])
+            values = {key: own for key, own in settings.items() if key not in ("text", "uses")}
+            found.append({"kind": kind, **{key: rng.choice(own) for key, own in values.items()}})
+    return found
+
+
+def keeps(reply: str, kind: str, **values: Any) -> bool:
+    """Whether a reply keeps an instruction of a kind with these values; one that says nothing keeps none."""
+    return bool(reply.strip()) and _RULES[kind](reply.strip(), **values)
+
+
+def _found(pattern: str) -> Callable[[str], int]:
+    """How often a pattern is in a reply."""
+    return lambda reply: len(re.findall(pattern, reply, re.MULTILINE | re.IGNORECASE))
+
+
+def _is_json(reply: str) -> bool:
+    """One JSON object, perhaps in a fence of Markdown's."""
+    text = re.sub(r"^```(?:json)?\s|```$", "", reply)
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _are_paragraphs(reply: str, count: int) -> bool:
+    pieces = [piece.strip() for piece in reply.split("***")]
+    return len(pieces) == count and all(pieces)
+
+
+_RULES: Mapping[str, Callable[..., bool]] = {
+    "words_at_least": lambda reply, count: len(reply.split()) >= count,
+    "words_at_most": lambda reply, count: len(reply.split()) <= count,
+    "lower_case": lambda reply: reply == reply.lower(),
+    "upper_case": lambda reply: reply == reply.upper(),
+    "capital_words": lambda reply, count: len(re.findall(r"\b[A-Z]{2,}\b", reply)) >= count,
+    "no_comma": lambda reply: "," not in reply,
+    "no_digits": lambda reply: not re.search(r"\d", reply),
+    "starts_with": lambda reply, phrase: reply.lower().startswith(phrase.lower()),
+    "ends_with": lambda reply, phrase: reply.rstrip(".!\"' ").lower().endswith(phrase.lower()),
+    "postscript": lambda reply: _found(r"^\s*p\. ?s\.")(reply.rpartition("\n")[2]) == 1,
+    "quotation": lambda reply: len(reply) > 2 and reply[0] == reply[-1] == '"',
+    "json": _is_json,
+    "title": lambda reply: _found(r"<<[^<>\n]*\w[^<>\n]*>>")(reply) > 0,
+    "bullets": lambda reply, count: _found(r"^\s*[*-] +\S")(reply) == count,
+    "paragraphs": _are_paragraphs,
+    "keyword": lambda reply, word, count: _found(rf"\b{word}\b")(reply) >= count,
+    "forbidden": lambda reply, word: _found(rf"\b{word}\b")(reply) == 0,
+    "letter": lambda reply, letter, count: reply.lower().count(letter) >= count,
+    "placeholders": lambda reply, count: _found(r"\[[^\[\]\n]+\]")(reply) >= count,
+}
