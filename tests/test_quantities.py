@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import records, stored
+from report_runs import record, records, stored
 from rich.console import Console
 
 from kvbench.cli.compose import composed
@@ -61,7 +61,7 @@ def test_a_ratio_is_of_two_lines():
 
 
 def test_every_score_of_a_task_is_a_value(tmp_path, capsys):
-    stored(tmp_path, samples=records([1.0], scores={"accuracy": 1.0, "no_comma": 0.0}))
+    stored(tmp_path, samples=[record("a", "", 1.0, scores={"accuracy": 1.0, "no_comma": 0.0})])
     [line] = values(capsys, tmp_path, "--values", "scores.no_comma,score")
     assert float(line["scores.no_comma"]) == 0 and float(line["score"]) == 100
 

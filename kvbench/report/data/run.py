@@ -292,7 +292,8 @@ class Runs:
             several repeats or seeds by name; and each of `kvbench.runs.quantities`, of which score is 0-100: of several
             groups the plain mean of theirs, else the mean over samples. What a run recorded beside these has a column
             "<part>.<key>": a part of a decode step such as "breakdown_ms.select", a number of the method's own
-            `report()` such as "audit.candidates", another score of the task such as "scores.strict". What a run did not measure is missing (NaN or None).
+            `report()` such as "audit.candidates", any score of its task such as "scores.strict". What a run did not
+            measure is missing (NaN or None).
         settings: one line a run, all that makes its arm: every option of method and task as "method.page_size",
             protocol and probe as on the command line, `backend`, and `kv` ("int8", or "device-host" where tiers
             differ); of a path to data its last part; what a run has no such key for is missing.
