@@ -25,7 +25,7 @@ from kvbench.engine.engine import Engine
 from kvbench.measure.arm import prompt_of, read
 from kvbench.measure.protocol import Protocol
 from kvbench.method import Method
-from kvbench.runs.run import prepare
+from kvbench.runs.run import prepare, work_of
 from kvbench.runs.shared import run_arms, run_shared
 from kvbench.runs.terminal import Console
 from kvbench.tasks import Sample
@@ -119,6 +119,16 @@ class Colours(Passkey):
 
     def __len__(self) -> int:
         return 3 * super().__len__()
+
+
+def test_questions_of_one_context_stay_together_where_the_longest_run_first(configs: Any, monkeypatch: Any) -> None:
+    """The longest question about one context makes a longer prompt than the shortest about a context that is longer."""
+    monkeypatch.setattr(Colours, "stored", True)
+    (config,) = configs("task.lengths=[300,305]", arms=["full"])
+    arm = prepare(OmegaConf.to_container(config, resolve=True))
+    batches = list(read(arm, work_of(arm, None, ()).samples))
+    assert len({len(batch.prompts[0].ids) for batch in batches}) == 2
+    assert [batch.again for batch in batches] == [True, True, False] * 2
 
 
 @pytest.fixture

@@ -284,7 +284,7 @@ def work_of(arm: Arm, limit: int | None, done: Collection[str], shard: Shard = W
         finished = total * min(len(done), whole) // max(1, whole)
         left = max(1, total - finished)
         return Work(pending, ids, whole, total, finished, prompts < (limit or math.inf), lambda sample: 1 / left)
-    longest_first = sorted(pending, key=lambda sample: -len(sample.prompt))
+    longest_first = sorted(pending, key=lambda sample: len(sample.question) - len(sample.prompt))  # by the contexts
     characters = max(1, sum(len(sample.prompt) for sample in longest_first))
     total = each * shard.share(len(ids) // each)
     return Work(
