@@ -186,12 +186,15 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"{hint}(valid: {', '.join(names) or 'none'})"
 
 
-RENAMED = {"engine": "backend"}  # groups that had another name
+# Groups and keys that had another name.
+RENAMED = {"engine": "backend", "protocol.question_as_decode": "protocol.question=with|after|decode"}
 
 
 def nearest_key(key: str, valid: Iterable[str]) -> str:
     """As `nearest`, for dotted keys: `page_size` finds `method.page_size`, and facts are no suggestion."""
     group, dot, rest = key.partition(".")
+    if key in RENAMED:
+        return f"did you mean {RENAMED[key]}?"
     if group in RENAMED:
         return f"did you mean {RENAMED[group]}{dot}{rest}?"
     leaf_of = {known: known.rpartition(".")[2] for known in valid}

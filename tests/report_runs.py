@@ -113,7 +113,7 @@ def stored(
         "attention": "auto",
         "kv": {"device": "native", "host": "native"},
         "backend": {"name": "hf"},
-        "protocol": {**whole, "question_as_decode": False, "generated": "free", **(protocol or {})},
+        "protocol": {**whole, "question": "with", "generated": "free", **(protocol or {})},
         "probe": {"every": 0},
         "method": {"name": method, "minimum": {"paper": None if method == "full" else 16}, "preset": 256},
         "task": {"name": task, "unit": "tokens", **(options or {}), **dict.fromkeys(paths or {}, "local")},

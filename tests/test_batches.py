@@ -137,7 +137,6 @@ def test_only_samples_that_are_as_long_and_end_alike_are_put_together() -> None:
         ("task=fidelity", "task=fidelity measures each sample by itself"),
         ("task=latency", "task=latency measures each sample by itself"),
         ("probe.every=4", "probe.every=4 compares each sample by itself"),
-        ("protocol.question_as_decode=true", "protocol.question_as_decode=true reads each question by itself"),
     ],
 )
 def test_what_cannot_be_batched_is_refused(word: str, reason: str) -> None:

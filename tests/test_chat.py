@@ -67,7 +67,7 @@ def chat(model: PreTrainedModel, cache: Any = None, turns: int = 3, rows: int = 
 # -- turns -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("question", ["dense", *slow("method")])
+@pytest.mark.parametrize("question", ["after", *slow("decode")])
 @pytest.mark.parametrize(("turns", "padding"), [(2, 0), (3, 37)])
 def test_turns_of_full_attention_equal_one_prompt_of_the_whole(
     sdpa: PreTrainedModel, model: PreTrainedModel, turns: int, padding: int, question: Any
@@ -91,7 +91,7 @@ CHATS = ["quest", "snapkv", "icecache", "pariskv", "lychee", "topk", "streaming_
 CASES = {case.id: case for case in METHODS}
 
 
-@pytest.mark.parametrize(("name", "question"), [*((n, "dense") for n in CHATS), *slow(*((n, "method") for n in CHATS))])
+@pytest.mark.parametrize(("name", "question"), [*((n, "after") for n in CHATS), *slow(*((n, "decode") for n in CHATS))])
 def test_every_method_goes_on_in_a_later_turn(
     sdpa: PreTrainedModel, model: PreTrainedModel, tokenizer: Any, name: str, question: Any
 ) -> None:
@@ -105,7 +105,7 @@ def test_every_method_goes_on_in_a_later_turn(
     assert audit["over_rule"] is False, cache.engine.audit.broken()
     assert 0 < audit["attended_max"] <= method.rule(3, LENGTH, after) < whole.shape[1]
     # the last token of an answer is read with the turn after it
-    assert audit.get("turn_tokens", 0) == (TURN + 1 + 1 + TURN + 2 + 1 if question == "dense" else 0)
+    assert audit.get("turn_tokens", 0) == (TURN + 1 + 1 + TURN + 2 + 1 if question == "after" else 0)
 
 
 def begun(fixed: Any, case: Case, budget: int) -> Driven:
@@ -206,7 +206,7 @@ def small() -> tuple[PreTrainedModel, Any]:
     )
 
 
-@pytest.mark.parametrize(("question", "needles"), [("dense", 1), *slow(("dense", 3), ("method", 2))])
+@pytest.mark.parametrize(("question", "needles"), [("after", 1), *slow(("after", 3), ("decode", 2))])
 def test_a_second_turn_finds_a_needle_of_the_first(
     small: tuple[PreTrainedModel, Any], question: Any, needles: int
 ) -> None:
@@ -383,7 +383,7 @@ def test_model_whose_attention_was_changed_is_refused(sdpa: PreTrainedModel) -> 
         ({"dense_layers": (-1,)}, r"dense_layers=\(-1,\)"),
         ({"dense_layers": (True,)}, r"dense_layers=\(True,\)"),
         ({"dense_layers": "auto"}, r"dense_layers='auto'"),
-        ({"question": "sparse"}, r"question='sparse': one of dense, method"),
+        ({"question": "sparse"}, r"question='sparse': one of after, decode"),
         ({"model": "org/name"}, r"model='org/name': a loaded model"),
         ({"method": None}, "method=null: expected the name"),
         ({"method": Method}, "method=.*: expected the name"),
@@ -418,11 +418,11 @@ def test_other_kinds_of_models_are_refused_by_name(family: str, sizes: dict[str,
 
 def test_decoding_that_takes_tokens_back_is_refused_of_methods_that_cannot(model: PreTrainedModel) -> None:
     given = {"input_ids": ids_of(1), "attention_mask": torch.ones_like(ids_of(1))}
-    for cache in (KVCache(model, "snapkv", SMALL), KVCache(model, "full", question="method")):
+    for cache in (KVCache(model, "snapkv", SMALL), KVCache(model, "full", question="decode")):
         with pytest.raises(ValueError, match="crops=True"):
             generated(model, given, cache, prompt_lookup_num_tokens=3)
     wider = random_model("llama", head_dim=32)  # KIVI's groups are of 32 channels
-    with pytest.raises(ValueError, match="Quest, question=dense, kv=kivi2"):
+    with pytest.raises(ValueError, match="Quest, question=after, kv=kivi2"):
         KVCache(wider, "quest", SMALL, kv="kivi2").activate_past_recording()
     cache = KVCache(model, "snapkv", SMALL)
     say(model, ids_of(1), cache)

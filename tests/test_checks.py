@@ -218,7 +218,11 @@ def test_a_budget_passes_exactly_where_the_rules_allow_it(budget, least):
         ("model.dense_layers=[9]", "protocol.dense_layers=[9] (auto): the model has layers 0 to 5, not [9]"),
         ("probe.every=-1", "probe.every=-1: expected a whole number, 0 or more"),
         ("protocol.generated=some", "protocol.generated='some': one of free, counted"),
-        ("protocol.question_as_decode=1", "protocol.question_as_decode=1: true or false"),
+        ("protocol.question=later", "protocol.question='later': one of with, after, decode"),
+        (
+            "+protocol.question_as_decode=true",
+            "protocol.question_as_decode=true: no such key; did you mean protocol.question=",
+        ),
         ("task.lengths=[0]", "task.lengths=[0]: expected different whole numbers, 1 or more, such as [1024,4096]"),
         ("task.lengths=[9,9]", "task.lengths=[9,9]: expected different whole numbers, 1 or more"),
         ("task.lengths=[]", "task.lengths=[]: expected different whole numbers, 1 or more"),

@@ -107,7 +107,7 @@ def test_help_names_every_choice_with_its_line_and_every_key_with_its_default(co
     for name, about in config.choices("experiment").items():
         assert about and f"+experiment={name} {about}" in lines
     keys = {key for key, _ in leaves(config.root_keys())}
-    assert {"protocol.question_as_decode", "protocol.generated", "probe.every"} < keys
+    assert {"protocol.question", "protocol.generated", "probe.every"} < keys
     assert {key for key, _, _ in config.documented_keys()} == keys
     assert "budget=256 tokens (256), a fraction" in "\n".join(lines)
 

@@ -193,3 +193,21 @@ def test_a_search_is_drawn_from_what_its_script_printed(tmp_path: Path, capsys: 
     for words in ([str(path)], [str(tmp_path)], []):
         assert main([*words, "--figure", "search", "--out", str(tmp_path / "search.png")]) == 2
         assert "scripts/bench_index.py" in capsys.readouterr().err
+
+
+def test_a_score_stands_where_its_question_was_read(tmp_path: Path) -> None:
+    """Full attention, which has no budget, is in the panel of each."""
+    for question, scores in (("with", (1.0, 1.0)), ("after", (1.0, 0.0))):
+        for budget in (64, 128):
+            stored(tmp_path, "snapkv", budget, scores, protocol={"question": question})
+        stored(tmp_path, "full", None, (1.0, 1.0), protocol={"question": question})
+    runs = collect([tmp_path])
+    axes = figures.draw("question", runs).axes
+    assert [axis.get_title().rpartition(" ")[2] for axis in axes] == ["64", "128"]
+    for axis in axes:
+        drawn = lines_of(axis)
+        assert [tick.get_text() for tick in axis.get_xticklabels()] == ["with", "after"]
+        assert drawn["SnapKV"][1] == [100, 50] and drawn["Full"][1] == [100, 100]
+        assert [round(place) for place in drawn["SnapKV"][0]] == [0, 1]
+    with pytest.raises(ConfigError, match=r"figure=question: .*protocol.question"):
+        figures.draw("question", runs.only(run for run in runs if run.label("protocol.question") == "after"))

@@ -12,12 +12,12 @@ import torch
 from omegaconf import OmegaConf
 
 import kvbench.backends.hf.together
+import kvbench.measure.arm
 from kvbench.backends.hf.together import DecodePass
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.measure import lane, room
 from kvbench.method import Method
-from kvbench.runs import side_by_side
 from kvbench.runs.identity import decodes_together
 from kvbench.runs.run import prepare
 from kvbench.runs.shared import run_arms, run_shared
@@ -56,7 +56,7 @@ def quiet(configs: list[Any]) -> list[dict[str, Any]]:
     return run_shared(configs, Console(quiet=True))
 
 
-@pytest.mark.parametrize("words", [(), ("batch=3",), ("task.keys=2", "protocol.question_as_decode=true")])
+@pytest.mark.parametrize("words", [(), ("batch=3",), ("task.keys=2", "protocol.question=decode")])
 def test_a_sample_is_what_it_is_alone_and_has_no_times(configs: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
     for folder in ("together", "alone"):
         quiet(configs(*words, folder=folder))
@@ -258,7 +258,7 @@ def test_a_prefill_that_fails_fails_its_sample_in_every_arm(
 def test_a_sample_that_no_protocol_can_run_loses_none_before_it(
     configs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = side_by_side.prompt_of
+    real = kvbench.measure.arm.prompt_of
 
     def refusing(arm: Any, sample: Any) -> Any:
         if len(seen) == 2:
@@ -267,7 +267,7 @@ def test_a_sample_that_no_protocol_can_run_loses_none_before_it(
         return real(arm, sample)
 
     seen: list[str] = []
-    monkeypatch.setattr(side_by_side, "prompt_of", refusing)
+    monkeypatch.setattr(kvbench.measure.arm, "prompt_of", refusing)
     with pytest.raises(ConfigError):
         quiet(configs())
     assert {key.partition("/")[2] for key in records(tmp_path / "together")} == set(seen)

@@ -219,7 +219,7 @@ def test_question_read_through_the_method_is_no_part_of_the_prefill(
         return generate(model, prompts, engine, **options)
 
     monkeypatch.setattr("kvbench.backends.hf.generate.generate", note)
-    run(configured("task.limit=1", "protocol.question_as_decode=true"))
+    run(configured("task.limit=1", "protocol.question=decode"))
     (record,) = records(only_folder(tmp_path))
     asked = len("What is the pass key? The pass key is")  # a byte is a token
     assert given == [(record["prompt_tokens"] - asked, asked)]

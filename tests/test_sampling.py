@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
@@ -15,7 +16,7 @@ from driver import numbers, run_loop
 from twin import device, on_device
 
 import kvbench.measure.arm
-from kvbench.backends.hf.generate import Choice, Stops
+from kvbench.backends.hf.generate import Choice, Question, Stops
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import method_named
 from kvbench.backends.hf.prefilled import prefill_once
@@ -82,12 +83,13 @@ def test_a_generation_begins_and_goes_on_as_the_model_says(tiny: Loaded) -> None
     assert len({tokens[1] for tokens in generation.tokens}) > 5, "the steps draw, too"
 
 
-@pytest.mark.parametrize("question", [(), (5, 6)])
-def test_a_row_draws_the_same_beside_others_and_from_a_shared_prefill(tiny: Loaded, question: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("question", [Question(), Question([(5, 6)] * 2), Question([(5, 6)] * 2, at_once=True)])
+def test_a_row_draws_the_same_beside_others_and_from_a_shared_prefill(tiny: Loaded, question: Question) -> None:
     def tokens(prompts: Any, seeds: list[str], **options: Any) -> list[list[int]]:
         draw = Sampler(1.0, seeds, 0.95)
+        own = replace(question, rows=question.rows[: len(prompts)])
         return run_loop(
-            tiny, prompts, method_named("full"), None, steps=8, question=question, choice=Choice(draw), **options
+            tiny, prompts, method_named("full"), None, steps=8, question=own, choice=Choice(draw), **options
         )[0].tokens
 
     alone = [tokens([prompt], [seed])[0] for prompt, seed in zip(PROMPTS, "ab", strict=True)]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zoo import WINDOW, random_model
 
-from kvbench.backends.hf.generate import Choice, Decoding, Stops, begin, generate
+from kvbench.backends.hf.generate import Choice, Decoding, Question, Stops, begin, generate
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named, use_kvbench_attention
 from kvbench.backends.hf.prefilled import Prefilled, prefill_once
@@ -66,7 +66,7 @@ class Rows:
         own = engine(self.loaded, method, prompt.lengths, samples=["one"])
         self.logits.append(noted := list[torch.Tensor]())
         options: dict[str, Any] = {"max_new_tokens": STEPS + 1, "watch": lambda one: noted.append(one.clone()), **more}
-        decoding = begin(own, prompt, **options)
+        decoding = begin(self.loaded.model, own, prompt, **options)
         self._names[decoding] = len(self._names)
         self.rows.join(decoding)
         return decoding
@@ -195,7 +195,7 @@ def test_a_row_that_fails_touches_no_other(how: str, tiny: Loaded) -> None:
 
 def test_each_row_ends_by_its_own_rules(tiny: Loaded) -> None:
     """Stops, given tokens, drawn tokens and a question: as alone."""
-    ids, question = numbers(150), (65, 66, 67)
+    ids, question = numbers(150), Question([(65, 66, 67)])
     prompt = prefilled(tiny, ids)
     greedy = alone(tiny, Method(), ids)[1].tokens[0]
     kinds: list[Callable[[], dict[str, Any]]] = [

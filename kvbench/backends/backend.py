@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from kvbench.backends.hf.generate import Choice, Decoding, Generation, Lender, Progress, Stops
+    from kvbench.backends.hf.generate import Choice, Decoding, Generation, Lender, Progress, Question, Stops
     from kvbench.backends.hf.loading import Loaded
     from kvbench.engine.engine import Engine
     from kvbench.models.footprint import Prompts
@@ -33,9 +33,6 @@ class Arm(Protocol):
     budget: Budget
     dense_layers: tuple[int, ...]
 
-    def engine(self, rows: Sequence[Sequence[int]], new_tokens: int, samples: Sequence[str] = ("",)) -> Engine:
-        """A fresh engine for prompts, with room for so many new tokens."""
-
 
 @dataclass(frozen=True)
 class Asked:
@@ -43,18 +40,18 @@ class Asked:
 
     Attributes:
         rows: token ids of each prompt.
-        samples: their ids, from which seeds derive.
-        question: token ids that follow every prompt and are read as decode steps.
+        engine: makes one for them with room for the question and the new tokens, fresh or begun from `prefilled`.
+        question: what follows every prompt, read through the method.
         watch: called after every step with its logits [B, vocabulary].
     """
 
     rows: Sequence[Sequence[int]]
-    samples: Sequence[str]
+    engine: Callable[[], Engine]
     max_new_tokens: int
     stops: Stops
     choice: Choice
     prefill_chunk: int | None
-    question: Sequence[int] = ()
+    question: Question
     prefilled: Lender | None = None
     progress: Progress | None = None
     watch: Callable[[torch.Tensor], object] | None = None
@@ -144,7 +141,7 @@ class _Transformers:
     def generate(self, arm: Arm, asked: Asked) -> Generated:
         from kvbench.backends.hf.generate import generate
 
-        engine = arm.engine(asked.rows, len(asked.question) + asked.max_new_tokens, asked.samples)
+        engine = asked.engine()
         generation = generate(
             arm.loaded.model,
             asked.rows,
@@ -166,7 +163,8 @@ class _Transformers:
 
         assert asked.prefilled is not None
         return begin(
-            arm.engine(asked.rows, len(asked.question) + asked.max_new_tokens, asked.samples),
+            arm.loaded.model,
+            asked.engine(),
             asked.prefilled,
             max_new_tokens=asked.max_new_tokens,
             stops=asked.stops,

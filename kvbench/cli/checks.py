@@ -220,8 +220,6 @@ def _no_batch(run: Any) -> Iterator[str]:
         yield f"task={run['task']['name']} measures each sample by itself"
     if run["probe"]["every"]:
         yield f"probe.every={run['probe']['every']} compares each sample by itself"
-    if run["protocol"]["question_as_decode"]:
-        yield "protocol.question_as_decode=true reads each question by itself"
     answers = run["protocol"]["samples"]
     if type(answers) is int and answers > 1:  # what is no number, the protocol refuses
         yield f"protocol.samples={answers} has each prompt answered by itself, from one prefill"
@@ -254,6 +252,8 @@ def _check_protocol(run: Any, shape: Mapping[str, Any], source: hub.ModelSource)
             protocol.dense_layers_of(source.dense_layers, published, shape["num_hidden_layers"])
     except ValueError as error:
         raise ConfigError(first_line(error)) from error
+    if protocol.question != "with" and run["task"].get("one_by_one"):
+        raise ConfigError(f"protocol.question={protocol.question}: task={run['task']['name']} asks none; expected with")
 
 
 def _check_kv(run: Any, shape: Mapping[str, Any]) -> None:

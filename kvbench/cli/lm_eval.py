@@ -35,7 +35,7 @@ KEYS = {
 LM_EVALS_OWN = {
     "task": "--tasks",
     "protocol.chat": "--apply_chat_template",
-    "protocol.question_as_decode": "nothing: the last token of a context is always read through the method",
+    "protocol.question": "nothing: the last token of a context is always read through the method",
     **{f"protocol.{key}": "nothing: answers are greedy" for key in GREEDY},
     "results_dir": "--output_path",
     "batch": "--batch_size",

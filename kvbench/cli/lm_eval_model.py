@@ -262,9 +262,8 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
 
         def begin() -> Decoding:
             ends: dict[str, Any] = {"max_new_tokens": max(map(len, now.given)), "watch": likelihoods}
-            return generate.begin(
-                setup.engine(now.rows, now.longest), prefilled, choice=Choice(given=now.given), **ends
-            )
+            engine = setup.engine(now.rows, now.longest)
+            return generate.begin(setup.loaded.model, engine, prefilled, choice=Choice(given=now.given), **ends)
 
         def ended(decoding: Decoding | None, error: Exception | None) -> None:
             if decoding is None:

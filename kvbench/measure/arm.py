@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from kvbench.backends.backend import Asked, Backend, Generated, backend_of
 from kvbench.backends.hf import loading as models
-from kvbench.backends.hf.generate import Choice, Decoding, Generation, Progress, Stops
+from kvbench.backends.hf.generate import Choice, Decoding, Generation, Progress, Question, Stops
 from kvbench.backends.hf.model import engine_for
 from kvbench.backends.hf.prefilled import Prefilled, prefill_once
 from kvbench.backends.hf.sampling import Sampler
@@ -30,6 +31,8 @@ from kvbench.models import hub
 from kvbench.models.heads import Calibration
 from kvbench.models.types import Tokenizer
 from kvbench.tasks import Sample, Task, Timed
+
+LONGER = 64  # tokens: questions about one context are not equally long, and the first one's memory must do for all
 
 
 @dataclass
@@ -103,7 +106,8 @@ class TokenizedSample:
 
     Attributes:
         ids: token ids to prefill, of a batch the first row's; [] where the sample cannot run.
-        question: token ids to read as decode steps, under `protocol.question_as_decode`.
+        question: token ids to read after it, unless `protocol.question` is "with".
+        name: what a method's randomness derives from: the sample's id, or the context's, which its questions share.
         record: what samples.jsonl says of it before anything is generated.
     """
 
@@ -111,6 +115,17 @@ class TokenizedSample:
     ids: list[int]
     question: list[int]
     record: dict[str, Any]
+    name: str = ""
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that follow the prompt, at most."""
+        return self.sample.max_new_tokens + len(self.question)
+
+    @property
+    def room(self) -> int:
+        """Tokens to have room for after the prompt, so that other questions about it have room, too."""
+        return self.new_tokens + (LONGER if self.question else 0)
 
 
 def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
@@ -139,11 +154,12 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
     except ValueError as error:
         raise ConfigError(f"{sample.id}: {error}") from error
     ids, question = rendered.ids, []
-    if arm.protocol.question_as_decode:
-        if not rendered.question_start:
-            raise ConfigError(f"protocol.question_as_decode=true: {sample.id} has no question apart; use false")
-        ids, question = ids[: rendered.question_start], ids[rendered.question_start :]
     record |= {"prompt_tokens": len(rendered.ids), "cut_tokens": rendered.cut}
+    if (how := arm.protocol.question) != "with":
+        if not rendered.question_start:
+            raise ConfigError(f"protocol.question={how}: {sample.id} has no question apart from its context; use with")
+        ids, question = ids[: rendered.question_start], ids[rendered.question_start :]
+        record["question_tokens"] = len(question)
     if window is not None and len(rendered.ids) + sample.max_new_tokens > window:
         key = "task.lengths" if "lengths" in arm.config["task"] else "task"
         raise ConfigError(
@@ -151,7 +167,8 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
             f"{window} of {arm.loaded.name}; choose a shorter prompt or another model"
             + hub.how_to_stretch(arm.loaded.revision.startswith("dummy-"))
         )
-    return TokenizedSample(sample, ids, question, record)
+    name = hashlib.sha256(str(ids).encode()).hexdigest() if question else sample.asked
+    return TokenizedSample(sample, ids, question, record, name)
 
 
 def _token_ids(sample: Sample) -> list[int] | None:
@@ -188,14 +205,70 @@ def prefill_shared(arms: Sequence[Arm], prompts: Sequence[TokenizedSample]) -> P
         loaded.model,
         [prompt.ids for prompt in prompts],
         [arm.method.needs for arm in arms],
-        max_new_tokens=len(first.question) + first.sample.max_new_tokens,
+        max_new_tokens=first.room,
         chunk=arms[0].protocol.prefill_chunk,
         not_first=() if first.question else stops(loaded, first.sample).not_first,
     )
 
 
+class Batch(NamedTuple):
+    """Prompts that are generated together.
+
+    Attributes:
+        again: the next batch begins with the same contexts, or answers the same prompts.
+    """
+
+    prompts: list[TokenizedSample]
+    again: bool = False
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Of the prompts."""
+        return [prompt.sample for prompt in self.prompts]
+
+
+def read(arm: Arm, samples: Iterable[Sample]) -> Iterator[Batch]:
+    """Samples as the model reads them, in batches whose questions are equally long.
+
+    Raises:
+        ConfigError: a sample cannot run as the protocol asks, or not in a batch; after all before it.
+    """
+    waiting: list[TokenizedSample] = []
+    coming = _of_one_length(arm, batches(samples, arm.config["batch"]))
+    while True:
+        try:
+            prompts = next(coming, [])
+        except ConfigError:
+            if waiting:
+                yield Batch(waiting)
+            raise
+        if waiting:
+            of = contexts(waiting)
+            yield Batch(waiting, bool(prompts) and of is not None and of == contexts(prompts))
+        if not prompts:
+            return
+        waiting = prompts
+
+
+def _of_one_length(arm: Arm, groups: Iterable[list[Sample]]) -> Iterator[list[TokenizedSample]]:
+    for group in groups:
+        own: dict[int, list[TokenizedSample]] = {}
+        for prompt in (prompt_of(arm, sample) for sample in group):
+            own.setdefault(len(prompt.question), []).append(prompt)
+        yield from own.values()
+
+
+def contexts(prompts: Sequence[TokenizedSample]) -> list[tuple[str, list[int]]] | None:
+    """What a prefill of prompts is of; None where no other prompts can have the same."""
+    if not (prompts[0].question or prompts[0].sample.of):
+        return None
+    return [(prompt.name, prompt.ids) for prompt in prompts]
+
+
 class PromptPrefill:
-    """One prefill for all answers to a prompt that come one after the other; it holds the newest alone.
+    """One prefill for all answers to a prompt, and all questions about a context, that come one after the other.
+
+    It holds the newest alone.
 
     Attributes:
         fresh: the newest call made one.
@@ -203,17 +276,23 @@ class PromptPrefill:
 
     def __init__(self) -> None:
         self.fresh = False
-        self._of = ""
+        self._of: list[Any] | None = None
+        self._room = 0
         self._prefilled: Prefilled | None = None
 
-    def __call__(self, arms: Sequence[Arm], prompts: Sequence[TokenizedSample]) -> Prefilled:
-        """The prefill of a batch of prompts from which each of `arms` can begin, the same ones for all answers."""
-        of = prompts[0].sample.of  # "": one answer to each prompt, as in a batch of several
-        self.fresh = self._prefilled is None or not of or of != self._of
+    def serves(self, prompts: Sequence[TokenizedSample]) -> bool:
+        """Whether the prefill that is there is of these prompts."""
+        return self._of is not None and self._of == contexts(prompts) and prompts[0].new_tokens <= self._room
+
+    def __call__(self, arms: Sequence[Arm], prompts: Sequence[TokenizedSample], again: bool = False) -> Prefilled:
+        """The prefill of a batch of prompts from which each of `arms` can begin; `again`: the next batch can, too."""
+        self.fresh = not self.serves(prompts)
         if self.fresh:
             self._prefilled = None  # its memory, before the next takes as much
-            self._prefilled, self._of = prefill_shared(arms, prompts), of
+            self._prefilled = prefill_shared(arms, prompts)
+            self._of, self._room = contexts(prompts), prompts[0].room
         assert self._prefilled is not None
+        self._prefilled.again = again
         return self._prefilled
 
 
@@ -223,6 +302,7 @@ def measure(
     progress: Progress | None = None,
     prefilled: Prefilled | None = None,
     prefill: PromptPrefill | None = None,
+    again: bool = False,
 ) -> list[dict[str, Any]]:
     """Generate for a batch of samples and score them: their records in samples.jsonl.
 
@@ -234,12 +314,13 @@ def measure(
         prompts: `prompt_of` each sample, as `batches` puts them together.
         progress: called with tokens done and tokens in all.
         prefilled: begin from this prefill of those of the prompts that can run; a timed sample always has its own.
-        prefill: makes it, where the prompt has several answers.
+        prefill: makes it, where the prompt has several answers or its context several questions.
+        again: the next batch is about the same ones.
     """
     running = [prompt for prompt in prompts if not prompt.record["error"]]
     try:
-        if prefill is not None and running and running[0].sample.of:
-            prefilled = prefill([arm], running)
+        if prefill is not None and running and (again or prefill.serves(running)):
+            prefilled = prefill([arm], running, again)
         records = iter(_records(arm, running, progress, prefilled) if running else [])
     except Exception as error:
         if not is_failed_sample(error):
@@ -263,7 +344,7 @@ def _records(
     if sample.given:
         prefilled = prefilled or prefill_shared([arm], prompts)
         fidelity.full_attention(arm.loaded.model, prefilled, prompts[0].ids, sample.given.tokens)
-    asked, comparison = _asked(arm, prompts, prefilled, progress)
+    asked, comparison = _asked(arm, prompts, prefilled, id(arm), progress)
     with machine.observed(arm.loaded.device, arm.loaded.devices) as measured_on:
         made = arm.backend.generate(arm, asked)
     return _scored(arm, prompts, made, {**(comparison.record() if comparison else {}), "machine": measured_on})
@@ -296,29 +377,45 @@ def _scored(
 
 
 def _asked(
-    arm: Arm, prompts: Sequence[TokenizedSample], prefilled: Prefilled | None, progress: Progress | None = None
+    arm: Arm,
+    prompts: Sequence[TokenizedSample],
+    prefilled: Prefilled | None,
+    owner: int,
+    progress: Progress | None = None,
 ) -> tuple[Asked, fidelity.Comparison | None]:
-    """What a batch of samples asks for, and, where their tokens are given, the comparison with full attention."""
-    sample, rows, names = prompts[0].sample, [one.ids for one in prompts], [one.sample.asked for one in prompts]
+    """What a batch of samples asks for, and, where their tokens are given, the comparison with full attention.
+
+    Args:
+        owner: by which `prefilled` knows what this arm has made of the prompts.
+    """
+    sample, rows, names = prompts[0].sample, [one.ids for one in prompts], [one.name for one in prompts]
+    fresh = partial(arm.engine, rows, len(sample.given.tokens) if sample.given else prompts[0].room, names)
+    shared = prefilled is not None and (prefilled.again or prefilled.has_kept(owner))
+    engine = partial(prefilled.engine, owner, fresh) if prefilled is not None and shared else fresh
     if sample.given:
         assert prefilled is not None and prefilled.reference is not None
         tokens = sample.given.tokens
         comparison = fidelity.Comparison(prefilled.reference, tokens[1:])
         more: dict[str, Any] = {"prefilled": prefilled, "progress": progress, "watch": comparison}
-        return Asked(rows, names, len(tokens), Stops(), Choice(given=[tokens]), None, **more), comparison
+        return Asked(rows, engine, len(tokens), Stops(), Choice(given=[tokens]), None, Question(), **more), comparison
     ends, draw = stops(arm.loaded, sample), draw_of(arm, [one.sample for one in prompts])
     asked = Asked(
         rows,
-        names,
+        engine,
         sample.max_new_tokens,
         ends,
         Choice(draw),
         arm.protocol.prefill_chunk,
-        prompts[0].question,
+        _question(arm, prompts),
         prefilled,
         progress,
     )
     return asked, None
+
+
+def _question(arm: Arm, prompts: Sequence[TokenizedSample]) -> Question:
+    rows = [prompt.question for prompt in prompts]
+    return Question(rows, at_once=arm.protocol.question == "after") if any(rows) else Question()
 
 
 class Begun:
@@ -341,9 +438,10 @@ class Begun:
             Exception: as `measure` meets them; `is_failed_sample` says which are the samples' own.
         """
         loaded = self.arm.loaded
-        asked, self._comparison = _asked(self.arm, self.prompts, self._prefilled)
+        own = replace(self.arm, method=build(self.arm.config["method"]))
+        asked, self._comparison = _asked(own, self.prompts, self._prefilled, owner=id(self.arm))
         self._machine = self._observed.enter_context(machine.observed(loaded.device, loaded.devices))
-        self._decoding = self.arm.backend.begin(replace(self.arm, method=build(self.arm.config["method"])), asked)
+        self._decoding = self.arm.backend.begin(own, asked)
         return self._decoding
 
     def records(self, generation: Generation) -> list[dict[str, Any]]:

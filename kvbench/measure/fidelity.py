@@ -36,7 +36,7 @@ def full_attention(model: Model, prefilled: Prefilled, prompt: Sequence[int], gi
 def begin_full_attention(model: Model, prefilled: Prefilled, prompt: Sequence[int], given: Sequence[int]) -> Decoding:
     """As `full_attention`, to go on beside others, and ahead of who compares with it."""
     engine, ends = _full(model, prefilled, prompt, given)
-    return begin(engine, prefilled, **ends)
+    return begin(model, engine, prefilled, **ends)
 
 
 def _full(model: Model, prefilled: Prefilled, prompt: Sequence[int], given: Sequence[int]) -> tuple[Engine, Any]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Chat = Literal["auto", "on", "off"]
 Generated = Literal["free", "counted"]
+Question = Literal["with", "after", "decode"]
 
 # How tokens are drawn by default. A run id holds what is otherwise, and else nothing: greedy runs keep theirs.
 GREEDY: dict[str, float] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "samples": 1}
@@ -37,7 +38,8 @@ class Protocol:
             method), or true layer indices, kept sorted.
         chat: use the tokenizer's chat template: "on", "off", or "auto", where the task asks for it and there is one.
         prefill_chunk: prompt tokens prefilled at a time, None = all at once.
-        question_as_decode: the prompt ends before the question, which is read token by token through the method.
+        question: when the question is read: "with" the context, before a method compresses; "after" it has, all tokens
+            at once, as a later turn of a conversation; or then token by token, as "decode" steps through the method.
         generated: "free", generated tokens stay outside the budget where a method's published rule leaves them;
             "counted", they count for every method.
         temperature: of the softmax that tokens are drawn from; 0: the likeliest is taken.
@@ -53,7 +55,7 @@ class Protocol:
     dense_layers: Literal["auto", "method"] | Sequence[int] = "auto"
     chat: Chat = "auto"
     prefill_chunk: int | None = None
-    question_as_decode: bool = False
+    question: Question = "with"
     generated: Generated = "free"
     temperature: float = 0.0
     top_p: float = 1.0
@@ -62,8 +64,7 @@ class Protocol:
 
     def __post_init__(self) -> None:
         _one_of("protocol.accounting", self.accounting, ("paper", "unified"))
-        if type(self.question_as_decode) is not bool:
-            raise ValueError(f"protocol.question_as_decode={self.question_as_decode!r}: true or false")
+        _one_of("protocol.question", self.question, get_args(Question))
         _one_of("protocol.generated", self.generated, get_args(Generated))
         _one_of("protocol.chat", self.chat, get_args(Chat))
         if self.prefill_chunk is not None and (not _is_int(self.prefill_chunk) or self.prefill_chunk < 1):
@@ -98,6 +99,9 @@ class Protocol:
     def digest(self) -> str:
         """12 hex digits, the same for equal protocols in any process and version."""
         values = {key: value for key, value in asdict(self).items() if key not in GREEDY} | self.drawn()
+        if (question := values.pop("question")) == "after":
+            values["question"] = question
+        values["question_as_decode"] = question == "decode"  # its name when there were two of them: old digests hold
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
     def dense_layers_of(self, auto: Sequence[int], published: Sequence[int], layers: int) -> tuple[int, ...]:

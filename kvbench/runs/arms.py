@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from kvbench.backends.hf.prefilled import Prefilled
-from kvbench.measure.arm import Arm, PromptPrefill, TokenizedSample, failure, is_failed_sample, measure, prompt_of
+from kvbench.measure.arm import Arm, Batch, PromptPrefill, TokenizedSample, failure, is_failed_sample, measure
 from kvbench.runs.folder import ResultsError, RunFolder
 from kvbench.runs.identity import arm_name
 from kvbench.runs.progress import Reporter
@@ -38,17 +38,13 @@ class Arms:
         }
 
     def prefilled(
-        self,
-        batch: Sequence[Sample],
-        prompts: Sequence[TokenizedSample],
-        waiting: Mapping[int, Arm],
-        divided: bool = False,
+        self, batch: Batch, waiting: Mapping[int, Arm], divided: bool = False
     ) -> Iterator[tuple[Sequence[TokenizedSample], Prefilled | None, str]]:
         """A batch with the prefill that serves those who wait for it, see `_prefilled`."""
-        # An arm that waits for no answer now may wait for the next one to this prompt.
-        begun = [arm for arm, _ in self._running.values()] if batch[0].of else [*waiting.values()]
+        # An arm that does not wait now may wait for the next answer to this prompt, or question about this context.
+        begun = [arm for arm, _ in self._running.values()] if batch.again else [*waiting.values()]
         served = [arm for arm in begun if arm.backend.own_engine] if waiting else []
-        return _prefilled(served, prompts, self.report, self._prefill, divided)
+        return _prefilled(served, batch, self.report, self._prefill, divided)
 
     def add(self, index: int, batch: Sequence[Sample], records: Callable[[], Iterable[dict[str, Any]]]) -> None:
         """Make records of a batch, or of a part of it, and keep them; what goes wrong ends this arm alone."""
@@ -77,21 +73,20 @@ class Arms:
             self.report.advance(self._work.share(sample))
 
 
-def in_turn(arms: Arms, samples: Iterable[list[Sample]]) -> None:
+def in_turn(arms: Arms, batches: Iterable[Batch]) -> None:
     """Each batch through one arm after the other."""
-    for batch in samples:
+    for batch in batches:
         if arms.all_ended:
             break
-        waiting, prefilled = arms.lacking(batch), None
-        prompts = [prompt_of(arms.first, sample) for sample in batch]
-        for part, prefilled, failed in arms.prefilled(batch, prompts, waiting):
+        waiting, prefilled = arms.lacking(batch.samples), None
+        for part, prefilled, failed in arms.prefilled(batch, waiting):
             read = max(len(prompt.ids) for prompt in part)
             for index, arm in waiting.items():
                 arms.report.name(arm_name(arm.config))
                 arms.report.begin(read if prefilled else 0)
-                arms.add(index, batch, partial(_measured, arm, part, arms.report, prefilled, failed))
+                arms.add(index, batch.samples, partial(_measured, arm, part, arms.report, prefilled, failed))
         prefilled = None  # its memory, before the next takes as much
-        arms.over(batch)
+        arms.over(batch.samples)
 
 
 def _measured(
@@ -107,15 +102,15 @@ def _measured(
 
 
 def _prefilled(
-    arms: Sequence[Arm], prompts: Sequence[TokenizedSample], report: Reporter, prefill: PromptPrefill, divided: bool
+    arms: Sequence[Arm], batch: Batch, report: Reporter, prefill: PromptPrefill, divided: bool
 ) -> Iterator[tuple[Sequence[TokenizedSample], Prefilled | None, str]]:
     """A batch with its prefill, or why that failed; a failed batch of several falls into its samples."""
-    running = [prompt for prompt in prompts if not prompt.record["error"]]
+    running = [prompt for prompt in batch.prompts if not prompt.record["error"]]
     prefilled, failed = None, ""
     report.begin()
     if arms and running:
         try:
-            made = prefill(arms, running)
+            made = prefill(arms, running, batch.again)
             if divided:
                 made.divide()
             prefilled = made
@@ -126,8 +121,8 @@ def _prefilled(
             if not is_failed_sample(error):
                 raise
             failed = f"{type(error).__name__}: {error}"
-    if failed and len(prompts) > 1:
-        for prompt in prompts:
-            yield from _prefilled(arms, [prompt], report, prefill, divided)
+    if failed and len(batch.prompts) > 1:
+        for prompt in batch.prompts:
+            yield from _prefilled(arms, Batch([prompt]), report, prefill, divided)
     else:
-        yield prompts, prefilled, failed
+        yield batch.prompts, prefilled, failed

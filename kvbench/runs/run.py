@@ -18,7 +18,7 @@ from kvbench.backends.hf import spread
 from kvbench.budget import Budget, has_budget
 from kvbench.config import ConfigError, bind_methods, build
 from kvbench.measure import machine
-from kvbench.measure.arm import Arm, PromptPrefill, Setup, batches, measure, prompt_of
+from kvbench.measure.arm import Arm, PromptPrefill, Setup, measure, read
 from kvbench.measure.machine import threads
 from kvbench.measure.protocol import GREEDY, Protocol
 from kvbench.memory.kinds import kv_in, unfit_for
@@ -75,11 +75,10 @@ def _run(config: Config, shard: Shard) -> dict[str, Any]:
         folder.expect(work.whole)
         prefill = PromptPrefill()
         with progress(console, work.total, work.done) as report:
-            for batch in batches(work.samples, config["batch"]):
-                prompts = [prompt_of(arm, sample) for sample in batch]
+            for batch in read(arm, work.samples):
                 report.begin()
-                records = measure(arm, prompts, report.tokens, prefill=prefill)
-                for sample, record in zip(batch, records, strict=True):
+                records = measure(arm, batch.prompts, report.tokens, prefill=prefill, again=batch.again)
+                for sample, record in zip(batch.samples, records, strict=True):
                     folder.add(record, report.share + work.share(sample))
                     report.sample(record, work.share(sample))
                     if arm.attends_whole(record):
@@ -285,7 +284,7 @@ def work_of(arm: Arm, limit: int | None, done: Collection[str], shard: Shard = W
         finished = total * min(len(done), whole) // max(1, whole)
         left = max(1, total - finished)
         return Work(pending, ids, whole, total, finished, prompts < (limit or math.inf), lambda sample: 1 / left)
-    longest_first = sorted(pending, key=lambda sample: -len(sample.prompt))
+    longest_first = sorted(pending, key=lambda sample: len(sample.question) - len(sample.prompt))  # by the contexts
     characters = max(1, sum(len(sample.prompt) for sample in longest_first))
     total = each * shard.share(len(ids) // each)
     return Work(

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.backends.hf import together
 from kvbench.config import ConfigError, bind_methods
-from kvbench.measure.arm import Arm, batches
+from kvbench.measure.arm import Arm, read
 from kvbench.measure.machine import threads
 from kvbench.runs.arms import Arms, in_turn
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
@@ -153,9 +153,9 @@ def _run(
             console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)
         folder.expect(work.whole)
     with progress(console, work.total, work.done) as report:
-        arms, samples = Arms(running, work, report), batches(work.samples, first.config["batch"])
+        arms, batches = Arms(running, work, report), read(first, work.samples)
         if first.decode == "together":
-            SideBySide(arms).run(samples)
+            SideBySide(arms).run(batches)
         else:
-            in_turn(arms, samples)
+            in_turn(arms, batches)
     return arms.ended, work

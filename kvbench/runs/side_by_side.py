@@ -13,17 +13,16 @@ from kvbench.backends.hf.prefilled import Prefilled
 from kvbench.backends.hf.together import concluded
 from kvbench.config import ConfigError
 from kvbench.measure import room
-from kvbench.measure.arm import Arm, Begun, TokenizedSample, begin_reference, failure, is_failed_sample, prompt_of
+from kvbench.measure.arm import Arm, Batch, Begun, TokenizedSample, begin_reference, failure, is_failed_sample
 from kvbench.measure.lane import Going, Lane
 from kvbench.runs.arms import Arms
-from kvbench.tasks import Sample
 
 PREFILLING = 2  # times the keys and values of a prompt are in memory while it is divided
 
 
 @dataclass
-class _Batch:
-    """A batch of samples on its way through the arms.
+class _Brought:
+    """A batch on its way through the arms.
 
     Attributes:
         waiting: the arms that lack it, by their number.
@@ -31,7 +30,7 @@ class _Batch:
         to_come: what must end before the batch is over, the bringing itself included.
     """
 
-    samples: list[Sample]
+    batch: Batch
     waiting: dict[int, Arm]
     counts: bool = True
     to_come: int = 1
@@ -42,11 +41,11 @@ class SideBySide:
 
     def __init__(self, arms: Arms) -> None:
         self._arms, self._lane = arms, Lane(arms.first.loaded, arms.report.rows)
-        self._again = deque[_Batch]()  # samples of a batch that has failed, each by itself
+        self._again = deque[_Brought]()  # samples of a batch that has failed, each by itself
         self._index: dict[int, float] = {}  # what an arm's index took of a prompt's keys and values
 
-    def run(self, samples: Iterator[list[Sample]]) -> None:
-        """Until no samples are left, or no arm.
+    def run(self, batches: Iterator[Batch]) -> None:
+        """Until no batches are left, or no arm.
 
         Raises:
             ConfigError: a sample cannot run as the protocol asks; those that were brought before it have ended.
@@ -55,8 +54,8 @@ class SideBySide:
             try:
                 if self._again:
                     self._bring(self._again.popleft())
-                elif (batch := next(samples, None)) is not None:
-                    self._bring(_Batch(batch, self._arms.lacking(batch)))
+                elif (batch := next(batches, None)) is not None:
+                    self._bring(_Brought(batch, self._arms.lacking(batch.samples)))
                 elif self._lane.going:
                     self._lane.step()
                 else:
@@ -65,25 +64,24 @@ class SideBySide:
                 self._lane.finish()
                 raise
 
-    def _bring(self, batch: _Batch) -> None:
-        first = self._arms.first
-        prompts = [prompt_of(first, sample) for sample in batch.samples]
-        if ready := [prompt for prompt in prompts if not prompt.record["error"]]:
+    def _bring(self, brought: _Brought) -> None:
+        batch, first = brought.batch, self._arms.first
+        if ready := [prompt for prompt in batch.prompts if not prompt.record["error"]]:
             self._lane.clear(PREFILLING * room.prompt_bytes(first, _lengths(ready)), len(ready))
-        for part, prefilled, failed in self._arms.prefilled(batch.samples, prompts, batch.waiting, True):
+        for part, prefilled, failed in self._arms.prefilled(batch, brought.waiting, True):
             if failed and self._lane.going:  # for want of memory, it may be, that others have until they leave
                 self._lane.finish()
-                self._again.append(_Batch([prompt.sample for prompt in part], batch.waiting, counts=False))
+                self._again.append(_Brought(Batch([*part]), brought.waiting, counts=False))
                 continue
             ready = [prompt for prompt in part if prefilled is not None and not prompt.record["error"]]
             lost = [prompt for prompt in part if prompt not in ready]
             if prefilled is not None:
                 self._refer(ready, prefilled)
-            for index, arm in batch.waiting.items():
+            for index, arm in brought.waiting.items():
                 self._arms.add(index, batch.samples, partial(_failures, arm, lost, failed))
                 if prefilled is not None and index not in self._arms.ended:
-                    self._join(batch, index, arm, ready, prefilled)
-        self._through(batch)
+                    self._join(brought, index, arm, ready, prefilled)
+        self._through(brought)
 
     def _refer(self, prompts: Sequence[TokenizedSample], prefilled: Prefilled) -> None:
         """Begin what samples with given tokens are compared with: it goes on ahead of them."""
@@ -93,21 +91,22 @@ class SideBySide:
             self._lane.join(begin, 1, Going(None, 0, prompt, lambda decoding, error: None))
 
     def _join(
-        self, batch: _Batch, index: int, arm: Arm, prompts: Sequence[TokenizedSample], prefilled: Prefilled
+        self, brought: _Brought, index: int, arm: Arm, prompts: Sequence[TokenizedSample], prefilled: Prefilled
     ) -> None:
-        lengths, first = _lengths(prompts), prompts[0]
-        size = room.row_bytes(arm, lengths, first.sample.max_new_tokens + len(first.question), self._index.get(index))
+        lengths, prompt = _lengths(prompts), room.prompt_bytes(arm, _lengths(prompts))
+        size = room.row_bytes(arm, lengths, prompts[0].room, self._index.get(index))
+        if prefilled.again or prefilled.has_kept(id(arm)):  # what is kept, and a copy, share no page with the prompt
+            size = 2 * (size + prompt)
         begun = Begun(arm, prompts, prefilled)
 
         def ended(decoding: Decoding | None, error: Exception | None) -> None:
-            self._arms.add(index, batch.samples, partial(self._records, index, begun, decoding, error))
+            self._arms.add(index, brought.batch.samples, partial(self._records, index, begun, decoding, error))
             if index in self._arms.ended:
                 self._lane.drop(index)
-            self._through(batch)
+            self._through(brought)
 
-        batch.to_come += 1
-        prompt = prefilled, room.prompt_bytes(arm, lengths)
-        self._lane.join(begun.begin, len(prompts), Going(index, size, prompt, ended))
+        brought.to_come += 1
+        self._lane.join(begun.begin, len(prompts), Going(index, size, (prefilled, prompt), ended))
 
     def _records(
         self, index: int, begun: Begun, decoding: Decoding | None, error: Exception | None
@@ -124,16 +123,16 @@ class SideBySide:
                 raise
             if len(prompts) == 1:
                 return [failure(arm, prompts[0], f"{type(failed).__name__}: {failed}")]
-            self._again.extend(_Batch([prompt.sample], {index: arm}, counts=False) for prompt in prompts)
+            self._again.extend(_Brought(Batch([prompt]), {index: arm}, counts=False) for prompt in prompts)
             return []
         share = room.index_share(arm, _lengths(prompts), generation.audit.get("index_bytes", 0))
         self._index[index] = max(share, self._index.get(index, 0.0))
         return records
 
-    def _through(self, batch: _Batch) -> None:
-        batch.to_come -= 1
-        if batch.counts and not batch.to_come:
-            self._arms.over(batch.samples)
+    def _through(self, brought: _Brought) -> None:
+        brought.to_come -= 1
+        if brought.counts and not brought.to_come:
+            self._arms.over(brought.batch.samples)
 
 
 def _failures(arm: Arm, prompts: Sequence[TokenizedSample], failed: str) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from kvbench.kernels.listed import compile_silently
 from kvbench.memory.kinds import kv_of
 from kvbench.method import Method
 
-Question = Literal["dense", "method"]
+Question = Literal["after", "decode"]
 AUDIT_EVERY = 8  # a user's own generate() shall not pay for a count of every union at every step
 
 
@@ -47,8 +47,8 @@ class KVCache(CountingCache):
         accounting: "paper" or "unified" (what counts inside the budget).
         dense_layers: true indices of layers that always attend everything; one with a sliding window is none, and stays
             as it is.
-        question: how the tokens of a later turn are read: "dense", at once, attending all that the method has not
-            dropped, or "method", one by one, as decode steps (the logits are then the last token's alone).
+        question: how the tokens of a later turn are read: "after", at once, attending all that the method has not
+            dropped, or "decode", one by one, as decode steps (the logits are then the last token's alone).
         prompt_length: columns of the prompt, padding included, where it is prefilled in several forward passes.
         attention: the executor, "auto", "cpu", "torch", "reference" or "flashinfer".
         kv: what keys and values are held in, "native", "int8", "fp8", "kivi4", "kivi2", or {"device": .., "host": ..}.
@@ -67,7 +67,7 @@ class KVCache(CountingCache):
         *,
         accounting: Accounting = "paper",
         dense_layers: Collection[int] = (0, 1),
-        question: Question = "dense",
+        question: Question = "after",
         prompt_length: int | None = None,
         attention: str = "auto",
         kv: str | Mapping[str, str] = "native",
@@ -206,7 +206,7 @@ class KVCache(CountingCache):
         lengths = _lengths_after(self.engine, mask, self._prompt_length, width)
         if self._stretched:
             rotary.refuse_mixed(self._model, lengths)
-        if turn and self._question == "method":
+        if turn and self._question == "decode":
             for at in range(width - 1):
                 self._model(**columns(given, name, at, seen), past_key_values=self, use_cache=True, logits_to_keep=1)
             given = given | columns(given, name, width - 1, seen)

@@ -34,6 +34,8 @@ class EngineCache(CountingCache):
     def __init__(self, engine: Engine | Together) -> None:
         super().__init__(engine.shape.layers, windows_of(engine))
         self.engine, self.scaling = engine, engine.shape.scaling
+        if engine.prefilled:
+            self.uncount(-max(map(sum, zip(engine.offsets, engine.lengths, strict=True))))
 
     def attend(self, call: Call, query: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """Attention of one layer by the engine, in the phase that the loop is in; see `Engine.attend`."""
@@ -73,6 +75,23 @@ class Stops:
     stop_ids: Collection[int] = ()
     ends: Callable[[Sequence[int]], bool] = _never
     not_first: Collection[int] = ()
+
+
+@dataclass(frozen=True)
+class Question:
+    """What follows the prompts and is read through what the method has made of these.
+
+    Attributes:
+        rows: token ids of each row, as many of each; (): nothing.
+        at_once: as a later turn of a conversation (`kvbench.engine.turn`); else a decode step for each token.
+    """
+
+    rows: Sequence[Sequence[int]] = ()
+    at_once: bool = False
+
+    def __len__(self) -> int:
+        """Tokens of a row."""
+        return len(self.rows[0]) if self.rows else 0
 
 
 class Choice:
@@ -148,8 +167,9 @@ class Decoding:
 
     Args:
         engine: that has read the prompt.
-        tokens: the first new token of each row, [B] on the CPU; where there is a question, its logits say others.
-        max_new_tokens, stops, choice, question, watch: see `generate`.
+        tokens: the first new token of each row, [B] on the CPU; where a question is left, its logits say others.
+        question: what is left to read in decode steps, its tokens [q, B].
+        max_new_tokens, stops, choice, watch: see `generate`.
 
     Attributes:
         tokens: what the next pass reads, [B] on the CPU.
@@ -166,15 +186,15 @@ class Decoding:
         max_new_tokens: int,
         stops: Stops = Stops(),
         choice: Choice | None = None,
-        question: Sequence[int] = (),
+        question: Sequence[torch.Tensor] = (),
         watch: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
         self.engine, self._most, self._stops, self._watch = engine, max_new_tokens, stops, watch
         self._choice, self._question = choice or Choice(), list(question)
         self.made: list[list[int]] = [[] for _ in tokens]
         self.active, self.steps = [True] * len(tokens), 0
-        self.tokens = torch.full_like(tokens, question[0]) if question else self._choice.first(tokens)
-        if not question:
+        self.tokens = self._question[0] if self._question else self._choice.first(tokens)
+        if not self._question:
             self._add(self.tokens)
 
     @property
@@ -197,7 +217,7 @@ class Decoding:
             self.tokens = self._choice(logits, self.steps + 1)
         elif len(self._question) > 1:
             chosen_tokens(logits)
-            self.tokens = torch.full_like(self.tokens, self._question[1])
+            self.tokens = self._question[1]
         else:
             self.tokens = self._choice.first(chosen_tokens(logits, self._stops.not_first, self._choice.draw))
 
@@ -223,12 +243,33 @@ class Decoding:
 
 @torch.inference_mode()
 def begin(
-    engine: Engine, prefilled: Lender, *, choice: Choice | None = None, question: Sequence[int] = (), **ends: Any
+    model: PreTrainedModel,
+    engine: Engine,
+    prefilled: Lender,
+    *,
+    choice: Choice | None = None,
+    question: Question = Question(),
+    **ends: Any,
 ) -> Decoding:
-    """A generation of a fresh engine that begins from a prefill of its prompts; the rest is as for `Decoding`."""
-    prefilled.lend(engine)
+    """A generation that begins from a prefill of its prompts, with a question that is read at once read.
+
+    Args:
+        engine: fresh, or one that has begun from this prefill and done nothing since.
+        model, choice, question, ends: see `generate`.
+    """
+    if not engine.prefilled:
+        prefilled.lend(engine)
     draw = choice.draw if choice is not None and not question else None
-    return Decoding(engine, prefilled.first_tokens(draw), choice=choice, question=question, **ends)
+    return _asked(model, engine, prefilled.first_tokens(draw), question, choice=choice, **ends)
+
+
+def _asked(model: PreTrainedModel, engine: Engine, tokens: torch.Tensor, question: Question, **ends: Any) -> Decoding:
+    """The generation of an engine that has read its prompts: `tokens` come first where nothing is asked."""
+    if question.at_once and len(question) > 1:
+        logits = turn_logits(model, torch.tensor(question.rows), EngineCache(engine))
+        choice, stops = ends["choice"] or Choice(), ends.get("stops", Stops())
+        return Decoding(engine, chosen_tokens(logits, stops.not_first, choice.draw), **ends)
+    return Decoding(engine, tokens, question=[*torch.tensor(question.rows).T] if question else (), **ends)
 
 
 @torch.inference_mode()
@@ -241,7 +282,7 @@ def generate(
     stops: Stops = Stops(),
     choice: Choice | None = None,
     prefill_chunk: int | None = None,
-    question: Sequence[int] = (),
+    question: Question = Question(),
     prefilled: Lender | None = None,
     watch: Callable[[torch.Tensor], object] | None = None,
     warmup: int = 0,
@@ -252,11 +293,11 @@ def generate(
     Args:
         model: with "kvbench" attention.
         prompts: token ids of each row.
-        engine: fresh, made for this batch.
+        engine: fresh, made for this batch; see `begin`.
         max_new_tokens, stops: new tokens of each row at most, at least 1, and where it ends before.
         choice: what the new tokens are; None: the likeliest.
         prefill_chunk: prompt columns in one forward pass; None: all.
-        question: token ids that follow every prompt and are read as decode steps, so through the method.
+        question: what follows every prompt, read through the method.
         prefilled: begin from this prefill of the prompts instead of one of its own.
         watch: called after every step with its logits [B, vocabulary], outside the times.
         warmup: first decode steps that the breakdown leaves out.
@@ -271,14 +312,14 @@ def generate(
         return progress and progress(columns, read + max_new_tokens)
 
     start, cache = time.perf_counter(), EngineCache(engine)
-    ends: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stops": stops, "question": question, "watch": watch}
+    ends: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stops": stops, "choice": choice, "watch": watch}
     with engine.spans("other"):
         if prefilled is None:
             banned, draw = ((), None) if question else (stops.not_first, choice.draw)
             tokens = prefill(model, prompts, cache, prefill_chunk, done, banned, draw)
-            decoding = Decoding(engine, tokens, choice=choice, **ends)
+            decoding = _asked(model, engine, tokens, question, **ends)
         else:
-            decoding = begin(engine, prefilled, choice=choice, **ends)
+            decoding = begin(model, engine, prefilled, question=question, **ends)
     start += _read_question(model, decoding, cache)
     generation = Generation(decoding.made, time.perf_counter() - start, shared_prefill=prefilled is not None)
     generation.prefill_ms = _milliseconds(engine.spans.reset(), 1)
@@ -380,6 +421,15 @@ def step_logits(
     return logits[:, -1]
 
 
+def turn_logits(model: PreTrainedModel, ids: torch.Tensor, cache: EngineCache) -> torch.Tensor:
+    """Read tokens [B, q] on the CPU as a turn; the logits of the next ones [B, vocabulary]."""
+    lengths, width = cache.engine.lengths, ids.shape[1]
+    cache.engine.start_turn(ids)
+    positions = torch.tensor(lengths)[:, None] + torch.arange(width)
+    ids, positions = uploaded(torch.stack([ids, positions]), model.device)
+    return _forward(model, ids, positions, cache, None, max(lengths) + width)[:, -1]
+
+
 def _forward(
     model: PreTrainedModel,
     ids: torch.Tensor,
@@ -395,7 +445,7 @@ def _forward(
     if any(offsets):
         padding = torch.arange(end, device=ids.device) >= uploaded(torch.tensor(offsets), ids.device)[:, None]
     engine = cache.engine
-    lengths = [length + 1 for length in engine.lengths] if engine.prefilled else engine.shape.lengths
+    lengths = [length + ids.shape[1] for length in engine.lengths] if engine.prefilled else engine.shape.lengths
     with engine.spans("model"), angles_of(lengths):
         out = model(
             input_ids=ids,

@@ -165,7 +165,7 @@ class CountingCache(Cache):
         self.first = min(layer for layer in range(layers) if layer not in windowed)
 
     def uncount(self, tokens: int) -> None:
-        """The last tokens of every row were taken back."""
+        """The last tokens of every row were taken back; fewer than none: they were read elsewhere."""
         for layer in self.layers:
             if isinstance(layer, CountingLayer):
                 layer.seen -= tokens

@@ -140,11 +140,11 @@ class EnginePlan:
             ValueError: names what it is, and what would be right.
         """
         kv, windows = self.settings["kv"], len(self.shape.windows)
-        if not self.method.needs.crops or question != "dense" or windows or kv.device in GROUPED:
+        if not self.method.needs.crops or question != "after" or windows or kv.device in GROUPED:
             raise ValueError(
                 f"assisted decoding with {type(self.method).__name__}, question={question}, kv={kv}, {windows} layers "
                 "with a window: it reads several tokens at once and takes some back; expected a method whose needs say "
-                "crops=True, question=dense, tokens coded one by one, and full attention in every layer"
+                "crops=True, question=after, tokens coded one by one, and full attention in every layer"
             )
 
 

@@ -8,8 +8,9 @@ write to, which takes memory for the pages that it writes alone.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,7 @@ from kvbench.backends.hf.generate import Draw, EngineCache, chosen_tokens, prefi
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.rotary import refuse_recomputed
 from kvbench.budget import Budget
+from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
 from kvbench.memory.large import Original
 from kvbench.memory.store import LayerStore, Sealed
@@ -55,6 +57,7 @@ class Prefilled:
         seconds: what the prefill took.
         reference: [vocabulary] fp32 each, what full attention says after each token of a text that is given (see
             `kvbench.measure.fidelity`); None: nobody asked.
+        again: more will be asked about these prompts, so what each method has made of them is kept.
     """
 
     def __init__(
@@ -71,10 +74,36 @@ class Prefilled:
         self._capacity = engine.capacity
         self.reference: list[torch.Tensor] | None = None
         self._lent: list[LayerStore] = []
+        self.again, self._kept = False, dict[object, Engine]()
 
     def first_tokens(self, draw: Draw | None) -> torch.Tensor:
         """The first new token of each row, [B] on the CPU: the likeliest, or drawn."""
         return self.tokens if draw is None else chosen_tokens(self._logits, self._not_first, draw)
+
+    def has_kept(self, owner: object) -> bool:
+        """Whether an engine of this owner has begun here, and a copy of it is kept."""
+        return owner in self._kept
+
+    @torch.inference_mode()
+    def engine(self, owner: object, make: Callable[[], Engine]) -> Engine:
+        """An engine that has begun here: the owner's first, made by `make`, or a copy of what that was then.
+
+        Raises:
+            ConfigError: more will be asked, and the method cannot be copied.
+            ValueError: as `lend`.
+        """
+        engine = self._kept.pop(owner, None)
+        if engine is None:
+            self.lend(engine := make())
+        if self.again:
+            try:
+                self._kept[owner] = copy.deepcopy(engine)
+            except TypeError as error:
+                raise ConfigError(
+                    f"{type(engine.method).__name__}: several questions about one context need a copy of what the "
+                    f"method has made of it, and it has none ({error}); expected a method that copy.deepcopy can copy"
+                ) from error
+        return engine
 
     def lend(self, engine: Engine) -> None:
         """Let `engine`, fresh and made for these prompts, begin here.

@@ -34,7 +34,7 @@ def _unfit(run: Mapping[str, Any], source: hub.ModelSource) -> Iterator[str]:
         "device": (run["device"], ("auto", "cpu")),
         "model.device_map": (run["model"]["device_map"], (None,)),
         "probe.every": (run["probe"]["every"], (0,)),
-        "protocol.question_as_decode": (protocol["question_as_decode"], (False,)),
+        "protocol.question": (protocol["question"], ("with",)),
         "protocol.temperature": (protocol["temperature"], (0,)),
     }
     for key, (value, right) in expected.items():

@@ -32,7 +32,7 @@ from kvbench.runs.summary import is_disturbed
 # What an arm's words mean where they do not name these keys.
 USUAL = {
     "protocol.accounting": "paper",
-    "protocol.question_as_decode": "false",
+    "protocol.question": "with",
     "probe.every": "0",
     "attention": "auto",
 }

@@ -24,7 +24,7 @@ from kvbench.runs.stored import Record, read_samples
 from kvbench.runs.summary import by_machine, summarise_repeats
 
 YARDSTICK = "full"  # the method that all others are compared with
-PROTOCOL = ("accounting", "dense_layers", "chat", "prefill_chunk", "question_as_decode", "generated", *GREEDY)
+PROTOCOL = ("accounting", "dense_layers", "chat", "prefill_chunk", "question", "generated", *GREEDY)
 CELL = {"task.lengths", "task.batch", "task.repeats"}  # settings that the length and batch of a timed cell stand for
 OF_ARMS = ("weights", "device_name", "metric", "run_id")  # keys that stand in `Run.arm` and not in its settings
 # What full attention does not depend on.

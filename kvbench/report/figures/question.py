@@ -1,0 +1,65 @@
+"""The figure `question`: what a method loses when the question comes after it has compressed the context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import get_args
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from kvbench.config import ConfigError
+from kvbench.measure.protocol import Question
+from kvbench.report.data.run import Runs
+from kvbench.report.data.stats import COVERAGE
+from kvbench.report.figures.panels import (
+    MOST_PANELS,
+    NOT_COMPARED,
+    arms_for,
+    draw_intervals,
+    finished,
+    panels_of,
+    refuse_crowd,
+    series_of,
+    size_text,
+    tiled,
+)
+from kvbench.runs.quantities import QUANTITIES
+
+KEY = "protocol.question"
+APART = 0.015  # so that no bar hides another
+PLACES = {word: place for place, word in enumerate(get_args(Question))}
+
+
+def question(runs: Runs) -> Figure:
+    """Score by when the question is read; a panel for each task, model and budget, full attention in all of them."""
+    arms = arms_for(runs, "question", probed=False, scored=True)
+    arms = arms.assign(**{KEY: runs.settings.loc[arms.index, KEY].map(str)})
+    panels = [
+        (f"{title}, C = {size_text(size)}", own)
+        for title, alike in panels_of("question", runs, arms, free={*NOT_COMPARED, KEY})
+        for size, own in _by_budget(alike)
+        if own[KEY].nunique() > 1
+    ]
+    if not panels:
+        raise ConfigError(f"figure=question: no runs here differ in {KEY} alone; -m {KEY}=with,after makes such")
+    refuse_crowd("question", len(panels), "tasks, models, protocols and budgets", MOST_PANELS)
+    figure, axes = tiled(
+        len(panels), min(2, len(panels)), f"score by when the question is read, with {COVERAGE} % intervals"
+    )
+    for (title, own), axis in zip(panels, axes.flat, strict=False):
+        for aside, one in enumerate(series_of(runs, own)):
+            places = one.arms[KEY].map(PLACES) + APART * aside
+            draw_intervals(axis, one, places, [runs[run].score() for run in one.arms.index])
+        words = [word for word in PLACES if word in set(own[KEY])]
+        axis.set_xticks([PLACES[word] for word in words], words)
+        axis.set(ylim=(-5, 105), title=title, xlabel=KEY, ylabel=QUANTITIES["score"].axis)
+        axis.grid(alpha=0.3)
+    return finished(figure, axes, [own for _, own in panels])
+
+
+def _by_budget(arms: pd.DataFrame) -> Iterator[tuple[float, pd.DataFrame]]:
+    """The arms of each budget, with those that have none."""
+    none = arms[arms["budget"].isna()]
+    for size, own in arms.groupby("budget"):
+        yield size, pd.concat([none, own])
