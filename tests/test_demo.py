@@ -9,7 +9,7 @@ from matplotlib import image
 from rich.console import Console
 
 from kvbench.cli import demo
-from kvbench.config import ConfigError
+from kvbench.config import ASSETS, ConfigError
 
 
 @pytest.fixture
@@ -95,6 +95,12 @@ def test_bad_input_is_one_line(small, capsys, word, said):
     assert demo.main([*small, word]) == 2
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1 and told[0].startswith("kvbench: ") and said in told[0]
+
+
+def test_a_folder_of_ones_own_is_called_by_its_own_name(sizes, tmp_path):
+    (tmp_path / "mine").symlink_to(ASSETS / "tiny")
+    words = [f"model.path={tmp_path / 'mine'}"]
+    assert demo.model_name({demo.FIDELITY: [demo.config(words, demo.FIDELITY, "full")]}) == "mine"
 
 
 def test_bad_input_is_told_before_a_model_is_fetched(monkeypatch, capsys):

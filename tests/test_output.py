@@ -11,6 +11,7 @@ import pytest
 from kvbench.cli import main as cli
 from kvbench.cli.commands import COMMANDS
 from kvbench.cli.output import printing
+from kvbench.config import ASSETS
 from kvbench.runs.folder import RunFolder, read_samples
 from kvbench.runs.state import state_of
 
@@ -59,6 +60,13 @@ def test_a_closed_stream_is_one_that_nobody_wants(closed, tmp_path):
     assert done.returncode == 2
     assert ("smollm2" in done.stdout, "gone: no such model" in done.stderr) == (closed == "2>&-", closed == ">&-")
     assert "Traceback" not in done.stderr
+
+
+def test_the_line_that_a_run_begins_with_names_the_model_that_was_given(monkeypatch, tmp_path, capsys):
+    (tmp_path / "mine").symlink_to(ASSETS / "tiny")
+    monkeypatch.setattr("kvbench.runs.run.run", lambda config: {})
+    assert cli.main(["task=passkey", "method=full", f"model.path={tmp_path / 'mine'}"]) == 0
+    assert "passkey, full on mine: loading" in capsys.readouterr().out
 
 
 def test_tables_may_be_made_for_a_closed_stream(tmp_path):

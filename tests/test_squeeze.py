@@ -15,6 +15,7 @@ from driver import CLOSE, Driven, Stream, drive, numbers, rotate, run_loop, stre
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from zoo import random_model
 
 from kvbench import KVCache
 from kvbench.backends.hf.loading import Loaded
@@ -24,6 +25,7 @@ from kvbench.backends.hf.residuals import residuals_watched
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError, bind_methods
 from kvbench.method import Method, Needs
+from kvbench.models.support import windows
 from kvbench.runs.run import prepare
 
 bind_methods()
@@ -196,12 +198,11 @@ class Noting(Method):
         self.similarity = similarity
 
 
-def by_hand(model: Any, prompt: list[int]) -> torch.Tensor:
+def by_hand(model: Any, prompt: list[int], adds: str = "self_attn") -> torch.Tensor:
     """[layers] from transformers' own forward pass: what enters a layer, and what its attention adds."""
     added: list[torch.Tensor] = []
-    hooks = [
-        layer.self_attn.register_forward_hook(lambda _, __, out: added.append(out[0])) for layer in model.model.layers
-    ]
+    parts = [getattr(layer, adds) for layer in model.model.layers]
+    hooks = [part.register_forward_hook(lambda _, __, out: added.append(out[0])) for part in parts]
     try:
         states = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
     finally:
@@ -241,6 +242,15 @@ def test_similarity_is_that_of_the_model_s_hidden_states(
         cache.reset()
     loaded.model.generate(ids, past_key_values=cache, **options)
     assert not any(layer._forward_pre_hooks for layer in loaded.model.model.layers), "nothing watches the decode steps"
+
+
+def test_layers_with_a_window_come_before_a_prompt_begins() -> None:
+    model, method = random_model("gemma3_text"), Noting()
+    right = by_hand(model, PROMPTS[0], adds="post_attention_layernorm")
+    assert windows(model.config.to_dict()).keys() == {0, 3}
+    cache = KVCache(model, method, None, dense_layers=())
+    model.generate(torch.tensor([PROMPTS[0]]), past_key_values=cache, max_new_tokens=2)
+    torch.testing.assert_close(method.similarity[:, 0], right[1:3], rtol=0, atol=CLOSE)
 
 
 def test_a_prefill_that_recorded_no_similarity_is_refused(tiny: Loaded) -> None:

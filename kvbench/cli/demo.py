@@ -26,6 +26,7 @@ from kvbench.cli.fetch import fetch
 from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_twice
 from kvbench.config import ConfigError
+from kvbench.models.hub import source_of
 from kvbench.runs.folder import ResultsError, writing
 from kvbench.runs.quantities import OWN, QUANTITIES, recorded
 from kvbench.runs.table import add_numbers, wide_console, with_error
@@ -162,7 +163,7 @@ def demo(configs: dict[str, list[DictConfig]], console: Console) -> list[Row]:
 
 def model_name(configs: dict[str, list[DictConfig]]) -> str:
     """What the model of all arms is called."""
-    return str(configs[FIDELITY][0]["model"]["name"])
+    return source_of(configs[FIDELITY][0]["model"]).name
 
 
 def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> Row:

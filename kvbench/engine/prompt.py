@@ -83,10 +83,13 @@ class PromptReader:
         cosines = cosine_similarity(before.float(), after.float(), dim=2).where(real, 0).sum(dim=1, dtype=torch.float64)
         self._cosines[layer] = self._cosines.get(layer, 0) + cosines
 
-    def similarity(self) -> torch.Tensor:
-        """[layers, B] fp32, the mean cosine of each row's hidden states before and after each layer's attention."""
-        first = self._cosines[min(self._cosines)].device
-        sums = torch.stack([self._cosines[layer].to(first) for layer in sorted(self._cosines)])
+    def similarity(self, layers: int) -> torch.Tensor:
+        """[layers, B] fp32, the mean cosine of each row's hidden states before and after each layer's attention; 0 of
+        layers that were not watched.
+        """
+        sums = next(iter(self._cosines.values())).new_zeros(layers, len(self.lengths))
+        for layer, cosines in self._cosines.items():
+            sums[layer] = cosines
         return (sums / torch.tensor(self.lengths, device=sums.device)).float()
 
     def prompt(self, layer: int, store: LayerStore) -> Prompt:

@@ -199,6 +199,8 @@ class CountingCache(Cache):
 
     def residual(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
         """What a layer's attention has made of the hidden states, see `Engine.residual`; of a prefill alone."""
+        if self.engine is None:  # a layer with a window, before the first one that begins a prompt
+            return
         if self.engine.method.needs.layer_similarity and not self.engine.prefilled:
             self.engine.residual(layer, before, after)
 
