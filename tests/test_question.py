@@ -246,8 +246,10 @@ def test_a_task_without_questions_is_refused_before_a_model_loads(task: str, que
 def test_a_sample_without_a_question_is_named(tiny: Loaded) -> None:
     config = composed("model=dummy-tiny", "protocol.question=after")
     arm = prepare(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="protocol.question=after: strange .*with"):
-        prompt_of(arm, Sample("strange", "No question is in here.", (), 4))
+    whole = "A question, and no context."  # but for the tokens of a chat template
+    for question in ("", whole):
+        with pytest.raises(ConfigError, match="protocol.question=after: strange .*with"):
+            prompt_of(arm, Sample("strange", whole, (), 4, question))
 
 
 def test_old_digests_hold() -> None:

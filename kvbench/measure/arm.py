@@ -156,7 +156,7 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
     ids, question = rendered.ids, []
     record |= {"prompt_tokens": len(rendered.ids), "cut_tokens": rendered.cut}
     if (how := arm.protocol.question) != "with":
-        if not rendered.question_start:
+        if not rendered.question_start or sample.question == sample.prompt:
             raise ConfigError(f"protocol.question={how}: {sample.id} has no question apart from its context; use with")
         ids, question = ids[: rendered.question_start], ids[rendered.question_start :]
         record["question_tokens"] = len(question)
