@@ -133,8 +133,6 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         "dense_layers": show(identity["dense_layers"]),
     }
     protocol = {**GREEDY, **own["protocol"]}
-    if (decoded := protocol.pop("question_as_decode", None)) is not None:  # its name in older runs
-        protocol["question"] = "decode" if decoded else "with"
     sections = {"protocol": protocol, "probe": own["probe"], "method": method, "task": task}
     for section, values in sections.items():
         for key, value in values.items():
