@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvbench.attention import torch as torch_executor
 from kvbench.kernels import attend as kernels
 from kvbench.kernels import rows
 from kvbench.memory.codec import Codec, Fp8, Int8, KiviKeys, KiviValues, Native
@@ -28,8 +27,6 @@ from kvbench.method import Extra, Selection, Shape
 # A number of each dtype that the kernels read, of the type in which they read it: NumPy has no bfloat16.
 STORED: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 WORTH_A_THREAD = 2**18  # bytes of keys and values; fewer are read before another thread has begun
-# Bytes of keys and values attended as a whole from which on the kernel is quicker than sdpa, in either dtype.
-WORTH_STREAMING = 2**19
 NONE_KEPT = np.empty((0, 0, 0), np.float32)  # of logits
 NO_BIAS = NONE_KEPT
 NO_RESULTS = np.empty((0, 0, 0, 0), np.float32)
@@ -68,10 +65,7 @@ def attend(
     """See `kvbench.attention.executor.Executor`."""
     if selection is not None:
         return _attend_lists(query, scaling, store, selection, probabilities)
-    stretches, entry = store.worked_out(_stretches)
-    if entry and store.device.even and store.device.total * entry < WORTH_STREAMING:
-        return torch_executor.attend(query, store, None, scaling, probabilities)
-    return _attend_resident(query, scaling, stretches, probabilities)
+    return _attend_resident(query, scaling, store.worked_out(_stretches), probabilities)
 
 
 # -- how rows are held -------------------------------------------------------------------------------------------------
@@ -112,11 +106,8 @@ def _kind(codec: Codec | KiviKeys) -> tuple[Any, int, int]:
 Stretch = tuple[Any, ...]
 
 
-def _stretches(store: LayerStore) -> tuple[list[Stretch], int]:
-    """All used slots; and where they are held as they are bytes of one, else 0."""
-    spans = store.device.spans()
-    native = all(isinstance(span.codecs[0], Native) for span in spans)
-    return list(map(_stretch, spans)), store.device.entry_bytes if native else 0
+def _stretches(store: LayerStore) -> list[Stretch]:
+    return list(map(_stretch, store.device.spans()))
 
 
 def _stretch(span: Span) -> Stretch:
@@ -306,6 +297,6 @@ def compile_kernels(dtype: torch.dtype, kv: KV = NATIVE) -> None:
         store.seal_prompt([1])
         store.encode()
         if kind in ("native", kv.device):
-            _attend_resident(token, 1.0, _stretches(store)[0], probabilities=True)
+            _attend_resident(token, 1.0, _stretches(store), probabilities=True)
         selection = Selection(torch.zeros(1, 1, 1, dtype=torch.int64), extra=Extra(token, token, torch.zeros(1, 1, 1)))
         _attend_lists(token, 1.0, store, selection, probabilities=True)
