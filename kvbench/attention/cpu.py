@@ -161,8 +161,10 @@ def _attend_lists(
     Raises:
         LookupError: as `LayerStore.locate`.
     """
-    parts, heads = store.worked_out(_tiers), store.kv_heads
-    out, weights, lost = _attend_parts(query, scaling, parts, selection, heads, probabilities)
+    tiers, heads = store.worked_out(_tiers), store.kv_heads
+    replaces_all = not (store.rebuilds_keys and len(tiers) == 1 and tiers[0].native)
+    selection = store.with_stored_keys(selection) if replaces_all else selection
+    out, weights, lost = _attend_parts(query, scaling, tiers, selection, heads, replaces_all, probabilities)
     if lost:
         store.locate(of_kv_heads(selection.index, heads))  # raises, and names the token
         raise AssertionError("a token that the store locates was not found")
@@ -176,19 +178,24 @@ def _attend_parts(
     tiers: Sequence[Lists],
     selection: Selection,
     heads: int,
+    replaces_all: bool,
     probabilities: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """As `_attend_lists`, for `heads` KV heads, and how many pieces named a token that is nowhere."""
+    """As `_attend_lists`, for `heads` KV heads, and how many pieces named a token that is nowhere.
+
+    Args:
+        replaces_all: keys of the selection replace those of all tokens; else of the host's alone.
+    """
     index, extra, dtype = selection.index.contiguous(), selection.extra, tiers[0].codecs[0].dtype
     batch, count, lists = len(index), index.shape[2], max(index.shape[1], heads)
     each, tokens, bias = kernels.pieces_of(count, kernels.LIST_PIECE), index.numpy(), bias_of(selection, batch, lists)
     # own and more must live until the work is done
     own = None if selection.keys is None else selection.keys.to(dtype).contiguous()
     more = [] if extra is None else [part.to(dtype).contiguous() for part in (extra.key, extra.value)]
-    address, parts = 0 if own is None else own.data_ptr(), []
+    keys, parts = (0 if own is None else own.data_ptr(), replaces_all), []
     for tier in tiers:
         stored = tier.stored if own is None else _stored((Native(own.shape[3], dtype), tier.codecs[1]))
-        given = tokens, bias, tier.device, tier.host, address, NO_EXTRA, stored
+        given = tokens, bias, tier.device, tier.host, keys, NO_EXTRA, stored
         parts.append(Part(kernels.attend_lists, each, given))
     extras = more[0].shape[2] if more else 0
     if extras and tiers[-1].native:  # they come with rows that are held as they are, or by themselves
@@ -208,7 +215,7 @@ def extra_part(
     nowhere = 0, 0, 0, numbers, np.empty((rows, 0), np.int64), numbers, numbers, numbers
     entries = *_addresses(key, value), key.shape[2], index.shape[2]
     nothing = index[..., :0].contiguous().numpy()
-    return Part(kernels.attend_lists, 1, (nothing, bias, nowhere, NO_HOST, 0, entries, _stored(codecs)))
+    return Part(kernels.attend_lists, 1, (nothing, bias, nowhere, NO_HOST, (0, True), entries, _stored(codecs)))
 
 
 def bias_of(selection: Selection, batch: int, lists: int) -> NDArray[np.float32]:

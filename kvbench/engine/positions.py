@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
+from torch.nn.functional import embedding
 
 from kvbench.attention.sinks import joined
 from kvbench.memory.slots import NO_TOKEN
@@ -39,7 +40,7 @@ class PromptRotation:
 
     def __init__(self, rotary: Rotary, length: int) -> None:
         self._rotary, self._length = rotary, length
-        self._tables: dict[torch.device, torch.Tensor] = {}  # cos and sin [2, length, D] on each device
+        self._tables: dict[torch.device, Angles] = {}  # cos and sin [length, D] on each device
 
     def back(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys [B, H, n, D] at positions [B, 1 or H, n], as they were before RoPE."""
@@ -53,10 +54,10 @@ class PromptRotation:
     def _angles(self, positions: torch.Tensor) -> Angles:
         device = positions.device
         if device not in self._tables:
-            parts = self._rotary.angles(torch.arange(self._length, device=device)[None, None])
-            self._tables[device] = torch.cat(parts)[:, 0]
+            cos, sin = self._rotary.angles(torch.arange(self._length, device=device)[None, None])
+            self._tables[device] = cos[0, 0], sin[0, 0]
         cos, sin = self._tables[device]
-        return cos[positions], sin[positions]
+        return embedding(positions, cos), embedding(positions, sin)
 
 
 class Apart(NamedTuple):
