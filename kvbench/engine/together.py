@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from kvbench.engine.engine import Engine, Held
+from kvbench.engine.engine import Engine, Held, seen_finite
 from kvbench.method import Method
 from kvbench.spans import Spans
 
@@ -54,10 +54,10 @@ class Together:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attention [B, Hq, 1, D] of one layer, see `Engine.attend`."""
-        out = query.new_zeros(query.shape)
+        out, finite = query.new_zeros(query.shape), seen_finite(query, key)  # all at once
         parts = zip(*(part.split(self._rows) for part in (out, query, key, value)), strict=True)
         for index, (engine, (own, *given)) in enumerate(zip(self._engines, parts, strict=True)):
-            found = self._ask(index, engine.attend, layer, *given, sinks)
+            found = self._ask(index, engine.attend, layer, *given, sinks, finite)
             if found is not None:
                 own.copy_(found)
         return out
