@@ -65,7 +65,7 @@ def attend(
     """See `kvbench.attention.executor.Executor`."""
     if selection is not None:
         return _attend_lists(query, scaling, store, selection, probabilities)
-    return _attend_resident(query, scaling, store.worked_out(_stretches), probabilities)
+    return _attend_resident(query, scaling, store.worked_out(_stretches), store.device.longest if probabilities else 0)
 
 
 # -- how rows are held -------------------------------------------------------------------------------------------------
@@ -117,10 +117,9 @@ def _stretch(span: Span) -> Stretch:
 
 
 def _attend_resident(
-    query: torch.Tensor, scaling: float, stretches: Sequence[Stretch], probabilities: bool
+    query: torch.Tensor, scaling: float, stretches: Sequence[Stretch], columns: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output as the query and probabilities [B, Hq, n], n = most used slots, for all slots that are used."""
-    columns = max(int((used + column).max()) for used, _, column, *_ in stretches) if probabilities else 0
+    """Output as the query and probabilities [B, Hq, columns], of the most used slots or 0, for all that are used."""
     if len(stretches) == 1:
         parts = [Part(kernels.attend_resident, 0, stretches[0])]
     else:
@@ -280,7 +279,8 @@ def run(
     query, (batch, heads, _, head_dim) = query.contiguous(), query.shape
     number, rows, out = STORED[query.dtype], batch * heads // lists, torch.empty_like(query)
     asked = query.data_ptr(), lists, rows, head_dim, number, scaling
-    logits = np.full((lists, rows, columns), -np.inf, np.float32) if columns else NONE_KEPT
+    logits = np.empty((lists, rows, columns), np.float32) if columns else NONE_KEPT
+    logits.fill(-np.inf)
     threads, before, lost = (torch.get_num_threads(), WORTH_A_THREAD), 0, 0
     if len(parts) == 1:
         (part,) = parts
@@ -304,6 +304,6 @@ def compile_kernels(dtype: torch.dtype, kv: KV = NATIVE) -> None:
         store.seal_prompt([1])
         store.encode()
         if kind in ("native", kv.device):
-            _attend_resident(token, 1.0, _stretches(store), probabilities=True)
+            _attend_resident(token, 1.0, _stretches(store), 1)
         selection = Selection(torch.zeros(1, 1, 1, dtype=torch.int64), extra=Extra(token, token, torch.zeros(1, 1, 1)))
         _attend_lists(token, 1.0, store, selection, probabilities=True)
