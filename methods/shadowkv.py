@@ -166,7 +166,7 @@ class ShadowKV(Method):
         if layer not in self.factors:
             return Selection(index)
         rebuilt = self._rebuilt(layer, index[:, :, : max(rooms) * self.chunk_size])
-        return Selection(index, keys=pad(rebuilt.to(query.dtype), (0, 0, 0, index.shape[2] - rebuilt.shape[2])))
+        return Selection(index, keys=rebuilt.to(query.dtype))
 
     def _scores(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """[B, Hkv, P], the log of the largest softmax that a query head of the group gives each chunk."""

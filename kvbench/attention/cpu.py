@@ -65,6 +65,8 @@ def attend(
     """See `kvbench.attention.executor.Executor`."""
     if selection is not None:
         return _attend_lists(query, scaling, store, selection, probabilities)
+    if store.home == "host":
+        store.resident()  # refuses: nothing is resident to attend
     return _attend_resident(query, scaling, store.worked_out(_stretches), store.device.longest if probabilities else 0)
 
 
@@ -191,7 +193,7 @@ def _attend_parts(
     # own and more must live until the work is done
     own = None if selection.keys is None else selection.keys.to(dtype).contiguous()
     more = [] if extra is None else [part.to(dtype).contiguous() for part in (extra.key, extra.value)]
-    keys, parts = (0 if own is None else own.data_ptr(), replaces_all), []
+    keys, parts = (0, 0, True) if own is None else (own.data_ptr(), own.shape[2], replaces_all), []
     for tier in tiers:
         stored = tier.stored if own is None else _stored((Native(own.shape[3], dtype), tier.codecs[1]))
         given = tokens, bias, tier.device, tier.host, keys, NO_EXTRA, stored
@@ -214,7 +216,7 @@ def extra_part(
     nowhere = 0, 0, 0, numbers, np.empty((rows, 0), np.int64), numbers, numbers, numbers
     entries = *_addresses(key, value), key.shape[2], index.shape[2]
     nothing = index[..., :0].contiguous().numpy()
-    return Part(kernels.attend_lists, 1, (nothing, bias, nowhere, NO_HOST, (0, True), entries, _stored(codecs)))
+    return Part(kernels.attend_lists, 1, (nothing, bias, nowhere, NO_HOST, (0, 0, True), entries, _stored(codecs)))
 
 
 def bias_of(selection: Selection, batch: int, lists: int) -> NDArray[np.float32]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch.nn.functional import pad
 
 from kvbench.memory.codec import Codecs, KiviKeys
 from kvbench.memory.device import DeviceTier
@@ -175,7 +176,8 @@ class Tiers:
         index = uploaded(selection.index, selection.keys.device).expand(-1, self.kv_heads, -1)
         slots, found = self.device.find(index)
         stored = self.device.codecs.key.decode(self.device.pool.key[slots + self.device.first[..., None]])
-        return replace(selection, keys=torch.where(found[..., None], stored, selection.keys))
+        given = pad(selection.keys, (0, 0, 0, stored.shape[2] - selection.keys.shape[2]))
+        return replace(selection, keys=torch.where(found[..., None], stored, given))
 
     def arrange(self, order: torch.Tensor) -> None:
         """Set the physical order of the host tier; see `HostTier.arrange`.
