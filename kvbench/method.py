@@ -269,7 +269,8 @@ class Selection:
             device, or on the CPU where the method's index is: then nothing has to wait for the device.
         log_weight: [B, Hq, M], added to the logits (MagicPIG's sampling correction), or None.
         keys: [B, Hkv, M, D], used in place of the stored keys (ShadowKV), or None; needs Hs in {1, Hkv}. With
-            `Needs.rebuilds_keys` of tokens off the device alone: what stands for the others is not read.
+            `Needs.rebuilds_keys` of tokens off the device alone: what stands for the others is not read, and where
+            these are the last ones nothing need stand for them.
         extra: synthetic entries in the same softmax, or None.
     """
 

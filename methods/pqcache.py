@@ -13,6 +13,7 @@ import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, DeviceCache, Method, Needs, Prompt, Selection, Shape, View
+from methods.blocks import code_kernels
 from methods.blocks.kmeans import kmeans, nearest_point
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import top_earliest
@@ -94,7 +95,15 @@ class PQCache(Method):
         if max(tokens) >= codes.shape[3]:
             codes = self.codes[layer] = torch.nn.functional.pad(codes, (0, SPARE))
         for row, token in enumerate(tokens):
-            codes[row, :, :, token] = self._coded(layer, row, self._cut(key[row]))[:, :, 0]
+            if key.device.type == "cpu":
+                parts, table = self._parts(key[row, :, 0]).numpy(), self.tables[layer][row].numpy()
+                code_kernels.code(parts, table, codes.numpy()[row, :, :, token])
+            else:
+                codes[row, :, :, token] = self._coded(layer, row, self._cut(key[row]))[:, :, 0]
+
+    def _parts(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Vectors [..., D] as [..., m, D / m] fp32."""
+        return vectors.float().contiguous().unflatten(-1, (self.subspaces, -1))
 
     def _cut(self, keys: torch.Tensor) -> torch.Tensor:
         """Keys [Hkv, n, D] as [Hkv * m, n, D / m] fp32."""
@@ -126,9 +135,14 @@ class PQCache(Method):
 
     def _estimated(self, layer: int, row: int, query: torch.Tensor, first: int, stop: int) -> torch.Tensor:
         """Estimated attention among the tokens `first` to `stop` - 1, summed over the group: [Hkv, n]."""
-        heads, group = self.shape.kv_heads, self.shape.group
-        asked = query.float().view(heads, group, self.subspaces, -1).transpose(1, 2)  # [Hkv, m, G, D / m]
-        products = asked @ self.tables[layer][row].transpose(2, 3)  # [Hkv, m, G, K]
+        heads, group, table = self.shape.kv_heads, self.shape.group, self.tables[layer][row]
+        asked = query.float().view(heads, group, self.subspaces, -1)
+        if query.device.type == "cpu":
+            found = torch.empty(heads, stop - first)
+            given = asked.numpy(), table.numpy(), self.codes[layer].numpy(), row, first, self.shape.scaling
+            code_kernels.attention(*given, found.numpy())
+            return found
+        products = asked.transpose(1, 2) @ table.transpose(2, 3)  # [Hkv, m, G, K]
         codes = self.codes[layer][row, :, :, first:stop].long()[:, :, None].expand(-1, -1, group, -1)
         logits = products.gather(3, codes).sum(dim=1) * self.shape.scaling
         return logits.softmax(dim=2).sum(dim=1)

@@ -8,6 +8,7 @@ largest possible logit are attended; nothing is ever evicted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -24,6 +25,13 @@ from methods.blocks.ragged import entries, stacked
 from methods.blocks.topk import interleave
 
 SPARE_PAGES = 64  # pages of summaries to add when the generated tokens have filled the last ones
+
+
+@lru_cache(maxsize=4)  # all layers of a step ask for the same
+def page_edges(lengths: tuple[int, ...], size: int) -> NDArray[np.int64]:
+    """Where each page of `size` tokens of rows of so many tokens begins and the last one ends, [B, P + 1]."""
+    edges = np.arange(-(-max(lengths) // size) + 1) * size
+    return np.minimum(edges, np.array(lengths)[:, None])
 
 
 class Quest(Method):
@@ -116,8 +124,7 @@ class Quest(Method):
 
     def _edges(self, lengths: Sequence[int]) -> NDArray[np.int64]:
         """Where each page of rows of so many tokens begins and the last one ends, [B, P + 1]; nothing reads beyond."""
-        edges = np.arange(self._pages(max(lengths)) + 1) * self.page_size
-        return np.minimum(edges, np.array(lengths)[:, None])
+        return page_edges(tuple(lengths), self.page_size)
 
     def _most(self, room: int) -> int:
         """Pages that `room` tokens take at most."""

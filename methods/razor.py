@@ -133,7 +133,8 @@ class RazorAttention(Method):
                     sums[which, row] += block[row, :, self.sinks : start].float().sum(dim=1) * own[:, None]
         self.dropped[layer] = sums
         if self._drops:
-            self.view.keep(layer, self._attended(layer), DROP_EVERY if self.budget.counts_generated else None)
+            kept = self._attended(layer, self._first(layer, self.starts))
+            self.view.keep(layer, kept, DROP_EVERY if self.budget.counts_generated else None)
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """The recent tokens move on."""
@@ -142,14 +143,16 @@ class RazorAttention(Method):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """The recent tokens, newest first, the sinks, and the compensation token of those between."""
-        self._take_in(layer)
-        return Selection(self._attended(layer), extra=self._compensation(layer) if self._drops else None)
+        first = self._first(layer, self.starts)
+        self._take_in(layer, first)
+        extra = self._compensation(layer, first) if self._drops else None
+        return Selection(self._attended(layer, first), extra=extra)
 
     def end_step(self) -> None:
         """Now and then drop what has left the recent tokens; between two drops it is not attended."""
         if self.budget.counts_generated and self.generated % DROP_EVERY == 0 and self._drops:
             for layer in self.shape.sparse_layers:
-                self.view.keep(layer, self._attended(layer), DROP_EVERY)
+                self.view.keep(layer, self._attended(layer, self._first(layer, self.starts)), DROP_EVERY)
 
     @property
     def _drops(self) -> bool:
@@ -171,30 +174,30 @@ class RazorAttention(Method):
         other, retrieval = torch.tensor(starts, device=self.shape.device_of(layer)).T[..., None]
         return torch.where(self.retrieves[layer], retrieval, other)
 
-    def _take_in(self, layer: int) -> None:
-        """Add to the sums the tokens that have just left the recent ones."""
+    def _take_in(self, layer: int, now: torch.Tensor) -> None:
+        """Add to the sums the tokens that have just left the recent ones, which begin `now` [B, Hkv]."""
         pairs = zip(self.starts, self.former_starts, strict=True)
         most = max(now - before for pair in pairs for now, before in zip(*pair, strict=True))
         if most <= 0:
             return
-        before, now = self._first(layer, self.former_starts), self._first(layer, self.starts)
+        before = self._first(layer, self.former_starts)
         ids = before[..., None] + torch.arange(most, device=now.device)
         left = ids < now[..., None]
         ids = torch.where(left, ids, -1)
         for which, read in enumerate((self.view.keys, self.view.values)):
             self.dropped[layer][which] += (read(layer, ids).float() * left[..., None]).sum(dim=2)
 
-    def _attended(self, layer: int) -> torch.Tensor:
-        """Token ids [B, Hkv, M]: the newest first, the sinks last."""
+    def _attended(self, layer: int, first: torch.Tensor) -> torch.Tensor:
+        """Token ids [B, Hkv, M] where recent ones begin with `first` [B, Hkv]: the newest first, the sinks last."""
         seen = self.view.seen(layer)
-        counts = seen[:, None] - self._first(layer, self.starts) + self.sinks
+        counts = seen[:, None] - first + self.sinks
         tokens = zip(self.view.lengths(layer), self.starts, self.kinds[layer], strict=True)
         most = max(length - starts[kind] + self.sinks for length, starts, kinds in tokens for kind in kinds)
         return sinks_and_recent(seen, counts, self.sinks, most)
 
-    def _compensation(self, layer: int) -> Extra:
+    def _compensation(self, layer: int, first: torch.Tensor) -> Extra:
         """The mean of what each head has dropped, with its number as weight; none (log 0) where that is nothing."""
-        count = (self._first(layer, self.starts) - self.sinks).clamp(min=0).float()
+        count = (first - self.sinks).clamp(min=0).float()
         key, value = (self.dropped[layer] / count.clamp(min=1)[..., None]).to(self.shape.dtype)[..., None, :]
         return Extra(key, value, count.log().repeat_interleave(self.shape.group, dim=1)[..., None])
 

@@ -128,7 +128,7 @@ class ShadowKV(Method):
                 continue
             keys = rotation.back(prompt.keys[row : row + 1, :, :length].float(), at[None, None, :length])
             tokens[row, :length], basis[row] = low_rank(keys[0], rank)
-            kept.append(self._beside(layer, row, length))
+            kept.append(self._attended(layer, row, length, self.outlying[layer][row][:, :0]))
         self.factors[layer] = tokens, basis
         self.view.keep(layer, stacked(kept))
 
@@ -146,17 +146,12 @@ class ShadowKV(Method):
             self.means[layer][row, :, new] = keys.float().mean(dim=1)
             self.closed[layer][row, :, new] = False
 
-    def _tokens(self, chunks: torch.Tensor) -> torch.Tensor:
-        """The tokens of chunks [Hkv, n]."""
-        within = torch.arange(self.chunk_size, device=chunks.device)
-        return (chunks[..., None] * self.chunk_size + within).flatten(1)
-
-    def _beside(self, layer: int, row: int, length: int) -> torch.Tensor:
-        """Outlying and recent tokens of a row that has `length` tokens, [Hkv, n]."""
-        outlying = self._tokens(self.outlying[layer][row])
-        first = self._chunks(row, length) * self.chunk_size
-        recent = torch.arange(first, length, device=outlying.device).expand(len(outlying), -1)
-        return torch.cat([outlying, recent], dim=1)
+    def _attended(self, layer: int, row: int, length: int, chosen: torch.Tensor) -> torch.Tensor:
+        """The tokens of chosen chunks [Hkv, n], of outlying ones, and recent ones of a row of `length`: [Hkv, m]."""
+        chunks = torch.cat([chosen, self.outlying[layer][row]], dim=1)
+        tokens = chunks[..., None] * self.chunk_size + torch.arange(self.chunk_size, device=chunks.device)
+        recent = torch.arange(self._chunks(row, length) * self.chunk_size, length, device=chunks.device)
+        return torch.cat([tokens.flatten(1), recent.expand(len(chunks), -1)], dim=1)
 
     # -- selection -------------------------------------------------------------------------------------------------
 
@@ -166,15 +161,12 @@ class ShadowKV(Method):
         rooms = [self._room(row, length) for row, length in enumerate(lengths)]
         best = top(self._scores(layer, query), max(rooms))
         index = stacked(
-            [
-                torch.cat([self._tokens(best[row, :, :room]), self._beside(layer, row, lengths[row])], dim=1)
-                for row, room in enumerate(rooms)
-            ]
+            [self._attended(layer, row, lengths[row], best[row, :, :room]) for row, room in enumerate(rooms)]
         )
         if layer not in self.factors:
             return Selection(index)
         rebuilt = self._rebuilt(layer, index[:, :, : max(rooms) * self.chunk_size])
-        return Selection(index, keys=pad(rebuilt.to(query.dtype), (0, 0, 0, index.shape[2] - rebuilt.shape[2])))
+        return Selection(index, keys=rebuilt.to(query.dtype))
 
     def _scores(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """[B, Hkv, P], the log of the largest softmax that a query head of the group gives each chunk."""

@@ -22,12 +22,6 @@ from kvbench.method import Method, Selection, Shape
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def all_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is attended as a whole is left to sdpa where it is short; not here."""
-    monkeypatch.setattr(cpu, "WORTH_STREAMING", 0)
-
-
 def store_of(tokens: int, *, heads: int = 2, head_dim: int = 16, dtype: Any = torch.float32, **options: Any) -> Any:
     """One row of random tokens in a store of this kind, with room for one more."""
     rng = torch.Generator().manual_seed(0)
@@ -137,17 +131,6 @@ def test_what_is_prefetched_counts_once() -> None:
     key, value = store.gather(index.expand(1, 2, 2))
     for found, held in ((key, store.host.key), (value, store.host.value)):
         assert torch.equal(found, held[:, :, [4, 9]]), "staged without its rows, a token is read from the host"
-
-
-def test_short_sequences_are_left_to_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = store_of(100)
-    expected, _ = torch_executor.attend(query_of(store), store, None, 0.3)
-    monkeypatch.setattr(cpu, "_attend_resident", lambda *_: pytest.fail("by the kernel"))
-    monkeypatch.setattr(cpu, "WORTH_STREAMING", 2 * 100 * store.device.entry_bytes + 1)
-    assert torch.equal(cpu.attend(query_of(store), store, None, 0.3)[0], expected)
-    monkeypatch.setattr(cpu, "WORTH_STREAMING", 2 * 100 * store.device.entry_bytes)
-    with pytest.raises(pytest.fail.Exception, match="by the kernel"):
-        cpu.attend(query_of(store), store, None, 0.3)
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------

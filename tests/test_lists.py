@@ -17,6 +17,7 @@ bind_methods()
 from methods.blocks.list_kernels import best_lists, largest_of_pages  # noqa: E402
 from methods.blocks.products import products  # noqa: E402
 from methods.blocks.ragged import entries  # noqa: E402
+from methods.blocks.recent import sinks_and_recent  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -82,3 +83,13 @@ def test_a_token_has_the_largest_number_of_its_page(
         page = (token - first) // size
         others = [at for at, other in enumerate(listed) if other >= 0 and (other - first) // size == page]
         assert token < 0 or number == max(each[0, 0, at].item() for at in others)
+
+
+@given(seen=st.integers(1, 40), counts=st.lists(st.integers(4, 30), min_size=1, max_size=3), sinks=st.integers(0, 3))
+def test_recent_tokens_come_newest_first_and_sinks_last(seen: int, counts: list[int], sinks: int) -> None:
+    most = min(seen, max(counts))
+    found = sinks_and_recent(torch.tensor([seen]), torch.tensor([counts]), sinks, most)
+    for count, ids in zip(counts, found[0].tolist(), strict=True):
+        text = [*range(seen)]
+        expected = text if seen <= count else text[:sinks] + text[seen - count + sinks :]
+        assert ids == expected[::-1] + [-1] * (most - len(expected))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named, use_kvbench_attention
 from kvbench.backends.hf.prefilled import Prefilled, prefill_once
 from kvbench.backends.hf.sampling import Sampler
-from kvbench.backends.hf.together import DecodePass, concluded, unfit
+from kvbench.backends.hf.together import DecodePass, collecting_later, concluded, unfit
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
 from kvbench.memory import large
@@ -255,6 +256,13 @@ def test_where_no_pages_are_shared_every_copy_is_whole(monkeypatch: pytest.Monke
     one, other = (large.Original([part]).copy()[0] for _ in range(2))
     one.fill_(7)
     assert torch.equal(other, torch.arange(6.0)) and torch.equal(part, torch.arange(6.0))
+
+
+def test_garbage_is_collected_again_after_a_pass() -> None:
+    with pytest.raises(ZeroDivisionError), collecting_later():
+        assert not gc.isenabled()
+        _ = 1 / 0
+    assert gc.isenabled()
 
 
 def test_angles_that_follow_the_length_go_alone(tiny: Loaded) -> None:

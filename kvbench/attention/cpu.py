@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvbench.attention import torch as torch_executor
 from kvbench.kernels import attend as kernels
 from kvbench.kernels import rows
 from kvbench.memory.codec import Codec, Fp8, Int8, KiviKeys, KiviValues, Native
@@ -28,8 +27,6 @@ from kvbench.method import Extra, Selection, Shape
 # A number of each dtype that the kernels read, of the type in which they read it: NumPy has no bfloat16.
 STORED: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 WORTH_A_THREAD = 2**18  # bytes of keys and values; fewer are read before another thread has begun
-# Bytes of keys and values attended as a whole from which on the kernel is quicker than sdpa, in either dtype.
-WORTH_STREAMING = 2**19
 NONE_KEPT = np.empty((0, 0, 0), np.float32)  # of logits
 NO_BIAS = NONE_KEPT
 NO_RESULTS = np.empty((0, 0, 0, 0), np.float32)
@@ -68,10 +65,9 @@ def attend(
     """See `kvbench.attention.executor.Executor`."""
     if selection is not None:
         return _attend_lists(query, scaling, store, selection, probabilities)
-    stretches, entry = store.worked_out(_stretches)
-    if entry and store.device.even and store.device.total * entry < WORTH_STREAMING:
-        return torch_executor.attend(query, store, None, scaling, probabilities)
-    return _attend_resident(query, scaling, stretches, probabilities)
+    if store.home == "host":
+        store.resident()  # refuses: nothing is resident to attend
+    return _attend_resident(query, scaling, store.worked_out(_stretches), store.device.longest if probabilities else 0)
 
 
 # -- how rows are held -------------------------------------------------------------------------------------------------
@@ -112,11 +108,8 @@ def _kind(codec: Codec | KiviKeys) -> tuple[Any, int, int]:
 Stretch = tuple[Any, ...]
 
 
-def _stretches(store: LayerStore) -> tuple[list[Stretch], int]:
-    """All used slots; and where they are held as they are bytes of one, else 0."""
-    spans = store.device.spans()
-    native = all(isinstance(span.codecs[0], Native) for span in spans)
-    return list(map(_stretch, spans)), store.device.entry_bytes if native else 0
+def _stretches(store: LayerStore) -> list[Stretch]:
+    return list(map(_stretch, store.device.spans()))
 
 
 def _stretch(span: Span) -> Stretch:
@@ -126,10 +119,9 @@ def _stretch(span: Span) -> Stretch:
 
 
 def _attend_resident(
-    query: torch.Tensor, scaling: float, stretches: Sequence[Stretch], probabilities: bool
+    query: torch.Tensor, scaling: float, stretches: Sequence[Stretch], columns: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output as the query and probabilities [B, Hq, n], n = most used slots, for all slots that are used."""
-    columns = max(int((used + column).max()) for used, _, column, *_ in stretches) if probabilities else 0
+    """Output as the query and probabilities [B, Hq, columns], of the most used slots or 0, for all that are used."""
     if len(stretches) == 1:
         parts = [Part(kernels.attend_resident, 0, stretches[0])]
     else:
@@ -170,8 +162,10 @@ def _attend_lists(
     Raises:
         LookupError: as `LayerStore.locate`.
     """
-    parts, heads = store.worked_out(_tiers), store.kv_heads
-    out, weights, lost = _attend_parts(query, scaling, parts, selection, heads, probabilities)
+    tiers, heads = store.worked_out(_tiers), store.kv_heads
+    replaces_all = not (store.rebuilds_keys and len(tiers) == 1 and tiers[0].native)
+    selection = store.with_stored_keys(selection) if replaces_all else selection
+    out, weights, lost = _attend_parts(query, scaling, tiers, selection, heads, replaces_all, probabilities)
     if lost:
         store.locate(of_kv_heads(selection.index, heads))  # raises, and names the token
         raise AssertionError("a token that the store locates was not found")
@@ -185,19 +179,24 @@ def _attend_parts(
     tiers: Sequence[Lists],
     selection: Selection,
     heads: int,
+    replaces_all: bool,
     probabilities: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """As `_attend_lists`, for `heads` KV heads, and how many pieces named a token that is nowhere."""
+    """As `_attend_lists`, for `heads` KV heads, and how many pieces named a token that is nowhere.
+
+    Args:
+        replaces_all: keys of the selection replace those of all tokens; else of the host's alone.
+    """
     index, extra, dtype = selection.index.contiguous(), selection.extra, tiers[0].codecs[0].dtype
     batch, count, lists = len(index), index.shape[2], max(index.shape[1], heads)
     each, tokens, bias = kernels.pieces_of(count, kernels.LIST_PIECE), index.numpy(), bias_of(selection, batch, lists)
     # own and more must live until the work is done
     own = None if selection.keys is None else selection.keys.to(dtype).contiguous()
     more = [] if extra is None else [part.to(dtype).contiguous() for part in (extra.key, extra.value)]
-    address, parts = 0 if own is None else own.data_ptr(), []
+    keys, parts = (0, 0, True) if own is None else (own.data_ptr(), own.shape[2], replaces_all), []
     for tier in tiers:
         stored = tier.stored if own is None else _stored((Native(own.shape[3], dtype), tier.codecs[1]))
-        given = tokens, bias, tier.device, tier.host, address, NO_EXTRA, stored
+        given = tokens, bias, tier.device, tier.host, keys, NO_EXTRA, stored
         parts.append(Part(kernels.attend_lists, each, given))
     extras = more[0].shape[2] if more else 0
     if extras and tiers[-1].native:  # they come with rows that are held as they are, or by themselves
@@ -217,7 +216,7 @@ def extra_part(
     nowhere = 0, 0, 0, numbers, np.empty((rows, 0), np.int64), numbers, numbers, numbers
     entries = *_addresses(key, value), key.shape[2], index.shape[2]
     nothing = index[..., :0].contiguous().numpy()
-    return Part(kernels.attend_lists, 1, (nothing, bias, nowhere, NO_HOST, 0, entries, _stored(codecs)))
+    return Part(kernels.attend_lists, 1, (nothing, bias, nowhere, NO_HOST, (0, 0, True), entries, _stored(codecs)))
 
 
 def bias_of(selection: Selection, batch: int, lists: int) -> NDArray[np.float32]:
@@ -282,7 +281,8 @@ def run(
     query, (batch, heads, _, head_dim) = query.contiguous(), query.shape
     number, rows, out = STORED[query.dtype], batch * heads // lists, torch.empty_like(query)
     asked = query.data_ptr(), lists, rows, head_dim, number, scaling
-    logits = np.full((lists, rows, columns), -np.inf, np.float32) if columns else NONE_KEPT
+    logits = np.empty((lists, rows, columns), np.float32) if columns else NONE_KEPT
+    logits.fill(-np.inf)
     threads, before, lost = (torch.get_num_threads(), WORTH_A_THREAD), 0, 0
     if len(parts) == 1:
         (part,) = parts
@@ -306,6 +306,6 @@ def compile_kernels(dtype: torch.dtype, kv: KV = NATIVE) -> None:
         store.seal_prompt([1])
         store.encode()
         if kind in ("native", kv.device):
-            _attend_resident(token, 1.0, _stretches(store)[0], probabilities=True)
+            _attend_resident(token, 1.0, _stretches(store), 1)
         selection = Selection(torch.zeros(1, 1, 1, dtype=torch.int64), extra=Extra(token, token, torch.zeros(1, 1, 1)))
         _attend_lists(token, 1.0, store, selection, probabilities=True)

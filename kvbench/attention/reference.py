@@ -23,6 +23,8 @@ def attend(
     """See `kvbench.attention.executor.Executor`."""
     if selection is None:
         store.resident()  # refuses where nothing is resident to attend
+    else:
+        selection = store.with_stored_keys(selection)
     batch, query_heads, _, _ = query.shape
     group = query_heads // store.kv_heads
     out = torch.empty_like(query)

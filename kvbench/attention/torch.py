@@ -45,6 +45,7 @@ def _selected(
     store: LayerStore, selection: Selection, query_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Keys, values [B, Hs, M (+ E), D] with Hs = Hkv or Hq, and a bias that broadcasts over the rows (None: none)."""
+    selection = store.with_stored_keys(selection)
     index, kv_heads = selection.index, store.kv_heads
     batch, heads, count = index.shape
     if heads == query_heads and heads != kv_heads:

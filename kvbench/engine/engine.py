@@ -178,26 +178,26 @@ class Engine:
             self.method.step(tokens, torch.tensor(self.lengths), torch.tensor(self._active))
 
     def start_turn(self, token_ids: Tensor) -> None:
-        """A forward pass of several more tokens of every row, token_ids [B, q], begins: they are read at once.
-
-        See `kvbench.engine.turn`.
-        """
+        """A pass of several more tokens of every row, token_ids [B, q], read at once; see `kvbench.engine.turn`."""
         assert self.prefilled, "the prompt is not complete"
         pieces = self.method, self.stores, self._positions, self.executor, self.audit, self.spans
         self._turn = Turn(token_ids, self.shape, *pieces)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, finite: bool = False
+    ) -> Tensor:
         """Attention [B, Hq, q, D] of one layer in the pass that was started; of sparse ones after `check_finite`.
 
         Args:
             query: [B, Hq, q, D], post-RoPE.
             key, value: [B, Hkv, q, D], the new tokens only.
             sinks: [Hq], see `kvbench.attention.sinks`; None: the model has none.
+            finite: that queries and keys are was seen before.
         """
         self.spans.on(query.device)
         with computing_on(query.device):
             query, key, value = (part if part.shape[2] > 1 else part.contiguous() for part in (query, key, value))
-            if layer in self._sparse:
+            if layer in self._sparse and not finite:
                 check_finite(layer, query, key, self.prefilled)
             attend = self._prefill if not self.prefilled else self._decode if self._turn is None else self._turn.attend
             return attend(layer, query, key, value, sinks)
@@ -293,7 +293,7 @@ class Engine:
             spans.then("select")
             selection = self.method.select(layer, query)
             spans.then("attention")
-            attended = store.with_stored_keys(selection)
+            attended = selection
             if self._positions is not None:
                 attended = self._positions(selection or Selection(store.resident_ids()), store, query.device)
             attended = with_sinks(attended, store, sinks, key)
@@ -381,18 +381,22 @@ def check_finite(layer: int, query: Tensor, key: Tensor, decoding: bool) -> None
     Raises:
         FloatingPointError: NaN or inf among them; it names layer and head.
     """
-    if decoding and not query.is_cpu:
+    if decoding and (not query.is_cpu or seen_finite(query, key)):
         return
-    if decoding and query.dtype in STORED and query.is_contiguous() and key.is_contiguous():
-        rows = (query.data_ptr(), query.numel()), (key.data_ptr(), key.numel())
-        if finite(*rows, STORED[query.dtype]):
-            return
     for name, head, vectors in (("query", "query head", query), ("key", "KV head", key)):
         if math.isfinite(vectors.sum()):  # NaN and inf stay in a sum; it is also infinite where it overflows
             continue
         wrong = (~vectors.isfinite()).any(dim=3).any(dim=2).any(dim=0).tolist()
         if any(wrong):
             raise FloatingPointError(f"layer {layer}, {head} {wrong.index(True)}: a {name} is not finite")
+
+
+def seen_finite(query: Tensor, key: Tensor) -> bool:
+    """Whether both were quickly seen to be finite; False: they may be all the same."""
+    if not query.is_cpu or query.dtype not in STORED or not query.is_contiguous() or not key.is_contiguous():
+        return False
+    rows = (query.data_ptr(), query.numel()), (key.data_ptr(), key.numel())
+    return bool(finite(*rows, STORED[query.dtype]))
 
 
 def _remarks(engine: Engine, how: Settings) -> dict[str, Any]:

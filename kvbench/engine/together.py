@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
-from kvbench.engine.engine import Engine, Held
+from kvbench.engine.engine import Engine, Held, seen_finite
 from kvbench.method import Method
 from kvbench.spans import Spans
 
@@ -54,13 +55,12 @@ class Together:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attention [B, Hq, 1, D] of one layer, see `Engine.attend`."""
-        out = query.new_zeros(query.shape)
-        parts = zip(*(part.split(self._rows) for part in (out, query, key, value)), strict=True)
-        for index, (engine, (own, *given)) in enumerate(zip(self._engines, parts, strict=True)):
-            found = self._ask(index, engine.attend, layer, *given, sinks)
-            if found is not None:
-                own.copy_(found)
-        return out
+        finite, out = seen_finite(query, key), list[Tensor]()  # all at once
+        parts = zip(*(part.split(self._rows) for part in (query, key, value)), strict=True)
+        for index, (engine, own) in enumerate(zip(self._engines, parts, strict=True)):
+            found = self._ask(index, engine.attend, layer, *own, sinks, finite)
+            out.append(torch.zeros_like(own[0]) if found is None else found)
+        return torch.cat(out)
 
     def _ask(self, index: int, ask: Callable[..., Answer], *given: object) -> Answer | None:
         """What an engine answers; None of one that has failed, now or before."""

@@ -193,7 +193,8 @@ def attend_lists(  # type: ignore[no-untyped-def]
             [H] the first slot and the slot after the last that are attended.
         host: addresses of the keys and values [H, S', D], S', the slots of the ids [H, S'], whether a token is there
             [H, S'], and whether those that are there are attended.
-        own: address of keys [H, M, D] in place of the stored ones, or 0.
+        own: address of keys [H, K, D] in place of the stored ones of each list's first K entries, or 0; K; and whether
+            of tokens on the device, too, as K = M, or of the host's alone, which none follows.
         extra: addresses of the keys and values [H, E, D] of extra entries, E, and which of the logits is their first.
         stored: as of `attend_resident`, of all these rows.
         logits: [L, R, M + E], where they are wanted, else [0, 0, 0]; an entry that is absent is not written.
@@ -219,9 +220,8 @@ def _attend_lists(  # type: ignore[no-untyped-def]
     _, claims, pieces, query, scaling, index, bias, device, host, own, extra, stored, logits, results
 ):
     """As many pieces of a layer's lists as other threads leave."""
-    extra_key, extra_value, extras, column = extra
+    (given, own_count, own_near), (extra_key, extra_value, extras, column) = own, extra
     key_kind, value_kind, (key_size, key_beside), (value_size, value_beside), group_size = stored
-    count = index.shape[2]
     room = max(LIST_PIECE, extras)
     keys, values, rank = np.empty(room, np.intp), np.empty(room, np.intp), np.empty(room, np.intp)
     groups = np.empty(room, np.intp)
@@ -244,14 +244,13 @@ def _attend_lists(  # type: ignore[no-untyped-def]
         else:
             start = piece * LIST_PIECE
             tokens = index[row, min(at % lists, index.shape[1] - 1), start : start + LIST_PIECE]
-            found = _find(tokens, head, device, host, stored, keys, values, groups, rank)
+            own = given + (head * own_count + start) * key_size if given else given, own_count - start, own_near
+            found = _find(tokens, head, device, host, own, stored, keys, values, groups, rank)
             if found < 0:
                 claim(claims[1:])
                 found = 0
             for i in range(found):
                 rank[i] += start
-                if own:
-                    keys[i] = own + (head * count + rank[i]) * key_size
         for start in range(0, found, BLOCK):
             rows = min(BLOCK, found - start)
             ahead = values[start : start + rows], 0
@@ -272,14 +271,14 @@ def _attend_lists(  # type: ignore[no-untyped-def]
 
 
 @inner
-def _find(tokens, head, device, host, stored, keys, values, groups, rank):  # type: ignore[no-untyped-def]
+def _find(tokens, head, device, host, own, stored, keys, values, groups, rank):  # type: ignore[no-untyped-def]
     """Where tokens lie: addresses of their keys, values and groups' parameters, and the place of each in the list.
 
     Returns:
-        How many of them are to be attended, -1 where one is in neither tier.
+        How many of them are to be attended, -1 where one is in neither tier, or has no key.
     """
     near_key, near_value, parameters, first, ids, used, begin, end = device
-    far_key, far_value, far_slots, slot_of, present, far_too = host
+    (far_key, far_value, far_slots, slot_of, present, far_too), (own_key, own_count, own_near) = host, own
     key_kind, _, (key_size, _), (value_size, _), group_size = stored
     here = ids[head, : used[head]]
     found, guess = 0, 0
@@ -301,6 +300,8 @@ def _find(tokens, head, device, host, stored, keys, values, groups, rank):  # ty
                 continue
             at = first[head] + slot
             keys[found], values[found] = near_key + at * key_size, near_value + at * value_size
+            if own_key and own_near:
+                keys[found] = own_key + i * key_size
             if grouped(key_kind):
                 groups[found] = parameters + at // GROUP * group_size
         elif token < far_slots and present[head, token]:
@@ -308,6 +309,10 @@ def _find(tokens, head, device, host, stored, keys, values, groups, rank):  # ty
                 continue
             at = head * far_slots + slot_of[head, token]
             keys[found], values[found] = far_key + at * key_size, far_value + at * value_size
+            if own_key and i >= own_count:
+                return -1
+            if own_key:
+                keys[found] = own_key + i * key_size
         else:
             return -1
         if found < BLOCK:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch.nn.functional import pad
 
 from kvbench.memory.codec import Codecs, KiviKeys
 from kvbench.memory.device import DeviceTier
@@ -163,14 +164,20 @@ class Tiers:
         index = of_kv_heads(index, self.kv_heads)
         return torch.where(self.host.present.gather(2, index.clamp(min=0)), index, -1)
 
-    def with_stored_keys(self, selection: Selection | None) -> Selection | None:
-        """A selection whose keys are the stored ones of tokens on the device, where the host's are not moved."""
-        if selection is None or selection.keys is None or self.stage is None or not self.stage.values_only:
+    @property
+    def rebuilds_keys(self) -> bool:
+        """Keys of tokens on the host are given by the method, and not moved."""
+        return self.stage is not None and self.stage.values_only
+
+    def with_stored_keys(self, selection: Selection) -> Selection:
+        """A selection whose keys are the stored ones of tokens on the device, where only the host's are rebuilt."""
+        if selection.keys is None or not self.rebuilds_keys:
             return selection
         index = uploaded(selection.index, selection.keys.device).expand(-1, self.kv_heads, -1)
         slots, found = self.device.find(index)
         stored = self.device.codecs.key.decode(self.device.pool.key[slots + self.device.first[..., None]])
-        return replace(selection, keys=torch.where(found[..., None], stored, selection.keys))
+        given = pad(selection.keys, (0, 0, 0, stored.shape[2] - selection.keys.shape[2]))
+        return replace(selection, keys=torch.where(found[..., None], stored, given))
 
     def arrange(self, order: torch.Tensor) -> None:
         """Set the physical order of the host tier; see `HostTier.arrange`.

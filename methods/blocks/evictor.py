@@ -62,6 +62,7 @@ class Evictor(Method):
         self.compressor.granularity = "query_head" if per_query_head else "kv_head"
         self.compressor.begin(shape, self.prompt_budget(), view, context)
         self.held: dict[int, Held] = {}
+        self.in_memory: dict[int, bool] = {}  # whether a layer's lists began as those of memory
         self.steps = 0
 
     def prompt_budget(self) -> Budget:
@@ -75,6 +76,7 @@ class Evictor(Method):
         self.note_prompt(layer, held, prompt)
         self.make_room(layer, held)
         self.view.keep(layer, held.ids, DROP_EVERY)
+        self.in_memory[layer] = self.lists == self.shape.kv_heads and int(held.counts.max()) == held.width
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """Count the steps."""
@@ -84,9 +86,9 @@ class Evictor(Method):
         """The current token comes."""
         self.held[layer].append(self.view.seen(layer) - 1)
 
-    def select(self, layer: int, query: torch.Tensor) -> Selection:
-        """What is held."""
-        return Selection(self.held[layer].ids)
+    def select(self, layer: int, query: torch.Tensor) -> Selection | None:
+        """What is held: all that memory holds, while no token has gone."""
+        return None if self.in_memory[layer] and self.held[layer].untouched else Selection(self.held[layer].ids)
 
     def observe(self, layer: int, selection: Selection | None, probabilities: torch.Tensor) -> None:
         """Note the attention of the step, and let the token worth least go."""

@@ -18,12 +18,13 @@ class Held:
     Attributes:
         counts: [B, H] int64 on the device, tokens of each list.
         width: no list has more; nothing waits for the device to know it.
+        untouched: no token has gone yet.
     """
 
     def __init__(self, ids: torch.Tensor, numbers: torch.Tensor) -> None:
         order = torch.where(ids < 0, torch.iinfo(torch.int64).max, ids).argsort(dim=2)
         ids, numbers = ids.gather(2, order), numbers.gather(2, order)
-        self.counts, self.width = (ids >= 0).sum(dim=2), ids.shape[2]
+        self.counts, self.width, self.untouched = (ids >= 0).sum(dim=2), ids.shape[2], True
         self._ids = pad(ids, (0, GROWTH), value=-1)
         self._numbers = pad(numbers.float().masked_fill(ids < 0, torch.inf), (0, GROWTH), value=torch.inf)
 
@@ -53,6 +54,7 @@ class Held:
         Args:
             most: tokens that no list has more of afterwards.
         """
+        self.untouched = False
         slot = torch.arange(self._ids.shape[2], device=first.device)
         source = (slot + count * (slot >= first)).clamp(max=len(slot) - 1)
         # other tensors, as the selection of the step still shows the ones before

@@ -90,6 +90,20 @@ def entries(starts, ends, numbers, source):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def sinks_and_recent(seen, counts, sinks, found):  # type: ignore[no-untyped-def]
+    """Write found [B, H, most] int64, see `methods.blocks.recent.sinks_and_recent`."""
+    for row in range(found.shape[0]):
+        for head in range(found.shape[1]):
+            count = counts[row, head]
+            held = min(seen[row], count)
+            for at in range(found.shape[2]):
+                token = seen[row] - 1 - at
+                if at >= count - sinks:
+                    token = min(token, count - 1 - at)
+                found[row, head, at] = token if at < held else -1
+
+
+@kernel
 def largest_of_pages(ids, firsts, size, each, found):  # type: ignore[no-untyped-def]
     """The largest number of each token's page.
 

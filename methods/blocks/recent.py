@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from methods.blocks import list_kernels
+
 
 def sinks_and_recent(seen: torch.Tensor, counts: torch.Tensor, sinks: int, most: int) -> torch.Tensor:
     """Ids of the first `sinks` tokens and of the most recent ones, `counts` in all; of fewer tokens all.
@@ -17,6 +19,10 @@ def sinks_and_recent(seen: torch.Tensor, counts: torch.Tensor, sinks: int, most:
     Returns:
         [B, H, most], the newest first, the sinks last, trailing -1.
     """
+    if seen.device.type == "cpu":
+        found = torch.empty(*seen.shape, counts.shape[1], most, dtype=torch.int64)
+        list_kernels.sinks_and_recent(seen.numpy(), counts.numpy(), sinks, found.numpy())
+        return found
     newest = torch.arange(most, device=seen.device)  # 0 is the current token
     seen, counts = seen[:, None, None], counts[..., None]
     recent = seen - 1 - newest

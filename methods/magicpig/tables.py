@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from methods.blocks.kernels import is_readable, stored
+from methods.blocks.products import products as list_products
 from methods.magicpig import kernels
 
 CHUNK = 128  # keys that are projected together, so that their products stay in the processor's cache
@@ -70,7 +71,8 @@ class Tables:
         most = always[0] + always[2] - always[1] + count
         found, counts = torch.empty(len(query), most, dtype=torch.int64), np.zeros(len(query), np.int64)
         weights = torch.empty(len(query), most)
-        products = (query @ self.directions.flatten(0, 1).T).view(len(query), *self.directions.shape[:2])
+        directions = self.directions.flatten(0, 1)[None, None]
+        products = list_products(query[None, :, None], directions).view(len(query), *self.directions.shape[:2])
         # float16, which no kernel reads, as a copy
         held = stored(keys if is_readable(keys) else keys.float())
         built = self.starts, self.members, self.mean, self.norms, self.bits, self.first

@@ -1,0 +1,30 @@
+"""Rotary positions of stored keys, in one pass over them."""
+
+from __future__ import annotations
+
+from kvbench.kernels.vectors import kernel
+
+
+@kernel
+def turn(vectors, positions, cosines, sines, turned):  # type: ignore[no-untyped-def]
+    """Turn vectors by their positions, one half of the channels against the other (RoPE as Llama has it).
+
+    Args:
+        vectors: [B, H, n, D] float32.
+        positions: [B, 1 or H, n] int64.
+        cosines, sines: [length, R] float32, of each position; the first R channels are turned.
+        turned: [B, H, n, D] float32; written.
+    """
+    batch, heads, count, _ = vectors.shape
+    half = cosines.shape[1] // 2
+    for row in range(batch):
+        for head in range(heads):
+            for at in range(count):
+                place = positions[row, head * positions.shape[1] // heads, at]
+                cosine, sine = cosines[place], sines[place]
+                own, out = vectors[row, head, at], turned[row, head, at]
+                for i in range(half):
+                    out[i] = own[i] * cosine[i] - own[half + i] * sine[i]
+                for i in range(half):
+                    out[half + i] = own[half + i] * cosine[half + i] + own[i] * sine[half + i]
+                out[2 * half :] = own[2 * half :]
