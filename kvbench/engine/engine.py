@@ -184,7 +184,7 @@ class Engine:
         self._turn = Turn(token_ids, self.shape, *pieces)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, finite: bool = False
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, *, valid: bool = False
     ) -> Tensor:
         """Attention [B, Hq, q, D] of one layer in the pass that was started; of sparse ones after `check_finite`.
 
@@ -192,12 +192,12 @@ class Engine:
             query: [B, Hq, q, D], post-RoPE.
             key, value: [B, Hkv, q, D], the new tokens only.
             sinks: [Hq], see `kvbench.attention.sinks`; None: the model has none.
-            finite: that queries and keys are was seen before.
+            valid: queries and keys were checked before.
         """
         self.spans.on(query.device)
         with computing_on(query.device):
             query, key, value = (part if part.shape[2] > 1 else part.contiguous() for part in (query, key, value))
-            if layer in self._sparse and not finite:
+            if layer in self._sparse and not valid:
                 check_finite(layer, query, key, self.prefilled)
             attend = self._prefill if not self.prefilled else self._decode if self._turn is None else self._turn.attend
             return attend(layer, query, key, value, sinks)

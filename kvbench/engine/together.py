@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -55,10 +56,10 @@ class Together:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attention [B, Hq, 1, D] of one layer, see `Engine.attend`."""
-        finite, out = seen_finite(query, key), list[Tensor]()  # all at once
+        valid, out = seen_finite(query, key), list[Tensor]()  # all at once
         parts = zip(*(part.split(self._rows) for part in (query, key, value)), strict=True)
         for index, (engine, own) in enumerate(zip(self._engines, parts, strict=True)):
-            found = self._ask(index, engine.attend, layer, *own, sinks, finite)
+            found = self._ask(index, partial(engine.attend, valid=valid), layer, *own, sinks)
             out.append(torch.zeros_like(own[0]) if found is None else found)
         return torch.cat(out)
 

@@ -171,6 +171,8 @@ class SyntheticEngine(Engine):
         key: torch.Tensor,
         value: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        *,
+        valid: bool = False,
     ) -> torch.Tensor:
         """As `Engine.attend`; only the value is the model's."""
         start, columns = self._seen[layer], max(self.shape.lengths)
