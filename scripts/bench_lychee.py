@@ -36,7 +36,7 @@ import torch
 from bench import command_line, median_us, print_result, say
 from json_texts import LAYOUTS, document
 
-from kvbench.backends.hf.generate import Generation, generate
+from kvbench.backends.hf.generate import Generation, Question, generate
 from kvbench.backends.hf.loading import Loaded, load
 from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.backends.hf.prefilled import prefill_once
@@ -217,7 +217,7 @@ def bench_structure(loaded: Loaded, arguments: argparse.Namespace) -> dict[str, 
             for name, (method_name, options) in PILOT.items():
                 method = method_named(method_name, **options)
                 shares = watch_answer(method, wanted)
-                how = {"max_new_tokens": NEW, "question": asked, "prefilled": shared}
+                how = {"max_new_tokens": NEW, "question": Question([asked]), "prefilled": shared}
                 done = answer(loaded, ids, method, budget, steps, **how)
                 output = loaded.tokenizer.decode(done.tokens[0], skip_special_tokens=True)
                 # the last step of the question and those that follow write the answer
