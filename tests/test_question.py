@@ -243,6 +243,15 @@ def test_a_task_without_questions_is_refused_before_a_model_loads(task: str, que
         composed("model=dummy-tiny", f"task={task}", f"protocol.question={question}")
 
 
+def test_what_asks_nothing_apart_is_refused_with_the_tokenizer_there(tmp_path: Path) -> None:
+    """And before weights are read."""
+    (tmp_path / "test.jsonl").write_text(json.dumps({"problem": "1 + 1?", "answer": "2", "unique_id": "a"}) + "\n")
+    words = ("model=dummy-tiny", "task=math500", f"task.data_dir={tmp_path}", "task.max_new_tokens=8")
+    config = OmegaConf.to_container(composed(*words, "protocol.question=after"), resolve=True)
+    with pytest.raises(ConfigError, match="protocol.question=after: task=math500 .*with"):
+        prepare(config)  # type: ignore[arg-type]
+
+
 def test_a_sample_without_a_question_is_named(tiny: Loaded) -> None:
     config = composed("model=dummy-tiny", "protocol.question=after")
     arm = prepare(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]

@@ -165,8 +165,12 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
     def try_out(tokenizer: Tokenizer) -> None:
         protocol.check_chat(tokenizer)
         first = next(iter(task.samples(tokenizer, config["seed"])), None)  # reads the files, and tries the lengths
-        if protocol.temperature and first is not None and (first.timed or first.given):
+        if first is None or first.error:
+            return
+        if protocol.temperature and (first.timed or first.given):
             raise ValueError(f"protocol.temperature={protocol.temperature}: task={task.name} draws no tokens; use 0")
+        if protocol.question != "with" and first.question in ("", first.prompt):
+            raise ValueError(f"protocol.question={protocol.question}: task={task.name} asks none apart; use with")
 
     return Arm(**vars(set_up(config, largest_prompts(config), loaded, try_out)), task=task)
 
