@@ -82,7 +82,8 @@ def commands(command: str) -> list[str]:
 
 def test_the_commands_that_the_pages_show_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_HOME", str(tmp_path))
-    shutil.copytree(ASSETS / "tiny", fetched_folder("smollm2-135m-instruct"))  # stands in for the fetched model
+    for name in ("smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"):
+        shutil.copytree(ASSETS / "tiny", fetched_folder(name))  # stands in for the fetched model
     runs = [shlex.split(line, comments=True) for line in commands("python -m kvbench")]
     named = {word.partition("=")[2] for words in runs for word in words if word.startswith("+experiment=")}
     assert named and named <= set(choices("experiment"))  # what is in them is tested with the experiments
