@@ -12,6 +12,7 @@ import pytest
 import torch
 from driver import SMALL, Case, each_method, head_scores, numbers, slow
 from omegaconf import OmegaConf
+from test_shared import records
 from zoo import random_model
 
 import kvbench.measure.arm
@@ -144,15 +145,6 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
 
 
 ARMS = ("full", "quest", "snapkv", "icecache", "magicpig")
-
-
-def records(root: Path) -> dict[str, dict[str, Any]]:
-    found = {}
-    for path in root.glob("runs/*/*/*/*/samples.jsonl"):
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            found[f"{path.parent.parent.name}/{record['id']}"] = record
-    return found
 
 
 def comparable(root: Path) -> dict[str, Any]:

@@ -160,7 +160,7 @@ class KVCache(CountingCache):
             self._settle(self.engine)
             take_back(self._method, self.engine.stores, self.engine.shape.sparse_layers, count)
             self._transcript.cut(count)
-            self.uncount(count)
+            self.count(-count)
 
     def activate_past_recording(self) -> None:
         """Assisted decoding begins.

@@ -35,7 +35,7 @@ class EngineCache(CountingCache):
         super().__init__(engine.shape.layers, windows_of(engine))
         self.engine, self.scaling = engine, engine.shape.scaling
         if engine.prefilled:
-            self.uncount(-max(map(sum, zip(engine.offsets, engine.lengths, strict=True))))
+            self.count(max(map(sum, zip(engine.offsets, engine.lengths, strict=True))))
 
     def attend(self, call: Call, query: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """Attention of one layer by the engine, in the phase that the loop is in; see `Engine.attend`."""
@@ -260,10 +260,10 @@ def begin(
     if not engine.prefilled:
         prefilled.lend(engine)
     draw = choice.draw if choice is not None and not question else None
-    return _asked(model, engine, prefilled.first_tokens(draw), question, choice=choice, **ends)
+    return _reading(model, engine, prefilled.first_tokens(draw), question, choice=choice, **ends)
 
 
-def _asked(model: PreTrainedModel, engine: Engine, tokens: torch.Tensor, question: Question, **ends: Any) -> Decoding:
+def _reading(model: PreTrainedModel, engine: Engine, tokens: torch.Tensor, question: Question, **ends: Any) -> Decoding:
     """The generation of an engine that has read its prompts: `tokens` come first where nothing is asked."""
     if question.at_once and len(question) > 1:
         logits = turn_logits(model, torch.tensor(question.rows), EngineCache(engine))
@@ -317,7 +317,7 @@ def generate(
         if prefilled is None:
             banned, draw = ((), None) if question else (stops.not_first, choice.draw)
             tokens = prefill(model, prompts, cache, prefill_chunk, done, banned, draw)
-            decoding = _asked(model, engine, tokens, question, **ends)
+            decoding = _reading(model, engine, tokens, question, **ends)
         else:
             decoding = begin(model, engine, prefilled, question=question, **ends)
     start += _read_question(model, decoding, cache)

@@ -164,11 +164,11 @@ class CountingCache(Cache):
         super().__init__(layers=[windowed.get(layer) or CountingLayer(self, layer) for layer in range(layers)])
         self.first = min(layer for layer in range(layers) if layer not in windowed)
 
-    def uncount(self, tokens: int) -> None:
-        """The last tokens of every row were taken back; fewer than none: they were read elsewhere."""
+    def count(self, tokens: int) -> None:
+        """So many tokens of every row are there without a pass through this cache; fewer than none: taken back."""
         for layer in self.layers:
             if isinstance(layer, CountingLayer):
-                layer.seen -= tokens
+                layer.seen += tokens
 
     def begin_pass(self) -> None:
         """A forward pass begins; nothing of it is counted yet."""
