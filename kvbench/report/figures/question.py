@@ -48,7 +48,7 @@ def question(runs: Runs) -> Figure:
         len(panels), min(2, len(panels)), f"score by when the question is read, with {COVERAGE} % intervals"
     )
     for (title, own), axis in zip(panels, axes.flat, strict=False):
-        for aside, one in enumerate(series_of(runs, own)):
+        for aside, one in enumerate(series_of(runs, own, without="shared_prefill")):  # of no score
             places = one.arms[KEY].map(PLACES) + APART * aside
             draw_intervals(axis, one, places, [runs[run].score() for run in one.arms.index])
         words = [word for word in PLACES if word in set(own[KEY])]
