@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from dataclasses import replace
 from itertools import pairwise
@@ -139,6 +140,18 @@ def test_random_tokens_differ_by_layer_and_head() -> None:
     seen = drive(stream(150, layers=3), method_named("random"), 48).seen
     sets = [frozenset(one) for at in seen if at.step == 1 for one in at.sets(0)]
     assert len({*sets}) == len(sets) == 6
+
+
+def test_a_copy_draws_the_same_numbers_by_itself() -> None:
+    """As each of several questions about a prompt does."""
+    copies: list[Any] = []
+    fixed, method = stream(20, layers=1), method_named("random", evict="always")
+    driven = drive(fixed, method, 8, after_prefill=lambda engine: copies.append(copy.deepcopy(engine)))
+    twin, own = (engine.method.compressor.generators[0][0] for engine in (copies[0], driven.engine))
+    assert not torch.equal(twin.get_state(), own.get_state())
+    for _ in range(fixed.steps):
+        torch.rand(2, 1, generator=twin)
+    assert torch.equal(twin.get_state(), own.get_state())
 
 
 # -- LRU and TOVA ------------------------------------------------------------------------------------------------------
