@@ -68,7 +68,7 @@ class Needs:
             everything (`kvbench.engine.turn`).
         crops: the last tokens may be taken back, which `crop` announces; then nothing may have been dropped.
         token_text: hand over the text of every vocabulary entry in `Context.pieces`.
-        rotation: hand over in `Context.rotation` the model's rotary positions, to turn keys back and on.
+        rotation: hand over in `Context.rotation` the model's rotary positions, to turn keys and queries back and on.
         home: where prompt and generated tokens live: "device", or "host" with selected rows moved up; "by_layer": where
             `Method.home` says of each layer.
         cache: of a home on the host, which of the rows moved up stay on the device.
@@ -165,7 +165,7 @@ class HeadScores:
 
 
 class Rotation(Protocol):
-    """The model's rotary positions, for keys [B, H, n, D] at the positions [B, 1 or H, n] of prompt tokens.
+    """The model's rotary positions, for keys or queries [B, H, n, D] at any positions [B, 1 or H, n] from 0 on.
 
     A factor on the attention that a model has in its rotary positions stays in the keys.
     """
