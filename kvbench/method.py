@@ -60,7 +60,8 @@ class Needs:
     """What a method asks of the harness; read once, before the first token.
 
     Attributes:
-        query_window: last W prompt queries to hand over in `Prompt.queries`.
+        query_window: last W prompt queries to hand over in `Prompt.queries`; a W no prompt reaches: all. They take
+            Hq W D numbers of a layer as it is read, and of all layers in a prefill that several methods share.
         attention_sums: hand over, per key, the attention received from all prompt queries (H2O).
         layer_similarity: call `observe_layers` with how little attention changes the hidden states of each layer.
         probabilities: call `observe` with the attention probabilities of every decode step.
