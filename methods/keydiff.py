@@ -13,7 +13,8 @@ import torch
 from torch.nn.functional import cosine_similarity, normalize
 
 from kvbench.budget import Budget
-from kvbench.method import Context, Method, Prompt, Shape, View
+from kvbench.method import Context, Prompt, Shape, View
+from methods.blocks.ends import KeepsEnds, at_ends
 from methods.blocks.interval import Interval
 from methods.blocks.ragged import stacked
 from methods.blocks.scorer import Scorer
@@ -35,7 +36,7 @@ class KeyDiffDecode(Interval, KeyDiff):
     """KeyDiff over all that is held, every `interval` decode steps."""
 
 
-class KeyDiffBlocks(Method):
+class KeyDiffBlocks(KeepsEnds):
     """Keep C tokens after each block of the text, from its first token on; the newest ones may go at once.
 
     Generated tokens go on with the blocks. The paper prunes as the prompt is read, so that later tokens attend what is
@@ -65,6 +66,10 @@ class KeyDiffBlocks(Method):
         size = min(self.block, capacity // 4)
         return Blocks(size, capacity - size, capacity - size)
 
+    def reserved(self, capacity: int) -> int:
+        """The block where it is inside."""
+        return capacity - self._blocks(capacity).kept
+
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Keep what a prefill in blocks leaves."""
         rows = []
@@ -76,7 +81,7 @@ class KeyDiffBlocks(Method):
                 come = torch.arange(start, end, device=keys.device).expand(len(keys), -1)
                 ids = torch.cat([ids, come], dim=1)
                 if blocks.full(end):
-                    ids = pruned(ids, keys.gather(1, ids[..., None].expand(-1, -1, keys.shape[2])), blocks.kept)
+                    ids = self._pruned(row, ids, keys.gather(1, ids[..., None].expand(-1, -1, keys.shape[2])))
             rows.append(ids)
         self._keep(layer, rows)
 
@@ -90,8 +95,13 @@ class KeyDiffBlocks(Method):
             keys = self.view.keys(layer, held)
             for row, (length, blocks) in enumerate(pairs):
                 ids = held[row, :, : blocks.held(length)]
-                rows.append(pruned(ids, keys[row, :, : ids.shape[1]], blocks.kept) if blocks.full(length) else ids)
+                rows.append(self._pruned(row, ids, keys[row, :, : ids.shape[1]]) if blocks.full(length) else ids)
             self._keep(layer, rows)
+
+    def _pruned(self, row: int, ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Of token ids [H, n] of a row those that stay after a block, by their keys [H, n, D]; ascending."""
+        scores = difference(keys).masked_fill(at_ends(ids, self.shape.lengths[row], self.ends[row]), torch.inf)
+        return ids.gather(1, top_earliest(scores[None], self.blocks[row].kept)[0]).sort(dim=1).values
 
     def _keep(self, layer: int, rows: list[torch.Tensor]) -> None:
         """Keep these ids of each row, with room for what comes until one is pruned next."""
@@ -141,11 +151,3 @@ def difference(keys: torch.Tensor) -> torch.Tensor:
     keys = keys.float()
     anchor = normalize(keys, dim=-1).mean(dim=-2, keepdim=True)
     return -cosine_similarity(keys, anchor, dim=-1)
-
-
-def pruned(ids: torch.Tensor, keys: torch.Tensor, count: int) -> torch.Tensor:
-    """Of ascending token ids [H, n] those with the most different keys [H, n, D], ascending, `count` at most."""
-    if ids.shape[1] <= count:
-        return ids
-    best = top_earliest(difference(keys)[None], count)[0]
-    return ids.gather(1, best).sort(dim=1).values

@@ -126,6 +126,41 @@ def test_any_scorer_becomes_one_that_cuts_while_decoding() -> None:
                 assert attended == {*held, at.lengths[row] - 1}
 
 
+@pytest.mark.parametrize("accounting", ["paper", "unified"])
+@pytest.mark.parametrize("name", ["snapkv_decode", "knorm_decode", "tova_decode", "keydiff_blocks"])
+def test_both_ends_of_the_prompt_stay_if_asked_for(name: str, accounting: str) -> None:
+    """Of 20 tokens four at each end, wherever they stand among those held; without it some of them go."""
+    lost = 0
+    options = {"block": 5} if name == "keydiff_blocks" else {"interval": 5}
+    options |= {"window": 3} if name == "snapkv_decode" else {}
+    for protect in (0.2, 0.0):
+        fixed = stream(60, 35, steps=23)
+        driven = drive(fixed, method_named(name, protect=protect, **options), 20, accounting=accounting)
+        for at in driven.seen:
+            for row, length in enumerate(fixed.lengths):
+                ends = {*range(4), *range(length - 4, length)}
+                missing = [len(ends - kept) for kept in at.sets(row)]
+                assert not protect or missing == [0] * len(missing)
+                lost += sum(missing)
+        assert not driven.audit["over_rule"]
+    assert lost
+
+
+def test_ends_that_leave_nothing_to_choose_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"protect=0.25: twice 8 tokens leave nothing to choose of 32, 16 of them taken"
+    ):
+        drive(stream(60), method_named("snapkv_decode", protect=0.25, interval=13, window=13), 32, accounting="unified")
+
+
+def test_tova_cuts_all_heads_alike() -> None:
+    driven = drive(stream(30, 9, steps=12, kv_heads=3, query_heads=9), method_named("tova_decode", interval=4), 7)
+    for at in driven.seen:
+        for row in range(2):
+            assert at.sets(row) == [at.sets(row)[0]] * 3
+    assert driven.audit["attended_max"] == 34
+
+
 def test_with_a_fraction_rows_have_intervals_of_their_own() -> None:
     """Other rows change nothing, though queries are kept for all of them alike."""
     fixed = stream(100, 60, 30, steps=40)
@@ -151,7 +186,9 @@ def test_a_copy_goes_on_by_itself() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accounting", ["paper", "unified"])
-@pytest.mark.parametrize("name", ["snapkv_decode", "keydiff_decode", "expected_attention_decode"])
+@pytest.mark.parametrize(
+    "name", ["snapkv_decode", "knorm_decode", "keydiff_decode", "expected_attention_decode", "tova_decode"]
+)
 def test_memory_is_flat_over_a_long_answer(name: str, accounting: str) -> None:
     fixed = stream(50, 31, steps=4000, layers=1, head_dim=8)
     driven = drive(fixed, method_named(name, interval=32), 64, accounting=accounting)

@@ -1,6 +1,6 @@
 """Any scorer while decoding: now and then all that is held is scored anew, and C tokens of it stay.
 
-For scorers whose query heads choose as one, and whose heads and layers keep C each.
+For scorers whose query heads do not choose for themselves, and whose heads and layers keep C each.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Prompt, Selection, Shape, View
+from methods.blocks.ends import at_ends
 from methods.blocks.ragged import stacked
-from methods.blocks.scorer import Scorer
+from methods.blocks.scorer import Scorer, last_tokens
 
 QUERIES = 256  # last queries that a score learns from at most
 
@@ -53,6 +54,10 @@ class Interval(Scorer):
         """Last tokens that stay whatever their scores."""
         return min(self.window, capacity // 4) if self.budget.counts_generated else self.window
 
+    def reserved(self, capacity: int) -> int:
+        """The window, and the interval where it is inside."""
+        return self.recent(capacity) + self.budget.counts_generated * self._interval(capacity)
+
     def layer_budgets(self, length: int) -> list[int]:
         """What a cut leaves in each sparse layer: C, or what the interval leaves of it."""
         capacity = self.budget.tokens(length)
@@ -73,6 +78,12 @@ class Interval(Scorer):
         self.queries: dict[int, deque[torch.Tensor]] = {}  # of each layer the last ones, [B, Hq, D]
         # tokens of each row that are held
         self.sizes, _ = self._cut(shape.lengths) if budget.counts_generated else ([*shape.lengths], [])
+
+    def protected(self, prompt: Prompt) -> torch.Tensor:
+        """[B, Hkv, N] bool: the window, and both ends of the prompt where they stand among what is held."""
+        rows = (self.shape.lengths, self.ends)
+        lengths, ends = (torch.tensor(row, device=self.shown.device)[:, None, None] for row in rows)
+        return last_tokens(prompt, self.windows) | at_ends(self.shown, lengths, ends)
 
     def _cut(self, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
         """Tokens that these numbers of tokens become after the step, and the rows that are cut."""
@@ -116,12 +127,14 @@ class Interval(Scorer):
     ) -> None:
         """Keep of what is held, ids [B, Hkv, M], the best tokens of these rows, and all of the others'."""
         kept = [held[row, :, :size] for row, size in enumerate(prompt.lengths)]
+        self.shown = held
         for count in {asked[row] for row in rows}:
             first = max(0, prompt.queries.shape[2] - count)
             best, _ = self.best(layer, replace(prompt, queries=prompt.queries[:, :, first:]))
             for row in rows:
                 if asked[row] == count:
-                    kept[row] = kept[row].gather(1, best[row, :, : self.sizes[row]])
+                    slots = best[row, :, : self.sizes[row]].expand(self.shape.kv_heads, -1)
+                    kept[row] = kept[row].gather(1, slots)
         self.view.keep(layer, stacked(kept), self._room())
 
     def _room(self) -> int:

@@ -73,11 +73,15 @@ STYLES = {
     "cake": Style("CAKE", VERMILION, "P"),
     "adakv_snapkv": Style("AdaKV", VERMILION, "D", "--"),
     "keydiff": Style("KeyDiff", SKY, "v"),
-    "expected_attention": Style("Expected Attention", ORANGE, "o"),
-    "adakv_expected_attention": Style("Expected Attention, AdaKV", ORANGE, "D", "--"),
+    "expected_attention": Style("Expected Attention", OLIVE, "o"),
+    "adakv_expected_attention": Style("Expected Attention, AdaKV", OLIVE, "X", "--"),
     "squeeze": Style("SqueezeAttention", GREY, "h"),
     "scope": Style("SCOPE", BLUE, "<"),
     "rkv": Style("R-KV", WINE, "v"),
+    "random": Style("Random", GREY, "X", ":"),
+    "knorm": Style("Key norm", ORANGE, "o"),
+    "lru": Style("LRU", GREY, "v"),
+    "tova": Style("TOVA", PURPLE, "o"),
 }
 
 # Other spellings, in the papers' tables and in the house.
