@@ -14,6 +14,7 @@ from waves import wave_stream, waves
 
 from kvbench.backends.hf.model import method_named
 from kvbench.config import ConfigError, bind_methods, method_config
+from kvbench.memory.slots import PAGE
 
 bind_methods()
 
@@ -149,6 +150,7 @@ def test_memory_is_flat_over_a_long_answer(accounting: str) -> None:
     entry = 2 * 2 * 8 * 4 * 2  # two rows, keys and values of two KV heads in float32
     assert driven.audit["attended_max"] == most
     assert driven.audit["device_kv_bytes"] <= most * entry
+    assert driven.audit["device_kv_allocated_bytes"] <= (most + PAGE) * entry
     assert not driven.audit["over_rule"]
 
 
