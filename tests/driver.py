@@ -72,6 +72,8 @@ METHODS = [
     Case("kvzip", "kvzip", {"chunk": 40}),
     Case("kvzip_plus", "kvzip_plus", {"chunk": 40}),
     Case("kvzip-layerwise", "kvzip", {"layerwise": True}),
+    Case("attention_matching", "attention_matching"),
+    Case("attention_matching-replay", "attention_matching", {"queries": "replay", "most": 100}),
     Case("h2o", "h2o"),
     Case("h2o-query_head", "h2o", {"granularity": "query_head", "recent": 0.25}),
     Case("h2o_prompt", "h2o_prompt"),

@@ -191,6 +191,6 @@ def test_no_context_and_no_room_for_it_are_refused() -> None:
         (8, 8, "budget=8: the 8 tokens before the context stay, and the last 0; expected 9"),
     ):
         template = Template(TEMPLATE.encode, tuple((torch.arange(count) % 12).tolist()))
-        for name in ("kvzip",):
+        for name in ("kvzip", "attention_matching"):
             with pytest.raises(ConfigError, match=f"^{message}"):
                 drive(fixed, method_named(name), budget, template=template)
