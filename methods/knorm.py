@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvbench.method import Prompt
+from methods.blocks.interval import Interval
 from methods.blocks.scorer import Scorer
 
 
@@ -18,3 +19,7 @@ class KeyNorm(Scorer):
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
         """Minus the norm of the key, as stored."""
         return -prompt.keys.float().norm(dim=-1)
+
+
+class KeyNormDecode(Interval, KeyNorm):
+    """Key norms of all that is held, every `interval` decode steps."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from kvbench.method import Needs, Prompt
+from methods.blocks.interval import Interval
 from methods.blocks.scorer import Scorer, last_tokens
 from methods.blocks.topk import Granularity
 from methods.blocks.votes import Join, Pooling, pooled_votes, window_votes
@@ -44,3 +45,22 @@ class SnapKV(Scorer):
         votes = window_votes(prompt, self.window, self.shape.scaling).masked_fill(own, 0)
         heads = self.shape.kv_heads if self.granularity == "kv_head" else self.shape.query_heads
         return pooled_votes(votes, heads, self.kernel, self.pooling, self.join)
+
+
+class SnapKVDecode(Interval, SnapKV):
+    """SnapKV over all that is held, every `interval` decode steps.
+
+    Args:
+        interval: see `Interval`.
+        window, kernel, pooling, join: see `SnapKV`; a group chooses as one.
+    """
+
+    def __init__(
+        self,
+        interval: int = 128,
+        window: int = 32,
+        kernel: int = 7,
+        pooling: Pooling = "max",
+        join: Join = "before",
+    ) -> None:
+        super().__init__(interval, window=window, kernel=kernel, pooling=pooling, join=join)

@@ -11,6 +11,7 @@ import torch
 from kvbench.method import Needs, Prompt
 from methods.blocks.evictor import Evictor
 from methods.blocks.held import Held
+from methods.blocks.interval import Interval
 from methods.blocks.scorer import Scorer
 from methods.blocks.votes import window_votes
 
@@ -38,3 +39,7 @@ class TOVA(Evictor):
     def note(self, layer: int, held: Held, attention: torch.Tensor) -> None:
         """What a token receives in this step is what it is worth."""
         held.numbers.copy_(attention.masked_fill(held.ids < 0, torch.inf))
+
+
+class TOVADecode(Interval, LastQuery):
+    """TOVA's choice among all that is held every `interval` decode steps, by the last query of these."""

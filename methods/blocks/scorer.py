@@ -6,6 +6,7 @@ Pruning, rows of different lengths, both accountings and the rule are here; `met
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -36,7 +37,7 @@ class Scorer(KeepsEnds):
         heads: how these heads share out what they keep together; None: each keeps C.
     """
 
-    evicts = "counted"
+    evicts: Literal["counted", "always"] = "counted"
     window: int = 0
     granularity: Granularity = "kv_head"
     heads: HeadBudgets | None = None
