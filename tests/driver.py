@@ -89,6 +89,7 @@ METHODS = [
     Case("squeeze-cache", "squeeze", {"positions": "cache"}),
     Case("razor", "razor", {"induction": 0.25, "heads": str(ASSETS / "heads" / "dummy-tiny.json")}),
     Case("duo", "duo"),
+    Case("rocketkv", "rocketkv", {"window": 8, "kernel": 7}),
     # windows and cycles far below the prompts and answers that the tests use
     Case("racc", "racc", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),
     Case("racc_code", "racc_code", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),
