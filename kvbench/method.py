@@ -355,6 +355,16 @@ class View(Protocol):
             ValueError: an id twice in one list, or a store whose home is the host.
         """
 
+    def write(
+        self, layer: int, ids: torch.Tensor, values: torch.Tensor | None = None, keys: torch.Tensor | None = None
+    ) -> None:
+        """Other values, or keys, [B, Hkv, M, D] for `ids`, which `keep` has kept, in `prefill` or `end_prefill`.
+
+        Raises:
+            LookupError: an id that is not on the device.
+            ValueError: nothing was dropped, so that the prompt's memory may be that of others; or it is coded already.
+        """
+
     def prefetch(self, layer: int, ids: torch.Tensor) -> None:
         """Begin to bring up host tokens that `layer` will select, ids on the CPU, while others are computed."""
 

@@ -62,6 +62,7 @@ METHODS = [
     Case("snapkv", "snapkv"),
     Case("snapkv-kvpress", "snapkv", {"window": 16, "kernel": 5, "pooling": "mean", "join": "after"}),
     Case("snapkv-query_head", "snapkv", {"granularity": "query_head"}),
+    Case("think", "think", {"whole": 8}),
     Case("pyramidkv", "pyramidkv"),
     Case("adakv_snapkv", "adakv_snapkv"),
     Case("adakv_snapkv-kvpress", "adakv_snapkv", {"safeguard": "top", "kernel": 5, "pooling": "mean", "join": "after"}),
