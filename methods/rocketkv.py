@@ -105,9 +105,9 @@ class RocketKV(Method):
         """What a row that holds so many tokens attends, [Hkv, n]."""
         left, page, most = self.left[row], self.page[row], self._most(self.capacities[row], tokens)
         count = -(-tokens // page)
-        sides = (part[layer][row, :, :count].float() for part in (self.low, self.high))
+        low, high = (part[layer][row, :, :count].float() for part in (self.low, self.high))
         own = query[row, :, 0].float().unflatten(0, (self.shape.kv_heads, -1))
-        scores = estimates(own, *sides, self.channels[row], self.shape.scaling)
+        scores = estimates(own, low, high, self.channels[row], self.shape.scaling)
         # one page more than they take: the last one may be short
         first = top_earliest(scores[None], -(-most // page) + 1)[0] * page
         slots, _ = entries(first, (tokens - first).clamp(max=page), most)
