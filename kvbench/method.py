@@ -405,6 +405,14 @@ class Method:
         self.shape, self.budget, self.view, self.context = shape, budget, view, context
         self.check_budget()
 
+    def check_options(self, budget: Budget) -> None:
+        """Refuse options that a budget leaves no room, before a model is there to `begin` with.
+
+        Raises:
+            ValueError: names the option, its value, and what would be right.
+        """
+        self.budget = budget
+
     def check_budget(self) -> None:
         """Refuse a fraction that leaves a prompt fewer tokens than the method can keep to.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from kvbench.method import Needs, Prompt
-from methods.blocks.scorer import Scorer
+from methods.blocks.scorer import Scorer, last_tokens
 from methods.blocks.topk import Granularity
 from methods.blocks.votes import Join, Pooling, pooled_votes, window_votes
 
@@ -40,6 +40,7 @@ class SnapKV(Scorer):
 
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
         """The smoothed votes; the window does not vote for itself, nor smooth its votes over its neighbours."""
-        votes = window_votes(prompt, self.window, self.shape.scaling).masked_fill(self.protected(prompt), 0)
+        own = last_tokens(prompt, self.windows)
+        votes = window_votes(prompt, self.window, self.shape.scaling).masked_fill(own, 0)
         heads = self.shape.kv_heads if self.granularity == "kv_head" else self.shape.query_heads
         return pooled_votes(votes, heads, self.kernel, self.pooling, self.join)

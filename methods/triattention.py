@@ -13,14 +13,15 @@ from typing import Literal
 import torch
 
 from kvbench.budget import Budget
-from kvbench.method import Context, Method, Needs, Rotation, Shape, View
+from kvbench.method import Context, Needs, Rotation, Shape, View
+from methods.blocks.ends import KeepsEnds, at_ends
 from methods.blocks.topk import top_earliest
 
 DISTANCES = 2 ** torch.arange(17)  # 1, 2, 4 .. 65536: how far ahead of now the queries to come are
 
 
-class TriAttention(Method):
-    """Keep C tokens, of the prompt and of what is generated, whenever the buffer is full. None is protected.
+class TriAttention(KeepsEnds):
+    """Keep C tokens, of the prompt and of what is generated, whenever the buffer is full; not the newest as such.
 
     The scores of a query head are made comparable by their mean and deviation; of a group the largest counts. Where
     generated tokens count, the buffer is a part of C, a quarter at most.
@@ -51,10 +52,8 @@ class TriAttention(Method):
             ValueError: the head scores are of another model or have no queries, or a pinned prompt leaves no room.
         """
         super().begin(shape, budget, view, context)
-        inside = budget.counts_generated
-        buffers = [min(self.buffer, capacity // 4) if inside else self.buffer for capacity in self.capacities]
-        self.kept = [capacity - inside * own for capacity, own in zip(self.capacities, buffers, strict=True)]
-        self.limits = [kept + own for kept, own in zip(self.kept, buffers, strict=True)]
+        self.kept = [capacity - self.reserved(capacity) for capacity in self.capacities]
+        self.limits = [capacity + (0 if budget.counts_generated else self.buffer) for capacity in self.capacities]
         self.sizes = [*shape.lengths]  # tokens of each row in the cache
         for length, kept in zip(shape.lengths, self.kept, strict=True):
             if self.pin_prompt and length >= kept:
@@ -63,6 +62,10 @@ class TriAttention(Method):
                     "expected a budget that has room for generated tokens, or method.pin_prompt=false"
                 )
         self._take_scores()
+
+    def reserved(self, capacity: int) -> int:
+        """The buffer, where it is inside."""
+        return min(self.buffer, capacity // 4) if self.budget.counts_generated else 0
 
     def _take_scores(self) -> None:
         """Of each layer, the mean query over the distances to come, and how far queries scatter in each pair."""
@@ -116,7 +119,9 @@ class TriAttention(Method):
             first, last = self.shape.lengths[row] if self.pin_prompt else 0, self.sizes[row]
             each = self.received(layer, keys[row, :, first:last].float(), lengths[row])
             deviation = each.std(dim=-1, correction=0, keepdim=True).clamp(min=1e-6)
-            scores[row, :, first:last] = ((each - each.mean(dim=-1, keepdim=True)) / deviation).amax(dim=1)
+            worth = ((each - each.mean(dim=-1, keepdim=True)) / deviation).amax(dim=1)
+            stays = at_ends(ids[row, :, first:last], self.shape.lengths[row], self.ends[row])
+            scores[row, :, first:last] = worth.masked_fill(stays, torch.inf)
         return scores
 
     def received(self, layer: int, keys: torch.Tensor, now: int) -> torch.Tensor:
