@@ -12,7 +12,7 @@ in its own sequence, 0 .. length-1, whatever padding the caller had.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -56,6 +56,33 @@ class DeviceCache:
 
 
 @dataclass(frozen=True)
+class Replay:
+    """Prompts that are read once more after they were read: to repeat the context, as KVzip asks a model to.
+
+    What follows a row's prefix is cut into chunks. For each the model, which sees the whole prompt, reads in one pass
+    at the positions after the prompt: `ask` (for a later chunk `go_on`, and the last `overlap` tokens of the chunk
+    before), what the chat template has after a user's text, and the chunk. Nothing of it stays in memory.
+
+    Attributes:
+        chunk: tokens; None: all in one.
+        ask, go_on: texts.
+        overlap: tokens.
+
+    Raises:
+        ValueError: not one token in a chunk.
+    """
+
+    chunk: int | None
+    ask: str
+    go_on: str = ""
+    overlap: int = 0
+
+    def __post_init__(self) -> None:
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"chunk={self.chunk}: expected a number of tokens, 1 or more")
+
+
+@dataclass(frozen=True)
 class Needs:
     """What a method asks of the harness; read once, before the first token.
 
@@ -64,6 +91,9 @@ class Needs:
             Hq W D numbers of a layer as it is read, and of all layers in a prefill that several methods share.
         attention_sums: hand over, per key, the attention received from all prompt queries (H2O).
         layer_similarity: call `observe_layers` with how little attention changes the hidden states of each layer.
+        prefix: hand over in `Prompt.prefixes` how many tokens come before the context of each row; a replay needs it.
+        replay: hand over in `Prompt.replayed` what the model does when it reads the prompts again; `prefill` then comes
+            once that is over, layer after layer. None: it does not.
         probabilities: call `observe` with the attention probabilities of every decode step.
         queries: `select` learns from what it is asked, so it is asked for the tokens of a later turn, too, which attend
             everything (`kvbench.engine.turn`).
@@ -85,6 +115,8 @@ class Needs:
     query_window: int = 0
     attention_sums: bool = False
     layer_similarity: bool = False
+    prefix: bool = False
+    replay: Replay | None = None
     probabilities: bool = False
     queries: bool = False
     crops: bool = False
@@ -97,6 +129,10 @@ class Needs:
     on_drop: Literal["discard", "offload"] = "discard"
     rebuilds_keys: bool = False
     positions: Literal["original", "cache"] = "original"
+
+    def __post_init__(self) -> None:
+        if self.replay is not None and (self.layer_similarity or not self.prefix):
+            raise ValueError("Needs: a replay is shown with prefix=True, and without layer_similarity")
 
 
 @dataclass(frozen=True)
@@ -192,6 +228,8 @@ class Context:
         new_tokens: decode steps to come at most; None: unknown, as under `model.generate`.
         head_scores: of the model, when `Needs.head_scores` asked for them.
         rotation: of the model, when `Needs.rotation` asked for it.
+        output: of a layer, the weight [Hq, D, hidden size] by which heads' outputs go into the hidden states; None:
+            there is no model.
     """
 
     seed: int
@@ -202,6 +240,7 @@ class Context:
     new_tokens: int | None = None
     head_scores: HeadScores | None = None
     rotation: Rotation | None = None
+    output: Callable[[int], torch.Tensor] | None = None
 
     def layer_seed(self, layer: int, row: int = 0) -> int:
         """A 63-bit seed for a row in `layer`, the same in any order, batch, process and thread count."""
@@ -212,6 +251,25 @@ class Context:
     def generator(self, layer: int, device: torch.device | str = "cpu", row: int = 0) -> torch.Generator:
         """A torch generator seeded by `layer_seed`."""
         return torch.Generator(device).manual_seed(self.layer_seed(layer, row))
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """One layer in one pass of a `Replay`, whose last tokens are a chunk of a row's context.
+
+    Attributes:
+        row: of the batch.
+        start, stop: the chunk is the row's tokens start .. stop - 1.
+        queries, keys: [Hq, q, D] and [Hkv, q, D], of all tokens of the pass.
+        norms: [q] fp32, of the attention module's inputs.
+    """
+
+    row: int
+    start: int
+    stop: int
+    queries: torch.Tensor
+    keys: torch.Tensor
+    norms: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -228,6 +286,9 @@ class Prompt:
         attention_sums: [B, Hq, N] fp32, or None.
         on_host: resolves to (keys, values) in host memory when home is "host"; background work waits on it. It is the
             store's own memory, so join what reads it before `View.arrange` moves it.
+        prefixes: of each row, if `Needs.prefix`, how many tokens come before its context: what the chat template has
+            before a user's text, or else a BOS token, if there is one.
+        replayed: of each row in the order of its chunks, if `Needs.replay`.
     """
 
     lengths: tuple[int, ...]
@@ -237,6 +298,8 @@ class Prompt:
     queries: torch.Tensor
     attention_sums: torch.Tensor | None = None
     on_host: Future[tuple[torch.Tensor, torch.Tensor]] | None = None
+    prefixes: tuple[int, ...] = ()
+    replayed: tuple[Replayed, ...] = ()
 
     def valid(self) -> torch.Tensor | None:
         """[B, N] bool, True on real tokens; None when no row is shorter than N."""
@@ -331,6 +394,14 @@ class View(Protocol):
             ValueError: an id twice in one list, or a store whose home is the host.
         """
 
+    def write(self, layer: int, ids: torch.Tensor, values: torch.Tensor) -> None:
+        """Other values [B, Hkv, M, D] for `ids`, a list of each KV head that `keep` has kept, until `end_prefill`.
+
+        Raises:
+            ValueError: `keep` was not called, so that the prompt's memory may be that of others; or it is coded.
+            LookupError: an id that is not on the device.
+        """
+
     def prefetch(self, layer: int, ids: torch.Tensor) -> None:
         """Begin to bring up host tokens that `layer` will select, ids on the CPU, while others are computed."""
 
@@ -399,7 +470,11 @@ class Method:
         return [self.budget.tokens(length) for length in self.shape.lengths]
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
-        """Build the index of `layer`; may submit background work to `context.pool`."""
+        """Build the index of `layer`; may submit background work to `context.pool`.
+
+        Raises:
+            ValueError: something is wrong that only the prompt shows.
+        """
 
     def observe_layers(self, similarity: torch.Tensor) -> None:
         """How little attention changes each sparse layer's hidden states, if `needs.layer_similarity`; in their order.
@@ -427,6 +502,13 @@ class Method:
 
     def end_step(self) -> None:
         """After the last layer: insert, re-encode, compress, evict."""
+
+    def turn_weights(self, layer: int) -> torch.Tensor | None:
+        """[B, Hkv, n] for `View.resident`, added to the logits of a later turn, which attends all of it; None: nothing.
+
+        Where nothing is off the device alone.
+        """
+        return None
 
     def crop(self, layer: int) -> None:
         """The last tokens of every row are gone from the store of `layer`, if `needs.crops`; one or more are left."""

@@ -27,8 +27,9 @@ from kvbench.budget import Budget
 from kvbench.config import ASSETS, build, method_config
 from kvbench.engine.audit import extra_entries
 from kvbench.engine.engine import Engine
+from kvbench.engine.replay import Template
 from kvbench.memory.kinds import KV, NATIVE
-from kvbench.method import HeadScores, Method, Shape
+from kvbench.method import HeadScores, Method, Replayed, Shape
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,12 @@ METHODS = [
     Case("tova", "tova"),
     Case("tova-protect", "tova", {"protect": 0.1}),
     Case("cake", "cake"),
+    # chunks far below the prompts that the tests use
+    Case("kvzip", "kvzip", {"chunk": 40}),
+    Case("kvzip_plus", "kvzip_plus", {"chunk": 40}),
+    Case("kvzip-layerwise", "kvzip", {"layerwise": True}),
+    Case("attention_matching", "attention_matching"),
+    Case("attention_matching-replay", "attention_matching", {"queries": "replay", "most": 100}),
     Case("h2o", "h2o"),
     Case("h2o-query_head", "h2o", {"granularity": "query_head", "recent": 0.25}),
     Case("h2o_prompt", "h2o_prompt"),
@@ -417,6 +424,31 @@ def rotate(vectors: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return rotary.turn(vectors, rotary.angles(by))
 
 
+TEMPLATE = Template(lambda text: [ord(letter) % len(PIECES) for letter in text[:3]])
+
+
+def output_weight(query_heads: int, head_dim: int) -> torch.Tensor:
+    """[Hq, D, hidden], of hidden states as wide as all heads."""
+    own = torch.arange(query_heads * head_dim, dtype=torch.float64)
+    hidden = own[:, None]
+    return (1 + 0.7 * hidden + 1.3 * own + 0.17 * hidden * own).sin().T.float().view(query_heads, head_dim, -1)
+
+
+def repeated(fixed: Stream, engine: Engine) -> dict[int, tuple[Replayed, ...]]:
+    """What a replay shows: its tokens ask, and are, what the last tokens up to the end of their chunk are."""
+    replay, template = engine.method.needs.replay, engine.template
+    assert replay is not None and template is not None
+    rows = [ids[:length].tolist() for ids, length in zip(fixed.tokens, fixed.lengths, strict=True)]
+    found: dict[int, tuple[Replayed, ...]] = dict.fromkeys(range(len(fixed.queries)), ())
+    for row, start, stop, ids in template.passes(rows, replay):
+        at = torch.arange(stop - len(ids), stop) % fixed.lengths[row]
+        for layer in found:
+            queries, keys = (part[layer, row][:, at] for part in (fixed.queries, fixed.keys))
+            norms = queries.float().transpose(0, 1).flatten(1).norm(dim=1)
+            found[layer] += (Replayed(row, start, stop, queries, keys, norms),)
+    return found
+
+
 @dataclass
 class Driven:
     """What came out of a driven engine: outputs [steps, layers, B, Hq, D] and what was attended."""
@@ -441,6 +473,7 @@ def drive(
     executor: str = "auto",
     kv: KV = NATIVE,
     dense_layers: Sequence[int] = (),
+    template: Template = TEMPLATE,
     after_prefill: Callable[[Engine], None] = lambda engine: None,
 ) -> Driven:
     """Feed a stream to an engine as `hf.py` does: rows right-padded, or left-padded as under `model.generate`."""
@@ -458,6 +491,8 @@ def drive(
         rotary=LlamaRotary(shape.head_dim, shape.device),
         pieces=PIECES if method.needs.token_text else None,
         head_scores=head_scores(layers, shape.kv_heads),
+        template=template if method.needs.prefix else None,
+        output=lambda layer: output_weight(shape.query_heads, shape.head_dim),
     )
     seen = watch(method)
     parts = (fixed.queries, fixed.keys, fixed.values)
@@ -472,6 +507,8 @@ def drive(
             if method.needs.layer_similarity:
                 before, added = key.transpose(1, 2).flatten(2), value.transpose(1, 2).flatten(2)
                 engine.residual(layer, before, before + added / (1 + layer))  # upper layers change less
+    if engine.waiting:
+        engine.begin_layers(repeated(fixed, engine))
     after_prefill(engine)
     outputs = []
     for step in range(fixed.steps):

@@ -131,6 +131,9 @@ def test_a_turn_attends_all_that_is_stored_and_itself(case: Case) -> None:
     fixed = stream(70, 51, steps=8)
     engine = begun(fixed, case, 49).engine
     kept = {layer: store.tiers() != DROPPED for layer, store in engine.stores.items()}
+    weights = {layer: engine.method.turn_weights(layer) for layer in kept}
+    stores, both = engine.stores, (0, 1)
+    held = {(layer, row, head): stores[layer].everything(row, head) for layer in kept for row in both for head in both}
     engine.start_turn(new_ids(fixed, 1, 7))
     queries, keys, values = tokens_of(fixed, 1, 7)
     for layer in kept:
@@ -142,10 +145,14 @@ def test_a_turn_attends_all_that_is_stored_and_itself(case: Case) -> None:
                     ids = torch.cat([past, torch.arange(length + 1, length + 2 + at)])
                     query = fixed.queries[layer, row, head, ids[-1]][None].double()
                     key, value = (part[layer, row, head // 2, ids].double() for part in (fixed.keys, fixed.values))
+                    value[: len(past)] = held[layer, row, head // 2][2]  # which a method may have written
+                    added = torch.zeros(len(ids), dtype=torch.float64)
+                    if weights[layer] is not None:
+                        added[: len(past)] = weights[layer][row, head // 2, : len(past)]
                     if engine.method.needs.positions == "cache":
                         place = torch.arange(len(ids))
                         query, key = rotate(query, (place - ids)[-1:]), rotate(key, place - ids)
-                    expected = (query @ key.T * fixed.scaling).softmax(dim=1) @ value
+                    expected = (query @ key.T * fixed.scaling + added).softmax(dim=1) @ value
                     torch.testing.assert_close(out[row, head, at], expected[0].float(), rtol=0, atol=CLOSE)
 
 

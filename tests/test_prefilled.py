@@ -90,7 +90,8 @@ def ran(loaded: Loaded, arm: str, prefilled: Prefilled | None, chunk: int | None
 
 def snapshot(loaded: Loaded, chunk: int | None) -> Prefilled:
     needs = [build().needs for build in ARMS.values()]
-    return prefill_once(loaded.model, RAGGED, needs, max_new_tokens=STEPS + 1, chunk=chunk)
+    lengths = {"max_new_tokens": STEPS + 1, "chunk": chunk}
+    return prefill_once(loaded.model, RAGGED, needs, tokenizer=loaded.tokenizer, **lengths)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from kvbench.method import Method, Needs, Selection
 
 STEPS = 7
 LENGTHS = (150, 97)
+NO = Needs()
 ALL = Needs(query_window=150, attention_sums=True, layer_similarity=True)
 
 
@@ -39,8 +40,9 @@ def engine(loaded: Loaded, method: Method, lengths: Sequence[int], **more: Any) 
     return engine_for(loaded.model, lengths, method, budget, (), loaded.tokenizer, **settings)
 
 
-def prefilled(loaded: Loaded, *prompts: Sequence[int], divided: bool = True) -> Prefilled:
-    found = prefill_once(loaded.model, prompts, [ALL], max_new_tokens=STEPS + 1)
+def prefilled(loaded: Loaded, *prompts: Sequence[int], divided: bool = True, needs: Needs = NO) -> Prefilled:
+    own, tokenizer = [ALL, needs], loaded.tokenizer
+    found = prefill_once(loaded.model, prompts, own, max_new_tokens=STEPS + 1, tokenizer=tokenizer)
     if divided:
         found.divide()
     return found
@@ -90,7 +92,7 @@ class Rows:
 def alone(loaded: Loaded, method: Method, *prompts: Sequence[int], **more: Any) -> tuple[torch.Tensor, Any]:
     """Logits [steps, rows, vocabulary] of a generation by itself, and what it came to."""
     noted: list[torch.Tensor] = []
-    shared = prefilled(loaded, *prompts, divided=False)
+    shared = prefilled(loaded, *prompts, divided=False, needs=method.needs)
     own = engine(loaded, method, [len(prompt) for prompt in prompts], samples=["one"])
     options = {"max_new_tokens": STEPS + 1, "watch": lambda one: noted.append(one.clone()), **more}
     made = generate(loaded.model, prompts, own, prefilled=shared, **options)
@@ -101,7 +103,7 @@ def alone(loaded: Loaded, method: Method, *prompts: Sequence[int], **more: Any) 
 def test_a_row_among_others_has_the_logits_that_it_has_alone(case: Case, any_model: Loaded) -> None:
     """Beside full attention from the same memory, and rows of another length, of which some join and leave before."""
     prompts = [numbers(length, seed) for seed, length in enumerate(LENGTHS)]
-    shared = [prefilled(any_model, prompt) for prompt in prompts]
+    shared = [prefilled(any_model, prompt, needs=case.build().needs) for prompt in prompts]
     rows = Rows(any_model)
     rows.join(method_named("streaming_llm"), shared[1], max_new_tokens=3)
     rows.step()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvbench.attention.sinks import softmax
 from kvbench.memory.store import LayerStore
@@ -152,6 +152,7 @@ def turn(
     past: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     scaling: float,
     sinks: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Dense causal attention of new tokens over themselves and what is stored, which need not be all that was.
 
@@ -160,6 +161,7 @@ def turn(
         key, value: [B, Hkv, q, D], of the same tokens.
         past: keys and values [B, Hkv, n, D] and a mask [B, Hkv, n] (None: all), see `Tiers.remaining`.
         sinks: [Hq], see `kvbench.attention.sinks`; None: the model has none.
+        weights: [B, Hkv, n], added to the logits of what is stored; None: nothing.
 
     Returns:
         [B, Hq, q, D].
@@ -168,7 +170,7 @@ def turn(
     past_key, past_value, present = past
     gqa = heads != key.shape[1]
     key, value = torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
-    if present is None and query.is_cuda and sinks is None:
+    if present is None and query.is_cuda and sinks is None and weights is None:
         bias = causal_lower_right(width, key.shape[2])
         return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=gqa)
     mask = torch.ones(width, key.shape[2], dtype=torch.bool, device=query.device).tril(past_key.shape[2])
@@ -176,11 +178,16 @@ def turn(
         own = mask[:, past_key.shape[2] :].expand(batch, heads, -1, -1)
         seen = present.repeat_interleave(heads // present.shape[1], dim=1)[:, :, None].expand(-1, -1, width, -1)
         mask = torch.cat([seen, own], dim=3)
+    if weights is not None:
+        bias = pad(weights, (0, width)).repeat_interleave(heads // key.shape[1], dim=1)[:, :, None]
+        mask = bias.masked_fill(~mask, -torch.inf).to(query.dtype)
     if sinks is None:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=gqa)
     grouped = query.float().unflatten(1, (key.shape[1], -1))  # [B, Hkv, G, q, D]
-    hidden = ~(mask if mask.ndim == 2 else mask.view(*grouped.shape[:4], -1))
-    logits = (grouped @ key[:, :, None].float().transpose(3, 4) * scaling).masked_fill(hidden, -torch.inf)
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
+    own = mask if mask.ndim == 2 else mask.float().view(*grouped.shape[:4], -1)
+    logits = grouped @ key[:, :, None].float().transpose(3, 4) * scaling + own
     return (softmax(logits, sinks) @ value[:, :, None].float()).view(query.shape).to(query.dtype)
 
 

@@ -247,7 +247,8 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         longest = max(len(tokens) for own in given for tokens in own.values())
         lane.clear(2 * prompt_bytes(setup, list(map(len, rows))), len(rows))
         chunk, needs = setup.protocol.prefill_chunk, [setup.method.needs]
-        prefilled = prefill_once(setup.loaded.model, rows, needs, max_new_tokens=longest, chunk=chunk)
+        more = {"max_new_tokens": longest, "chunk": chunk, "tokenizer": setup.loaded.tokenizer}
+        prefilled = prefill_once(setup.loaded.model, rows, needs, **more)
         prefilled.divide()
         for turn in zip_longest(*(own.items() for own in given), fillvalue=(None, [0])):
             # A row whose continuations are all scored rests: it has nothing to read but its context.

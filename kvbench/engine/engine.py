@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -27,13 +27,14 @@ from kvbench.engine.audit import Audit, attended_bytes
 from kvbench.engine.positions import CachePositions, ModelRotation, Rotary
 from kvbench.engine.probes import Probe
 from kvbench.engine.prompt import PromptReader
+from kvbench.engine.replay import Template
 from kvbench.engine.turn import Turn
 from kvbench.kernels.tokens import finite
 from kvbench.memory.kinds import KV, NATIVE
 from kvbench.memory.store import LayerStore, Sealed
 from kvbench.memory.transfer import computing_on
 from kvbench.memory.view import StoreView
-from kvbench.method import Context, HeadScores, Method, Prompt, Selection, Shape
+from kvbench.method import Context, HeadScores, Method, Prompt, Replayed, Selection, Shape
 from kvbench.spans import Spans
 
 
@@ -67,6 +68,8 @@ class Settings:
         rotary: the model's, for methods with positions="cache" or rotation.
         pieces: text of every vocabulary entry, for methods that need it.
         head_scores: of the model, for methods that need them.
+        template: the tokenizer's, for methods that need prefixes.
+        output: see `kvbench.method.Context`.
     """
 
     attention: str = "auto"
@@ -79,6 +82,8 @@ class Settings:
     rotary: Rotary | None = None
     pieces: Sequence[str] | None = None
     head_scores: HeadScores | None = None
+    template: Template | None = None
+    output: Callable[[int], Tensor] | None = None
 
     def positions(self, shape: Shape, method: Method) -> CachePositions | None:
         """Where a method's keys stand, if not where they stood in the text."""
@@ -90,8 +95,8 @@ class Settings:
     def context(self, shape: Shape, spans: Spans) -> Context:
         """What a method is given of it."""
         rotation = None if self.rotary is None else ModelRotation(self.rotary)
-        seeds = self.seed, tuple(self.samples)
-        return Context(*seeds, worker_pool(), spans, self.pieces, self.new_tokens, self.head_scores, rotation)
+        own = self.pieces, self.new_tokens, self.head_scores, rotation, self.output
+        return Context(self.seed, tuple(self.samples), worker_pool(), spans, *own)
 
 
 class Engine:
@@ -106,6 +111,8 @@ class Engine:
 
     Attributes:
         windowed: the layers with a window, by index; the model's cache puts them here.
+        waiting: layers that wait for a replay, each with what the method will be shown; None: a dense one.
+        replay_tokens: tokens of it, of all rows.
 
     Raises:
         ConfigError: the method cannot keep to this budget, or cannot run on this model.
@@ -122,9 +129,9 @@ class Engine:
         **settings: Any,
     ) -> None:
         self.shape, self.method, self.budget, self._how = shape, method, budget, (how := Settings(**settings))
-        self.executor = executor(how.attention, shape, how.kv)
+        self.executor, self.template = executor(how.attention, shape, how.kv), how.template
         self.spans, self.audit = Spans(shape.device), Audit(shape, how.audit_every)
-        self.stores: dict[int, LayerStore] = {}
+        self.stores, self.waiting, self.replay_tokens = dict[int, LayerStore](), dict[int, Prompt | None](), 0
         self.windowed: Mapping[int, Held] = {}
         self.probe = Probe(shape, how.probe_every) if how.probe_every else None
         self.prefilled = False
@@ -172,8 +179,7 @@ class Engine:
         """A decode forward begins: tokens [B] on the CPU; `active` says which rows still generate (None: all)."""
         assert self.prefilled, "the prompt is not complete"
         self._turn = None
-        if active is not None:
-            self._active = list(active)
+        self._active = self._active if active is None else list(active)
         with self.spans("index_update"):
             self.method.step(tokens, torch.tensor(self.lengths), torch.tensor(self._active))
 
@@ -189,8 +195,7 @@ class Engine:
         """Attention [B, Hq, q, D] of one layer in the pass that was started; of sparse ones after `check_finite`.
 
         Args:
-            query: [B, Hq, q, D], post-RoPE.
-            key, value: [B, Hkv, q, D], the new tokens only.
+            query, key, value: [B, Hq or Hkv, q, D], of the new tokens only, post-RoPE.
             sinks: [Hq], see `kvbench.attention.sinks`; None: the model has none.
             valid: queries and keys were checked before.
         """
@@ -231,7 +236,15 @@ class Engine:
 
     def _end_prompt(self, layer: int, store: LayerStore) -> None:
         store.seal_prompt(self.shape.lengths)
-        self._begin_layer(layer, store, self._reader.prompt(layer, store) if layer in self._sparse else None)
+        self.waiting[layer] = self._reader.prompt(layer, store) if layer in self._sparse else None
+        if self.method.needs.replay is None:
+            self.begin_layers({})
+
+    def begin_layers(self, replayed: Mapping[int, tuple[Replayed, ...]]) -> None:
+        """Begin the layers that wait; `replayed` is what a replay has shown of each."""
+        for layer, prompt in self.waiting.items():
+            self._begin_layer(layer, self.stores[layer], prompt and replace(prompt, replayed=replayed.get(layer, ())))
+        self.waiting = {}
 
     def adopt(self, layer: int, shared: Sealed, prompt: Prompt) -> LayerStore:
         """Begin a layer from a prefill made elsewhere, in layer order; returns the store that shares its memory."""
@@ -247,17 +260,13 @@ class Engine:
             if self.probe is not None:
                 self.probe.begin_layer(layer, store)
             with self.spans("index_build"):
-                self.method.prefill(layer, prompt)
+                _build_index(self, layer, prompt)
             store.leave_device()
         if layer == self._last and not self.method.needs.layer_similarity:
             self.end_prefill()
 
     def residual(self, layer: int, before: Tensor, after: Tensor) -> None:
-        """For `Needs.layer_similarity`: what a layer's attention has made of the hidden states in a prefill forward.
-
-        Args:
-            before, after: [B, q, E], the hidden states before attention and with it added.
-        """
+        """For `Needs.layer_similarity`: the hidden states [B, q, E] before a layer's attention and with it added."""
         self._reader.observe_residual(layer, before, after)
         if self._reader.last_chunk and layer == self.shape.layers - 1:
             self.end_prefill(self._reader.similarity(self.shape.layers))
@@ -339,11 +348,22 @@ class Engine:
 
         Of one row are C, what it attended and whether that was over the rule; all else is the batch's.
         """
-        size, lengths = self.budget.size, self.shape.lengths
-        budget = None if size is None else self.budget.tokens(max(lengths) if row is None else lengths[row])
-        stored = [tensor for store in self.stores.values() for tensor in store.tensors()]
-        own = self.method.report()  # before the audit: a method may have work of its own to end
-        return {**own, **self.audit.report(self.method, budget, stored, row), **_remarks(self, self._how)}
+        return _report(self, self._how, row)
+
+
+def _build_index(engine: Engine, layer: int, prompt: Prompt) -> None:
+    """Show the method the prompt of a layer.
+
+    Raises:
+        ConfigError: something is wrong that only the prompt shows.
+    """
+    if engine.template is not None:
+        prompt = replace(prompt, prefixes=engine.template.prefixes(prompt))
+    engine.replay_tokens = sum(one.queries.shape[1] for one in prompt.replayed)
+    try:
+        engine.method.prefill(layer, prompt)
+    except ValueError as error:
+        raise ConfigError(first_line(error)) from error
 
 
 def _layer_store(engine: Engine, how: Settings, layer: int, shared: Sealed | None) -> LayerStore:
@@ -399,6 +419,14 @@ def seen_finite(query: Tensor, key: Tensor) -> bool:
     return bool(finite(*rows, STORED[query.dtype]))
 
 
+def _report(engine: Engine, how: Settings, row: int | None) -> dict[str, Any]:
+    size, lengths = engine.budget.size, engine.shape.lengths
+    budget = None if size is None else engine.budget.tokens(max(lengths) if row is None else lengths[row])
+    stored = [tensor for store in engine.stores.values() for tensor in store.tensors()]
+    own = engine.method.report()  # before the audit: a method may have work of its own to end
+    return {**own, **engine.audit.report(engine.method, budget, stored, row), **_remarks(engine, how)}
+
+
 def _remarks(engine: Engine, how: Settings) -> dict[str, Any]:
     """What a report says besides: executor, dtype, kv; where it applies bytes attended, windows, how tokens come up."""
     found: dict[str, Any] = {
@@ -410,6 +438,8 @@ def _remarks(engine: Engine, how: Settings) -> dict[str, Any]:
         each = {layer: store.entry_bytes for layer, store in engine.stores.items()}
         steps = engine.audit.attended_mean, engine.audit.steps
         found["attended_bytes_per_step"] = attended_bytes(engine.shape, *steps, each)
+    if engine.replay_tokens:
+        found["replay_tokens"] = engine.replay_tokens / engine.shape.batch
     if engine.executor.note:
         found["executor_note"] = engine.executor.note
     if engine.windowed:

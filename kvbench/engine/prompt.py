@@ -67,8 +67,8 @@ class PromptReader:
         Raises:
             ValueError: the method needs what only a forward pass shows.
         """
-        if self._needs.attention_sums or self._needs.layer_similarity:
-            raise ValueError("attention sums and hidden states are those of a prefill, and this prompt has none")
+        if self._needs.attention_sums or self._needs.layer_similarity or self._needs.replay is not None:
+            raise ValueError("attention sums, hidden states and replays are those of a model that reads the prompt")
         size = min(self._needs.query_window, max(self.lengths))
         if size:
             self._queries[layer] = query[:, :, query.shape[2] - size :]

@@ -56,7 +56,8 @@ class Turn:
             past, past_value, mask = store.remaining()
             if self._positions is not None and sparse:
                 past = self._positions.of_turn(past, store)
-            out = dense.turn(query, key, value, (past, past_value, mask), self._shape.scaling, sinks)
+            weights = self._method.turn_weights(layer) if sparse else None
+            out = dense.turn(query, key, value, (past, past_value, mask), self._shape.scaling, sinks, weights)
         if layer == self._shape.full_layers[-1]:
             with self._spans("index_update"):
                 self._take_in()

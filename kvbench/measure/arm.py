@@ -208,6 +208,7 @@ def prefill_shared(arms: Sequence[Arm], prompts: Sequence[TokenizedSample]) -> P
         max_new_tokens=first.room,
         chunk=arms[0].protocol.prefill_chunk,
         not_first=() if first.question else stops(loaded, first.sample).not_first,
+        tokenizer=loaded.tokenizer,
     )
 
 

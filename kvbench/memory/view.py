@@ -76,6 +76,20 @@ class StoreView(View):
         """Keep `ids` on the device and no others; see `LayerStore.keep`."""
         self._stores[layer].keep(ids, room)
 
+    @torch.inference_mode()  # tensors made in this mode can be written in it alone
+    def write(self, layer: int, ids: torch.Tensor, values: torch.Tensor) -> None:
+        """Other values [B, Hkv, M, D] for token ids [B, Hkv, M] (-1 = none) that `keep` has left on the device.
+
+        Raises:
+            ValueError: it has dropped nothing, so that the memory may be shared; or the device's tokens are coded.
+            LookupError: a token that is not on the device.
+        """
+        device = self._stores[layer].device
+        if device.ids is None or device.pool.value.dtype != device.codecs.value.dtype:
+            raise ValueError("write is for tokens that keep has left on the device, before end_prefill has coded them")
+        there = ids >= 0
+        device.pool.value[device.locate(ids).slots[there]] = values[there].to(device.pool.value.dtype)
+
     def prefetch(self, layer: int, ids: torch.Tensor) -> None:
         """Begin to bring up host tokens; see `LayerStore.prefetch`."""
         self._stores[layer].prefetch(ids)

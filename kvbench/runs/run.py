@@ -198,7 +198,8 @@ def set_up(
         if not hasattr(method, "needs"):
             target = config["method"]["_target_"]
             raise ConfigError(f"_target_={target}: no method; expected a subclass of kvbench.method.Method")
-        if config["task"].get("prefill") is False and (method.needs.attention_sums or method.needs.layer_similarity):
+        shown = method.needs.attention_sums or method.needs.layer_similarity or method.needs.replay is not None
+        if config["task"].get("prefill") is False and shown:
             name = config["method"]["name"]
             raise ConfigError(f"task.prefill=false: {name} needs what only a prefill shows; expected true")
         budget = Budget.of(budget_of(config), config["method"], protocol.accounting, protocol.generated)

@@ -20,6 +20,7 @@ from kvbench.backends.hf.model import (
     method_of,
     refuse_compiled,
 )
+from kvbench.backends.hf.replay import read_again
 from kvbench.backends.hf.residuals import residuals_watched
 from kvbench.budget import Accounting, Budget
 from kvbench.config import ConfigError
@@ -342,6 +343,8 @@ def _after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
     cache = kwargs.get("past_key_values")
     if isinstance(cache, KVCache) and output is not None:  # None: the pass has failed
         cache.after()
+        if cache.engine is not None and cache.engine.waiting:
+            read_again(module, cache.engine)
 
 
 def _prepare_inputs_for_generation(model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:

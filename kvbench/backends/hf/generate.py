@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from kvbench.backends.hf.hooks import Call, CountingCache, windowed_layers
+from kvbench.backends.hf.replay import read_again
 from kvbench.backends.hf.residuals import residuals_watched
 from kvbench.backends.hf.rotary import angles_of
 from kvbench.engine.engine import Engine
@@ -395,6 +396,8 @@ def prefill_logits(
             for row in ending:
                 last[row] = logits[row, columns.index(ends[row] - 1 - column)].clone()  # and no more of the chunk's
             progress(end)
+    if engine.waiting:
+        read_again(model, engine)
     return torch.stack([last[row] for row in range(len(prompts))])
 
 

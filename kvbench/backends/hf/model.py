@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvbench.attention.executor import executor
 from kvbench.backends.hf import rotary
 from kvbench.backends.hf.hooks import NAME
-from kvbench.backends.hf.layers import reading_of, shape_of
+from kvbench.backends.hf.layers import attention_modules, reading_of, shape_of
+from kvbench.backends.hf.replay import template_of
 from kvbench.backends.hf.rotary import RotaryOf
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, build, method_config, show
@@ -179,7 +180,22 @@ def engine_for(
         settings["pieces"] = vocabulary_text(tokenizer)
     if method.needs.head_scores and settings.get("head_scores") is None:
         raise ConfigError(f"head_scores=None: {type(method).__name__} needs those that kvbench calibrate makes")
-    return kind(shape, method, budget, **settings)
+    return kind(shape, method, budget, output=lambda layer: output_weight(model, layer), **settings)
+
+
+def output_weight(model: PreTrainedModel, layer: int) -> torch.Tensor:
+    """The weight [Hq, D, hidden size] of a layer by which its heads' outputs go into the hidden states.
+
+    Raises:
+        ConfigError: its attention has none by a name that is known, or holds it in other than plain numbers.
+    """
+    module = attention_modules(model)[layer]
+    names = [name for name in ("o_proj", "dense", "out_proj") if hasattr(module, name)]
+    weight = getattr(getattr(module, names[0]), "weight", None) if names else None
+    head_dim = reading_of(model).calls[layer].key.shape[3]
+    if weight is None or not weight.is_floating_point() or weight.shape[1] % head_dim:
+        raise ConfigError(f"{type(module).__name__}: no output weight found; expected o_proj of plain numbers")
+    return weight.T.unflatten(0, (-1, head_dim))
 
 
 def needed(
@@ -200,10 +216,11 @@ def needed(
         raise ConfigError(reason)
     if needs.token_text and tokenizer is None:
         raise ConfigError(f"tokenizer=None: {name} reads the text of tokens; pass the tokenizer")
-    if needs.positions != "cache" and not needs.rotation:
-        return {"rotary": None}
-    instead = "positions=original" if needs.positions == "cache" else "another method"
-    return {"rotary": RotaryOf(model, shape.sparse_layers, instead)}
+    found: dict[str, Any] = {"rotary": None, "template": template_of(tokenizer, name) if needs.prefix else None}
+    if needs.positions == "cache" or needs.rotation:
+        instead = "positions=original" if needs.positions == "cache" else "another method"
+        found["rotary"] = RotaryOf(model, shape.sparse_layers, instead)
+    return found
 
 
 def vocabulary_text(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -14,17 +14,18 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.backends.hf.generate import Draw, EngineCache, chosen_tokens, prefill_logits, windows_of
 from kvbench.backends.hf.layers import shape_of
+from kvbench.backends.hf.replay import replayed, template_of
 from kvbench.backends.hf.rotary import refuse_recomputed
 from kvbench.budget import Budget
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
 from kvbench.memory.large import Original
 from kvbench.memory.store import LayerStore, Sealed
-from kvbench.method import Method, Needs, Prompt
+from kvbench.method import Method, Needs, Prompt, Replay, Replayed
 
 RECORDED_LESS = "the prefill recorded less than this method needs; name its needs in prefill_once"
 
@@ -36,6 +37,7 @@ class Recorder(Method):
         self.needs = needs
         self.prompts: dict[int, Prompt] = {}
         self.similarity: torch.Tensor | None = None
+        self.replays: dict[Replay, dict[int, tuple[Replayed, ...]]] = {}
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Keep the prompt of a layer."""
@@ -67,7 +69,7 @@ class Prefilled:
         self._logits, self._not_first = logits, not_first
         self.tokens = chosen_tokens(logits, not_first)
         self.seconds = time.perf_counter() - start
-        self._prompts, self._similarity = recorded.prompts, recorded.similarity
+        self._prompts, self._similarity, self._replays = recorded.prompts, recorded.similarity, recorded.replays
         self._sealed = {layer: Sealed.of(store) for layer, store in engine.stores.items()}
         self._original: Original | None = None
         self._windowed = engine.windowed
@@ -117,7 +119,7 @@ class Prefilled:
             raise ValueError(f"the prefill read prompts of {self.lengths} tokens, the engine expects others")
         if engine.capacity > self._capacity:
             raise ValueError("the prefill left less room than this engine needs; raise max_new_tokens in prefill_once")
-        prompts = {layer: self._seen_by(engine.method, prompt) for layer, prompt in self._prompts.items()}
+        prompts = {layer: self._seen_by(engine.method, layer, prompt) for layer, prompt in self._prompts.items()}
         similar = engine.method.needs.layer_similarity
         if similar and self._similarity is None:
             raise ValueError(RECORDED_LESS)
@@ -155,16 +157,18 @@ class Prefilled:
             layer: Sealed(*pair, one.lengths) for pair, (layer, one) in zip(pairs, self._sealed.items(), strict=True)
         }
 
-    @staticmethod
-    def _seen_by(method: Method, prompt: Prompt) -> Prompt:
-        window = min(method.needs.query_window, max(prompt.lengths))
+    def _seen_by(self, method: Method, layer: int, prompt: Prompt) -> Prompt:
+        window, replay = min(method.needs.query_window, max(prompt.lengths)), method.needs.replay
         if window > prompt.queries.shape[2] or (method.needs.attention_sums and prompt.attention_sums is None):
+            raise ValueError(RECORDED_LESS)
+        if replay is not None and replay not in self._replays:
             raise ValueError(RECORDED_LESS)
         queries = prompt.queries[:, :, prompt.queries.shape[2] - window :]
         return replace(
             prompt,
             queries=queries if window else queries[:, :0],
             attention_sums=prompt.attention_sums if method.needs.attention_sums else None,
+            replayed=() if replay is None else self._replays[replay][layer],
         )
 
 
@@ -177,8 +181,9 @@ def prefill_once(
     max_new_tokens: int,
     chunk: int | None = None,
     not_first: Collection[int] = (),
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Prefilled:
-    """Read prompts once for all methods with these needs.
+    """Read prompts once for all methods with these needs, and again where some need that, once for each `Replay`.
 
     Args:
         model: with "kvbench" attention.
@@ -187,19 +192,22 @@ def prefill_once(
         max_new_tokens: most tokens any of them will generate.
         chunk: prompt columns in one forward pass; None: all.
         not_first: tokens that no row may begin with.
+        tokenizer: the model's, for replays.
     """
-    start = time.perf_counter()
+    start, needs = time.perf_counter(), list(needs)
     shape = shape_of(model, [len(prompt) for prompt in prompts], (), model.dtype, model.device)
     refuse_recomputed(model, shape.lengths, max_new_tokens)
     recorder = Recorder(union(needs))
     engine = Engine(shape, recorder, Budget(None), new_tokens=max_new_tokens)
     logits = prefill_logits(model, prompts, EngineCache(engine), chunk)
+    for replay in {need.replay for need in needs if need.replay is not None}:
+        passes = template_of(tokenizer, "a replay").passes(prompts, replay)
+        recorder.replays[replay] = replayed(model, engine, passes)
     return Prefilled(logits, not_first, recorder, engine, start)
 
 
 def union(needs: Iterable[Needs]) -> Needs:
     """What a prefill must record to serve all of `needs`."""
-    needs = list(needs)
     return Needs(
         query_window=max((need.query_window for need in needs), default=0),
         attention_sums=any(need.attention_sums for need in needs),

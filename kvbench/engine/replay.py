@@ -1,0 +1,60 @@
+"""What a model reads when it reads prompts once more: token ids, made of the prompts and of a tokenizer's template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvbench.method import Prompt, Replay
+
+PLAIN_SUFFIX = "\n"  # between a question and its answer where there is no template, as in kvpress
+
+
+class Pass(NamedTuple):
+    """One forward pass of a replay, see `kvbench.method.Replayed`; `ids` are what it reads."""
+
+    row: int
+    start: int
+    stop: int
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Template:
+    """How a tokenizer reads text, and what it puts around a user's.
+
+    Attributes:
+        encode: token ids of a text, none added.
+        header, suffix: token ids before and after a user's text; () without a chat template.
+        bos: that a raw text begins with; None: none.
+    """
+
+    encode: Callable[[str], list[int]]
+    header: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    bos: int | None = None
+
+    def prefix(self, ids: Sequence[int]) -> int:
+        """How many tokens come before the context of a row."""
+        return len(self.header) if self._wraps(ids) else int(ids[0] == self.bos)
+
+    def prefixes(self, prompt: Prompt) -> tuple[int, ...]:
+        """`prefix` of every row of a prompt."""
+        first = prompt.token_ids[:, : max(1, len(self.header))].tolist()
+        return tuple(self.prefix(ids[:length]) for ids, length in zip(first, prompt.lengths, strict=True))
+
+    def passes(self, rows: Sequence[Sequence[int]], replay: Replay) -> Iterator[Pass]:
+        """All passes over rows of token ids, row by row."""
+        for row, ids in enumerate(rows):
+            begin = self.prefix(ids)
+            suffix = [*self.suffix] if self._wraps(ids) else self.encode(PLAIN_SUFFIX)
+            for start in range(begin, len(ids), replay.chunk or len(ids)):
+                stop = min(start + (replay.chunk or len(ids)), len(ids))
+                first = start == begin
+                asked = self.encode(replay.ask if first else replay.go_on)
+                before = [] if first else ids[max(start - replay.overlap, begin) : start]
+                yield Pass(row, start, stop, [*asked, *before, *suffix, *ids[start:stop]])
+
+    def _wraps(self, ids: Sequence[int]) -> bool:
+        return bool(self.header) and tuple(ids[: len(self.header)]) == self.header

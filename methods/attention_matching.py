@@ -1,0 +1,172 @@
+"""Attention Matching (Zweiger et al. 2026, "Fast KV Compaction via Attention Matching", section 3; the code's
+`AM-HighestAttnKeys` with the queries of the whole model, not of one whose lower layers are compacted already).
+
+A few keys of each head stand for all: they are chosen, get weights with which they take as much attention as all took,
+and then values with which the outputs come near. All three are fitted to reference queries, once, after the prompt.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from kvbench.budget import Budget
+from kvbench.method import Context, Needs, Prompt, Replay, Selection, Shape, View
+from methods.blocks.ragged import stacked
+from methods.blocks.scorer import ROLLING_WINDOW, Scorer
+from methods.kvzip import check_context
+
+ASK = "Repeat the previous context verbatim."  # as published
+BLOCK = 1024  # queries whose attention is computed at once
+CUT = 1e-12  # squared singular values below this share of the largest are rounding
+LIMITS = -3.0, 3.0  # of a weight's logarithm
+STEPS, POWERS = 2, 3  # of the projected gradient, and of the power iteration that says how long they are
+
+
+class AttentionMatching(Scorer):
+    """Attend C prompt keys of each head, with weights and values that are not theirs; generated tokens as they are.
+
+    The tokens before the context stay as they are, inside C; where generated tokens count, the most recent ones, too.
+
+    Args:
+        queries: for which the attention shall stay what it was: the context's own, or those of a replay, in which the
+            model repeats it.
+        most: reference queries of a KV head; of more, these are drawn.
+    """
+
+    def __init__(self, queries: Literal["context", "replay"] = "context", most: int = 50000) -> None:
+        self.queries, self.most = queries, most
+        self.needs = Needs(prefix=True, replay=Replay(None, ASK))
+        if queries == "context":
+            self.needs = Needs(prefix=True, query_window=sys.maxsize)
+
+    @property
+    def _in_place(self) -> bool:
+        """What is held is attended with weights."""
+        return False
+
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """Nothing is matched yet."""
+        super().begin(shape, budget, view, context)
+        self.weights: dict[int, torch.Tensor] = {}  # logarithms for what is in `scored`, [B, Hkv, n]
+
+    # -- prompt --------------------------------------------------------------------------------------------------------
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Choose and weigh keys, and write their values.
+
+        Raises:
+            ValueError: there is no context, or no room for any of it.
+        """
+        rows = [self._kept(layer, row, prompt) for row in range(len(prompt.lengths))]
+        longest, most = (max(row[at].shape[1] for row in rows) for at in (0, 2))
+        self.scored[layer] = [row.ids for row in rows]
+        self.weights[layer] = torch.stack([pad(row.weights, (0, longest - row.weights.shape[1])) for row in rows])
+        if most:
+            self.view.keep(layer, self._attended(layer), ROLLING_WINDOW if self.budget.counts_generated else None)
+            chosen = stacked([row.ids[:, row.ids.shape[1] - row.values.shape[1] :] for row in rows])
+            values = [pad(row.values, (0, 0, 0, most - row.values.shape[1])) for row in rows]
+            self.view.write(layer, chosen, torch.stack(values))
+
+    def _kept(self, layer: int, row: int, prompt: Prompt) -> Matched:
+        """Of a row, what it keeps but for the most recent tokens: first what stays as it is, then the chosen keys."""
+        length, before, capacity = prompt.lengths[row], prompt.prefixes[row], self.capacities[row]
+        check_context(length, before, capacity, self.windows[row])
+        position = torch.arange(length, device=prompt.keys.device)
+        stays = self.protected(prompt)[row, 0, :length] | (position < before) | (length <= capacity)
+        own, choice = position[stays & (position < length - self.windows[row])], position[~stays]
+        own = own.expand(self.shape.kv_heads, -1)
+        nothing = torch.zeros(own.shape, device=own.device)
+        if not len(choice):
+            return Matched(own, nothing, prompt.values[row, :, :0])
+        asked, count = self._asked(layer, row, prompt), capacity - int(stays.sum())
+        keys, values = prompt.keys[row, :, choice], prompt.values[row, :, choice]
+        heads = [matched(*parts, count, self.shape.scaling) for parts in zip(asked, keys, values, strict=True)]
+        ids, weights, fitted = (torch.stack(parts) for parts in zip(*heads, strict=True))
+        return Matched(torch.cat([own, choice[ids]], dim=1), torch.cat([nothing, weights], dim=1), fitted)
+
+    def _asked(self, layer: int, row: int, prompt: Prompt) -> torch.Tensor:
+        """Reference queries of each KV head, those of its group one after the other, [Hkv, n, D]."""
+        if self.queries == "replay":
+            queries = torch.cat([one.queries for one in prompt.replayed if one.row == row], dim=1)
+        else:
+            queries = prompt.queries[row, :, prompt.queries.shape[2] - prompt.lengths[row] + prompt.prefixes[row] :]
+        grouped = queries.unflatten(0, (self.shape.kv_heads, -1)).flatten(1, 2)
+        if grouped.shape[1] <= self.most:
+            return grouped
+        drawn = torch.randperm(grouped.shape[1], generator=self.context.generator(layer, row=row))[: self.most]
+        return grouped[:, drawn.to(grouped.device)]
+
+    # -- decode --------------------------------------------------------------------------------------------------------
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection:
+        """What is held, with the weights of the chosen keys; the newest tokens come first and have none."""
+        index = self._attended(layer)
+        scored = torch.tensor([ids.shape[1] for ids in self.scored[layer]], device=index.device)
+        newest = (index[:, 0] >= 0).sum(dim=1) - scored
+        at = torch.arange(index.shape[2], device=index.device) - newest[:, None, None]
+        weights = pad(self.weights[layer], (0, 1))  # that of no token
+        found = weights.gather(2, at.clamp(0, weights.shape[2] - 1).expand_as(index)).masked_fill(at < 0, 0)
+        return Selection(index, log_weight=found.repeat_interleave(self.shape.group, dim=1))
+
+    def turn_weights(self, layer: int) -> torch.Tensor:
+        """Those of the chosen keys, in a later turn too."""
+        resident, kept = self.view.resident(layer), stacked(self.scored[layer])
+        every = self.weights[layer].new_zeros(*kept.shape[:2], max(self.view.lengths(layer)) + 1)  # the last: no token
+        every.scatter_(2, kept.remainder(every.shape[2]), self.weights[layer])
+        return every.gather(2, resident.remainder(every.shape[2]))
+
+
+class Matched(NamedTuple):
+    """Keys that stand for all of a head: their ids [n], logarithms of their weights [n], and their values [n, D]."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    values: torch.Tensor
+
+
+def matched(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, count: int, scaling: float) -> Matched:
+    """Few keys, with whose weights and values the attention of the queries is near what it was.
+
+    Args:
+        queries: [n, D].
+        keys, values: [N, D], all of which every query attends.
+        count: keys to choose, best first: those with the largest root mean square of the attention they get.
+    """
+    squares, totals, outputs = torch.zeros(len(keys), dtype=torch.float64, device=keys.device), [], []
+    for block in queries.float().split(BLOCK):
+        logits = block @ keys.float().T * scaling
+        attention = logits.softmax(dim=-1)
+        squares += attention.square().sum(dim=0, dtype=torch.float64)
+        outputs.append(attention @ values.float())
+        totals.append(torch.stack([logits.amax(dim=-1), logits.logsumexp(dim=-1)]))
+    ids = squares.argsort(descending=True, stable=True)[:count]
+    largest, total = torch.cat(totals, dim=1).double()
+    # a row's largest logit over all keys is 0, so that a query whose attention is spread over many counts most
+    logits = (queries.float() @ keys[ids].float().T * scaling).double() - largest[:, None]
+    sums = logits.exp()
+    mass = (total - largest).exp()[:, None]
+    weights = projected(sums, mass, solved(sums, mass))[:, 0].log()
+    attention = (logits + weights).softmax(dim=-1)
+    return Matched(ids, weights.float(), solved(attention, torch.cat(outputs).double()))
+
+
+def projected(matrix: torch.Tensor, target: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Nearer to the least squares of matrix @ x = target, inside the limits of a weight, from x = start on."""
+    least, most = (torch.tensor(limit).exp().item() for limit in LIMITS)
+    towards = matrix.new_ones(matrix.shape[1], 1)  # published: at random; the matrix is positive, as this is
+    for _ in range(POWERS):
+        towards = matrix.T @ (matrix @ towards)
+        towards = towards / towards.norm()
+    step, weights = 1 / (matrix @ towards).square().sum(), start.clamp(least, most)
+    for _ in range(STEPS):
+        weights = (weights - step * (matrix.T @ (matrix @ weights - target))).clamp(least, most)
+    return weights
+
+
+def solved(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The shortest x with the least squares of matrix @ x = target, [n, t] and [n, m], in float64."""
+    return torch.linalg.pinv(matrix.T @ matrix, rtol=CUT, hermitian=True) @ (matrix.T @ target)
