@@ -19,7 +19,7 @@ help:
 	@echo "make test-slow  the rest: full matrices, kills, SLURM, notebooks, training, the demo"
 	@echo "make test-vllm  kvbench's methods inside vLLM, in an environment of their own"
 	@echo "make coverage   all tests with a coverage report: slower"
-	@echo "make reference  every method on the real model, a night; PARTS=texts one part, LIMIT=3 samples, SMOKE=1 minutes"
+	@echo "make reference  every method on the real model, hours; PARTS=texts one part, LIMIT=3 samples, SMOKE=1 minutes"
 	@echo "make reference-tiny  run the sweep of results/reference_tiny.tar.xz anew"
 	@echo "make lint    set up .venv, then ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
@@ -50,8 +50,9 @@ reference-tiny: $(STAMP)
 	$(BIN)/python -m kvbench +experiment=reference_tiny_probe
 	$(BIN)/python scripts/compact_runs.py results/sweep_reference_tiny results/reference_tiny.tar.xz
 
-# A night on the real model, in parts that go on where they were stopped. By 70 ms a token and 2 s to build an index, on two
-# cores with AMX: texts 3 h (146 arms of 12 samples), passkey 35 min (38 of 20), long 1 h (13 of 2), ruler 4 h (38 of 52).
+# Hours on the real model, in parts that go on where they were stopped. Arms decode together; on two cores without AMX one
+# text of 4,096 tokens took 146 arms 3:31 for half of its steps, one passkey 38 arms :56, of which prefill and indexes are
+# most: so texts an hour (146 arms of 12 samples), passkey 20 min (38 of 20), ruler 2 h (38 of 52); long (13 of 2) is less.
 # Left out: tasks at other budgets than 256, and LongBench unless LONGBENCH=FOLDER has its files. What is committed of an
 # earlier night is not run again while the code that makes its numbers is the same; LIMIT=3 takes the first samples of
 # each task, another time goes on after them.

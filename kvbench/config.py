@@ -43,6 +43,9 @@ HARNESS_KEYS = frozenset(
     }
 )
 
+# Options of a method that a class below its own has as attributes; constructors do not take them.
+INHERITED = frozenset({"protect"})
+
 # Of these, what the file says of itself and no run can change.
 FACTS = frozenset({"about", "valid", "minimum", "published_dense_layers", "new_tokens", "own_prefill", "one_by_one"})
 
@@ -354,14 +357,22 @@ def build(config: Mapping[str, Any] | DictConfig | MethodConfig) -> Any:
     target, options, harness = config
     factory = locate(target)
     taker = getattr(factory, "options_type", None) or factory
+    signature = inspect.signature(taker)
+    later = {key: options[key] for key in INHERITED & options.keys() - signature.parameters.keys()}
+    taken = {key: value for key, value in options.items() if key not in later}
     try:
-        inspect.signature(taker).bind(**options)
+        signature.bind(**taken)
     except TypeError as error:
-        raise ConfigError(f"_target_={target}: {error}; given: {', '.join(options) or 'nothing'}") from error
+        raise ConfigError(f"_target_={target}: {error}; given: {', '.join(taken) or 'nothing'}") from error
     try:
-        return factory(**options) if taker is factory else factory(taker(**options))
+        made = factory(**taken) if taker is factory else factory(taker(**taken))
     except ValueError as error:
         raise ConfigError(f"{harness.get('name', target)}: {first_line(error)}") from error
+    for key, value in later.items():
+        if not hasattr(made, key):
+            raise ConfigError(f"{key}={show(value)}: _target_={target} has no such option")
+        setattr(made, key, value)
+    return made
 
 
 def _split(node: Mapping[str, Any] | DictConfig) -> MethodConfig:

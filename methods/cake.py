@@ -14,7 +14,8 @@ import torch
 from torch.nn.functional import avg_pool1d
 
 from kvbench.budget import Budget
-from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
+from kvbench.method import Context, Needs, Prompt, Selection, Shape, View
+from methods.blocks.ends import KeepsEnds, at_ends
 from methods.blocks.ragged import stacked
 from methods.blocks.scorer import ROLLING_WINDOW, last_tokens
 from methods.blocks.topk import top_earliest
@@ -23,7 +24,7 @@ from methods.blocks.votes import pooled_votes, window_probabilities
 DROP_EVERY = 32  # decode steps between two evictions from memory: up to so many tokens there are attended no longer
 
 
-class CAKE(Method):
+class CAKE(KeepsEnds):
     """Keep b_l scored tokens and the W most recent in layer l; the mean of b_l + W is C.
 
     As published, C stay after each step, and the next token is attended on top of them; a prompt of at most C + W
@@ -88,6 +89,8 @@ class CAKE(Method):
         asked = asked[:, None, :, None]
         number = asked.sum(dim=2)  # of queries, [B, 1, 1]
         stays = last_tokens(prompt, self.windows)
+        position = torch.arange(stays.shape[2], device=stays.device)
+        ends = torch.tensor(self.ends, device=stays.device)[:, None, None]
         importance = []
         dispersion, shift = lengths.new_zeros(2, len(lengths), dtype=torch.float64)
         for attention in window_probabilities(prompt, self.window, self.shape.scaling):  # [B, G, W, N]
@@ -99,16 +102,18 @@ class CAKE(Method):
             dispersion = dispersion - (older * (older + 1e-10).log()).sum(dim=(1, 2, 3)).double()
             shift = shift + variance.sum(dim=(1, 2)).double()
         smoothed = pooled_votes(torch.cat(importance, dim=1), self.shape.kv_heads, self.kernel, "mean", "before")
-        none = stays | (torch.arange(stays.shape[2], device=stays.device) >= lengths[:, None, None])
+        smoothed = smoothed.masked_fill(at_ends(position, lengths[:, None, None], ends), torch.inf)
+        none = stays | (position >= lengths[:, None, None])
         preference = dispersion.clamp(min=0) ** (1 / self.tau1) * shift ** (1 / self.tau2)
         return smoothed.masked_fill(none, -torch.inf), preference
 
     def cascade(self, row: int, length: int) -> list[int]:
         """Share the row's whole budget out between the layers so far; which layers hold less now."""
-        window, total = self.windows[row], self.mean_scored(length) * len(self.shape.sparse_layers)
-        budgets = layer_budgets([preference[row] for preference in self.preferences], total, length - window)
+        window, ends = self.windows[row], 2 * self.ends[row]  # in each layer, whatever its share of the rest
+        total = self.mean_scored(length) * len(self.shape.sparse_layers) - ends * len(self.preferences)
+        shares = layer_budgets([preference[row] for preference in self.preferences], total, length - window - ends)
         shrunk = []
-        for layer, budget in zip(self.held, budgets, strict=True):
+        for layer, budget in zip(self.held, [ends + share for share in shares], strict=True):
             held = self.held[layer][row]
             older = held.shape[1] - window
             self.scored[layer][row] = budget
@@ -137,6 +142,8 @@ class CAKE(Method):
             older, scored = held.shape[1] - self.windows[row], self.scored[layer][row]
             if older > scored:
                 smoothed = avg_pool1d(attention[row, :, :older], self.kernel, stride=1, padding=self.kernel // 2)
+                ends = at_ends(held[:, :older], self.shape.lengths[row], self.ends[row])
+                smoothed = smoothed.masked_fill(ends, torch.inf)
                 best = smoothed.argsort(dim=1, descending=True, stable=True)[:, :scored]
                 self.held[layer][row] = torch.cat([held.gather(1, best), held[:, older:]], dim=1)
 
@@ -152,6 +159,10 @@ class CAKE(Method):
     def recent(self, capacity: int) -> int:
         """Most recent tokens that stay, of `capacity`."""
         return min(ROLLING_WINDOW, capacity // 4) if self.budget.counts_generated else self.window
+
+    def reserved(self, capacity: int) -> int:
+        """The most recent ones, and the next token's slot."""
+        return self.recent(capacity) + self.budget.counts_generated
 
     def mean_scored(self, length: int) -> int:
         """Mean of b_l for a prompt of `length` tokens."""

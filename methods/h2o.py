@@ -58,8 +58,7 @@ class RecentAndHeavy(HeavyHitters):
 class H2O(Evictor):
     """Keep C tokens: the most recent ones, and of the others those that received most attention so far.
 
-    As published, C stay after each step, and the next token is attended on top of them. Where generated tokens count,
-    it is one of the C, and one of the recent ones.
+    Where generated tokens count, the current token is one of the recent ones.
 
     Args:
         recent: share of the budget that is the most recent tokens'.
@@ -75,12 +74,14 @@ class H2O(Evictor):
         super().__init__(RecentAndHeavy(recent), granularity)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
-        """Note what stays of each row, and how much of it is recent."""
+        """Note how much of what stays of each row is recent."""
         super().begin(shape, budget, view, context)
-        coming = int(budget.counts_generated)  # the slot that the next token takes
-        self.limits = [capacity - coming for capacity in self.capacities]
-        recent = [self.compressor.recent(capacity) - coming for capacity in self.capacities]
-        self.limit, self.recent = (shape.for_layers(torch.tensor(rows)[:, None]) for rows in (self.limits, recent))
+        recent = [self.reserved(capacity) - budget.counts_generated for capacity in self.capacities]
+        self.recent = shape.for_layers(torch.tensor(recent)[:, None])
+
+    def reserved(self, capacity: int) -> int:
+        """The recent ones."""
+        return self.compressor.recent(capacity)
 
     def note_prompt(self, layer: int, held: Held, prompt: Prompt) -> None:
         """The sums begin with the prompt's, recent tokens' too."""
@@ -91,13 +92,7 @@ class H2O(Evictor):
         """Add it to the sums."""
         held.numbers.add_(attention)
 
-    def make_room(self, layer: int, held: Held) -> None:
-        """Evict the lightest of the tokens that are not recent."""
-        if held.width > min(self.limits):
-            recent = held.ids >= (self.view.seen(layer)[:, None] - self.recent[layer])[..., None]
-            lightest = held.numbers.masked_fill(recent, torch.inf).argmin(dim=2, keepdim=True)
-            held.drop(lightest, (held.counts > self.limit[layer]).long()[..., None], max(self.limits))
-
-    def most(self, layer: int, length: int, generated: int) -> int:
-        """C, and as published the current token."""
-        return self.budget.tokens(length) + (not self.budget.counts_generated)
+    def worth(self, layer: int, held: Held) -> torch.Tensor:
+        """The sums; recent tokens stay."""
+        recent = held.ids >= (self.view.seen(layer)[:, None] - self.recent[layer])[..., None]
+        return super().worth(layer, held).masked_fill(recent, torch.inf)

@@ -38,11 +38,11 @@ class PyramidKV(SnapKV):
     def layer_budgets(self, length: int) -> list[int]:
         """The pyramid of a prompt of `length` tokens, from the first sparse layer to the last."""
         capacity = self.budget.tokens(length)
-        window, layers = self.recent(capacity), len(self.shape.sparse_layers)
-        voted = capacity - window
+        fixed, layers = self.fixed(capacity), len(self.shape.sparse_layers)
+        voted = capacity - fixed
         if length <= capacity or length < 2 * voted:
             return [capacity] * layers
-        return [window + count for count in pyramid(voted, layers, self.beta, length - window)]
+        return [fixed + count for count in pyramid(voted, layers, self.beta, length - fixed)]
 
 
 def pyramid(mean: int, layers: int, beta: int, most: int) -> list[int]:

@@ -25,6 +25,9 @@ class _Prompt(SnapKV):
         """Last tokens that are protected in a budget of `capacity` tokens."""
         return min(self.window, capacity // 4)
 
+    def check_budget(self) -> None:
+        """RaaS has."""
+
 
 class RaaS(Evictor):
     """Attend the prompt and C generated tokens, those whose pages were looked at last.
@@ -51,15 +54,17 @@ class RaaS(Evictor):
         self.alpha, self.page_size, self.pin_prompt = alpha, page_size, pin_prompt
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
-        """Settle whether the prompt is pinned, and how many tokens may stay until the next one comes."""
+        """Settle whether the prompt is pinned."""
         self.pinned = self.pin_prompt and not budget.counts_generated
         super().begin(shape, budget, view, context)
-        outside = shape.lengths if self.pinned else [0] * shape.batch
-        self.limits = [capacity - 1 + prompt for capacity, prompt in zip(self.capacities, outside, strict=True)]
-        self.lengths, self.outside = (
-            shape.for_layers(torch.tensor(rows)[:, None, None]) for rows in (shape.lengths, outside)
-        )
-        self.limit = shape.for_layers(torch.tensor(self.limits)[:, None])
+
+    def reserved(self, capacity: int) -> int:
+        """The page of the current token."""
+        return self.page_size
+
+    def stays(self, capacity: int, length: int) -> int:
+        """The current token is one of the C; a pinned prompt is outside."""
+        return capacity - 1 + (length if self.pinned else 0)
 
     def prompt_budget(self) -> Budget:
         """A pinned prompt stays whole."""
@@ -77,10 +82,17 @@ class RaaS(Evictor):
     def make_room(self, layer: int, held: Held) -> None:
         """Evict the page with the oldest stamp."""
         if held.width > min(self.limits):
-            oldest = held.numbers.masked_fill(held.ids < self.outside[layer], torch.inf).argmin(dim=2, keepdim=True)
-            pages = self._pages(layer, held)
-            size = (pages == pages.gather(2, oldest)).sum(dim=2, keepdim=True)
+            worth, pages = self.worth(layer, held), self._pages(layer, held)
+            oldest = worth.argmin(dim=2, keepdim=True)
+            goes = (pages == pages.gather(2, oldest)) & worth.isfinite()  # of a page at an end the rest stays
+            size = goes.sum(dim=2, keepdim=True)
             held.drop(oldest, size * (held.counts > self.limit[layer])[..., None], max(self.limits))
+
+    def worth(self, layer: int, held: Held) -> torch.Tensor:
+        """The stamps; a pinned prompt stays."""
+        if self.pinned:
+            return held.numbers.masked_fill(held.ids < self.lengths[layer], torch.inf)
+        return super().worth(layer, held)
 
     def _pages(self, layer: int, held: Held) -> torch.Tensor:
         """The page of each token, [B, H, width]; there is one that begins with the first generated token."""
@@ -101,7 +113,3 @@ class RaaS(Evictor):
         number[..., 1:] = (pages[..., 1:] != pages[..., :-1]).cumsum(dim=2)
         most = torch.zeros_like(each).scatter_reduce_(2, number, each, "amax", include_self=False)
         return most.gather(2, number)
-
-    def most(self, layer: int, length: int, generated: int) -> int:
-        """C, and the prompt outside it if it is pinned."""
-        return self.budget.tokens(length) + (length if self.pinned else 0)

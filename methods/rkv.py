@@ -15,14 +15,15 @@ import torch
 from torch.nn.functional import max_pool1d
 
 from kvbench.budget import Budget
-from kvbench.method import Context, Method, Needs, Prompt, Shape, View
+from kvbench.method import Context, Needs, Prompt, Shape, View
+from methods.blocks.ends import KeepsEnds, at_ends
 from methods.blocks.ragged import stacked
 
 SIMILAR = 0.5  # cosine above which a key is a near-duplicate of another
 BLOCK = 256  # keys that are compared with all at once
 
 
-class RKV(Method):
+class RKV(KeepsEnds):
     """Keep C tokens, of the prompt and of what is generated, whenever the buffer is full.
 
     Where generated tokens count, the buffer is a part of C, a quarter at most, and the window an eighth.
@@ -53,16 +54,24 @@ class RKV(Method):
         """Settle what is kept of each row, and how many tokens there may be before."""
         super().begin(shape, budget, view, context)
         inside = budget.counts_generated
-        buffers = [min(self.buffer, capacity // 4) if inside else self.buffer for capacity in self.capacities]
-        self.windows = [min(self.window, capacity // 8) if inside else self.window for capacity in self.capacities]
-        self.kept = [
-            capacity - buffer if inside else capacity for capacity, buffer in zip(self.capacities, buffers, strict=True)
-        ]
+        self.windows, buffers = zip(*map(self.parts, self.capacities), strict=True)
+        self.kept = [capacity - inside * buffer for capacity, buffer in zip(self.capacities, buffers, strict=True)]
         self.limits = [kept + buffer for kept, buffer in zip(self.kept, buffers, strict=True)]
         self.sizes = [*shape.lengths]  # tokens of each row in the cache
         self.queries: dict[int, deque[torch.Tensor]] = {}  # the last W of a layer, [B, Hq, D] each
         self.cache: dict[int, list[torch.Tensor]] = {}  # ids [Hkv, n] of each row, in the order of the cache
         self.since = shape.lengths  # later tokens follow them
+
+    def parts(self, capacity: int) -> tuple[int, int]:
+        """Tokens of the window and of the buffer of a budget of `capacity` tokens."""
+        if self.budget.counts_generated:
+            return min(self.window, capacity // 8), min(self.buffer, capacity // 4)
+        return self.window, self.buffer
+
+    def reserved(self, capacity: int) -> int:
+        """The window, and the buffer where it is inside."""
+        window, buffer = self.parts(capacity)
+        return window + self.budget.counts_generated * buffer
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Compress the prompt of each row that fills the cache."""
@@ -110,16 +119,21 @@ class RKV(Method):
             queries = torch.stack([*self.queries[layer]], dim=2).unflatten(1, (self.shape.kv_heads, -1))
         for row in rows:
             own = keys[row, :, : cache[row].shape[1]].float()
-            slots = self._best(queries[row, :, :, -self.windows[row] :].float(), own, self.kept[row])
+            stays = at_ends(cache[row], self.shape.lengths[row], self.ends[row])
+            slots = self._best(queries[row, :, :, -self.windows[row] :].float(), own, stays, self.kept[row])
             cache[row] = cache[row].gather(1, slots)
         room = min(limit - ids.shape[1] for limit, ids in zip(self.limits, cache, strict=True))
         self.view.keep(layer, stacked(cache), room)
 
-    def _best(self, queries: torch.Tensor, keys: torch.Tensor, count: int) -> torch.Tensor:
-        """Slots [Hkv, count] of keys [Hkv, n, D] to keep, by queries [Hkv, G, W, D]: best first, then the window's."""
+    def _best(self, queries: torch.Tensor, keys: torch.Tensor, stays: torch.Tensor, count: int) -> torch.Tensor:
+        """Slots [Hkv, count] of keys [Hkv, n, D] to keep, by queries [Hkv, G, W, D]: best first, then the window's.
+
+        Those that `stays` [Hkv, n] names come before all others.
+        """
         heads, total, window = len(keys), keys.shape[1], queries.shape[2]
         scores = importance(queries, keys, self.shape.scaling, self.kernel) * self.mix_lambda
         scores = scores - redundancy(keys)[:, : total - window] * (1 - self.mix_lambda)
+        scores = scores.masked_fill(stays[:, : total - window], torch.inf)
         best = scores.argsort(dim=1, descending=True, stable=True)[:, : count - window]
         latest = torch.arange(total - window, total, device=keys.device).expand(heads, -1)
         slots = torch.cat([best, latest], dim=1)

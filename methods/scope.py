@@ -69,11 +69,12 @@ class SCOPE(Evictor):
         super().begin(shape, budget, view, context)
         self.delta = self._delta(context.new_tokens)
         self.size = self.waited = self.excess = 0  # generated tokens that stay; steps that did not evict
-        self.generated = shape.for_layers(torch.tensor(shape.lengths)[:, None, None])  # the first one of each row
         self.prompt: dict[int, torch.Tensor] = {}  # tokens of it in each list, [B, H]
         self.capacity: dict[int, torch.Tensor] = {}  # of each row, [B, 1], the next token's slot left out
         for layer, rows in self.compressor.budgets.items():
             self.capacity[layer] = torch.tensor(rows, device=shape.device_of(layer))[:, None] - 1
+            for end, capacity in zip(self.ends, rows, strict=True) if budget.counts_generated else ():
+                self.check_end(end, capacity)  # of a pyramid, where prompt tokens give way
 
     def _delta(self, new_tokens: int | None) -> int:
         """Steps in which the window grows by one."""
@@ -85,6 +86,10 @@ class SCOPE(Evictor):
                 "here; expected steps, such as 15"
             )
         return max(1, (new_tokens - self.recent) // (self.window - self.recent))
+
+    def reserved(self, capacity: int) -> int:
+        """The prompt's window, and what generated tokens have at least where they count."""
+        return self.compressor.window + (capacity // 4 if self.budget.counts_generated else 0)
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """How many generated tokens stay after this step."""
@@ -99,7 +104,7 @@ class SCOPE(Evictor):
 
     def note(self, layer: int, held: Held, attention: torch.Tensor) -> None:
         """A generated token is worth what it receives in this step; the prompt's keep their scores."""
-        held.numbers.copy_(torch.where(held.ids < self.generated[layer], held.numbers, attention))
+        held.numbers.copy_(torch.where(held.ids < self.lengths[layer], held.numbers, attention))
 
     def make_room(self, layer: int, held: Held) -> None:
         """Evict the generated tokens of which there are too many, and where they count a prompt token."""
@@ -107,12 +112,12 @@ class SCOPE(Evictor):
         counted = self.budget.counts_generated
         limit, recent = self._limits(layer, prompt)
         for _ in range(max(self.excess, int(counted)) if self.steps else 0):
-            stay = (held.ids < self.generated[layer]) | (held.ids >= self.view.seen(layer)[:, None, None] - recent)
+            stay = (held.ids < self.lengths[layer]) | (held.ids >= self.view.seen(layer)[:, None, None] - recent)
             least = held.numbers.masked_fill(stay, torch.inf).argmin(dim=2, keepdim=True)
             over = held.counts - prompt > limit
             held.drop(least, over.long()[..., None], held.width - (not counted))
         if counted:
-            least = held.numbers.masked_fill(held.ids >= self.generated[layer], torch.inf).argmin(dim=2, keepdim=True)
+            least = held.numbers.masked_fill(held.ids >= self.lengths[layer], torch.inf).argmin(dim=2, keepdim=True)
             over = held.counts > self.capacity[layer]
             held.drop(least, over.long()[..., None], max(self.compressor.budgets[layer]) - 1)
             self.prompt[layer] = prompt - over.long()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from kvbench.method import Needs, Prompt
-from methods.blocks.scorer import Scorer
+from methods.blocks.interval import Interval
+from methods.blocks.scorer import Scorer, last_tokens
 from methods.blocks.topk import Granularity
 from methods.blocks.votes import Join, Pooling, pooled_votes, window_votes
 
@@ -40,6 +41,26 @@ class SnapKV(Scorer):
 
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
         """The smoothed votes; the window does not vote for itself, nor smooth its votes over its neighbours."""
-        votes = window_votes(prompt, self.window, self.shape.scaling).masked_fill(self.protected(prompt), 0)
+        own = last_tokens(prompt, self.windows)
+        votes = window_votes(prompt, self.window, self.shape.scaling).masked_fill(own, 0)
         heads = self.shape.kv_heads if self.granularity == "kv_head" else self.shape.query_heads
         return pooled_votes(votes, heads, self.kernel, self.pooling, self.join)
+
+
+class SnapKVDecode(Interval, SnapKV):
+    """SnapKV over all that is held, every `interval` decode steps.
+
+    Args:
+        interval: see `Interval`.
+        window, kernel, pooling, join: see `SnapKV`; a group chooses as one.
+    """
+
+    def __init__(
+        self,
+        interval: int = 128,
+        window: int = 32,
+        kernel: int = 7,
+        pooling: Pooling = "max",
+        join: Join = "before",
+    ) -> None:
+        super().__init__(interval, window=window, kernel=kernel, pooling=pooling, join=join)

@@ -359,7 +359,7 @@ def test_keys_and_choices_are_completed(command, capsys, monkeypatch):
         assert cli.main(["-sc", "query=bash"]) == 0
         return capsys.readouterr().out.split()
 
-    assert completed("kvbench method=snapkv_") == ["method=snapkv_racc"]
+    assert completed("kvbench method=snapkv_r") == ["method=snapkv_racc"]
     assert completed("kvbench task=passkey task.lim") == ["task.limit="]
     assert cli.main(["-sc", "install=bash"]) == 0
     assert "query=bash" in capsys.readouterr().out

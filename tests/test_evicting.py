@@ -131,18 +131,18 @@ def test_h2o_holds_the_heavy_hitters_and_the_recent(
         assert driven.audit["attended_max"] <= budget
 
 
-def golden() -> Stream:
-    """2 sin(c + 1.7 h + .9 t + 2.3 d + .37 t d + .11 h t), a prompt of 40 tokens; later ones do not matter."""
+def golden(steps: int = 1) -> Stream:
+    """2 sin(c + 1.7 h + .9 t + 2.3 d + .37 t d + .11 h t), a prompt of 40 tokens."""
 
     def waves(c: float, count: int) -> torch.Tensor:
-        h, t, d = (torch.arange(n, dtype=torch.float64) for n in (count, 41, 8))
+        h, t, d = (torch.arange(n, dtype=torch.float64) for n in (count, 40 + steps, 8))
         h, t = h[:, None, None], t[:, None]
         return 2 * torch.sin(c + 1.7 * h + 0.9 * t + 2.3 * d + 0.37 * t * d + 0.11 * h * t)
 
     queries = waves(0.5, 4) * (torch.arange(4)[:, None, None] + 1) / 2
     keys = waves(1.0, 2)
     queries, keys = queries.float()[None, None], keys.float()[None, None]
-    return Stream((40,), 1, queries, keys, keys, torch.zeros(1, 41, dtype=torch.int64))
+    return Stream((40,), steps, queries, keys, keys, torch.zeros(1, 40 + steps, dtype=torch.int64))
 
 
 def scores_of(method: Method) -> list[torch.Tensor]:
@@ -437,6 +437,9 @@ LONG: list[
     tuple[str, dict[str, Any], int]
 ] = [  # with what a list may hold besides the prompt's part, the current token in
     ("h2o", {}, 1),
+    ("lru", {}, 1),
+    ("tova", {"protect": 0.1}, 1),
+    ("random", {"evict": "always"}, 1),
     ("raas", {"page_size": 8, "pin_prompt": False}, 0),
     ("scope", {"window": 24, "recent": 12}, 25),
     ("rkv", {"buffer": 32}, 32),

@@ -16,7 +16,7 @@ from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.backends.hf.rotary import RotaryOf
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, shipped
-from kvbench.engine.positions import CachePositions, PromptRotation
+from kvbench.engine.positions import CachePositions, ModelRotation
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
 
@@ -157,7 +157,7 @@ def test_probabilities_come_in_the_order_of_the_selection(tiny: Loaded, executor
     rank = torch.tensor([[[0, 6, 0, 2, 5, 1, 4, 3]]])
     rng = torch.Generator().manual_seed(0)
     key, query = torch.randn(1, 2, 60, 32, generator=rng), torch.randn(1, 4, 1, 32, generator=rng)
-    rotation = PromptRotation(RotaryOf(tiny.model, [0]), 60)
+    rotation = ModelRotation(RotaryOf(tiny.model, [0]))
     turned, last = rotation.turn(key, torch.arange(60).expand(1, 1, 60)), torch.tensor([[[59]]])
     store = LayerStore(1, 2, 32, 60, torch.float32, torch.device("cpu"))
     store.write_prompt(turned, turned, 0, [0])
@@ -231,11 +231,22 @@ def test_keys_are_turned_back_to_what_they_were_before_rope_and_on_again(rope: d
     flat = before.view(6, 1, 20, 32)
     cos, sin = loaded.model.model.rotary_emb(flat, position.view(6, 20))
     keys = apply_rotary_pos_emb(flat, flat, cos, sin)[0].view_as(before)
-    rotation = PromptRotation(RotaryOf(loaded.model, [0]), 400)
+    rotation = ModelRotation(RotaryOf(loaded.model, [0]))
     back = rotation.back(keys, position)
     factor = loaded.model.model.rotary_emb.attention_scaling
     torch.testing.assert_close(back, before * factor, rtol=0, atol=CLOSE)
     torch.testing.assert_close(rotation.turn(back, position), keys, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_reaches_positions_later_than_all_before(tiny: Loaded, dtype: torch.dtype) -> None:
+    own = RotaryOf(tiny.model, [0])
+    rotation, vectors = ModelRotation(own), torch.randn(1, 2, 2, 32).to(dtype)
+    for last in (5, 1023, 1024, 5000, 7):
+        positions = torch.tensor([[[last, 3]]])
+        expected = own.turn(vectors, own.angles(positions))
+        torch.testing.assert_close(rotation.turn(vectors, positions), expected, rtol=0, atol=CLOSE)
+        torch.testing.assert_close(rotation.back(expected, positions).float(), vectors.float(), rtol=0, atol=0.05)
 
 
 def test_a_model_whose_keys_cannot_be_turned_back_is_refused_by_shadowkv() -> None:

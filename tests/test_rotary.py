@@ -20,7 +20,7 @@ from kvbench.backends.hf.prefilled import prefill_once
 from kvbench.backends.hf.rotary import RotaryOf
 from kvbench.budget import Budget
 from kvbench.config import ConfigError
-from kvbench.engine.positions import PromptRotation
+from kvbench.engine.positions import ModelRotation
 from kvbench.method import Needs
 
 LIMIT, NEW = 64, 8
@@ -256,7 +256,7 @@ def test_keys_turned_back_are_those_of_the_first_position(family: str) -> None:
             model(ids, position_ids=places[None], past_key_values=theirs)
             stored.append(theirs.layers[0].keys)
     use_kvbench_attention(model)
-    rotation = PromptRotation(RotaryOf(model, [0]), len(SHORT))
+    rotation = ModelRotation(RotaryOf(model, [0]))
     torch.testing.assert_close(rotation.back(stored[0], positions[None, None]), stored[1], rtol=0, atol=CLOSE)
     torch.testing.assert_close(rotation.turn(stored[1], positions[None, None]), stored[0], rtol=0, atol=CLOSE)
     assert (stored[0] - stored[1]).abs().max() > 0.1

@@ -34,19 +34,19 @@ def block(language: str, text: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The two files of the example, as a user has them beside the package."""
     here = tmp_path_factory.mktemp("own")
-    (here / "keynorm.py").write_text(block("python", "class KeyNorm"))
+    (here / "valuenorm.py").write_text(block("python", "class ValueNorm"))
     (here / "conf" / "method").mkdir(parents=True)
-    config = block("yaml", "keynorm.KeyNorm").replace("methods.keynorm", "keynorm")
-    (here / "conf" / "method" / "keynorm.yaml").write_text(config)
+    config = block("yaml", "valuenorm.ValueNorm").replace("methods.valuenorm", "valuenorm")
+    (here / "conf" / "method" / "valuenorm.yaml").write_text(config)
     return here
 
 
 @pytest.fixture
-def keynorm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Method]:
+def valuenorm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Method]:
     """Builds the example from its YAML file."""
     monkeypatch.syspath_prepend(str(folder))
     importlib.invalidate_caches()
-    config = OmegaConf.load(folder / "conf" / "method" / "keynorm.yaml")
+    config = OmegaConf.load(folder / "conf" / "method" / "valuenorm.yaml")
 
     def made() -> Method:
         method: Method = build(config)
@@ -60,20 +60,20 @@ def keynorm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Metho
 
 @pytest.mark.slow
 def test_the_example_runs_from_a_folder_of_ones_own(folder: Path) -> None:
-    command = "-m kvbench --config-dir conf method=keynorm budget=32 protocol.accounting=unified"
+    command = "-m kvbench --config-dir conf method=valuenorm budget=32 protocol.accounting=unified"
     words = [*command.split(), "task.lengths=[300]", "task.limit=1"]
     done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "32.0 ± 0.0 = 1.00 C" in done.stdout
 
 
-def test_the_example_keeps_the_shortest_keys(keynorm: Callable[[], Method]) -> None:
+def test_the_example_keeps_the_longest_values(valuenorm: Callable[[], Method]) -> None:
     fixed = stream(120, 75, steps=3)
-    for at in drive(fixed, keynorm(), 20).seen:
+    for at in drive(fixed, valuenorm(), 20).seen:
         for row, length in enumerate(fixed.lengths):
             for head, kept in enumerate(at.sets(row)):
-                norms = fixed.keys[at.layer, row, head, :length].norm(dim=-1)
-                assert kept == {*norms.topk(20, largest=False).indices.tolist(), *range(length, at.lengths[row])}
+                norms = fixed.values[at.layer, row, head, :length].norm(dim=-1)
+                assert kept == {*norms.topk(20).indices.tolist(), *range(length, at.lengths[row])}
 
 
 # -- scores, windows and layers of any kind ----------------------------------------------------------------------------

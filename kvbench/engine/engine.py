@@ -24,7 +24,7 @@ from kvbench.attention.sinks import with_sinks
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, first_line
 from kvbench.engine.audit import Audit, attended_bytes
-from kvbench.engine.positions import CachePositions, PromptRotation, Rotary
+from kvbench.engine.positions import CachePositions, ModelRotation, Rotary
 from kvbench.engine.probes import Probe
 from kvbench.engine.prompt import PromptReader
 from kvbench.engine.replay import Template
@@ -94,7 +94,7 @@ class Settings:
 
     def context(self, shape: Shape, spans: Spans) -> Context:
         """What a method is given of it."""
-        rotation = None if self.rotary is None else PromptRotation(self.rotary, max(shape.lengths))
+        rotation = None if self.rotary is None else ModelRotation(self.rotary)
         own = self.pieces, self.new_tokens, self.head_scores, rotation, self.output
         return Context(self.seed, tuple(self.samples), worker_pool(), spans, *own)
 

@@ -17,6 +17,7 @@ from kvbench.method import Extra, Selection, Shape
 
 # cos and sin [B, L, n, D] float32, as the model arranges them
 Angles = tuple[torch.Tensor, torch.Tensor]
+TABLE = 1024  # positions by which a table of them grows
 
 
 class Rotary(Protocol):
@@ -31,17 +32,19 @@ class Rotary(Protocol):
         ...
 
 
-class PromptRotation:
-    """Keys of prompt tokens without RoPE, and with it again; see `kvbench.method.Rotation`.
+class ModelRotation:
+    """Vectors of tokens at any position without RoPE, and with it again; see `kvbench.method.Rotation`.
+
+    On a CPU cosines and sines are read from tables that grow with the positions asked for. A GPU computes them as
+    quickly, and need not be waited for to know how far they reach.
 
     Args:
         rotary: the model's.
-        length: positions 0 .. length - 1 can be asked for.
     """
 
-    def __init__(self, rotary: Rotary, length: int) -> None:
-        self._rotary, self._length = rotary, length
-        self._tables: dict[torch.device, Angles] = {}  # cos and sin [length, R] on each device
+    def __init__(self, rotary: Rotary) -> None:
+        self._rotary = rotary
+        self._tables: Angles | None = None  # cos and sin [positions, R]
         self._by_halves: bool | None = None  # whether the model turns as the kernel does; None: not tried yet
 
     def back(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -59,26 +62,34 @@ class PromptRotation:
         return self._rotary.turn(keys, self._angles(positions))
 
     def _tried(self, width: int) -> bool:
-        """Whether keys of the last positions come out of the kernel as of the model."""
-        last = torch.arange(self._length)[None, None, -16:]
+        """Whether keys of positions that a table has come out of the kernel as of the model."""
+        last = torch.arange(TABLE - 16, TABLE)[None, None]
         keys = torch.randn(1, 1, last.shape[2], width, generator=torch.Generator().manual_seed(0))
         return torch.allclose(self._turned(keys, last), self._rotary.turn(keys, self._angles(last)), rtol=0, atol=1e-5)
 
     def _turned(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         turned = torch.empty(keys.shape)
-        tables = (part.numpy() for part in self._table(keys.device))
+        tables = (part.numpy() for part in self._table(positions))
         kernels.turn(keys.contiguous().numpy(), positions.contiguous().numpy(), *tables, turned.numpy())
         return turned
 
     def _angles(self, positions: torch.Tensor) -> Angles:
-        cos, sin = self._table(positions.device)
+        if not positions.is_cpu:
+            return self._rotary.angles(positions)
+        cos, sin = self._table(positions)
         return embedding(positions, cos), embedding(positions, sin)
 
-    def _table(self, device: torch.device) -> Angles:
-        if device not in self._tables:
-            cos, sin = self._rotary.angles(torch.arange(self._length, device=device)[None, None])
-            self._tables[device] = cos[0, 0].contiguous(), sin[0, 0].contiguous()
-        return self._tables[device]
+    def _table(self, positions: torch.Tensor) -> Angles:
+        """Tables that have all of these positions."""
+        known = 0 if self._tables is None else len(self._tables[0])
+        asked = int(positions.max()) + 1 if positions.numel() else 0
+        if self._tables is None or asked > known:
+            longer = torch.arange(known, max(asked + -asked % TABLE, TABLE))
+            parts = [part[0, 0] for part in self._rotary.angles(longer[None, None])]
+            if self._tables is not None:
+                parts = [torch.cat(pair) for pair in zip(self._tables, parts, strict=True)]
+            self._tables = parts[0].contiguous(), parts[1].contiguous()
+        return self._tables
 
 
 class Apart(NamedTuple):

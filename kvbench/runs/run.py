@@ -203,6 +203,7 @@ def set_up(
             name = config["method"]["name"]
             raise ConfigError(f"task.prefill=false: {name} needs what only a prefill shows; expected true")
         budget = Budget.of(budget_of(config), config["method"], protocol.accounting, protocol.generated)
+        method.check_options(budget)
         if reason := next(unfit_for(kv_in(config), method, config["method"]["name"], budget.counts_generated), None):
             raise ConfigError(reason)
         if loaded is None:

@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 
 from kvbench.budget import Budget
-from kvbench.method import Context, Method, Prompt, Selection, Shape, View
+from kvbench.method import Context, Prompt, Selection, Shape, View
+from methods.blocks.ends import KeepsEnds, at_ends
 from methods.blocks.held import Held
 from methods.blocks.scorer import Scorer
 from methods.blocks.topk import Granularity
@@ -19,15 +20,18 @@ from methods.blocks.topk import Granularity
 DROP_EVERY = 32  # decode steps between two evictions from memory: up to so many tokens there are attended no longer
 
 
-class Evictor(Method):
+class Evictor(KeepsEnds):
     """Attend the tokens that are held, and let go of the ones worth least.
 
-    Subclass, and write `note`, `make_room` and `most`.
+    Subclass, and write `note`.
 
     A scorer cuts the prompt to the budget. `note` gets the attention of every step, which changes the number beside
-    each token, and `make_room` evicts. Each KV head has a list, for which the attention of its query heads is averaged;
-    with granularity "query_head" each query head has one, and memory holds what any of a group does. Under unified
-    accounting the group has one in either case.
+    each token, and `make_room` evicts the one with the least. C stay after each step, and the next token is attended on
+    top of them; where generated tokens count, it is one of the C.
+
+    Each KV head has a list, for which the attention of its query heads is averaged; with granularity "query_head" each
+    query head has one, and memory holds what any of a group does. Under unified accounting the group has one in either
+    case. With "layer" all heads share one.
 
     Args:
         compressor: scores the prompt's tokens.
@@ -50,17 +54,35 @@ class Evictor(Method):
         """Change the numbers by what each token received in this step, [B, H, held.width]."""
         raise NotImplementedError
 
+    def stays(self, capacity: int, length: int) -> int:
+        """Tokens of a list of a budget and a prompt of so many tokens that stay until the next token comes."""
+        return capacity - self.budget.counts_generated
+
+    def worth(self, layer: int, held: Held) -> torch.Tensor:
+        """The numbers by which the least goes, infinite for what stays: here the protected ends."""
+        if not any(self.ends):
+            return held.numbers
+        return held.numbers.masked_fill(at_ends(held.ids, self.lengths[layer], self.end_of[layer]), torch.inf)
+
     def make_room(self, layer: int, held: Held) -> None:
-        """Evict down to what may stay until the next token comes; after the prompt, and after every step."""
-        raise NotImplementedError
+        """Evict the token worth least from each list that is full; after the prompt, and after every step."""
+        if held.width > min(self.limits):
+            least = self.worth(layer, held).argmin(dim=2, keepdim=True)
+            held.drop(least, (held.counts > self.limit[layer]).long()[..., None], max(self.limits))
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle whose lists there will be; none of them holds anything yet."""
         super().begin(shape, budget, view, context)
-        per_query_head = self.granularity == "query_head" and not budget.unified
-        self.lists = shape.query_heads if per_query_head else shape.kv_heads
-        self.compressor.granularity = "query_head" if per_query_head else "kv_head"
+        joined = self.granularity == "query_head" and budget.unified
+        granularity = self.compressor.granularity = "kv_head" if joined else self.granularity
+        self.lists = {"layer": 1, "kv_head": shape.kv_heads, "query_head": shape.query_heads}[granularity]
+        self.compressor.protect = self.protect
         self.compressor.begin(shape, self.prompt_budget(), view, context)
+        self.limits = [self.stays(*pair) for pair in zip(self.capacities, shape.lengths, strict=True)]
+        self.limit = shape.for_layers(torch.tensor(self.limits)[:, None])
+        self.lengths, self.end_of = (
+            shape.for_layers(torch.tensor(rows)[:, None, None]) for rows in (shape.lengths, self.ends)
+        )
         self.held: dict[int, Held] = {}
         self.in_memory: dict[int, bool] = {}  # whether a layer's lists began as those of memory
         self.steps = 0
@@ -76,7 +98,7 @@ class Evictor(Method):
         self.note_prompt(layer, held, prompt)
         self.make_room(layer, held)
         self.view.keep(layer, held.ids, DROP_EVERY)
-        self.in_memory[layer] = self.lists == self.shape.kv_heads and int(held.counts.max()) == held.width
+        self.in_memory[layer] = self.lists <= self.shape.kv_heads and int(held.counts.max()) == held.width
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """Count the steps."""
@@ -104,8 +126,8 @@ class Evictor(Method):
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """What each list may hold; the union of a group is no larger than all of its lists."""
-        return self.lists // self.shape.kv_heads * self.most(layer, length, generated)
+        return max(1, self.lists // self.shape.kv_heads) * self.most(layer, length, generated)
 
     def most(self, layer: int, length: int, generated: int) -> int:
-        """Most tokens of one list, arguments as for `rule`."""
-        raise NotImplementedError
+        """Most tokens of one list, arguments as for `rule`: those that stay, and the current one."""
+        return self.stays(self.budget.tokens(length), length) + 1

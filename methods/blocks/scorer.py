@@ -6,11 +6,13 @@ Pruning, rows of different lengths, both accountings and the rule are here; `met
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
 from kvbench.budget import Budget
-from kvbench.method import Context, Method, Prompt, Selection, Shape, View
+from kvbench.method import Context, Prompt, Selection, Shape, View
+from methods.blocks.ends import KeepsEnds
 from methods.blocks.head_budgets import HeadBudgets
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import Granularity, interleave, top_earliest
@@ -18,23 +20,24 @@ from methods.blocks.topk import Granularity, interleave, top_earliest
 ROLLING_WINDOW = 32  # most recent tokens protected where generated tokens count, at most a quarter of the budget
 
 
-class Scorer(Method):
+class Scorer(KeepsEnds):
     """Keep the C prompt tokens with the largest scores, once, after the prompt. Subclass, and write `score`.
 
     As such methods are published, generated tokens are kept on top of C. Where they count (unified accounting, or
     generated=counted), C - w scored tokens and the w most recent ones stay, w = min(32, C / 4): generated tokens push
-    older ones out. That takes a budget of 4 tokens or more.
+    older ones out. That takes a budget of 4 tokens or more. Protected ends of the prompt are among the scored ones, and
+    the recent ones are then those of the other tokens.
 
     Where each query head keeps tokens of its own, it attends these alone, and their union over the group is what is
     held. Under unified accounting the lists of a group are joined by rank and cut to C, which all of it attends.
 
     Attributes:
         window: last tokens of the prompt that stay whatever their scores, as an observation window does.
-        granularity: whether a KV head keeps C tokens, or each query head.
+        granularity: whether a KV head keeps C tokens, or each query head, or the layer the same in all of its heads.
         heads: how these heads share out what they keep together; None: each keeps C.
     """
 
-    evicts = "counted"
+    evicts: Literal["counted", "always"] = "counted"
     window: int = 0
     granularity: Granularity = "kv_head"
     heads: HeadBudgets | None = None
@@ -42,7 +45,7 @@ class Scorer(Method):
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
         """How much each prompt token is worth to each KV head, [B, Hkv, N]: the larger, the sooner it is kept.
 
-        With granularity "query_head" to each query head, [B, Hq, N].
+        With granularity "query_head" to each query head, [B, Hq, N]; with "layer" to all heads, [B, 1, N].
 
         Of equal scores the earlier token is kept. What stands at and beyond a row's length is ignored, and so are the
         scores of tokens that are protected.
@@ -57,14 +60,28 @@ class Scorer(Method):
         """Last tokens that are protected in a budget of `capacity` tokens."""
         return min(ROLLING_WINDOW, capacity // 4) if self.budget.counts_generated else self.window
 
+    def reserved(self, capacity: int) -> int:
+        """The recent ones."""
+        return self.recent(capacity)
+
+    def fixed(self, capacity: int) -> int:
+        """Tokens that stay whatever their scores, of a longer prompt than `capacity`: both ends and the recent ones."""
+        return self.end(capacity) + self._last(self.end(capacity), self.recent(capacity))
+
+    def _last(self, end: int, window: int) -> int:
+        """Protected tokens at the end of a prompt. The recent ones that move on come before its protected end."""
+        return end + window if self.budget.counts_generated else max(end, window)
+
     def protected(self, prompt: Prompt) -> torch.Tensor:
-        """[B, 1, N] bool, True from the first protected token of each row on."""
-        return last_tokens(prompt, self.windows)
+        """[B, 1, N] bool: the tokens that stay whatever their scores, and what stands beyond a row's length."""
+        last = last_tokens(prompt, [self._last(*pair) for pair in zip(self.ends, self.windows, strict=True)])
+        ends = torch.tensor(self.ends, device=last.device)[:, None, None]
+        return last | (torch.arange(last.shape[2], device=last.device) < ends)
 
     @property
     def _in_place(self) -> bool:
-        """All that is held is attended: generated tokens do not count, and the group chooses as one."""
-        return self.granularity == "kv_head" and not self.budget.counts_generated
+        """All that is held is attended: generated tokens do not count, and no query head chooses for itself."""
+        return self.granularity != "query_head" and not self.budget.counts_generated
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Share the budget of each row out between the layers."""
@@ -73,10 +90,17 @@ class Scorer(Method):
         rows = [self.layer_budgets(length) for length in shape.lengths]
         layers = dict(zip(shape.sparse_layers, zip(*rows, strict=True), strict=True))
         self.budgets: dict[int, tuple[int, ...]] = layers  # of each row, the protected tokens included
+        self.recents = [self._first_recent(row) for row in range(shape.batch)]
         # of each layer and row, [H, n] that were kept for their scores, trailing -1; not where all that is held is
         # attended
         self.scored: dict[int, list[torch.Tensor]] = {}
         self.steps = 0
+
+    def _first_recent(self, row: int) -> tuple[int, int]:
+        """The first of the recent tokens as the prompt ends, and the one after the last of them."""
+        length, end = self.shape.lengths[row], self.ends[row] if self.budget.counts_generated else 0
+        last = max(length - end, 0)
+        return min(max(last - self.windows[row], end), last), last
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Keep the protected tokens and those with the best scores; a prompt within its budget stays whole."""
@@ -89,8 +113,8 @@ class Scorer(Method):
             self.view.keep(layer, kept, ROLLING_WINDOW if self.budget.counts_generated else None)
         if not self._in_place:
             self.scored[layer] = [
-                row[:, window:most]
-                for row, window, most in zip(kept, self.windows, self._kept_most(layer, prompt), strict=True)
+                _without(row[:, :most], *recent)
+                for row, recent, most in zip(kept, self.recents, self._kept_most(layer, prompt), strict=True)
             ]
 
     def best(self, layer: int, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,7 +149,7 @@ class Scorer(Method):
         if self.heads is None:
             return capacity
         choosing = self.shape.kv_heads if self.granularity == "kv_head" else self.shape.query_heads
-        return self.heads.most(capacity, self.recent(self.budget.tokens(length)), length, choosing)
+        return self.heads.most(capacity, self.fixed(self.budget.tokens(length)), length, choosing)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         """All that is held, in place, or of each head what is its own and what C still holds."""
@@ -146,10 +170,11 @@ class Scorer(Method):
         rows = []
         for row, length in enumerate(self.view.lengths(layer)):
             scored, capacity, prompt = self.scored[layer][row], self.budgets[layer][row], self.shape.lengths[row]
-            oldest = max(prompt - self.windows[row], 0)  # the scored part ends before it
-            if self.budget.counts_generated:
-                oldest = max(oldest, length - capacity + max(min(capacity, prompt) - self.windows[row], 0))
-            newest = torch.arange(oldest, length, device=scored.device)
+            (first, last), counted = self.recents[row], self.budget.counts_generated
+            gone = max(0, length - max(capacity, prompt)) if counted else 0  # pushed out by generated tokens
+            end = prompt - last  # the protected end, which is among the scored ones
+            newest = torch.arange(first + gone, length - end, device=scored.device)
+            newest = newest + end * (newest >= last) if end else newest
             rows.append(torch.cat([newest.expand(scored.shape[0], -1), scored], dim=1))
         return stacked(rows)
 
@@ -165,8 +190,8 @@ class Scorer(Method):
     def _most(self, capacity: int, length: int, generated: int) -> int:
         """Entries that a KV head may attend of `capacity` tokens, the group's union and generated tokens included."""
         if self.granularity == "query_head" and not self.budget.unified:
-            window = self.recent(self.budget.tokens(length))
-            capacity = window + self.shape.group * (capacity - window)
+            fixed = self.fixed(self.budget.tokens(length))
+            capacity = fixed + self.shape.group * (capacity - fixed)
         return capacity if self.budget.counts_generated else capacity + generated
 
 
@@ -175,3 +200,8 @@ def last_tokens(prompt: Prompt, counts: Sequence[int]) -> torch.Tensor:
     first = [length - count for length, count in zip(prompt.lengths, counts, strict=True)]
     position = torch.arange(prompt.keys.shape[2], device=prompt.keys.device)
     return position >= torch.tensor(first, device=position.device)[:, None, None]
+
+
+def _without(ids: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Ids [H, n] without those from `first` to before `last`, of which each list has as many."""
+    return ids[(ids < first) | (ids >= last)].view(ids.shape[0], -1)

@@ -72,9 +72,20 @@ STYLES = {
     "socket": Style("SOCKET", BROWN, "^"),
     "cake": Style("CAKE", VERMILION, "P"),
     "adakv_snapkv": Style("AdaKV", VERMILION, "D", "--"),
+    "keydiff": Style("KeyDiff", SKY, "v"),
+    "expected_attention": Style("Expected Attention", OLIVE, "o"),
+    "adakv_expected_attention": Style("Expected Attention, AdaKV", OLIVE, "X", "--"),
     "squeeze": Style("SqueezeAttention", GREY, "h"),
     "scope": Style("SCOPE", BLUE, "<"),
     "rkv": Style("R-KV", WINE, "v"),
+    "random": Style("Random", GREY, "X", ":"),
+    "knorm": Style("Key norm", ORANGE, "o"),
+    "lru": Style("LRU", GREY, "v"),
+    "tova": Style("TOVA", PURPLE, "o"),
+    "triattention": Style("TriAttention", WINE, "o"),
+    "duo": Style("DuoAttention", ORANGE, "s"),
+    "rocketkv": Style("RocketKV", BLUE, "X"),
+    "think": Style("ThinK", GREEN, "o", ":"),
 }
 
 # Other spellings, in the papers' tables and in the house.

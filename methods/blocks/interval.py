@@ -1,0 +1,157 @@
+"""Any scorer while decoding: now and then all that is held is scored anew, and C tokens of it stay.
+
+For scorers whose query heads do not choose for themselves, and whose heads and layers keep C each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvbench.budget import Budget
+from kvbench.method import Context, Prompt, Selection, Shape, View
+from methods.blocks.ends import at_ends
+from methods.blocks.ragged import stacked
+from methods.blocks.scorer import Scorer, last_tokens
+
+QUERIES = 256  # last queries that a score learns from at most
+
+
+class Interval(Scorer):
+    """Keep C tokens after every `interval` steps, of the prompt and of what is generated. Put it before a scorer:
+
+        class SnapKVDecode(Interval, SnapKV): ...
+
+    The scorer is shown what is held as if it was a prompt: keys in the order of the text, and queries of the last
+    tokens, which are all held, up to 256. RoPE is relative, so that places in what is held are as good as positions
+    to a scorer that turns queries back and on.
+
+    As such methods are published, the prompt stays whole until then. Where generated tokens count, C holds all: when it
+    is full, be it with the prompt, enough goes for the next `interval` tokens, a quarter of C at most; nor is the
+    scorer's window more than a quarter. A step is a token, be it one of a later turn that is read at once.
+
+    Args:
+        interval: steps between two cuts.
+        options: of the scorer.
+
+    Attributes:
+        reads_values: the score needs values.
+    """
+
+    evicts = "always"
+    reads_values = False
+
+    def __init__(self, interval: int = 128, **options: Any) -> None:
+        super().__init__(**options)
+        self.interval = interval
+        self.needs = replace(self.needs, queries=self.needs.query_window > 0)
+
+    def recent(self, capacity: int) -> int:
+        """Last tokens that stay whatever their scores."""
+        return min(self.window, capacity // 4) if self.budget.counts_generated else self.window
+
+    def reserved(self, capacity: int) -> int:
+        """The window, and the interval where it is inside."""
+        return self.recent(capacity) + self.budget.counts_generated * self._interval(capacity)
+
+    def layer_budgets(self, length: int) -> list[int]:
+        """What a cut leaves in each sparse layer: C, or what the interval leaves of it."""
+        capacity = self.budget.tokens(length)
+        inside = self._interval(capacity) if self.budget.counts_generated else 0
+        return [capacity - inside] * len(self.shape.sparse_layers)
+
+    def _interval(self, capacity: int) -> int:
+        return min(self.interval, capacity // 4) if self.budget.counts_generated else self.interval
+
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """Settle when each row is cut, to how many tokens, and how many queries are asked then."""
+        super().begin(shape, budget, view, context)
+        self.kept = self.budgets[shape.sparse_layers[0]]
+        self.intervals = [self._interval(capacity) for capacity in self.capacities]
+        # after a cut the window is held without a gap, and so is what has come since
+        most = min(self.needs.query_window, QUERIES)
+        self.asked = [min(most, sum(pair)) for pair in zip(self.intervals, self.windows, strict=True)]
+        self.queries: dict[int, deque[torch.Tensor]] = {}  # of each layer the last ones, [B, Hq, D]
+        # tokens of each row that are held
+        self.sizes, _ = self._cut(shape.lengths) if budget.counts_generated else ([*shape.lengths], [])
+
+    def protected(self, prompt: Prompt) -> torch.Tensor:
+        """[B, Hkv, N] bool: the window, and both ends of the prompt where they stand among what is held."""
+        rows = (self.shape.lengths, self.ends)
+        lengths, ends = (torch.tensor(row, device=self.shown.device)[:, None, None] for row in rows)
+        return last_tokens(prompt, self.windows) | at_ends(self.shown, lengths, ends)
+
+    def _cut(self, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Tokens that these numbers of tokens become after the step, and the rows that are cut."""
+        if self.budget.counts_generated:
+            full = [size >= capacity for size, capacity in zip(sizes, self.capacities, strict=True)]
+        else:
+            full = [
+                size > kept and self.steps % self.interval == 0 for size, kept in zip(sizes, self.kept, strict=True)
+            ]
+        left = [kept if cut else size for size, kept, cut in zip(sizes, self.kept, full, strict=True)]
+        return left, [row for row, cut in enumerate(full) if cut]
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Cut the prompts that fill C, where generated tokens count; note the last queries."""
+        most = max(self.asked)
+        last = prompt.queries[:, :, max(0, prompt.queries.shape[2] - most) :].clone()
+        self.queries[layer] = deque(last.unbind(dim=2), maxlen=most)
+        rows = [row for row, size in enumerate(self.sizes) if size < prompt.lengths[row]]
+        self._keep(layer, self.view.resident(layer), prompt, rows, [prompt.queries.shape[2]] * self.shape.batch)
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection | None:
+        """All that is held; the query may be asked at the next cut."""
+        self.queries[layer].append(query[:, :, 0])
+        return None
+
+    def end_step(self) -> None:
+        """Cut the rows whose interval is over."""
+        self.steps += 1
+        sizes = tuple(size + 1 for size in self.sizes)
+        self.sizes, rows = self._cut(sizes)
+        for layer in self.shape.sparse_layers if rows else ():
+            held = self.view.resident(layer)
+            keys = self.view.keys(layer, held)
+            values = self.view.values(layer, held) if self.reads_values else keys[..., :0]
+            noted = [*self.queries[layer]]
+            queries = torch.stack(noted, dim=2) if noted else keys[:, :, :0]
+            self._keep(layer, held, Prompt(sizes, held[:, 0, :0], keys, values, queries), rows, self.asked)
+
+    def _keep(
+        self, layer: int, held: torch.Tensor, prompt: Prompt, rows: Collection[int], asked: Sequence[int]
+    ) -> None:
+        """Keep of what is held, ids [B, Hkv, M], the best tokens of these rows, and all of the others'."""
+        kept = [held[row, :, :size] for row, size in enumerate(prompt.lengths)]
+        self.shown = held
+        for count in {asked[row] for row in rows}:
+            first = max(0, prompt.queries.shape[2] - count)
+            best, _ = self.best(layer, replace(prompt, queries=prompt.queries[:, :, first:]))
+            for row in rows:
+                if asked[row] == count:
+                    slots = best[row, :, : self.sizes[row]].expand(self.shape.kv_heads, -1)
+                    kept[row] = kept[row].gather(1, slots)
+        self.view.keep(layer, stacked(kept), self._room())
+
+    def _room(self) -> int:
+        """Tokens that come until some row is cut."""
+        if self.budget.counts_generated:
+            return min(capacity - size for capacity, size in zip(self.capacities, self.sizes, strict=True))
+        least = min(max(0, kept - size) for kept, size in zip(self.kept, self.sizes, strict=True))
+        return ((self.steps + least) // self.interval + 1) * self.interval - self.steps
+
+    def rule(self, layer: int, length: int, generated: int) -> int:
+        """C, and as published what has come since the last cut, and before the first everything."""
+        if self.budget.counts_generated:
+            return self.budget.tokens(length)
+        newer = (generated - 1) % self.interval + 1
+        whole = length + generated
+        return whole if generated <= self.interval else min(whole, self.budget.tokens(length) + newer)
+
+    def mean_rule(self, length: int, generated: int) -> int:
+        """The same, as all heads hold as many."""
+        return self.rule(self.shape.sparse_layers[0], length, generated)
