@@ -23,6 +23,8 @@ import torch
 from kvbench.budget import Budget
 from kvbench.spans import Spans
 
+Table = tuple[tuple[float, ...], ...]  # [layers][heads]
+
 
 @dataclass(frozen=True)
 class DeviceCache:
@@ -190,15 +192,38 @@ class Shape:
 
 @dataclass(frozen=True)
 class HeadScores:
-    """How far each KV head looks back to where a token stood before; [layers][Hkv] each, between 0 and 1.
+    """What `kvbench calibrate` has measured of a model's heads.
+
+    Of a table with one number a head, which comes from elsewhere, both scores are that number, and there is no more.
 
     Attributes:
-        echo: attention to earlier copies of the token.
-        induction: attention to the tokens that followed these copies.
+        echo: how far a KV head looks back to earlier copies of the token, [layers][Hkv] between 0 and 1.
+        induction: how far to the tokens that followed these copies.
+        query_means: the mean query of each query head before RoPE, over plain text, [layers][Hq][D]; (): not known, as
+            of models whose keys cannot be turned.
+        query_sizes: the mean length of its pairs (f, f + D / 2), [layers][Hq][D / 2].
     """
 
-    echo: tuple[tuple[float, ...], ...]
-    induction: tuple[tuple[float, ...], ...]
+    echo: Table
+    induction: Table
+    query_means: tuple[Table, ...] = ()
+    query_sizes: tuple[Table, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeadScores:
+        return self  # nothing of it changes, and there are many numbers in it
+
+    def refuse_other_shape(self, shape: Shape) -> None:
+        """Refuse scores of a model that has other layers or KV heads.
+
+        Raises:
+            ValueError: says what they are of.
+        """
+        layers, heads = len(self.echo), len(self.echo[0])
+        if (layers, heads) != (shape.layers, shape.kv_heads):
+            raise ValueError(
+                f"method.heads: scores of {layers} layers of {heads} KV heads, and the model has {shape.layers} of "
+                f"{shape.kv_heads}; kvbench calibrate makes its own"
+            )
 
 
 class Rotation(Protocol):
@@ -394,12 +419,14 @@ class View(Protocol):
             ValueError: an id twice in one list, or a store whose home is the host.
         """
 
-    def write(self, layer: int, ids: torch.Tensor, values: torch.Tensor) -> None:
-        """Other values [B, Hkv, M, D] for `ids`, a list of each KV head that `keep` has kept, until `end_prefill`.
+    def write(
+        self, layer: int, ids: torch.Tensor, values: torch.Tensor | None = None, keys: torch.Tensor | None = None
+    ) -> None:
+        """Other values, or keys, [B, Hkv, M, D] for `ids`, which `keep` has kept, in `prefill` or `end_prefill`.
 
         Raises:
-            ValueError: `keep` was not called, so that the prompt's memory may be that of others; or it is coded.
             LookupError: an id that is not on the device.
+            ValueError: nothing was dropped, so that the prompt's memory may be that of others; or it is coded already.
         """
 
     def prefetch(self, layer: int, ids: torch.Tensor) -> None:

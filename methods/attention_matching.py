@@ -136,22 +136,23 @@ def matched(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cou
         keys, values: [N, D], all of which every query attends.
         count: keys to choose, best first: those with the largest root mean square of the attention they get.
     """
-    squares, totals, outputs = torch.zeros(len(keys), dtype=torch.float64, device=keys.device), [], []
-    for block in queries.float().split(BLOCK):
-        logits = block @ keys.float().T * scaling
-        attention = logits.softmax(dim=-1)
-        squares += attention.square().sum(dim=0, dtype=torch.float64)
-        outputs.append(attention @ values.float())
-        totals.append(torch.stack([logits.amax(dim=-1), logits.logsumexp(dim=-1)]))
+    asking, keys, values = queries.float() * scaling, keys.float(), values.float()
+    squares, parts = torch.zeros(len(keys), dtype=torch.float64, device=keys.device), []
+    for block in asking.split(BLOCK):
+        attention = block @ keys.T  # in place, as it is large
+        largest = attention.amax(dim=-1, keepdim=True)
+        total = attention.sub_(largest).exp_().sum(dim=-1, keepdim=True)
+        outputs = attention.div_(total) @ values
+        parts.append((largest.double(), total.double(), outputs.double()))
+        squares += attention.square_().sum(dim=0)
+    largest, mass, outputs = (torch.cat(part) for part in zip(*parts, strict=True))
     ids = squares.argsort(descending=True, stable=True)[:count]
-    largest, total = torch.cat(totals, dim=1).double()
     # a row's largest logit over all keys is 0, so that a query whose attention is spread over many counts most
-    logits = (queries.float() @ keys[ids].float().T * scaling).double() - largest[:, None]
+    logits = (asking @ keys[ids].T).double() - largest
     sums = logits.exp()
-    mass = (total - largest).exp()[:, None]
     weights = projected(sums, mass, solved(sums, mass))[:, 0].log()
     attention = (logits + weights).softmax(dim=-1)
-    return Matched(ids, weights.float(), solved(attention, torch.cat(outputs).double()))
+    return Matched(ids, weights.float(), solved(attention, outputs))
 
 
 def projected(matrix: torch.Tensor, target: torch.Tensor, start: torch.Tensor) -> torch.Tensor:

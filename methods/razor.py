@@ -8,16 +8,16 @@ keys and values that a head has dropped, stands for all of these with their numb
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kvbench.budget import Budget
-from kvbench.method import Context, Extra, HeadScores, Method, Needs, Prompt, Selection, Shape, View
-from methods.blocks.recent import sinks_and_recent
-
-DROP_EVERY = 32  # decode steps between two evictions: between them memory holds up to this many tokens more
+from kvbench.method import Context, Extra, HeadScores, Needs, Prompt, Selection, Shape, View
+from methods.blocks.two_kinds import TwoKinds
 
 
-class RazorAttention(Method):
+class RazorAttention(TwoKinds):
     """Retrieval heads keep everything, the others the first `sinks` tokens, recent ones and one for the rest.
 
     C is the mean over the KV heads of all sparse layers. Of the retrieval heads those with the best scores, as many as
@@ -35,6 +35,7 @@ class RazorAttention(Method):
     """
 
     evicts = "counted"
+    apart = 1
 
     def __init__(
         self,
@@ -49,33 +50,9 @@ class RazorAttention(Method):
         self.sinks, self.window, self.ratio = sinks, window, ratio
         self.needs = Needs(head_scores=heads)
 
-    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
-        """Find the retrieval heads, and how many of them each row has room for.
-
-        Raises:
-            ValueError: the head scores are of a model of another shape.
-        """
-        super().begin(shape, budget, view, context)
-        scores = context.head_scores
-        assert scores is not None, "the harness hands over what `needs` asks for"
-        refuse_other_shape(scores, shape)
-        found = retrieval_heads(scores, self.echo, self.induction)
-        self.ranked = [(layer, head) for layer, head in found if layer in shape.sparse_layers]
-        self.heads = len(shape.sparse_layers) * shape.kv_heads
-        rank = {head: number for number, head in enumerate(self.ranked)}
-        counts = torch.tensor([self.fitting(length) for length in shape.lengths])[:, None]
-        self.retrieves: dict[int, torch.Tensor] = {}  # of each layer, [B, Hkv]
-        self.kinds: dict[int, list[set[bool]]] = {}  # the same of each row, whichever head it is
-        for layer in shape.sparse_layers:
-            ranks = [rank.get((layer, head), self.heads) for head in range(shape.kv_heads)]
-            own = torch.tensor(ranks) < counts
-            self.retrieves[layer] = own.to(shape.device_of(layer))
-            self.kinds[layer] = [set(row) for row in own.tolist()]
-        # of each layer, the sums [2, B, Hkv, D] of the keys and of the values that its heads have dropped
-        self.dropped: dict[int, torch.Tensor] = {}
-        self.generated = 0
-        self.starts = [(self.sinks, self.sinks)] * shape.batch
-        self._move()
+    def rank(self, scores: HeadScores) -> list[tuple[int, int]]:
+        """The best by either score."""
+        return retrieval_heads(scores, self.echo, self.induction)
 
     # -- the budget ------------------------------------------------------------------------------------------------
 
@@ -107,21 +84,21 @@ class RazorAttention(Method):
         free = 0 if self.budget.counts_generated else generated
         return retrieval + free, (other or retrieval) + free
 
-    def rule(self, layer: int, length: int, generated: int) -> int:
-        """What a head of the layer holds, a retrieval head where it has one."""
-        retrieval, other = self.held(length, generated)
-        return retrieval if any(layer == own for own, _ in self.ranked[: self.fitting(length)]) else other
+    def first_tokens(self, length: int) -> int:
+        """As many of any prompt."""
+        return self.sinks
 
     def mean_rule(self, length: int, generated: int) -> float:
         """C, the mean over heads; generated tokens on top of it, unless they count."""
         return self.total(length) / self.heads + (0 if self.budget.counts_generated else generated)
 
-    def report(self) -> dict[str, float]:
-        """Retrieval heads that had room, a row."""
-        counts = [self.fitting(length) for length in self.shape.lengths]
-        return {"retrieval_heads": sum(counts) / len(counts)}
-
     # -- one generation --------------------------------------------------------------------------------------------
+
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """No head has dropped anything yet."""
+        super().begin(shape, budget, view, context)
+        # of each layer, the sums [2, B, Hkv, D] of the keys and of the values that its heads have dropped
+        self.dropped: dict[int, torch.Tensor] = {}
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Drop what lies between the sinks and the recent tokens, and remember its mean."""
@@ -132,47 +109,13 @@ class RazorAttention(Method):
                 for which, block in enumerate((prompt.keys, prompt.values)):
                     sums[which, row] += block[row, :, self.sinks : start].float().sum(dim=1) * own[:, None]
         self.dropped[layer] = sums
-        if self._drops:
-            kept = self._attended(layer, self._first(layer, self.starts))
-            self.view.keep(layer, kept, DROP_EVERY if self.budget.counts_generated else None)
-
-    def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
-        """The recent tokens move on."""
-        self.generated += 1
-        self._move()
+        super().prefill(layer, prompt)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
-        """The recent tokens, newest first, the sinks, and the compensation token of those between."""
-        first = self._first(layer, self.starts)
+        """The recent tokens, the sinks, and the compensation token of those between."""
+        selection, first = super().select(layer, query), self._first(layer, self.starts)
         self._take_in(layer, first)
-        extra = self._compensation(layer, first) if self._drops else None
-        return Selection(self._attended(layer, first), extra=extra)
-
-    def end_step(self) -> None:
-        """Now and then drop what has left the recent tokens; between two drops it is not attended."""
-        if self.budget.counts_generated and self.generated % DROP_EVERY == 0 and self._drops:
-            for layer in self.shape.sparse_layers:
-                self.view.keep(layer, self._attended(layer, self._first(layer, self.starts)), DROP_EVERY)
-
-    @property
-    def _drops(self) -> bool:
-        return any(start > self.sinks for starts in self.starts for start in starts)
-
-    def _move(self) -> None:
-        """Note of each row the first recent token of a head that does not retrieve, and of one that does."""
-        self.former_starts, self.starts = self.starts, []
-        for length in self.shape.lengths:
-            retrieval, other = self.held(length, self.generated)
-            self.starts.append((self._start(length, other), self._start(length, retrieval)))
-
-    def _start(self, length: int, held: int) -> int:
-        seen = length + self.generated
-        return seen - (held - self.sinks - 1) if seen > held else self.sinks
-
-    def _first(self, layer: int, starts: list[tuple[int, int]]) -> torch.Tensor:
-        """The first recent token of each head, [B, Hkv]."""
-        other, retrieval = torch.tensor(starts, device=self.shape.device_of(layer)).T[..., None]
-        return torch.where(self.retrieves[layer], retrieval, other)
+        return replace(selection, extra=self._compensation(layer, first)) if self.drops else selection
 
     def _take_in(self, layer: int, now: torch.Tensor) -> None:
         """Add to the sums the tokens that have just left the recent ones, which begin `now` [B, Hkv]."""
@@ -186,14 +129,6 @@ class RazorAttention(Method):
         ids = torch.where(left, ids, -1)
         for which, read in enumerate((self.view.keys, self.view.values)):
             self.dropped[layer][which] += (read(layer, ids).float() * left[..., None]).sum(dim=2)
-
-    def _attended(self, layer: int, first: torch.Tensor) -> torch.Tensor:
-        """Token ids [B, Hkv, M] where recent ones begin with `first` [B, Hkv]: the newest first, the sinks last."""
-        seen = self.view.seen(layer)
-        counts = seen[:, None] - first + self.sinks
-        tokens = zip(self.view.lengths(layer), self.starts, self.kinds[layer], strict=True)
-        most = max(length - starts[kind] + self.sinks for length, starts, kinds in tokens for kind in kinds)
-        return sinks_and_recent(seen, counts, self.sinks, most)
 
     def _compensation(self, layer: int, first: torch.Tensor) -> Extra:
         """The mean of what each head has dropped, with its number as weight; none (log 0) where that is nothing."""
@@ -215,17 +150,3 @@ def retrieval_heads(scores: HeadScores, echo: float, induction: float) -> list[t
 
     found = {*best(scores.echo, echo), *best(scores.induction, induction)}
     return sorted(found, key=lambda head: (-max(of[head[0]][head[1]] for of in (scores.echo, scores.induction)), head))
-
-
-def refuse_other_shape(scores: HeadScores, shape: Shape) -> None:
-    """Refuse scores of a model that has other layers or KV heads.
-
-    Raises:
-        ValueError: says what they are of.
-    """
-    layers, heads = len(scores.echo), len(scores.echo[0])
-    if (layers, heads) != (shape.layers, shape.kv_heads):
-        raise ValueError(
-            f"method.heads: scores of {layers} layers of {heads} KV heads, and the model has {shape.layers} of "
-            f"{shape.kv_heads}; kvbench calibrate makes its own"
-        )

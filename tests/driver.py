@@ -73,6 +73,7 @@ METHODS = [
     Case("expected_attention", "expected_attention"),
     Case("expected_attention_decode-12", "expected_attention_decode", {"interval": 12}),
     Case("adakv_expected_attention", "adakv_expected_attention"),
+    Case("think", "think", {"whole": 8}),
     Case("pyramidkv", "pyramidkv"),
     Case("adakv_snapkv", "adakv_snapkv"),
     Case("adakv_snapkv-kvpress", "adakv_snapkv", {"safeguard": "top", "kernel": 5, "pooling": "mean", "join": "after"}),
@@ -97,6 +98,8 @@ METHODS = [
     # windows and pages far below the answers that the tests use
     Case("rkv", "rkv", {"buffer": 12}),
     Case("rkv-time", "rkv", {"buffer": 12, "order": "time"}),
+    Case("triattention", "triattention", {"buffer": 12}),
+    Case("triattention-layer", "triattention", {"buffer": 12, "sets": "layer"}),
     Case("raas", "raas", {"page_size": 4, "alpha": 0.02}),
     Case("raas-unpinned", "raas", {"page_size": 1, "alpha": 0.02, "pin_prompt": False}),
     Case("scope", "scope", {"window": 12, "recent": 6}),
@@ -110,6 +113,8 @@ METHODS = [
     Case("squeeze-window", "squeeze", {"base": "window"}),
     Case("squeeze-cache", "squeeze", {"positions": "cache"}),
     Case("razor", "razor", {"induction": 0.25, "heads": str(ASSETS / "heads" / "dummy-tiny.json")}),
+    Case("duo", "duo"),
+    Case("rocketkv", "rocketkv", {"window": 8, "kernel": 7}),
     # windows and cycles far below the prompts and answers that the tests use
     Case("racc", "racc", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),
     Case("racc_code", "racc_code", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),
@@ -239,10 +244,19 @@ PROMPT = numbers(150)
 RAGGED = [numbers(150, seed=1), numbers(97, seed=2), numbers(60, seed=3)]
 
 
-def head_scores(layers: int, kv_heads: int) -> HeadScores:
-    """Of a model whose heads retrieve the more the later they stand; those of layer 0 hardly do."""
-    scores = [[layer + 0.1 * head for head in range(kv_heads)] for layer in range(layers)]
-    return HeadScores(tuple(map(tuple, scores)), tuple(map(tuple, scores)))
+def head_scores(layers: int, kv_heads: int, query_heads: int = 0, head_dim: int = 16) -> HeadScores:
+    """Of a model whose heads retrieve the more the later they stand; those of layer 0 hardly do. Queries are random."""
+    scores = tuple(tuple(layer + 0.1 * head for head in range(kv_heads)) for layer in range(layers))
+    means = torch.randn(layers, query_heads or kv_heads, head_dim, generator=torch.Generator().manual_seed(1))
+    sizes = 1.5 * torch.hypot(*means.chunk(2, dim=-1))
+    return HeadScores(scores, scores, *(tuple(map(tuple, map(list, part.tolist()))) for part in (means, sizes)))
+
+
+def scores_of(model: Any) -> HeadScores:
+    """Such scores for a model of transformers."""
+    config = model.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_scores(config.num_hidden_layers, config.num_key_value_heads, config.num_attention_heads, width)
 
 
 def run_loop(
@@ -269,7 +283,7 @@ def run_loop(
         attention=executor,
         new_tokens=steps + 1 + len(options.get("question", ())),
         audit_every=audit_every,
-        head_scores=head_scores(loaded.model.config.num_hidden_layers, loaded.model.config.num_key_value_heads),
+        head_scores=scores_of(loaded.model),
     )
     return generate(loaded.model, prompts, engine, max_new_tokens=steps + 1, **options), engine
 
@@ -474,6 +488,7 @@ def drive(
     kv: KV = NATIVE,
     dense_layers: Sequence[int] = (),
     template: Template = TEMPLATE,
+    scores: HeadScores | None = None,
     after_prefill: Callable[[Engine], None] = lambda engine: None,
 ) -> Driven:
     """Feed a stream to an engine as `hf.py` does: rows right-padded, or left-padded as under `model.generate`."""
@@ -490,9 +505,9 @@ def drive(
         new_tokens=None if left else fixed.steps,
         rotary=LlamaRotary(shape.head_dim, shape.device),
         pieces=PIECES if method.needs.token_text else None,
-        head_scores=head_scores(layers, shape.kv_heads),
         template=template if method.needs.prefix else None,
         output=lambda layer: output_weight(shape.query_heads, shape.head_dim),
+        head_scores=scores or head_scores(layers, shape.kv_heads, shape.query_heads, shape.head_dim),
     )
     seen = watch(method)
     parts = (fixed.queries, fixed.keys, fixed.values)

@@ -485,8 +485,8 @@ BUDGETS = [48, 55, 63, 64, 65, 99, 100, 127, 134]
 
 def shared_by_heads(method: Method) -> bool:
     """C is the mean of a layer's heads, by the method's two rules, so that one head may attend more."""
-    mean, most = method.mean_rule(LENGTHS[-1], 1), method.rule(0, LENGTHS[-1], 1)
-    return mean is not None and most is not None and most > mean
+    rules = ((method.mean_rule(length, 1), method.rule(0, length, 1)) for length in LENGTHS)
+    return any(mean is not None and most is not None and most > mean for mean, most in rules)
 
 
 def bounded(method: Method) -> bool:

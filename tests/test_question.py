@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import SMALL, Case, each_method, head_scores, numbers, slow
+from driver import SMALL, Case, each_method, numbers, scores_of, slow
 from omegaconf import OmegaConf
 from test_shared import records
 from zoo import random_model
@@ -44,9 +44,8 @@ def asked(
 ) -> tuple[list[list[int]], torch.Tensor, Engine]:
     """New tokens, the logits that chose all but the first [NEW - 1, B, V], and the engine."""
     model, noted = loaded.model if isinstance(loaded, Loaded) else loaded, list[torch.Tensor]()
-    scores = head_scores(model.config.num_hidden_layers, model.config.num_key_value_heads)
     budget = Budget(None if type(method) is Method else SMALL)
-    made: dict[str, Any] = {"new_tokens": NEW + len(question), "head_scores": scores}
+    made: dict[str, Any] = {"new_tokens": NEW + len(question), "head_scores": scores_of(model)}
     engine = engine_for(model, list(map(len, contexts)), method, budget, (), getattr(loaded, "tokenizer", None), **made)
     options |= {"question": Question([question] * len(contexts), at_once=True)} if question else {}
     watch = lambda logits: noted.append(logits.clone())  # noqa: E731

@@ -158,6 +158,7 @@ def slow_scores(model: Any, prompt: list[int], tokens: int) -> tuple[list[list[f
 
 def test_scores_are_those_of_whole_attention_matrices(tiny: Loaded, sdpa: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "TOKENS", 24)
+    monkeypatch.setattr(calibration, "PROSE_TOKENS", 16)
     monkeypatch.setattr(calibration, "BLOCK", 7)  # in blocks that divide nothing
     scores, procedure = calibration.calibrate(tiny, seed=3)
     tokens, bos = calibration.random_tokens(tiny.tokenizer, 259, None, 3)
@@ -206,6 +207,9 @@ def test_the_shipped_scores_are_of_the_shipped_models(tmp_path: Path, monkeypatc
         assert model is not None
         sizes = (model["config"]["num_hidden_layers"], model["config"]["num_key_value_heads"])
         assert (len(one.echo), len(one.echo[0])) == sizes
+        heads_of = (sizes[0], model["config"]["num_attention_heads"])
+        assert {(len(part), len(part[0])) for part in (one.query_means, one.query_sizes)} == {heads_of}
+        assert len(one.query_means[0][0]) == 2 * len(one.query_sizes[0][0])
     for name in ("tiny", "dummy-tiny"):
         source = hub.source_of(OmegaConf.to_container(composed("method=full", f"model={name}").model, resolve=True))
         assert heads.calibration_of(source, "auto", "") == found[name]
@@ -216,6 +220,7 @@ def test_a_user_s_own_model_is_calibrated_once_and_found(
 ) -> None:
     monkeypatch.setenv("KVBENCH_HOME", str(tmp_path))
     monkeypatch.setattr(calibration, "TOKENS", 16)
+    monkeypatch.setattr(calibration, "PROSE_TOKENS", 16)
     words = ["method=razor", "model=dummy-qwen3", "task=passkey", "task.lengths=[256]", f"results_dir={tmp_path}"]
     with pytest.raises(ConfigError) as caught:
         composed(*words)
@@ -233,7 +238,8 @@ def test_a_user_s_own_model_is_calibrated_once_and_found(
 
 def test_heads_of_another_model_and_no_heads_are_refused_in_one_line(tmp_path: Path, tiny: Loaded) -> None:
     damaged = tmp_path / "damaged.json"
-    damaged.write_text(json.dumps({"echo": [[1, 2], [3]], "induction": [[1, 2], [3]]}))
+    uneven = {"echo": [[1, 2], [3]], "induction": [[1, 2], [3]], "query_means": [], "query_sizes": []}
+    damaged.write_text(json.dumps(uneven | {"model": "one", "weights": None, "procedure": {}}))
     other = ASSETS / "heads" / "dummy-tiny.json"
     for file, words in (
         (other, "made of dummy-tiny .dummy-tiny-dummy-0., and the model is tiny .weights-"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,8 @@ def test_a_context_is_cut_into_chunks_that_are_asked_for_by_what_came_before_the
         Pass(2, 0, 1, [65, 10, 30]),
     ]
     assert [one[:3] for one in template.passes(rows[:1], Replay(None, "A"))] == [(0, 2, 8)]
+    longer = replace(template, header=(1, 2, 4))
+    assert [longer.prefix(ids) for ids in ([1, 2, 4, 5], [1, 2, 5], [1, 5], [9, 1, 2])] == [3, 2, 0, 1]
 
 
 @pytest.mark.parametrize("bos", [False, True])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import SMALL, Case, each_method, head_scores, numbers, slow
+from driver import SMALL, Case, each_method, numbers, scores_of, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zoo import WINDOW, random_model
@@ -33,10 +33,8 @@ ALL = Needs(query_window=150, attention_sums=True, layer_similarity=True)
 
 
 def engine(loaded: Loaded, method: Method, lengths: Sequence[int], **more: Any) -> Engine:
-    config = loaded.model.config
-    scores = head_scores(config.num_hidden_layers, config.num_key_value_heads)
     budget = Budget(None if type(method) is Method else SMALL)
-    settings: dict[str, Any] = {"new_tokens": STEPS + 1, "head_scores": scores, **more}
+    settings: dict[str, Any] = {"new_tokens": STEPS + 1, "head_scores": scores_of(loaded.model), **more}
     return engine_for(loaded.model, lengths, method, budget, (), loaded.tokenizer, **settings)
 
 

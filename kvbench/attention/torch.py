@@ -179,8 +179,8 @@ def turn(
         seen = present.repeat_interleave(heads // present.shape[1], dim=1)[:, :, None].expand(-1, -1, width, -1)
         mask = torch.cat([seen, own], dim=3)
     if weights is not None:
-        bias = pad(weights, (0, width)).repeat_interleave(heads // key.shape[1], dim=1)[:, :, None]
-        mask = bias.masked_fill(~mask, -torch.inf).to(query.dtype)
+        added = pad(weights, (0, width)).repeat_interleave(heads // key.shape[1], dim=1)[:, :, None]
+        mask = added.masked_fill(~mask, -torch.inf).to(query.dtype)
     if sinks is None:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=gqa)
     grouped = query.float().unflatten(1, (key.shape[1], -1))  # [B, Hkv, G, q, D]

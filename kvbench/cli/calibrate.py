@@ -1,4 +1,4 @@
-"""`kvbench calibrate`: head scores of a model, which methods with retrieval heads need, made once.
+"""`kvbench calibrate`: what methods that treat a model's heads differently need to know of them, made once.
 
 The file lies under `$KVBENCH_HOME/heads` (default: the user's cache folder) from then on, where every run of the model
 finds it; or where `--out` says, for `method.heads=FILE`.
@@ -20,7 +20,7 @@ USAGE = "kvbench calibrate [model=MODEL] [key=value ...] [--out FILE]"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser("kvbench calibrate", USAGE, "Measures which heads of a model retrieve, once.")
+    parser = argparse.ArgumentParser("kvbench calibrate", USAGE, "Measures what each head of a model looks for, once.")
     parser.add_argument("words", nargs="*", metavar="key=value", help="as for a run: model, model.path, seed, dtype")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write (default: where runs find it)")
     given = parser.parse_args(arguments)
@@ -64,7 +64,7 @@ def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
     weights = hub.weights_of(hub.source_of(model), config.seed)
     file = out or own_folder() / f"{loaded.name}.json"
     try:
-        Calibration(loaded.name, weights, procedure, scores.echo, scores.induction).write(file)
+        Calibration(loaded.name, weights, procedure, **vars(scores)).write(file)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}; expected a file to write (--out, or $KVBENCH_HOME)") from error
     return file

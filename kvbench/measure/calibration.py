@@ -1,7 +1,9 @@
-"""Which KV heads look back to where a token stood before (RazorAttention, Tang et al. 2024, section 3).
+"""Which KV heads look back to where a token stood before (RazorAttention, Tang et al. 2024, section 3), and what each
+query head asks on average (TriAttention, 2026).
 
 A model reads random tokens that are repeated a few times, so that nothing but the copies says what comes next. An echo
-head attends to the earlier copies of the token that it reads, an induction head to the tokens that followed them.
+head attends to the earlier copies of the token that it reads, an induction head to the tokens that followed them. Then
+it reads plain text, for the mean query of each query head before RoPE.
 """
 
 from __future__ import annotations
@@ -13,33 +15,59 @@ import torch
 from kvbench.backends.hf.generate import EngineCache, prefill
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.rotary import RotaryOf
 from kvbench.budget import Budget
-from kvbench.config import ConfigError
+from kvbench.config import ASSETS, ConfigError
 from kvbench.engine.engine import Engine
-from kvbench.method import HeadScores, Method, Needs, Prompt
+from kvbench.method import HeadScores, Method, Needs, Prompt, Table
 from kvbench.models.types import Tokenizer
 
 TOKENS, COPIES = 2500, 4
 FEWEST = 16  # tokens of a copy, below which a score would be chance
 BLOCK = 512  # queries whose probabilities are held at once
+PROSE_TOKENS = 1024  # of the beginning of each text that kvbench ships
 
 
 def calibrate(loaded: Loaded, seed: int = 0) -> tuple[HeadScores, dict[str, Any]]:
-    """The scores of a model's KV heads, and how they were measured.
+    """The scores of a model's heads, and how they were measured.
 
     Raises:
         ConfigError: the window or the vocabulary is too small.
     """
     tokens, bos = random_tokens(loaded.tokenizer, loaded.model.config.vocab_size, loaded.window, seed)
-    prompt = [*bos, *(tokens * COPIES)]
-    shape = shape_of(loaded.model, [len(prompt)], (), loaded.model.dtype, loaded.model.device)
-    scorer = CopyScorer(len(prompt), len(tokens))
-    engine = Engine(shape, scorer, Budget(None), new_tokens=1)
-    with torch.inference_mode():
-        prefill(loaded.model, [prompt], EngineCache(engine))
-    dtype = str(shape.dtype).removeprefix("torch.")
+    copies = [*bos, *(tokens * COPIES)]
+    scorer = CopyScorer(len(copies), len(tokens))
+    _read(loaded, copies, scorer)
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
     how = {"tokens": len(tokens), "copies": COPIES, "first": bos, "seed": seed, "dtype": dtype}
-    return HeadScores(tuple(scorer.echo), tuple(scorer.induction)), how
+    try:
+        means = mean_queries(loaded)
+    except ConfigError:  # its keys cannot be turned
+        return HeadScores(tuple(scorer.echo), tuple(scorer.induction)), how
+    return HeadScores(tuple(scorer.echo), tuple(scorer.induction), *means.averages()), how | {"prose": means.count}
+
+
+def mean_queries(loaded: Loaded) -> QueryScorer:
+    """What the query heads of a model ask in each of the texts' first tokens.
+
+    Raises:
+        ConfigError: its keys cannot be turned to other positions.
+    """
+    scorer = QueryScorer()
+    for file in sorted((ASSETS / "prose").glob("*.txt")):
+        tokens = loaded.tokenizer(file.read_text(encoding="utf-8")[: 8 * PROSE_TOKENS])["input_ids"]
+        _read(loaded, tokens[: min(PROSE_TOKENS, (loaded.window or PROSE_TOKENS + 1) - 1)], scorer)
+    return scorer
+
+
+def _read(loaded: Loaded, prompt: list[int], scorer: Method) -> None:
+    """Let a method see a prompt in every layer."""
+    model = loaded.model
+    shape = shape_of(model, [len(prompt)], (), model.dtype, model.device)
+    rotary = RotaryOf(model, shape.sparse_layers, "another method") if scorer.needs.rotation else None
+    engine = Engine(shape, scorer, Budget(None), new_tokens=1, rotary=rotary)
+    with torch.inference_mode():
+        prefill(model, [prompt], EngineCache(engine))
 
 
 def random_tokens(tokenizer: Tokenizer, vocabulary: int, window: int | None, seed: int) -> tuple[list[int], list[int]]:
@@ -85,6 +113,40 @@ class CopyScorer(Method):
         for found, own in zip((self.echo, self.induction), scores, strict=True):
             best = own.unflatten(0, (self.shape.kv_heads, -1)).amax(dim=1)
             found.append(tuple(round(score, 6) for score in best.tolist()))
+
+
+class QueryScorer(Method):
+    """The mean query of each head before RoPE, and the mean length of its pairs, over all prompts that were read.
+
+    Attributes:
+        count: tokens.
+    """
+
+    needs = Needs(query_window=PROSE_TOKENS, rotation=True)
+
+    def __init__(self) -> None:
+        self.sums: dict[int, torch.Tensor] = {}  # of each layer, [Hq, D + D / 2]: of queries, and of lengths
+        self.count = 0
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Take in the queries of a layer; its first layer counts them."""
+        assert self.context.rotation is not None, "the harness hands over what `needs` asks for"
+        positions = torch.arange(prompt.lengths[0], device=prompt.keys.device)[None, None]
+        queries = self.context.rotation.back(prompt.queries.float(), positions)[0].double()
+        lengths = torch.hypot(*queries.chunk(2, dim=-1))
+        self.sums[layer] = self.sums.get(layer, 0) + torch.cat([queries, lengths], dim=-1).sum(dim=1)
+        self.count += prompt.lengths[0] * (layer == self.shape.sparse_layers[0])
+
+    def averages(self) -> tuple[tuple[Table, ...], tuple[Table, ...]]:
+        """The means [layers][Hq][D] and the lengths [layers][Hq][D / 2], to four digits."""
+        rows = [(self.sums[layer] / self.count).tolist() for layer in sorted(self.sums)]
+        digits = [[[float(f"{x:.4g}") for x in head] for head in layer] for layer in rows]
+        width = self.shape.head_dim
+        means, sizes = (
+            tuple(tuple(tuple(head[part]) for head in layer) for layer in digits)
+            for part in (slice(width), slice(width, None))
+        )
+        return means, sizes
 
 
 def copy_scores(

@@ -77,18 +77,22 @@ class StoreView(View):
         self._stores[layer].keep(ids, room)
 
     @torch.inference_mode()  # tensors made in this mode can be written in it alone
-    def write(self, layer: int, ids: torch.Tensor, values: torch.Tensor) -> None:
-        """Other values [B, Hkv, M, D] for token ids [B, Hkv, M] (-1 = none) that `keep` has left on the device.
+    def write(
+        self, layer: int, ids: torch.Tensor, values: torch.Tensor | None = None, keys: torch.Tensor | None = None
+    ) -> None:
+        """Other values, or keys, [B, Hkv, M, D] for token ids [B, Hkv, M] (-1 = none) that `keep` left on the device.
 
         Raises:
             ValueError: it has dropped nothing, so that the memory may be shared; or the device's tokens are coded.
             LookupError: a token that is not on the device.
         """
-        device = self._stores[layer].device
+        device, there = self._stores[layer].device, ids >= 0
         if device.ids is None or device.pool.value.dtype != device.codecs.value.dtype:
             raise ValueError("write is for tokens that keep has left on the device, before end_prefill has coded them")
-        there = ids >= 0
-        device.pool.value[device.locate(ids).slots[there]] = values[there].to(device.pool.value.dtype)
+        slots = device.locate(ids).slots[there]
+        for block, rows in ((device.pool.key, keys), (device.pool.value, values)):
+            if rows is not None:
+                block[slots] = rows[there].to(block.dtype)
 
     def prefetch(self, layer: int, ids: torch.Tensor) -> None:
         """Begin to bring up host tokens; see `LayerStore.prefetch`."""

@@ -1,5 +1,6 @@
 """Head scores of models, one JSON file each: made by `kvbench calibrate`, found by the weights they are of.
 
+A table that comes from elsewhere, one number a head, is read from a .tsv file: a line for each layer, tabs between.
 Those of kvbench's own models lie in `kvbench/assets/heads`, a user's under `$KVBENCH_HOME/heads`. Imports no torch.
 """
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
+TABLE = ".tsv"
+NUMBERS = ("echo", "induction", "query_means", "query_sizes")
+
 Scores = tuple[tuple[float, ...], ...]  # [layers][Hkv]
 
 
@@ -29,9 +33,9 @@ class Calibration:
 
     Attributes:
         model: its name.
-        weights: which weights, by `hub.weights_of`.
+        weights: which weights, by `hub.weights_of`; None: not known.
         procedure: how it was measured.
-        echo, induction: see `kvbench.method.HeadScores`.
+        echo, induction, query_means, query_sizes: see `kvbench.method.HeadScores`.
     """
 
     model: str
@@ -39,24 +43,30 @@ class Calibration:
     procedure: dict[str, Any]
     echo: Scores
     induction: Scores
+    query_means: tuple[Scores, ...] = ()
+    query_sizes: tuple[Scores, ...] = ()
 
     @property
     def scores(self) -> HeadScores:
         """As methods are given them."""
         from kvbench.method import HeadScores
 
-        return HeadScores(self.echo, self.induction)
+        return HeadScores(*self._numbers)
 
     @property
     def digest(self) -> str:
         """12 hex digits of the scores, for run ids."""
-        return hashlib.sha256(json.dumps([self.echo, self.induction]).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(self._numbers).encode()).hexdigest()[:12]
+
+    @property
+    def _numbers(self) -> tuple[Any, ...]:
+        return self.echo, self.induction, self.query_means, self.query_sizes
 
     def write(self, file: Path) -> None:
         """Write it as JSON, a line for each layer's scores."""
         facts = {"model": self.model, "weights": self.weights, "procedure": self.procedure}
         lines = [f'  "{name}": {json.dumps(value)}' for name, value in facts.items()]
-        for name, layers in (("echo", self.echo), ("induction", self.induction)):
+        for name, layers in zip(NUMBERS, self._numbers, strict=True):
             rows = ",\n    ".join(map(json.dumps, layers))
             lines.append(f'  "{name}": [\n    {rows}\n  ]')
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -75,17 +85,26 @@ def read(file: Path) -> Calibration:
         ConfigError: it is none.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        echo, induction = (tuple(tuple(map(float, row)) for row in found[name]) for name in ("echo", "induction"))
-        whole = list(map(len, echo)) == list(map(len, induction)) and len(set(map(len, echo))) == 1
-        if not whole:
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == TABLE:
+            table = tuple(tuple(min(1.0, max(0.0, float(x))) for x in line.split()) for line in text.splitlines())
+            found = Calibration(file.name, None, {}, table, table)
+        else:
+            known = json.loads(text)
+            echo, induction = (tuple(tuple(map(float, row)) for row in known[name]) for name in NUMBERS[:2])
+            means, sizes = (
+                tuple(tuple(tuple(map(float, head)) for head in layer) for layer in known[name]) for name in NUMBERS[2:]
+            )
+            found = Calibration(known["model"], known["weights"], known["procedure"], echo, induction, means, sizes)
+        if list(map(len, found.echo)) != list(map(len, found.induction)) or len(set(map(len, found.echo))) != 1:
             raise ValueError("echo and induction are not a number for each layer and KV head")
-        return Calibration(found["model"], found["weights"], found["procedure"], echo, induction)
+        return found
     except FileNotFoundError as error:
         raise ConfigError(f"method.heads={file}: no such file; expected one of kvbench calibrate") from error
     except (OSError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"method.heads={file}: no head scores: {first_line(error)}; expected a file of kvbench calibrate"
+            f"method.heads={file}: no head scores: {first_line(error)}; expected a file of kvbench calibrate, or a "
+            "table of numbers (.tsv), a line for each layer"
         ) from error
 
 
@@ -104,7 +123,7 @@ def calibration_of(source: hub.ModelSource, asked: str, words: str, seed: int = 
     weights = hub.weights_of(source, seed)
     if asked != AUTO:
         found = read(Path(asked).expanduser())
-        if weights is not None and found.weights != weights:
+        if None not in (weights, found.weights) and found.weights != weights:
             raise ConfigError(
                 f"method.heads={asked}: made of {found.model} ({found.weights}), and the model is {source.name} "
                 f"({weights}); kvbench calibrate {words} makes its own"

@@ -119,6 +119,7 @@ _LISTED = (
     Quantity("cache_hit_share", "audit", "attended from the host, on the device already, share", better=MORE),
     Quantity("attended_bytes_per_step", "audit", "KV attended per step", MIB, 2, LESS),
     Quantity("read_bytes_per_step", "audit", "read by the index per step", KIB, 1, LESS),
+    Quantity("replay_tokens", "audit", "tokens read again before the first", PLAIN, 0, LESS),
     Quantity("dense_share", "audit", "dense layers, share"),
     Quantity("windowed_share", "audit", "layers with a window, share"),
     Quantity("windowed_kv_bytes", "audit", "KV of layers with a window", MIB, 2, combine="max"),

@@ -105,8 +105,8 @@ class ReplayCache(CountingCache):
         check_finite(call.layer, query, call.key, False)
         self.seen[call.layer] = query, call.key
         device = self._stores[call.layer].device
-        past = (block[self._row : self._row + 1, :, : self._length] for block in (device.key, device.value))
-        return dense.turn(query, call.key, call.value, (*past, None), call.scaling, call.sinks)
+        key, value = (block[self._row : self._row + 1, :, : self._length] for block in (device.key, device.value))
+        return dense.turn(query, call.key, call.value, (key, value, None), call.scaling, call.sinks)
 
 
 def _row_of(windowed: Any, row: int) -> WindowedLayer:

@@ -156,8 +156,10 @@ def _unsupported(needs: Needs) -> Iterator[str]:
     """Why a method cannot run over memory that vLLM holds and fills."""
     if needs.on_drop == "offload" or needs.rebuilds_keys:
         yield "it moves tokens between two memories, and vLLM's blocks stay where they are"
-    if needs.attention_sums or needs.layer_similarity or needs.prefix or needs.replay is not None:
-        yield "it looks into the prompt, or has it read twice, and vLLM reads it by itself"
+    if needs.attention_sums or needs.layer_similarity:
+        yield "it looks into the attention of the prompt, which vLLM computes by itself"
+    if needs.prefix:
+        yield "it asks where the context of a prompt begins, or has it read twice, which vLLM does not"
     if needs.probabilities or needs.queries:
         yield "it learns from the query of every step, and those of a preempted request are gone"
     if needs.head_scores or needs.rotation:

@@ -82,6 +82,10 @@ STYLES = {
     "knorm": Style("Key norm", ORANGE, "o"),
     "lru": Style("LRU", GREY, "v"),
     "tova": Style("TOVA", PURPLE, "o"),
+    "triattention": Style("TriAttention", WINE, "o"),
+    "duo": Style("DuoAttention", ORANGE, "s"),
+    "rocketkv": Style("RocketKV", BLUE, "X"),
+    "think": Style("ThinK", GREEN, "o", ":"),
 }
 
 # Other spellings, in the papers' tables and in the house.

@@ -1,0 +1,163 @@
+"""RocketKV: evict once, then retrieve among what is left (Behnam et al. 2025, "RocketKV: Accelerating Long-Context LLM
+Inference via Two-Stage KV Cache Compression").
+
+Of a prompt of N = c C tokens SnapKV, with a wide pooling, keeps N / c^alpha. Pages of these are summed up by the
+minimum and the maximum of each channel. At each step the channels where the queries are largest estimate what every
+page receives, and the tokens of the best pages are attended. Written from the paper's rule; its code was not read.
+"""
+
+from __future__ import annotations
+
+from math import ceil, log2, sqrt
+
+import torch
+from torch.nn.functional import pad
+
+from kvbench.budget import Budget
+from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
+from methods.blocks.pages import bounds, compile_kernels, take_in
+from methods.blocks.ragged import entries, stacked
+from methods.blocks.topk import top_earliest
+from methods.snapkv import SnapKV
+
+SPARE_PAGES = 64  # pages of summaries to add when the generated tokens have filled the last ones
+
+
+class _Votes(SnapKV):
+    """SnapKV that keeps of a prompt what the second stage chooses from."""
+
+    def layer_budgets(self, length: int) -> list[int]:
+        """The same in each layer."""
+        return [tokens_left(length, self.budget.tokens(length))] * len(self.shape.sparse_layers)
+
+
+class RocketKV(Method):
+    """Attend C / 2 tokens of those that are left of the prompt and of all generated ones; none of them is protected.
+
+    Generated tokens extend the pages, in the order of the text. While a row has C tokens or fewer it attends all.
+    With unified accounting it attends C tokens.
+
+    Args:
+        window: prompt queries that vote, and whose tokens stay.
+        kernel: width of the smoothing, odd.
+    """
+
+    def __init__(self, window: int = 32, kernel: int = 63) -> None:
+        self.votes = _Votes(window, kernel)
+        self.needs = Needs(query_window=window)
+
+    def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
+        """Settle for each row the tokens that are attended, those of a page, and the channels that are looked at."""
+        super().begin(shape, budget, view, context)
+        if shape.device.type == "cpu":
+            compile_kernels(shape.dtype)
+        self.votes.begin(shape, Budget(budget.size, minimum=budget.minimum), view, context)
+        pairs = list(zip(shape.lengths, self.capacities, strict=True))
+        self.left = [tokens_left(length, capacity) for length, capacity in pairs]
+        sizes = [
+            page_and_channels(left, capacity, shape.head_dim)
+            for left, capacity in zip(self.left, self.capacities, strict=True)
+        ]
+        self.page, self.channels = zip(*sizes, strict=True)
+        self.kept: dict[int, torch.Tensor] = {}  # of each layer, what is left of the prompt, [B, Hkv, n], -1 at the end
+        self.low: dict[int, torch.Tensor] = {}  # [B, Hkv, pages, D]; +inf in a page without a key
+        self.high: dict[int, torch.Tensor] = {}  # -inf in a page without a key
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Keep what the window votes for, and sum up its pages."""
+        ids, _ = self.votes.best(layer, prompt)
+        ids = ids.masked_fill(ids < 0, ids.shape[2] + prompt.keys.shape[2]).sort(dim=2).values
+        lows, highs = [], []
+        for row, (left, page) in enumerate(zip(self.left, self.page, strict=True)):
+            own = ids[row, :, :left, None].expand(-1, -1, prompt.keys.shape[3])
+            edges = (torch.arange(-(-left // page) + 1, device=own.device) * page).clamp(max=left)
+            low, high = bounds(prompt.keys[row].gather(1, own), edges, page)
+            lows.append(low)
+            highs.append(high)
+        most = max(low.shape[1] for low in lows)
+        self.low[layer], self.high[layer] = (
+            torch.stack([pad(one, (0, 0, 0, most - one.shape[1]), value=empty) for one in side])
+            for side, empty in ((lows, torch.inf), (highs, -torch.inf))
+        )
+        self.kept[layer] = ids.masked_fill(ids >= prompt.keys.shape[2], -1)
+        if self.left != [*prompt.lengths]:
+            self.view.keep(layer, self.kept[layer])
+
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """The new key joins its row's last page, or begins the next one."""
+        last = [(tokens - 1) // page for tokens, page in zip(self._tokens(layer), self.page, strict=True)]
+        if max(last) >= self.low[layer].shape[2]:
+            self.low[layer] = pad(self.low[layer], (0, 0, 0, SPARE_PAGES), value=torch.inf)
+            self.high[layer] = pad(self.high[layer], (0, 0, 0, SPARE_PAGES), value=-torch.inf)
+        take_in(key, self.low[layer], self.high[layer], last)
+
+    def _tokens(self, layer: int) -> list[int]:
+        """What each row holds."""
+        lengths = zip(self.view.lengths(layer), self.shape.lengths, self.left, strict=True)
+        return [left + seen - prompt for seen, prompt, left in lengths]
+
+    def select(self, layer: int, query: torch.Tensor) -> Selection:
+        """The tokens of the pages with the largest estimates, page after page."""
+        rows = enumerate(self._tokens(layer))
+        return Selection(stacked([self._row(layer, row, tokens, query) for row, tokens in rows]))
+
+    def _row(self, layer: int, row: int, tokens: int, query: torch.Tensor) -> torch.Tensor:
+        """What a row that holds so many tokens attends, [Hkv, n]."""
+        left, page, most = self.left[row], self.page[row], self._most(self.capacities[row], tokens)
+        count = -(-tokens // page)
+        low, high = (part[layer][row, :, :count].float() for part in (self.low, self.high))
+        own = query[row, :, 0].float().unflatten(0, (self.shape.kv_heads, -1))
+        scores = estimates(own, low, high, self.channels[row], self.shape.scaling)
+        # one page more than they take: the last one may be short
+        first = top_earliest(scores[None], -(-most // page) + 1)[0] * page
+        slots, _ = entries(first, (tokens - first).clamp(max=page), most)
+        generated = slots - left + self.shape.lengths[row]
+        return torch.where(slots < left, self.kept[layer][row].gather(1, slots.clamp(0, left - 1)), generated)
+
+    def _most(self, capacity: int, tokens: int) -> int:
+        """What is attended of so many tokens."""
+        return min(tokens, capacity) if self.budget.unified or tokens <= capacity else round(capacity / 2)
+
+    def rule(self, layer: int, length: int, generated: int) -> int:
+        """Half of C, or as many tokens as there are, up to C; unified: C."""
+        capacity = self.budget.tokens(length)
+        return self._most(capacity, tokens_left(length, capacity) + generated)
+
+
+def tokens_left(length: int, capacity: int) -> int:
+    """Of a prompt of `length` tokens N / c^alpha: c = N / C, alpha = min(.2 + .06 log2 c, .8); of C or fewer all."""
+    ratio = max(1.0, length / capacity)
+    return int(length / ratio ** min(0.2 + 0.06 * log2(ratio), 0.8))
+
+
+def page_and_channels(left: int, capacity: int, head_dim: int) -> tuple[int, int]:
+    """Tokens of a page and channels that are looked at: together they read 1 / c2 of the keys, c2 = left / C."""
+    ratio = max(1.0, left / capacity)
+    page = min(int(ratio), ceil(sqrt(ratio)))
+    return page, round(head_dim * page / ratio)
+
+
+def estimates(
+    query: torch.Tensor, low: torch.Tensor, high: torch.Tensor, channels: int, scaling: float
+) -> torch.Tensor:
+    """What each page receives from the query heads of its KV head, estimated, summed over them: [Hkv, P].
+
+    A page is looked at in the channels where the group's |q| is largest in sum: at its maximum where the group's q
+    sums to more than 0, else at its minimum. What a query head leaves out makes its logits larger.
+
+    Args:
+        query: [Hkv, G, D].
+        low, high: [Hkv, P, D], bounds of the pages.
+        channels: that are looked at.
+        scaling: factor on logits of all channels.
+    """
+    size = query.abs()
+    best = size.sum(dim=1).topk(channels, dim=1).indices[:, None]
+    seen = size.gather(2, best.expand(-1, query.shape[1], -1)).sum(dim=2, keepdim=True)
+    upward = query.sum(dim=1, keepdim=True).gather(2, best) > 0
+    page = best.expand(-1, low.shape[1], -1)
+    bound = torch.where(upward, high.gather(2, page), low.gather(2, page))
+    looking = query.gather(2, best.expand(-1, query.shape[1], -1))
+    share = (seen / size.sum(dim=2, keepdim=True)).nan_to_num(1).clamp(min=1e-6)  # a query may be zero there
+    logits = looking @ bound.mT * scaling / share.sqrt()
+    return logits.softmax(dim=2).sum(dim=1)
