@@ -8,6 +8,8 @@ how much would change without it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kvbench.budget import Budget
@@ -31,8 +33,6 @@ class ExpectedAttention(Scorer):
         covariance: the queries' covariance counts, too; else their mean alone.
         vnorm: the attention is multiplied by the norm of the value.
         eps: added to the attention before.
-        alpha: heads share a layer's budget out by their scores, this share of C safe in each (AdaKV, as kvpress has
-            it); None: each keeps C.
     """
 
     def __init__(
@@ -42,10 +42,8 @@ class ExpectedAttention(Scorer):
         covariance: bool = True,
         vnorm: bool = True,
         eps: float = 0.0,
-        alpha: float | None = None,
     ) -> None:
         self.future, self.sinks, self.covariance, self.vnorm, self.eps = future, sinks, covariance, vnorm, eps
-        self.heads = None if alpha is None else HeadBudgets(alpha, "top")
         self.needs = Needs(query_window=EVERY_QUERY, rotation=True)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
@@ -97,6 +95,19 @@ class ExpectedAttention(Scorer):
             positions = torch.arange(length, length + self.future, device=like.device)[None, None]
             self.turns[known] = self.context.rotation.turn(units, positions)[0].mean(dim=1)
         return self.turns[known]
+
+
+class AdaExpectedAttention(ExpectedAttention):
+    """Expected Attention whose heads share a layer's budget out by their scores (AdaKV, as kvpress has it).
+
+    Args:
+        alpha: share of C that is safe in each head.
+        options: see `ExpectedAttention`.
+    """
+
+    def __init__(self, alpha: float = 0.2, **options: Any) -> None:
+        super().__init__(**options)
+        self.heads = HeadBudgets(alpha, "top")
 
 
 class ExpectedAttentionDecode(Interval, ExpectedAttention):

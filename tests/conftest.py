@@ -181,7 +181,8 @@ def tiny(dummies: Callable[[str], Loaded]) -> Loaded:
 def any_model(case: Case, request: pytest.FixtureRequest, dummies: Callable[[str], Loaded]) -> Loaded:
     """A dummy model for each method and accounting, the next one for the next: all are met, each pair in one."""
     accounting = request.getfixturevalue("accounting") if "accounting" in request.fixturenames else ACCOUNTINGS[0]
-    return dummies(MODELS[(METHODS.index(case) + ACCOUNTINGS.index(accounting)) % len(MODELS)])
+    models = MODELS[:-1] if case.name.startswith("knorm") else MODELS  # keys of an untrained Qwen3 have one norm
+    return dummies(models[(METHODS.index(case) + ACCOUNTINGS.index(accounting)) % len(models)])
 
 
 @pytest.fixture(scope="session")

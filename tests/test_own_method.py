@@ -23,6 +23,7 @@ from kvbench.cli.compose import composed
 from kvbench.config import (
     FACTS,
     HARNESS_KEYS,
+    INHERITED,
     ConfigError,
     build,
     choices,
@@ -66,8 +67,12 @@ def test_a_method_s_file_has_the_options_of_its_class_and_their_defaults(name: s
     """A preset has all of them, too, with other values."""
     target, options, _ = method_config(name)
     method = locate(target)
-    parameters = inspect.signature(method.options_type or method).parameters
-    assert options.keys() == parameters.keys()
+    parameters = inspect.signature(getattr(method, "options_type", None) or method).parameters
+    inherited = {key: options.pop(key) for key in INHERITED & options.keys()}
+    named = {key for key, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
+    assert options.keys() == named if named == parameters.keys() else named <= options.keys()
+    made = build(method_config(name))
+    assert all(getattr(made, key) == getattr(type(made), key) == value for key, value in inherited.items())
     if "defaults" not in read_choice(conf_dir() / "method" / f"{name}.yaml"):
         defaults = [parameters[key].default for key in options]
         assert [*options.values()] == [list(one) if isinstance(one, tuple) else one for one in defaults]

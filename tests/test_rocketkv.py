@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import pytest
-import torch
 from driver import Stream, drive, stream
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from waves import wave_stream
 
 from kvbench.backends.hf.model import method_named
 from kvbench.config import ConfigError
@@ -101,14 +101,8 @@ def test_a_step_attends_what_a_plain_reading_says(
 
 
 def test_the_numbers_of_the_rule() -> None:
-    def sines(heads: int, c: float) -> torch.Tensor:
-        h, t, d = torch.meshgrid(*(torch.arange(n).double() for n in (heads, 41, 8)), indexing="ij")
-        return 2 * torch.sin(c + 1.7 * h + 0.9 * t + 2.3 * d + 0.37 * t * d + 0.11 * h * t)
-
-    queries = sines(4, 0.5) * (torch.arange(4)[:, None, None] + 1) / 2
-    parts = [part[None, None].float() for part in (queries, sines(2, 1.0), sines(2, 2.0))]
     method: Any = method_named("rocketkv", window=4, kernel=3)
-    driven = drive(Stream((40,), 1, *parts, torch.zeros(1, 41, dtype=torch.int64)), method, 8)
+    driven = drive(wave_stream(), method, 8)
     assert (method.left, method.page, method.channels) == ([23], (2,), (6,))
     assert method.kept[0][0].tolist() == [
         [*range(6), *range(16, 25), *range(32, 40)],

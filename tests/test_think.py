@@ -9,6 +9,7 @@ import torch
 from driver import CLOSE, Stream, drive, stream
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from waves import wave_stream
 
 from kvbench.backends.hf.model import method_named
 from kvbench.config import bind_methods
@@ -18,11 +19,6 @@ from kvbench.method import Method, Prompt
 bind_methods()
 
 from methods.think import weakest_channels  # noqa: E402
-
-
-def sines(heads: int, c: float) -> torch.Tensor:
-    h, t, d = torch.meshgrid(*(torch.arange(n).double() for n in (heads, 40, 8)), indexing="ij")
-    return (2 * torch.sin(c + 1.7 * h + 0.9 * t + 2.3 * d + 0.37 * t * d + 0.11 * h * t)).float()
 
 
 @pytest.mark.parametrize(
@@ -38,8 +34,9 @@ def sines(heads: int, c: float) -> torch.Tensor:
 )
 def test_published_codes_drop_the_same_channels(heads: int, window: int, count: int, dropped: list[set[int]]) -> None:
     """The official code repeats the keys for each query head, kvpress averages over the group."""
-    queries = (sines(4, 0.5) * (torch.arange(4)[:, None, None] + 1) / 2).unflatten(0, (heads, -1))
-    keys = sines(2, 1.0).repeat_interleave(heads // 2, dim=0)
+    fixed = wave_stream(steps=0)
+    queries = fixed.queries[0, 0].unflatten(0, (heads, -1))
+    keys = fixed.keys[0, 0].repeat_interleave(heads // 2, dim=0)
     assert [set(head) for head in weakest_channels(queries[:, :, -window:], keys, count).tolist()] == dropped
 
 

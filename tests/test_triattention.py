@@ -15,6 +15,7 @@ from driver import Driven, LlamaRotary, Stream, drive, head_scores, rotate, stre
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from waves import waves
 
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import method_named
@@ -113,12 +114,8 @@ def test_what_is_kept_is_what_a_plain_reading_keeps(
 def golden() -> tuple[Stream, HeadScores]:
     """Two layers of the sines that the numbers were made of, keys with RoPE; and what the queries ask on average."""
 
-    def sines(heads: int, c: float) -> torch.Tensor:
-        h, t, d = torch.meshgrid(*(torch.arange(n).double() for n in (heads, 41, 8)), indexing="ij")
-        return 2 * torch.sin(c + 1.7 * h + 0.9 * t + 2.3 * d + 0.37 * t * d + 0.11 * h * t)
-
-    queries = torch.stack([sines(4, c) * (torch.arange(4)[:, None, None] + 1) / 2 for c in (0.5, 0.8)])
-    keys = torch.stack([rotate(sines(2, c), torch.arange(41)) for c in (1.0, 1.3)])
+    queries = torch.stack([waves(c, 4, 41) * (torch.arange(4)[:, None, None] + 1) / 2 for c in (0.5, 0.8)])
+    keys = torch.stack([rotate(waves(c, 2, 41), torch.arange(41)) for c in (1.0, 1.3)])
     asked = queries[:, :, :40]
     means = asked.mean(dim=2), torch.hypot(*asked.chunk(2, dim=-1)).mean(dim=2)
     none = ((0.0, 0.0), (0.0, 0.0))
@@ -230,11 +227,11 @@ def test_a_model_that_pairs_other_dims_is_refused() -> None:
             order = torch.cat([torch.arange(0, 16, 2), torch.arange(1, 16, 2)])
             return super().turn(vectors[..., order], angles)[..., order.argsort()]
 
-    from kvbench.engine.positions import PromptRotation
+    from kvbench.engine.positions import ModelRotation
     from methods.triattention import speeds
 
     cpu = torch.device("cpu")
-    good = speeds(PromptRotation(LlamaRotary(16, cpu), 5), 16, cpu)
+    good = speeds(ModelRotation(LlamaRotary(16, cpu)), 16, cpu)
     torch.testing.assert_close(good, torch.tensor(SPEED, dtype=torch.float64), rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match="do not turn the dims f and f . D / 2 as a pair"):
-        speeds(PromptRotation(Interleaved(16, cpu), 5), 16, cpu)
+        speeds(ModelRotation(Interleaved(16, cpu)), 16, cpu)

@@ -98,7 +98,7 @@ class Evictor(KeepsEnds):
         self.note_prompt(layer, held, prompt)
         self.make_room(layer, held)
         self.view.keep(layer, held.ids, DROP_EVERY)
-        self.in_memory[layer] = self.lists <= self.shape.kv_heads and int(held.counts.max()) == held.width
+        self.in_memory[layer] = self.lists == self.shape.kv_heads and int(held.counts.max()) == held.width
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """Count the steps."""
