@@ -74,10 +74,11 @@ class AttentionMatching(Scorer):
     def _kept(self, layer: int, row: int, prompt: Prompt) -> Matched:
         """Of a row, what it keeps but for the most recent tokens: first what stays as it is, then the chosen keys."""
         length, before, capacity = prompt.lengths[row], prompt.prefixes[row], self.capacities[row]
-        check_context(length, before, capacity, self.windows[row])
+        check_context(length, before, capacity, self.fixed(capacity) - self.end(capacity))
         position = torch.arange(length, device=prompt.keys.device)
         stays = self.protected(prompt)[row, 0, :length] | (position < before) | (length <= capacity)
-        own, choice = position[stays & (position < length - self.windows[row])], position[~stays]
+        first, last = self.recents[row]
+        own, choice = position[stays & ((position < first) | (position >= last))], position[~stays]
         own = own.expand(self.shape.kv_heads, -1)
         nothing = torch.zeros(own.shape, device=own.device)
         if not len(choice):

@@ -91,24 +91,22 @@ class KVzip(Scorer):
         Raises:
             ValueError: there is nothing before the context and in it to choose from, or no room for it.
         """
-        for length, before, capacity, window in zip(
-            prompt.lengths, prompt.prefixes, self.capacities, self.windows, strict=True
-        ):
-            check_context(length, before, capacity, window)
+        for length, before, capacity in zip(prompt.lengths, prompt.prefixes, self.capacities, strict=True):
+            check_context(length, before, capacity, self.fixed(capacity) - self.end(capacity))
         self.scores[layer] = self.score(layer, prompt).masked_fill(self.protected(prompt), torch.inf)
 
     def end_prefill(self) -> None:
         """Keep the best pairs of all layers and heads."""
         kept = [self._kept(row, length) for row, length in enumerate(self.shape.lengths)]
-        whole = all(bool(row.all()) for row in kept)
+        whole, recents = all(bool(row.all()) for row in kept), [torch.arange(*recent) for recent in self.recents]
+        older = [row.index_fill(2, ids.to(row.device), False) for row, ids in zip(kept, recents, strict=True)]
         for at, layer in enumerate(self.scores):
             device = self.shape.device_of(layer)
             if not whole:
                 room = ROLLING_WINDOW if self.budget.counts_generated else None
                 self.view.keep(layer, stacked([_ids(row[at]).to(device) for row in kept]), room)
             if not self._in_place:
-                ends = [max(row.shape[2] - window, 0) for row, window in zip(kept, self.windows, strict=True)]
-                self.scored[layer] = [_ids(row[at, :, :end]).to(device) for row, end in zip(kept, ends, strict=True)]
+                self.scored[layer] = [_ids(row[at]).to(device) for row in older]
         self.scores = {}
 
     def _kept(self, row: int, length: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from driver import RAGGED, SMALL, TEMPLATE, Stream, drive, each_accounting, repeated, run_loop, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kvzip import DIM, HEADS, KV_HEADS, TOKENS, waves
+from waves import wave_stream
 
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import method_named
@@ -52,14 +52,14 @@ OFFICIAL: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_the_official_code_fits_the_same(group: int) -> None:
-    queries = waves(0.5, HEADS)[:, :TOKENS] * ((torch.arange(HEADS) + 1) / 2)[:, None, None]
-    queries = queries.view(KV_HEADS, -1, DIM)[group]
-    keys, values = (waves(start, KV_HEADS)[group, :TOKENS] for start in (1.0, 2.0))
-    found, expected = matched(queries, keys, values, 14, DIM**-0.5), OFFICIAL[group]
+    fixed = wave_stream(steps=0)
+    queries = fixed.queries[0, 0].unflatten(0, (2, 2))[group].flatten(0, 1)
+    keys, values = fixed.keys[0, 0, group], fixed.values[0, 0, group]
+    found, expected = matched(queries, keys, values, 14, fixed.scaling), OFFICIAL[group]
     assert found.ids.tolist() == expected["ids"]
     assert found.weights[: len(expected["weights"])].tolist() == pytest.approx(expected["weights"], abs=1e-4)
     assert found.values[0, : len(expected["values"])].tolist() == pytest.approx(expected["values"], abs=1e-4)
-    logits = (queries @ keys.T * DIM**-0.5).double()
+    logits = (queries @ keys.T * fixed.scaling).double()
     whole, few = logits.softmax(dim=1) @ values.double(), logits[:, found.ids]
     for name, output in (
         ("error", (few + found.weights).softmax(dim=1) @ found.values),

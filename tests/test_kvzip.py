@@ -13,6 +13,7 @@ import torch
 from driver import TEMPLATE, Stream, drive, output_weight, repeated, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waves import waves
 
 from kvbench.backends.hf.model import method_named
 from kvbench.budget import Budget
@@ -38,13 +39,6 @@ KVPRESS = {
 }
 
 
-def waves(start: float, heads: int) -> torch.Tensor:
-    """[heads, END, DIM] of sines that never repeat."""
-    head, token, dim = (torch.arange(count, dtype=torch.float64) for count in (heads, END, DIM))
-    head, token = head[:, None, None], token[:, None]
-    return (2 * (start + 1.7 * head + 0.9 * token + 2.3 * dim + 0.37 * token * dim + 0.11 * head * token).sin()).float()
-
-
 def golden(budget: int, before: int, **options: Any) -> tuple[list[torch.Tensor], dict[tuple[int, int], set[int]]]:
     """Scores of each layer, and what its heads keep; tokens 4 and 5 are in no chunk, as 6 come before the context."""
     method, kept = KVzip(**options), dict[int, torch.Tensor]()
@@ -54,8 +48,8 @@ def golden(budget: int, before: int, **options: Any) -> tuple[list[torch.Tensor]
     method.begin(Shape(*sizes), Budget(budget), view, context)
     scores = []
     for layer, (of_query, of_key, of_value) in enumerate(LAYERS):
-        queries = waves(of_query, HEADS) * ((torch.arange(HEADS) + 1) / 2)[:, None, None]
-        keys, values = waves(of_key, KV_HEADS), waves(of_value, KV_HEADS)
+        queries = waves(of_query, HEADS, END).float() * ((torch.arange(HEADS) + 1) / 2)[:, None, None]
+        keys, values = (waves(phase, KV_HEADS, END).float() for phase in (of_key, of_value))
         asked = queries[:, TOKENS:]
         shown = Replayed(0, 6, TOKENS, asked, keys[:, TOKENS:], asked.transpose(0, 1).flatten(1).norm(dim=1))
         parts = (part[None, :, :TOKENS] for part in (keys, values, queries))
