@@ -33,7 +33,7 @@ from kvbench.cli.lm_eval import LM_EVALS_OWN, setup_config
 from kvbench.config import HARNESS_KEYS, ConfigError, build, show
 from kvbench.measure.arm import Setup, ends_at
 from kvbench.measure.lane import Going, Lane
-from kvbench.measure.room import prompt_bytes, row_bytes
+from kvbench.measure.room import prompt_bytes, recorded_bytes, row_bytes
 from kvbench.memory.kinds import kv_in
 from kvbench.models.footprint import Prompts
 from kvbench.runs.kernels import compile_for
@@ -245,8 +245,8 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             for context, row, own in zip(contexts, rows, asked, strict=True)
         ]
         longest = max(len(tokens) for own in given for tokens in own.values())
-        lane.clear(2 * prompt_bytes(setup, list(map(len, rows))), len(rows))
-        chunk, needs = setup.protocol.prefill_chunk, [setup.method.needs]
+        chunk, needs, lengths = setup.protocol.prefill_chunk, [setup.method.needs], list(map(len, rows))
+        lane.clear(2 * prompt_bytes(setup, lengths) + recorded_bytes(setup, lengths, needs), len(rows))
         more = {"max_new_tokens": longest, "chunk": chunk, "tokenizer": setup.loaded.tokenizer}
         prefilled = prefill_once(setup.loaded.model, rows, needs, **more)
         prefilled.divide()
@@ -277,7 +277,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
                     answer(index, likelihoods.sums[row], likelihoods.greedy[row])
 
         size = row_bytes(setup, lengths, now.longest)
-        lane.join(begin, len(lengths), Going(self, size, (prefilled, prompt_bytes(setup, lengths)), ended))
+        lane.join(begin, len(lengths), Going(self, size, (prefilled, prefilled.nbytes), ended))
 
     @torch.inference_mode()
     def _after_one(self, token: int) -> torch.Tensor:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.loading import Loaded
+from kvbench.backends.hf.prefilled import union
 from kvbench.measure.arm import Setup
 from kvbench.memory.codec import Codecs
 from kvbench.memory.kinds import ROWS, kv_in
 from kvbench.memory.large import shares_pages
-from kvbench.method import Shape
+from kvbench.method import Needs, Shape
 from kvbench.models.footprint import free_memory
 
 SHARE = 0.7  # of the memory that is free at the start; the rest is for what no estimate knows
@@ -27,6 +28,17 @@ def prompt_bytes(setup: Setup, lengths: Sequence[int]) -> int:
     """Bytes of the keys and values of prompts, which all generations share that begin from their prefill."""
     shape = _shape(setup, lengths)
     return _entries(shape, len(shape.full_layers)) * _kind_bytes(shape, "native")
+
+
+def recorded_bytes(setup: Setup, lengths: Sequence[int], needs: Iterable[Needs]) -> int:
+    """Bytes of what a shared prefill keeps besides, for methods with these needs: queries, sums, replays."""
+    needs, shape = list(needs), _shape(setup, lengths)
+    longest, number = max(lengths), shape.dtype.itemsize
+    query, both = (heads * shape.head_dim * number for heads in (shape.query_heads, shape.query_heads + shape.kv_heads))
+    every = union(needs)
+    each = min(every.query_window, longest) * query + every.attention_sums * longest * shape.query_heads * 4
+    each += len({need.replay for need in needs} - {None}) * longest * both
+    return shape.batch * shape.layers * each
 
 
 def row_bytes(setup: Setup, lengths: Sequence[int], new_tokens: int, index_share: float | None = None) -> int:

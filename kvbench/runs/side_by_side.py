@@ -67,7 +67,10 @@ class SideBySide:
     def _bring(self, brought: _Brought) -> None:
         batch, first = brought.batch, self._arms.first
         if ready := [prompt for prompt in batch.prompts if not prompt.record["error"]]:
-            self._lane.clear(PREFILLING * room.prompt_bytes(first, _lengths(ready)), len(ready))
+            needs = [arm.method.needs for arm in brought.waiting.values()]
+            lengths = _lengths(ready)
+            recorded = room.recorded_bytes(first, lengths, needs)
+            self._lane.clear(PREFILLING * room.prompt_bytes(first, lengths) + recorded, len(ready))
         for part, prefilled, failed in self._arms.prefilled(batch, brought.waiting, True):
             if failed and self._lane.going:  # for want of memory, it may be, that others have until they leave
                 self._lane.finish()
@@ -86,17 +89,17 @@ class SideBySide:
     def _refer(self, prompts: Sequence[TokenizedSample], prefilled: Prefilled) -> None:
         """Begin what samples with given tokens are compared with: it goes on ahead of them."""
         if prompts[0].sample.given and prefilled.reference is None:
-            prompt = prefilled, room.prompt_bytes(self._arms.first, prefilled.lengths)
             begin = partial(begin_reference, self._arms.first, prompts[0], prefilled)
-            self._lane.join(begin, 1, Going(None, 0, prompt, lambda decoding, error: None))
+            going = Going(None, 0, (prefilled, prefilled.nbytes), lambda decoding, error: None)
+            self._lane.join(begin, 1, going)
 
     def _join(
         self, brought: _Brought, index: int, arm: Arm, prompts: Sequence[TokenizedSample], prefilled: Prefilled
     ) -> None:
-        lengths, prompt = _lengths(prompts), room.prompt_bytes(arm, _lengths(prompts))
+        lengths = _lengths(prompts)
         size = room.row_bytes(arm, lengths, prompts[0].room, self._index.get(index))
         if prefilled.again or prefilled.has_kept(id(arm)):  # what is kept, and a copy, share no page with the prompt
-            size = 2 * (size + prompt)
+            size = 2 * (size + room.prompt_bytes(arm, lengths))
         begun = Begun(arm, prompts, prefilled)
 
         def ended(decoding: Decoding | None, error: Exception | None) -> None:
@@ -106,7 +109,7 @@ class SideBySide:
             self._through(brought)
 
         brought.to_come += 1
-        self._lane.join(begun.begin, len(prompts), Going(index, size, (prefilled, prompt), ended))
+        self._lane.join(begun.begin, len(prompts), Going(index, size, (prefilled, prefilled.nbytes), ended))
 
     def _records(
         self, index: int, begun: Begun, decoding: Decoding | None, error: Exception | None

@@ -78,6 +78,15 @@ class Prefilled:
         self._lent: list[LayerStore] = []
         self.again, self._kept = False, dict[object, Engine]()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it holds: keys and values, and what methods are shown beside them."""
+        parts = [part for one in self._sealed.values() for part in (one.key, one.value)]
+        parts += [prompt.queries for prompt in self._prompts.values()]
+        parts += [prompt.attention_sums for prompt in self._prompts.values() if prompt.attention_sums is not None]
+        shown = (one for layers in self._replays.values() for passes in layers.values() for one in passes)
+        return sum(part.nbytes for part in parts) + sum(one.queries.nbytes + one.keys.nbytes for one in shown)
+
     def first_tokens(self, draw: Draw | None) -> torch.Tensor:
         """The first new token of each row, [B] on the CPU: the likeliest, or drawn."""
         return self.tokens if draw is None else chosen_tokens(self._logits, self._not_first, draw)
