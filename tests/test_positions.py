@@ -254,6 +254,18 @@ def test_a_model_whose_keys_cannot_be_turned_back_is_refused_by_shadowkv() -> No
         engine_for(dynamic().model, [30], method_named("shadowkv"), Budget(SMALL), ())
 
 
+def test_keys_whose_largest_channels_hardly_turn_are_turned_all_the_same() -> None:
+    """Qwen2.5's biases are such, and in bfloat16 all that turns is then near the rounding of the whole key."""
+    config = shipped("model", "dummy-tiny")
+    assert config is not None
+    shape = {**config["config"], "attention_bias": True, "rope_parameters": {"rope_theta": 1e6}}
+    model = load({**config, "config": shape}, device="cpu", dtype="bfloat16").model
+    for layer in model.model.layers:
+        head = layer.self_attn.k_proj.bias.data.view(-1, layer.self_attn.head_dim)
+        head[:, head.shape[1] // 2 - 1] = head[:, -1] = 500.0  # the slowest pair
+    RotaryOf(model, range(len(model.model.layers)))
+
+
 def test_rotation_keeps_the_type_of_what_it_turns(tiny: Loaded) -> None:
     vectors = torch.randn(1, 2, 3, 32).bfloat16()
     own = RotaryOf(tiny.model, [0])
