@@ -211,3 +211,21 @@ def test_a_score_stands_where_its_question_was_read(tmp_path: Path) -> None:
         assert [round(place) for place in drawn["SnapKV"][0]] == [0, 1]
     with pytest.raises(ConfigError, match=r"figure=question: .*protocol.question"):
         figures.draw("question", runs.only(run for run in runs if run.label("protocol.question") == "after"))
+
+
+def test_what_a_method_gains_is_its_mean_difference_to_random_tokens_with_protected_ends(tmp_path: Path) -> None:
+    scores = {"snapkv": (1.0, 0.0, 1.0, 0.5), "knorm": (0.0, 0.0, 0.5, 0.0)}
+    for method, own in scores.items():
+        stored(tmp_path, method, 64, own)
+    for protect, own in ((0.0, (0.0, 0.0, 0.0, 0.0)), (0.1, (0.5, 0.0, 0.5, 0.0))):
+        stored(tmp_path, "random", 64, own, config={"method": {"name": "random", "protect": protect}})
+    stored(tmp_path, "full", None, (1.0, 1.0, 1.0, 1.0))
+    stored(tmp_path, "quest", 128, (1.0, 1.0, 1.0, 1.0))  # there is nothing to compare it with
+    runs = collect([tmp_path])
+    (axis,) = figures.draw("gain", runs).axes
+    shown = [tick.get_text() for tick in axis.get_yticklabels()]
+    means = [bar.lines[0].get_xdata()[0] for bar in axis.containers]
+    assert shown == ["Random, protect=0.0", "Key norm", "SnapKV"]
+    assert means == [-25.0, -12.5, 37.5] and "0.1" in axis.get_xlabel()
+    with pytest.raises(ConfigError, match="figure=gain: .*method=random"):
+        figures.draw("gain", runs.only(run for run in runs if run.label("method") != "random"))

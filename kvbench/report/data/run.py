@@ -234,35 +234,31 @@ class Run:
         return [run for run in alike if run.is_together == self.is_together] or alike
 
     def against_full(self, groups: tuple[str, ...] = ()) -> Estimate | None:
-        """The mean difference to full attention on the same samples of the same model, task and protocol, in points.
-
-        None for full attention itself, and where no such run has two of the samples, and some of each group. Samples
-        that failed under full attention are left out: nothing is known of them. Computed once.
-        """
+        """As `against` full attention; None for full attention itself. Computed once."""
         if groups not in self._against_full:
-            own, known = self.scores, self._scores_of_full()
-            other = np.array([known.get(key, np.nan) for key in zip(own.seeds, own.ids, strict=True)])
-            strata = [own.known(own.values - other, rows) for rows in own.strata(groups)]
-            found = estimate(strata) if all(map(len, strata)) else None
-            self._against_full[groups] = found if found is not None and found.low is not None else None
+            alike = self._fulls()
+            self._against_full[groups] = None if self in alike else self.against(alike, groups)
         return self._against_full[groups]
 
-    def _scores_of_full(self) -> dict[tuple[str, str], float]:
-        """The scores of full attention to compare with, by seed and id; none for full attention itself.
+    def against(self, others: Sequence[Run], groups: tuple[str, ...] = ()) -> Estimate | None:
+        """The mean difference to other runs on the same samples of the same model, task and protocol, in points.
 
-        Of several runs the one with the most samples counts, then the newest. What failed is not known.
+        Of several the one with the most samples counts, then the newest. None where these have no two of the samples,
+        and some of each group. Samples that failed there are left out: nothing is known of them.
         """
-        alike = self._fulls()
-        if self in alike:
-            return {}
-        return {
+        known = {
             (seed, id): value
-            for run in sorted(alike, key=lambda run: (run.arm["n"], run.arm["updated"]))
+            for run in sorted(others, key=lambda run: (run.arm["n"], run.arm["updated"]))
             for seed, id, value, lost in zip(
                 run.scores.seeds, run.scores.ids, run.scores.values, run.scores.failed, strict=True
             )
             if not lost
         }
+        own = self.scores
+        other = np.array([known.get(key, np.nan) for key in zip(own.seeds, own.ids, strict=True)])
+        strata = [own.known(own.values - other, rows) for rows in own.strata(groups)]
+        found = estimate(strata) if all(map(len, strata)) else None
+        return found if found is not None and found.low is not None else None
 
     def marks(self, groups: tuple[str, ...] = ()) -> str:
         """The letters of `MARKS` for the score, without those that a table adds (g, m)."""

@@ -40,6 +40,7 @@ FIGURES = {
     "lost": "attention mass lost by layer and query head, from runs with probe.every",
     "written": "new tokens of an answer, and how many end in a loop, against the budget",
     "question": "score by when the question is read: with the context, or after that was compressed",
+    "gain": "what a method gains over random tokens (method=random), sample by sample",
     "published": "published scores against ours, with what differs",
     "clusters": "recall against cluster or page size, from runs with probe.every (LycheeCluster, Fig. 10)",
 }
