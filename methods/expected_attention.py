@@ -8,8 +8,6 @@ how much would change without it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from kvbench.budget import Budget
@@ -102,11 +100,19 @@ class AdaExpectedAttention(ExpectedAttention):
 
     Args:
         alpha: share of C that is safe in each head.
-        options: see `ExpectedAttention`.
+        future, sinks, covariance, vnorm, eps: see `ExpectedAttention`.
     """
 
-    def __init__(self, alpha: float = 0.2, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self,
+        alpha: float = 0.2,
+        future: int = 512,
+        sinks: int = 4,
+        covariance: bool = True,
+        vnorm: bool = True,
+        eps: float = 0.0,
+    ) -> None:
+        super().__init__(future, sinks, covariance, vnorm, eps)
         self.heads = HeadBudgets(alpha, "top")
 
 

@@ -141,3 +141,7 @@ class SCOPE(Evictor):
             window = self.recent + (generated - 1) // self.delta
         waiting = self.delta - 1 if self.strategy == "discontinuous" else 0
         return capacity + min(generated, window + waiting + 1)
+
+    def mean_rule(self, length: int, generated: int) -> int | None:
+        """Where generated tokens count, C: a pyramid's layers share it out."""
+        return self.budget.tokens(length) if self.budget.counts_generated else None

@@ -146,6 +146,8 @@ def test_a_turn_attends_all_that_is_stored_and_itself(case: Case) -> None:
                     query = fixed.queries[layer, row, head, ids[-1]][None].double()
                     key, value = (part[layer, row, head // 2, ids].double() for part in (fixed.keys, fixed.values))
                     value[: len(past)] = held[layer, row, head // 2][2]  # which a method may have written
+                    if case.name == "think":  # and keys
+                        key[: len(past)] = held[layer, row, head // 2][1]
                     added = torch.zeros(len(ids), dtype=torch.float64)
                     if weights[layer] is not None:
                         added[: len(past)] = weights[layer][row, head // 2, : len(past)]

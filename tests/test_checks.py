@@ -326,13 +326,13 @@ def test_valid_words_are_those_of_the_constructor_and_the_files_own_values_are_v
     """The file is read without torch, the annotations of options need it: here the two are held against each other."""
     node = config.shipped(group, name)
     valid, target = node.get("valid") or {}, config.locate(node["_target_"])
-    said = getattr(target, "options_type", None) or target.__init__
+    said = getattr(target, "options_type", None) or (target.__init__ if isinstance(target, type) else target)
     annotations = get_type_hints(said, getattr(said, "__globals__", None))
     words = {key: get_args(hint) for key, hint in annotations.items() if get_origin(hint) is Literal}
     assert {key: set(map(str, rule)) for key, rule in valid.items() if isinstance(rule, list)} == {
         key: set(map(str, choices)) for key, choices in words.items()
     }
-    assert set(valid) <= set(annotations)
+    assert set(valid) <= set(annotations) | config.INHERITED
     config.check_valid(group, node, valid)
 
 

@@ -15,7 +15,7 @@ from kvbench.method import Context, Prompt, Selection, Shape, View
 from methods.blocks.ends import KeepsEnds, at_ends
 from methods.blocks.held import Held
 from methods.blocks.scorer import Scorer
-from methods.blocks.topk import Granularity
+from methods.blocks.topk import Lists
 
 DROP_EVERY = 32  # decode steps between two evictions from memory: up to so many tokens there are attended no longer
 
@@ -43,7 +43,7 @@ class Evictor(KeepsEnds):
 
     evicts = "always"
 
-    def __init__(self, compressor: Scorer, granularity: Granularity = "kv_head") -> None:
+    def __init__(self, compressor: Scorer, granularity: Lists = "kv_head") -> None:
         self.compressor, self.granularity = compressor, granularity
         self.needs = replace(compressor.needs, probabilities=True)
 

@@ -15,7 +15,7 @@ from kvbench.method import Context, Prompt, Selection, Shape, View
 from methods.blocks.ends import KeepsEnds
 from methods.blocks.head_budgets import HeadBudgets
 from methods.blocks.ragged import stacked
-from methods.blocks.topk import Granularity, interleave, top_earliest
+from methods.blocks.topk import Lists, interleave, top_earliest
 
 ROLLING_WINDOW = 32  # most recent tokens protected where generated tokens count, at most a quarter of the budget
 
@@ -39,7 +39,7 @@ class Scorer(KeepsEnds):
 
     evicts: Literal["counted", "always"] = "counted"
     window: int = 0
-    granularity: Granularity = "kv_head"
+    granularity: Lists = "kv_head"
     heads: HeadBudgets | None = None
 
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:

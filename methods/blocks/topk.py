@@ -8,7 +8,8 @@ import torch
 
 from methods.blocks import list_kernels
 
-Granularity = Literal["layer", "kv_head", "query_head"]  # whose choice it is: of all heads, a group, or each for itself
+Granularity = Literal["kv_head", "query_head"]  # whose choice it is: the group's, or that of each query head
+Lists = Granularity | Literal["layer"]  # whose lists there are: one for all heads of a layer, too
 WORTH_A_THREAD = 1 << 15  # scores; fewer are ranked before another thread has begun
 
 
