@@ -27,7 +27,16 @@ if TYPE_CHECKING:
 
 FOLDER = Path("results")
 RESULTS = Path(kvbench.__file__).parents[1] / "results"
-SWEEPS = ("claims", "fidelity_budgets", "latency_gpu", "quantised", "question", "reference", "reference_tiny")
+SWEEPS = (
+    "claims",
+    "controls",
+    "fidelity_budgets",
+    "latency_gpu",
+    "quantised",
+    "question",
+    "reference",
+    "reference_tiny",
+)
 SHIPPED = [RESULTS / f"{name}.tar.xz" for name in SWEEPS]
 FORMATS = {"console": ".txt", "markdown": ".md", "latex": ".tex", "csv": ".csv", "html": ".html", "site": ""}
 

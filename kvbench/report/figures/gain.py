@@ -52,7 +52,8 @@ def gain(runs: Runs) -> Figure:
     for (title, own, control), axis in zip(panels, axes.flat, strict=False):
         _draw(axis, _gains(runs, own, control))
         protect = control.settings.get("method.protect") or 0
-        axis.set(title=title, xlabel=f"points over {CONTROL}" + (f" with protect={protect:g}" if protect else ""))
+        axis.set_title(title, fontsize=10)
+        axis.set(xlabel=f"points over {CONTROL}" + (f" with protect={protect:g}" if protect else ""))
     return finished(figure, axes, [own for _, own, _ in panels], named=True)
 
 
