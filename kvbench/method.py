@@ -213,7 +213,7 @@ class HeadScores:
         return self  # nothing of it changes, and there are many numbers in it
 
     def refuse_other_shape(self, shape: Shape) -> None:
-        """Refuse scores of a model that has other layers or KV heads.
+        """Refuse scores of a model that has other layers or heads.
 
         Raises:
             ValueError: says what they are of.
@@ -223,6 +223,12 @@ class HeadScores:
             raise ValueError(
                 f"method.heads: scores of {layers} layers of {heads} KV heads, and the model has {shape.layers} of "
                 f"{shape.kv_heads}; kvbench calibrate makes its own"
+            )
+        asked = (len(self.query_means[0]), len(self.query_means[0][0])) if self.query_means else None
+        if asked not in (None, (shape.query_heads, shape.head_dim)):
+            raise ValueError(
+                f"method.heads: mean queries of {asked[0]} heads of {asked[1]} dims, and the model has "
+                f"{shape.query_heads} of {shape.head_dim}; kvbench calibrate makes its own"
             )
 
 

@@ -80,7 +80,7 @@ class KVzip(Scorer):
         """[G, stop - start], of what each query head of a group adds to the hidden states for each token's value."""
         assert self.context.output is not None, "KVzip+ weighs values by the model's output weights"
         values = prompt.values[one.row, head, one.start : one.stop].float()
-        weights = self.context.output(layer).unflatten(0, (self.shape.kv_heads, -1))[head]
+        weights = self.context.output(layer).to(values.device).unflatten(0, (self.shape.kv_heads, -1))[head]
         return torch.stack([(values @ weight.float()).norm(dim=-1) for weight in weights])
 
     # -- one ranking ---------------------------------------------------------------------------------------------------

@@ -80,9 +80,9 @@ class TriAttention(KeepsEnds):
         self.scatter: dict[int, torch.Tensor] = {}  # [Hq, D / 2], E|q| - |E q|
         for layer in self.shape.sparse_layers:
             means, sizes = (torch.tensor(of[layer]).double() for of in (scores.query_means, scores.query_sizes))
-            pairs = torch.complex(*means.to(ahead.device).chunk(2, dim=-1))
-            self.means[layer] = pairs * ahead
-            self.scatter[layer] = sizes.to(ahead.device) - pairs.abs()
+            device, pairs = self.shape.device_of(layer), torch.complex(*means.chunk(2, dim=-1))
+            self.means[layer] = pairs.to(device) * ahead.to(device)
+            self.scatter[layer] = (sizes - pairs.abs()).to(device)
 
     def end_prefill(self) -> None:
         """Prune the prompts that fill the cache."""
@@ -131,7 +131,7 @@ class TriAttention(KeepsEnds):
         |E q_f| |k_f| cos(omega_f (now - p + d) + arg(E q_f conj k_f)), and (E|q_f| - |E q_f|) |k_f|. The first is a
         product: of the mean query at now + d, and the key as it is stored.
         """
-        query = self.means[layer] * turns(self.speed, now)
+        query = self.means[layer] * turns(self.speed, now).to(keys.device)
         query = torch.cat([query.real, query.imag], dim=-1).float().unflatten(0, (len(keys), -1))
         scatter = self.scatter[layer].float().unflatten(0, (len(keys), -1))
         return query @ keys.mT + scatter @ torch.hypot(*keys.chunk(2, dim=-1)).mT

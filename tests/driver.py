@@ -55,6 +55,7 @@ class Case:
         return method
 
 
+HEADS = str(ASSETS / "heads" / "dummy-tiny.json")
 METHODS = [
     Case("full", "full"),
     Case("topk", "topk"),
@@ -98,8 +99,8 @@ METHODS = [
     # windows and pages far below the answers that the tests use
     Case("rkv", "rkv", {"buffer": 12}),
     Case("rkv-time", "rkv", {"buffer": 12, "order": "time"}),
-    Case("triattention", "triattention", {"buffer": 12}),
-    Case("triattention-layer", "triattention", {"buffer": 12, "sets": "layer"}),
+    Case("triattention", "triattention", {"buffer": 12, "heads": HEADS}),
+    Case("triattention-layer", "triattention", {"buffer": 12, "sets": "layer", "heads": HEADS}),
     Case("raas", "raas", {"page_size": 4, "alpha": 0.02}),
     Case("raas-unpinned", "raas", {"page_size": 1, "alpha": 0.02, "pin_prompt": False}),
     Case("scope", "scope", {"window": 12, "recent": 6}),
@@ -112,8 +113,8 @@ METHODS = [
     Case("squeeze", "squeeze"),
     Case("squeeze-window", "squeeze", {"base": "window"}),
     Case("squeeze-cache", "squeeze", {"positions": "cache"}),
-    Case("razor", "razor", {"induction": 0.25, "heads": str(ASSETS / "heads" / "dummy-tiny.json")}),
-    Case("duo", "duo"),
+    Case("razor", "razor", {"induction": 0.25, "heads": HEADS}),
+    Case("duo", "duo", {"heads": HEADS}),
     Case("rocketkv", "rocketkv", {"window": 8, "kernel": 7}),
     # windows and cycles far below the prompts and answers that the tests use
     Case("racc", "racc", {"prompt_window": 16, "every": 4, "window": 2, "lag": 2, "beta": 0.1}),

@@ -39,6 +39,12 @@ def model(sdpa: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
+def wide() -> PreTrainedModel:
+    """Heads of the shape of `HEADS`, which some methods need."""
+    return random_model("llama", head_dim=32)
+
+
+@pytest.fixture(scope="module")
 def tokenizer(dummies: Callable[[str], Loaded]) -> Any:
     return dummies("dummy-tiny").tokenizer
 
@@ -251,18 +257,18 @@ COPIED = ["quest", "snapkv", "icecache_reuse", "pariskv", "lychee", "streaming_l
 
 
 @pytest.mark.parametrize("name", [*COPIED, *slow(*(name for name in CASES if name not in COPIED))])
-def test_copies_go_on_by_themselves(model: PreTrainedModel, tokenizer: Any, name: str) -> None:
+def test_copies_go_on_by_themselves(wide: PreTrainedModel, tokenizer: Any, name: str) -> None:
     """Two questions about one text, asked of copies token by token in turn, are answered as by two fresh caches."""
 
     def begin() -> KVCache:
-        cache = KVCache(model, CASES[name].build(), SMALL, tokenizer=tokenizer, dense_layers=())
-        say(model, ids_of(3), cache, new=4)
+        cache = KVCache(wide, CASES[name].build(), SMALL, tokenizer=tokenizer, dense_layers=())
+        say(wide, ids_of(3), cache, new=4)
         return cache
 
     def ask(cache: KVCache, seed: int) -> Any:
-        yield model(ids_of(seed, length=TURN), past_key_values=cache).logits
+        yield wide(ids_of(seed, length=TURN), past_key_values=cache).logits
         for token in numbers(9, seed):
-            yield model(torch.tensor([[token]]), past_key_values=cache).logits
+            yield wide(torch.tensor([[token]]), past_key_values=cache).logits
 
     expected = [begin(), begin()]
     fresh = [list(ask(cache, seed)) for cache, seed in zip(expected, (1, 2), strict=True)]

@@ -485,7 +485,7 @@ BUDGETS = [48, 55, 63, 64, 65, 99, 100, 127, 134]
 
 def shared_by_heads(method: Method) -> bool:
     """C is the mean of a layer's heads, by the method's two rules, so that one head may attend more."""
-    rules = ((method.mean_rule(length, 1), method.rule(0, length, 1)) for length in LENGTHS)
+    rules = ((method.mean_rule(length, 1), method.rule(0, length, 1)) for length in method.shape.lengths)
     return any(mean is not None and most is not None and most > mean for mean, most in rules)
 
 
