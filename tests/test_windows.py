@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -68,7 +69,8 @@ def test_a_window_is_the_same_before_and_after_transformers_reads_the_config() -
         {"rope_scaling": YARN},
     ):
         raw = {"max_position_embeddings": 4096, **keys}
-        assert window(AutoConfig.for_model("llama", **raw).to_dict()) == window(raw)
+        read = AutoConfig.for_model("llama", **copy.deepcopy(raw))  # which adds to the dicts that it is given
+        assert window(read.to_dict()) == window(raw)
     gemma = AutoConfig.for_model("gemma3_text", rope_scaling={"rope_type": "linear", "factor": 8.0})
     assert window(gemma.to_dict()) == gemma.max_position_embeddings
 
@@ -80,7 +82,7 @@ def test_a_config_without_a_limit_has_no_window() -> None:
 def test_a_loaded_model_has_its_scaled_window() -> None:
     node = shipped("model", "dummy-tiny")
     assert node is not None
-    node["config"] |= {"max_position_embeddings": 512, "rope_scaling": LINEAR}
+    node["config"] |= {"max_position_embeddings": 512, "rope_scaling": {**LINEAR}}
     assert load(node, "cpu").window == 2048
 
 
