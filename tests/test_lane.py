@@ -13,11 +13,12 @@ from omegaconf import OmegaConf
 
 import kvbench.backends.hf.together
 import kvbench.measure.arm
+from kvbench.backends.hf.prefilled import prefill_once
 from kvbench.backends.hf.together import DecodePass
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.measure import lane, room
-from kvbench.method import Method
+from kvbench.method import Method, Needs
 from kvbench.runs.identity import decodes_together
 from kvbench.runs.run import prepare
 from kvbench.runs.shared import run_arms, run_shared
@@ -138,6 +139,16 @@ def test_the_estimate_follows_the_rule_of_the_method(configs: Any, monkeypatch: 
     monkeypatch.setattr(room, "shares_pages", lambda device: False)
     whole = room.prompt_bytes(arms[0], [1000])
     assert room.row_bytes(arms[0], [1000], 8, index_share=0.0) == full + whole, "each has a copy of the prompt"
+
+
+def test_what_a_shared_prefill_keeps_for_methods_is_estimated_before_it_is_made(configs: Any) -> None:
+    """Queries of the whole prompt and sums, beside keys and values."""
+    arm = prepare(OmegaConf.to_container(configs()[0], resolve=True))  # type: ignore[arg-type]
+    prompt = [[7] * 200]
+    for needs in (Needs(), Needs(query_window=16), Needs(query_window=1 << 30, attention_sums=True)):
+        prefilled = prefill_once(arm.loaded.model, prompt, [needs], max_new_tokens=1)
+        estimate = room.prompt_bytes(arm, [200]) + room.recorded_bytes(arm, [200], [needs])
+        assert estimate <= prefilled.nbytes <= 1.05 * estimate, needs  # which has room for new tokens
 
 
 def test_a_stopped_sweep_goes_on_with_what_each_arm_lacks(
