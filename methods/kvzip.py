@@ -135,9 +135,10 @@ def check_context(length: int, before: int, capacity: int, recent: int) -> None:
     if before >= length:
         raise ValueError(f"prompt of {length} tokens: {before} come before the context; expected a text after them")
     if before + recent >= capacity < length:
+        newest = f", and the last {recent}" if recent else ""
         raise ValueError(
-            f"budget={capacity}: the {before} tokens before the context stay, and the last {recent}; expected "
-            f"{before + recent + 1} tokens or more"
+            f"budget={capacity}: the {before} tokens before the context stay{newest}; expected {before + recent + 1} "
+            "tokens or more"
         )
 
 

@@ -215,7 +215,7 @@ def prefill_once(
     return Prefilled(logits, not_first, recorder, engine, start)
 
 
-def union(needs: Iterable[Needs]) -> Needs:
+def union(needs: Collection[Needs]) -> Needs:
     """What a prefill must record to serve all of `needs`."""
     return Needs(
         query_window=max((need.query_window for need in needs), default=0),
