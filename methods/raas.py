@@ -26,7 +26,7 @@ class _Prompt(SnapKV):
         return min(self.window, capacity // 4)
 
     def check_budget(self) -> None:
-        """RaaS has."""
+        """RaaS checks its own; that of a pinned prompt is none of a user's."""
 
 
 class RaaS(Evictor):
