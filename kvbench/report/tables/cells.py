@@ -29,6 +29,8 @@ WHOLE_SCORE = {"score": QUANTITIES["score"], **WITH_SCORE}
 BRIEFEST_SCORE = {
     "brief_score": Quantity("brief_score", "", "score", digits=1, better="more", label=f"score [{COVERAGE} % interval]")
 }
+# Where it is the share of tokens at which full attention has the same most likely one.
+SAME_TOP = {"brief_score": BRIEFEST_SCORE["brief_score"]._replace(label=f"same top, % [{COVERAGE} % interval]")}
 BRIEF_SCORE = {
     **BRIEFEST_SCORE,
     "brief_against_full": Quantity("brief_against_full", "", "against full", digits=1),
@@ -43,7 +45,8 @@ class Cell:
     Attributes:
         numbers: by the name of a quantity, in the unit of its heading; an interval has "low" and "high", a difference
             to full attention also "against_full_low" and "_high" and its "pairs" of samples, any other number of
-            several runs or repeats the same two ends, a published number "published" and "difference".
+            several runs or repeats the same two ends, one over tokens its "error", a published number "published" and
+            "difference".
         marks: letters of `MARKS`, by the name of the quantity that they stand at.
         run: the folder that the score, or else the first of the numbers, is from, of several seeds all of them; ""
             where nothing of ours stands.
@@ -170,6 +173,10 @@ def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
         )
     if any("kl_mean_low" in cell.numbers for cell in cells):
         notes.append(f"KL from full attention: with its {COVERAGE} % bootstrap interval over samples.")
+    if any(f"{name}_error" in cell.numbers for cell in cells for name in lines):
+        notes.append(
+            "±: standard error over tokens, as in llama.cpp: too small, as tokens of a text are not independent."
+        )
     if any("seeds" in cell.numbers for cell in cells):
         notes.append(
             "Seeds: how many there are, and the lowest and highest score of one; intervals are over the samples of "

@@ -108,6 +108,8 @@ def text(table: Table, cell: Cell | None, name: str, column: int) -> str:
     marks = cell.marks.get(name)
     spread = _interval(numbers, f"{name}_low", f"{name}_high", value)
     spread = "" if spread == f"[{shown}, {shown}]" else spread
+    if not spread and (error := numbers.get(f"{name}_error")):
+        spread = f"± {error:.{value.digits}f}"
     return " ".join(filter(None, [shown, spread, f"({marks})" if marks else ""]))
 
 
