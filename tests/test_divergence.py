@@ -112,6 +112,7 @@ def test_every_statistic_is_that_of_a_slow_reference_over_the_tokens_of_all_samp
             f"delta_p_p{p}".replace(".", "_"): percentile(moved, p)
             for p in (0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
         },
+        **{f"kl_q{q}": fmean(kl[125 * q - 125 : 125 * q] + kl[375 + 125 * q : 500 + 125 * q]) for q in (1, 2, 3, 4)},
         "kl_stderr": abs(fmean(kl[:500]) - fmean(kl[500:])) / 2,
         "ln_perplexity_ratio_stderr": abs(fmean(apart[:500]) - fmean(apart[500:])) / 2,
     }
@@ -122,6 +123,7 @@ def test_every_statistic_is_that_of_a_slow_reference_over_the_tokens_of_all_samp
 def test_few_tokens_have_no_errors_and_no_percentiles_beyond_them() -> None:
     few, some = (summarise([stretch(n, 3)[0]], "accuracy")["fidelity"] for n in (10, 99))
     assert not [name for name in few if name.endswith(("_error", "_stderr"))]
+    assert "kl_q1" in some and "kl_q1" not in few
     assert "kl_p90" in few and "kl_p95" not in few and "kl_p50" in few
     assert "kl_p95" in some and "kl_p99" not in some and "delta_p_p1" not in some and "delta_p_mean_error" in some
 

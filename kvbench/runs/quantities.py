@@ -38,8 +38,9 @@ OWN = "own: attention, search and transfers, without the model"
 PASSED = {f"pass_at_{k}": k for k in (1, 2, 4, 8, 16, 32, 64)}  # the k of each pass@k, by its name
 
 
-# Percentiles over tokens, by the name of each.
+# Of tokens, by the name of each: percentiles, and quarters of a text's steps.
 OF_KL = {f"kl_p{p:g}".replace(".", "_"): p for p in (50, 90, 95, 99, 99.9)}
+OF_QUARTERS = {"kl_q1": "first", "kl_q2": "second", "kl_q3": "third", "kl_q4": "last"}
 OF_DELTA_P = {f"delta_p_p{p:g}".replace(".", "_"): p for p in (0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)}
 
 
@@ -189,6 +190,7 @@ _LISTED = (
     Quantity("kl_mean_error", "fidelity", "KL, standard error over tokens", NATS, 4, LESS),
     *(Quantity(name, "fidelity", f"KL, {_percentile(p)}", NATS, 4, LESS) for name, p in OF_KL.items()),
     Quantity("kl_max", "fidelity", "KL, largest", NATS, 3, LESS, combine="max"),
+    *(Quantity(name, "fidelity", f"KL, {which} quarter", NATS, 4, LESS) for name, which in OF_QUARTERS.items()),
     Quantity("nll", "fidelity", "negative log-likelihood of the text", NATS, 3, LESS),
     Quantity("nll_full", "fidelity", "the same under full attention", NATS, 3),
     Quantity("nll_correlation", "fidelity", "correlation of log-likelihoods", PERCENT, 2, MORE),

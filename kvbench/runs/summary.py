@@ -333,13 +333,10 @@ def _nearness(stretches: Sequence[Mapping[str, Any]], metric: str) -> dict[str, 
         found["ln_perplexity_ratio_stderr"] = _standard_error([one["nll"] - one["nll_full"] for one in near])
     steps = [one["steps"] for one in near if "steps" in one]
     if len(steps) == len(near):
-        import numpy as np  # here: what starts a run knows no numpy
+        from kvbench.runs.divergence import statistics as of_tokens  # here: what starts a run knows no numpy
 
-        from kvbench.runs.divergence import statistics as of_tokens
-
-        kl, nll, full = (np.concatenate([own[name] for own in steps]) for name in ("kl", "nll", "nll_full"))
         same = sum(round(_score(record, metric) * len(own["kl"])) for record, own in zip(stretches, steps, strict=True))
-        found |= of_tokens(kl, nll, full, same)
+        found |= of_tokens(steps, same)
     return found
 
 
