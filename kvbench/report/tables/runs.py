@@ -280,8 +280,8 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
         else:
             numbers |= {name: quantity.scaled(arm[name]), **ends(arm["spread"], {name: quantity})}
             numbers |= kl_numbers(run) if name == "kl_mean" else {}
-            if not missing(error := arm.get(f"{name}_error")):
-                numbers[f"{name}_error"] = quantity.scaled(error)
+            error = f"{name}_error"
+            numbers |= {} if missing(arm.get(error)) else {error: quantity.scaled(arm[error])}
             if quantity.is_time:
                 marks[name] = transfer_marks(arm["transfer"]) + time_marks(arm, name)
                 machine = run.label("device_name")
