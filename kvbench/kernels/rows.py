@@ -10,6 +10,7 @@ out in that order (`lay_out`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +46,34 @@ from kvbench.kernels.vectors import (
 
 BLOCK = 64  # rows whose logits are made before their values are read
 GROUP = 32  # tokens whose keys, and channels of a value, that share a scale and a minimum in KIVI
+
+
+@dataclass(frozen=True)
+class Coded:
+    """How rows of codes are held, of which kernels know no more than this.
+
+    Codes stand first in a row, packed, the first in the low bits; the row's parameters follow them.
+
+    Args:
+        bits: of a code: 2, 3, 4 or 8.
+        numbers: what codes stand for: "signed" (int8), "e4m3" (e4m3fn), "unsigned", or 2**bits numbers, not of 8 bits.
+        unit: of keys: the row's numbers are divided by sqrt(sum of their squares + 1e-16).
+        parameters: "none"; "scale": x = number * scale; "range": x = number * scale + minimum.
+        each: what has parameters of its own: a "row"; of a row, `GROUP` "channels", all scales before all minima; or
+            each channel of `GROUP` "tokens", [2, D], elsewhere.
+        parameter: type of a parameter: "float32", "float16" or "bfloat16".
+    """
+
+    bits: int
+    numbers: str | tuple[float, ...]
+    unit: bool = False
+    parameters: str = "none"
+    each: str = "row"
+    parameter: str = "float32"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.numbers, tuple) and (self.bits == 8 or len(self.numbers) != 2**self.bits):
+            raise ValueError(f"{len(self.numbers)} numbers for codes of {self.bits} bits: expected 2**bits, of 2 to 4")
 
 
 class Int8(NamedTuple):
