@@ -57,19 +57,19 @@ class Coded:
     Args:
         bits: of a code: 2, 3, 4 or 8.
         numbers: what codes stand for: "signed" (int8), "e4m3" (e4m3fn), "unsigned", or 2**bits numbers, not of 8 bits.
-        unit: of keys: the row's numbers are divided by sqrt(sum of their squares + 1e-16).
         parameters: "none"; "scale": x = number * scale; "range": x = number * scale + minimum.
         each: what has parameters of its own: a "row"; of a row, `GROUP` "channels", all scales before all minima; or
             each channel of `GROUP` "tokens", [2, D], elsewhere.
-        parameter: type of a parameter: "float32", "float16" or "bfloat16".
+        parameter: a parameter's type: "float32", "float16" or "model", that of the model's numbers.
+        unit: of keys: a row's numbers are first divided by sqrt(sum of their squares + 1e-16).
     """
 
     bits: int
     numbers: str | tuple[float, ...]
-    unit: bool = False
     parameters: str = "none"
     each: str = "row"
     parameter: str = "float32"
+    unit: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.numbers, tuple) and (self.bits == 8 or len(self.numbers) != 2**self.bits):
