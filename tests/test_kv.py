@@ -13,7 +13,7 @@ from kvbench.backends.hf.model import method_named
 from kvbench.config import ConfigError
 from kvbench.engine.audit import attended_bytes
 from kvbench.memory.grouped import GroupedTier
-from kvbench.memory.kinds import KV, unfit
+from kvbench.memory.kinds import KV, kv_of, unfit
 from kvbench.memory.store import LayerStore
 
 INT8, FP8 = KV("int8", "int8"), KV("fp8", "fp8")
@@ -116,9 +116,14 @@ def test_moved_bytes_are_of_coded_rows() -> None:
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ({"kv": "int3"}, "kv=int3: expected native | fp8 | int8 | kivi4 | kivi2"),
-        ({"kv": {"disk": "int8"}}, "kv.disk=int8: no such tier; one of device, host"),
+        ({"kv": "int3"}, "kv=int3: expected native | fp8 | int8 | int4 | turboquant_k8v4 | "),
+        ({"kv": {"disk": "int8"}}, "kv.disk=int8: no such key; one of device, host, key, value, "),
         ({"kv": {"host": "kivi2"}}, "kv.host=kivi2: expected native | fp8 | int8"),
+        ({"kv": {"value": "int3"}}, "kv.value=int3: expected native | fp8 | int8"),
+        ({"kv": {"value": "kivi4"}}, "kv.value=kivi4: codes values with their keys"),
+        ({"kv": {"rotate": "hadamard"}}, "kv.rotate=hadamard: goes with kinds that do not turn rows themselves"),
+        ({"kv": {"device": "turboquant_3bit", "rotate": "hadamard"}}, "kv.rotate=hadamard: goes with kinds"),
+        ({"kv": {"device": "int8", "native_layers": -1}}, "kv.native_layers=-1: expected a whole number"),
         ({"kv": "kivi2", "method": "icecache", "budget": 64}, "kv=kivi2: IceCache keeps tokens on the host"),
         ({"kv": "kivi4", "method": "h2o", "budget": 64}, "kv=kivi4: H2O drops tokens out of their groups"),
         ({"kv": "kivi4", "method": "snapkv", "budget": 64, "accounting": "unified"}, "kv=kivi4: SnapKV drops tokens"),
@@ -132,10 +137,29 @@ def test_what_cannot_be_held_so_is_refused_in_a_line(tiny: Loaded, asked: dict[s
     assert str(refused.value).startswith(expected) and "\n" not in str(refused.value)
 
 
-def test_heads_that_make_no_whole_words_are_refused() -> None:
-    assert [*unfit(INT8, 64), *unfit(INT8, None), *unfit(KV(), 6)] == []
-    (why,) = unfit(KV("native", "fp8"), 6)
-    assert why.startswith("kv=native-fp8: ") and "6 channels" in why
+def test_heads_that_fill_no_packed_row_or_cannot_be_turned_are_refused() -> None:
+    assert [*unfit(INT8, 6), *unfit(KV("int4"), 96), *unfit(KV("int4"), None), *unfit(KV(), 6)] == []
+    (why,) = unfit(KV("native", "int4"), 48)
+    assert why.startswith("kv=native-int4: ") and "have 48" in why
+    (why,) = unfit(KV("int8", rotate="hadamard"), 96)
+    assert why.startswith("kv=int8-native-hadamard: ") and "96 channels" in why
+
+
+@pytest.mark.parametrize(
+    ("kv", "name"),
+    [
+        (kv_of("int8"), "int8"),
+        (kv_of("kivi2"), "kivi2"),
+        (KV("native", "int8"), "native-int8"),
+        (KV("int8", "int8", value="int4"), "int8+int4"),
+        (KV("kivi4", value="int8"), "kivi4+int8"),
+        (kv_of("turboquant_4bit"), "turboquant_4bit"),
+        (kv_of("turboquant_4bit")._replace(native_layers=0), "turboquant_4bit-ends0"),
+        (KV("int4", "int4", rotate="hadamard", native_layers=1), "int4-hadamard-ends1"),
+    ],
+)
+def test_a_name_says_all_in_which_kinds_differ(kv: KV, name: str) -> None:
+    assert str(kv) == name and KV(**kv.stored()) == kv
 
 
 def test_a_cache_of_codes_goes_through_generate_and_later_turns(tiny: Loaded) -> None:

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from kvbench.kernels import attend as kernels
 from kvbench.kernels import rows
-from kvbench.memory.codec import Codec, Fp8, Int8, KiviKeys, KiviValues, Native
+from kvbench.memory.codecs import Codecs
+from kvbench.memory.codecs.codec import Codec, Native
 from kvbench.memory.device import DeviceTier, Span
-from kvbench.memory.kinds import KV, NATIVE
+from kvbench.memory.kinds import KV, NATIVE, TIERS
 from kvbench.memory.slots import of_kv_heads
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
@@ -46,10 +47,14 @@ class Part(NamedTuple):
     given: tuple[Any, ...]
 
 
-def unfit(shape: Shape) -> str | None:
+def unfit(shape: Shape, kv: KV = NATIVE) -> str | None:
     """Why this executor cannot run a generation of this shape, or None."""
     if shape.device.type != "cpu":
         return f"the device is {shape.device.type}"
+    for tier in TIERS:
+        for codec in Codecs.of(kv, tier, shape.head_dim, shape.dtype):
+            if codec.row is None and codec.stored != shape.dtype:
+                return f"no kernel reads kv={kv} in place"
     return (
         None if shape.dtype in STORED else f"reads float32 and bfloat16, not {str(shape.dtype).removeprefix('torch.')}"
     )
@@ -80,24 +85,21 @@ def _addresses(*parts: torch.Tensor | None) -> tuple[int, ...]:
 
 
 @cache
-def _stored(codecs: tuple[Codec | KiviKeys, Codec]) -> tuple[Any, ...]:
+def _stored(codecs: Codecs) -> tuple[Any, ...]:
     """How keys and values are held, as `kernels.attend_resident` takes it."""
     (key_kind, *key_sizes), (value_kind, *value_sizes) = (_kind(codec) for codec in codecs)
-    group = 2 * codecs[0].head_dim * codecs[0].dtype.itemsize
+    group = 2 * codecs.key.head_dim * codecs.key.dtype.itemsize
     return key_kind, value_kind, tuple(key_sizes), tuple(value_sizes), group
 
 
-def _kind(codec: Codec | KiviKeys) -> tuple[Any, int, int]:
+def _kind(codec: Codec) -> tuple[Any, int, int]:
     """What the kernels call rows of a codec, bytes of such a row, and of the codes that it begins with."""
     number = STORED[codec.dtype]
-    match codec:
-        case Int8():
-            return rows.Int8(), codec.width, codec.head_dim
-        case Fp8():
-            return rows.Fp8(), codec.width, codec.head_dim
-        case KiviKeys(bits=bits) | KiviValues(bits=bits):
-            return {2: rows.Kivi2, 4: rows.Kivi4}[bits](number), codec.width, codec.head_dim * bits // 8
-    return number, codec.head_dim * number.itemsize, 0
+    if (row := codec.row) is None:
+        return number, codec.head_dim * number.itemsize, 0
+    if row.bits == 8:
+        return (rows.Int8() if row.numbers == "signed" else rows.Fp8()), codec.width, codec.head_dim
+    return {2: rows.Kivi2, 4: rows.Kivi4}[row.bits](number), codec.width, codec.head_dim * row.bits // 8
 
 
 # -- all slots ---------------------------------------------------------------------------------------------------------
@@ -143,7 +145,7 @@ class Lists(NamedTuple):
         stored: as it takes the codecs.
     """
 
-    codecs: tuple[Codec | KiviKeys, Codec]
+    codecs: Codecs
     native: bool
     device: tuple[Any, ...]
     host: tuple[Any, ...]
@@ -187,7 +189,7 @@ def _attend_parts(
     Args:
         replaces_all: keys of the selection replace those of all tokens; else of the host's alone.
     """
-    index, extra, dtype = selection.index.contiguous(), selection.extra, tiers[0].codecs[0].dtype
+    index, extra, dtype = selection.index.contiguous(), selection.extra, tiers[0].codecs.key.dtype
     batch, count, lists = len(index), index.shape[2], max(index.shape[1], heads)
     each, tokens, bias = kernels.pieces_of(count, kernels.LIST_PIECE), index.numpy(), bias_of(selection, batch, lists)
     # own and more must live until the work is done
@@ -195,7 +197,7 @@ def _attend_parts(
     more = [] if extra is None else [part.to(dtype).contiguous() for part in (extra.key, extra.value)]
     keys, parts = (0, 0, True) if own is None else (own.data_ptr(), own.shape[2], replaces_all), []
     for tier in tiers:
-        stored = tier.stored if own is None else _stored((Native(own.shape[3], dtype), tier.codecs[1]))
+        stored = tier.stored if own is None else _stored(Codecs(Native(own.shape[3], dtype), tier.codecs.value))
         given = tokens, bias, tier.device, tier.host, keys, NO_EXTRA, stored
         parts.append(Part(kernels.attend_lists, each, given))
     extras = more[0].shape[2] if more else 0
@@ -212,7 +214,7 @@ def extra_part(
 ) -> Part:
     """Extra entries [B, Hkv, E, D] beside lists [B, Hs, M], as a part of its own, of one piece; they must live on."""
     rows = len(index) * heads
-    numbers, codecs = np.zeros(rows, np.int64), (Native(key.shape[3], key.dtype),) * 2
+    numbers, codecs = np.zeros(rows, np.int64), Codecs.native(key.shape[3], key.dtype)
     nowhere = 0, 0, 0, numbers, np.empty((rows, 0), np.int64), numbers, numbers, numbers
     entries = *_addresses(key, value), key.shape[2], index.shape[2]
     nothing = index[..., :0].contiguous().numpy()
@@ -249,7 +251,7 @@ def _tiers(store: LayerStore) -> list[Lists]:
     ]
 
 
-def _list(codecs: tuple[Codec | KiviKeys, Codec], device: tuple[Any, ...], host: tuple[Any, ...]) -> Lists:
+def _list(codecs: Codecs, device: tuple[Any, ...], host: tuple[Any, ...]) -> Lists:
     return Lists(codecs, all(isinstance(codec, Native) for codec in codecs), device, host, _stored(codecs))
 
 
@@ -299,13 +301,12 @@ def run(
 @cache
 def compile_kernels(dtype: torch.dtype, kv: KV = NATIVE) -> None:
     """Compile, or read from disk, before anything is timed: what reads rows as they are, and as a tier holds them."""
-    for kind in sorted({"native", *kv}):
-        store = LayerStore(1, 1, rows.GROUP, 2, dtype, torch.device("cpu"), kv=KV(kind, kind))
+    for kinds in sorted({NATIVE, kv, kv._replace(device=kv.host)}, key=str):
+        store = LayerStore(1, 1, rows.GROUP, 2, dtype, torch.device("cpu"), kv=kinds)
         token = torch.zeros(1, 1, 1, rows.GROUP, dtype=dtype)
         store.write_prompt(token, token, 0, [0])
         store.seal_prompt([1])
         store.encode()
-        if kind in ("native", kv.device):
-            _attend_resident(token, 1.0, _stretches(store), 1)
+        _attend_resident(token, 1.0, _stretches(store), 1)
         selection = Selection(torch.zeros(1, 1, 1, dtype=torch.int64), extra=Extra(token, token, torch.zeros(1, 1, 1)))
         _attend_lists(token, 1.0, store, selection, probabilities=True)

@@ -20,7 +20,7 @@ import torch
 
 from kvbench.kernels import tokens as kernels
 from kvbench.memory import large
-from kvbench.memory.codec import Codecs
+from kvbench.memory.codecs import Codecs
 from kvbench.memory.pinned import pinned_zeros
 from kvbench.memory.slots import more_slots, rows
 from kvbench.memory.transfer import side_stream
@@ -154,9 +154,10 @@ class HostTier:
         for row, length in enumerate(lengths):
             self.present.numpy()[row, :, length] = True  # torch may refuse to, outside the mode that it was made in
         new = key[:, :, 0], value[:, :, 0]
-        buffer = torch.empty(2, *new[0].shape, dtype=key.dtype, pin_memory=True)
-        buffer.copy_(torch.stack(new), non_blocking=True)
-        self._landing.append(_Landing(tuple(lengths), buffer, torch.cuda.current_stream(key.device).record_event()))
+        buffers = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in new]
+        for buffer, part in zip(buffers, new, strict=True):
+            buffer.copy_(part, non_blocking=True)
+        self._landing.append(_Landing(tuple(lengths), buffers, torch.cuda.current_stream(key.device).record_event()))
 
     def _land(self) -> None:
         """Put new tokens that have left the device into their slots; waits for the last of them."""
@@ -210,8 +211,8 @@ class HostTier:
     def read(
         self, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor, values_only: bool = False
     ) -> torch.Tensor:
-        """Keys and values, or these alone, of single tokens, all three [n] on the CPU: [2 or 1, n, width] in one
-        (pinned) buffer, as they are held.
+        """Keys and values, or these alone, of single tokens, all three [n] on the CPU, as they are held: the bytes of
+        `parts` one after the other, in one (pinned) buffer.
         """
         if not bool(self.present[row, head, token].all()):
             lost = token[~self.present[row, head, token]][0].item()
@@ -221,12 +222,27 @@ class HostTier:
             self._land()
         slot = self.slot_of[row, head, token]
         pinned = self._device.type == "cuda"
-        blocks = [self.value] if values_only else [self.key, self.value]
-        buffer = torch.empty(len(blocks), len(token), self.key.shape[3], dtype=self.key.dtype, pin_memory=pinned)
+        sizes = self._sizes(len(token), values_only)
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
         flat = (row * self.key.shape[1] + head) * self.capacity + slot
-        for block, out in zip(blocks, buffer, strict=True):
+        for block, out in zip(self._moving(values_only), self.parts(buffer, len(token), values_only), strict=True):
             torch.index_select(block.view(-1, block.shape[3]), 0, flat, out=out)
         return buffer
+
+    def _moving(self, values_only: bool) -> list[torch.Tensor]:
+        return [self.value] if values_only else [self.key, self.value]
+
+    def _sizes(self, count: int, values_only: bool) -> list[int]:
+        """Bytes of each part of a buffer of so many tokens; each begins where numbers of any type may."""
+        return [-(-count * block.shape[3] * block.itemsize // 16) * 16 for block in self._moving(values_only)]
+
+    def parts(self, buffer: torch.Tensor, count: int, values_only: bool = False) -> list[torch.Tensor]:
+        """What `read` gives of so many tokens, on either side, as keys and values [n, width], or these alone."""
+        own = zip(buffer.split(self._sizes(count, values_only)), self._moving(values_only), strict=True)
+        return [
+            part[: count * block.shape[3] * block.itemsize].view(block.dtype).view(count, block.shape[3])
+            for part, block in own
+        ]
 
     def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As they are held, [B, Hkv, M, width] each, token ids [B, Hkv, M] on the CPU; any finite content for -1."""
@@ -294,11 +310,11 @@ class _Landing:
 
     Attributes:
         lengths: their ids, one a row.
-        tokens: [2, B, Hkv, width], pinned; there once `event` is over.
+        tokens: keys and values [B, Hkv, width], pinned; there once `event` is over.
     """
 
     lengths: tuple[int, ...]
-    tokens: torch.Tensor
+    tokens: Sequence[torch.Tensor]
     event: torch.cuda.Event
 
 
