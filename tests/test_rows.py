@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,161 +16,148 @@ from kvbench.attention import cpu
 from kvbench.kernels import attend as kernels
 from kvbench.kernels.coded import GROUP, Coded
 
-LISTS, TOKENS, USED = 2, 96, (96, 71)
+LISTS, TOKENS = 2, 96
+USED = np.array([TOKENS, 71])
 TABLE = {bits: tuple(np.sort(np.random.default_rng(bits).normal(size=2**bits)).tolist()) for bits in (2, 3, 4)}
-KINDS: dict[str, Coded | None] = {
-    "native": None,
-    "int8": Coded(8, "signed", "scale"),
-    "fp8": Coded(8, "e4m3", "scale"),
-    "e4m3": Coded(8, "e4m3"),
-    "int4": Coded(4, "unsigned", "range", "channels", "model"),
-    "int3": Coded(3, "unsigned", "range", "row", "float16"),
-    "row4": Coded(4, "unsigned", "range", "row", "float16"),
-    "tokens4": Coded(4, "unsigned", "range", "tokens", "model"),
-    "tokens2": Coded(2, "unsigned", "range", "tokens", "model"),
-    "channels2": Coded(2, "unsigned", "range", "channels", "model"),
-    "unit4": Coded(4, TABLE[4], "scale", "row", "float16", unit=True),
-    "unit3": Coded(3, TABLE[3], "scale", "row", "float16", unit=True),
-    "table4": Coded(4, TABLE[4], "scale", "row", "float16"),
-    "table3": Coded(3, TABLE[3], "scale", "row", "float16"),
-    "table2": Coded(2, TABLE[2], "scale", "row", "float16"),
-}
-PAIRS = [("unit3", "int3"), *slow(("native", "row4"), ("int8", "native"), ("fp8", "table4"), ("e4m3", "row4"))]
-PAIRS += slow(("int4", "int4"), ("int3", "table3"), ("row4", "e4m3"), ("tokens4", "channels2"), ("tokens2", "int8"))
-PAIRS += slow(("channels2", "fp8"), ("unit4", "row4"), ("table4", "table4"), ("table3", "table2"), ("table2", "native"))
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)], ids=str)
+PAIRS = [("unit3", "row3"), *slow(("native", "row4"), ("int8", "native"), ("fp8", "table4"), ("e4m3", "row4"))]
+PAIRS += slow(("channels4", "channels4"), ("row3", "table3"), ("row4", "e4m3"), ("tokens4", "channels2"))
+PAIRS += slow(("tokens2", "int8"), ("channels2", "fp8"), ("unit4", "row4"), ("table4", "table4"), ("table3", "table2"))
+
+
+def coded(name: str, model: str) -> Coded | None:
+    """What a name above means for a model in float32 or bfloat16; None: its numbers."""
+    kind, bits = name[:-1], int(name[-1]) if name[-1].isdecimal() else 0
+    match kind:
+        case "int":
+            return Coded(8, "signed", parameters="scale")
+        case "fp":
+            return Coded(8, "e4m3", parameters="scale")
+        case "e4m":
+            return Coded(8, "e4m3")
+        case "row":
+            return Coded(bits, "unsigned", parameters="range", parameter="float16")
+        case "channels" | "tokens":
+            return Coded(bits, "unsigned", parameters="range", each=kind, parameter=model)
+        case "unit" | "table":
+            return Coded(bits, TABLE[bits], unit=kind == "unit", parameters="scale", parameter="float16")
+    return None
 
 
 class Guarded:
-    """Bytes that end where a page begins that must not be read."""
+    """Bytes after which comes a page that cannot be read."""
 
-    def __init__(self, rows: NDArray[np.uint8]) -> None:
-        size = -(-rows.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    def __init__(self, held: NDArray[np.uint8]) -> None:
+        size = -(-held.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._map = mmap.mmap(-1, size + mmap.PAGESIZE)
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(base + size), mmap.PAGESIZE, 0) == 0
-        self.address = base + size - rows.nbytes
-        ctypes.memmove(self.address, rows.ctypes.data, rows.nbytes)
+        end = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + size
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(end), mmap.PAGESIZE, 0) == 0
+        self.address = end - held.nbytes
+        ctypes.memmove(self.address, held.ctypes.data, held.nbytes)
 
 
-def as_numbers(held: NDArray[np.uint8], kind: str, dtype: torch.dtype) -> NDArray[np.float64]:
-    """Bytes as numbers of one of the types that facts name."""
-    of = {"float32": torch.float32, "float16": torch.float16, "model": dtype}[kind]
-    return torch.from_numpy(held.copy()).view(of).double().numpy()
+class Rows:
+    """Random rows of `LISTS` KV heads, and the numbers [LISTS, TOKENS, D] that they hold."""
+
+    def __init__(self, coded: Coded | None, head_dim: int, model: str, seed: int) -> None:
+        self._rng, count, groups = np.random.default_rng(seed), LISTS * TOKENS, np.zeros((0, 0), np.uint8)
+        if coded is None:
+            held = self._bytes((count, head_dim), model)
+            numbers = [as_numbers(row, model) for row in held]
+            self.kind, codes = cpu.STORED[getattr(torch, model)], held[:, :0]
+        else:
+            codes = self._rng.integers(0, 256, (count, head_dim * coded.bits // 8), dtype=np.uint8)
+            if coded.numbers == "e4m3":
+                codes[codes & 127 == 127] = 0  # NaN
+            many = {"none": 0, "scale": 1, "range": 2}[coded.parameters]
+            many *= {"row": 1, "channels": head_dim // GROUP, "tokens": head_dim}[coded.each]
+            beside = self._bytes((count, many), coded.parameter)
+            held = np.concatenate([codes, beside], axis=1)
+            if coded.each == "tokens":
+                held, groups = codes, beside[::GROUP]
+                beside = groups.repeat(GROUP, axis=0)
+            numbers = [decoded(*row, coded, head_dim) for row in zip(codes, beside, strict=True)]
+            self.kind = coded.held
+        self.sizes = held.shape[1], codes.shape[1]
+        self.numbers = np.stack(numbers).reshape(LISTS, TOKENS, head_dim)
+        self.rows, self.groups = Guarded(held), Guarded(np.ascontiguousarray(groups))
+
+    def _bytes(self, size: tuple[int, int], kind: str) -> NDArray[np.uint8]:
+        numbers = torch.from_numpy(self._rng.normal(size=size)).to(getattr(torch, kind))
+        return numbers.view(torch.uint8).numpy() if size[1] else np.zeros(size, np.uint8)
 
 
-def random_bytes(rng: np.random.Generator, size: tuple[int, ...], kind: str, dtype: torch.dtype) -> NDArray[np.uint8]:
-    """Random numbers of such a type."""
-    if not size[1]:
-        return np.zeros(size, np.uint8)
-    of = {"float32": torch.float32, "float16": torch.float16, "model": dtype}[kind]
-    return torch.from_numpy(0.1 * rng.normal(size=size)).to(of).view(torch.uint8).numpy()
+def as_numbers(held: NDArray[np.uint8], kind: str) -> NDArray[np.float64]:
+    return torch.from_numpy(held.copy()).view(getattr(torch, kind)).double().numpy()
 
 
-def rows_of(
-    coded: Coded | None, head_dim: int, dtype: torch.dtype, seed: int
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.float64]]:
-    """Random rows [LISTS * TOKENS, width], parameters by groups of them, and the numbers [.., D] that they hold."""
-    rng, count = np.random.default_rng(seed), LISTS * TOKENS
-    nothing = np.zeros(0, np.uint8)
-    if coded is None:
-        held = random_bytes(rng, (count, head_dim), "model", dtype)
-        return held, nothing, np.stack([as_numbers(row, "model", dtype) for row in held])
-    codes = rng.integers(0, 256, (count, head_dim * coded.bits // 8), dtype=np.uint8)
-    if coded.numbers == "e4m3":
-        codes[codes & 127 == 127] = 0  # NaN
-    many = {"none": 0, "scale": 1, "range": 2}[coded.parameters]
-    each = {"row": 1, "channels": head_dim // GROUP, "tokens": head_dim}[coded.each]
-    beside = random_bytes(rng, (count, many * each), coded.parameter, dtype)
-    if coded.each == "tokens":
-        groups = beside[: count // GROUP].copy()
-        return (
-            codes,
-            groups,
-            np.stack(
-                [
-                    decoded(codes[i], as_numbers(groups[i // GROUP], coded.parameter, dtype), coded, head_dim)
-                    for i in range(count)
-                ]
-            ),
-        )
-    numbers = [
-        decoded(code, as_numbers(own, coded.parameter, dtype) if many else np.zeros(0), coded, head_dim)
-        for code, own in zip(codes, beside, strict=True)
-    ]
-    return np.concatenate([codes, beside], axis=1), nothing, np.stack(numbers)
-
-
-def decoded(codes: NDArray[np.uint8], parameters: NDArray[np.float64], coded: Coded, head_dim: int) -> Any:
-    bits = int.from_bytes(codes.tobytes(), "little")
-    found = []
+def decoded(codes: NDArray[np.uint8], beside: NDArray[np.uint8], coded: Coded, head_dim: int) -> NDArray[np.float64]:
+    """The numbers of a row of codes."""
+    whole, numbers = int.from_bytes(codes.tobytes(), "little"), np.empty(head_dim)
     for channel in range(head_dim):
-        code = bits >> channel * coded.bits & (2**coded.bits - 1)
+        code = whole >> channel * coded.bits & (2**coded.bits - 1)
         if coded.numbers == "signed":
-            found.append(code - 256 * (code > 127))
+            numbers[channel] = code - 256 * (code > 127)
         elif coded.numbers == "e4m3":
             exponent, mantissa = code >> 3 & 15, code & 7
             size = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
-            found.append(-size if code > 127 else size)
+            numbers[channel] = -size if code > 127 else size
         else:
-            found.append(code if coded.numbers == "unsigned" else coded.numbers[code])
-    numbers = np.array(found, np.float64)
+            numbers[channel] = code if coded.numbers == "unsigned" else coded.numbers[code]
     if coded.unit:
         numbers /= np.sqrt((numbers**2).sum() + 1e-16)
-    if coded.parameters != "none":
-        each = len(parameters) // (2 if coded.parameters == "range" else 1)
-        place = np.arange(head_dim) * each // head_dim
-        numbers = numbers * parameters[place]
-        if coded.parameters == "range":
-            numbers += parameters[each + place]
-    return numbers
+    if coded.parameters == "none":
+        return numbers
+    scale, least = as_numbers(beside, coded.parameter), np.zeros(1)
+    if coded.parameters == "range":
+        scale, least = np.split(scale, 2)
+    each = head_dim // len(scale)
+    return numbers * scale.repeat(each) + least.repeat(head_dim // len(least))
 
 
-def cases(*pair: str) -> Iterator[tuple[int, int]]:
-    """Head sizes, and queries of a list."""
-    yield from zip((32, 64, 96, 128, 256), (3, 7, 1, 4, 2), strict=True)
-    if all(coded is None or coded.bits == 8 for coded in map(KINDS.get, pair)):
-        yield from ((20, 3), (80, 1))
-
-
-@DTYPES
+@pytest.mark.parametrize("model", ["float32", *slow("bfloat16")])
 @pytest.mark.parametrize(("key", "value"), PAIRS)
-def test_rows_are_what_their_facts_say(key: str, value: str, dtype: torch.dtype) -> None:
-    number = cpu.STORED[dtype]
-    for head_dim, many in cases(key, value):
-        (keys, groups, k), (values, _, v) = (
-            rows_of(KINDS[kind], head_dim, dtype, n) for n, kind in enumerate((key, value))
-        )
-        pools = Guarded(keys), Guarded(values), Guarded(groups)
-        sides = [(coded, part.shape[1]) for coded, part in zip((KINDS[key], KINDS[value]), (keys, values), strict=True)]
-        kinds = [number if coded is None else coded.held(number) for coded, _ in sides]
-        sizes = [(width, 0 if coded is None else head_dim * coded.bits // 8) for coded, width in sides]
-        stored = *kinds, *sizes, 2 * head_dim * number.itemsize
-        query = torch.randn(1, LISTS * many, 1, head_dim, generator=torch.Generator().manual_seed(2)).to(dtype)
-        used, first = np.array(USED), TOKENS * np.arange(LISTS)
-        held = tuple(pool.address for pool in pools)
-        logits = query.double().view(LISTS, many, head_dim).numpy() @ k.reshape(LISTS, TOKENS, -1).swapaxes(1, 2)
-        scaling = 2 / np.abs(logits).max()
-        near = {"rtol": 0, "atol": 4e-7 * np.abs(v).max() if dtype == torch.float32 else 4e-3 * np.abs(v).max()}
-        index = np.random.default_rng(3).permuted(np.tile(np.arange(TOKENS), (1, LISTS, 1)), axis=2)[..., :70]
-        index[index >= np.array(USED)[:, None]] = -1
-        whole = np.stack([np.where(np.arange(TOKENS) < count, np.arange(TOKENS), -1) for count in USED])
-        tier = *held, first, np.empty((LISTS, 0), np.int64), used, 0 * used, used
-        listed = index, cpu.NO_BIAS, tier, cpu.NO_HOST, (0, 0, True), cpu.NO_EXTRA, stored
-        for kernel, given, tokens in (
-            (kernels.attend_resident, (used, first, 0 * used, held, stored), whole),
-            (kernels.attend_lists, listed, index[0]),
-        ):
-            part = cpu.Part(kernel, 0, given)
-            out, weights, _ = cpu.run(query, scaling, LISTS, [part], tokens.shape[1])
-            for head in range(LISTS):
-                asked = np.where(tokens[head] < 0, -np.inf, scaling * logits[head][:, tokens[head]])
-                expected = np.exp(asked - asked.max(1, keepdims=True))
-                expected /= expected.sum(1, keepdims=True)
-                ours = weights.view(LISTS, many, -1)[head].double().numpy()
-                np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-6)
-                ours = out.view(LISTS, many, -1)[head].double().numpy()
-                np.testing.assert_allclose(ours, expected @ v[head * TOKENS + tokens[head]], **near)
+def test_rows_are_what_is_known_of_them(key: str, value: str, model: str) -> None:
+    sides = coded(key, model), coded(value, model)
+    sizes = [(32, 1), (64, 3), (96, 7), (128, 4), (256, 2)]
+    if all(side is None or side.bits == 8 for side in sides):
+        sizes += [(20, 3), (80, 5)]
+    for head_dim, many in sizes:
+        check(sides, head_dim, many, model)
+
+
+def check(sides: tuple[Coded | None, Coded | None], head_dim: int, many: int, model: str) -> None:
+    """Attention of `many` queries for each KV head, over all slots and over lists of some."""
+    keys, values = (Rows(side, head_dim, model, seed) for seed, side in enumerate(sides))
+    query = torch.randn(1, LISTS * many, 1, head_dim, generator=torch.Generator().manual_seed(2))
+    query = query.to(getattr(torch, model))
+    logits = query.double().view(LISTS, many, head_dim).numpy() @ keys.numbers.swapaxes(1, 2)
+    scaling = 3 / np.abs(logits).max()
+    stored = keys.kind, values.kind, keys.sizes, values.sizes, 2 * head_dim * query.itemsize
+    first, none, held = (
+        TOKENS * np.arange(LISTS),
+        0 * USED,
+        (keys.rows.address, values.rows.address, keys.groups.address),
+    )
+    every = np.where(np.arange(TOKENS) < USED[:, None], np.arange(TOKENS), -1)
+    some = np.random.default_rng(3).permuted(every, axis=1)[:, :70]
+    tier = *held, first, np.empty((LISTS, 0), np.int64), USED, none, USED
+    listed = some[None], cpu.NO_BIAS, tier, cpu.NO_HOST, (0, 0, True), cpu.NO_EXTRA, stored
+    for kernel, given, lists in (
+        (kernels.attend_resident, (USED, first, none, held, stored), every),
+        (kernels.attend_lists, listed, some),
+    ):
+        part = cpu.Part(kernel, 0, given)
+        out, weights, _ = cpu.run(query, scaling, LISTS, [part], lists.shape[1])
+        for head, tokens in enumerate(lists):
+            weight = np.exp(np.where(tokens < 0, -np.inf, scaling * logits[head][:, tokens]))
+            weight /= weight.sum(axis=1, keepdims=True)
+            agrees(weights.view(LISTS, many, -1)[head], weight, 2e-6)
+            near = 1e-6 if model == "float32" else torch.finfo(torch.bfloat16).eps
+            agrees(out.view(LISTS, many, -1)[head], weight @ values.numbers[head, tokens], near)
+
+
+def agrees(ours: torch.Tensor, theirs: Any, near: float) -> None:
+    np.testing.assert_allclose(ours.double().numpy(), theirs, rtol=0, atol=near * np.abs(theirs).max())
 
 
 @pytest.mark.parametrize(("bits", "numbers"), [(8, (0.0,) * 256), (3, (0.0,) * 16)])

@@ -27,19 +27,19 @@ class Coded:
     Args:
         bits: of a code: 2, 3, 4 or 8.
         numbers: what codes stand for: "signed" (int8), "e4m3" (e4m3fn), "unsigned", or 2**bits numbers, not of 8 bits.
+        unit: of keys: a row's numbers are first divided by sqrt(sum of their squares + 1e-16).
         parameters: "none"; "scale": x = number * scale; "range": x = number * scale + minimum.
         each: what has parameters of its own: a "row"; of a row, `GROUP` "channels", all scales before all minima; or,
             of keys, each channel of `GROUP` "tokens", [2, D], elsewhere.
-        parameter: a parameter's type: "float32", "float16" or "model", that of the model's numbers.
-        unit: of keys: a row's numbers are first divided by sqrt(sum of their squares + 1e-16).
+        parameter: a parameter's type: "float32", "float16" or "bfloat16".
     """
 
     bits: int
     numbers: str | tuple[float, ...]
+    unit: bool = False
     parameters: str = "none"
     each: str = "row"
     parameter: str = "float32"
-    unit: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.numbers, tuple) and (self.bits == 8 or len(self.numbers) != 2**self.bits):
@@ -47,11 +47,16 @@ class Coded:
         if self.numbers == "e4m3" and (self.unit or self.each != "row"):
             raise ValueError("numbers='e4m3': expected each='row' and unit=False")
 
-    def held(self, number: Any) -> Held:
-        """What kernels are given; `number` is one of the model's, in the type in which they read it."""
-        parameter = {"model": "bfloat16" if number.itemsize == 2 else "float32"}.get(self.parameter, self.parameter)
+    @property
+    def only_keys(self) -> bool:
+        """Kernels read no values that are held so."""
+        return self.unit or self.each == "tokens"
+
+    @property
+    def held(self) -> Held:
+        """What kernels are given."""
         kind = self.numbers if isinstance(self.numbers, str) else "table"
-        facts = self.bits, kind, self.parameters, self.each, parameter, "unit" if self.unit else "plain"
+        facts = self.bits, kind, "unit" if self.unit else "plain", self.parameters, self.each, self.parameter
         made: type[Held] = __getattr__("_".join(map(str, ("Held", *facts))))
         return made(0 if self.bits == 8 else _table(self.bits, self.numbers).ctypes.data)
 
@@ -76,8 +81,10 @@ def __getattr__(name: str) -> Any:
     """The subclass of `Held` that its name describes: so any process finds what another one compiled for it."""
     if not name.startswith("Held_"):
         raise AttributeError(name)
-    bits, *facts, unit = name.split("_")[1:]
-    return type(name, (Held,), {"__module__": __name__, "facts": Facts(int(bits), *facts, unit=unit == "unit")})
+    bits, numbers, unit, *parameters = name.split("_")[1:]
+    return type(
+        name, (Held,), {"__module__": __name__, "facts": Facts(int(bits), numbers, unit == "unit", *parameters)}
+    )
 
 
 class Facts(NamedTuple):
@@ -85,10 +92,10 @@ class Facts(NamedTuple):
 
     bits: int
     numbers: str
+    unit: bool = False
     parameters: str = "none"
     each: str = "row"
     parameter: str = "float32"
-    unit: bool = False
 
     @classmethod
     def of(cls, stored: Any) -> Facts:
