@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvbench.kernels.rows import GROUP
+from kvbench.kernels.coded import GROUP
 from kvbench.memory.codecs import Codecs
 from kvbench.memory.device import DeviceTier, Located, Span, packed_pool
 from kvbench.memory.slots import Pool, flat, more_slots, rows, with_free_slots

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbench.kernels.rows import Coded
+from kvbench.kernels.coded import Coded
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbench.kernels.rows import GROUP, Coded
+from kvbench.kernels.coded import GROUP, Coded
 from kvbench.memory.codecs.codec import Codec, as_bytes, as_numbers, name_of, packed, unpacked
 
 

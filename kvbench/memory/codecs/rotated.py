@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvbench.kernels.rows import Coded
+from kvbench.kernels.coded import Coded
 from kvbench.memory.codecs.codec import Codec
 
 

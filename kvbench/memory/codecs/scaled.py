@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.kernels.rows import Coded
+from kvbench.kernels.coded import Coded
 from kvbench.memory.codecs.codec import Codec, as_bytes, as_numbers
 
 

@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from kvbench.kernels.rows import Coded
+from kvbench.kernels.coded import Coded
 from kvbench.memory.codecs.codec import Codec, as_bytes, as_numbers, packed, unpacked
 
 # The positive half of the numbers that are nearest to a Gaussian's in the mean square, by bits of a code.
