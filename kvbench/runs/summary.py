@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any, TypeVar
 
+from kvbench.runs.divergence import statistics as of_tokens
 from kvbench.runs.quantities import PASSED, QUANTITIES, TOGETHER, find, is_number
 
 Record = TypeVar("Record", bound=Mapping[str, Any])
@@ -333,8 +334,6 @@ def _nearness(stretches: Sequence[Mapping[str, Any]], metric: str) -> dict[str, 
         found["ln_perplexity_ratio_stderr"] = _standard_error([one["nll"] - one["nll_full"] for one in near])
     steps = [one["steps"] for one in near if "steps" in one]
     if len(steps) == len(near):
-        from kvbench.runs.divergence import statistics as of_tokens  # here: what starts a run knows no numpy
-
         same = sum(round(_score(record, metric) * len(own["kl"])) for record, own in zip(stretches, steps, strict=True))
         found |= of_tokens(steps, same)
     return found
