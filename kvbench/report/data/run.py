@@ -201,6 +201,15 @@ class Run:
         whole = self.scored_as not in self.beside.graded and all(map(is_0_1, strata))
         return proportion(strata) if whole else estimate(strata)
 
+    @property
+    def may_score_0(self) -> bool:
+        """Whether its score may be 0, by its interval; of one sample, whether it is.
+
+        Where that is full attention's, no score on these samples says anything of a method.
+        """
+        score = self.score()
+        return (score.mean if score.low is None else score.low) <= 0
+
     def kl(self) -> Estimate | None:
         """The mean KL divergence from full attention over the samples, in nats; None where there is none."""
         found = self.scores.known(self.scores.kl, np.ones(len(self.scores.kl), bool))
@@ -264,7 +273,7 @@ class Run:
         """The letters of `MARKS` for the score, without those that a table adds (g, m)."""
         against = self.against_full(groups)
         found = {
-            "b": against is not None and against.low is not None and against.low > 0,
+            "b": against is not None and against.differs and against.mean > 0,
             "d": self.arm["weights"] == "random",
             "f": self.failed(groups) > 0,
             "o": self.arm["over_rule"] in (True,),  # and not NaN

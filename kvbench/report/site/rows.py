@@ -107,7 +107,7 @@ class Site:
                 full = run.full()
                 model, task, method, budget = (labels[key] for key in AXES)
                 panel = ", ".join(filter(None, [task, model, protocol]))
-                hopeless = full is not None and _may_score_0(full)
+                hopeless = full is not None and full.may_score_0
                 rows.append(Row(run, model, task, method, budget, panel, "", cell, table, full, hopeless))
         named = []
         for alike in _grouped(_in_panels(rows), lambda row: (row.panel, row.method, row.budget)):
@@ -137,12 +137,6 @@ class Site:
     @cached_property
     def _untimed(self) -> list[Run]:
         return [run for run in self.joined if not run.is_timed]
-
-
-def _may_score_0(full: Run) -> bool:
-    """Whether the score of a run of full attention may be 0, by its interval; of one sample, whether it is."""
-    score = full.score()
-    return (score.mean if score.low is None else score.low) <= 0
 
 
 def _in_panels(rows: Sequence[Row]) -> Iterator[Row]:
