@@ -130,7 +130,7 @@ def test_two_arms_answers_stand_side_by_side(site: Path, tmp_path: Path) -> None
     return found;
     """
     found = browse(site / "samples/1.html", HELPERS + script, tmp_path)
-    assert found["names"][0] == "Full" and found["whole"] == 6 and len(found["differ"]) == 5
+    assert found["names"][0] == "Full" and found["whole"] == 24 and len(found["differ"]) == 20
     for left, right in found["differ"]:
         assert " ".join(left.split()).startswith("Full score 100.0 full says <b>")
         assert " ".join(right.split()).startswith("SnapKV 64 score 0.0 snapkv says <b>")
