@@ -18,10 +18,12 @@ from site_runs import ARMS, DENSE, INDEX, answers, cells_of, made, stored_arms
 import kvbench.report.site as site_package
 from kvbench.cli.report import main
 from kvbench.config import choices
+from kvbench.report.claims.verdict import Verdict
 from kvbench.report.data.frame import collect
 from kvbench.report.data.style import style_of
 from kvbench.report.site.board import board
 from kvbench.report.site.claim_pages import claim_pages
+from kvbench.report.site.claimed import AGAINST, OWN, by_side, shown
 from kvbench.report.site.drawing import OF_EACH_KIND, legible
 from kvbench.report.site.front import front
 from kvbench.report.site.pictures import SHOWN
@@ -335,16 +337,38 @@ def test_runs_without_outputs_say_so(results: Path, tmp_path: Path) -> None:
 def test_samples_of_several_seeds_stand_beside_the_same_prompts_alone(tmp_path: Path) -> None:
     for method, budget, seeds in (("full", None, (1, 2)), ("quest", 64, (2, 3))):
         for seed in seeds:
-            lines = [record("key-0", "", 1.0, answers=[f"key of {seed}"], output=f"{method} says {seed}")]
+            lines = [
+                record("key-0", "", 1.0, answers=[f"key of {seed}"], output=f"{method} says {seed}", excerpt="ask")
+            ]
             stored(tmp_path, method, budget, lines, config={"seed": seed})
     page = str(next(samples(Site(collect([tmp_path]), ""), {})).content)
     data = json.loads(re.findall(r'id="data">(.*?)</script>', page, re.DOTALL)[0])
+    assert {one["prompt"] for one in data["samples"]} == {"ask"}
     found = [(one["expected"], [arm and arm[1] for arm in one["arms"]]) for one in data["samples"]]
     assert sorted(found, key=str) == [
         ("key of 1", ["full says 1", None]),
         ("key of 2", ["full says 2", "quest says 2"]),
         ("key of 3", [None, "quest says 3"]),
     ]
+
+
+def test_two_arms_are_compared_by_their_paired_difference(tmp_path: Path) -> None:
+    for method, scores in (("quest", [1, 1, 1, 0] * 4), ("snapkv", [0, 0, 1, 0] * 4)):
+        stored(tmp_path, method, 64, list(map(float, scores)))
+    page = str(next(samples(Site(collect([tmp_path]), ""), {})).content)
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', page, re.DOTALL)[0])
+    (((mean, low, high, n, is_range, says),), rest) = data["pairs"]
+    assert (mean, n, is_range, says, rest) == (50, 16, False, "ahead", []) and 0 < low < 50 < high
+    assert "Of the 1 pairs here" in page and data["measure"]["name"] == "score"
+
+
+def test_a_claim_that_holds_against_a_method_does_not_look_like_one_for_it(tmp_path: Path) -> None:
+    stored(tmp_path, "quest")
+    site = Site(collect([tmp_path]), "")
+    sides = by_side(site, "quest")
+    assert {one.claim.id for one in sides[OWN]} == {"quest-1", "quest-2"}
+    (held,) = (one for one in sides[AGAINST] if one.claim.id == "base-1")
+    assert shown(held._replace(verdict=Verdict.HOLDS), turned=True).startswith('<b class="behind"')
 
 
 # -- in a browser ------------------------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ def _panel(site: Site, rows: Sequence[Row]) -> tuple[str, bool]:
             "id": id,
             "group": first[id]["group"],
             "expected": first[id]["expected"],
+            "prompt": first[id]["prompt"],
             "arms": [[records[id]["score"], records[id]["output"]] if id in records else None for records in found],
         }
         for id in shown
@@ -97,20 +98,21 @@ def _says(found: Estimate) -> str:
 
 
 def _records(run: Run, seeded: bool) -> dict[str, dict[str, Any]]:
-    """What a run stored of each sample: score 0-100, group, what was expected, output; None: not stored.
+    """What a run stored of each sample: score 0-100, group, prompt, what was expected, output; None: not stored.
 
     By the sample's id; among runs of several seeds with the word for its content, as seeds share ids.
     """
     found = {}
     for record in run.samples():
         score = score_of(record, run.arm["metric"])
-        answers = record.get("answers")
+        answers = record.get("answers") or [key for key in [record["meta"].get("key")] if key is not None]
         output = record.get("error") or record.get("output")
         which = f" ({record.get('content') or content_of(record)})" if seeded else ""
         found[f"{record['id']}{which}"] = {
             "score": None if score is None else 100 * score,
             "group": str(record.get("group") or ""),
             "expected": " | ".join(map(str, answers))[:MOST_LETTERS] if answers else None,
+            "prompt": str(record.get("excerpt") or ""),
             "output": None if output is None else str(output)[:MOST_LETTERS],
         }
     return found

@@ -150,6 +150,7 @@ if (compare) {
     document.getElementById("samples").replaceChildren(...kept.map(sample => {
       const block = make("div", "", "sample"), pair = make("div", "", "pair");
       block.append(make("h3", sample.id), make("small", sample.group));
+      if (sample.prompt) block.append(make("pre", sample.prompt, "prompt"));
       if (sample.expected !== null) block.append(make("p", `Expected: ${sample.expected}`));
       pair.append(...chosen.map(index => side(arms[index], sample.arms[index], outputs)));
       block.append(pair);
