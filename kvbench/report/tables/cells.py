@@ -164,8 +164,8 @@ def beyond_noise(numbers: Mapping[str, float]) -> bool:
 
 
 def compared(cells: Iterable[Cell]) -> str:
-    """How many scores are compared with full attention's, and how many would differ by chance alone, in words."""
-    count = sum("against_full_low" in cell.numbers for cell in cells)
+    """How many scores a star can stand at, and at how many it would by chance alone, in words."""
+    count = sum(cell.numbers.get("pairs", 0) >= FEWEST for cell in cells)
     chance = count * (1 - COVERAGE / 100)
     return f"{count} comparison{'s' * (count != 1)}, of which chance alone marks about {chance:.1g}"
 
