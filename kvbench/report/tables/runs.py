@@ -262,7 +262,8 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
     Args:
         of_runs: marks that stand at the first number of a run.
     """
-    source, machine, unsaid = "", "", dict(of_runs)
+    first: Run | None = None
+    machine, unsaid = "", dict(of_runs)
     numbers: dict[str, float] = {}
     marks: dict[str, str] = {}
     for name in values:
@@ -271,7 +272,7 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
         if not candidates:
             continue
         (run,) = candidates
-        arm, source = run.arm, source or run.folders
+        arm, first = run.arm, first or run
         if name != "score" and missing(arm[name]):
             continue
         if name == "score":
@@ -279,11 +280,17 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
             marks["score"] = run.marks(groups)
         else:
             numbers |= {name: quantity.scaled(arm[name]), **ends(arm["spread"], {name: quantity})}
-            numbers |= kl_numbers(run) if name == "kl_mean" else {}
+            if name == "kl_mean" and (kl := run.kl()):
+                numbers |= kl_numbers(run)
+                marks[name] = "r" * kl.is_range
             error = f"{name}_error"
             numbers |= {} if missing(arm.get(error)) else {error: quantity.scaled(arm[error])}
             if quantity.is_time:
                 marks[name] = transfer_marks(arm["transfer"]) + time_marks(arm, name)
                 machine = run.label("device_name")
         marks[name] = marks.get(name, "") + unsaid.pop(run, "")
-    return Cell(numbers, {name: letters for name, letters in marks.items() if letters}, source, machine=machine)
+    if first and not missing(first.arm["budget_tokens"]):
+        numbers["budget_tokens"] = float(first.arm["budget_tokens"])
+    marks = {name: letters for name, letters in marks.items() if letters}
+    source, seed = (first.folders, first.label("seed")) if first else ("", "")
+    return Cell(numbers, marks, source, machine=machine, seed=seed)
