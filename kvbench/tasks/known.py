@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbench.config import ConfigError, choices, find_modules_in, read_choice, shipped
+from kvbench.config import ConfigError, choices, choose_from, read_choice, shipped
 from kvbench.tasks import Task, task_of
 
 
@@ -46,7 +46,7 @@ def refuse_unknown(folder: Path, config: Mapping[str, Any], config_dir: Path | N
     own = own_targets(config_dir)
     if target in own:
         assert config_dir is not None
-        find_modules_in(config_dir)
+        choose_from(config_dir)
     elif target not in {(shipped("task", name) or {}).get("_target_") for name in choices("task")}:
         where = "" if config_dir is None else f", and in {config_dir}/task no file names it"
         raise ConfigError(
