@@ -351,6 +351,12 @@ def choose_from(folder: Path | None) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), place]))
 
 
+def own_choices() -> str | None:
+    """The name of the user's folder that choices are taken from, too; None: there is none."""
+    own = os.environ.get(OWN)
+    return None if own is None else Path(own).absolute().name
+
+
 def searched(group: str) -> str:
     """The end of a message about a choice that is not there: the folders that were searched for its file."""
     own = os.environ.get(OWN)

@@ -18,6 +18,7 @@ import kvbench
 from kvbench.cli import report
 from kvbench.cli.checks import check
 from kvbench.config import ASSETS, choices, conf_dir, fetched_folder, method_config
+from kvbench.runs.command import command_of
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("conf", "kvbench", "methods", "notebooks", "results", "scripts", "tests")
@@ -68,6 +69,8 @@ def test_the_task_that_the_tasks_page_adds_runs_from_a_folder_of_ones_own(tmp_pa
     (tmp_path / "colours.jsonl").write_text('{"text": "Snow is white.", "colour": "white"}\n{"text": "no colour"}\n')
     printed = run(tmp_path, "task=colours", "method=full", "budget=null")
     assert "(2 samples, 1 failed)" in printed and "colours.jsonl, line 2: field colour: missing" in printed
+    (written,) = tmp_path.rglob("run.yaml")
+    assert command_of(written.parent).startswith("python -m kvbench --config-dir conf "), "the folder's name is kept"
 
 
 def commands(command: str) -> list[str]:
