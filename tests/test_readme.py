@@ -168,6 +168,18 @@ def test_the_readme_is_read_in_five_minutes() -> None:
     assert len(PAGES["README.md"].split()) < 1400
 
 
+def test_the_readme_defines_its_words_at_first_use_and_names_the_defaults() -> None:
+    page = PAGES["README.md"]
+    for word in ("budget", "accounting"):
+        assert page.lower().index(word) - 2 == page.lower().find(f"**{word}**"), word
+    assert "needles" not in page.split("## Methods")[1].split("\n## ")[0], (
+        "these are RULER's, and passkeys are passkeys"
+    )
+    (config,) = configs()
+    defaults = {config.method.name, config.task.name, f"budget={config.budget}"}
+    assert defaults <= set(re.findall(r"[\w=]+", re.findall(r"^python -m kvbench +#.*$", page, re.MULTILINE)[0]))
+
+
 @each_page
 def test_a_page_s_links_lead_somewhere(page: str) -> None:
     links = re.findall(r"\]\(([^)]+)\)", prose(page))
