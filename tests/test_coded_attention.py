@@ -19,7 +19,9 @@ from kvbench.method import Extra, Selection, Shape
 CPU = torch.device("cpu")
 HEADS, GROUP, TOKENS = 3, 2, 330
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)], ids=str)  # kernels of its own
-ROWS = pytest.mark.parametrize("kind", ["int8", *slow("fp8")])
+TURNED = KV("int8", "int8", rotate="hadamard")
+SLOW = "fp8", "turboquant_k8v4", "turboquant_3bit", "turboquant_mse4"
+CODED = pytest.mark.parametrize("kv", [kv_of("int8"), TURNED, *slow(*((kv_of(kind),) for kind in SLOW))], ids=str)
 
 
 def random(*size: int, seed: int = 0, dtype: Any = torch.float32) -> torch.Tensor:
@@ -64,26 +66,29 @@ RAGGED = torch.arange(TOKENS).where(random(HEADS, TOKENS) < torch.tensor([[1.0],
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("kind", "head_dim"),
+    ("kv", "head_dim"),
     [
-        *itertools.product(["int8"], [20, 64, 128]),
-        *itertools.product(["kivi2"], [32, 96]),
-        *slow(*itertools.product(["fp8"], [20, 64, 128]), *itertools.product(["kivi4"], [32, 96])),
+        *itertools.product([kv_of("int8")], [20, 64, 128]),
+        *itertools.product([kv_of("kivi2")], [32, 96]),
+        *itertools.product([TURNED], [64]),
+        *slow(*itertools.product([kv_of("fp8")], [20, 64, 128]), *itertools.product([kv_of("kivi4")], [32, 96])),
+        *slow(*itertools.product(map(kv_of, ("turboquant_3bit", "turboquant_mse4")), [64, 128])),
     ],
+    ids=str,
 )
-def test_tokens_of_unequal_heads_are_attended_as_a_whole(kind: str, head_dim: int, dtype: torch.dtype) -> None:
-    store = store_of(kv_of(kind), head_dim, dtype, RAGGED)
+def test_tokens_of_unequal_heads_are_attended_as_a_whole(kv: KV, head_dim: int, dtype: torch.dtype) -> None:
+    store = store_of(kv, head_dim, dtype, RAGGED)
     query = random(HEADS * GROUP, head_dim, seed=2, dtype=dtype)
     found = cpu.attend(query.view(1, -1, 1, head_dim), store, None, 0.25, probabilities=True)
     agrees(found, attended(0.25 * query, [store.device.tokens(0, head)[1:] for head in range(HEADS)]), dtype)
 
 
 @DTYPES
-@ROWS
+@CODED
 @pytest.mark.parametrize("tiers", ["device", "host", "both"])
-def test_lists_name_tokens_of_any_tier(kind: str, tiers: str, dtype: torch.dtype) -> None:
+def test_lists_name_tokens_of_any_tier(kv: KV, tiers: str, dtype: torch.dtype) -> None:
     """With places that name none, with weights, and entries beside the tokens."""
-    check_lists(store_in(tiers, KV(kind, kind), dtype), dtype)
+    check_lists(store_in(tiers, kv, dtype), dtype)
 
 
 @DTYPES
@@ -98,20 +103,26 @@ def test_lists_name_tokens_of_groups_and_of_the_window(
     check_lists(store, dtype)
 
 
-def test_values_in_fewer_bits_go_with_keys_that_a_method_gives() -> None:
-    check_lists(store_in("host", KV("int8", "int8"), torch.float32), torch.float32, own_keys=True)
+@CODED
+def test_values_in_fewer_bits_go_with_keys_that_a_method_gives(kv: KV) -> None:
+    check_lists(store_in("host", kv, torch.float32), torch.float32, own_keys=True)
 
 
-@pytest.mark.parametrize("kv", [KV("native", "int8"), *slow((KV("int8", "native"),), (KV("fp8", "int8"),))], ids=str)
+@pytest.mark.parametrize(
+    "kv",
+    [KV("native", "int8"), KV("int8", rotate="hadamard"), *slow((KV("int8", "native"),), (KV("fp8", "int8"),))],
+    ids=str,
+)
 @pytest.mark.parametrize("tiers", ["device", "host", "both"])
 def test_tiers_may_hold_tokens_each_in_its_way(kv: KV, tiers: str) -> None:
     check_lists(store_in(tiers, kv, torch.float32), torch.float32)
 
 
 def store_in(tiers: str, kv: KV, dtype: torch.dtype) -> LayerStore:
+    head_dim = 36 if kv.named <= {"native", "int8", "fp8"} and kv.rotate == "none" else 64
     if tiers == "both":
-        return store_of(kv, 36, dtype, RAGGED, on_drop="offload")
-    return store_of(kv, 36, dtype, home=tiers)
+        return store_of(kv, head_dim, dtype, RAGGED, on_drop="offload")
+    return store_of(kv, head_dim, dtype, home=tiers)
 
 
 def check_lists(store: LayerStore, dtype: torch.dtype, own_keys: bool = False) -> None:
@@ -136,7 +147,7 @@ def check_lists(store: LayerStore, dtype: torch.dtype, own_keys: bool = False) -
     agrees(found, attended(0.25 * query, rows, both), dtype)
 
 
-@ROWS
+@pytest.mark.parametrize("kind", ["int8", *slow("fp8")])
 def test_every_code_is_read_exactly(kind: str) -> None:
     """As the value of the one token there is; times a scale of 1."""
     store = LayerStore(1, 1, 256, 1, torch.float32, CPU, kv=KV(kind, kind))
@@ -159,5 +170,8 @@ def test_a_token_in_neither_of_two_unlike_tiers_is_named() -> None:
 
 
 def test_auto_reads_codes_in_place_on_a_cpu() -> None:
-    shape = Shape(1, 4, 2, 16, (10,), torch.float32, CPU, 0.25, (0,))
+    shape = Shape(1, 4, 2, 32, (10,), torch.float32, CPU, 0.25, (0,))
     assert attention.executor("auto", shape, KV("int8", "fp8")).name == "cpu"
+    unread = attention.executor("auto", shape, kv_of("turboquant_prod4"))
+    assert unread.name == "torch"
+    assert "kv=turboquant_prod4" in str(unread.note)

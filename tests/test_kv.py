@@ -12,14 +12,21 @@ from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import method_named
 from kvbench.config import ConfigError
 from kvbench.engine.audit import attended_bytes
+from kvbench.memory.codecs import Codecs
 from kvbench.memory.grouped import GroupedTier
-from kvbench.memory.kinds import KV, unfit
+from kvbench.memory.kinds import KV, NATIVE, ROWS, kv_of, unfit
 from kvbench.memory.store import LayerStore
 
 INT8, FP8 = KV("int8", "int8"), KV("fp8", "fp8")
-FIXED = stream(150, 97, steps=6)
+FIXED, WIDE = stream(150, 97, steps=6), stream(150, 97, steps=6, head_dim=32)
 D = FIXED.keys.shape[-1]
 ROW = 2 * (D + 4)  # bytes of a token's key and value in one KV head: codes, and a scale each
+TURNED = KV("turboquant_3bit", "turboquant_3bit")  # keys and values of unequal width, keys turned
+REST = [
+    *(KV(kind, kind) for kind in ROWS if kind not in ("native", "int8", "turboquant_3bit")),
+    KV("int4", "int4", key="int8", rotate="hadamard"),
+    KV(value="turboquant_4bit"),
+]
 
 
 def rounded(part: torch.Tensor) -> torch.Tensor:
@@ -29,33 +36,61 @@ def rounded(part: torch.Tensor) -> torch.Tensor:
 
 
 @each_method
-def test_every_method_attends_what_the_codes_say(case: Case) -> None:
+@pytest.mark.parametrize("kv", [TURNED, *slow((INT8,))], ids=str)
+def test_every_method_attends_what_the_codes_say(case: Case, kv: KV) -> None:
     """In every tier: against the oracle, which reads each token from where it lies."""
-    oracle = drive(FIXED, case.build(), SMALL, kv=INT8, executor="reference")
+    oracle = drive(WIDE, case.build(), SMALL, kv=kv, executor="reference")
     for name in ("torch", "cpu"):
-        fast = drive(FIXED, case.build(), SMALL, kv=INT8, executor=name)
-        assert same_attended(fast.seen, oracle.seen)
-        torch.testing.assert_close(fast.outputs, oracle.outputs, rtol=0, atol=CLOSE)
-        for store in fast.engine.stores.values():
-            store.check_integrity()
-        check_bytes(fast)
+        fast = drive(WIDE, case.build(), SMALL, kv=kv, executor=name)
+        check_equal(fast, oracle)
+        check_bytes(fast, kv)
 
 
-def check_bytes(driven: Driven) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "topk", "snapkv", "pqcache", "shadowkv", "racc", "think"])
+@pytest.mark.parametrize("kv", REST, ids=str)
+def test_any_kind_is_attended_as_its_codes_say(name: str, kv: KV) -> None:
+    """As `auto` does: in place, but for kinds that no kernel reads; by methods whose tokens live in each way."""
+    fast = drive(WIDE, method_named(name), SMALL, kv=kv)
+    check_equal(fast, drive(WIDE, method_named(name), SMALL, kv=kv, executor="reference"))
+    check_bytes(fast, kv)
+    assert fast.audit["executor"] == ("torch" if "prod" in str(kv) else "cpu")
+
+
+def check_equal(fast: Driven, oracle: Driven) -> None:
+    assert same_attended(fast.seen, oracle.seen)
+    torch.testing.assert_close(fast.outputs, oracle.outputs, rtol=0, atol=CLOSE)
+    for store in fast.engine.stores.values():
+        store.check_integrity()
+
+
+def check_bytes(driven: Driven, kv: KV) -> None:
     """What is allocated, held and moved is the coded rows and nothing else."""
     audit, stores = driven.audit, driven.engine.stores.values()
-    assert audit["device_kv_bytes"] % ROW == audit["host_bytes"] % 4 == 0
+    key, value = (codec.nbytes for codec in Codecs.of(kv, "device", 32, torch.float32))
+    assert audit["device_kv_bytes"] % (key + value) == 0
     for store in stores:
         slots = len(store.device.pool.key)
-        assert sum(part.untyped_storage().nbytes() for part in store.device.pool) == slots * ROW
+        assert sum(part.untyped_storage().nbytes() for part in store.device.pool) == slots * (key + value)
         if store.host is not None:
             coded = store.host.key.untyped_storage().nbytes() + store.host.value.untyped_storage().nbytes()
-            assert coded == store.host.present.numel() * ROW
-    of_native = attended_bytes(driven.engine.shape, audit["attended_mean"], FIXED.steps)
-    assert audit["attended_bytes_per_step"] == pytest.approx(of_native * ROW / (2 * D * 4))
-    moved = driven.engine.audit.moved_bytes
+            assert coded == store.host.present.numel() * (key + value)
+    of_native = attended_bytes(driven.engine.shape, audit["attended_mean"], WIDE.steps)
+    assert audit["attended_bytes_per_step"] == pytest.approx(of_native * (key + value) / (2 * 32 * 4))
     values_only = any(store.stage is not None and store.stage.values_only for store in stores)
-    assert moved % (ROW // 2 if values_only else ROW) == 0
+    assert driven.engine.audit.moved_bytes % (value if values_only else key + value) == 0
+
+
+def test_first_and_last_layers_stay_native_and_are_counted_so() -> None:
+    kv, deep = kv_of("turboquant_3bit"), stream(60, steps=3, layers=6, head_dim=32)
+    driven = drive(deep, method_named("full"), None, kv=kv)
+    coded = Codecs.of(kv, "device", 32, torch.float32).nbytes
+    each = [coded if layer in (2, 3) else 2 * 32 * 4 for layer in range(6)]
+    assert [store.entry_bytes for store in driven.engine.stores.values()] == each
+    assert driven.audit["device_kv_bytes"] == 63 * 2 * sum(each)
+    check_equal(driven, drive(deep, method_named("full"), None, kv=kv, executor="reference"))
+    assert [kv.of_layer(layer, 3, 0) != NATIVE for layer in range(3)] == [False, True, False]
+    assert all(kv.of_layer(layer, 6, 1) == kv for layer in range(6)), "none, where layers have a window"
 
 
 @pytest.mark.parametrize("kv", [INT8, FP8, KV("int8", "native"), KV("native", "fp8")], ids=str)
@@ -116,9 +151,14 @@ def test_moved_bytes_are_of_coded_rows() -> None:
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ({"kv": "int3"}, "kv=int3: expected native | fp8 | int8 | kivi4 | kivi2"),
-        ({"kv": {"disk": "int8"}}, "kv.disk=int8: no such tier; one of device, host"),
+        ({"kv": "int3"}, "kv=int3: expected native | fp8 | int8 | int4 | turboquant_k8v4 | "),
+        ({"kv": {"disk": "int8"}}, "kv.disk=int8: no such key; one of device, host, key, value, "),
         ({"kv": {"host": "kivi2"}}, "kv.host=kivi2: expected native | fp8 | int8"),
+        ({"kv": {"value": "int3"}}, "kv.value=int3: expected native | fp8 | int8"),
+        ({"kv": {"value": "kivi4"}}, "kv.value=kivi4: codes values with their keys"),
+        ({"kv": {"rotate": "hadamard"}}, "kv.rotate=hadamard: goes with kinds that do not turn rows themselves"),
+        ({"kv": {"device": "turboquant_3bit", "rotate": "hadamard"}}, "kv.rotate=hadamard: goes with kinds"),
+        ({"kv": {"device": "int8", "native_layers": -1}}, "kv.native_layers=-1: expected a whole number"),
         ({"kv": "kivi2", "method": "icecache", "budget": 64}, "kv=kivi2: IceCache keeps tokens on the host"),
         ({"kv": "kivi4", "method": "h2o", "budget": 64}, "kv=kivi4: H2O drops tokens out of their groups"),
         ({"kv": "kivi4", "method": "snapkv", "budget": 64, "accounting": "unified"}, "kv=kivi4: SnapKV drops tokens"),
@@ -132,10 +172,29 @@ def test_what_cannot_be_held_so_is_refused_in_a_line(tiny: Loaded, asked: dict[s
     assert str(refused.value).startswith(expected) and "\n" not in str(refused.value)
 
 
-def test_heads_that_make_no_whole_words_are_refused() -> None:
-    assert [*unfit(INT8, 64), *unfit(INT8, None), *unfit(KV(), 6)] == []
-    (why,) = unfit(KV("native", "fp8"), 6)
-    assert why.startswith("kv=native-fp8: ") and "6 channels" in why
+def test_heads_that_fill_no_packed_row_or_cannot_be_turned_are_refused() -> None:
+    assert [*unfit(INT8, 6), *unfit(KV("int4"), 96), *unfit(KV("int4"), None), *unfit(KV(), 6)] == []
+    (why,) = unfit(KV("native", "int4"), 48)
+    assert why.startswith("kv=native-int4: ") and "have 48" in why
+    (why,) = unfit(KV("int8", rotate="hadamard"), 96)
+    assert why.startswith("kv=int8-native-hadamard: ") and "96 channels" in why
+
+
+@pytest.mark.parametrize(
+    ("kv", "name"),
+    [
+        (kv_of("int8"), "int8"),
+        (kv_of("kivi2"), "kivi2"),
+        (KV("native", "int8"), "native-int8"),
+        (KV("int8", "int8", value="int4"), "int8+int4"),
+        (KV("kivi4", value="int8"), "kivi4+int8"),
+        (kv_of("turboquant_4bit"), "turboquant_4bit"),
+        (kv_of("turboquant_4bit")._replace(native_layers=0), "turboquant_4bit-ends0"),
+        (KV("int4", "int4", rotate="hadamard", native_layers=1), "int4-hadamard-ends1"),
+    ],
+)
+def test_a_name_says_all_in_which_kinds_differ(kv: KV, name: str) -> None:
+    assert str(kv) == name and KV(**kv.stored()) == kv
 
 
 def test_a_cache_of_codes_goes_through_generate_and_later_turns(tiny: Loaded) -> None:

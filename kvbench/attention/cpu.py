@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from kvbench.kernels import attend as kernels
-from kvbench.kernels import rows
-from kvbench.memory.codec import Codec, Fp8, Int8, KiviKeys, KiviValues, Native
+from kvbench.kernels.coded import GROUP
+from kvbench.memory.codecs import Codecs
+from kvbench.memory.codecs.codec import Native
 from kvbench.memory.device import DeviceTier, Span
-from kvbench.memory.kinds import KV, NATIVE
+from kvbench.memory.kinds import KV, NATIVE, TIERS
 from kvbench.memory.slots import of_kv_heads
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
@@ -32,6 +33,9 @@ NO_BIAS = NONE_KEPT
 NO_RESULTS = np.empty((0, 0, 0, 0), np.float32)
 
 
+Rotations = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
 class Part(NamedTuple):
     """What is attended by one call.
 
@@ -39,20 +43,27 @@ class Part(NamedTuple):
         kernel: one of `kvbench.kernels.attend`, or one that takes as much.
         pieces: that it cuts each list into; not asked of a part that is all.
         given: its arguments between the queries and the results.
+        rotations: of its keys and of its values, see `Codec.rotation`.
     """
 
     kernel: Callable[..., int]
     pieces: int
     given: tuple[Any, ...]
+    rotations: Rotations = (None, None)
 
 
-def unfit(shape: Shape) -> str | None:
+def unfit(shape: Shape, kv: KV = NATIVE) -> str | None:
     """Why this executor cannot run a generation of this shape, or None."""
     if shape.device.type != "cpu":
         return f"the device is {shape.device.type}"
-    return (
-        None if shape.dtype in STORED else f"reads float32 and bfloat16, not {str(shape.dtype).removeprefix('torch.')}"
-    )
+    if shape.dtype not in STORED:
+        return f"reads float32 and bfloat16, not {str(shape.dtype).removeprefix('torch.')}"
+    for tier in TIERS:
+        key, value = Codecs.of(kv, tier, shape.head_dim, shape.dtype)
+        unread = any(codec.row is None and not isinstance(codec, Native) for codec in (key, value))
+        if unread or (value.row is not None and value.row.only_keys):
+            return f"no kernel reads kv={kv} in place"
+    return None
 
 
 def attend(
@@ -80,54 +91,43 @@ def _addresses(*parts: torch.Tensor | None) -> tuple[int, ...]:
 
 
 @cache
-def _stored(codecs: tuple[Codec | KiviKeys, Codec]) -> tuple[Any, ...]:
+def _stored(codecs: Codecs) -> tuple[Any, ...]:
     """How keys and values are held, as `kernels.attend_resident` takes it."""
-    (key_kind, *key_sizes), (value_kind, *value_sizes) = (_kind(codec) for codec in codecs)
-    group = 2 * codecs[0].head_dim * codecs[0].dtype.itemsize
-    return key_kind, value_kind, tuple(key_sizes), tuple(value_sizes), group
+    kinds = [STORED[codec.dtype] if codec.row is None else codec.row.held for codec in codecs]
+    codes = [0 if codec.row is None else codec.head_dim * codec.row.bits // 8 for codec in codecs]
+    sizes = zip((codec.width * codec.stored.itemsize for codec in codecs), codes, strict=True)
+    return *kinds, *sizes, 2 * codecs.key.head_dim * codecs.key.dtype.itemsize
 
 
-def _kind(codec: Codec | KiviKeys) -> tuple[Any, int, int]:
-    """What the kernels call rows of a codec, bytes of such a row, and of the codes that it begins with."""
-    number = STORED[codec.dtype]
-    match codec:
-        case Int8():
-            return rows.Int8(), codec.width, codec.head_dim
-        case Fp8():
-            return rows.Fp8(), codec.width, codec.head_dim
-        case KiviKeys(bits=bits) | KiviValues(bits=bits):
-            return {2: rows.Kivi2, 4: rows.Kivi4}[bits](number), codec.width, codec.head_dim * bits // 8
-    return number, codec.head_dim * number.itemsize, 0
+def _rotations(codecs: Codecs) -> Rotations:
+    return codecs.key.rotation, codecs.value.rotation
 
 
 # -- all slots ---------------------------------------------------------------------------------------------------------
 
 
-# A `Span` as the kernel takes it: slots that are attended, where they begin in the pool and in the logits, [L] int64
-# each; addresses, and how rows are stored.
-Stretch = tuple[Any, ...]
-
-
-def _stretches(store: LayerStore) -> list[Stretch]:
+def _stretches(store: LayerStore) -> list[Part]:
     return list(map(_stretch, store.device.spans()))
 
 
-def _stretch(span: Span) -> Stretch:
+def _stretch(span: Span) -> Part:
+    """Slots that are attended, and where they begin in the pool and in the logits, [L] int64 each, in one way held."""
     first, begin, end = (numbers.reshape(-1).numpy() for numbers in (span.first, span.begin, span.end))
     used = end - begin if begin.any() else end  # which grows in place, as tokens come
-    return used, first + begin, begin, _addresses(*span.pool, span.parameters), _stored(span.codecs)
+    given = used, first + begin, begin, _addresses(*span.pool, span.parameters), _stored(span.codecs)
+    return Part(kernels.attend_resident, 0, given, _rotations(span.codecs))
 
 
 def _attend_resident(
-    query: torch.Tensor, scaling: float, stretches: Sequence[Stretch], columns: int
+    query: torch.Tensor, scaling: float, parts: Sequence[Part], columns: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output as the query and probabilities [B, Hq, columns], of the most used slots or 0, for all that are used."""
-    if len(stretches) == 1:
-        parts = [Part(kernels.attend_resident, 0, stretches[0])]
-    else:
-        pieces = [kernels.pieces_of(int(used.max()), kernels.DENSE_PIECE) for used, *_ in stretches]
-        parts = [Part(kernels.attend_resident, *one) for one in zip(pieces, stretches, strict=True)]
-    return run(query, scaling, len(stretches[0][0]), parts, columns)[:2]
+    lists = len(parts[0].given[0])
+    if len(parts) > 1:
+        most = (int(part.given[0].max()) for part in parts)
+        pieces = (kernels.pieces_of(count, kernels.DENSE_PIECE) for count in most)
+        parts = [part._replace(pieces=count) for part, count in zip(parts, pieces, strict=True)]
+    return run(query, scaling, lists, parts, columns)[:2]
 
 
 # -- lists of tokens ---------------------------------------------------------------------------------------------------
@@ -141,13 +141,15 @@ class Lists(NamedTuple):
         native: both are held as they are.
         device, host: the tiers, as `kernels.attend_lists` takes them; both know all tokens, attended here or not.
         stored: as it takes the codecs.
+        rotations: see `Part`.
     """
 
-    codecs: tuple[Codec | KiviKeys, Codec]
+    codecs: Codecs
     native: bool
     device: tuple[Any, ...]
     host: tuple[Any, ...]
     stored: tuple[Any, ...]
+    rotations: Rotations
 
 
 NO_HOST = 0, 0, 0, np.empty((0, 0), np.int64), np.empty((0, 0), np.bool_), True
@@ -187,7 +189,7 @@ def _attend_parts(
     Args:
         replaces_all: keys of the selection replace those of all tokens; else of the host's alone.
     """
-    index, extra, dtype = selection.index.contiguous(), selection.extra, tiers[0].codecs[0].dtype
+    index, extra, dtype = selection.index.contiguous(), selection.extra, tiers[0].codecs.key.dtype
     batch, count, lists = len(index), index.shape[2], max(index.shape[1], heads)
     each, tokens, bias = kernels.pieces_of(count, kernels.LIST_PIECE), index.numpy(), bias_of(selection, batch, lists)
     # own and more must live until the work is done
@@ -195,9 +197,11 @@ def _attend_parts(
     more = [] if extra is None else [part.to(dtype).contiguous() for part in (extra.key, extra.value)]
     keys, parts = (0, 0, True) if own is None else (own.data_ptr(), own.shape[2], replaces_all), []
     for tier in tiers:
-        stored = tier.stored if own is None else _stored((Native(own.shape[3], dtype), tier.codecs[1]))
+        stored, rotations = tier.stored, tier.rotations
+        if own is not None:
+            stored, rotations = _stored(Codecs(Native(own.shape[3], dtype), tier.codecs.value)), (None, rotations[1])
         given = tokens, bias, tier.device, tier.host, keys, NO_EXTRA, stored
-        parts.append(Part(kernels.attend_lists, each, given))
+        parts.append(Part(kernels.attend_lists, each, given, rotations))
     extras = more[0].shape[2] if more else 0
     if extras and tiers[-1].native:  # they come with rows that are held as they are, or by themselves
         entries = *_addresses(*more), extras, count
@@ -212,7 +216,7 @@ def extra_part(
 ) -> Part:
     """Extra entries [B, Hkv, E, D] beside lists [B, Hs, M], as a part of its own, of one piece; they must live on."""
     rows = len(index) * heads
-    numbers, codecs = np.zeros(rows, np.int64), (Native(key.shape[3], key.dtype),) * 2
+    numbers, codecs = np.zeros(rows, np.int64), Codecs.native(key.shape[3], key.dtype)
     nowhere = 0, 0, 0, numbers, np.empty((rows, 0), np.int64), numbers, numbers, numbers
     entries = *_addresses(key, value), key.shape[2], index.shape[2]
     nothing = index[..., :0].contiguous().numpy()
@@ -249,8 +253,9 @@ def _tiers(store: LayerStore) -> list[Lists]:
     ]
 
 
-def _list(codecs: tuple[Codec | KiviKeys, Codec], device: tuple[Any, ...], host: tuple[Any, ...]) -> Lists:
-    return Lists(codecs, all(isinstance(codec, Native) for codec in codecs), device, host, _stored(codecs))
+def _list(codecs: Codecs, device: tuple[Any, ...], host: tuple[Any, ...]) -> Lists:
+    native = all(isinstance(codec, Native) for codec in codecs)
+    return Lists(codecs, native, device, host, _stored(codecs), _rotations(codecs))
 
 
 def _near(device: DeviceTier, span: Span) -> tuple[Any, ...]:
@@ -279,33 +284,51 @@ def run(
         Output, as the query; where logits were kept, probabilities [B, Hq, columns]; what the kernels return, added up.
     """
     query, (batch, heads, _, head_dim) = query.contiguous(), query.shape
-    number, rows, out = STORED[query.dtype], batch * heads // lists, torch.empty_like(query)
-    asked = query.data_ptr(), lists, rows, head_dim, number, scaling
+    rows, before, lost = batch * heads // lists, 0, 0
     logits = np.empty((lists, rows, columns), np.float32) if columns else NONE_KEPT
     logits.fill(-np.inf)
-    threads, before, lost = (torch.get_num_threads(), WORTH_A_THREAD), 0, 0
+    threads = torch.get_num_threads(), WORTH_A_THREAD
     if len(parts) == 1:
         (part,) = parts
+        turned = _turned(query, part.rotations)
+        asked, out = (turned.data_ptr(), lists, rows, head_dim, STORED[turned.dtype], scaling), torch.empty_like(turned)
         lost = part.kernel(threads, 0, asked, *part.given, logits, NO_RESULTS, out.data_ptr())
+        if part.rotations[1] is not None:
+            out = out @ part.rotations[1].T
+        if turned is not query:
+            out = out.to(query.dtype)
     else:
         results = np.empty((lists, sum(part.pieces for part in parts), rows, head_dim + 2), np.float32)
         for part in parts:
+            turned = _turned(query, part.rotations)
+            asked = turned.data_ptr(), lists, rows, head_dim, STORED[turned.dtype], scaling
             lost += part.kernel(threads, before, asked, *part.given, logits, results, 0)
+            if part.rotations[1] is not None:
+                sums = torch.from_numpy(results)[:, before : before + part.pieces, :, :head_dim]
+                sums.copy_(sums @ part.rotations[1].T)
             before += part.pieces
-        kernels.merge(results, out.data_ptr(), number, logits)
+        out = torch.empty_like(query)
+        kernels.merge(results, out.data_ptr(), STORED[query.dtype], logits)
     return out, torch.from_numpy(logits).view(batch, heads, -1) if columns else None, lost
+
+
+def _turned(query: torch.Tensor, rotations: Rotations) -> torch.Tensor:
+    """The query as it meets a part; in float32 where rows of it are turned, so that nothing is rounded between."""
+    key, value = rotations
+    if key is None and value is None:
+        return query
+    return query.float() if key is None else query.float() @ key
 
 
 @cache
 def compile_kernels(dtype: torch.dtype, kv: KV = NATIVE) -> None:
     """Compile, or read from disk, before anything is timed: what reads rows as they are, and as a tier holds them."""
-    for kind in sorted({"native", *kv}):
-        store = LayerStore(1, 1, rows.GROUP, 2, dtype, torch.device("cpu"), kv=KV(kind, kind))
-        token = torch.zeros(1, 1, 1, rows.GROUP, dtype=dtype)
+    for kinds in sorted({NATIVE, kv, kv._replace(device=kv.host)}, key=str):
+        store = LayerStore(1, 1, GROUP, 2, dtype, torch.device("cpu"), kv=kinds)
+        token = torch.zeros(1, 1, 1, GROUP, dtype=dtype)
         store.write_prompt(token, token, 0, [0])
         store.seal_prompt([1])
         store.encode()
-        if kind in ("native", kv.device):
-            _attend_resident(token, 1.0, _stretches(store), 1)
+        _attend_resident(token, 1.0, _stretches(store), 1)
         selection = Selection(torch.zeros(1, 1, 1, dtype=torch.int64), extra=Extra(token, token, torch.zeros(1, 1, 1)))
         _attend_lists(token, 1.0, store, selection, probabilities=True)

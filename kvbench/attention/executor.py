@@ -111,7 +111,7 @@ def executor(name: str, shape: Shape, kv: KV = NATIVE) -> Executor:
     if name == "torch":
         return Plain(name, torch_executor.attend)
     if name == "cpu" or (name == "auto" and shape.device.type == "cpu"):
-        reason = cpu.unfit(shape)
+        reason = cpu.unfit(shape, kv)
         if reason is None:
             cpu.compile_kernels(shape.dtype, kv)
             return Plain("cpu", cpu.attend, in_place=True)

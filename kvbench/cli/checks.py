@@ -36,7 +36,7 @@ from kvbench.config import (
     show,
 )
 from kvbench.measure.protocol import Protocol
-from kvbench.memory.kinds import KINDS, kv_in, unfit
+from kvbench.memory.kinds import KV, kv_of, unfit
 from kvbench.models import hub
 from kvbench.models.heads import calibration_for
 from kvbench.models.support import refuse_impossible, refuse_unsupported, refuse_wrong_rope, text_config, window
@@ -51,7 +51,6 @@ ONE_OF = {
     "attention": ("auto", "reference", "torch", "cpu", "flashinfer"),
     "model.weights": ("pretrained", "dummy"),
     "engine.name": ("hf", "vllm"),
-    **{f"kv.{tier}": kinds for tier, kinds in KINDS.items()},
 }
 
 # The lowest value of each whole number, and whether null will do.
@@ -257,7 +256,7 @@ def _check_protocol(run: Any, shape: Mapping[str, Any], source: hub.ModelSource)
 
 
 def _check_kv(run: Any, shape: Mapping[str, Any]) -> None:
-    kv = kv_in(run)
+    kv = kv_of({key: value for key, value in run["kv"].items() if key in KV._fields})
     if reason := next(unfit(kv, _head_dim(shape)), None):
         raise ConfigError(reason)
     if kv.coded and run["attention"] == "flashinfer":

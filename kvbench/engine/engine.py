@@ -379,7 +379,7 @@ def _layer_store(engine: Engine, how: Settings, layer: int, shared: Sealed | Non
         **(_wishes(engine.method, layer) if layer in shape.sparse_layers else {}),
         grows=how.new_tokens is None,
         in_place=engine.executor.in_place,
-        kv=how.kv,
+        kv=how.kv.of_layer(layer, shape.layers, len(shape.windows)),
         moved=audit.moved,
         found=audit.found,
         spans=engine.spans,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvbench.kernels.coded import GROUP
 from kvbench.kernels.lists import place
 from kvbench.kernels.rows import (
     BLOCK,
-    GROUP,
     add_values,
     grouped,
     lay_out,
@@ -55,7 +55,7 @@ def queries(asked):  # type: ignore[no-untyped-def]
     for head in range(lists):
         for r in range(rows):
             for j in range(head_dim):
-                query[head, r, j] = load_one(address, 0, (head * rows + r) * head_dim + j, number)
+                query[head, r, j] = load_one(address, (head * rows + r) * head_dim + j, number)
     return query
 
 

@@ -100,8 +100,8 @@ def _turn(vectors, angles, out, head_dim, stored):  # type: ignore[no-untyped-de
         for head in range(0, width, head_dim):
             for i in range(head_dim):
                 other = vectors[r, head + i - half] if i >= half else -vectors[r, head + i + half]
-                cosine = load_one(cosines, cosines, r * head_dim + i, stored)
-                sine = load_one(sines, sines, r * head_dim + i, stored)
+                cosine = load_one(cosines, r * head_dim + i, stored)
+                sine = load_one(sines, r * head_dim + i, stored)
                 put(out, r * width + head + i, vectors[r, head + i] * cosine + other * sine, stored)
 
 
@@ -111,10 +111,10 @@ def normed(x, weight, out, rows, width, epsilon, stored):  # type: ignore[no-unt
     numbers = np.empty(width, np.float32)
     for first in range(0, rows * width, width):
         for i in range(width):
-            numbers[i] = load_one(x, x, first + i, stored)
+            numbers[i] = load_one(x, first + i, stored)
         scale = np.float32(1 / np.sqrt(np.mean(numbers * numbers) + epsilon))
         for i in range(width):
-            put(out, first + i, numbers[i] * scale * load_one(weight, weight, i, stored), stored)
+            put(out, first + i, numbers[i] * scale * load_one(weight, i, stored), stored)
 
 
 @inner
@@ -123,7 +123,7 @@ def _given(x, rows, width, stored):  # type: ignore[no-untyped-def]
     numbers, laid = np.empty((rows, width), np.float32), np.empty((rows, width), np.float32)
     for r in range(rows):
         for j in range(width):
-            numbers[r, j] = load_one(x, x, r * width + j, stored)
+            numbers[r, j] = load_one(x, r * width + j, stored)
     lay_out(numbers, laid, stored)
     return laid
 
@@ -190,7 +190,7 @@ def _some_products(x, weight, first, count, block, stored):  # type: ignore[no-u
             for i in range(count):
                 row = weight + (first + i) * size
                 for j in range(whole, inputs):
-                    block[r, i] += x[r, j] * load_one(row, 0, j, stored)
+                    block[r, i] += x[r, j] * load_one(row, j, stored)
 
 
 @inner
@@ -198,7 +198,7 @@ def _put_products(products, bias, first, count, out, place, stored, written):  #
     """Write the products of one row of x to out, from `place` + `first` on."""
     if bias:
         for i in range(count):
-            products[i] += load_one(bias, bias, first + i, stored)
+            products[i] += load_one(bias, first + i, stored)
     whole = count // LANES * LANES
     for i in range(0, whole, LANES):
         put(out, place + first + i, load(products.ctypes.data + 4 * i), written)

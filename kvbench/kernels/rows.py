@@ -1,16 +1,15 @@
 """Stored rows of keys and values, in any number of bits, and queries that meet them.
 
 A stored row is an address: of a device block, a host block, replaced keys or extra entries. It holds numbers in their
-type (float32, or bfloat16 as uint16), or codes in one of the ways below (`kvbench.memory.codec`), which become numbers
-in the registers into which they are read; kernels are compiled for the type of either. Codes stand first in a row, and
-their scale (of KIVI's values: scales, then minima) after them. Of 32 neighbours in bfloat16 those of even indexes are
-one vector, and those of odd indexes the next, an operation each; what meets them, and what they are added to, is laid
-out in that order (`lay_out`).
+type (float32, or bfloat16 as uint16), or codes (`kvbench.kernels.coded`), which become numbers in the registers into
+which they are read; kernels are compiled for the type of either. The scale and the minimum of a whole row go into its
+logit, or its weight. Of 32 neighbours in bfloat16, or in 4 bits, those of even indexes are one vector, and those of odd
+indexes the next, an operation each; what meets them, and what they are added to, is laid out in that order (`lay_out`).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -18,11 +17,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kvbench.kernels.coded import FLOATS, TYPES, Facts, Reader, decoded
 from kvbench.kernels.vectors import (
     LANES,
     LINE,
     NOTHING,
     PAIR,
+    called,
     exponential,
     fetch,
     first_of,
@@ -41,143 +42,68 @@ from kvbench.kernels.vectors import (
     store,
     sum_of,
     times,
+    vector,
 )
 
 BLOCK = 64  # rows whose logits are made before their values are read
-GROUP = 32  # tokens whose keys, and channels of a value, that share a scale and a minimum in KIVI
 
 
-class Int8(NamedTuple):
-    """Symmetric integers, a scale a row."""
+def _whether(fact: str) -> Any:
+    """A function of the type of rows, for kernels, that is a constant there: one of `Facts`."""
 
-    scale: np.float32 = np.float32(0)
+    @intrinsic
+    def answer(_context, stored):  # type: ignore[no-untyped-def]
+        found = getattr(Facts.of(stored), fact)
+        return types.boolean(stored), lambda context, *_: context.get_constant(types.boolean, found)
 
-
-class Fp8(NamedTuple):
-    """e4m3fn, a scale a row."""
-
-    scale: np.float32 = np.float32(0)
-
-
-class Kivi4(NamedTuple):
-    """Codes of 4 bits, scales and minima as wide as the model's numbers; those of keys, by group, lie elsewhere."""
-
-    parameter: Any
+    return answer
 
 
-class Kivi2(NamedTuple):
-    """As `Kivi4`, of 2 bits."""
-
-    parameter: Any
-
-
-SCALED, KIVI = (Int8, Fp8), {Kivi4: 4, Kivi2: 2}  # bits of a code
-
-
-def kind_of(stored: Any) -> Any:
-    """Which of the above a Numba type is of; None: of numbers."""
-    return getattr(stored, "instance_class", None)
+grouped, scaled, ranged, spread = map(_whether, ("grouped", "scaled", "ranged", "spread"))
 
 
 @intrinsic
-def grouped(_context, stored):  # type: ignore[no-untyped-def]
-    """Whether keys of this kind have their parameters by groups of tokens."""
+def load_one(_context, row, channel, stored):  # type: ignore[no-untyped-def]
+    """One number of the row at an address, without the row's scale; not of packed codes, which are read by vectors."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return context.get_constant(types.boolean, kind_of(signature.args[0]) in KIVI)
-
-    return types.boolean(stored), generate
-
-
-@intrinsic
-def load_one(_context, row, beside, channel, stored):  # type: ignore[no-untyped-def]
-    """One number of the row at an address, its parameters at another; not of KIVI's, whose rows are whole vectors."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        row, beside, channel, _ = arguments
-        stored = signature.args[3]
-        if kind_of(stored) is None:
-            return number_at(builder, row, channel, stored)
-        if kind_of(stored) in KIVI:
+        row, channel, _ = arguments
+        facts = Facts.of(signature.args[2])
+        if facts.numbers == "native":
+            return number_at(builder, row, channel, signature.args[2])
+        if facts.bits < 8:
             return ir.FloatType()(ir.Undefined)
         code = builder.load(pointer(builder, builder.add(row, channel), ir.IntType(8)), align=1)
-        return builder.fmul(_decoded(builder, code, ir.FloatType(), stored), _scale(builder, beside, stored))
+        return decoded(builder, code, ir.FloatType(), facts)
 
-    return types.float32(types.intp, types.intp, types.intp, stored), generate
-
-
-def _decoded(builder: Any, codes: Any, to: Any, stored: Any) -> Any:
-    """Codes of 8 bits, of a row or one of them, as numbers: what their scale (`_scale`) is to be multiplied with."""
-    if kind_of(stored) is Int8:
-        return builder.sitofp(codes, to)
-    # e4m3 as float16, whose exponent is one bit longer: the sign fills it, and is taken out but for the highest
-    vector = isinstance(to, ir.VectorType)
-    words, halves = (ir.VectorType(kind, LANES) if vector else kind for kind in (ir.IntType(16), ir.HalfType()))
-    shift, mask = (ir.Constant(words, [value] * LANES if vector else value) for value in (7, 0xBFFF))
-    return builder.fpext(
-        builder.bitcast(builder.and_(builder.shl(builder.sext(codes, words), shift), mask), halves), to
-    )
-
-
-def _scale(builder: Any, beside: Any, stored: Any) -> Any:
-    """The scale of a row's decoded codes, stored at an address."""
-    scale = builder.load(pointer(builder, beside, ir.FloatType()), align=1)
-    return builder.fmul(scale, scale.type(256.0)) if kind_of(stored) is Fp8 else scale  # between the exponents' biases
-
-
-def _channels(builder: Any, row: Any, beside: Any, block: Any, whole: Any, stored: Any, by_channel: bool) -> Any:
-    """A vector of a row, the `block`-th, but for the scale that the whole row has.
-
-    Args:
-        row, beside: addresses of the codes and of the parameters.
-        whole: numbers of the row.
-        by_channel: KIVI's parameters are of each channel, as those of keys, or of each group of channels.
-    """
-    kind, word, lanes = kind_of(stored), row.type, ir.VectorType(ir.FloatType(), LANES)
-    if kind is None:
-        step = LANES * stored.bitwidth // 8
-        return numbers_at(builder, builder.add(row, builder.mul(block, word(step))), stored)
-    if kind not in KIVI:
-        bytes_ = ir.VectorType(ir.IntType(8), LANES)
-        at = pointer(builder, builder.add(row, builder.mul(block, word(LANES))), bytes_)
-        return _decoded(builder, builder.load(at, align=1), lanes, stored)
-    bits, parameter, words = KIVI[kind], stored.dtype, ir.VectorType(ir.IntType(32), LANES)
-    at = builder.add(row, builder.mul(block, word(LANES * bits // 8)))
-    held = builder.load(pointer(builder, at, ir.VectorType(ir.IntType(32), LANES * bits // 32)), align=1)
-    held = builder.shuffle_vector(held, held, ir.Constant(words, [lane * bits // 32 for lane in range(LANES)]))
-    places = ir.Constant(words, [lane * bits % 32 for lane in range(LANES)])
-    codes = builder.and_(builder.lshr(held, places), ir.Constant(words, [2**bits - 1] * LANES))
-    if by_channel:
-        first = builder.add(beside, builder.mul(block, word(LANES * parameter.bitwidth // 8)))
-        past = builder.mul(whole, word(parameter.bitwidth // 8))
-        scale, least = (numbers_at(builder, at, parameter) for at in (first, builder.add(first, past)))
-    else:
-        group = builder.udiv(block, word(GROUP // LANES))
-        places = group, builder.add(group, builder.udiv(whole, word(GROUP)))
-        scale, least = (splatted(builder, number_at(builder, beside, place, parameter)) for place in places)
-    return fma(builder, builder.sitofp(codes, lanes), scale, least)
-
-
-def _two(builder: Any, row: Any, beside: Any, pair: Any, whole: Any, stored: Any, by_channel: bool) -> list[Any]:
-    """Two vectors of a row, the `pair`-th, as `lay_out` has it; see `_channels`."""
-    word = row.type
-    if stored != types.uint16:
-        first = builder.mul(pair, word(2))
-        blocks = first, builder.add(first, word(1))
-        return [_channels(builder, row, beside, block, whole, stored, by_channel) for block in blocks]
-    words, lanes = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.FloatType(), LANES)
-    both = builder.load(pointer(builder, builder.add(row, builder.mul(pair, word(2 * PAIR))), words), align=2)
-    even = builder.shl(both, ir.Constant(words, [16] * LANES))
-    odd = builder.and_(both, ir.Constant(words, [0xFFFF0000] * LANES))
-    return [builder.bitcast(half, lanes) for half in (even, odd)]
+    return types.float32(types.intp, types.intp, stored), generate
 
 
 @intrinsic
-def spread(_context, stored):  # type: ignore[no-untyped-def]
-    """Whether neighbours of this type are read into two vectors."""
-    return types.boolean(stored), lambda context, builder, signature, _: context.get_constant(
-        types.boolean, signature.args[0] == types.uint16
-    )
+def load_parameters(_context, rows, count, beside, stored):  # type: ignore[no-untyped-def]
+    """The scales and the minima of `count` rows, 16 at most: two vectors; 1, and 0, where there are none.
+
+    Args:
+        rows: address of the rows' addresses.
+        beside: bytes from a row to its parameters.
+    """
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        rows, count, beside, _ = arguments
+        facts, word = Facts.of(signature.args[3]), rows.type
+        of, many = TYPES[facts.parameter], {"none": 0, "scale": 1, "range": 2}[facts.parameters]
+        found = [cgutils.alloca_once_value(builder, ir.Constant(FLOATS, [one] * LANES)) for one in (1.0, 0.0)]
+        with cgutils.for_range(builder, count) as loop:
+            at = builder.add(rows, builder.mul(loop.index, word(word.width // 8)))
+            parameters = builder.add(builder.load(pointer(builder, at, word)), beside)
+            for n, into in enumerate(found[:many]):
+                lanes = builder.bitcast(into, ir.FloatType().as_pointer())
+                builder.store(number_at(builder, parameters, word(n), of), builder.gep(lanes, [loop.index]))
+        scale, least = map(builder.load, found)
+        scale = builder.fmul(scale, ir.Constant(FLOATS, [facts.factor] * LANES))
+        return context.make_tuple(builder, signature.return_type, (scale, least))
+
+    return types.UniTuple(vector, 2)(types.intp, types.intp, types.intp, stored), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -194,15 +120,20 @@ def score_four(_context, queries, apart, rows, beside, whole, stored, logits, co
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        queries, apart, rows, beside, whole, _, logits, _ = arguments
-        of, lanes, word = signature.args[5], ir.VectorType(ir.FloatType(), LANES), queries.type
+        queries, apart, rows, beside, whole, held, logits, _ = arguments
+        word = queries.type
         rows, beside = ([builder.extract_value(four, n) for n in range(4)] for four in (rows, beside))
-        four, nothing = list(zip(rows, beside, strict=True)), ir.Constant(lanes, [0.0] * LANES)
+        four, nothing = list(zip(rows, beside, strict=True)), ir.Constant(FLOATS, [0.0] * LANES)
+        reader = Reader(context, builder, signature.args[5], held, whole)
+        unit = reader.facts.unit
         asked = [builder.add(queries, builder.mul(apart, word(q))) for q in range(signature.args[7].literal_value)]
         sums = [[cgutils.alloca_once_value(builder, nothing) for _ in range(4)] for _ in asked]
+        squares = [cgutils.alloca_once_value(builder, nothing) for _ in four] if unit else []
 
         def meet(read: list[Any], first: Any) -> None:
-            """Add the products of a vector of each row with those of the queries, `first` bytes on."""
+            """Add the products of a vector of each row with those of the queries, `first` bytes on, and with itself."""
+            for sum, y in zip(squares, read, strict=unit):
+                builder.store(fma(builder, y, y, builder.load(sum)), sum)
             for query, own in zip(asked, sums, strict=True):
                 x = numbers_at(builder, builder.add(query, first), types.float32)
                 for sum, y in zip(own, read, strict=True):
@@ -210,23 +141,22 @@ def score_four(_context, queries, apart, rows, beside, whole, stored, logits, co
 
         pairs = builder.udiv(whole, word(PAIR))
         with cgutils.for_range(builder, pairs) as loop:
-            read = [_two(builder, *one, loop.index, whole, of, True) for one in four]
+            read = [reader.two(*one, loop.index) for one in four]
             first = builder.mul(loop.index, word(4 * PAIR))
             for n, at in enumerate((first, builder.add(first, word(4 * LANES)))):
                 meet([two[n] for two in read], at)
         with builder.if_then(builder.icmp_unsigned("<", builder.mul(pairs, word(PAIR)), whole)):
             block = builder.mul(pairs, word(2))
-            read = [_channels(builder, *one, block, whole, of, True) for one in four]
+            read = [reader.one(*one, block) for one in four]
             meet(read, builder.mul(pairs, word(4 * PAIR)))
-        scales = None
-        if kind_of(of) in SCALED:
-            scales = ir.Constant(ir.VectorType(ir.FloatType(), 4), ir.Undefined)
-            for n, at in enumerate(beside):
-                scales = builder.insert_element(scales, _scale(builder, at, of), ir.IntType(32)(n))
+        if unit:
+            lengths = four_sums(builder, *(builder.load(sum) for sum in squares))
+            lengths = builder.fadd(lengths, ir.Constant(lengths.type, [float(np.float32(1e-16))] * 4))
+            lengths = called(builder, "llvm.sqrt.v4f32", lengths.type, lengths)
         for q, own in enumerate(sums):
             found = four_sums(builder, *(builder.load(sum) for sum in own))
-            if scales is not None:
-                found = builder.fmul(found, scales)
+            if unit:
+                found = builder.fdiv(found, lengths)
             builder.store(found, pointer(builder, builder.add(logits, word(4 * BLOCK * q)), found.type), align=4)
         return context.get_dummy_value()
 
@@ -249,14 +179,15 @@ def add_rows(_context, weights, rows, beside, many, block, whole, stored, sums, 
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        weights, rows, beside, many, block, whole, _, sums, apart, _, _ = arguments
+        weights, rows, beside, many, block, whole, held, sums, apart, _, _ = arguments
         count, vectors = (argument.literal_value for argument in signature.args[9:])
-        of, lanes, word = signature.args[6], ir.VectorType(ir.FloatType(), LANES), weights.type
+        word = weights.type
+        reader = Reader(context, builder, signature.args[6], held, whole)
         first = builder.add(sums, builder.mul(block, word(4 * LANES * vectors)))
         places = [
             [
                 pointer(
-                    builder, builder.add(first, builder.add(builder.mul(apart, word(q)), word(4 * LANES * n))), lanes
+                    builder, builder.add(first, builder.add(builder.mul(apart, word(q)), word(4 * LANES * n))), FLOATS
                 )
                 for n in range(vectors)
             ]
@@ -267,15 +198,10 @@ def add_rows(_context, weights, rows, beside, many, block, whole, stored, sums, 
             at = builder.add(rows, builder.mul(loop.index, word(word.width // 8)))
             row = builder.load(pointer(builder, at, word))
             by = builder.add(row, beside)
-            if vectors == 2:
-                read = _two(builder, row, by, block, whole, of, False)
-            else:
-                read = [_channels(builder, row, by, block, whole, of, False)]
-            scale = _scale(builder, by, of) if kind_of(of) in SCALED else None
+            read = reader.two(row, by, block) if vectors == 2 else [reader.one(row, by, block)]
             for q, own in enumerate(found):
                 at = builder.add(weights, builder.add(word(4 * BLOCK * q), builder.mul(loop.index, word(4))))
-                weight = builder.load(pointer(builder, at, ir.FloatType()), align=4)
-                weight = splatted(builder, weight if scale is None else builder.fmul(weight, scale))
+                weight = splatted(builder, builder.load(pointer(builder, at, ir.FloatType()), align=4))
                 for sum, y in zip(own, read, strict=True):
                     builder.store(fma(builder, weight, y, builder.load(sum)), sum)
         for own, to in zip(found, places, strict=True):
@@ -329,9 +255,32 @@ def score(query, keys, groups, layout, count, ahead, logits, stored):  # type: i
     for r in range(many):
         for i in range(count):
             for j in range(whole, head_dim):
-                logits[r, i] += query[r, j] * load_one(keys[i], keys[i] + beside, j, stored)
+                logits[r, i] += query[r, j] * load_one(keys[i], j, stored)
+    if scaled(stored):
+        for i in range(0, count, LANES):
+            few = min(count - i, LANES)
+            scale, least = load_parameters(keys.ctypes.data + i * keys.itemsize, few, beside, stored)
+            for r in range(many):
+                at = logits.ctypes.data + 4 * (r * BLOCK + i)
+                found = times(load(at), scale)
+                if ranged(stored):
+                    found = plus(found, times(least, splat(total_of(query[r]))))
+                store(at, found)
+    for r in range(many):
         for i in range(count, vectors(count)):
             logits[r, i] = -np.inf
+
+
+@inner
+def total_of(numbers):  # type: ignore[no-untyped-def]
+    """Their sum."""
+    count, sum, rest = len(numbers), splat(NOTHING), NOTHING
+    whole = count // LANES * LANES
+    for i in range(0, whole, LANES):
+        sum = plus(sum, load(numbers.ctypes.data + 4 * i))
+    for i in range(whole, count):
+        rest += numbers[i]
+    return sum_of(sum) + rest
 
 
 @inner
@@ -386,11 +335,25 @@ def weigh(logits, count, most, total, sums):  # type: ignore[no-untyped-def]
 
 @inner
 def add_values(weights, values, layout, count, ahead, sums, stored):  # type: ignore[no-untyped-def]
-    """Add to sums [R, D] the rows at the addresses values[:count], by weights [R, BLOCK]; see `score`."""
+    """Add to sums [R, D] the rows at the addresses values[:count], by weights [R, BLOCK]; see `score`.
+
+    Of rows that have a scale of their own, weights are multiplied with it, in place.
+    """
     many, head_dim = sums.shape
     beside, size = layout
     whole, apart = head_dim // LANES * LANES, 4 * head_dim
     pairs = whole // PAIR
+    if scaled(stored):
+        for i in range(0, count, LANES):
+            few = min(count - i, LANES)
+            scale, least = load_parameters(values.ctypes.data + i * values.itemsize, few, beside, stored)
+            for r in range(many):
+                at = weights.ctypes.data + 4 * (r * BLOCK + i)
+                if ranged(stored):
+                    added = sum_of(times(load(at), least))
+                    for j in range(head_dim):
+                        sums[r, j] += added
+                store(at, times(load(at), scale))
     for i in range(0, count, LANES):
         _fetch_rows(ahead, i, LANES, size)
         rows, few = values.ctypes.data + i * values.itemsize, min(count - i, LANES)
@@ -412,7 +375,7 @@ def add_values(weights, values, layout, count, ahead, sums, stored):  # type: ig
     for r in range(many):
         for i in range(count):
             for j in range(whole, head_dim):
-                sums[r, j] += weights[r, i] * load_one(values[i], values[i] + beside, j, stored)
+                sums[r, j] += weights[r, i] * load_one(values[i], j, stored)
 
 
 @inner

@@ -30,7 +30,7 @@ def _copy(_context, to, source, size):  # type: ignore[no-untyped-def]
 def _finite(address, count, stored):  # type: ignore[no-untyped-def]
     wrong = 0
     for i in range(count):
-        x = load_one(address, 0, i, stored)
+        x = load_one(address, i, stored)
         wrong |= x - x != 0  # of NaN and inf it is NaN
     return wrong == 0
 

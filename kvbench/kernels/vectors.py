@@ -245,21 +245,23 @@ def four_sums(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
 
 
 def numbers_at(builder: Any, address: Any, stored: Any) -> Any:
-    """The vector of 16 numbers at an address, stored as float32 or as bfloat16."""
-    lanes = ir.VectorType(ir.FloatType(), LANES)
-    if stored == types.float32:
-        return builder.load(pointer(builder, address, lanes), align=4)
-    words = ir.VectorType(ir.IntType(16), LANES)
-    return widened(builder, builder.load(pointer(builder, address, words), align=2), lanes)
+    """The vector of 16 numbers at an address, stored as float32, float16 or bfloat16."""
+    return _as_float32(builder, address, stored, lambda kind: ir.VectorType(kind, LANES))
 
 
 def number_at(builder: Any, address: Any, place: Any, stored: Any) -> Any:
     """One of the numbers from an address on, as `numbers_at`."""
-    size = stored.bitwidth // 8
-    at = builder.add(address, builder.mul(place, place.type(size)))
+    at = builder.add(address, builder.mul(place, place.type(stored.bitwidth // 8)))
+    return _as_float32(builder, at, stored, lambda kind: kind)
+
+
+def _as_float32(builder: Any, address: Any, stored: Any, many: Any) -> Any:
+    kind = {types.float32: ir.FloatType(), types.float16: ir.HalfType(), types.uint16: ir.IntType(16)}[stored]
+    held = builder.load(pointer(builder, address, many(kind)), align=stored.bitwidth // 8)
     if stored == types.float32:
-        return builder.load(pointer(builder, at, ir.FloatType()), align=size)
-    return widened(builder, builder.load(pointer(builder, at, ir.IntType(16)), align=size), ir.FloatType())
+        return held
+    to = many(ir.FloatType())
+    return builder.fpext(held, to) if stored == types.float16 else widened(builder, held, to)
 
 
 # exp(x) = 2^n exp(r), n = x / ln 2 to the nearest, r = x - n ln 2: Cephes' expf, whose relative error is below 2e-7

@@ -8,8 +8,8 @@ from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.prefilled import union
 from kvbench.measure.arm import Setup
-from kvbench.memory.codec import Codecs
-from kvbench.memory.kinds import ROWS, kv_in
+from kvbench.memory.codecs import Codecs
+from kvbench.memory.kinds import KV, NATIVE, Tier, kv_in
 from kvbench.memory.large import shares_pages
 from kvbench.method import Needs, Shape
 from kvbench.models.footprint import free_memory
@@ -27,7 +27,7 @@ def room(loaded: Loaded) -> float:
 def prompt_bytes(setup: Setup, lengths: Sequence[int]) -> int:
     """Bytes of the keys and values of prompts, which all generations share that begin from their prefill."""
     shape = _shape(setup, lengths)
-    return _entries(shape, len(shape.full_layers)) * _kind_bytes(shape, "native")
+    return _entries(shape, len(shape.full_layers)) * _token_bytes(shape)
 
 
 def recorded_bytes(setup: Setup, lengths: Sequence[int], needs: Iterable[Needs]) -> int:
@@ -47,24 +47,25 @@ def row_bytes(setup: Setup, lengths: Sequence[int], new_tokens: int, index_share
     Args:
         index_share: what the method's index took of the keys and values of an earlier prompt; None: not known.
     """
-    shape, kinds, size = _shape(setup, lengths), kv_in(setup.config), setup.budget.size
+    shape, kv, size = _shape(setup, lengths), kv_in(setup.config), setup.budget.size
     layers = len(shape.sparse_layers)
-    sparse, plain, coded = _entries(shape, layers), *(_kind_bytes(shape, kind) for kind in ("native", kinds.device))
+    sparse, plain = _entries(shape, layers), _token_bytes(shape)
     own = shape.batch * len(shape.full_layers) * new_tokens * plain
     own += round((INDEX if index_share is None else index_share) * sparse * plain)
     if setup.method.needs.home != "device":
-        own += sparse * _kind_bytes(shape, kinds.host)
+        own += sparse * _token_bytes(shape, kv, "host")
     elif size is not None:  # who evicts copies what it keeps
         own += min(sparse, layers * sum(map(setup.budget.tokens, shape.lengths))) * plain
-    if coded != plain:
-        own += _entries(shape, len(shape.full_layers)) * coded
+    if kv.coded:
+        each = [kv.of_layer(layer, shape.layers, len(shape.windows)) for layer in shape.full_layers]
+        own += _entries(shape, 1) * sum(_token_bytes(shape, one) for one in each if one.coded)
     return own if shares_pages(shape.device) else own + prompt_bytes(setup, lengths)
 
 
 def index_share(setup: Setup, lengths: Sequence[int], index_bytes: int) -> float:
     """What an index of so many bytes is of its prompts' keys and values in sparse layers."""
     shape = _shape(setup, lengths)
-    return index_bytes / max(1, _entries(shape, len(shape.sparse_layers)) * _kind_bytes(shape, "native"))
+    return index_bytes / max(1, _entries(shape, len(shape.sparse_layers)) * _token_bytes(shape))
 
 
 def _shape(setup: Setup, lengths: Sequence[int]) -> Shape:
@@ -77,6 +78,6 @@ def _entries(shape: Shape, layers: int) -> int:
     return layers * shape.batch * max(shape.lengths)
 
 
-def _kind_bytes(shape: Shape, kind: str) -> int:
-    """Bytes of a token's keys and values in a layer; at most, where groups share parameters."""
-    return shape.kv_heads * Codecs.of(kind if kind in ROWS else "int8", shape.head_dim, shape.dtype).nbytes
+def _token_bytes(shape: Shape, kv: KV = NATIVE, tier: Tier = "device") -> int:
+    """Bytes of a token's keys and values in a layer."""
+    return shape.kv_heads * Codecs.of(kv, tier, shape.head_dim, shape.dtype).nbytes

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvbench.kernels import tokens as kernels
 from kvbench.memory import large
-from kvbench.memory.codec import Codec, Codecs, KiviKeys
+from kvbench.memory.codecs import Codecs
 from kvbench.memory.slots import (
     NO_TOKEN,
     PAGE,
@@ -72,7 +72,7 @@ class Span(NamedTuple):
     """
 
     pool: Pool
-    codecs: tuple[Codec | KiviKeys, Codec]
+    codecs: Codecs
     first: torch.Tensor
     begin: torch.Tensor
     end: torch.Tensor
@@ -185,7 +185,7 @@ class DeviceTier(Slotted):
     """
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, reserved: int, grows: bool = False) -> None:
-        self.codecs = Codecs.of("native", key.shape[3], key.dtype)
+        self.codecs = Codecs.native(key.shape[3], key.dtype)
         self._hold(Pool.of(key, value), torch.full(key.shape[:2], key.shape[2]))
         self.ids, self.used = None, torch.zeros_like(self.room)
         self.reserved = reserved

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kvbench.memory.codec import GROUP, KiviKeys, KiviValues
+from kvbench.kernels.coded import GROUP
+from kvbench.memory.codecs import Codecs
 from kvbench.memory.device import DeviceTier, Located, Span, packed_pool
 from kvbench.memory.slots import Pool, flat, more_slots, rows, with_free_slots
 from kvbench.memory.transfer import uploaded
@@ -24,7 +25,7 @@ class GroupedTier(DeviceTier):
 
     Args:
         plain: the tier that this one takes the place of; its memory is not used any more.
-        keys: the codec of keys, and the bits of values.
+        codecs: of coded keys, which have their parameters by groups of tokens, and of coded values.
 
     Attributes:
         coded: [B, Hkv] int64 on the CPU, slots of each KV head that are coded, whole groups; the window has the others.
@@ -32,9 +33,8 @@ class GroupedTier(DeviceTier):
         window: each KV head's `WINDOW` rows; slot s is row s % WINDOW.
     """
 
-    def __init__(self, plain: DeviceTier, keys: KiviKeys) -> None:
-        self._keys, self._values = keys, KiviValues(keys.head_dim, keys.dtype, keys.bits)
-        self.codecs, self._grows = plain.codecs, plain._grows
+    def __init__(self, plain: DeviceTier, codecs: Codecs) -> None:
+        self._coded, self.codecs, self._grows = codecs, plain.codecs, plain._grows
         self.used, self.reserved, self.ids = plain.used, plain.reserved, plain.ids
         key, value, _ = plain.resident()
         self.coded = ((self.used - WINDOW).clamp(min=0) + GROUP - 1) // GROUP * GROUP
@@ -43,8 +43,8 @@ class GroupedTier(DeviceTier):
         newest = newest.clamp(max=key.shape[2] - 1)
         self.window = Pool.of(rows(key, newest), rows(value, newest))
         key, value = (torch.nn.functional.pad(part, (0, 0, 0, -part.shape[2] % GROUP)) for part in (key, value))
-        codes, parameters = keys.encode(key.unflatten(2, (-1, GROUP)))
-        self._pack(codes.flatten(2, 3), self._values.encode(value), parameters)
+        codes, parameters = codecs.key.encode(key.unflatten(2, (-1, GROUP)))
+        self._pack(codes.flatten(2, 3), codecs.value.encode(value), parameters)
 
     def _pack(self, key: torch.Tensor, value: torch.Tensor, parameters: torch.Tensor) -> None:
         """Take newly allocated room for all slots reserved, with codes [B, Hkv, n, width] and their groups' parameters
@@ -68,7 +68,7 @@ class GroupedTier(DeviceTier):
     @property
     def sizes(self) -> tuple[int, int]:
         """Bytes of a coded key, with its share of its group's parameters, and of a coded value."""
-        return self._keys.width + self.parameters[:1].nbytes // GROUP, self._values.nbytes
+        return self._coded.key.nbytes, self._coded.value.nbytes
 
     def blocks(self) -> list[torch.Tensor]:
         """All that is held."""
@@ -93,8 +93,8 @@ class GroupedTier(DeviceTier):
         slot = self.coded.view(-1)[head] + torch.arange(GROUP)
         source = uploaded(head * WINDOW + slot % WINDOW, self.first.device)
         target = uploaded(slot, self.first.device) + self.first.view(-1)[uploaded(head, self.first.device)]
-        codes, parameters = self._keys.encode(self.window.key[source])
-        self.pool.key[target], self.pool.value[target] = codes, self._values.encode(self.window.value[source])
+        codes, parameters = self._coded.key.encode(self.window.key[source])
+        self.pool.key[target], self.pool.value[target] = codes, self._coded.value.encode(self.window.value[source])
         self.parameters[target[:, 0] // GROUP] = parameters
         self.coded.view(-1)[head] += GROUP
 
@@ -142,7 +142,7 @@ class GroupedTier(DeviceTier):
         row = WINDOW * torch.arange(turn.numel()).view_as(turn)  # of the window, where each KV head's begin
         again = torch.minimum(turn + WINDOW, self.used)  # the first slot that is back at them
         spans = [
-            Span(self.pool, (self._keys, self._values), self.first, none, self.coded, self.parameters),
+            Span(self.pool, self._coded, self.first, none, self.coded, self.parameters),
             Span(self.window, self.codecs, uploaded(row - turn, self.first.device), self.coded, again),
         ]
         if bool((again < self.used).any()):
@@ -170,7 +170,7 @@ class GroupedTier(DeviceTier):
         """Keys and values [B, Hkv, M, D] of slots [B, Hkv, M], each in the room of its head."""
         at = slots + self.first[..., None]
         key, value = self.pool.at(at)
-        coded = self._keys.decode(key, self.parameters[at // GROUP]), self._values.decode(value)
+        coded = self._coded.key.decode(key, self.parameters[at // GROUP]), self._coded.value.decode(value)
         near = self.window.at(flat(slots % WINDOW, WINDOW))
         whole = (slots >= uploaded(self.coded, slots.device)[..., None])[..., None]
         key, value = (torch.where(whole, here, there) for here, there in zip(near, coded, strict=True))

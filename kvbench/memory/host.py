@@ -20,7 +20,7 @@ import torch
 
 from kvbench.kernels import tokens as kernels
 from kvbench.memory import large
-from kvbench.memory.codec import Codecs
+from kvbench.memory.codecs import Codecs
 from kvbench.memory.pinned import pinned_zeros
 from kvbench.memory.slots import more_slots, rows
 from kvbench.memory.transfer import side_stream
@@ -154,9 +154,10 @@ class HostTier:
         for row, length in enumerate(lengths):
             self.present.numpy()[row, :, length] = True  # torch may refuse to, outside the mode that it was made in
         new = key[:, :, 0], value[:, :, 0]
-        buffer = torch.empty(2, *new[0].shape, dtype=key.dtype, pin_memory=True)
-        buffer.copy_(torch.stack(new), non_blocking=True)
-        self._landing.append(_Landing(tuple(lengths), buffer, torch.cuda.current_stream(key.device).record_event()))
+        buffers = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in new]
+        for buffer, part in zip(buffers, new, strict=True):
+            buffer.copy_(part, non_blocking=True)
+        self._landing.append(_Landing(tuple(lengths), buffers, torch.cuda.current_stream(key.device).record_event()))
 
     def _land(self) -> None:
         """Put new tokens that have left the device into their slots; waits for the last of them."""
@@ -210,9 +211,7 @@ class HostTier:
     def read(
         self, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor, values_only: bool = False
     ) -> torch.Tensor:
-        """Keys and values, or these alone, of single tokens, all three [n] on the CPU: [2 or 1, n, width] in one
-        (pinned) buffer, as they are held.
-        """
+        """Of single tokens, all three [n] on the CPU, what `rows_in` finds in one (pinned) buffer."""
         if not bool(self.present[row, head, token].all()):
             lost = token[~self.present[row, head, token]][0].item()
             raise LookupError(f"token {lost} is not in the store: dropped earlier, or not seen yet")
@@ -221,12 +220,15 @@ class HostTier:
             self._land()
         slot = self.slot_of[row, head, token]
         pinned = self._device.type == "cuda"
-        blocks = [self.value] if values_only else [self.key, self.value]
-        buffer = torch.empty(len(blocks), len(token), self.key.shape[3], dtype=self.key.dtype, pin_memory=pinned)
-        flat = (row * self.key.shape[1] + head) * self.capacity + slot
-        for block, out in zip(blocks, buffer, strict=True):
+        blocks, flat = self.moving(values_only), (row * self.key.shape[1] + head) * self.capacity + slot
+        buffer = torch.empty(sum(_sizes(blocks, len(token))), dtype=torch.uint8, pin_memory=pinned)
+        for block, out in zip(blocks, rows_in(buffer, blocks, len(token)), strict=True):
             torch.index_select(block.view(-1, block.shape[3]), 0, flat, out=out)
         return buffer
+
+    def moving(self, values_only: bool) -> list[torch.Tensor]:
+        """The blocks from which `read` takes rows."""
+        return [self.value] if values_only else [self.key, self.value]
 
     def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As they are held, [B, Hkv, M, width] each, token ids [B, Hkv, M] on the CPU; any finite content for -1."""
@@ -275,6 +277,17 @@ class HostTier:
         _check_slots(self)
 
 
+def _sizes(blocks: Sequence[torch.Tensor], count: int) -> list[int]:
+    """Bytes of so many rows of each of blocks [..., width] in a buffer; each part begins where any number may."""
+    return [-(-count * block.shape[3] * block.itemsize // 16) * 16 for block in blocks]
+
+
+def rows_in(buffer: torch.Tensor, blocks: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
+    """So many rows of each of blocks [..., width], [n, width], in the bytes of a buffer on either side."""
+    parts = zip(buffer.split(_sizes(blocks, count)), blocks, strict=True)
+    return [part.view(block.dtype)[: count * block.shape[3]].view(count, -1) for part, block in parts]
+
+
 def _check_slots(tier: HostTier) -> None:
     assert tier.key.shape[:3] == tier.value.shape[:3], "a key has a value"
     if tier._decoded is not None:
@@ -294,11 +307,11 @@ class _Landing:
 
     Attributes:
         lengths: their ids, one a row.
-        tokens: [2, B, Hkv, width], pinned; there once `event` is over.
+        tokens: keys and values [B, Hkv, width], pinned; there once `event` is over.
     """
 
     lengths: tuple[int, ...]
-    tokens: torch.Tensor
+    tokens: Sequence[torch.Tensor]
     event: torch.cuda.Event
 
 

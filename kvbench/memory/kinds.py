@@ -6,76 +6,152 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvbench.config import ConfigError, show
 
 if TYPE_CHECKING:  # it imports torch
     from kvbench.method import Method
 
-ROWS = ("native", "fp8", "int8")
-GROUPED = {"kivi4": 4, "kivi2": 2}  # and the bits of a code
-KINDS = {"device": (*ROWS, *GROUPED), "host": ROWS}
+PUBLISHED = ("turboquant_k8v4", "turboquant_4bit", "turboquant_k3v4", "turboquant_3bit")  # TurboQuant's, of vLLM
+PAPERS = ("turboquant_mse4", "turboquant_mse3", "turboquant_prod4", "turboquant_prod3")  # and of its paper
+HADAMARD = {"turboquant_4bit", "turboquant_k3v4", "turboquant_3bit"}  # turn rows by a Hadamard matrix
+ROWS = ("native", "fp8", "int8", "int4", *PUBLISHED, *PAPERS)
+GROUPED = ("kivi4", "kivi2")
+EVERY = (*ROWS, *GROUPED)
+ROTATIONS = ("none", "hadamard")
+# What each key may be; null of a side: as its tier.
+KINDS = {"device": EVERY, "host": ROWS, "key": EVERY, "value": EVERY, "rotate": ROTATIONS}
+SIDES = ("key", "value")
+Tier = Literal["device", "host"]
+TIERS: tuple[Tier, Tier] = ("device", "host")
 
 
 class KV(NamedTuple):
-    """A kind for the device's tokens, and one for the host's."""
+    """How keys and values are held.
+
+    Attributes:
+        device, host: the kind of each tier's tokens.
+        key, value: of keys, and of values, another kind than their tier's; None: their tier's.
+        rotate: "hadamard" turns rows before they are coded.
+        native_layers: so many first, and so many last layers hold their tokens as they came.
+    """
 
     device: str = "native"
     host: str = "native"
+    key: str | None = None
+    value: str | None = None
+    rotate: str = "none"
+    native_layers: int = 0
+
+    def kinds(self, tier: Tier) -> tuple[str, str]:
+        """Of a tier's keys, and of its values."""
+        own: str = getattr(self, tier)
+        wanted = [getattr(self, side) or own for side in SIDES]
+        key, value = (own if tier == "host" and kind in GROUPED else kind for kind in wanted)
+        return key, value
+
+    @property
+    def named(self) -> set[str]:
+        """The kinds of both tiers, of keys and of values."""
+        return {kind for tier in TIERS for kind in self.kinds(tier)}
+
+    @property
+    def listed(self) -> list[str]:
+        """What `conf/kernels.json` calls them."""
+        return [f"kv={kind}" for kind in sorted(self.named)]
 
     @property
     def coded(self) -> bool:
         """Whether any tier holds its tokens in fewer bits."""
-        return self != NATIVE
+        return self.named != {"native"}
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the device's keys are coded in groups of tokens."""
+        return self.kinds("device")[0] in GROUPED
+
+    def of_layer(self, layer: int, layers: int, windows: int) -> KV:
+        """That of one of so many layers, of which some have a window; then none is left native for its place."""
+        ends = 0 if windows else min(self.native_layers, layers // 2)
+        return NATIVE if layer < ends or layer >= layers - ends else self
+
+    def stored(self) -> dict[str, Any]:
+        """As a run's identity has it: the tiers' kinds, and what else differs from none."""
+        return {key: value for key, value in self._asdict().items() if key in TIERS or value != getattr(NATIVE, key)}
 
     def __str__(self) -> str:
+        key, value = self.kinds("device")
         own = "native" if self.device in GROUPED else self.device  # what goes with it on the host
-        return self.device if self.host == own else f"{self.device}-{self.host}"
+        parts = [key if key == value else f"{key}+{value}"]
+        if self.kinds("host") != self._replace(host=own).kinds("host"):
+            parts.append("+".join(dict.fromkeys(self.kinds("host"))))
+        if self.rotate != "none":
+            parts.append(self.rotate)
+        if self.native_layers != native_layers(self.device):
+            parts.append(f"ends{self.native_layers}")
+        return "-".join(parts)
 
 
 NATIVE = KV()
 
 
-def kv_of(asked: str | Mapping[str, str]) -> KV:
-    """What is asked for: one kind for both tiers, or a kind each as {"device": ..., "host": ...}.
+def native_layers(kind: str) -> int:
+    """First and last layers that a kind leaves native as published: vLLM's `turboquant_*` two, if no layer has a
+    window.
+    """
+    return 2 if kind in PUBLISHED else 0
+
+
+def kv_of(asked: str | Mapping[str, Any]) -> KV:
+    """What is asked for: one kind for both tiers, or some of the keys of `KV`.
 
     Raises:
-        ConfigError: there is no such kind, or no such tier.
+        ConfigError: there is no such kind, or no such key.
     """
     if isinstance(asked, str):
-        if asked not in KINDS["device"]:
-            raise ConfigError(f"kv={asked}: expected {' | '.join(KINDS['device'])}")
-        return KV(asked, asked if asked in ROWS else "native")
+        if asked not in EVERY:
+            raise ConfigError(f"kv={asked}: expected {' | '.join(EVERY)}")
+        return KV(asked, asked if asked in ROWS else "native", native_layers=native_layers(asked))
     if not isinstance(asked, Mapping):
-        raise ConfigError(f"kv={show(asked)}: expected {' | '.join(KINDS['device'])}, or one each for device and host")
-    for tier, kind in asked.items():
-        if tier not in KINDS:
-            raise ConfigError(f"kv.{tier}={show(kind)}: no such tier; one of {', '.join(KINDS)}")
-        if kind not in KINDS[tier]:
-            raise ConfigError(f"kv.{tier}={show(kind)}: expected {' | '.join(KINDS[tier])}")
-    return KV(**asked)
+        raise ConfigError(f"kv={show(asked)}: expected {' | '.join(EVERY)}, or some of {', '.join(KV._fields)}")
+    for key, value in asked.items():
+        if key not in KV._fields:
+            raise ConfigError(f"kv.{key}={show(value)}: no such key; one of {', '.join(KV._fields)}")
+        expected = KINDS.get(key)
+        if expected and value not in expected and not (value is None and key in SIDES):
+            raise ConfigError(f"kv.{key}={show(value)}: expected {' | '.join(expected)}")
+    kv = KV(**asked)
+    if type(kv.native_layers) is not int or kv.native_layers < 0:
+        raise ConfigError(f"kv.native_layers={show(kv.native_layers)}: expected a whole number, 0 or more")
+    return kv
 
 
 def kv_in(config: Mapping[str, Any]) -> KV:
     """That of a composed config, or of a stored one."""
-    return KV(*(config["kv"][tier] for tier in KV._fields))
+    return KV(**{key: config["kv"][key] for key in KV._fields if key in config["kv"]})
 
 
 def unfit_for(kv: KV, method: Method, name: str, counted: bool) -> Iterator[str]:
     """Why the tokens of a method cannot be held so; `counted`: generated tokens count inside its budget."""
     needs, evicts = method.needs, method.evicts == "always" or (method.evicts == "counted" and counted)
-    if kv.device in GROUPED and (needs.home != "device" or needs.on_drop == "offload"):
+    if kv.grouped and (needs.home != "device" or needs.on_drop == "offload"):
         yield f"kv={kv}: {name} keeps tokens on the host, which leave their groups; expected {' | '.join(ROWS)}"
-    elif kv.device in GROUPED and evicts:
+    elif kv.grouped and evicts:
         yield f"kv={kv}: {name} drops tokens out of their groups as it generates; expected {' | '.join(ROWS)}"
 
 
 def unfit(kv: KV, head_dim: int | None) -> Iterator[str]:
-    """Why keys and values with heads of this size (None: not known yet) cannot be held so."""
+    """Why keys and values cannot be held so, with heads of this size (None: not known yet)."""
+    key, value = kv.kinds("device")
+    kinds = kv.named - {"native"}
+    if value in GROUPED and key not in GROUPED:
+        yield f"kv.value={value}: codes values with their keys, in groups of tokens; expected kv.key={value}, or int4"
+    if kv.rotate != "none" and (not kinds or kinds & {*PUBLISHED, *PAPERS}):
+        yield f"kv.rotate={kv.rotate}: goes with kinds that do not turn rows themselves, not with {kv}; expected none"
     if head_dim is None:
         return
-    if kv.coded and head_dim % 4:
-        yield f"kv={kv}: reads rows in words of 4 bytes, and the model's heads have {head_dim} channels; use kv=native"
-    elif kv.device in GROUPED and head_dim % 32:
-        yield f"kv={kv}: groups 32 channels, and the model's heads have {head_dim}; expected {' | '.join(ROWS)}"
+    if (kv.rotate != "none" or kinds & HADAMARD) and head_dim & (head_dim - 1):
+        yield f"kv={kv}: turns rows by a Hadamard matrix, of a power of two; the model's heads have {head_dim} channels"
+    elif kinds - {"fp8", "int8"} and head_dim % 32:
+        yield f"kv={kv}: packs 32 channels, and the model's heads have {head_dim}; expected native | fp8 | int8"

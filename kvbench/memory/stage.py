@@ -17,7 +17,7 @@ import torch
 from kvbench.memory.cache import keeper_of
 from kvbench.memory.device import Located
 from kvbench.memory.fetch import fetch
-from kvbench.memory.host import HostTier
+from kvbench.memory.host import HostTier, rows_in
 from kvbench.memory.plan import StagePlan, compile_kernels, plan_stage
 from kvbench.memory.slots import (
     NO_TOKEN,
@@ -81,7 +81,7 @@ class Stage:
         in_place: attention reads the host's memory, so nothing is copied; the device is the CPU.
         cache: what stays beside the last selection.
         found: called with the number of attended tokens, newest ones left out, that were here and that were moved up.
-        values_only: keys are not moved; the values stand in their place.
+        values_only: keys are not moved; zeros stand in their place.
 
     Attributes:
         newest: keys and values [B, Hkv, 1, width] of the current token, which come from the device anyway.
@@ -103,7 +103,8 @@ class Stage:
         self._host, self._device, self._moved, self._in_place = host, device, moved, in_place
         self._keeper, self._found = keeper_of(cache), found
         self._kept: torch.Tensor | None = None  # [B, Hkv, n] ids that stay, by the keeper
-        self.values_only, self._nothing = values_only, host.key.new_empty(0, host.key.shape[3], device=device)
+        self.values_only = values_only
+        self._nothing = tuple(block.new_empty(0, block.shape[3], device=device) for block in (host.key, host.value))
         self._staged: Staged | None = None
         self._noted: deque[Callable[[], None]] = deque()  # what is still to be planned, in order
         self._coming: Coming | None = None
@@ -240,9 +241,9 @@ class Stage:
         self._moved(plan.moving)
         aside = beside and self._device.type == "cuda"
         with torch.cuda.stream(side_stream(self._device)) if aside else nullcontext():
-            moved = uploaded(found, self._device)  # keys, where they are moved, and values
+            parts = rows_in(uploaded(found, self._device), self._host.moving(self.values_only), plan.moving)
             event = torch.cuda.current_stream(self._device).record_event() if aside else None
-        return Coming(plan.ids, plan.total, plan.source, (*blocks, (moved[0], moved[-1])), event)
+        return Coming(plan.ids, plan.total, plan.source, (*blocks, _with_keys(parts, self._nothing[0])), event)
 
     def _received(self, coming: Coming) -> Staged:
         """The tokens that were moved up, in one block with those that were staged before."""
@@ -251,10 +252,10 @@ class Stage:
         if coming.event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(coming.event)
-            coming.blocks[-1][0].record_stream(stream)
+            coming.blocks[-1][1].record_stream(stream)
         source = uploaded(coming.source.reshape(-1), self._device)
-        size = (*coming.ids.shape, self._host.key.shape[3])
-        key, value = (side.index_select(0, source).view(size) for side in _joined(coming.blocks, self._nothing))
+        sides = _joined(coming.blocks, self._nothing)
+        key, value = (side.index_select(0, source).view(*coming.ids.shape, side.shape[1]) for side in sides)
         return Staged(coming.ids, (key, value), coming.total)
 
     # -- on the device alone ---------------------------------------------------------------------------------------
@@ -272,11 +273,10 @@ class Stage:
         self._here = self._here + ((near >= 0) & (near < held)).sum()
         if self._host.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._host.copied)
-        size = (*ids.shape, self._host.key.shape[3])
-        sides = list(zip(_joined(self._blocks(), self._nothing), (self._host.key, self._host.value), strict=True))
-        moving = sides[1:] if self.values_only else sides
-        moved = [fetch(near, far, here, host.view(-1, size[3])).view(size) for here, host in moving]
-        rows = moved[0], moved[-1]
+        here, there = _joined(self._blocks(), self._nothing), self._host.moving(self.values_only)
+        sides = zip(here[-len(there) :], there, strict=True)
+        parts = _with_keys([fetch(near, far, own, host.flatten(0, 2)) for own, host in sides], self._nothing[0])
+        rows = parts[0].reshape(*ids.shape, -1), parts[1].reshape(*ids.shape, -1)
         return Staged(ids, rows, (ids != NO_TOKEN).sum()), rows
 
     def _origins(self, ids: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -306,11 +306,11 @@ class Stage:
         """Assert what holds between any two calls; waits for the device."""
         if self.staged is not None:
             self._check_ids(self.staged.ids)
-            size = (*self.staged.ids.shape, self._host.key.shape[3])
-            assert all(row.shape == size for row in self.staged.rows or ()), "what is staged has a key and a value"
+            for row, block in zip(self.staged.rows or (), (self._host.key, self._host.value), strict=False):
+                assert row.shape == (*self.staged.ids.shape, block.shape[3]), "what is staged has a key and a value"
         if self._coming is not None:
             self._check_ids(self._coming.ids)
-            rows = sum(key.numel() for key, _ in self._coming.blocks) // self._host.key.shape[3]
+            rows = sum(value.numel() for _, value in self._coming.blocks) // self._host.value.shape[3]
             assert self._in_place or self._coming.source.shape == self._coming.ids.shape, "what comes has a source"
             assert bool((self._coming.source < max(rows, 1)).all()), "a source is a row of the blocks"
 
@@ -322,10 +322,18 @@ class Stage:
         assert bool((lives | (ids == NO_TOKEN)).all()), "what is staged lives on the host"
 
 
-def _joined(blocks: Blocks, nothing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of all blocks, keys and values, [n, D] each; where there are none, `nothing` [0, D]."""
-    sides = zip(*blocks, strict=True) if blocks else ((nothing,), (nothing,))
-    key, value = (torch.cat([part.reshape(-1, nothing.shape[1]) for part in side]) for side in sides)
+def _with_keys(parts: Sequence[torch.Tensor], nothing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [n, width] that were moved; in the place of keys that were not zeros, as wide as `nothing`."""
+    *key, value = parts
+    return key[0] if key else nothing.new_zeros(1, nothing.shape[1]).expand(len(value), -1), value
+
+
+def _joined(blocks: Blocks, nothing: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of all blocks, keys and values, [n, width] each; where there are none, `nothing` [0, width] of each."""
+    sides = zip(*blocks, strict=True) if blocks else [(none,) for none in nothing]
+    key, value = (
+        torch.cat([part.reshape(-1, none.shape[1]) for part in side]) for side, none in zip(sides, nothing, strict=True)
+    )
     return key, value
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from kvbench.memory.codec import Codecs
+from kvbench.memory.codecs import Codecs
 from kvbench.memory.device import DeviceTier, Located
 from kvbench.memory.host import HostTier
 from kvbench.memory.kinds import KV, NATIVE
@@ -141,7 +141,7 @@ class LayerStore(Tiers):
     def _open_host(self) -> tuple[HostTier, Stage]:
         """The host tier and its stage, made where there are none yet."""
         if self.host is None or self.stage is None:
-            codecs, device = self._codecs(self._kinds.host), self.device.first.device
+            codecs, device = self._codecs("host"), self.device.first.device
             capacity = max(self.device.reserved, *self.lengths)
             rows = len(self.lengths), self.kv_heads
             self.host = HostTier(rows, codecs, device, capacity, self._grows, self._host_keys)
@@ -182,8 +182,8 @@ class LayerStore(Tiers):
         Args:
             codecs: how the block holds them; None: as both tiers do, or else decoded.
         """
-        theirs, ours = self._codecs(self._kinds.host), self.device.codecs
-        codecs = codecs or (ours if ours == theirs else self._codecs("native"))
+        theirs, ours = self._codecs("host"), self.device.codecs
+        codecs = codecs or (ours if ours == theirs else Codecs.native(ours.key.head_dim, ours.key.dtype))
         count = index.shape[2]
         ids, present = self.device.upload(pad(index, (0, whole_pages(count) - count), value=-1))
         slots, found = self.device.find(ids)

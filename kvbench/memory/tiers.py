@@ -11,11 +11,11 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.nn.functional import pad
 
-from kvbench.memory.codec import Codecs, KiviKeys
+from kvbench.memory.codecs import Codecs
 from kvbench.memory.device import DeviceTier
 from kvbench.memory.grouped import GroupedTier
 from kvbench.memory.host import Arrival, HostTier
-from kvbench.memory.kinds import GROUPED, KV, NATIVE
+from kvbench.memory.kinds import KV, NATIVE, Tier
 from kvbench.memory.slots import NO_TOKEN, index_of, lists_of, of_kv_heads
 from kvbench.memory.stage import Stage, Staged
 from kvbench.memory.transfer import uploaded
@@ -191,15 +191,15 @@ class Tiers:
 
     def encode(self) -> None:
         """Code the device's tokens as its kind says; called after the prompt and the method's eviction of it."""
-        kind, plain = self._kinds.device, self.device.codecs.key
-        if kind in GROUPED:
-            self.device = GroupedTier(self.device, KiviKeys(plain.head_dim, plain.dtype, GROUPED[kind]))
+        if self._kinds.grouped:
+            self.device = GroupedTier(self.device, self._codecs("device"))
         else:
-            self.device.encode(self._codecs(kind))
+            self.device.encode(self._codecs("device"))
 
-    def _codecs(self, kind: str) -> Codecs:
+    def _codecs(self, tier: Tier) -> Codecs:
+        """How a tier holds keys and values once the prompt is over."""
         plain = self.device.codecs.key
-        return Codecs.of(kind, plain.head_dim, plain.dtype)
+        return Codecs.of(self._kinds, tier, plain.head_dim, plain.dtype)
 
     # -- bytes -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from kvbench.config import ConfigError
-from kvbench.memory.codec import Codecs
+from kvbench.memory.codecs import Codecs
+from kvbench.memory.kinds import KV, NATIVE
 from kvbench.models.support import text_config, windows
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -50,10 +51,10 @@ class Footprint(NamedTuple):
 
 
 def footprint(
-    model_config: Mapping[str, Any], dtype: torch.dtype, prompts: Prompts, kind: str = "native"
+    model_config: Mapping[str, Any], dtype: torch.dtype, prompts: Prompts, kv: KV = NATIVE
 ) -> Footprint | None:
-    """The bytes of a model and its prompts, with keys and values held as `kind` says (`kvbench.memory.kinds`); None
-    where the shape does not say.
+    """The bytes of a model and its prompts, with keys and values as the host holds them; None where the shape does not
+    say.
     """
     shape = text_config(model_config)
     if not all(shape.get(key) for key in NEEDED):
@@ -72,7 +73,7 @@ def footprint(
     wide = 2 * width + 3 * inner
     return Footprint(
         (layers * layer + embeddings) * dtype.itemsize,
-        Codecs.of(kind, head_dim, dtype).nbytes * kv_heads * entries * prompts.rows,
+        Codecs.of(kv, "host", head_dim, dtype).nbytes * kv_heads * entries * prompts.rows,
         wide * at_once * prompts.rows * dtype.itemsize,
     )
 

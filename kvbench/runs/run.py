@@ -21,7 +21,7 @@ from kvbench.measure import machine
 from kvbench.measure.arm import Arm, PromptPrefill, Setup, measure, read
 from kvbench.measure.machine import threads
 from kvbench.measure.protocol import GREEDY, Protocol
-from kvbench.memory.kinds import kv_in, unfit_for
+from kvbench.memory.kinds import NATIVE, kv_in, unfit_for
 from kvbench.method import Method
 from kvbench.models import hub
 from kvbench.models.footprint import Prompts, footprint, free_memory, refuse_too_large
@@ -242,9 +242,9 @@ def refuse_no_room(config: Config, method: Method, prompts: Prompts) -> None:
     device = devices[0]
     home = method.needs.home
     # The device holds the whole prompt as it came, and codes what is left of it when it is over.
-    kind = kv_in(config).host if home == "host" else "native"
+    kv = kv_in(config) if home == "host" else NATIVE
     dtype = models.dtype_of(config["dtype"], device)
-    needed = footprint(hub.shape_of(config["model"], source), dtype, prompts, kind)
+    needed = footprint(hub.shape_of(config["model"], source), dtype, prompts, kv)
     if needed is None:
         return
     if tokens and home == "device" and has_budget(config["method"]):
@@ -336,7 +336,7 @@ def identity(arm: Arm) -> dict[str, Any]:
     """
     config = {key: value for key, value in arm.config.items() if key not in NOT_IDENTITY}
     config["budget"] = budget_of(config)
-    config["kv"] = kv_in(config)._asdict()
+    config["kv"] = kv_in(config).stored()
     written = {key: value for key, value in config["protocol"].items() if key not in GREEDY}
     config["protocol"] = written | arm.protocol.drawn()
     for group in ("backend", "method", "task"):

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvbench.engine.engine import Engine
-from kvbench.memory.codec import Codecs
+from kvbench.memory.codecs import Codecs
 from kvbench.memory.fetch import fetch, fetched
 from kvbench.memory.host import HostTier
 from kvbench.spans import Spans
@@ -36,7 +36,7 @@ def test_nothing_is_lost(kind: type[test_store.StoreMachine]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_device_reads_pinned_rows_itself(dtype: torch.dtype) -> None:
     here = torch.randn(5, 80, device="cuda").to(dtype)
-    tier = HostTier((1, 1), Codecs.of("native", 80, dtype), torch.device("cuda"), 1000)
+    tier = HostTier((1, 1), Codecs.native(80, dtype), torch.device("cuda"), 1000)
     tier.key.normal_()
     host = tier.key.view(-1, 80)
     near, far = torch.tensor([0, -1, -1, 4, -1]), torch.tensor([-1, 3, -1, -1, 999])

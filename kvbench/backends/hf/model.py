@@ -20,7 +20,7 @@ from kvbench.backends.hf.rotary import RotaryOf
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, build, method_config, show
 from kvbench.engine.engine import Engine
-from kvbench.memory.kinds import GROUPED, KV, NATIVE, unfit, unfit_for
+from kvbench.memory.kinds import KV, NATIVE, unfit, unfit_for
 from kvbench.method import HeadScores, Method, Shape
 from kvbench.models import heads, hub
 from kvbench.models.support import refuse_unsupported
@@ -120,8 +120,8 @@ class EnginePlan:
         use_kvbench_attention(model)
         dense = _layer_indices(dense_layers, model.config.get_text_config().num_hidden_layers)
         shape, kv = shape_of(model, [1], dense, model.dtype, model.device), settings["kv"]
-        executor(settings["attention"], shape, kv)
         more = needed(model, shape, method, budget, kv, tokenizer) | {"head_scores": head_scores_of(model, method)}
+        executor(settings["attention"], shape, kv)
         return cls(model, method, budget, tokenizer, shape, dense, {**settings, **more})
 
     @property
@@ -141,7 +141,7 @@ class EnginePlan:
             ValueError: names what it is, and what would be right.
         """
         kv, windows = self.settings["kv"], len(self.shape.windows)
-        if not self.method.needs.crops or question != "after" or windows or kv.device in GROUPED:
+        if not self.method.needs.crops or question != "after" or windows or kv.grouped:
             raise ValueError(
                 f"assisted decoding with {type(self.method).__name__}, question={question}, kv={kv}, {windows} layers "
                 "with a window: it reads several tokens at once and takes some back; expected a method whose needs say "

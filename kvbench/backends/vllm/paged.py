@@ -17,7 +17,7 @@ from kvbench.attention.cpu import STORED, WORTH_A_THREAD, Part, bias_of, extra_p
 from kvbench.backends.vllm import kernels
 from kvbench.config import ConfigError
 from kvbench.kernels.attend import LIST_PIECE, pieces_of
-from kvbench.memory.codec import Codecs
+from kvbench.memory.codecs import Codecs
 from kvbench.memory.device import DeviceTier, Located
 from kvbench.memory.slots import Pool, with_free_slots
 from kvbench.memory.store import LayerStore
@@ -110,7 +110,7 @@ class PagedTier(DeviceTier):
     def __init__(self, memory: Memory, table: Table) -> None:
         self.memory, self.table = memory, table
         heads = 1, memory.kv_heads
-        self.codecs = Codecs.of("native", memory.head_dim, memory.whole.dtype)
+        self.codecs = Codecs.native(memory.head_dim, memory.whole.dtype)
         # Sizes are read of it, and bytes; its rows are not those of tokens
         self.pool = Pool(*(memory.whole.view(-1, memory.head_dim),) * 2)
         self.room, self.used = (torch.zeros(heads, dtype=torch.int64) for _ in range(2))

@@ -1,0 +1,129 @@
+"""What a codec is: pure functions between rows [..., D] and the rows of bytes that hold them.
+
+Who holds the bytes knows their width alone; only who writes a token and who attends it asks a codec.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from kvbench.kernels.coded import Coded
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Rows of one kind.
+
+    Args:
+        head_dim: D.
+        dtype: of decoded rows, the model's.
+    """
+
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def stored(self) -> torch.dtype:
+        """Of a held row's elements."""
+        return torch.uint8
+
+    @property
+    def width(self) -> int:
+        """Elements of a held row."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Of a held row."""
+        return self.width * self.stored.itemsize
+
+    @property
+    def row(self) -> Coded | None:
+        """What a held row is to the CPU's kernels, which read it in place; None: nothing that they know."""
+        raise NotImplementedError
+
+    @property
+    def rotation(self) -> torch.Tensor | None:
+        """[D, D] float32, orthonormal: `row` holds x @ rotation; None: x."""
+        return None
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [..., D], of any floating dtype, as they are held, [..., width]."""
+        raise NotImplementedError
+
+    def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        """Held rows [..., width] as [..., D] in float32; parameters: see `kivi.Tokens`."""
+        raise NotImplementedError
+
+    def decode(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        """As `numbers`, in the model's dtype."""
+        return self.numbers(held, *parameters).to(self.dtype)
+
+
+class Native(Codec):
+    """Rows as they are."""
+
+    row = None
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The model's dtype."""
+        return self.dtype
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.head_dim
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same."""
+        return rows
+
+    def decode(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        """The same."""
+        return held
+
+
+def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes [..., D] below 2**bits in bytes [..., D * bits / 8], the first in the low bits of the first."""
+    bytes_ = bits // math.gcd(bits, 8)  # that hold whole codes
+    count = 8 * bytes_ // bits
+    word = torch.uint8 if bytes_ == 1 else torch.int32
+    places = bits * torch.arange(count, dtype=word, device=codes.device)
+    words = (codes.to(word).unflatten(-1, (-1, count)) << places).sum(dim=-1, dtype=word)
+    if bytes_ == 1:
+        return words
+    each = 8 * torch.arange(bytes_, dtype=word, device=codes.device)
+    return (words.unsqueeze(-1) >> each & 255).to(torch.uint8).flatten(-2)
+
+
+def unpacked(held: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes [..., D] of bytes [..., D * bits / 8]."""
+    bytes_ = bits // math.gcd(bits, 8)
+    if bytes_ > 1:
+        each = 8 * torch.arange(bytes_, dtype=torch.int32, device=held.device)
+        held = (held.int().unflatten(-1, (-1, bytes_)) << each).sum(dim=-1, dtype=torch.int32)
+    places = bits * torch.arange(8 * bytes_ // bits, dtype=held.dtype, device=held.device)
+    return ((held.unsqueeze(-1) >> places) & (2**bits - 1)).flatten(-2)
+
+
+def as_bytes(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers [..., n] as their bytes, the lowest first."""
+    if not numbers.numel():  # strides of an empty tensor are any, and torch asks for 1
+        return numbers.new_zeros(*numbers.shape[:-1], numbers.shape[-1] * numbers.itemsize, dtype=torch.uint8)
+    return numbers.contiguous().view(torch.uint8)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As `Coded` has it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def as_numbers(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes [..., n] as numbers of a dtype, in float32."""
+    if not held.numel():
+        return held.new_zeros(*held.shape[:-1], held.shape[-1] // dtype.itemsize, dtype=torch.float32)
+    return held.contiguous().view(dtype).float()

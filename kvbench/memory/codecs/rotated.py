@@ -1,0 +1,66 @@
+"""Rows that are turned before they are coded, so that no channel stands out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from kvbench.kernels.coded import Coded
+from kvbench.memory.codecs.codec import Codec
+
+
+@dataclass(frozen=True)
+class Rotated(Codec):
+    """What another codec holds, of rows that are turned.
+
+    Args:
+        inner: that codec.
+        turn: gives the rotation [D, D] float32, orthonormal, of D.
+    """
+
+    inner: Codec
+    turn: Callable[[int], torch.Tensor]
+
+    @property
+    def width(self) -> int:
+        """That of `inner`."""
+        return self.inner.width
+
+    @property
+    def row(self) -> Coded | None:
+        """That of `inner`."""
+        return self.inner.row
+
+    @property
+    def rotation(self) -> torch.Tensor:
+        """That of `turn`."""
+        return self.turn(self.head_dim)
+
+    def encode(self, rows: torch.Tensor) -> Any:
+        """`inner`'s, of the turned rows."""
+        return self.inner.encode(rows.float() @ self.rotation.to(rows.device))
+
+    def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        """`inner`'s, turned back."""
+        return self.inner.numbers(held, *parameters) @ self.rotation.T.to(held.device)
+
+
+@cache
+def hadamard(size: int) -> torch.Tensor:
+    """Sylvester's Hadamard matrix over sqrt(size), a power of two; it is its own inverse."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
+    return matrix / size**0.5
+
+
+@cache
+def haar(size: int) -> torch.Tensor:
+    """A rotation drawn once, uniformly (QR of Gaussian numbers, its signs made unique)."""
+    drawn = torch.randn(size, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+    q, r = torch.linalg.qr(drawn)
+    return (q * r.diagonal().sign()).float()

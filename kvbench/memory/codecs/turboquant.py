@@ -1,0 +1,163 @@
+"""TurboQuant: a rotation makes channels alike, so one table of numbers fits them all.
+
+Zandieh et al. 2025, "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate", sections 3.1 (`Lloyd`)
+and 3.2 (`Residual`). And as vLLM 0.32 has it (`quantization/turboquant`): keys turned by a Hadamard matrix, the decoded
+direction made a unit vector again, values coded in even steps between their least and largest number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from kvbench.kernels.coded import Coded
+from kvbench.memory.codecs.codec import Codec, as_bytes, as_numbers, packed, unpacked
+
+# The positive half of the numbers that are nearest to a Gaussian's in the mean square, by bits of a code.
+CENTROIDS = {
+    2: (0.45257, 1.50956),
+    3: (0.24498, 0.75565, 1.34318, 2.15035),
+    4: (0.12843, 0.38814, 0.65688, 0.94245, 1.25626, 1.61788, 2.06845, 2.73092),
+}
+
+
+@cache
+def table(bits: int, head_dim: int) -> tuple[float, ...]:
+    """What codes stand for in a unit vector of D channels, ascending; a channel of it has a variance of 1 / D."""
+    half = [number / math.sqrt(head_dim) for number in CENTROIDS[bits]]
+    return (*(-number for number in reversed(half)), *half)
+
+
+@dataclass(frozen=True)
+class Lloyd(Codec):
+    """The direction of a row by the nearest of a table's numbers (Algorithm 1), then its norm in float16.
+
+    Args:
+        bits: of a code, 2 to 4.
+        unit: the decoded direction is made a unit vector.
+    """
+
+    bits: int
+    unit: bool = False
+
+    @property
+    def width(self) -> int:
+        """Bytes of the codes and of a float16."""
+        return self.head_dim * self.bits // 8 + 2
+
+    @property
+    def row(self) -> Coded:
+        """The norm is the scale."""
+        return Coded(self.bits, table(self.bits, self.head_dim), self.unit, "scale", parameter="float16")
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Codes, then the norm; a number between two of the table goes up."""
+        norm, direction = _direction(rows)
+        return torch.cat([packed(self._codes(direction), self.bits), as_bytes(norm.half())], dim=-1)
+
+    def _codes(self, direction: torch.Tensor) -> torch.Tensor:
+        numbers = torch.tensor(table(self.bits, self.head_dim), device=direction.device)
+        return torch.bucketize(direction, (numbers[1:] + numbers[:-1]) / 2, right=True)
+
+    def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        """The table's numbers times the norm."""
+        codes, norm = held.split([self.width - 2, 2], dim=-1)
+        numbers = torch.tensor(table(self.bits, self.head_dim), device=held.device)[unpacked(codes, self.bits).long()]
+        if self.unit:
+            numbers = numbers / (numbers.square().sum(dim=-1, keepdim=True) + 1e-16).sqrt()
+        return numbers * as_numbers(norm, torch.float16)
+
+
+@dataclass(frozen=True)
+class Residual(Codec):
+    """`Lloyd` with a bit less, and of what it leaves the signs of random projections (Algorithm 2): products with
+    queries have no bias. Then the norm, and that of the residual in parts of it, in float16.
+
+    Args:
+        bits: of a code and its sign, 3 or 4.
+    """
+
+    bits: int
+
+    row = None  # every channel is a sum over all signs: no kernel reads that in place
+
+    @property
+    def _base(self) -> Lloyd:
+        return Lloyd(self.head_dim, self.dtype, self.bits - 1)
+
+    @property
+    def width(self) -> int:
+        """Bytes of codes, signs and two float16."""
+        return self.head_dim * self.bits // 8 + 4
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Codes, signs, the norm, that of the residual."""
+        norm, direction = _direction(rows)
+        codes = self._base._codes(direction)
+        numbers = torch.tensor(table(self.bits - 1, self.head_dim), device=rows.device)
+        left = direction - numbers[codes]
+        signs = (left @ _projection(self.head_dim).T.to(rows.device) >= 0).to(torch.uint8)
+        norms = torch.cat([norm, left.norm(dim=-1, keepdim=True)], dim=-1).half()
+        return torch.cat([packed(codes, self.bits - 1), packed(signs, 1), as_bytes(norms)], dim=-1)
+
+    def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        """The table's numbers and the expected residual, times the norm."""
+        eighth = self.head_dim // 8
+        codes, signs, norms = held.split([eighth * (self.bits - 1), eighth, 4], dim=-1)
+        norm, left = as_numbers(norms, torch.float16).split(1, dim=-1)
+        numbers = torch.tensor(table(self.bits - 1, self.head_dim), device=held.device)
+        directed = unpacked(signs, 1).float() * 2 - 1
+        projection = _projection(self.head_dim).to(held.device)
+        expected = left * math.sqrt(math.pi / 2) / self.head_dim * (directed @ projection)
+        return (numbers[unpacked(codes, self.bits - 1).long()] + expected) * norm
+
+
+@dataclass(frozen=True)
+class Uniform(Codec):
+    """vLLM's values: codes in even steps from a row's least number to its largest, then step and least in float16.
+
+    Args:
+        bits: of a code, 3 or 4.
+    """
+
+    bits: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of the codes and of two float16."""
+        return self.head_dim * self.bits // 8 + 4
+
+    @property
+    def row(self) -> Coded:
+        """The step is the scale."""
+        return Coded(self.bits, "unsigned", parameters="range", parameter="float16")
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Codes, of the step before it is rounded; then step and least number."""
+        rows = rows.float()
+        least = rows.amin(dim=-1, keepdim=True)
+        step = ((rows.amax(dim=-1, keepdim=True) - least) / (2**self.bits - 1)).clamp(min=1e-8)
+        codes = ((rows - least) / step + 0.5).floor().clamp(0, 2**self.bits - 1).to(torch.uint8)
+        return torch.cat([packed(codes, self.bits), as_bytes(torch.cat([step, least], dim=-1).half())], dim=-1)
+
+    def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        """Codes times the step, and the least number."""
+        codes, numbers = held.split([self.width - 4, 4], dim=-1)
+        step, least = as_numbers(numbers, torch.float16).split(1, dim=-1)
+        return unpacked(codes, self.bits) * step + least
+
+
+def _direction(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norms [..., 1] of rows [..., D], and these over them."""
+    rows = rows.float()
+    norm = rows.norm(dim=-1, keepdim=True)
+    return norm, rows / (norm + 1e-8)
+
+
+@cache
+def _projection(size: int) -> torch.Tensor:
+    """[D, D] Gaussian numbers, drawn once."""
+    return torch.randn(size, size, generator=torch.Generator().manual_seed(size + 1))
