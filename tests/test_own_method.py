@@ -170,6 +170,8 @@ def test_a_check_has_a_line_for_each_claim_and_says_which_fails_and_why(
         "def test_of_no_method():\n    assert False\n"
     )
     monkeypatch.setattr(own_method, "claims", lambda: tmp_path)
+    monkeypatch.setitem(sys.modules, "test_conformance", None)  # as it was afterwards: the real one may be there
+    del sys.modules["test_conformance"]
     failing, holding, outcome = filter(None, (done := kvbench("check-method", "quest")).out.splitlines())
     assert failing.startswith("fails  it keeps its rule (unified-") and "two lines of why" in failing
     assert holding == "holds  it's whole" and done.code == 1
