@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -19,6 +20,8 @@ from kvbench.cli import report
 from kvbench.cli.checks import check
 from kvbench.config import ASSETS, choices, conf_dir, fetched_folder, method_config
 from kvbench.runs.command import command_of
+from kvbench.runs.quantities import PASSED, QUANTITIES
+from kvbench.runs.stored import contents, runs_in
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("conf", "kvbench", "methods", "notebooks", "results", "scripts", "tests")
@@ -53,6 +56,17 @@ def run(folder: Path, *words: str) -> str:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_every_number_of_a_summary_is_explained_on_one_page():
+    page = PAGES["kvbench/runs/README.md"]
+    assert not [name for name in QUANTITIES if f"`{name}`" not in page and name not in PASSED]
+    summaries = (
+        json.loads(contents(path / "summary.json")) for path in runs_in([ROOT / "results/reference_tiny.tar.xz"])
+    )
+    found = {(part, key) for one in summaries for part in ("audit", "probe", "machine") for key in one.get(part, {})}
+    assert len(found) > 20
+    assert not [key for part, key in found if f"`{part}.{key}`" not in page and f"`{key}`" not in page]
 
 
 # -- examples ----------------------------------------------------------------------------------------------------------
