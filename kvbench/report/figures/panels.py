@@ -240,7 +240,8 @@ def ranking(runs: Runs, panels: Sequence[Panel]) -> list[Panel]:
 
     Where full attention's own score may be 0, or all score alike, none is better than another.
     """
-    kept, others = [], []
+    kept: list[Panel] = []
+    others: list[Panel] = []
     for panel in panels:
         full = runs[panel.arms.index[0]].full()
         mute = panel.arms["score"].nunique() < 2 or (full is not None and full.may_score_0)
