@@ -232,9 +232,9 @@ def draw(rows: Sequence[Row], model: str, path: Path) -> None:
 
     # All have the budget that the title says: no mark needs its own.
     points = pandas.DataFrame(rows, dtype=object).assign(label=[one.method for one in rows], budget=None)
-    title = f"{model}, text of {LENGTH} tokens, C = {BUDGET}: down and left is better\n{OWN}"
+    title = f"{model}, text of {LENGTH} tokens, C = {BUDGET}: down and left is better"
     with printed("page"):
         figure, axes = grid(1, 2, title, 2.6)
         draw_tradeoff(axes[0], points, styles_of(points["method"]), QUANTITIES["own_ms"], KL.name)
         axes[0, 0].set_ylabel(KL.axis)
-        legend(figure, axes, "").savefig(path, dpi=200)
+        legend(figure, axes, OWN).savefig(path, dpi=200)
