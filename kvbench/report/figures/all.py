@@ -1,8 +1,8 @@
 """Pictures of run folders, as the papers draw them: scores against budgets, costs, and what a selection finds.
 
 The figure of a name is the function of that name in the module of that name, here: `drift.drift(runs)`. Each says what
-it has nothing to draw from. A method looks the same in all of them (`style.py`), and what a reader must know of the
-runs (random weights, transfers to no device, failed samples) stands below the picture.
+it has nothing to draw from. In one picture no two methods look alike (`style.py`), and what a reader must know of the
+runs (random weights, transfers to no device, failed samples) stands below it.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def latency(runs: Runs) -> Figure:
             axis.grid(axis="x", alpha=0.3)
         _stack(row[-1], pd.DataFrame([arm for _, arm in bars]), looks)
         _limits(row[-2:], [arm for _, arm in bars])
-    return finished(figure, axes[:, -1], panels, times=True)
+    return finished(figure, axes, panels, times=True)
 
 
 def _bar(counts: Sequence[int]) -> float:
