@@ -41,7 +41,7 @@ from kvbench.runs.quantities import QUANTITIES
 HELD = "held (% of full attention's native keys and values): keys and values in both tiers, and the index"
 # Of `kv`, in the order of `KINDS`, then of those that differ by tier.
 KIND_COLOURS = (BLACK, *COLOURS[:-1], "#44AA99", "#AA4499", "#B59F00", "#661100", COLOURS[-1])
-TALL, EDGE = 2.8, 0.05  # inches of a panel, and the share of it above and below the names
+TALL, EDGE = 3.0, 0.04  # inches of a panel, and the share of it above and below the names
 MANY = 40  # arms that need a panel as wide as the page
 LETTER = 0.056  # inches of a letter of a name, about
 FAINT = 0.45  # what is not on the front
@@ -142,7 +142,10 @@ def _draw(axis: Any, points: Sequence[Point], measure: str, found: Found) -> Non
     axis.set(xlabel=HELD, ylabel=QUANTITIES[measure].axis)
     right = max(point.share for point in points)
     mark_octaves(axis, min(x for x, _ in places), right)
-    named = {point: place for point, place in zip(drawn, places, strict=True) if place in corners}
+    first: dict[tuple[float, float], Point] = {}  # of several arms at one place, the least budget
+    for point, place in zip(drawn, places, strict=True):
+        first.setdefault(place, point)
+    named = {point: place for place, point in first.items() if place in corners}
     axis.set_xlim(_left(axis, named, min(x for x, _ in places), right), 1.25 * right)
     if more:
         fit_scores(axis)
@@ -171,7 +174,7 @@ def _name_front(axis: Any, points: dict[Point, tuple[float, float]], least: floa
     placed = sorted(
         ((float(high), float(along), point) for point, (along, high) in there.items()), key=lambda one: one[:2]
     )
-    gap = GAP / (0.75 * TALL)
+    gap = GAP / (0.65 * TALL)
     # No name lies on the axis' own frame.
     heights = [EDGE + (1 - 2 * EDGE) * high for high in apart([high for high, _, _ in placed], gap / (1 - 2 * EDGE))]
     for height, (_, along, point) in zip(heights, placed, strict=True):
