@@ -21,7 +21,7 @@ def near(kl: float) -> dict[str, Any]:
     """A sample of `task=fidelity` with its KL."""
     audit: dict[str, Any] = {"attended_mean": 60.0, "attended_max": 500, "budget": 64}
     audit |= {"device_kv_bytes": 1000, "attended_bytes_per_step": 100.0}
-    steps = {"kl": [kl] * 8}
+    steps = {"kl": [kl] * 8, "nll": [2.0] * 8, "nll_full": [2.0] * 8}
     return record("s", "", 0.8, audit=audit, fidelity={"kl_mean": kl, "nll": 2.0, "nll_full": 2.0, "steps": steps})
 
 

@@ -169,6 +169,7 @@ def _list() -> str:
         "figures (--figure)": FIGURES | OF_FILES,
         "values (--values)": {
             **{name: quantity.heading + _better(quantity) for name, quantity in NUMBERS.items()},
+            "fidelity": "all of task=fidelity, with their errors",
             "breakdown_ms.PART": "a part of a decode step, such as breakdown_ms.select",
             "audit.NAME": "a number of the method's own, such as audit.candidates of pariskv",
             "scores.NAME": "another score of the task, such as scores.no_comma of instructions",

@@ -99,9 +99,9 @@ def _read() -> dict[str, Any]:
 
 def _claim(id: str, entry: Mapping[str, Any]) -> Claim:
     criteria = tuple(criterion for one in entry["criteria"] for criterion in _criteria(one))
-    words = {key: str(entry.get(key, "")) for key in ("claim", "source", "kind", "original", "weaker")}
-    sides = {key: tuple(entry.get(key, ())) for key in ("favours", "against")}
-    return Claim(id, criteria=criteria, **words, **sides)
+    words: dict[str, Any] = {key: str(entry.get(key, "")) for key in ("claim", "source", "kind", "original", "weaker")}
+    words |= {key: tuple(entry.get(key, ())) for key in ("favours", "against")}
+    return Claim(id, criteria=criteria, **words)
 
 
 def _criteria(entry: Mapping[str, Any]) -> list[Criterion]:

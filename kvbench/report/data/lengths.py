@@ -6,6 +6,9 @@ one length both are of the same samples.
 
 from __future__ import annotations
 
+from itertools import compress
+from typing import Any
+
 import numpy as np
 
 from kvbench.report.data.run import Run, Runs, Scores, columns_of, framed
@@ -49,16 +52,7 @@ def _scores(scores: Scores, records: list[Record] | None) -> Scores:
         return scores
     there = {own[0].get("sample") or own[0]["id"] for own in answers_of(records)}
     kept = np.array([id in there for id in scores.ids])
-
-    def chosen(values: list[str]) -> list[str]:
-        return [value for value, keep in zip(values, kept, strict=True) if keep]
-
-    arrays = (values[kept] for values in (scores.values, scores.failed))
-    return Scores(
-        chosen(scores.ids),
-        chosen(scores.groups),
-        *arrays,
-        chosen(scores.seeds),
-        scores.contents[kept],
-        scores.kl[kept],
-    )
+    kept_of: dict[str, Any] = {
+        name: own[kept] if isinstance(own, np.ndarray) else [*compress(own, kept)] for name, own in vars(scores).items()
+    }
+    return Scores(**kept_of)

@@ -29,6 +29,8 @@ WHOLE_SCORE = {"score": QUANTITIES["score"], **WITH_SCORE}
 BRIEFEST_SCORE = {
     "brief_score": Quantity("brief_score", "", "score", digits=1, better="more", label=f"score [{COVERAGE} % interval]")
 }
+# Where it is the share of tokens at which full attention has the same most likely one.
+SAME_TOP = {"brief_score": BRIEFEST_SCORE["brief_score"]._replace(label=f"same top, % [{COVERAGE} % interval]")}
 BRIEF_SCORE = {
     **BRIEFEST_SCORE,
     "brief_against_full": Quantity("brief_against_full", "", "against full", digits=1),
@@ -42,8 +44,8 @@ class Cell:
 
     Attributes:
         numbers: by the name of a quantity, in the unit of its heading; its interval, or the least and largest of
-            several runs or repeats, has the same name with "_low" and "_high"; a difference to full attention has its
-            "pairs" of samples, a published number "published" and "difference".
+            several runs or repeats, has the same name with "_low" and "_high", an error over tokens "_error"; a
+            difference to full attention has its "pairs" of samples, a published number "published" and "difference".
         marks: letters of `MARKS`, by the name of the quantity that they stand at.
         run: the folder that the score, or else the first of the numbers, is from, of several seeds all of them; ""
             where nothing of ours stands.
@@ -164,8 +166,8 @@ def beyond_noise(numbers: Mapping[str, float]) -> bool:
 
 
 def compared(cells: Iterable[Cell]) -> str:
-    """How many scores are compared with full attention's, and how many would differ by chance alone, in words."""
-    count = sum("against_full_low" in cell.numbers for cell in cells)
+    """How many scores a star can stand at, and at how many it would by chance alone, in words."""
+    count = sum(cell.numbers.get("pairs", 0) >= FEWEST for cell in cells)
     chance = count * (1 - COVERAGE / 100)
     return f"{count} comparison{'s' * (count != 1)}, of which chance alone marks about {chance:.1g}"
 
@@ -184,6 +186,10 @@ def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
         notes.append(
             f"KL from full attention: with its {COVERAGE} % bootstrap interval over samples. Full attention's own row "
             "there is 0, and its score 100, by construction: no score is compared with it."
+        )
+    if any(f"{name}_error" in cell.numbers for cell in cells for name in lines):
+        notes.append(
+            "±: standard error over tokens, as in llama.cpp: too small, as tokens of a text are not independent."
         )
     if any("seeds" in cell.numbers for cell in cells):
         notes.append(

@@ -110,6 +110,8 @@ def text(table: Table, cell: Cell | None, name: str, column: int) -> str:
     marks = cell.marks.get(name)
     spread = "" if name == "score" else _interval(numbers, name, value)  # which has a line for it
     spread = "" if spread == f"[{shown}, {shown}]" else spread
+    if not spread and (error := numbers.get(f"{name}_error")):
+        spread = f"± {error:.{value.digits}f}"
     return " ".join(filter(None, [shown, spread, f"({marks})" if marks else ""]))
 
 
