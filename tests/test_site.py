@@ -430,7 +430,7 @@ def test_memory_is_a_share_of_full_attention_s_in_the_layers_that_a_method_selec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["reference", "reference_tiny", "claims"])
+@pytest.mark.parametrize("name", ["reference", "claims"])
 def test_the_site_of_the_runs_that_come_with_kvbench_is_true_and_small(name: str, tmp_path: Path) -> None:
     for one in {name, "claims"}:
         (tmp_path / one).mkdir()
