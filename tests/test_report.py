@@ -155,12 +155,12 @@ def test_a_figure_that_cannot_be_drawn_leaves_the_rest_of_the_page(results, caps
 def test_a_figure_is_drawn_of_the_chosen_runs(results, capsys, monkeypatch):
     drawn = []
     draw = figures.draw
-    monkeypatch.setattr(figures, "draw", lambda name, runs: drawn.append((name, runs)) or draw(name, runs))
+    monkeypatch.setattr(figures, "draw", lambda *words: drawn.append(words) or draw(*words))
     out = results / "budget.png"
-    told, _ = made(capsys, results, "--figure", "budget", "--where", "method=quest", "--out", out)
+    told, _ = made(capsys, results, "--figure", "budget", "--size", "column", "--where", "method=quest", "--out", out)
     assert told.strip() == str(out) and out.read_bytes().startswith(b"\x89PNG")
-    ((name, runs),) = drawn
-    assert name == "budget" and set(runs.arms["method"]) == {"quest"}
+    ((name, runs, size),) = drawn
+    assert (name, size) == ("budget", "column") and set(runs.arms["method"]) == {"quest"}
 
 
 def test_the_list_names_everything(capsys):

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,12 @@ from kvbench.report.data.frame import collect
 from kvbench.report.tables import runs as tables
 from kvbench.report.tables.cells import BRIEF_SCORE, BRIEFEST_SCORE, Cell, Table
 from kvbench.report.tables.latex import escaped, latex
-from kvbench.report.tables.published import beside
+from kvbench.report.tables.published import beside, ran
 from kvbench.runs.quantities import named
 
 AWKWARD = "a_b & 50 % #1 $x$ {y} ~z^ \\w [q]"
 TAKES = {  # every command that a table may use, with how many arguments it takes in braces
-    "begin": 1, "end": 1, "centering": 0, "caption": 1, "label": 1, "resizebox": 2, "linewidth": 0, "toprule": 0,
+    "begin": 1, "end": 1, "centering": 0, "caption": 1, "label": 1, "small": 0, "medskip": 0, "toprule": 0,
     "midrule": 0, "bottomrule": 0, "addlinespace": 0, "cmidrule": 1, "multicolumn": 3, "shortstack": 1, "emph": 1,
     "textbf": 1, "underline": 1, "rlap": 1, "textsuperscript": 1, "scriptsize": 0, "ast": 0, "par": 0, "smallskip": 0,
     "footnotesize": 0, "raggedright": 0, "textbackslash": 1, "textasciitilde": 1, "textasciicircum": 1, "pm": 0,
@@ -46,7 +47,7 @@ def arguments(command: str, rest: str) -> re.Match[str] | None:
 
 
 def parsed(source: str) -> list[list[str]]:
-    """The cells of each row of the one tabular: a strict reader of what a table is made of.
+    """The cells of each row of the tabulars, one below another: a strict reader of what a table is made of.
 
     Groups, environments and formulas must end where they should, commands be known and have their arguments, special
     characters be escaped, and every row have as many cells as the tabular has columns.
@@ -252,11 +253,39 @@ def test_it_compiles_where_there_is_a_latex(tmp_path):
     if program is None:
         pytest.skip("neither pdflatex nor tectonic")
     body = "\n".join(made(tmp_path).values())
-    packages = "\\documentclass{article}\\usepackage{booktabs,graphicx}\\begin{document}\n"
+    packages = "\\documentclass{article}\\usepackage{booktabs}\\begin{document}\n"
     (tmp_path / "t.tex").write_text(f"{packages}{body}\\end{{document}}\n")
     flags = ["-interaction=nonstopmode", "-halt-on-error"] if program == "pdflatex" else []
     done = subprocess.run([program, *flags, "t.tex"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and (tmp_path / "t.pdf").exists(), done.stdout[-2000:]
+
+
+def test_what_is_wider_than_a_page_stands_below_in_letters_that_can_be_read():
+    budgets = [str(2**power) for power in range(4, 24)]
+    one = table({(method, budget): 50.0 for method in ("quest", "snapkv") for budget in budgets}, low=40.0, high=60.0)
+    source = latex([one])
+    assert source.count(r"\begin{tabular}") == 3 and r"\footnotesize" in source and "resizebox" not in source
+    cells = parsed(source)
+    assert [cell for row in cells if row[0] == "method" for cell in row[1:]] == budgets
+    assert max(map(len, cells)) <= 10
+
+
+def test_rows_stand_in_the_order_that_was_asked_for_under_a_caption_in_words(tmp_path, capsys):
+    made(tmp_path)
+    words = [str(tmp_path), "--format", "latex", "--columns", "budget", "--values", "score,kl_mean"]
+    assert main([*words, "--where", "task=niah", "--where", "method=snapkv,full,quest"]) == 0
+    source = capsys.readouterr().out
+    assert [row[0] for row in parsed(source)[1:]] == ["SnapKV", "Full", "Quest"]
+    assert r"\caption{Score and KL from full attention by method and budget (niah, tiny)}" in source
+
+
+def test_a_published_table_shows_the_rows_that_ran_and_counts_the_others():
+    cells = {(0, 0): Cell({"published": 1.0}), (1, 0): Cell({"published": 2.0, "score": 3.0}), (2, 0): Cell()}
+    one = Table("p", "P", ("",), [("a",), ("b",), ("c",)], ["x"], cells, {}, ["Published: a paper."])
+    assert ran(one).rows == [("b",)] and ran(one).cells == {(0, 0): cells[1, 0]}
+    assert ran(one).notes[0].startswith("2 rows ") and len(ran(one).notes) == 2
+    nothing = replace(one, cells={**cells, (1, 0): Cell({"published": 2.0})})
+    assert ran(nothing) is nothing
 
 
 def test_columns_are_chosen_on_the_command_line(tmp_path, capsys):

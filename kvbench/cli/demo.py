@@ -225,17 +225,16 @@ def table(rows: Sequence[Row]) -> Table:
 def draw(rows: Sequence[Row], model: str, path: Path) -> None:
     """The trade-off as a picture: KL against device memory, and against a method's own time of a token."""
     import pandas
-    from matplotlib.figure import Figure
 
+    from kvbench.report.data.style import styles_of
+    from kvbench.report.figures.panels import grid, legend, printed
     from kvbench.report.figures.tradeoff import draw_tradeoff
 
     # All have the budget that the title says: no mark needs its own.
     points = pandas.DataFrame(rows, dtype=object).assign(label=[one.method for one in rows], budget=None)
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    draw_tradeoff(axes, points, QUANTITIES["own_ms"], KL.name)
-    axes[0].set_ylabel(KL.axis)
-    handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
-    figure.suptitle(f"{model}, text of {LENGTH} tokens, C = {BUDGET}: down and left is better\n{OWN}")
-    figure.savefig(path, dpi=150)
+    title = f"{model}, text of {LENGTH} tokens, C = {BUDGET}: down and left is better"
+    with printed("page"):
+        figure, axes = grid(1, 2, title, 2.6)
+        draw_tradeoff(axes[0], points, styles_of(points["method"]), QUANTITIES["own_ms"], KL.name)
+        axes[0, 0].set_ylabel(KL.axis)
+        legend(figure, axes, OWN).savefig(path, dpi=200)

@@ -46,7 +46,7 @@ EXAMPLES = """\
   kvbench report --rows method,budget --columns task     scores, with all that belongs to them
   kvbench report --rows method --columns budget --values tpot_ms_mean --where task=passkey
   kvbench report --paper icecache_table1 --format latex  ours beside the published numbers
-  kvbench report --figure tradeoff --out tradeoff.pdf
+  kvbench report --figure tradeoff --size column --out tradeoff.pdf
   kvbench report --out report.html                       one page with all tables and pictures
   kvbench report --out site/                             a folder: leaderboard, a page a method, samples
   kvbench report --claims                                 which of the papers' claims hold in your runs
@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--values", type=_words, metavar="NAME,...", help="what stands in the cells; default: score")
     add("--where", action="append", default=[], metavar="KEY=VALUE", help="only runs with this value, or one of V,V")
     add("--figure", metavar="NAME", help="draw a figure to --out FILE.png, .pdf or .svg")
+    add("--size", choices=("page", "column"), default="page", help="of a figure: a page of 7 inches, a column of 3.4")
     add("--format", choices=FORMATS, help="default: as --out ends, else console")
     add("--out", type=Path, metavar="FILE", help="write there instead of printing; a folder: a static site")
     add("--allow-mixed", action="store_true", help="let runs of several protocols into one table, marked")
@@ -261,10 +262,11 @@ def _named(left_out: Sequence[LeftOut]) -> str:
 def _tables(given: Namespace, runs: Runs | None) -> list[Table]:
     from kvbench.report.tables import runs as tables
     from kvbench.report.tables.cells import BRIEFEST_SCORE, WHOLE_SCORE
-    from kvbench.report.tables.published import beside
+    from kvbench.report.tables.published import beside, ran
 
     if given.paper:
-        return [beside(runs, paper, given.where, given.allow_mixed) for paper in given.paper]
+        made = [beside(runs, paper, given.where, given.allow_mixed) for paper in given.paper]
+        return made if given.format in ("csv", "html") else list(map(ran, made))
     assert runs is not None
     if given.rows:
         values = given.values or ["score"]
@@ -374,7 +376,7 @@ def _draw(given: Namespace, runs: Runs | None) -> list[str]:
     from kvbench.report.figures.all import draw
 
     assert runs is not None
-    _write_figure(given, draw(given.figure, _chosen(given, runs)))
+    _write_figure(given, draw(given.figure, _chosen(given, runs), given.size))
     print(given.out)
     return []
 
@@ -385,7 +387,7 @@ def _drawn_from_file(given: Namespace) -> bool:
 
     if given.figure not in OF_FILES:
         return False
-    _write_figure(given, draw_file(given.figure, given.folders))
+    _write_figure(given, draw_file(given.figure, given.folders, given.size))
     return True
 
 

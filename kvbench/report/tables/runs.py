@@ -19,6 +19,7 @@ from kvbench.report.data.select import (
     differing_keys,
     key_of,
     labels_of,
+    last_word,
     marks_of_decoding,
     marks_of_mixed,
     order_of,
@@ -84,7 +85,7 @@ def overview(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
     near = [run for run in chosen if not missing(run.arm["kl_p50"])]
     if not columns and len(near) == len(chosen):
         values, score = _with_own(OF_NEAR, chosen), SAME_TOP
-    table = _table(chosen, axes, columns, values, "overview", title, {}, score, len(shared))
+    table = _table(chosen, axes, columns, values, "overview", title, {}, score, shared=len(shared))
     if timed:
         table.notes.append(f"{timed} timed runs have tables of their own: --where task=latency.")
     if 0 < len(near) < len(chosen):
@@ -161,7 +162,7 @@ def pivot(
         values: names of `kvbench.runs.quantities.NUMBERS`, "fidelity" for all of its own, parts of a step such as
             "breakdown_ms.select", and numbers of a method's own such as "audit.candidates"; of the last two what
             follows the dot is enough.
-        where: as `select` takes them.
+        where: as `select` takes them; rows and columns stand in the order in which values are written there.
         allow_mixed: runs of several protocols may stand together, marked.
         score_lines: what a score is shown by.
 
@@ -180,9 +181,22 @@ def pivot(
         down.append("decode")  # what decoded together and what decoded alone are two runs, and both are shown
     for labels, alike in by_labels(chosen, [*down, *across]).items():
         refuse_several(alike, ", ".join(labels), "add it to --rows or --columns, or ")
-    titles = (own[0] if len(own) == 1 else word for word, own in meant.items())
-    title = f"{', '.join(titles)} by {', '.join([*down, *across])}"
-    return _table(chosen, down, across, names, "table", title, mixed, score_lines)
+    asked = [label for word in where for label in word.partition("=")[2].split(",")]
+    titles = [named(own[0]).title if len(own) == 1 else word for word, own in meant.items()]
+    return _table(
+        chosen, down, across, names, "table", _title(chosen, titles, [*down, *across]), mixed, score_lines, asked
+    )
+
+
+def _title(chosen: Sequence[Run], titles: Sequence[str], axes: Sequence[str]) -> str:
+    """What a selection shows, in words: the numbers, the settings they stand by, and the one task and model of all."""
+    what, by = (
+        " and ".join(map(str, filter(None, [", ".join(own[:-1]), own[-1]])))
+        for own in (titles, [last_word(key) for key in axes])
+    )
+    alike = [label for key in ("task", "model") if key not in axes for label in labels_of(chosen, key)]
+    of = f" ({', '.join(alike)})" if 0 < len(alike) <= 2 else ""
+    return f"{what[:1].upper()}{what[1:]} by {by}{of}"
 
 
 def _table(
@@ -194,21 +208,24 @@ def _table(
     title: str,
     mixed: Mapping[Run, str],
     score_lines: Mapping[str, Quantity] = WHOLE_SCORE,
+    asked: Sequence[str] = (),
     shared: int = 0,
 ) -> Table:
     """The table of these runs, of which at most one without probes and one with them share a cell.
 
     Args:
         score_lines: what a score is shown by.
+        asked: labels in the order in which they were asked for; others follow.
     """
     together = marks_of_decoding(chosen, [*rows, *columns])
     marks = {run: mixed.get(run, "") + together.get(run, "") for run in chosen}
     cells_of = _runs_of_cells(chosen, rows, columns)
     seen = dict.fromkeys(group for *_, groups in cells_of for group in groups)
     appeared = {group: index for index, group in enumerate(seen)}
+    places = {label: place for place, label in enumerate(asked)}
 
     def order(labels: Iterable[str]) -> list[Any]:
-        return [(appeared.get(label, -1), order_of(label)) for label in labels]
+        return [(appeared.get(label, -1), places.get(label, len(places)), order_of(label)) for label in labels]
 
     row_labels = sorted({row for row, *_ in cells_of}, key=order)
     column_labels = sorted({column for _, column, _ in cells_of}, key=order)
