@@ -12,14 +12,21 @@ from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import method_named
 from kvbench.config import ConfigError
 from kvbench.engine.audit import attended_bytes
+from kvbench.memory.codecs import Codecs
 from kvbench.memory.grouped import GroupedTier
-from kvbench.memory.kinds import KV, kv_of, unfit
+from kvbench.memory.kinds import KV, NATIVE, ROWS, kv_of, unfit
 from kvbench.memory.store import LayerStore
 
 INT8, FP8 = KV("int8", "int8"), KV("fp8", "fp8")
-FIXED = stream(150, 97, steps=6)
+FIXED, WIDE = stream(150, 97, steps=6), stream(150, 97, steps=6, head_dim=32)
 D = FIXED.keys.shape[-1]
 ROW = 2 * (D + 4)  # bytes of a token's key and value in one KV head: codes, and a scale each
+TURNED = KV("turboquant_3bit", "turboquant_3bit")  # keys and values of unequal width, keys turned
+REST = [
+    *(KV(kind, kind) for kind in ROWS if kind not in ("native", "int8", "turboquant_3bit")),
+    KV("int4", "int4", key="int8", rotate="hadamard"),
+    KV(value="turboquant_4bit"),
+]
 
 
 def rounded(part: torch.Tensor) -> torch.Tensor:
@@ -29,33 +36,61 @@ def rounded(part: torch.Tensor) -> torch.Tensor:
 
 
 @each_method
-def test_every_method_attends_what_the_codes_say(case: Case) -> None:
+@pytest.mark.parametrize("kv", [TURNED, *slow((INT8,))], ids=str)
+def test_every_method_attends_what_the_codes_say(case: Case, kv: KV) -> None:
     """In every tier: against the oracle, which reads each token from where it lies."""
-    oracle = drive(FIXED, case.build(), SMALL, kv=INT8, executor="reference")
+    oracle = drive(WIDE, case.build(), SMALL, kv=kv, executor="reference")
     for name in ("torch", "cpu"):
-        fast = drive(FIXED, case.build(), SMALL, kv=INT8, executor=name)
-        assert same_attended(fast.seen, oracle.seen)
-        torch.testing.assert_close(fast.outputs, oracle.outputs, rtol=0, atol=CLOSE)
-        for store in fast.engine.stores.values():
-            store.check_integrity()
-        check_bytes(fast)
+        fast = drive(WIDE, case.build(), SMALL, kv=kv, executor=name)
+        check_equal(fast, oracle)
+        check_bytes(fast, kv)
 
 
-def check_bytes(driven: Driven) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "topk", "snapkv", "pqcache", "shadowkv", "racc", "think"])
+@pytest.mark.parametrize("kv", REST, ids=str)
+def test_any_kind_is_attended_as_its_codes_say(name: str, kv: KV) -> None:
+    """As `auto` does: in place, but for kinds that no kernel reads; by methods whose tokens live in each way."""
+    fast = drive(WIDE, method_named(name), SMALL, kv=kv)
+    check_equal(fast, drive(WIDE, method_named(name), SMALL, kv=kv, executor="reference"))
+    check_bytes(fast, kv)
+    assert fast.audit["executor"] == ("torch" if "prod" in str(kv) else "cpu")
+
+
+def check_equal(fast: Driven, oracle: Driven) -> None:
+    assert same_attended(fast.seen, oracle.seen)
+    torch.testing.assert_close(fast.outputs, oracle.outputs, rtol=0, atol=CLOSE)
+    for store in fast.engine.stores.values():
+        store.check_integrity()
+
+
+def check_bytes(driven: Driven, kv: KV) -> None:
     """What is allocated, held and moved is the coded rows and nothing else."""
     audit, stores = driven.audit, driven.engine.stores.values()
-    assert audit["device_kv_bytes"] % ROW == audit["host_bytes"] % 4 == 0
+    key, value = (codec.nbytes for codec in Codecs.of(kv, "device", 32, torch.float32))
+    assert audit["device_kv_bytes"] % (key + value) == 0
     for store in stores:
         slots = len(store.device.pool.key)
-        assert sum(part.untyped_storage().nbytes() for part in store.device.pool) == slots * ROW
+        assert sum(part.untyped_storage().nbytes() for part in store.device.pool) == slots * (key + value)
         if store.host is not None:
             coded = store.host.key.untyped_storage().nbytes() + store.host.value.untyped_storage().nbytes()
-            assert coded == store.host.present.numel() * ROW
-    of_native = attended_bytes(driven.engine.shape, audit["attended_mean"], FIXED.steps)
-    assert audit["attended_bytes_per_step"] == pytest.approx(of_native * ROW / (2 * D * 4))
-    moved = driven.engine.audit.moved_bytes
+            assert coded == store.host.present.numel() * (key + value)
+    of_native = attended_bytes(driven.engine.shape, audit["attended_mean"], WIDE.steps)
+    assert audit["attended_bytes_per_step"] == pytest.approx(of_native * (key + value) / (2 * 32 * 4))
     values_only = any(store.stage is not None and store.stage.values_only for store in stores)
-    assert moved % (ROW // 2 if values_only else ROW) == 0
+    assert driven.engine.audit.moved_bytes % (value if values_only else key + value) == 0
+
+
+def test_first_and_last_layers_stay_native_and_are_counted_so() -> None:
+    kv, deep = kv_of("turboquant_3bit"), stream(60, steps=3, layers=6, head_dim=32)
+    driven = drive(deep, method_named("full"), None, kv=kv)
+    coded = Codecs.of(kv, "device", 32, torch.float32).nbytes
+    each = [coded if layer in (2, 3) else 2 * 32 * 4 for layer in range(6)]
+    assert [store.entry_bytes for store in driven.engine.stores.values()] == each
+    assert driven.audit["device_kv_bytes"] == 63 * 2 * sum(each)
+    check_equal(driven, drive(deep, method_named("full"), None, kv=kv, executor="reference"))
+    assert [kv.of_layer(layer, 3, 0) != NATIVE for layer in range(3)] == [False, True, False]
+    assert all(kv.of_layer(layer, 6, 1) == kv for layer in range(6)), "none, where layers have a window"
 
 
 @pytest.mark.parametrize("kv", [INT8, FP8, KV("int8", "native"), KV("native", "fp8")], ids=str)

@@ -211,9 +211,7 @@ class HostTier:
     def read(
         self, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor, values_only: bool = False
     ) -> torch.Tensor:
-        """Keys and values, or these alone, of single tokens, all three [n] on the CPU, as they are held: the bytes of
-        `parts` one after the other, in one (pinned) buffer.
-        """
+        """Of single tokens, all three [n] on the CPU, what `rows_in` finds in one (pinned) buffer."""
         if not bool(self.present[row, head, token].all()):
             lost = token[~self.present[row, head, token]][0].item()
             raise LookupError(f"token {lost} is not in the store: dropped earlier, or not seen yet")
@@ -222,27 +220,15 @@ class HostTier:
             self._land()
         slot = self.slot_of[row, head, token]
         pinned = self._device.type == "cuda"
-        sizes = self._sizes(len(token), values_only)
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
-        flat = (row * self.key.shape[1] + head) * self.capacity + slot
-        for block, out in zip(self._moving(values_only), self.parts(buffer, len(token), values_only), strict=True):
+        blocks, flat = self.moving(values_only), (row * self.key.shape[1] + head) * self.capacity + slot
+        buffer = torch.empty(sum(_sizes(blocks, len(token))), dtype=torch.uint8, pin_memory=pinned)
+        for block, out in zip(blocks, rows_in(buffer, blocks, len(token)), strict=True):
             torch.index_select(block.view(-1, block.shape[3]), 0, flat, out=out)
         return buffer
 
-    def _moving(self, values_only: bool) -> list[torch.Tensor]:
+    def moving(self, values_only: bool) -> list[torch.Tensor]:
+        """The blocks from which `read` takes rows."""
         return [self.value] if values_only else [self.key, self.value]
-
-    def _sizes(self, count: int, values_only: bool) -> list[int]:
-        """Bytes of each part of a buffer of so many tokens; each begins where numbers of any type may."""
-        return [-(-count * block.shape[3] * block.itemsize // 16) * 16 for block in self._moving(values_only)]
-
-    def parts(self, buffer: torch.Tensor, count: int, values_only: bool = False) -> list[torch.Tensor]:
-        """What `read` gives of so many tokens, on either side, as keys and values [n, width], or these alone."""
-        own = zip(buffer.split(self._sizes(count, values_only)), self._moving(values_only), strict=True)
-        return [
-            part[: count * block.shape[3] * block.itemsize].view(block.dtype).view(count, block.shape[3])
-            for part, block in own
-        ]
 
     def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As they are held, [B, Hkv, M, width] each, token ids [B, Hkv, M] on the CPU; any finite content for -1."""
@@ -289,6 +275,17 @@ class HostTier:
     def check_integrity(self) -> None:
         """Assert what holds between any two calls; for tests."""
         _check_slots(self)
+
+
+def _sizes(blocks: Sequence[torch.Tensor], count: int) -> list[int]:
+    """Bytes of so many rows of each of blocks [..., width] in a buffer; each part begins where any number may."""
+    return [-(-count * block.shape[3] * block.itemsize // 16) * 16 for block in blocks]
+
+
+def rows_in(buffer: torch.Tensor, blocks: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
+    """So many rows of each of blocks [..., width], [n, width], in the bytes of a buffer on either side."""
+    parts = zip(buffer.split(_sizes(blocks, count)), blocks, strict=True)
+    return [part.view(block.dtype)[: count * block.shape[3]].view(count, -1) for part, block in parts]
 
 
 def _check_slots(tier: HostTier) -> None:

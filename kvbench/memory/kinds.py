@@ -57,6 +57,11 @@ class KV(NamedTuple):
         return {kind for tier in TIERS for kind in self.kinds(tier)}
 
     @property
+    def listed(self) -> list[str]:
+        """What `conf/kernels.json` calls them."""
+        return [f"kv={kind}" for kind in sorted(self.named)]
+
+    @property
     def coded(self) -> bool:
         """Whether any tier holds its tokens in fewer bits."""
         return self.named != {"native"}

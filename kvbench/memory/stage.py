@@ -17,7 +17,7 @@ import torch
 from kvbench.memory.cache import keeper_of
 from kvbench.memory.device import Located
 from kvbench.memory.fetch import fetch
-from kvbench.memory.host import HostTier
+from kvbench.memory.host import HostTier, rows_in
 from kvbench.memory.plan import StagePlan, compile_kernels, plan_stage
 from kvbench.memory.slots import (
     NO_TOKEN,
@@ -241,14 +241,9 @@ class Stage:
         self._moved(plan.moving)
         aside = beside and self._device.type == "cuda"
         with torch.cuda.stream(side_stream(self._device)) if aside else nullcontext():
-            *key, value = self._host.parts(uploaded(found, self._device), plan.moving, self.values_only)
-            rows = key[0] if key else self._no_keys(plan.moving), value
+            parts = rows_in(uploaded(found, self._device), self._host.moving(self.values_only), plan.moving)
             event = torch.cuda.current_stream(self._device).record_event() if aside else None
-        return Coming(plan.ids, plan.total, plan.source, (*blocks, rows), event)
-
-    def _no_keys(self, count: int) -> torch.Tensor:
-        """[n, width] zeros, in the place of keys that are not moved."""
-        return self._nothing[0].new_zeros(1, self._nothing[0].shape[1]).expand(count, -1)
+        return Coming(plan.ids, plan.total, plan.source, (*blocks, _with_keys(parts, self._nothing[0])), event)
 
     def _received(self, coming: Coming) -> Staged:
         """The tokens that were moved up, in one block with those that were staged before."""
@@ -278,12 +273,10 @@ class Stage:
         self._here = self._here + ((near >= 0) & (near < held)).sum()
         if self._host.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._host.copied)
-        here, there = _joined(self._blocks(), self._nothing), (self._host.key, self._host.value)
-        key, value = (
-            self._no_keys(ids.numel()) if self.values_only and not side else fetch(near, far, own, host.flatten(0, 2))
-            for side, (own, host) in enumerate(zip(here, there, strict=True))
-        )
-        rows = key.reshape(*ids.shape, key.shape[1]), value.view(*ids.shape, value.shape[1])
+        here, there = _joined(self._blocks(), self._nothing), self._host.moving(self.values_only)
+        sides = zip(here[-len(there) :], there, strict=True)
+        parts = _with_keys([fetch(near, far, own, host.flatten(0, 2)) for own, host in sides], self._nothing[0])
+        rows = parts[0].reshape(*ids.shape, -1), parts[1].reshape(*ids.shape, -1)
         return Staged(ids, rows, (ids != NO_TOKEN).sum()), rows
 
     def _origins(self, ids: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -327,6 +320,12 @@ class Stage:
         assert ascending(ids), "tokens ascend without holes, none of them twice"
         lives = self._host.present.gather(2, ids.clamp(max=self._host.capacity - 1))
         assert bool((lives | (ids == NO_TOKEN)).all()), "what is staged lives on the host"
+
+
+def _with_keys(parts: Sequence[torch.Tensor], nothing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [n, width] that were moved; in the place of keys that were not zeros, as wide as `nothing`."""
+    *key, value = parts
+    return key[0] if key else nothing.new_zeros(1, nothing.shape[1]).expand(len(value), -1), value
 
 
 def _joined(blocks: Blocks, nothing: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

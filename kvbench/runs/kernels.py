@@ -14,7 +14,7 @@ from kvbench.runs.terminal import Console
 
 def compile_for(arms: Sequence[Setup], console: Console) -> None:
     """Compile what runs of one model need, before their time is taken."""
-    kinds = {f"kv={kind}" for arm in arms for kind in kv_in(arm.config).named}
+    kinds = {name for arm in arms for name in kv_in(arm.config).listed}
     dtype = str(arms[0].loaded.dtype).removeprefix("torch.")
     compile_kernels(needed_by(dtype, {*kinds, *(arm.config["method"]["name"] for arm in arms)}), console)
 

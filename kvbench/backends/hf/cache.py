@@ -52,8 +52,7 @@ class KVCache(CountingCache):
             dropped, or "decode", one by one, as decode steps (the logits are then the last token's alone).
         prompt_length: columns of the prompt, padding included, where it is prefilled in several forward passes.
         attention: the executor, "auto", "cpu", "torch", "reference" or "flashinfer".
-        kv: what keys and values are held in, a kind such as "native" or "int8", or a mapping with keys of
-            `kvbench.memory.kinds.KV`.
+        kv: what keys and values are held in: "int8", or keys of `kvbench.memory.kinds.KV`.
         tokenizer: for methods that read the text of tokens.
         seed: what the method's randomness derives from.
 
@@ -79,15 +78,13 @@ class KVCache(CountingCache):
     ) -> None:
         chosen, harness, self._name = method_of(method, options)
         _check_options(question, prompt_length)
-        held = kv_of(kv)
-        settings = {"attention": attention, "kv": held, "seed": seed, "audit_every": AUDIT_EVERY}
+        settings: dict[str, Any] = {"attention": attention, "kv": kv_of(kv), "seed": seed, "audit_every": AUDIT_EVERY}
         sizes = Budget.of(budget, harness, accounting)
         self._plan = EnginePlan.of(model, chosen, sizes, dense_layers, tokenizer, settings)
         shape, self._model, self._method = self._plan.shape, model, chosen
         self._windowed, self._full_layers = windowed_layers(shape.windows), shape.full_layers
         super().__init__(shape.layers, self._windowed)
-        kinds = (f"kv={kind}" for kind in sorted(held.named))
-        compile_silently(str(shape.dtype).removeprefix("torch."), self._name, *kinds)
+        compile_silently(str(shape.dtype).removeprefix("torch."), self._name, *settings["kv"].listed)
         self._question, self._prompt_length = question, prompt_length
         self._stretched, self.scaling = bool(rotary.stretches(model)), shape.scaling
         self._offsets: list[int] = []

@@ -120,8 +120,8 @@ class EnginePlan:
         use_kvbench_attention(model)
         dense = _layer_indices(dense_layers, model.config.get_text_config().num_hidden_layers)
         shape, kv = shape_of(model, [1], dense, model.dtype, model.device), settings["kv"]
-        executor(settings["attention"], shape, kv)
         more = needed(model, shape, method, budget, kv, tokenizer) | {"head_scores": head_scores_of(model, method)}
+        executor(settings["attention"], shape, kv)
         return cls(model, method, budget, tokenizer, shape, dense, {**settings, **more})
 
     @property
