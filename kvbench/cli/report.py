@@ -168,6 +168,7 @@ def _list() -> str:
         "figures (--figure)": FIGURES | OF_FILES,
         "values (--values)": {
             **{name: quantity.heading + _better(quantity) for name, quantity in NUMBERS.items()},
+            "fidelity": "all of task=fidelity, with their errors",
             "breakdown_ms.PART": "a part of a decode step, such as breakdown_ms.select",
             "audit.NAME": "a number of the method's own, such as audit.candidates of pariskv",
             "scores.NAME": "another score of the task, such as scores.no_comma of instructions",
@@ -200,7 +201,7 @@ def _runs(given: Namespace) -> Runs | None:
 
     named = bool(given.folders)
     try:
-        given.folders = given.folders or _own_folders()
+        given.folders = given.folders or own_folders(FOLDER, "report")[0]
         runs = collect(given.folders, given.unfinished)
     except ResultsError as error:
         if not given.paper or named:
@@ -220,19 +221,26 @@ def _chosen(given: Namespace, runs: Runs) -> Runs:
     return runs.only(select(runs, given.where))
 
 
-def _own_folders() -> list[Path]:
-    """The folders of a user's own runs in the default folder; that folder itself where none of those inside is shipped.
+def own_folders(folder: Path, command: str) -> tuple[list[Path], int]:
+    """The folders of a user's own runs in a folder, and how many archives there kvbench ships; that folder itself where
+    none is shipped.
+
+    Args:
+        folder: of runs.
+        command: of kvbench, for the message.
 
     Raises:
         ResultsError: there are only runs that kvbench ships.
     """
-    inside = sorted(FOLDER.iterdir()) if FOLDER.is_dir() else []
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
     shipped = [path for path in inside if path.resolve() in SHIPPED]
     own = [path for path in inside if path not in shipped and next(runs_below(path), None)]
     if shipped and not own:
-        names = " or ".join(f"kvbench report {path}" for path in shipped)
-        raise ResultsError(f"{FOLDER}: no run of yours yet; {names} shows those that kvbench ships")
-    return own if shipped else [FOLDER]
+        names = " ".join(map(str, shipped))
+        raise ResultsError(
+            f"{folder}: no run of yours yet; those that kvbench ships are taken by name: kvbench {command} {names}"
+        )
+    return (own if shipped else [folder]), len(shipped)
 
 
 def _say_left_out(runs: Runs | None, narrow: Sequence[str]) -> None:
@@ -315,7 +323,7 @@ def _print_claims(given: Namespace) -> None:
 
     named, runs = bool(given.folders), None
     try:
-        given.folders = given.folders or _own_folders()
+        given.folders = given.folders or own_folders(FOLDER, "report")[0]
         found = collect(given.folders, given.unfinished)
         runs = _chosen(given, found) if len(found.arms) else None
     except ResultsError:

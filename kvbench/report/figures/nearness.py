@@ -18,4 +18,4 @@ MEASURES: Sequence[tuple[str, Found]] = (("score", Run.score), (KL.name, Run.kl)
 def at_least(kl: Estimate) -> Estimate:
     """A KL divergence as a log axis has room for it."""
     low, high = (None if end is None else max(end, LEAST_KL) for end in (kl.low, kl.high))
-    return Estimate(max(kl.mean, LEAST_KL), low, high, kl.n)
+    return kl._replace(mean=max(kl.mean, LEAST_KL), low=low, high=high)

@@ -71,12 +71,12 @@ def _draw(axis: Any, points: Sequence[_Point]) -> None:
     for style, cell, marks in points:
         numbers = cell.numbers
         x, y = numbers["published"], numbers["score"]
-        low, high = numbers.get("low", y), numbers.get("high", y)
+        low, high = numbers.get("score_low", y), numbers.get("score_high", y)
         look = {"marker": style.marker, "color": style.colour, "markerfacecolor": "none" if marks else style.colour}
         axis.errorbar(x, y, [[y - low], [high - y]], linestyle="", elinewidth=0.8, label=style.label, **look)
         if marks:
             axis.annotate(marks, (x, y), (4, 4), textcoords="offset points", fontsize=7, color=style.colour)
-    shown = ("published", "score", "low", "high")
+    shown = ("published", "score", "score_low", "score_high")
     ends = [cell.numbers[name] for _, cell, _ in points for name in shown if name in cell.numbers]
     axis.set(xlim=(min(ends) - 3, max(ends) + 3), ylim=(min(ends) - 3, max(ends) + 3), aspect="equal")
     axis.grid(alpha=0.3)

@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvbench.report.data.run import YARDSTICK
 from kvbench.report.data.select import last_word
-from kvbench.report.data.stats import COVERAGE
+from kvbench.report.data.stats import COVERAGE, FEWEST, ranks
 from kvbench.report.data.style import STYLES
-from kvbench.report.tables.cells import Cell, Table, beyond_noise
+from kvbench.report.tables.cells import Cell, Table, beyond_noise, compared
 from kvbench.report.tables.formats import NONE, text
+from kvbench.runs.quantities import Quantity
 
 PAGE = 88  # characters of a line in LaTeX's text width; a wider table is scaled to it
 IN_CELL = {"interval", "against_full", "brief_against_full", "samples"}  # of a score: in its cell and in the notes
@@ -137,8 +138,8 @@ def _cell(table: Table, row: int, column: int, name: str, ranks: Mapping[tuple[i
         return _ranked(shown, rank) + (rf"\rlap{{\textsuperscript{{{letters}}}}}" if letters else "")
     mean, digits = cell.numbers["score"], table.lines[name].digits
     shown = _ranked(f"{mean:.{digits}f}", rank)
-    if "low" in cell.numbers:
-        up, down = (f"{abs(cell.numbers[end] - mean):.{digits}f}" for end in ("high", "low"))
+    if "score_low" in cell.numbers:
+        up, down = (f"{abs(cell.numbers[end] - mean):.{digits}f}" for end in ("score_high", "score_low"))
         shown += rf"$^{{+{up}}}_{{-{down}}}$"
     marks = STAR * beyond_noise(cell.numbers) + letters
     return shown + (rf"\rlap{{\,\scriptsize {marks}}}" if marks else "")
@@ -152,7 +153,7 @@ def _ranks(table: Table, lines: Sequence[str]) -> dict[tuple[int, int, str], str
     """The command for the best and for the second best of each column, by row, column and line.
 
     Rivals are the methods of rows that are alike in all else; full attention is none. What prints alike ranks alike,
-    and where all print alike nothing is best, nor among times of several machines.
+    and where all print alike nothing is best, nor among times of several machines, nor what `_is_sure` is not.
     """
     if "method" not in table.axes:
         return {}
@@ -172,9 +173,17 @@ def _ranks(table: Table, lines: Sequence[str]) -> dict[tuple[int, int, str], str
         if not quantity.better or len(values) < 2 or apart:
             continue
         for row, value in shown.items():
-            if value in values[:2]:
+            if value in values[:2] and _is_sure(table.cells[row, column], name, quantity):
                 found[row, column, name] = (r"\textbf", r"\underline")[values.index(value)]
     return found
+
+
+def _is_sure(cell: Cell, name: str, quantity: Quantity) -> bool:
+    """Whether a number may be called best: it was counted, or is of samples that rank methods."""
+    name = "score" if name in SCORES else name
+    n = cell.numbers.get(f"{name}_samples", cell.numbers.get("samples", 0))
+    ends = (cell.numbers.get(f"{name}_{end}") for end in ("low", "high"))
+    return quantity.part == "audit" or ranks(n, *ends)
 
 
 def _number(cell: Cell | None, name: str, digits: int) -> float:
@@ -186,18 +195,22 @@ def _number(cell: Cell | None, name: str, digits: int) -> float:
 def _notes(table: Table, ranked: bool) -> Iterator[str]:
     cells = table.cells.values()
     yield from (escaped(note) for note in table.notes if not note.startswith(NOT_HERE))
-    if any("low" in cell.numbers for cell in cells):
+    if any("score_low" in cell.numbers for cell in cells):
         yield rf"Beside a score: how far its {COVERAGE} \% interval reaches up and down."
     counts = sorted({int(cell.numbers["samples"]) for cell in cells if "samples" in cell.numbers})
     if counts:
         yield f"Samples of a score: {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}."
     if any(beyond_noise(cell.numbers) for cell in cells):
         yield (
-            rf"{STAR}: differs from full attention on the same samples (the {COVERAGE} \% interval of the paired "
-            "differences leaves out 0)."
+            rf"{STAR}: differs from full attention on the same {FEWEST} samples or more (0 is not in the {COVERAGE} \% "
+            f"interval of the paired differences; {escaped(compared(cells))})."
         )
     if ranked:
-        yield r"\textbf{Bold}: best, \underline{underlined}: second best of a column, full attention aside."
+        methods = {row[table.axes.index("method")] for row in table.rows} - {YARDSTICK}
+        yield (
+            rf"\textbf{{Bold}}: best, \underline{{underlined}}: second best of a column's {len(methods)} methods, full "
+            f"attention aside, where it is counted or of {FEWEST} samples or more; not always by more than chance."
+        )
 
 
 _SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}

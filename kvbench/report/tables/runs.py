@@ -26,11 +26,12 @@ from kvbench.report.data.select import (
     refuse_several,
     scored,
     select,
-    value_of,
+    values_of,
 )
 from kvbench.report.tables.cells import (
     BRIEF_SCORE,
     BRIEFEST_SCORE,
+    SAME_TOP,
     WHOLE_SCORE,
     Cell,
     Table,
@@ -46,12 +47,14 @@ from kvbench.runs.quantities import PASSED, Quantity, named
 
 SEVERAL = tuple(PASSED)[1:]  # of one answer it is the score
 COSTS = ("device_kv_bytes", "moved_bytes_per_step", "ttft_s", "tpot_ms_mean", "recall")
-SUMMARY = ("score", *SEVERAL, *COSTS, "new_tokens", "new_tokens_median", "looped")
+NEARNESS = ("kl_mean", "kl_p99", "perplexity_ratio", "delta_p_rms")  # of `task=fidelity`
+SUMMARY = ("score", *SEVERAL, *NEARNESS, "kl_p50", "perplexity", *COSTS, "new_tokens", "new_tokens_median", "looped")
 # The most important first: what has no room on a console is left out from the end.
 OVERVIEW = (
     *("score", *SEVERAL, "kl_mean", "attended_share", "device_kv_bytes", "tpot_ms_mean", "recall"),
     *("moved_bytes_per_step", "ttft_s", "new_tokens", "new_tokens_median"),
 )
+OF_NEAR = ("score", *NEARNESS, "device_kv_bytes", "kl_p50", "attended_share", "tpot_ms_mean")  # of task=fidelity alone
 MOST_ROWS = 40  # of an overview with a row for each budget
 
 # A row's labels, a column's, and the groups that the cell there is of: () for the whole run.
@@ -78,9 +81,14 @@ def overview(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
         axes.remove("budget")
         title, score, columns = f"{title}: score by budget", BRIEFEST_SCORE, ["budget"]
     values = ["score"] if columns else _with_own(OVERVIEW, chosen)
+    near = [run for run in chosen if not missing(run.arm["kl_p50"])]
+    if not columns and len(near) == len(chosen):
+        values, score = _with_own(OF_NEAR, chosen), SAME_TOP
     table = _table(chosen, axes, columns, values, "overview", title, {}, score, len(shared))
     if timed:
         table.notes.append(f"{timed} timed runs have tables of their own: --where task=latency.")
+    if 0 < len(near) < len(chosen):
+        table.notes.append("Perplexity, delta p and percentiles of KL: --where task=fidelity.")
     return [table]
 
 
@@ -150,8 +158,9 @@ def pivot(
     Args:
         rows, columns: settings such as "method", "budget", "task.lengths" or "page_size", and "group". Without columns
             the values stand side by side. Runs that differ in their seed alone are one, unless "seed" is among these.
-        values: names of `kvbench.runs.quantities.NUMBERS`, parts of a step such as "breakdown_ms.select", and numbers
-            of a method's own such as "audit.candidates"; of the last two what follows the dot is enough.
+        values: names of `kvbench.runs.quantities.NUMBERS`, "fidelity" for all of its own, parts of a step such as
+            "breakdown_ms.select", and numbers of a method's own such as "audit.candidates"; of the last two what
+            follows the dot is enough.
         where: as `select` takes them.
         allow_mixed: runs of several protocols may stand together, marked.
         score_lines: what a score is shown by.
@@ -164,13 +173,15 @@ def pivot(
     down, across = ([key_of(runs, name) for name in names] for names in (rows, columns))
     if "seed" not in (*down, *across):
         _, chosen = over_seeds(runs, chosen)
-    names = [value_of(runs, name) for name in values]
+    meant = {word: values_of(runs, word) for word in values}
+    names = [name for own in meant.values() for name in own]
     mixed = marks_of_mixed(chosen, [*down, *across], allow_mixed)
     if "decode" in _axes_for(chosen, [*down, *across])[len(down) + len(across) :]:
         down.append("decode")  # what decoded together and what decoded alone are two runs, and both are shown
     for labels, alike in by_labels(chosen, [*down, *across]).items():
         refuse_several(alike, ", ".join(labels), "add it to --rows or --columns, or ")
-    title = f"{', '.join(names)} by {', '.join([*down, *across])}"
+    titles = (own[0] if len(own) == 1 else word for word, own in meant.items())
+    title = f"{', '.join(titles)} by {', '.join([*down, *across])}"
     return _table(chosen, down, across, names, "table", title, mixed, score_lines)
 
 
@@ -251,7 +262,8 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
     Args:
         of_runs: marks that stand at the first number of a run.
     """
-    source, machine, unsaid = "", "", dict(of_runs)
+    first: Run | None = None
+    machine, unsaid = "", dict(of_runs)
     numbers: dict[str, float] = {}
     marks: dict[str, str] = {}
     for name in values:
@@ -260,7 +272,7 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
         if not candidates:
             continue
         (run,) = candidates
-        arm, source = run.arm, source or run.folders
+        arm, first = run.arm, first or run
         if name != "score" and missing(arm[name]):
             continue
         if name == "score":
@@ -268,9 +280,17 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
             marks["score"] = run.marks(groups)
         else:
             numbers |= {name: quantity.scaled(arm[name]), **ends(arm["spread"], {name: quantity})}
-            numbers |= kl_numbers(run) if name == "kl_mean" else {}
+            if name == "kl_mean" and (kl := run.kl()):
+                numbers |= kl_numbers(run)
+                marks[name] = "r" * kl.is_range
+            error = f"{name}_error"
+            numbers |= {} if missing(arm.get(error)) else {error: quantity.scaled(arm[error])}
             if quantity.is_time:
                 marks[name] = transfer_marks(arm["transfer"]) + time_marks(arm, name)
                 machine = run.label("device_name")
         marks[name] = marks.get(name, "") + unsaid.pop(run, "")
-    return Cell(numbers, {name: letters for name, letters in marks.items() if letters}, source, machine=machine)
+    if first and not missing(first.arm["budget_tokens"]):
+        numbers["budget_tokens"] = float(first.arm["budget_tokens"])
+    marks = {name: letters for name, letters in marks.items() if letters}
+    source, seed = (first.folders, first.label("seed")) if first else ("", "")
+    return Cell(numbers, marks, source, machine=machine, seed=seed)
