@@ -239,7 +239,9 @@ def test_rotated_rows_are_those_of_the_inner_codec_turned_back(kind: str) -> Non
     torch.manual_seed(0)
     rows = torch.randn(GROUP, D)
     rows[:, 5] *= 50
-    plain, turned = (Codecs.of(KV(kind, rotate=rotate), "device", D, torch.float32).value for rotate in ROTATIONS)
+    both = [Codecs.of(KV(kind, rotate=rotate), "device", D, torch.float32) for rotate in ROTATIONS]
+    assert both[0].nbytes == both[1].nbytes
+    plain, turned = (codecs.value for codecs in both)
     matrix = hadamard(D)
     assert torch.allclose(matrix @ matrix, torch.eye(D), atol=1e-6)
     torch.testing.assert_close(turned.decode(turned.encode(rows)), plain.decode(plain.encode(rows @ matrix)) @ matrix)

@@ -33,6 +33,11 @@ class Rotated(Codec):
         return self.inner.width
 
     @property
+    def nbytes(self) -> int:
+        """That of `inner`."""
+        return self.inner.nbytes
+
+    @property
     def row(self) -> Coded | None:
         """That of `inner`."""
         return self.inner.row
