@@ -55,6 +55,11 @@ class Plan:
         method: Method = build(method_config(self.method, **(self.options or {})))
         return method
 
+    @property
+    def frees(self) -> bool:
+        """Whether the method drops tokens, to a number that is known before a prompt is."""
+        return self.build().evicts != "never" and isinstance(self.budget, int)
+
     def sizes(self) -> Budget:
         """The budget of every request."""
         harness = method_config(self.method, **(self.options or {})).harness
