@@ -335,12 +335,35 @@ def bind_methods() -> None:
     spec.loader.exec_module(module)
 
 
-def find_modules_in(folder: Path) -> None:
-    """Let Python find modules in a user's folder of choices, here and in the processes that this one starts."""
-    place = str(folder.absolute())
+OWN = "KVBENCH_CONF"  # in the environment: a user's own folder of choices, that of --config-dir
+
+
+def choose_from(folder: Path | None) -> None:
+    """Take choices from a user's folder, too: Python finds its modules, here and in the processes that this one starts,
+    and its name is known to them. None: from kvbench's own alone.
+    """
+    os.environ.pop(OWN, None)
+    if folder is None:
+        return
+    os.environ[OWN], place = str(folder), str(folder.absolute())
     if place not in sys.path:
         sys.path.append(place)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), place]))
+
+
+def own_choices() -> str | None:
+    """The name of the user's folder that choices are taken from, too; None: there is none."""
+    own = os.environ.get(OWN)
+    return None if own is None else Path(own).absolute().name
+
+
+def searched(group: str) -> str:
+    """The end of a message about a choice that is not there: the folders that were searched for its file."""
+    own = os.environ.get(OWN)
+    if own is None:
+        return f"; looked in {conf_dir() / group}; --config-dir FOLDER adds FOLDER/{group}"
+    there = Path(own, group)
+    return f"; looked in {conf_dir() / group} and {there}{'' if there.is_dir() else ', which is not there'}"
 
 
 def build(config: Mapping[str, Any] | DictConfig | MethodConfig) -> Any:

@@ -3,10 +3,10 @@
     python scripts/compact_runs.py results/sweep_reference results/reference.tar.xz --outputs passkey,ruler
 
 Of each arm the newest run is kept: run.yaml, summary.json, status.json without process and host, and of each sample all
-but the prompt's answers and the output, of which it says how long it was: a data set's texts may not be passed on.
-`--outputs` names the tasks of which both are kept, those that make their prompts. Numbers have five digits, and of a
-path from the root its last part is left. `kvbench report` reads the archive as it reads the runs, and the
-same runs make the same bytes.
+but the prompt's answers, its excerpt and the output, of which it says how long it was: a data set's texts may not be
+passed on. `--outputs` names the tasks of which these are kept, those that make their prompts. Numbers have five digits,
+and of a path from the root its last part is left. `kvbench report` reads the archive as it reads the runs, and the same
+runs make the same bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvbench.runs.archive import SUFFIX, packed
 from kvbench.runs.stored import Record, ResultsError, contents, json_in, read_run_yaml, read_samples
 from kvbench.runs.summary import written
 
-TEXTS = ("answers", "output")
+TEXTS = ("answers", "excerpt", "output")
 DROPPED = ("output_ids", *TEXTS)
 OF_PROCESS = ("pid", "host")
 

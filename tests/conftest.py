@@ -25,7 +25,7 @@ from hypothesis import settings
 from omegaconf import DictConfig
 
 from kvbench.backends.hf.loading import Loaded, load
-from kvbench.config import conf_dir, shipped
+from kvbench.config import conf_dir, read_choice, shipped
 from kvbench.measure import machine
 
 # These models are so small that waking a second thread costs more than it brings, here and in the processes that tests
@@ -39,14 +39,16 @@ settings.register_profile("kvbench", deadline=None)
 settings.load_profile("kvbench")
 
 
-# Of the tests that every method goes through, each meets every ninth preset in the quick suite and the others in the
+# Of the tests that every method goes through, each meets every 13th preset in the quick suite and the others in the
 # slow one; and one in so many, half of them quick, meets a method with other options than its preset's, so that all of
-# these are met, each by other tests. KVBENCH_EVERY_VARIANT=1: all tests meet all of them.
+# these are met, each by other tests. A preset that stands on another one's file meets each test under one accounting,
+# and the next under the other. KVBENCH_EVERY_VARIANT=1: all tests meet all of them.
 # IceCache's kernels for bfloat16 are compiled for the slow tests alone.
-PRESET_EVERY = 9  # odd: every other preset has the other accounting
+PRESET_EVERY = 13  # odd: every other preset has the other accounting
 VARIANT_EVERY = 1 if os.environ.get("KVBENCH_EVERY_VARIANT") else 4
-PRESETS = [case.id for case in METHODS if case.id == case.name]
+PRESETS = [case.id for case in METHODS if case.id == case.name and case.file is None]
 VARIANTS = [case.id for case in METHODS if case.id != case.name]
+DERIVED = [name for name in PRESETS if "defaults" in read_choice(conf_dir() / "method" / f"{name}.yaml")]
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is marked slow is left out
@@ -56,9 +58,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     The longest start first: no worker is left with them when the others have ended. After them come those of IceCache,
     whose kernels take longest to compile: they are all one worker's, while another one begins in the middle.
     """
-    passed_over = [item for item in items if _turn(item, VARIANTS) % VARIANT_EVERY]
-    config.hook.pytest_deselected(items=passed_over)
-    items[:] = [item for item in items if not _turn(item, VARIANTS) % VARIANT_EVERY]
+    passed_over = {item for item in items if _turn(item, VARIANTS) % VARIANT_EVERY or _met_otherwise(item)}
+    config.hook.pytest_deselected(items=list(passed_over))
+    items[:] = [item for item in items if item not in passed_over]
     for item in items:
         later = _turn(item, PRESETS) % PRESET_EVERY or _turn(item, VARIANTS) % (2 * VARIANT_EVERY)
         if later or ("icecache" in item.nodeid and "bfloat16" in item.nodeid):
@@ -73,6 +75,15 @@ def _turn(item: pytest.Item, ids: list[str]) -> int:
     if not isinstance(case, Case) or case.id not in ids:
         return 0
     return zlib.crc32(item.originalname.encode()) + ids.index(case.id)  # type: ignore[attr-defined]
+
+
+def _met_otherwise(item: pytest.Item) -> bool:
+    """Whether a test meets this preset, which stands on another one, under the other accounting."""
+    turn = _turn(item, DERIVED)
+    if not turn or VARIANT_EVERY == 1:
+        return False
+    accounting = item.callspec.params.get("accounting")  # type: ignore[attr-defined]
+    return accounting is not None and (turn + ACCOUNTINGS.index(accounting)) % 2 > 0
 
 
 def pytest_collection_finish() -> None:

@@ -36,7 +36,8 @@ def base(folder: Path) -> Path:
         scores = {"a": (1.0, 0.0), "b": (1.0, 1.0)}
         stored(folder, method, budget, scores, config={**config, "task": shipped("task", "passkey")})
     of_a_judge(folder)
-    near = {"kl_mean": 0.1, "kl_max": 0.3, "kl_p95": 0.2, "nll": 2.0, "nll_full": 1.9, "steps": {"kl": [0.1, 0.1]}}
+    steps = {"kl": [0.1, 0.1], "nll": [2.0, 2.0], "nll_full": [1.9, 1.9]}
+    near = {"kl_mean": 0.1, "nll": 2.0, "nll_full": 1.9, "steps": steps}
     for method in ("full", "snapkv"):
         texts = [record(f"t{place}", "512", 1.0, fidelity=near) for place in range(2)]
         stored(folder, method, 64, texts, task="fidelity", config={**config, "task": shipped("task", "fidelity")})

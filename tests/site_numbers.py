@@ -63,16 +63,49 @@ def against_full(known: dict[str, dict[str, Any]], run: str) -> float:
     return fmean(map(fmean, differences.values()))
 
 
+def at_length(known: dict[str, dict[str, Any]], cell: dict[str, str]) -> float:
+    """The number that a cell of one length should hold, by the samples of that length."""
+    length = int(cell["data-length"])
+
+    def part(run: str) -> dict[str, Any]:
+        lines = [line for line in known[run]["lines"] if line["meta"]["length"] == length]
+        own: dict[str, list[float]] = {}
+        for line in lines:
+            own.setdefault(line["group"], []).append(100 * next(iter(line["scores"].values())))
+        audits = [line["audit"] for line in lines]
+        return {
+            "score": fmean(map(fmean, own.values())),
+            "kl_mean": fmean(line.get("fidelity", {}).get("kl_mean", 0.0) for line in lines),
+            "device_kv_bytes": max(audit["device_kv_bytes"] for audit in audits) / 2**20,
+            "moved_bytes_per_step": fmean(audit["moved_bytes_per_step"] for audit in audits) / 2**10,
+            "attended_share": fmean(audit["attended_mean"] for audit in audits) / (audits[0].get("budget") or 1),
+            "index_bytes": max(audit.get("index_bytes", 0) for audit in audits) / 2**20,
+            "dense_share": known[run]["dense_share"],
+            "n": len(lines),
+        }
+
+    own, name = part(cell["data-run"]), cell["data-name"]
+    if "share" not in name or name == "attended_share":
+        return own[name] if name in own else float(cell["data-value"])  # times, of which disturbed ones are left out
+    full = max(part(run)["device_kv_bytes"] for run in cell["data-full"].split())
+    return shared(own, full, name)
+
+
+def shared(run: dict[str, Any], whole: float, name: str) -> float:
+    index = run["index_bytes"] if name == "index_share" else 0.0
+    dense = run["dense_share"]
+    return 100 * (run["device_kv_bytes"] + index - dense * whole) / (whole - dense * whole)
+
+
 def expected(known: dict[str, dict[str, Any]], cell: dict[str, str]) -> float:
     """The number that a cell should hold, by the files of its run."""
     run, name = known[cell["data-run"]], cell["data-name"]
+    if "data-length" in cell:
+        return at_length(known, cell)
     if "data-group" in cell:
         return run["groups"][cell["data-group"]]
     if name in ("device_share", "index_share"):
-        whole = max(known[full]["device_kv_bytes"] for full in cell["data-full"].split())
-        dense = run["dense_share"]
-        index = run["index_bytes"] if name == "index_share" else 0.0
-        return 100 * (run["device_kv_bytes"] + index - dense * whole) / (whole - dense * whole)
+        return shared(run, max(known[full]["device_kv_bytes"] for full in cell["data-full"].split()), name)
     if name == "against_full":
         return against_full(known, cell["data-run"])
     if name == "recall" and run["recall"] is None:  # of the run with probes, beside that which has the score

@@ -13,11 +13,11 @@ from kvbench.cli.report import main
 # (method, budget) -> scores of two groups, MiB on the device, ms a token
 DENSE, INDEX = 0.02, 2**20  # share of the layers, bytes of every arm
 ARMS: dict[tuple[str, int | None], tuple[list[float], list[float], float, float]] = {
-    ("full", None): ([1, 1, 1], [1, 1, 1], 40.0, 9.0),
-    ("quest", 64): ([1, 1, 0], [0, 1, 0], 40.0, 5.0),
-    ("quest", 128): ([1, 1, 1], [0, 1, 1], 40.0, 6.0),
-    ("snapkv", 64): ([1, 0, 0], [0, 0, 0], 1.0, 3.0),
-    ("pariskv", 64): ([1, 1, 0], [1, 1, 1], 1.5, 12.0),
+    ("full", None): ([1, 1, 1] * 4, [1, 1, 1] * 4, 40.0, 9.0),
+    ("quest", 64): ([1, 1, 0] * 4, [0, 1, 0] * 4, 40.0, 5.0),
+    ("quest", 128): ([1, 1, 1] * 4, [0, 1, 1] * 4, 40.0, 6.0),
+    ("snapkv", 64): ([1, 0, 0] * 4, [0, 0, 0] * 4, 1.0, 3.0),
+    ("pariskv", 64): ([1, 1, 0] * 4, [1, 1, 1] * 4, 1.5, 12.0),
 }
 
 

@@ -112,6 +112,19 @@ def test_the_picture_marks_where_lines_cross(results: Path, tmp_path: Path) -> N
     assert image.imread(tmp_path / "breakeven.png").std() > 0.05, "blank"
 
 
+def test_a_method_that_was_faster_at_every_length_is_faster_at_or_below_the_shortest(tmp_path: Path) -> None:
+    """And a length that was timed beside other work is on no axis."""
+    timed_at(tmp_path, "full", None, FULL, {})
+    busy = {"machine": {"device": "cpu", "threads": 2, "cores": 2, "others": 1.0}}
+    lines = [report_runs.timed(length, 5.0) for length in FULL]
+    lines[-1] |= busy | {"tpot_ms": {"mean": 300.0, "p50": 300.0, "p95": 300.0}}
+    options = {"lengths": list(FULL), "keys": "model", "prefill": True}
+    report_runs.stored(tmp_path, "quest", 64, lines, task="latency", options=options)
+    (axis,) = figures.draw("breakeven", collect([tmp_path])).axes
+    assert "Quest 64: faster at or below 1000" in {line.get_label() for line in axis.get_lines()}
+    assert max(max(line.get_ydata()) for line in axis.get_lines()) < 300
+
+
 def test_without_full_attention_there_is_nothing_to_draw(results: Path) -> None:
     runs = collect([results])
     with pytest.raises(ConfigError, match=r"^figure=breakeven: .*method=full"):

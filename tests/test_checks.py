@@ -86,41 +86,29 @@ ALL = [(group, name) for group in config.groups() for name in config.choices(gro
 
 
 @pytest.mark.parametrize(("group", "name"), ALL, ids=lambda value: value)
-def test_everything_in_conf_passes_with_the_default_rest(composed, group, name, monkeypatch):
+def test_a_choice_is_named_as_itself_composed_as_it_is_read_and_passes_with_the_default_rest(
+    composed, group, name, monkeypatch
+):
+    """Read without Hydra it is what Hydra composes. Presets name the file that they differ from in their defaults. A
+    method takes its preset, and its own minimum in both accountings.
+    """
     monkeypatch.setattr(plan, "version", lambda package: f"{plan.SUPPORTED}.0")  # vLLM is there
-    shipped = config.shipped(group, name) or {}
-    words = ["model.weights=dummy"] if "fetch" in shipped else []
+    shipped, job = config.shipped(group, name), composed(f"{group}={name}", "budget=1024")
+    assert shipped["name"] == name and shipped["about"] == config.choices(group)[name] != ""
+    read = OmegaConf.create({group: config.root_keys().get(group, {}) | shipped})
+    assert OmegaConf.to_container(read[group], resolve=True) == OmegaConf.to_container(job[group], resolve=True)
+    if "fetch" in shipped:
+        job.model.weights = "dummy"
     if (shipped.get("max_new_tokens") or 0) > 8192:
-        words = ["task.max_new_tokens=8192"]  # the small model's window is 16,384
-    job = composed(f"{group}={name}", "budget=1024", *words)
+        job.task.max_new_tokens = 8192  # the small model's window is 16,384
     if name in FROM_FOLDERS:
         with pytest.raises(ConfigError, match="task.data_dir"):
             check(job)
-    else:
-        check(job)
-
-
-@pytest.mark.parametrize(("group", "name"), ALL, ids=lambda value: value)
-def test_every_file_is_named_as_itself_and_says_what_it_is(group, name):
-    node = config.shipped(group, name)
-    assert node["name"] == name
-    assert node["about"] == config.choices(group)[name] != ""
-
-
-@pytest.mark.parametrize(("group", "name"), ALL, ids=lambda value: value)
-def test_a_file_read_without_hydra_is_what_hydra_composes(composed, group, name):
-    """Presets name the file that they differ from in their defaults."""
-    read = OmegaConf.create({group: config.root_keys().get(group, {}) | config.shipped(group, name)})
-    told = composed(f"{group}={name}", "budget=1024")
-    assert OmegaConf.to_container(read[group], resolve=True) == OmegaConf.to_container(told[group], resolve=True)
-
-
-@pytest.mark.parametrize("name", config.choices("method"))
-def test_every_method_takes_its_preset_and_its_own_minimum_in_both_accountings(composed, name):
-    minimum, job = config.method_config(name).harness["minimum"], composed(f"method={name}", "budget=null")
-    for accounting in ("paper", "unified"):
-        for budget in (None, minimum[accounting] or 1):
-            job.protocol.accounting, job.budget = accounting, budget
+        return
+    check(job)
+    minimum = config.method_config(name).harness["minimum"] if group == "method" else {}
+    for accounting, least in minimum.items():
+        for job.protocol.accounting, job.budget in ((accounting, None), (accounting, least or 1)):
             check(job)
 
 

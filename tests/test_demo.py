@@ -62,7 +62,7 @@ def test_a_row_holds_what_the_runs_found(small):
 
 def test_a_single_needle_has_a_score_as_well(small):
     full, _ = rows_of([*small, "task.limit=1"])
-    assert full.prompts == 1 and full.needles[1] is None and full.kl_stderr is None
+    assert full.prompts == 1 and full.needles[1] < full.needles[2] and full.kl_stderr is None
 
 
 def test_a_second_start_runs_nothing_again(small, monkeypatch):
@@ -112,14 +112,14 @@ def test_bad_input_is_told_before_a_model_is_fetched(monkeypatch, capsys):
 def test_the_table_shows_nearness_scores_and_costs(capsys):
     costs = {"device_kv_bytes": 3 * 2**19, "moved_bytes_per_step": 2048.0, "own_ms": 4.26, "disturbed": False}
     costs |= {"texts": 4, "prompts": 6}
-    full = demo.Row("full", None, 0.0, 0.0, (100.0, 0.0), (97.5, 2.5), None, **costs)
-    quest = demo.Row("quest", 256, 0.5, None, (78.0, 3.0), (97.5, 2.5), 1.5, **costs)
+    full = demo.Row("full", None, 0.0, 0.0, (100.0, 0.0), demo.found_of(100.0, 4), None, **costs)
+    quest = demo.Row("quest", 256, 0.5, None, (78.0, 3.0), demo.found_of(25.0, 4), 1.5, **costs)
     Console(width=140).print(demo.table([full, quest]))
     told = [line.strip("│┃") for line in capsys.readouterr().out.splitlines() if line[0] in "│┃"]
     head, *lines = [[cell.strip() for cell in line.replace("┃", "│").split("│")] for line in told]
     costs = ["attended/C", "KV MiB", "moved KiB/step", "own ms/token"]
-    assert head == ["method", "C", "KL, nats", "same token %", "needles %", *costs]
+    assert head == ["method", "C", "KL, nats ±", "same token % ±", "needles % []", *costs]
     assert lines == [
-        ["full", "-", "0.0000 ± 0.0000", "100 ± 0", "98 ± 2", "-", "1.50", "2.0", "4.3"],
-        ["quest", "256", "0.5000", "78 ± 3", "98 ± 2", "1.50", "1.50", "2.0", "4.3"],
+        ["full", "-", "0.0000", "100", "100 [51, 100]", "-", "1.50", "2.0", "4.3"],
+        ["quest", "256", "0.5000", "78 ± 3", "25 [5, 70]", "1.50", "1.50", "2.0", "4.3"],
     ]

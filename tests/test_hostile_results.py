@@ -264,6 +264,7 @@ def record(value: float) -> dict[str, Any]:
 NAMES = ["../../victim/x", "/etc/x", "index", "..", ".", "a/b", "a\\b", "ü", "x" * 200, "con: ?", "a-b", "a b"]
 
 
+@pytest.mark.slow
 def test_a_site_stays_in_its_folder_whatever_methods_are_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

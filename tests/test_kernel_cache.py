@@ -133,6 +133,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_functions_of_one_name_that_different_processes_compiled_stay_apart(sources: Path) -> None:
     (sources / "caller.py").write_text(NAMESAKES)
     assert printed(start(sources, "double")) == ["[10] 10"]

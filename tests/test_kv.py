@@ -158,6 +158,10 @@ def test_moved_bytes_are_of_coded_rows() -> None:
         ({"kv": {"value": "kivi4"}}, "kv.value=kivi4: codes values with their keys"),
         ({"kv": {"rotate": "hadamard"}}, "kv.rotate=hadamard: goes with kinds that do not turn rows themselves"),
         ({"kv": {"device": "turboquant_3bit", "rotate": "hadamard"}}, "kv.rotate=hadamard: goes with kinds"),
+        (
+            {"kv": {"device": "int8", "native_layers": 3}},
+            "kv.native_layers=3: no layer of the model's 6",
+        ),
         ({"kv": {"device": "int8", "native_layers": -1}}, "kv.native_layers=-1: expected a whole number"),
         ({"kv": "kivi2", "method": "icecache", "budget": 64}, "kv=kivi2: IceCache keeps tokens on the host"),
         ({"kv": "kivi4", "method": "h2o", "budget": 64}, "kv=kivi4: H2O drops tokens out of their groups"),

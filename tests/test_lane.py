@@ -131,6 +131,26 @@ def test_samples_wait_until_there_is_room(
     assert max(rows) == {"rows": 3, "bytes": 1, "nothing": 16}[limit]
 
 
+def test_what_full_attention_says_of_given_tokens_counts_as_memory(
+    configs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = list[tuple[Any, float]]()
+    real = lane.Lane.join
+
+    def noted(self: lane.Lane, begin: Any, rows: int, going: lane.Going) -> None:
+        prefilled: Any = going.prompt[0]
+        counted.append((prefilled, going.prompt[1] - prefilled.nbytes))
+        real(self, begin, rows, going)
+
+    monkeypatch.setattr(lane.Lane, "join", noted)
+    quiet(
+        configs("task=fidelity", "task.lengths=[100]", "task.steps=6", "task.samples=1", "~task.limit", arms=ARMS[:1])
+    )
+    assert len(counted) == 2
+    for prefilled, size in counted:
+        assert size == sum(one.nbytes for one in prefilled.reference) > 0
+
+
 def test_the_estimate_follows_the_rule_of_the_method(configs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arms = [prepare(OmegaConf.to_container(config, resolve=True)) for config in configs()]  # type: ignore[arg-type]
     full, quest, snapkv, icecache = (room.row_bytes(arm, [1000], 8, index_share=0.0) for arm in arms)

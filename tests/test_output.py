@@ -62,11 +62,13 @@ def test_a_closed_stream_is_one_that_nobody_wants(closed, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_the_line_that_a_run_begins_with_names_the_model_that_was_given(monkeypatch, tmp_path, capsys):
-    (tmp_path / "mine").symlink_to(ASSETS / "tiny")
+@pytest.mark.parametrize("model", ["tiny", "qwen3-0.6b"])
+def test_the_line_that_a_run_begins_with_names_the_model_that_was_given(model, monkeypatch, tmp_path, capsys):
+    (mine := tmp_path / "mine").symlink_to(ASSETS / "tiny")
     monkeypatch.setattr("kvbench.runs.run.run", lambda config: {})
-    assert cli.main(["task=passkey", "method=full", f"model.path={tmp_path / 'mine'}"]) == 0
-    assert "passkey, full on mine: loading" in capsys.readouterr().out
+    for words, named in ([], "tiny"), ([f"model={model}", f"model.path={mine}"], mine):
+        assert cli.main(["task=passkey", "method=full", *words]) == 0
+        assert f"passkey, full on {named}: loading" in capsys.readouterr().out
 
 
 def test_tables_may_be_made_for_a_closed_stream(tmp_path):

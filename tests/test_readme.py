@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -18,6 +19,9 @@ import kvbench
 from kvbench.cli import report
 from kvbench.cli.checks import check
 from kvbench.config import ASSETS, choices, conf_dir, fetched_folder, method_config
+from kvbench.runs.command import command_of
+from kvbench.runs.quantities import PASSED, QUANTITIES
+from kvbench.runs.stored import contents, runs_in
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("conf", "kvbench", "methods", "notebooks", "results", "scripts", "tests")
@@ -54,6 +58,17 @@ def run(folder: Path, *words: str) -> str:
     return done.stdout
 
 
+def test_every_number_of_a_summary_is_explained_on_one_page():
+    page = PAGES["kvbench/runs/README.md"]
+    assert not [name for name in QUANTITIES if f"`{name}`" not in page and name not in PASSED]
+    summaries = (
+        json.loads(contents(path / "summary.json")) for path in runs_in([ROOT / "results/reference_tiny.tar.xz"])
+    )
+    found = {(part, key) for one in summaries for part in ("audit", "probe", "machine") for key in one.get(part, {})}
+    assert len(found) > 20
+    assert not [key for part, key in found if f"`{part}.{key}`" not in page and f"`{key}`" not in page]
+
+
 # -- examples ----------------------------------------------------------------------------------------------------------
 
 
@@ -68,6 +83,8 @@ def test_the_task_that_the_tasks_page_adds_runs_from_a_folder_of_ones_own(tmp_pa
     (tmp_path / "colours.jsonl").write_text('{"text": "Snow is white.", "colour": "white"}\n{"text": "no colour"}\n')
     printed = run(tmp_path, "task=colours", "method=full", "budget=null")
     assert "(2 samples, 1 failed)" in printed and "colours.jsonl, line 2: field colour: missing" in printed
+    (written,) = tmp_path.rglob("run.yaml")
+    assert command_of(written.parent).startswith("python -m kvbench --config-dir conf "), "the folder's name is kept"
 
 
 def commands(command: str) -> list[str]:
@@ -163,6 +180,18 @@ def test_every_file_and_folder_of_the_harness_stands_in_its_page_s_tree() -> Non
 
 def test_the_readme_is_read_in_five_minutes() -> None:
     assert len(PAGES["README.md"].split()) < 1400
+
+
+def test_the_readme_defines_its_words_at_first_use_and_names_the_defaults() -> None:
+    page = PAGES["README.md"]
+    for word in ("budget", "accounting"):
+        assert page.lower().index(word) - 2 == page.lower().find(f"**{word}**"), word
+    assert "needles" not in page.split("## Methods")[1].split("\n## ")[0], (
+        "these are RULER's, and passkeys are passkeys"
+    )
+    (config,) = configs()
+    defaults = {config.method.name, config.task.name, f"budget={config.budget}"}
+    assert defaults <= set(re.findall(r"[\w=]+", re.findall(r"^python -m kvbench +#.*$", page, re.MULTILINE)[0]))
 
 
 @each_page

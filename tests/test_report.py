@@ -155,12 +155,12 @@ def test_a_figure_that_cannot_be_drawn_leaves_the_rest_of_the_page(results, caps
 def test_a_figure_is_drawn_of_the_chosen_runs(results, capsys, monkeypatch):
     drawn = []
     draw = figures.draw
-    monkeypatch.setattr(figures, "draw", lambda name, runs: drawn.append((name, runs)) or draw(name, runs))
+    monkeypatch.setattr(figures, "draw", lambda *words: drawn.append(words) or draw(*words))
     out = results / "budget.png"
-    told, _ = made(capsys, results, "--figure", "budget", "--where", "method=quest", "--out", out)
+    told, _ = made(capsys, results, "--figure", "budget", "--size", "column", "--where", "method=quest", "--out", out)
     assert told.strip() == str(out) and out.read_bytes().startswith(b"\x89PNG")
-    ((name, runs),) = drawn
-    assert name == "budget" and set(runs.arms["method"]) == {"quest"}
+    ((name, runs, size),) = drawn
+    assert (name, size) == ("budget", "column") and set(runs.arms["method"]) == {"quest"}
 
 
 def test_the_list_names_everything(capsys):
@@ -181,7 +181,7 @@ def test_a_paper_s_table_with_a_run_of_ours(tmp_path, capsys):
     for line in lines:
         assert float(line["difference"]) == pytest.approx(50 - float(line["published"]))
         assert float(line["samples"]) == (32 if line["column"] == "Avg" else 2)
-        assert float(line["low"]) <= 50 <= float(line["high"])
+        assert float(line["score_low"]) <= 50 <= float(line["score_high"])
 
 
 def test_a_paper_s_table_needs_no_run(tmp_path, capsys, monkeypatch):
@@ -202,7 +202,8 @@ def test_a_real_run_is_shown_as_it_found_itself(tmp_path, capsys):
     (line,) = csv.DictReader(io.StringIO(told))
     assert float(line["score"]) == found["score"] and "d" in line["marks"] and "e" in line["marks"]
     assert float(line["attended_share"]) == pytest.approx(found["audit"]["attended_mean"] / 64)
-    assert float(line["device_kv_bytes"]) == pytest.approx(found["audit"]["device_kv_bytes"] / 2**20)
+    assert float(line["device_kv_bytes"]) == found["audit"]["device_kv_bytes"], "as stored"
+    assert (line["budget_tokens"], line["seed"]) == ("64.0", "0")
 
 
 # -- what it says of the rest ------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ AWKWARD = "a_b & 50 % #1 $x$ {y} ~z^ \\w <b>|c|</b> \"q\" 'r'"
 
 def scores(rows: int = 2, columns: int = 3, label: str = "quest") -> Table:
     """A table of scores with everything that goes with one."""
-    numbers = {"score": 71.25, "low": 60.0, "high": 80.5, "against_full": 3.0, "against_full_low": -1.0}
+    numbers = {"score": 71.25, "score_low": 60.0, "score_high": 80.5, "against_full": 3.0, "against_full_low": -1.0}
     numbers |= {"against_full_high": 7.0, "attended_share": 1.484, "samples": 20.0, "failed": 2.0}
     numbers |= {"pairs": 20.0}
     one = Cell(numbers, {"score": "bf"}, "a/run")
@@ -47,7 +47,16 @@ def across(label: str = "quest") -> Table:
 
 def paper() -> Table:
     """A published table of which ours has one cell of three."""
-    ours = Cell({"score": 48.0, "low": 40.0, "high": 56.0, "samples": 200.0, "published": 49.25, "difference": -1.25})
+    ours = Cell(
+        {
+            "score": 48.0,
+            "score_low": 40.0,
+            "score_high": 56.0,
+            "samples": 200.0,
+            "published": 49.25,
+            "difference": -1.25,
+        }
+    )
     cells = {(0, 0): ours, (0, 1): Cell({"published": 30.5}), (0, 2): Cell({"published": 7.0}, mapped=False)}
     return Table("p", "P", ("",), [("IceCache 256",)], ["A", "B", "C"], cells, BESIDE, [])
 
@@ -122,7 +131,13 @@ def test_the_console_s_parts_hold_every_column_once_and_fit(width, columns):
 
 @given(st.integers(40, 200))
 def test_an_overview_fits_and_says_what_it_had_no_room_for(width):
-    numbers = dict.fromkeys(OVERVIEW, 12.5) | {"low": 1.0, "high": 50.0, "against_full": -3.0, "samples": 20.0}
+    numbers = dict.fromkeys(OVERVIEW, 12.5) | {
+        "score_low": 1.0,
+        "score_high": 50.0,
+        "pairs": 20.0,
+        "against_full": -3.0,
+        "samples": 20.0,
+    }
     numbers |= {"against_full_low": -5.0, "against_full_high": -1.0}
     rows = [("a-model", task, method, "64") for task in ("niah", "passkey") for method in ("full", "streaming_llm")]
     lines = {**BRIEF_SCORE, **{name: named(name) for name in OVERVIEW[1:]}}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.report.data.stats import Z, estimate, proportion
+from kvbench.report.data.stats import FEWEST, Estimate, Z, estimate, intervals, proportion
 
 scores = st.lists(st.floats(0, 100), min_size=2, max_size=40).map(np.array)
 
@@ -104,3 +104,19 @@ def test_that_all_samples_are_right_is_no_certainty_however_they_are_grouped(siz
 def test_groups_of_unequal_size_weigh_as_the_small_one():
     found = proportion([np.full(1000, 100.0), np.full(4, 100.0)])
     assert found.low == pytest.approx(proportion([np.full(16, 100.0)]).low, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("values", "differs"),
+    [([5.0] * 20, False), ([5.0, 4.0] * 2, False), ([5.0, 4.0] * 4, True), ([5.0, -5.0] * 4, False)],
+)
+def test_a_difference_is_more_than_chance_only_over_enough_samples_that_are_not_all_alike(values, differs):
+    assert estimate([np.array(values)]).differs == differs and FEWEST == 8
+
+
+def test_three_samples_have_a_range_and_it_is_called_one():
+    three, four = estimate([np.array([1.0, 2.0, 6.0])]), estimate([np.array([1.0, 2.0, 3.0, 6.0])])
+    assert three[1:3] == (1, 6) and three.is_range and not four.is_range
+    assert not proportion([np.array([0.0, 100.0])]).is_range
+    assert intervals([three, Estimate(1, None, None, 1)]) == "ranges" and intervals([four]) == "95 % intervals"
+    assert "ranges" in intervals([three, four]) and "95 %" in intervals([three, four])

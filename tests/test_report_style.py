@@ -6,7 +6,7 @@ import pytest
 
 from kvbench.cli import demo
 from kvbench.config import choices
-from kvbench.report.data.style import STYLES, style_of
+from kvbench.report.data.style import STYLES, style_of, styles_of
 
 
 def test_no_two_methods_share_a_colour_and_a_marker():
@@ -14,9 +14,28 @@ def test_no_two_methods_share_a_colour_and_a_marker():
     assert len(looks) == len(set(looks))
 
 
-@pytest.mark.parametrize("name", sorted(choices("method")))
-def test_every_method_of_the_house_or_its_family_has_a_style(name):
-    assert style_of(name).colour in {style.colour for known, style in STYLES.items() if name.startswith(known)}
+def test_every_method_of_the_house_has_a_style_and_a_name_of_its_own():
+    assert choices("method").keys() - STYLES.keys() == set()
+    assert len({style.label for style in STYLES.values()}) == len(STYLES)
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        ["full", "quest", "clusterkv", "pqcache", "arkvale", "snapkv", "snapkv_racc", "mine"],
+        ["icecache", "icecache_code", "icecache_plus", "icecache_reuse", "h2o", "knorm", "quest_mine", "newest"],
+    ],
+)
+def test_in_one_picture_no_two_methods_share_a_colour_or_a_marker(methods):
+    styles = styles_of(methods)
+    for of in ("colour", "marker"):
+        assert len({getattr(style, of) for style in styles.values()}) == len(methods)
+    assert styles[methods[0]].colour == style_of(methods[0]).colour, "the first has its own"
+
+
+def test_where_there_are_more_methods_than_colours_no_two_look_alike():
+    methods = [*STYLES, "mine", "newest"]
+    assert len({(style.colour, style.marker) for style in styles_of(methods).values()}) == len(methods)
 
 
 @pytest.mark.parametrize("name", ["streaming_llm", "StreamingLLM", "Streaming-LLM", "SLM"])

@@ -147,8 +147,8 @@ def test_a_score_never_stands_without_its_company(tmp_path):
     assert list(table.lines) == ["score", "interval", "against_full", "attended_share", "samples"]
     low, high = (pytest.approx(end, abs=0.01) for end in (9.45, 90.55))
     assert cell(table, ("quest",), "passkey").numbers == {
-        "score": 50, "low": low, "high": high, "against_full": 0, "against_full_low": 0, "against_full_high": 0,
-        "pairs": 2, "attended_share": 80 / 64, "samples": 2, "failed": 0,
+        "score": 50, "score_low": low, "score_high": high, "against_full": 0, "against_full_low": 0,
+        "against_full_high": 0, "pairs": 2, "attended_share": 80 / 64, "samples": 2, "failed": 0, "budget_tokens": 64,
     }  # fmt: skip
     assert "attended_share" not in cell(table, ("full",), "passkey").numbers
 
@@ -268,7 +268,7 @@ def test_a_word_that_two_keys_end_with_names_both(tmp_path):
 def test_a_part_of_a_step_is_a_value(tmp_path):
     stored(tmp_path)
     table = pivot(collect([tmp_path]), ["method"], [], ["breakdown_ms.attention"])
-    assert cell(table, ("quest",)).numbers == {"breakdown_ms.attention": 1.0}
+    assert cell(table, ("quest",)).numbers == {"breakdown_ms.attention": 1.0, "budget_tokens": 64}
 
 
 def test_times_name_their_machines(tmp_path):
@@ -566,3 +566,17 @@ def test_a_run_from_before_an_option_was_there_does_not_stand_beside(tmp_path):
 def test_a_note_of_the_paper_s_cell_is_told():
     table = beside(None, paper({"note": "the mean of its columns is 40.5"}))
     assert "Quest 64, A: the mean of its columns is 40.5." in table.notes
+
+
+def test_agreement_with_full_attention_is_compared_with_no_score_of_its_own(tmp_path):
+    """Which is 100 by construction: everything else would be starred."""
+    near = {"fidelity": {"kl_mean": 0.1, "nll": 1.0, "nll_full": 1.0}}
+    for method, score in (("full", 1.0), ("quest", 0.5)):
+        lines = [record(str(number), "", score * (1 - number / 100), **near) for number in range(8)]
+        stored(tmp_path, method, samples=lines, task="fidelity")
+    runs = collect([tmp_path])
+    assert of(runs, "quest").against_full() is None
+    assert of(runs, "quest").against([of(runs, "full")]).differs
+    assert of(runs, "quest").against([of(runs, "full")], kl=True).mean == 0
+    (table,) = summary(runs, values=["score", "kl_mean"])
+    assert any("by construction" in note for note in table.notes)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -307,12 +309,28 @@ def test_all_scores_of_a_sample_are_shown(tmp_path, capsys):
     ],
 )
 def test_an_option_that_will_not_do_is_named(tmp_path, capsys, words, message):
-    assert message in refused(capsys, answered(tmp_path), *words)
+    said = refused(capsys, folder := answered(tmp_path), *words)
+    assert message in said and (str(folder) in said or "=[" in words[0]), "the run is named, where the words are right"
 
 
 def test_an_arm_s_name_with_an_equals_sign_is_a_path(tmp_path, capsys):
     folder = stored(tmp_path, RIGHT_BUT_STORED_WRONG, arm="quest-64,page_size=8")
     assert printed(capsys, folder)[0]["run"] == str(folder)
+
+
+def test_what_kvbench_ships_is_scored_where_it_is_named_and_else_left_out_in_a_line(tmp_path, capsys, monkeypatch):
+    shipped = tmp_path / "reference.tar.xz"
+    stored(tmp_path / "theirs", RIGHT_BUT_STORED_WRONG, arm="full")
+    with tarfile.open(shipped, "w:xz", format=tarfile.USTAR_FORMAT) as archive:
+        archive.add(tmp_path / "theirs" / "runs", "runs")
+    shutil.rmtree(tmp_path / "theirs")
+    monkeypatch.setattr("kvbench.cli.report.SHIPPED", [shipped])
+    assert f"kvbench score {shipped}" in refused(capsys, tmp_path)
+    mine = stored(tmp_path, RIGHT_BUT_STORED_WRONG)
+    assert main([str(tmp_path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert [one["run"] for one in json.loads(out)] == [str(mine)] and err.count("\n") == 1 and "ships" in err
+    assert len(printed(capsys, shipped)) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -335,7 +353,10 @@ def test_a_file_is_no_run_and_one_inside_a_run_names_its_folder(tmp_path, capsys
 
 def test_records_without_answers_are_an_older_kvbench_s(tmp_path, capsys):
     old = {key: value for key, value in record("a", "123").items() if key != "answers"}
-    assert "a is stored without its answers" in refused(capsys, stored(tmp_path, [old]))
+    for arm in ("quest-64", "snapkv-64"):
+        stored(tmp_path, [old], arm=arm)
+    said = refused(capsys, tmp_path)  # one line for both
+    assert "quest-64" in said and "without answers" in said and "1 other" in said
 
 
 def test_another_format_is_refused(tmp_path, capsys):
@@ -393,7 +414,7 @@ def test_one_bad_run_leaves_the_others_their_table(tmp_path, capsys):
     stored(tmp_path, RIGHT_BUT_STORED_WRONG, arm="snapkv-64")
     assert main([str(tmp_path)]) == 2
     output = capsys.readouterr()
-    assert "without its answers" in output.err and "snapkv-64" in output.out
+    assert "without answers" in output.err and "snapkv-64" in output.out
 
 
 def test_help_and_a_missing_run_come_from_the_shell(capsys):
@@ -438,6 +459,10 @@ def test_a_task_of_ones_own_is_scored_where_the_command_line_names_its_folder(tm
         tmp_path / "results", [record("a", "123")], task={"name": "mine", "_target_": "my_task.Mine", "lengths": [400]}
     )
     assert "my_task.Mine" in refused(capsys, folder) and not mark.exists()
+    run_yaml = folder / "run.yaml"  # the folder's name is a hint: it is taken from the command line alone
+    run_yaml.write_text(run_yaml.read_text().replace("config:\n", "config:\n  config_dir: conf\n"))
+    monkeypatch.chdir(tmp_path)
+    assert "--config-dir conf" in refused(capsys, folder) and not mark.exists()
     assert "my_task.Mine" in refused(capsys, folder, "--config-dir", tmp_path / "results") and not mark.exists()
     assert "no such folder" in refused(capsys, folder, "--config-dir", tmp_path / "nowhere")
     (found,) = printed(capsys, folder, "--config-dir", conf)

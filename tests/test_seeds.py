@@ -43,8 +43,10 @@ def test_seeds_are_one_row_that_says_how_many_and_how_far_apart(tmp_path, capsys
     expected = proportion([np.repeat([100.0, 0.0], [7, 5])])
     for words in ([], ["--rows", "method"], ["--rows", "method", "--columns", "task"]):
         (line,) = lines(capsys, tmp_path, *words)
-        numbers = {name: float(line[name]) for name in ("score", "low", "high", "samples")}
-        assert numbers == pytest.approx({"score": 700 / 12, "low": expected.low, "high": expected.high, "samples": 12})
+        numbers = {name: float(line[name]) for name in ("score", "score_low", "score_high", "samples")}
+        assert numbers == pytest.approx(
+            {"score": 700 / 12, "score_low": expected.low, "score_high": expected.high, "samples": 12}
+        )
         assert [float(line[name]) for name in ("seeds", "seeds_low", "seeds_high")] == [3, 25, 100]
         assert len({Path(run).name for run in line["run"].split("; ")}) == 3
     for style in ("console", "markdown", "latex", "html"):

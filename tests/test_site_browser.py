@@ -119,6 +119,15 @@ def test_both_questions_are_answered_within_three_clicks(site: Path, tmp_path: P
 
 
 @browsed
+@pytest.mark.parametrize("wide", [1300, 390])
+def test_the_first_table_is_whole(site: Path, tmp_path: Path, wide: int) -> None:
+    script = f"document.body.style.width = '{wide}px';"  # a window may be no smaller than 500
+    script += "const box = document.querySelector('.scroll'); return [box.scrollWidth, box.clientWidth];"
+    held, room = browse(site / "index.html", script, tmp_path, wide=wide)
+    assert held <= room < wide
+
+
+@browsed
 def test_two_arms_answers_stand_side_by_side(site: Path, tmp_path: Path) -> None:
     script = """
     const names = [...document.querySelector("[name=right]").options].map(option => option.text);
@@ -126,11 +135,13 @@ def test_two_arms_answers_stand_side_by_side(site: Path, tmp_path: Path) -> None
     const texts = pair => [...pair.children].map(one => one.innerText);
     const sides = () => [...document.querySelectorAll(".pair")].map(texts);
     const found = { names, whole: sides().length };
+    found.pair = document.getElementById("pair").textContent;
     set("compare", "differ", true); found.differ = sides();
     return found;
     """
     found = browse(site / "samples/1.html", HELPERS + script, tmp_path)
-    assert found["names"][0] == "Full" and found["whole"] == 6 and len(found["differ"]) == 5
+    assert found["pair"].startswith("Full against SnapKV 64, by score: 83.3 points ahead (95 % interval ")
+    assert found["names"][0] == "Full" and found["whole"] == 24 and len(found["differ"]) == 20
     for left, right in found["differ"]:
         assert " ".join(left.split()).startswith("Full score 100.0 full says <b>")
         assert " ".join(right.split()).startswith("SnapKV 64 score 0.0 snapkv says <b>")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,29 @@ def test_who_gives_no_sign_of_life_is_dead_until_the_next_beat(tmp_path: Path) -
         assert state_of(folder.path).state == "running"
 
 
+def test_a_process_that_is_gone_from_this_machine_is_dead_at_once(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    with opened(tmp_path) as folder:
+        file = folder.path / "status.json"
+        written = json.loads(file.read_text())
+        for host, pid, state in (
+            (written["host"], gone.pid, "dead"),
+            (written["host"], 2**40, "dead"),  # no process has such a number
+            ("elsewhere", gone.pid, "running"),
+            (written["host"], -1, "running"),  # as nobody writes it
+        ):
+            file.write_text(json.dumps(written | {"host": host, "pid": pid}))
+            assert state_of(folder.path).state == state
+
+
+def test_the_pace_of_a_run_counts_from_its_first_sample_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path) as folder:  # kernels are compiled now
+        monkeypatch.setattr(folders, "_now", lambda: "2126-01-01T00:00:00+00:00")
+        folder.expect(5)
+        assert json.loads((folder.path / "status.json").read_text())["began"] == folders._now()
+
+
 def test_a_heart_beats_while_a_sample_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
     with opened(tmp_path) as folder:
@@ -184,24 +208,27 @@ def test_the_command_lists_runs_and_counts_states(tmp_path: Path, capsys: Any) -
 # -- progress ---------------------------------------------------------------------------------------------------------
 
 
-def test_off_a_terminal_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_a_terminal_progress_is_a_line_now_and_then_with_the_pace_of_the_last_half_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 100.0
     monkeypatch.setattr(bars.time, "monotonic", lambda: now)
     out = io.StringIO()
     with bars.progress(Console(file=out, width=100), total=4, done=0) as report:
         report.begin()
-        report.tokens(500, 510)
         now += bars.LINE_SECONDS
-        report.tokens(510, 510)
+        report.tokens(500, 510)
         report.tokens(510, 510)
         report.advance(0.25)
         report.begin(at=300)
         now += bars.LINE_SECONDS
         report.tokens(390, 400)
+        now += 3 * bars.LINE_SECONDS
+        report.tokens(399, 400)
     assert out.getvalue().splitlines() == [
-        "0/4 samples, 17 tokens/s, 0:00:30",
-        "1/4 samples, 10 tokens/s, 0:03:00 left; of this one 390 of 400 tokens, 3 tokens/s",
-        "1/4 samples, 10 tokens/s, 0:03:00 left; of this one 390 of 400 tokens, 0 tokens/s",
+        "0/4 samples, 17 tokens/s, 0:00:30; of this one 500 of 510 tokens",
+        "1/4 samples, 3 tokens/s, 0:03:00 left; of this one 390 of 400 tokens",
+        *["1/4 samples, 0 tokens/s, 0:07:30 left; of this one 399 of 400 tokens"] * 2,
     ]
 
 
@@ -213,11 +240,20 @@ def test_the_bar_of_tokens_ends_full_where_a_stop_token_came_early() -> None:
     assert "510/510" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_a_kernel_that_must_be_compiled_is_said_once() -> None:
-    from numba import njit
+def test_a_kernel_that_must_be_compiled_is_said_once_and_counts_as_no_time_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from numba.core import event
 
+    now = 100.0
+    monkeypatch.setattr(bars.time, "monotonic", lambda: now)
     out = io.StringIO()
-    with bars.progress(Console(file=out, width=120), total=1, done=0):
+    with bars.progress(Console(file=out, width=120), total=2, done=0) as report:
         for _ in range(2):
-            njit(lambda x: x + 1)(1)
+            with event.trigger_event("numba:compile"), event.trigger_event("numba:compile"):
+                now += 60
+        now += 10
+        report.tokens(100, 100)
+        report.advance(0.5)
     assert out.getvalue().count("compiling kernels") == 1
+    assert out.getvalue().splitlines()[-1] == "1/2 samples, 10 tokens/s, 0:00:10 left"

@@ -19,6 +19,7 @@ from kvbench.kernels import attend as kernels
 from kvbench.kernels.coded import GROUP
 from kvbench.memory.codecs import Codecs
 from kvbench.memory.codecs.codec import Native
+from kvbench.memory.codecs.rotated import turned
 from kvbench.memory.device import DeviceTier, Span
 from kvbench.memory.kinds import KV, NATIVE, TIERS
 from kvbench.memory.slots import of_kv_heads
@@ -290,34 +291,34 @@ def run(
     threads = torch.get_num_threads(), WORTH_A_THREAD
     if len(parts) == 1:
         (part,) = parts
-        turned = _turned(query, part.rotations)
-        asked, out = (turned.data_ptr(), lists, rows, head_dim, STORED[turned.dtype], scaling), torch.empty_like(turned)
+        own = _met(query, part.rotations)
+        asked, out = (own.data_ptr(), lists, rows, head_dim, STORED[own.dtype], scaling), torch.empty_like(own)
         lost = part.kernel(threads, 0, asked, *part.given, logits, NO_RESULTS, out.data_ptr())
         if part.rotations[1] is not None:
-            out = out @ part.rotations[1].T
-        if turned is not query:
+            out = turned(out, part.rotations[1].T)
+        if own is not query:
             out = out.to(query.dtype)
     else:
         results = np.empty((lists, sum(part.pieces for part in parts), rows, head_dim + 2), np.float32)
         for part in parts:
-            turned = _turned(query, part.rotations)
-            asked = turned.data_ptr(), lists, rows, head_dim, STORED[turned.dtype], scaling
+            own = _met(query, part.rotations)
+            asked = own.data_ptr(), lists, rows, head_dim, STORED[own.dtype], scaling
             lost += part.kernel(threads, before, asked, *part.given, logits, results, 0)
             if part.rotations[1] is not None:
                 sums = torch.from_numpy(results)[:, before : before + part.pieces, :, :head_dim]
-                sums.copy_(sums @ part.rotations[1].T)
+                sums.copy_(turned(sums, part.rotations[1].T))
             before += part.pieces
         out = torch.empty_like(query)
         kernels.merge(results, out.data_ptr(), STORED[query.dtype], logits)
     return out, torch.from_numpy(logits).view(batch, heads, -1) if columns else None, lost
 
 
-def _turned(query: torch.Tensor, rotations: Rotations) -> torch.Tensor:
+def _met(query: torch.Tensor, rotations: Rotations) -> torch.Tensor:
     """The query as it meets a part; in float32 where rows of it are turned, so that nothing is rounded between."""
     key, value = rotations
     if key is None and value is None:
         return query
-    return query.float() if key is None else query.float() @ key
+    return query.float() if key is None else turned(query, key)
 
 
 @cache

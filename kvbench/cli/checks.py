@@ -39,7 +39,14 @@ from kvbench.measure.protocol import Protocol
 from kvbench.memory.kinds import KV, kv_of, unfit
 from kvbench.models import hub
 from kvbench.models.heads import calibration_for
-from kvbench.models.support import refuse_impossible, refuse_unsupported, refuse_wrong_rope, text_config, window
+from kvbench.models.support import (
+    refuse_impossible,
+    refuse_unsupported,
+    refuse_wrong_rope,
+    text_config,
+    window,
+    windows,
+)
 from kvbench.runs.folder import refuse_other_formats
 from kvbench.runs.identity import arm_name
 from kvbench.tasks import task_of
@@ -257,7 +264,7 @@ def _check_protocol(run: Any, shape: Mapping[str, Any], source: hub.ModelSource)
 
 def _check_kv(run: Any, shape: Mapping[str, Any]) -> None:
     kv = kv_of({key: value for key, value in run["kv"].items() if key in KV._fields})
-    if reason := next(unfit(kv, _head_dim(shape)), None):
+    if reason := next(unfit(kv, _head_dim(shape), shape.get("num_hidden_layers"), len(windows(shape))), None):
         raise ConfigError(reason)
     if kv.coded and run["attention"] == "flashinfer":
         raise ConfigError(

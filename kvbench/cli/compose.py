@@ -37,7 +37,7 @@ from kvbench.cli.words import (
     refuse_twice,
     refuse_unknown_choices,
 )
-from kvbench.config import ConfigError, conf_dir, find_modules_in, nearest_key, show, sweep_words
+from kvbench.config import ConfigError, choose_from, conf_dir, nearest_key, show, sweep_words
 
 
 class OwnFolder(SearchPathPlugin):
@@ -77,7 +77,7 @@ def loader_of(config_dir: str | None = None) -> ConfigLoader:
         folder = Path(config_dir).absolute()
         if not folder.is_dir():
             raise ConfigError(f"--config-dir={config_dir}: no such folder")
-        find_modules_in(folder)
+    choose_from(None if config_dir is None else Path(config_dir))
     Plugins.instance().register(OwnFolder)
     OwnFolder.folder = folder
     GlobalHydra.instance().clear()  # a notebook may have used Hydra itself

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 from omegaconf import DictConfig
 from rich.table import Table
 
@@ -27,6 +28,7 @@ from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_twice
 from kvbench.config import ConfigError
 from kvbench.models.hub import source_of
+from kvbench.report.data.stats import COVERAGE, proportion
 from kvbench.runs.folder import ResultsError, writing
 from kvbench.runs.quantities import OWN, QUANTITIES, recorded
 from kvbench.runs.table import add_numbers, wide_console, with_error
@@ -62,7 +64,8 @@ class Row(NamedTuple):
         budget: tokens; None for full attention.
         kl_mean, kl_stderr: KL divergence of next-token distributions from full attention's in nats, and its standard
             error over the stretches of text.
-        agreement, needles: 0-100: steps with full attention's top token, needles found; each with its standard error.
+        agreement: 0-100: steps with full attention's top token, with its standard error over texts.
+        needles: 0-100: needles found, with the ends of Wilson's interval.
         attended_share: attended entries of a KV head over the budget; None for full attention.
         device_kv_bytes: on the device.
         moved_bytes_per_step: from host to device.
@@ -76,7 +79,7 @@ class Row(NamedTuple):
     kl_mean: float
     kl_stderr: float | None
     agreement: tuple[float, float | None]
-    needles: tuple[float, float | None]
+    needles: tuple[float, float, float]
     attended_share: float | None
     device_kv_bytes: float
     moved_bytes_per_step: float
@@ -176,7 +179,7 @@ def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> Row:
         kl_mean=found[KL.name],
         kl_stderr=found.get("kl_stderr"),
         agreement=(fidelity["score"], fidelity["stderr"]),
-        needles=(macro["score"], macro["stderr"]),
+        needles=found_of(macro["score"], needles["n"]),
         attended_share=found["attended_share"] if budget else None,
         device_kv_bytes=found["device_kv_bytes"],
         moved_bytes_per_step=found["moved_bytes_per_step"],
@@ -187,20 +190,33 @@ def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> Row:
     )
 
 
+def found_of(score: float, n: int) -> tuple[float, float, float]:
+    """The share of n needles that was found, 0-100, with Wilson's interval: 4 of 4 are no certainty."""
+    hits = round(score * n / 100)
+    mean, low, high, *_ = proportion([numpy.repeat([100.0, 0.0], [hits, n - hits])])
+    return mean, low, high  # type: ignore[return-value]  # Wilson's interval is always there
+
+
 def table(rows: Sequence[Row]) -> Table:
     """All arms, a line each."""
     drawn = Table(title="how near to full attention's next-token distribution, and what it cost", title_justify="left")
     full, disturbed = rows[0], any(one.disturbed for one in rows)
     drawn.caption, drawn.caption_justify = (
-        f"± standard error, over {full.texts} texts and {full.prompts} needles; moved: from host to device, on a CPU "
-        f"counted alone\n{OWN}, which serves all arms at once{'; taken beside other work' * disturbed}",
+        f"±: standard error over {full.texts} texts, full attention's own 0 and 100 by construction; "
+        f"[]: {COVERAGE} % interval over {full.prompts} needles, Wilson's\n"
+        f"moved: from host to device, on a CPU counted alone\n"
+        f"{OWN}, which serves all arms at once{'; taken beside other work' * disturbed}",
         "left",
     )
     drawn.add_column("method")
-    add_numbers(drawn, ["C", "KL, nats", "same token %", "needles %", *(cost.heading for cost in COSTS.values())])
+    add_numbers(
+        drawn, ["C", "KL, nats ±", "same token % ±", "needles % []", *(cost.heading for cost in COSTS.values())]
+    )
     for one in rows:
-        near = KL.number(one.kl_mean) + ("" if one.kl_stderr is None else f" ± {KL.number(one.kl_stderr)}")
-        scores = [with_error(*pair, digits=0) for pair in (one.agreement, one.needles)]
+        is_full = one.budget is None
+        near = KL.number(one.kl_mean) + ("" if is_full or one.kl_stderr is None else f" ± {KL.number(one.kl_stderr)}")
+        agreement = with_error(one.agreement[0], None if is_full else one.agreement[1], digits=0)
+        scores = [agreement, "{:.0f} [{:.0f}, {:.0f}]".format(*one.needles)]
         costs = [cost.number(getattr(one, name)) for name, cost in COSTS.items()]
         drawn.add_row(one.method, "-" if one.budget is None else str(one.budget), near, *scores, *costs)
     return drawn
@@ -209,17 +225,16 @@ def table(rows: Sequence[Row]) -> Table:
 def draw(rows: Sequence[Row], model: str, path: Path) -> None:
     """The trade-off as a picture: KL against device memory, and against a method's own time of a token."""
     import pandas
-    from matplotlib.figure import Figure
 
+    from kvbench.report.data.style import styles_of
+    from kvbench.report.figures.panels import grid, legend, printed
     from kvbench.report.figures.tradeoff import draw_tradeoff
 
     # All have the budget that the title says: no mark needs its own.
     points = pandas.DataFrame(rows, dtype=object).assign(label=[one.method for one in rows], budget=None)
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    draw_tradeoff(axes, points, QUANTITIES["own_ms"], KL.name)
-    axes[0].set_ylabel(KL.axis)
-    handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
-    figure.suptitle(f"{model}, text of {LENGTH} tokens, C = {BUDGET}: down and left is better\n{OWN}")
-    figure.savefig(path, dpi=150)
+    title = f"{model}, text of {LENGTH} tokens, C = {BUDGET}: down and left is better"
+    with printed("page"):
+        figure, axes = grid(1, 2, title, 2.6)
+        draw_tradeoff(axes[0], points, styles_of(points["method"]), QUANTITIES["own_ms"], KL.name)
+        axes[0, 0].set_ylabel(KL.axis)
+        legend(figure, axes, OWN).savefig(path, dpi=200)

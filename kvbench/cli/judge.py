@@ -82,7 +82,7 @@ def questions(folder: Path, config_dir: Path | None = None) -> Iterator[Question
     """
     with using(folder):
         check_format(folder)
-        task = stored_task_of(folder, stored_task(folder), config_dir)
+        task = stored_task_of(folder, *stored_task(folder), config_dir)
         records, _ = read_samples(folder / "samples.jsonl")
         found = [
             Question(id, name, prompt)

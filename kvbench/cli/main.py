@@ -162,12 +162,12 @@ def _run(flags: Namespace) -> int:
 
 def _run_one(config: DictConfig) -> int:
     from kvbench.cli.checks import check
-    from kvbench.models.hub import source_of
+    from kvbench.models.hub import named
     from kvbench.runs.identity import arm_name
 
     check(config)
     # torch takes seconds to import, and a cold disk many.
-    print(f"{config.task.name}, {arm_name(config)} on {source_of(config.model).name}: loading", flush=True)
+    print(f"{config.task.name}, {arm_name(config)} on {named(config.model)}: loading", flush=True)
     from kvbench.runs.run import run
     from kvbench.runs.table import all_failed
 

@@ -8,12 +8,13 @@ import argparse
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvbench.config import ASSETS, PACKAGE, ConfigError, bind_methods, choices, find_modules_in, nearest
+from kvbench.config import ASSETS, PACKAGE, ConfigError, bind_methods, choices, choose_from, nearest, searched
 
 TEMPLATES = ASSETS / "method"
 NEEDED = ("pytest", "hypothesis")  # to check, not to run
@@ -38,9 +39,14 @@ def new_method(arguments: Sequence[str]) -> int:
     except OSError as error:
         raise ConfigError(f"--folder={given.folder}: cannot write there ({error.strerror})") from error
     print(*files, sep="\n")
-    folder = shlex.quote(str(given.folder))
-    print(f"kvbench --config-dir {folder} method={given.name} budget=256    runs it")
-    print(f"kvbench check-method {given.name} --config-dir {folder}    checks it")
+    own = f"--config-dir {shlex.quote(str(given.folder))}"
+    commands = {
+        f"kvbench {own} method={given.name} budget=256": "runs it",
+        f"kvbench check-method {given.name} {own}": "says which of the claims about every method hold",
+        f"kvbench {own} -m method=full,snapkv,{given.name} budget=256": "compares it",
+    }
+    width = max(map(len, commands))
+    print("", *(f"{command:<{width}}  # {what}" for command, what in commands.items()), sep="\n")
     return 0
 
 
@@ -67,22 +73,25 @@ def check_method(arguments: Sequence[str]) -> int:
     missing = [package for package in NEEDED if find_spec(package) is None]
     if missing:
         raise ConfigError(f"check-method: needs {' and '.join(missing)}; pip install {' '.join(missing)}")
-    if given.config_dir is not None:
-        if not given.config_dir.is_dir():
-            raise ConfigError(f"--config-dir={given.config_dir}: no such folder")
-        find_modules_in(given.config_dir)
-        os.environ["KVBENCH_CONF"] = str(given.config_dir.absolute())  # read by the claims' list of methods
+    if given.config_dir is not None and not given.config_dir.is_dir():
+        raise ConfigError(f"--config-dir={given.config_dir}: no such folder")
+    choose_from(given.config_dir)
     own = {file.stem for file in (given.config_dir or Path(os.devnull)).glob("method/*.yaml")}
     if given.name not in own | choices("method").keys():
-        raise ConfigError(
-            f"check-method {given.name}: no such method; {nearest(given.name, [*own, *choices('method')])}"
-        )
+        near = nearest(given.name, [*own, *choices("method")])
+        raise ConfigError(f"check-method {given.name}: no such method; {near}{searched('method')}")
     bind_methods()
     import pytest
 
-    # Neither the settings nor the cache of a project that the command is given in.
-    settings = ["-q", "-c", os.devnull, "--rootdir", str(claims()), "-p", "no:cacheprovider", "-W", "ignore"]
-    code = pytest.main([str(claims() / "test_conformance.py"), *settings, *more], plugins=[OnlyOf(given.name)])
+    # Neither the settings nor the cache of a project that the command is given in, and of pytest's words none.
+    settings = ["-c", os.devnull, "--rootdir", str(claims()), "-p", "no:cacheprovider", "-W", "ignore"]
+    quiet = ["-qq", "--tb=no", "-rN", "-o", "console_output_style=classic"]
+    asked = Claims(given.name)
+    code = pytest.main([str(claims() / "test_conformance.py"), *settings, *quiet, *more], plugins=[asked])
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+        raise ConfigError(f"check-method {shlex.join(arguments)}: chooses no claim; -k takes words of their names")
+    if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        print(asked.outcome())
     return 1 if code == pytest.ExitCode.TESTS_FAILED else int(code != pytest.ExitCode.OK) * 2
 
 
@@ -92,11 +101,13 @@ def claims() -> Path:
     return packaged if packaged.is_dir() else PACKAGE.parent / "tests"
 
 
-class OnlyOf:
-    """Of the claims those about one method; a plugin of pytest's."""
+class Claims:
+    """A plugin of pytest's: of the claims those about one method, and a line for each that holds or does not."""
 
     def __init__(self, method: str) -> None:
         self.method = method
+        self._cases: Counter[str] = Counter()  # of each claim, those still to come
+        self._failed: dict[str, None] = {}
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
         """Leave out what is about other methods, or about none."""
@@ -106,3 +117,41 @@ class OnlyOf:
 
     def _about(self, case: Any) -> bool:
         return case is not None and case.name == self.method
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        """Count the cases of each claim, when all plugins have chosen."""
+        self._cases.update(_claim(item.nodeid) for item in session.items)
+
+    def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str]:
+        """No dot for a case that has run."""
+        return "", "", ""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Say at once what does not hold, in which case, and why."""
+        if report.failed:
+            claim, case = _claim(report.nodeid), report.nodeid.partition("[")[2].rstrip("]")
+            why = getattr(getattr(report.longrepr, "reprcrash", None), "message", report.longreprtext)
+            self._failed[claim] = None
+            print(f"fails  {_words(claim)} ({case}): {' '.join(why.split())[:200]}", flush=True)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Say what holds, when all its cases have."""
+        claim = _claim(nodeid)
+        self._cases[claim] -= 1
+        if not self._cases[claim] and claim not in self._failed:
+            print(f"holds  {_words(claim)}", flush=True)
+
+    def outcome(self) -> str:
+        """How many claims hold, and how to look at one that does not."""
+        if not self._failed:
+            return f"all {len(self._cases)} claims hold for {self.method}"
+        count, first = f"{len(self._failed)} of {len(self._cases)}", next(iter(self._failed)).removeprefix("test_")
+        return f"{count} claims do not hold for {self.method}; -k {first} --tb=short shows where the first fails"
+
+
+def _claim(nodeid: str) -> str:
+    return nodeid.rpartition("::")[2].partition("[")[0]
+
+
+def _words(claim: str) -> str:
+    return re.sub(r"_s(?=_|$)", "'s", claim.removeprefix("test_")).replace("_", " ")

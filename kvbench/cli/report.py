@@ -46,7 +46,7 @@ EXAMPLES = """\
   kvbench report --rows method,budget --columns task     scores, with all that belongs to them
   kvbench report --rows method --columns budget --values tpot_ms_mean --where task=passkey
   kvbench report --paper icecache_table1 --format latex  ours beside the published numbers
-  kvbench report --figure tradeoff --out tradeoff.pdf
+  kvbench report --figure tradeoff --size column --out tradeoff.pdf
   kvbench report --out report.html                       one page with all tables and pictures
   kvbench report --out site/                             a folder: leaderboard, a page a method, samples
   kvbench report --claims                                 which of the papers' claims hold in your runs
@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--values", type=_words, metavar="NAME,...", help="what stands in the cells; default: score")
     add("--where", action="append", default=[], metavar="KEY=VALUE", help="only runs with this value, or one of V,V")
     add("--figure", metavar="NAME", help="draw a figure to --out FILE.png, .pdf or .svg")
+    add("--size", choices=("page", "column"), default="page", help="of a figure: a page of 7 inches, a column of 3.4")
     add("--format", choices=FORMATS, help="default: as --out ends, else console")
     add("--out", type=Path, metavar="FILE", help="write there instead of printing; a folder: a static site")
     add("--allow-mixed", action="store_true", help="let runs of several protocols into one table, marked")
@@ -168,6 +169,7 @@ def _list() -> str:
         "figures (--figure)": FIGURES | OF_FILES,
         "values (--values)": {
             **{name: quantity.heading + _better(quantity) for name, quantity in NUMBERS.items()},
+            "fidelity": "all of task=fidelity, with their errors",
             "breakdown_ms.PART": "a part of a decode step, such as breakdown_ms.select",
             "audit.NAME": "a number of the method's own, such as audit.candidates of pariskv",
             "scores.NAME": "another score of the task, such as scores.no_comma of instructions",
@@ -200,7 +202,7 @@ def _runs(given: Namespace) -> Runs | None:
 
     named = bool(given.folders)
     try:
-        given.folders = given.folders or _own_folders()
+        given.folders = given.folders or own_folders(FOLDER, "report")[0]
         runs = collect(given.folders, given.unfinished)
     except ResultsError as error:
         if not given.paper or named:
@@ -220,19 +222,26 @@ def _chosen(given: Namespace, runs: Runs) -> Runs:
     return runs.only(select(runs, given.where))
 
 
-def _own_folders() -> list[Path]:
-    """The folders of a user's own runs in the default folder; that folder itself where none of those inside is shipped.
+def own_folders(folder: Path, command: str) -> tuple[list[Path], int]:
+    """The folders of a user's own runs in a folder, and how many archives there kvbench ships; that folder itself where
+    none is shipped.
+
+    Args:
+        folder: of runs.
+        command: of kvbench, for the message.
 
     Raises:
         ResultsError: there are only runs that kvbench ships.
     """
-    inside = sorted(FOLDER.iterdir()) if FOLDER.is_dir() else []
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
     shipped = [path for path in inside if path.resolve() in SHIPPED]
     own = [path for path in inside if path not in shipped and next(runs_below(path), None)]
     if shipped and not own:
-        names = " or ".join(f"kvbench report {path}" for path in shipped)
-        raise ResultsError(f"{FOLDER}: no run of yours yet; {names} shows those that kvbench ships")
-    return own if shipped else [FOLDER]
+        names = " ".join(map(str, shipped))
+        raise ResultsError(
+            f"{folder}: no run of yours yet; those that kvbench ships are taken by name: kvbench {command} {names}"
+        )
+    return (own if shipped else [folder]), len(shipped)
 
 
 def _say_left_out(runs: Runs | None, narrow: Sequence[str]) -> None:
@@ -253,10 +262,11 @@ def _named(left_out: Sequence[LeftOut]) -> str:
 def _tables(given: Namespace, runs: Runs | None) -> list[Table]:
     from kvbench.report.tables import runs as tables
     from kvbench.report.tables.cells import BRIEFEST_SCORE, WHOLE_SCORE
-    from kvbench.report.tables.published import beside
+    from kvbench.report.tables.published import beside, ran
 
     if given.paper:
-        return [beside(runs, paper, given.where, given.allow_mixed) for paper in given.paper]
+        made = [beside(runs, paper, given.where, given.allow_mixed) for paper in given.paper]
+        return made if given.format in ("csv", "html") else list(map(ran, made))
     assert runs is not None
     if given.rows:
         values = given.values or ["score"]
@@ -315,7 +325,7 @@ def _print_claims(given: Namespace) -> None:
 
     named, runs = bool(given.folders), None
     try:
-        given.folders = given.folders or _own_folders()
+        given.folders = given.folders or own_folders(FOLDER, "report")[0]
         found = collect(given.folders, given.unfinished)
         runs = _chosen(given, found) if len(found.arms) else None
     except ResultsError:
@@ -366,7 +376,7 @@ def _draw(given: Namespace, runs: Runs | None) -> list[str]:
     from kvbench.report.figures.all import draw
 
     assert runs is not None
-    _write_figure(given, draw(given.figure, _chosen(given, runs)))
+    _write_figure(given, draw(given.figure, _chosen(given, runs), given.size))
     print(given.out)
     return []
 
@@ -377,7 +387,7 @@ def _drawn_from_file(given: Namespace) -> bool:
 
     if given.figure not in OF_FILES:
         return False
-    _write_figure(given, draw_file(given.figure, given.folders))
+    _write_figure(given, draw_file(given.figure, given.folders, given.size))
     return True
 
 

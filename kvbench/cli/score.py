@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.table import Table
 
+from kvbench.cli.report import own_folders
 from kvbench.cli.words import refuse_twice
 from kvbench.config import HARNESS_KEYS, ConfigError, check_types, check_valid, first_line, locate, nearest, show
 from kvbench.runs.code import module_sources, source_hash
@@ -49,6 +50,10 @@ USAGE = """kvbench score RUN [RUN ...] [task.key=value ...] [--write] [--config-
 
 # Of a summary, what follows from scores.
 SCORES = ("score", "stderr", "score_ok", "scores", "n", "failed", "groups", "macro", "prompts", *PASSED)
+
+
+class NoAnswers(ResultsError):
+    """A run's samples are stored without what their outputs are held against."""
 
 
 @dataclass(frozen=True)
@@ -89,19 +94,22 @@ def _main(arguments: Sequence[str] | None) -> int:
     try:
         refuse_twice(changes)
         options = options_of(changes)
-        folders = list(runs_in([Path(word) for word in given.words if word not in changes]))
+        folders = list(runs_in(_named([Path(word) for word in given.words if word not in changes])))
         for folder in folders if given.write else ():
             refuse_archive(folder)
     except (ConfigError, ResultsError) as error:
         return _refused(error)
     console = Console(highlight=False)
-    entries, code = [], 0
+    entries, code, compact = [], 0, []
     for folder in folders:
         try:
             make = rewrite if given.write else rescore
             found = make(folder, options, given.config_dir)
+        except NoAnswers:
+            compact.append(folder)
+            continue
         except (ConfigError, ResultsError) as error:
-            code = _refused(error)
+            code = _refused(error, folder)
             continue
         if given.json:
             entries.append(as_json(found, given.write))
@@ -110,7 +118,25 @@ def _main(arguments: Sequence[str] | None) -> int:
             console.print(printable(outcome(found, given.write)), soft_wrap=True)
     if given.json:
         print(json.dumps(entries, indent=2, allow_nan=False))
+    if compact:
+        more = f", and so are {len(compact) - 1} others" if len(compact) > 1 else ""
+        return _refused(ResultsError(f"{compact[0]} is stored without answers, as compact_runs.py leaves it{more}"))
     return code
+
+
+def _named(paths: Sequence[Path]) -> list[Path]:
+    """The folders to look for runs in; what kvbench ships is scored where it is named itself, and else left out.
+
+    Raises:
+        ResultsError: there is nothing else.
+    """
+    named: list[Path] = []
+    for path in paths:
+        own, shipped = own_folders(path, "score")
+        named += own
+        if shipped:
+            print(f"kvbench score: {path}: without {shipped} archives that kvbench ships; name one", file=sys.stderr)
+    return named
 
 
 def _predicted(given: argparse.Namespace) -> int:
@@ -149,8 +175,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _refused(error: Exception) -> int:
-    print(f"kvbench score: {printable(str(error))}", file=sys.stderr)
+def _refused(error: Exception, run: Path | None = None) -> int:
+    """Print why something could not be scored, and which run it was."""
+    message = str(error) if run is None or str(run) in str(error) else f"{run}: {error}"
+    print(f"kvbench score: {printable(message)}", file=sys.stderr)
     return 2
 
 
@@ -182,8 +210,9 @@ def rescore(folder: Path, options: Mapping[str, Any] | None = None, config_dir: 
     """
     with using(folder):
         check_format(folder)
-        config = stored_task(folder)
-        return _rescored(folder, _task_of(folder, config, options or {}, config_dir), config["_target_"])
+        config, made_with = stored_task(folder)
+        refuse_unknown(folder, config, made_with, config_dir)
+        return _rescored(folder, _task_of(folder, config, options or {}), config["_target_"])
 
 
 def _rescored(folder: Path, task: Task, target: str) -> Rescored:
@@ -220,7 +249,7 @@ def rewrite(folder: Path, options: Mapping[str, Any] | None = None, config_dir: 
     with held(folder):
         with using(folder):
             check_format(folder)
-            stored = stored_task(folder)
+            stored, _ = stored_task(folder)
         if other := next((key for key, value in (options or {}).items() if stored.get(key) != value), ""):
             given = f"task.{other}={show((options or {})[other])}"
             raise ConfigError(f"--write: not with {given}, {folder} was made with other options; leave one out")
@@ -237,13 +266,12 @@ def rewrite(folder: Path, options: Mapping[str, Any] | None = None, config_dir: 
     return found
 
 
-def _task_of(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any], config_dir: Path | None) -> Task:
+def _task_of(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> Task:
     """The task of a stored run, with these options in place of its own.
 
     Raises:
         ConfigError: as `rescore`.
     """
-    refuse_unknown(folder, config, config_dir)
     valid = config.keys() - HARNESS_KEYS
     for key, value in options.items():
         if key not in valid:
@@ -266,7 +294,7 @@ def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -
         return record
     key, answers, output = record["id"], record.get("answers"), record.get("output")
     if answers is None:
-        raise ResultsError(f"{folder}: {key} is stored without its answers, as compact_runs.py leaves it; run it again")
+        raise NoAnswers(f"{folder}: {key} is stored without its answers")
     if output is None:
         raise ResultsError(f"{folder / 'samples.jsonl'}: the newest line of {key} is damaged: no output")
     asked, group = record.get("sample") or key, record.get("group") or ""

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvbench.config import ConfigError, groups, nearest, root_keys, show
+from kvbench.config import ConfigError, groups, nearest, root_keys, searched, show
 
 if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader
@@ -175,7 +175,7 @@ def refuse_unknown_choices(loader: ConfigLoader, overrides: Iterable[Override]) 
 def no_such_choice(group: str, choice: str, valid: Iterable[str]) -> ConfigError:
     """The error of a choice that does not exist."""
     others = "; model.path=FOLDER or a hub id takes any other" if group == "model" else ""
-    return ConfigError(f"{group}={choice}: no such {group}; {nearest(choice, valid)}{others}")
+    return ConfigError(f"{group}={choice}: no such {group}; {nearest(choice, valid)}{others}{searched(group)}")
 
 
 def refuse_flag(words: Sequence[str]) -> None:

@@ -202,7 +202,7 @@ class Reader:
             return builder.sitofp(codes, FLOATS)
         if "+avx2" in self._features:
             low, high = (self._half(codes, half) for half in range(2))
-            return builder.shuffle_vector(low, high, ir.Constant(WORDS, range(LANES)))
+            return builder.shuffle_vector(low, high, ir.Constant(WORDS, [*range(LANES)]))
         found, index = self._table, ir.IntType(32)
         for lane in map(index, range(LANES)):
             number = builder.extract_element(self._table, builder.extract_element(codes, lane))
@@ -214,7 +214,7 @@ class Reader:
         builder, eight = self._builder, ir.VectorType(ir.IntType(32), 8)
 
         def cut(numbers: Any, half: int) -> Any:
-            return builder.shuffle_vector(numbers, numbers, ir.Constant(eight, range(8 * half, 8 * half + 8)))
+            return builder.shuffle_vector(numbers, numbers, ir.Constant(eight, [*range(8 * half, 8 * half + 8)]))
 
         codes = cut(codes, half)
         low, high = (

@@ -81,7 +81,9 @@ def load_one(_context, row, channel, stored):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def load_parameters(_context, rows, count, beside, stored):  # type: ignore[no-untyped-def]
-    """The scales and the minima of `count` rows, 16 at most: two vectors; 1, and 0, where there are none.
+    """The scales and the minima of `count` rows, of 1 to 16, as two vectors; 1 and 0 where rows have none.
+
+    Lanes after the last row's are as its own.
 
     Args:
         rows: address of the rows' addresses.
@@ -92,14 +94,15 @@ def load_parameters(_context, rows, count, beside, stored):  # type: ignore[no-u
         rows, count, beside, _ = arguments
         facts, word = Facts.of(signature.args[3]), rows.type
         of, many = TYPES[facts.parameter], {"none": 0, "scale": 1, "range": 2}[facts.parameters]
-        found = [cgutils.alloca_once_value(builder, ir.Constant(FLOATS, [one] * LANES)) for one in (1.0, 0.0)]
-        with cgutils.for_range(builder, count) as loop:
-            at = builder.add(rows, builder.mul(loop.index, word(word.width // 8)))
+        found, last = [ir.Constant(FLOATS, [one] * LANES) for one in (1.0, 0.0)], builder.sub(count, word(1))
+        for lane in range(LANES if many else 0):
+            index = builder.select(builder.icmp_unsigned("<", word(lane), count), word(lane), last)
+            at = builder.add(rows, builder.mul(index, word(word.width // 8)))
             parameters = builder.add(builder.load(pointer(builder, at, word)), beside)
-            for n, into in enumerate(found[:many]):
-                lanes = builder.bitcast(into, ir.FloatType().as_pointer())
-                builder.store(number_at(builder, parameters, word(n), of), builder.gep(lanes, [loop.index]))
-        scale, least = map(builder.load, found)
+            for n in range(many):
+                number = number_at(builder, parameters, word(n), of)
+                found[n] = builder.insert_element(found[n], number, ir.IntType(32)(lane))
+        scale, least = found
         scale = builder.fmul(scale, ir.Constant(FLOATS, [facts.factor] * LANES))
         return context.make_tuple(builder, signature.return_type, (scale, least))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -32,6 +33,7 @@ from kvbench.models.heads import Calibration
 from kvbench.models.types import Tokenizer
 from kvbench.tasks import Sample, Task, Timed
 
+MOST_EXCERPTS, AROUND = 3, 160  # of a prompt in its record, and characters on each side of an answer
 LONGER = 64  # tokens: questions about one context are not equally long, and the first one's memory must do for all
 
 
@@ -128,6 +130,15 @@ class TokenizedSample:
         return self.new_tokens + (LONGER if self.question else 0)
 
 
+def excerpt(sample: Sample) -> str:
+    """What a reader needs of a prompt: around its answers, where these stand in it, and its end, which asks."""
+    text, cuts = sample.prompt, []
+    for answer in filter(None, sample.answers[:MOST_EXCERPTS]):
+        if found := re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text):
+            cuts.append(text[max(0, found.start() - AROUND) : found.end() + AROUND])
+    return "\n...\n".join([*cuts, text[-AROUND:]])
+
+
 def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
     """The prompt of a sample under an arm's protocol.
 
@@ -142,6 +153,7 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
         "group": sample.group,
         "meta": dict(sample.meta),
         "answers": list(sample.answers),
+        **({"excerpt": excerpt(sample)} if sample.prompt else {}),
         "chat": chat,
         "prompt_tokens": 0,
         "error": sample.error or None,

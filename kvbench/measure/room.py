@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.prefilled import union
@@ -39,6 +41,11 @@ def recorded_bytes(setup: Setup, lengths: Sequence[int], needs: Iterable[Needs])
     each = min(every.query_window, longest) * query + every.attention_sums * longest * shape.query_heads * 4
     each += len({need.replay for need in needs} - {None}) * longest * both
     return shape.batch * shape.layers * each
+
+
+def reference_bytes(setup: Setup, steps: int) -> int:
+    """Bytes of what full attention says at so many steps, which all share that are compared with it."""
+    return steps * int(setup.loaded.model.config.get_text_config().vocab_size) * torch.float32.itemsize
 
 
 def row_bytes(setup: Setup, lengths: Sequence[int], new_tokens: int, index_share: float | None = None) -> int:

@@ -141,14 +141,18 @@ def unfit_for(kv: KV, method: Method, name: str, counted: bool) -> Iterator[str]
         yield f"kv={kv}: {name} drops tokens out of their groups as it generates; expected {' | '.join(ROWS)}"
 
 
-def unfit(kv: KV, head_dim: int | None) -> Iterator[str]:
-    """Why keys and values cannot be held so, with heads of this size (None: not known yet)."""
+def unfit(kv: KV, head_dim: int | None, layers: int | None = None, windows: int = 0) -> Iterator[str]:
+    """Why keys and values cannot be held so, with heads of this size and so many layers, some with a window (None: not
+    known yet).
+    """
     key, value = kv.kinds("device")
     kinds = kv.named - {"native"}
     if value in GROUPED and key not in GROUPED:
         yield f"kv.value={value}: codes values with their keys, in groups of tokens; expected kv.key={value}, or int4"
     if kv.rotate != "none" and (not kinds or kinds & {*PUBLISHED, *PAPERS}):
         yield f"kv.rotate={kv.rotate}: goes with kinds that do not turn rows themselves, not with {kv}; expected none"
+    if kv.coded and layers and all(kv.of_layer(layer, layers, windows) == NATIVE for layer in range(layers)):
+        yield f"kv.native_layers={kv.native_layers}: no layer of the model's {layers} would be coded; expected fewer"
     if head_dim is None:
         return
     if (kv.rotate != "none" or kinds & HADAMARD) and head_dim & (head_dim - 1):

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from omegaconf import OmegaConf
+
 from kvbench.config import ASSETS, ConfigError, fetched_folder, first_line, shipped
 
 REAL_DENSE_LAYERS = (0, 1)  # of a model that kvbench has no file for
@@ -96,6 +98,13 @@ def source_of(model: Mapping[str, Any]) -> ModelSource:
     if path is None:
         raise ConfigError(f"model.path=null: {name} has no weights of its own; give a hub id or a folder")
     return ModelSource(name, str(path), dense_layers)
+
+
+def named(model: Mapping[str, Any]) -> str:
+    """What a user asked for: the path that was given, or the name of the file in `conf/model` whose path it is."""
+    source = source_of(model)
+    known = OmegaConf.create(shipped("model", str(model["name"])) or {})
+    return source.name if source.path in (None, known.get("path")) else str(source.path)
 
 
 def shape_of(model: Mapping[str, Any], source: ModelSource) -> Mapping[str, Any]:

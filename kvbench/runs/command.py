@@ -31,6 +31,8 @@ def command_of(folder: Path) -> str:
 
 
 def _words(config: Mapping[str, Any]) -> Iterator[str]:
+    if "config_dir" in config:
+        yield from ("--config-dir", str(config["config_dir"]))
     for group in ("model", "method", "task"):
         own = config[group]
         yield f"{group}={own['name']}"

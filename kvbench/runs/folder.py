@@ -184,8 +184,8 @@ class RunFolder:
         self._write_status()
 
     def expect(self, total: int) -> None:
-        """Say how many samples the run shall have, those of other shards included."""
-        self._total = total
+        """Say how many samples the run shall have, those of other shards included; the pace counts from here."""
+        self._total, self._began = total, _now()
         self._write_status()
 
     def add(self, record: Mapping[str, Any], share: float = 0.0) -> None:

@@ -4,6 +4,7 @@ then; and what is said once."""
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -40,11 +41,34 @@ class TimeLeft(ProgressColumn):
 
 
 class Speed(ProgressColumn):
-    """Tokens a second inside a sample, of the last half minute."""
+    """The pace beside the bar of a sample's tokens."""
 
     def render(self, bar: Bar) -> Text:
-        """The speed, "" of a bar over samples."""
-        return Text(f"{bar.speed:.0f} tokens/s" if bar.fields.get("tokens") and bar.speed else "")
+        """Its words, "" of a bar over samples."""
+        return Text(str(bar.fields.get("pace") or ""))
+
+
+class Pace:
+    """Tokens a second over the last half minute; where a step takes longer, over the last step.
+
+    Attributes:
+        tokens: in all.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.tokens = 0
+        self._marks = deque([(now, 0)])
+
+    def add(self, tokens: int, now: float) -> None:
+        """So many more are read or written at this time."""
+        self.tokens += tokens
+        self._marks.append((now, self.tokens))
+        while len(self._marks) > 2 and self._marks[1][0] <= now - LINE_SECONDS:
+            self._marks.popleft()
+
+    def __str__(self) -> str:
+        (began, before), (ended, tokens) = self._marks[0], self._marks[-1]
+        return f"{(tokens - before) / max(ended - began, 1e-3):.0f} tokens/s"
 
 
 class Reporter:
@@ -57,11 +81,11 @@ class Reporter:
     def __init__(self, bars: Progress, total: int, done: int) -> None:
         self.bars, self.share = bars, 0.0
         self._samples = bars.add_task("samples", total=total, completed=min(done, total), share=0.0)
-        self._inside = bars.add_task("tokens of this sample", total=None, visible=False, tokens=True)
+        self._pace = Pace(bars.get_time())
+        self._inside = bars.add_task("tokens of this sample", total=None, visible=False, pace=self._pace)
         self._said: set[str] = set()
-        self._tokens = self._at = self._of = self._rows = 0
-        self._line_tokens = 0  # when the last line was printed, as is _line_at
-        self._began = self._line_at = time.monotonic()
+        self._at = self._of = self._rows = 0
+        self._line_at = bars.get_time()
 
     def begin(self, at: int = 0) -> None:
         """A generation begins, with `at` tokens of its prompt read already."""
@@ -69,37 +93,34 @@ class Reporter:
 
     def tokens(self, done: int, total: int) -> None:
         """`done` of `total` tokens of the current generation are read or written."""
-        self._tokens += done - self._at
+        self._pace.add(done - self._at, self.bars.get_time())
         self._at, self._of = done, total
         self.bars.update(self._inside, completed=done, total=total, visible=True)
         self._line_now_and_then()
 
     def _line_now_and_then(self) -> None:
-        if self.bars.disable and time.monotonic() - self._line_at >= LINE_SECONDS:
+        if self.bars.disable and self.bars.get_time() - self._line_at >= LINE_SECONDS:
             self.line()
 
     def rows(self, count: int) -> None:
         """A token of each of so many rows was decoded, of several arms and samples."""
-        self._tokens, self._rows = self._tokens + count, count
-        self._at = self._of = 0
+        self._pace.add(count, self.bars.get_time())
+        self._at, self._of, self._rows = 0, 0, count
         self.bars.update(
-            self._inside, description=f"tokens, {count} rows", completed=self._tokens, total=None, visible=True
+            self._inside, description=f"tokens, {count} rows", completed=self._pace.tokens, total=None, visible=True
         )
         self._line_now_and_then()
 
     def line(self) -> None:
-        """How far it is, as a line: over all samples, and inside the one that runs, its speed since the last line."""
-        now = time.monotonic()
-        elapsed, samples = now - self._began, self.bars.tasks[self._samples]
+        """How far it is, as a line: over all samples, at what pace, and inside the one that runs."""
+        samples, elapsed = self.bars.tasks[self._samples], self.bars.tasks[self._samples].elapsed or 0.0
         left = time_left(elapsed, self.share) or str(timedelta(seconds=round(elapsed)))
-        rate = self._tokens / max(elapsed, 1e-3)
-        line = f"{samples.completed:.0f}/{samples.total:.0f} samples, {rate:.0f} tokens/s, {left}"
+        line = f"{samples.completed:.0f}/{samples.total:.0f} samples, {self._pace}, {left}"
         if self._at < self._of:
-            speed = (self._tokens - self._line_tokens) / max(now - self._line_at, 1e-3)
-            line += f"; of this one {self._at:,} of {self._of:,} tokens, {speed:.0f} tokens/s"
+            line += f"; of this one {self._at:,} of {self._of:,} tokens"
         elif self._rows:
             line += f"; {self._rows} rows decode together"
-        self._line_at, self._line_tokens = now, self._tokens
+        self._line_at = self.bars.get_time()
         self.bars.console.print(line, highlight=False)
 
     def sample(self, record: dict[str, Any], share: float) -> None:
@@ -138,16 +159,27 @@ class Reporter:
 
 
 class _Compilations(event.Listener):
-    """Says why nothing moves while Numba compiles a kernel that is in no cache yet."""
+    """A clock that stands still while Numba compiles a kernel that is in no cache yet, and says why nothing moves."""
 
-    def __init__(self, report: Reporter) -> None:
-        self._report = report
+    report: Reporter
+
+    def __init__(self) -> None:
+        self._compiled = self._since = 0.0
+        self._depth = 0  # one compilation inside the other
+
+    def __call__(self) -> float:
+        return (self._since if self._depth else time.monotonic()) - self._compiled
 
     def on_start(self, event: event.Event) -> None:
-        self._report.once("kernels", "compiling kernels, up to a minute, the first time that they are used (said once)")
+        if not self._depth:
+            self._since = time.monotonic()
+        self._depth += 1
+        self.report.once("kernels", "compiling kernels, up to a minute, the first time that they are used (said once)")
 
     def on_end(self, event: event.Event) -> None:
-        pass
+        self._depth -= 1
+        if not self._depth:
+            self._compiled += time.monotonic() - self._since
 
 
 @contextmanager
@@ -160,10 +192,11 @@ def progress(console: Console, total: int, done: int) -> Iterator[Reporter]:
         done: samples that an earlier start finished.
     """
     drawn = console.is_terminal or console.is_jupyter
-    columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), TimeLeft(), Speed(), console=console, disable=not drawn) as bars:
-        report = Reporter(bars, total, done)
-        with event.install_listener("numba:compile", _Compilations(report)):
+    columns, clock = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn()), _Compilations()
+    times = TimeElapsedColumn(), TimeLeft(), Speed()
+    with Progress(*columns, *times, console=console, disable=not drawn, get_time=clock) as bars:
+        report = clock.report = Reporter(bars, total, done)
+        with event.install_listener("numba:compile", clock):
             yield report
         if not drawn:
             report.line()

@@ -38,6 +38,12 @@ OWN = "own: attention, search and transfers, without the model"
 PASSED = {f"pass_at_{k}": k for k in (1, 2, 4, 8, 16, 32, 64)}  # the k of each pass@k, by its name
 
 
+# Of tokens, by the name of each: percentiles, and quarters of a text's steps.
+OF_KL = {f"kl_p{p:g}".replace(".", "_"): p for p in (50, 90, 95, 99, 99.9)}
+OF_QUARTERS = {"kl_q1": "first", "kl_q2": "second", "kl_q3": "third", "kl_q4": "last"}
+OF_DELTA_P = {f"delta_p_p{p:g}".replace(".", "_"): p for p in (0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)}
+
+
 class Quantity(NamedTuple):
     """One recorded number, flag or word.
 
@@ -104,6 +110,20 @@ class Quantity(NamedTuple):
         return "-" if value is None else f"{self.number(value)} {self.unit.name}".rstrip()
 
 
+def _percentile(p: float) -> str:
+    return "median" if p == 50 else f"p{p:g}"
+
+
+def _with_error(
+    name: str, title: str, unit: Unit, digits: int, better: Literal["more", "less", ""] = ""
+) -> tuple[Quantity, Quantity]:
+    """A number over tokens, and its standard error, which a table shows beside it."""
+    return (
+        Quantity(name, "fidelity", title, unit, digits, better),
+        Quantity(f"{name}_error", "fidelity", f"{title}, standard error over tokens", unit, digits, better and LESS),
+    )
+
+
 _LISTED = (
     Quantity("score", "macro", "score", PLAIN, 1, MORE),
     Quantity("attended_share", "", "attended / C", ratio=("attended_mean", "budget_tokens")),
@@ -166,13 +186,24 @@ _LISTED = (
     Quantity("jaccard", "probe", "Jaccard with the step before", label="Jaccard with last step"),
     Quantity("seen", "probe", "share selected in the last 32 steps", label="seen in last 32 steps"),
     Quantity("kl_mean", "fidelity", "KL from full attention", NATS, 4, LESS),
-    Quantity("kl_stderr", "fidelity", "its standard error over texts", NATS, 4, LESS),
-    Quantity("kl_p95", "fidelity", "KL from full attention, p95 over steps", NATS, 4, LESS),
-    Quantity("kl_max", "fidelity", "KL from full attention, largest", NATS, 3, LESS, combine="max"),
+    Quantity("kl_stderr", "fidelity", "KL, standard error over texts", NATS, 4, LESS),
+    Quantity("kl_mean_error", "fidelity", "KL, standard error over tokens", NATS, 4, LESS),
+    *(Quantity(name, "fidelity", f"KL, {_percentile(p)}", NATS, 4, LESS) for name, p in OF_KL.items()),
+    Quantity("kl_max", "fidelity", "KL, largest", NATS, 3, LESS, combine="max"),
+    *(Quantity(name, "fidelity", f"KL, {which} quarter", NATS, 4, LESS) for name, which in OF_QUARTERS.items()),
     Quantity("nll", "fidelity", "negative log-likelihood of the text", NATS, 3, LESS),
     Quantity("nll_full", "fidelity", "the same under full attention", NATS, 3),
-    Quantity("perplexity", "fidelity", "perplexity", PLAIN, 2, LESS),
-    Quantity("perplexity_full", "fidelity", "perplexity under full attention", PLAIN, 2),
+    Quantity("nll_correlation", "fidelity", "correlation of log-likelihoods", PERCENT, 2, MORE),
+    *_with_error("perplexity", "perplexity", PLAIN, 2, LESS),
+    *_with_error("perplexity_full", "perplexity under full attention", PLAIN, 2),
+    *_with_error("perplexity_ratio", "perplexity ratio", PLAIN, 4),
+    *_with_error("ln_perplexity_ratio", "ln perplexity ratio", PLAIN, 4),
+    Quantity("ln_perplexity_ratio_stderr", "fidelity", "ln perplexity ratio, standard error over texts", PLAIN, 4),
+    *_with_error("delta_p_mean", "delta p, mean", PERCENT, 2),
+    *_with_error("delta_p_rms", "delta p, RMS", PERCENT, 2, LESS),
+    *(Quantity(name, "fidelity", f"delta p, {_percentile(p)}", PERCENT, 2) for name, p in OF_DELTA_P.items()),
+    *_with_error("same_top", "same top token", PERCENT, 2, MORE),
+    Quantity("tokens", "fidelity", "tokens compared", PLAIN, 0),
     Quantity("score_samples", "", "score, mean over samples", PLAIN, 1, MORE, key="score"),
     Quantity("score_ok", "", "score without failed", PLAIN, 1, MORE),
     *(Quantity(name, "", f"pass@{k}", PLAIN, 1, MORE) for name, k in PASSED.items()),

@@ -16,7 +16,7 @@ from kvbench.backends.backend import TryOut, backend_of
 from kvbench.backends.hf import loading as models
 from kvbench.backends.hf import spread
 from kvbench.budget import Budget, has_budget
-from kvbench.config import ConfigError, bind_methods, build
+from kvbench.config import ConfigError, bind_methods, build, own_choices
 from kvbench.measure import machine
 from kvbench.measure.arm import Arm, PromptPrefill, Setup, measure, read
 from kvbench.measure.machine import threads
@@ -141,6 +141,7 @@ def open_folder(arm: Arm, shard: Shard = WHOLE) -> RunFolder:
         "model_name": arm.loaded.name,
         "metric": arm.task.metric,
         "decode": arm.decode,
+        **({} if (folder := own_choices()) is None else {"config_dir": folder}),
     }
     return RunFolder.open(
         config["results_dir"],

@@ -70,7 +70,8 @@ class SideBySide:
             needs = [arm.method.needs for arm in brought.waiting.values()]
             lengths = _lengths(ready)
             recorded = room.recorded_bytes(first, lengths, needs)
-            self._lane.clear(PREFILLING * room.prompt_bytes(first, lengths) + recorded, len(ready))
+            needed = PREFILLING * room.prompt_bytes(first, lengths) + recorded + self._reference_bytes(ready)
+            self._lane.clear(needed, len(ready))
         for part, prefilled, failed in self._arms.prefilled(batch, brought.waiting, True):
             if failed and self._lane.going:  # for want of memory, it may be, that others have until they leave
                 self._lane.finish()
@@ -90,8 +91,16 @@ class SideBySide:
         """Begin what samples with given tokens are compared with: it goes on ahead of them."""
         if prompts[0].sample.given and prefilled.reference is None:
             begin = partial(begin_reference, self._arms.first, prompts[0], prefilled)
-            going = Going(None, 0, (prefilled, prefilled.nbytes), lambda decoding, error: None)
+            going = Going(None, 0, self._shared(prompts, prefilled), lambda decoding, error: None)
             self._lane.join(begin, 1, going)
+
+    def _reference_bytes(self, prompts: Sequence[TokenizedSample]) -> int:
+        given = prompts[0].sample.given
+        return room.reference_bytes(self._arms.first, len(given.tokens) - 1) if given else 0
+
+    def _shared(self, prompts: Sequence[TokenizedSample], prefilled: Prefilled) -> tuple[Prefilled, int]:
+        """What all arms of these prompts share, and its bytes."""
+        return prefilled, prefilled.nbytes + self._reference_bytes(prompts)
 
     def _join(
         self, brought: _Brought, index: int, arm: Arm, prompts: Sequence[TokenizedSample], prefilled: Prefilled
@@ -109,7 +118,7 @@ class SideBySide:
             self._through(brought)
 
         brought.to_come += 1
-        self._lane.join(begun.begin, len(prompts), Going(index, size, (prefilled, prefilled.nbytes), ended))
+        self._lane.join(begun.begin, len(prompts), Going(index, size, self._shared(prompts, prefilled), ended))
 
     def _records(
         self, index: int, begun: Begun, decoding: Decoding | None, error: Exception | None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +17,8 @@ from kvbench.runs.stored import SHARDS, archive_of, json_in
 
 LEAST_SHARE = 1e-6  # of the work: a smaller share says nothing of what is left
 TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("state", "began", "updated"), (str,)),
-    **dict.fromkeys(("done", "failed", "total", "ran"), (int,)),
+    **dict.fromkeys(("state", "began", "updated", "host"), (str,)),
+    **dict.fromkeys(("done", "failed", "total", "ran", "pid"), (int,)),
     "share": (float, int),
 }
 
@@ -25,8 +28,9 @@ class State(NamedTuple):
 
     Attributes:
         path: the run folder.
-        state: "finished"; "running"; "dead": its file says "running", but it gives no sign of life; "stopped" with
-            Ctrl-C or SIGTERM; "interrupted" by an error; "waiting" for shards that have not begun; "unknown".
+        state: "finished"; "running"; "dead": its file says "running", but its process is gone from this machine or
+            gives no sign of life; "stopped" with Ctrl-C or SIGTERM; "interrupted" by an error; "waiting" for shards
+            that have not begun; "unknown".
         done, failed: samples.
         total: samples in all; None where nobody said.
         rate: samples a minute of those that run now; None where none does, or none has one yet.
@@ -56,7 +60,19 @@ class _Status(NamedTuple):
     @property
     def state(self) -> str:
         state = str(self.says.get("state", "unknown"))
-        return "dead" if state == "running" and self.age > DEAD_SECONDS else state
+        return "dead" if state == "running" and (self.age > DEAD_SECONDS or self._gone()) else state
+
+    def _gone(self) -> bool:
+        """Whether the process ran on this machine and is there no more; of another machine's nothing is known."""
+        pid = self.says.get("pid", 0)
+        if pid < 1 or self.says.get("host") != socket.gethostname():
+            return False
+        try:
+            with suppress(PermissionError):  # another user's lives
+                os.kill(pid, 0)  # sends nothing
+        except (ProcessLookupError, OverflowError):
+            return True
+        return False
 
 
 def state_of(folder: Path) -> State:

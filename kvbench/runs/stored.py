@@ -364,19 +364,21 @@ def _undecoded(written: Mapping[str, Any]) -> str:
     return "" if decode is None or decode in DECODED else f"decode: expected {' or '.join(DECODED)}"
 
 
-def stored_task(folder: Path) -> dict[str, Any]:
-    """The config of a run's task, as run.yaml holds it. What it names is not trusted: see `kvbench.tasks.known`.
+def stored_task(folder: Path) -> tuple[dict[str, Any], str]:
+    """The config of a run's task, as run.yaml holds it, and the name of the user's folder of choices that the run was
+    made with, or "". What they name is not trusted: see `kvbench.tasks.known`.
 
     Raises:
         ResultsError: there is none that can be read.
     """
     try:
-        config = read_run_yaml(folder)["config"].get("task")
+        config = read_run_yaml(folder)["config"]
     except ResultsError as error:
         raise ResultsError(f"{folder / 'run.yaml'}: damaged, its task cannot be read ({error})") from error
-    if not isinstance(config, dict) or not isinstance(config.get("_target_"), str):
+    task = config.get("task")
+    if not isinstance(task, dict) or not isinstance(task.get("_target_"), str):
         raise ResultsError(f"{folder / 'run.yaml'}: damaged, its task cannot be read (config.task._target_: no name)")
-    return config
+    return task, str(config.get("config_dir") or "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

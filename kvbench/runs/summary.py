@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any, TypeVar
 
+from kvbench.runs.divergence import statistics as of_tokens
 from kvbench.runs.quantities import PASSED, QUANTITIES, TOGETHER, find, is_number
 
 Record = TypeVar("Record", bound=Mapping[str, Any])
@@ -54,12 +55,11 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
         "machine": _machine(timed, sum(map(len, by_machine(finished).values()))),
         "hardware": _combined("hardware", timed),
         "output": _written(finished),
-        **{part: _combined(part, finished) for part in ("audit", "probe", "fidelity")},
+        "fidelity": _nearness([record for record in finished if record.get("fidelity")], metric),
+        **{part: _combined(part, finished) for part in ("audit", "probe")},
     }
     if any((record.get("audit") or {}).get("over_rule") for record in records):
         summary["audit"] = {**summary["audit"], "over_rule": True}
-    if summary["fidelity"]:
-        summary["fidelity"] |= _of_stretches(summary["fidelity"], [record["fidelity"] for record in finished])
     optional = ("decode", "groups", "macro", "machine", "audit", "hardware", "output", "probe", "fidelity")
     return {key: value for key, value in summary.items() if value or key not in optional}
 
@@ -318,11 +318,25 @@ def combine(how: str, values: list[Any]) -> Any:
     return max(values) if how == "max" else _mean(values)
 
 
-def _of_stretches(fidelity: Mapping[str, Any], stretches: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What follows from the means over stretches of text: perplexities, and how sure the mean KL divergence is."""
-    found = {name.replace("nll", "perplexity"): math.exp(fidelity[name]) for name in ("nll", "nll_full")}
-    error = _standard_error([stretch["kl_mean"] for stretch in stretches])
-    return found if error is None else {**found, "kl_stderr": error}
+def _nearness(stretches: Sequence[Mapping[str, Any]], metric: str) -> dict[str, Any]:
+    """How near to full attention a method stayed: means over stretches of text, and what follows from their tokens.
+
+    Args:
+        stretches: records of `task=fidelity`.
+        metric: the score that is the share of steps with full attention's top token.
+    """
+    if not stretches:
+        return {}
+    near = [record["fidelity"] for record in stretches]
+    found = {name: _mean(one.get(name) for one in near) for name in ("kl_mean", "nll", "nll_full")}
+    if len(near) > 1:
+        found["kl_stderr"] = _standard_error([one["kl_mean"] for one in near])
+        found["ln_perplexity_ratio_stderr"] = _standard_error([one["nll"] - one["nll_full"] for one in near])
+    steps = [one["steps"] for one in near if "steps" in one]
+    if len(steps) == len(near):
+        same = sum(round(_score(record, metric) * len(own["kl"])) for record, own in zip(stretches, steps, strict=True))
+        found |= of_tokens(steps, same)
+    return found
 
 
 def _mean(values: Iterable[Any]) -> float | None:

@@ -22,6 +22,11 @@ COSTS = (  # of a run, a line each
     "ttft_s",
     "tpot_ms_mean",
 )
+# Of how near a run stayed to full attention; the rest is for reports.
+NEARNESS = (
+    *("kl_mean", "kl_stderr", "kl_p50", "kl_p99", "kl_max"),
+    *("perplexity", "perplexity_full", "perplexity_ratio", "delta_p_rms", "nll", "nll_full"),
+)
 NO_TIMES = f"{OWN}; arms that decoded together have no other time"
 # How tokens came to the device where there was none.
 NOT_SENT = {"simulated": "simulated", "in place": "counted, not copied"}
@@ -103,8 +108,12 @@ def _machine(summary: Mapping[str, Any]) -> dict[str, str]:
 
 def _fidelity(found: Mapping[str, Any]) -> dict[str, str]:
     """How near to full attention a method stayed, where that was measured."""
-    there = {name: named(name) for name in found if named(name).part == "fidelity"}
-    return {quantity.title: quantity.amount(found[name]) for name, quantity in there.items()}
+    there = {name: QUANTITIES[name] for name in NEARNESS if name in found}
+    errors = {name: f" ± {there[name].number(found[f'{name}_error'])}" for name in there if f"{name}_error" in found}
+    return {
+        quantity.title: f"{quantity.number(found[name])}{errors.get(name, '')} {quantity.unit.name}".rstrip()
+        for name, quantity in there.items()
+    }
 
 
 def _groups(summary: Mapping[str, Any]) -> dict[str, str]:

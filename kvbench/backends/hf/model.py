@@ -212,7 +212,8 @@ def needed(
         ConfigError: it is not there, or its keys and values cannot be held as asked.
     """
     needs, name = method.needs, type(method).__name__
-    for reason in (*unfit(kv, shape.head_dim), *unfit_for(kv, method, name, budget.counts_generated)):
+    sizes = shape.head_dim, shape.layers, len(shape.windows)
+    for reason in (*unfit(kv, *sizes), *unfit_for(kv, method, name, budget.counts_generated)):
         raise ConfigError(reason)
     if needs.token_text and tokenizer is None:
         raise ConfigError(f"tokenizer=None: {name} reads the text of tokens; pass the tokenizer")

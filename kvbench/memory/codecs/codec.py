@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -100,14 +101,27 @@ def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return (words.unsqueeze(-1) >> each & 255).to(torch.uint8).flatten(-2)
 
 
-def unpacked(held: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes [..., D] of bytes [..., D * bits / 8]."""
-    bytes_ = bits // math.gcd(bits, 8)
-    if bytes_ > 1:
-        each = 8 * torch.arange(bytes_, dtype=torch.int32, device=held.device)
-        held = (held.int().unflatten(-1, (-1, bytes_)) << each).sum(dim=-1, dtype=torch.int32)
-    places = bits * torch.arange(8 * bytes_ // bits, dtype=held.dtype, device=held.device)
-    return ((held.unsqueeze(-1) >> places) & (2**bits - 1)).flatten(-2)
+def looked_up(held: torch.Tensor, bits: int, numbers: tuple[float, ...]) -> torch.Tensor:
+    """What codes in bytes [..., D * bits / 8] stand for, [..., D] in float32: several of them by one look."""
+    index = held.int()
+    if bits == 3:
+        a, b, c = index.unflatten(-1, (-1, 3)).unbind(-1)
+        word = a | b << 8 | c << 16
+        index = torch.stack([word & 4095, word >> 12], dim=-1).flatten(-2)
+    return torch.nn.functional.embedding(index, _entries(bits, numbers).to(held.device)).flatten(-2)
+
+
+@cache
+def _entries(bits: int, numbers: tuple[float, ...]) -> torch.Tensor:
+    """What all codes in a byte stand for, by its value, [256, n]; of 3 bits in 12, [4096, 4]."""
+    wide = 12 if bits == 3 else 8
+    codes = torch.arange(2**wide)[:, None] >> bits * torch.arange(wide // bits) & 2**bits - 1
+    return torch.tensor(numbers, dtype=torch.float32)[codes]
+
+
+def steps(bits: int) -> tuple[float, ...]:
+    """What codes stand for that are multiples of a step."""
+    return tuple(map(float, range(2**bits)))
 
 
 def as_bytes(numbers: torch.Tensor) -> torch.Tensor:

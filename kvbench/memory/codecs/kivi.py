@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kvbench.kernels.coded import GROUP, Coded
-from kvbench.memory.codecs.codec import Codec, as_bytes, as_numbers, name_of, packed, unpacked
+from kvbench.memory.codecs.codec import Codec, as_bytes, as_numbers, looked_up, name_of, packed, steps
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Channels(Codec):
 
     def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """Codes times their group's scale, and its minimum."""
-        codes = unpacked(held[..., : self._codes], self.bits).unflatten(-1, (-1, GROUP))
+        codes = looked_up(held[..., : self._codes], self.bits, steps(self.bits)).unflatten(-1, (-1, GROUP))
         scale, least = as_numbers(held[..., self._codes :], self.dtype).unsqueeze(-1).chunk(2, dim=-2)
         return (codes * scale + least).flatten(-2)
 
@@ -88,7 +88,7 @@ class Tokens(Codec):
     def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """Tokens [..., width], each with the parameters [..., 2, D] of its group, as [..., D] in float32."""
         scale, least = parameters[0].float().unbind(-2)
-        return unpacked(held, self.bits) * scale + least
+        return looked_up(held, self.bits, steps(self.bits)) * scale + least
 
 
 def quantised(
@@ -102,5 +102,5 @@ def quantised(
     least = numbers.amin(dim=dim, keepdim=True).to(dtype)
     most = numbers.amax(dim=dim, keepdim=True)
     scale = ((most.float() - least.float()) / (2**bits - 1)).to(dtype)
-    steps = (numbers.float() - least.float()) / torch.where(scale > 0, scale, 1).float()
-    return steps.clamp(0, 2**bits - 1).round().to(torch.uint8), scale, least
+    places = (numbers.float() - least.float()) / torch.where(scale > 0, scale, 1).float()
+    return places.clamp(0, 2**bits - 1).round().to(torch.uint8), scale, least

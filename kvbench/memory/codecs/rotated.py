@@ -12,6 +12,8 @@ import torch
 from kvbench.kernels.coded import Coded
 from kvbench.memory.codecs.codec import Codec
 
+FEW = 2**14  # numbers that one thread turns before two have met
+
 
 @dataclass(frozen=True)
 class Rotated(Codec):
@@ -31,6 +33,11 @@ class Rotated(Codec):
         return self.inner.width
 
     @property
+    def nbytes(self) -> int:
+        """That of `inner`."""
+        return self.inner.nbytes
+
+    @property
     def row(self) -> Coded | None:
         """That of `inner`."""
         return self.inner.row
@@ -42,11 +49,19 @@ class Rotated(Codec):
 
     def encode(self, rows: torch.Tensor) -> Any:
         """`inner`'s, of the turned rows."""
-        return self.inner.encode(rows.float() @ self.rotation.to(rows.device))
+        return self.inner.encode(turned(rows, self.rotation))
 
     def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """`inner`'s, turned back."""
-        return self.inner.numbers(held, *parameters) @ self.rotation.T.to(held.device)
+        return turned(self.inner.numbers(held, *parameters), self.rotation.T)
+
+
+def turned(rows: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Rows [..., D] times [D, D], in float32."""
+    rows = rows.float()
+    if rows.is_cpu and rows.numel() <= FEW:
+        return torch.from_numpy(rows.numpy() @ rotation.numpy())
+    return rows @ rotation.to(rows.device)
 
 
 @cache

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 
 from kvbench.kernels.coded import Coded
-from kvbench.memory.codecs.codec import Codec, as_bytes, as_numbers, packed, unpacked
+from kvbench.memory.codecs.codec import Codec, as_bytes, as_numbers, looked_up, packed, steps
 
 # The positive half of the numbers that are nearest to a Gaussian's in the mean square, by bits of a code.
 CENTROIDS = {
@@ -65,7 +65,7 @@ class Lloyd(Codec):
     def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """The table's numbers times the norm."""
         codes, norm = held.split([self.width - 2, 2], dim=-1)
-        numbers = torch.tensor(table(self.bits, self.head_dim), device=held.device)[unpacked(codes, self.bits).long()]
+        numbers = looked_up(codes, self.bits, table(self.bits, self.head_dim))
         if self.unit:
             numbers = numbers / (numbers.square().sum(dim=-1, keepdim=True) + 1e-16).sqrt()
         return numbers * as_numbers(norm, torch.float16)
@@ -108,11 +108,9 @@ class Residual(Codec):
         eighth = self.head_dim // 8
         codes, signs, norms = held.split([eighth * (self.bits - 1), eighth, 4], dim=-1)
         norm, left = as_numbers(norms, torch.float16).split(1, dim=-1)
-        numbers = torch.tensor(table(self.bits - 1, self.head_dim), device=held.device)
-        directed = unpacked(signs, 1).float() * 2 - 1
-        projection = _projection(self.head_dim).to(held.device)
-        expected = left * math.sqrt(math.pi / 2) / self.head_dim * (directed @ projection)
-        return (numbers[unpacked(codes, self.bits - 1).long()] + expected) * norm
+        numbers = looked_up(codes, self.bits - 1, table(self.bits - 1, self.head_dim))
+        directed = looked_up(signs, 1, (-1.0, 1.0)) @ _projection(self.head_dim).to(held.device)
+        return (numbers + left * math.sqrt(math.pi / 2) / self.head_dim * directed) * norm
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ class Uniform(Codec):
         """Codes times the step, and the least number."""
         codes, numbers = held.split([self.width - 4, 4], dim=-1)
         step, least = as_numbers(numbers, torch.float16).split(1, dim=-1)
-        return unpacked(codes, self.bits) * step + least
+        return looked_up(codes, self.bits, steps(self.bits)) * step + least
 
 
 def _direction(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

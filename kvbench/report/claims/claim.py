@@ -65,6 +65,7 @@ class Claim:
             is the claim's own.
         criteria: all must hold.
         weaker: what the evidence lacks.
+        favours, against: methods, beside its own paper's, that look better or worse if it holds.
     """
 
     id: str
@@ -74,6 +75,8 @@ class Claim:
     original: str
     criteria: tuple[Criterion, ...]
     weaker: str
+    favours: tuple[str, ...] = ()
+    against: tuple[str, ...] = ()
 
 
 @functools.cache
@@ -96,7 +99,8 @@ def _read() -> dict[str, Any]:
 
 def _claim(id: str, entry: Mapping[str, Any]) -> Claim:
     criteria = tuple(criterion for one in entry["criteria"] for criterion in _criteria(one))
-    words = {key: str(entry.get(key, "")) for key in ("claim", "source", "kind", "original", "weaker")}
+    words: dict[str, Any] = {key: str(entry.get(key, "")) for key in ("claim", "source", "kind", "original", "weaker")}
+    words |= {key: tuple(entry.get(key, ())) for key in ("favours", "against")}
     return Claim(id, criteria=criteria, **words)
 
 

@@ -135,7 +135,7 @@ def filed(folders: Sequence[Path], asked: Mapping[str, Any]) -> Finding | Missin
             return Missing(f"{path} has no two {asked['slope']}; {anew}")
         return _ranged(np.array(slopes), f"of {len(np.unique(sizes))} lengths, {path.name}")
     if asked.get("interval") == "bootstrap":
-        return Finding(*estimate([values]), path.name)
+        return Finding(*estimate([values])[:4], path.name)
     return _ranged(values, path.name)
 
 

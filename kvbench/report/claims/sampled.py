@@ -104,12 +104,12 @@ def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
     if asked.get("interval") == "range":
         return _ranged(values, below)._replace(note=mixed)
     if below:
-        return Finding(*ratio(values, below), mixed)
+        return Finding(*ratio(values, below)[:4], mixed)
     # Scores that are all 100 have an interval, too; differences of such have the bootstrap's.
     whole = asked["value"] == "score" and "less" not in found and all(map(is_0_1, values))
     of = taken[arms["of"][0]]
     whole = whole and of.scored_as not in of.beside.graded
-    finding = Finding(*(proportion(values) if whole else estimate(values)), mixed)
+    finding = Finding(*(proportion(values) if whole else estimate(values))[:4], mixed)
     if not both:
         return finding
     among = f"over the {finding.n} of {len(both)} that {arms['among'][0]} answers"

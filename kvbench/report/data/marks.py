@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.report.data.run import missing
-from kvbench.report.data.stats import COVERAGE
+from kvbench.report.data.stats import COVERAGE, RANGE_UP_TO
 from kvbench.runs.summary import DISTURBED
 
 WIDE = 2  # times of repeats that lie further apart are marked
@@ -30,6 +30,7 @@ MARKS = {
     "o": "a sample broke its method's own budget rule",
     "p": "decoded together with other runs, and so without a time of a whole token; the same but for rounding",
     "q": "against full attention that decoded otherwise, together with other runs or alone: the same but for rounding",
+    "r": f"of {RANGE_UP_TO} samples or fewer: beside it stands no interval, but the least and the largest",
     "s": "of another model than the published number, so no difference is shown",
     "t": "prompts were cut in their middle, to the model's window or task.max_length: part of them was never read",
     "u": "unfinished: not all samples yet",

@@ -75,6 +75,10 @@ class Scores:
     contents: np.ndarray
     kl: np.ndarray
 
+    def of(self, kl: bool) -> np.ndarray:
+        """[n] the KL divergences or the scores."""
+        return self.kl if kl else self.values
+
     def strata(self, groups: tuple[str, ...] = ()) -> list[np.ndarray]:
         """[n] bool of each group's samples; of all groups for ()."""
         names = np.array(self.groups)
@@ -201,6 +205,15 @@ class Run:
         whole = self.scored_as not in self.beside.graded and all(map(is_0_1, strata))
         return proportion(strata) if whole else estimate(strata)
 
+    @property
+    def may_score_0(self) -> bool:
+        """Whether its score may be 0, by its interval; of one sample, whether it is.
+
+        Where that is full attention's, no score on these samples says anything of a method.
+        """
+        score = self.score()
+        return (score.mean if score.low is None else score.low) <= 0
+
     def kl(self) -> Estimate | None:
         """The mean KL divergence from full attention over the samples, in nats; None where there is none."""
         found = self.scores.known(self.scores.kl, np.ones(len(self.scores.kl), bool))
@@ -234,14 +247,17 @@ class Run:
         return [run for run in alike if run.is_together == self.is_together] or alike
 
     def against_full(self, groups: tuple[str, ...] = ()) -> Estimate | None:
-        """As `against` full attention; None for full attention itself. Computed once."""
+        """As `against` full attention; None for full attention itself, and where scores are the agreement with it, of
+        which its own is 100 by construction. Computed once."""
         if groups not in self._against_full:
             alike = self._fulls()
-            self._against_full[groups] = None if self in alike else self.against(alike, groups)
+            alone = self in alike or not missing(self.arm["kl_mean"])
+            self._against_full[groups] = None if alone else self.against(alike, groups)
         return self._against_full[groups]
 
-    def against(self, others: Sequence[Run], groups: tuple[str, ...] = ()) -> Estimate | None:
-        """The mean difference to other runs on the same samples of the same model, task and protocol, in points.
+    def against(self, others: Sequence[Run], groups: tuple[str, ...] = (), kl: bool = False) -> Estimate | None:
+        """The mean difference to other runs on the same samples of the same model, task and protocol, in points; of KL
+        in nats.
 
         Of several the one with the most samples counts, then the newest. None where these have no two of the samples,
         and some of each group. Samples that failed there are left out: nothing is known of them.
@@ -250,13 +266,13 @@ class Run:
             (seed, id): value
             for run in sorted(others, key=lambda run: (run.arm["n"], run.arm["updated"]))
             for seed, id, value, lost in zip(
-                run.scores.seeds, run.scores.ids, run.scores.values, run.scores.failed, strict=True
+                run.scores.seeds, run.scores.ids, run.scores.of(kl), run.scores.failed, strict=True
             )
             if not lost
         }
         own = self.scores
         other = np.array([known.get(key, np.nan) for key in zip(own.seeds, own.ids, strict=True)])
-        strata = [own.known(own.values - other, rows) for rows in own.strata(groups)]
+        strata = [own.known(own.of(kl) - other, rows) for rows in own.strata(groups)]
         found = estimate(strata) if all(map(len, strata)) else None
         return found if found is not None and found.low is not None else None
 
@@ -264,11 +280,12 @@ class Run:
         """The letters of `MARKS` for the score, without those that a table adds (g, m)."""
         against = self.against_full(groups)
         found = {
-            "b": against is not None and against.low is not None and against.low > 0,
+            "b": against is not None and against.differs and against.mean > 0,
             "d": self.arm["weights"] == "random",
             "f": self.failed(groups) > 0,
             "o": self.arm["over_rule"] in (True,),  # and not NaN
             "q": against is not None and self._fulls()[0].is_together != self.is_together,
+            "r": self.score(groups).is_range,
             "t": (self.arm["cut_samples"] or 0) > 0,
             "u": not self.arm["finished"],
         }

@@ -53,15 +53,20 @@ def key_of(runs: Runs, name: str) -> str:
     return _one_of(name, known, {*known, *map(last_word, known)}, f"{name}: no such key of a run")
 
 
-def value_of(runs: Runs, name: str) -> str:
-    """The recorded number that a word means: itself, or the one without a line of its own that ends with it.
+def values_of(runs: Runs, name: str) -> list[str]:
+    """The recorded numbers that a word means: of "fidelity" all, else itself, or what has no line and ends with it.
+
+    An error is not one of all where it stands beside its number; beside KL's stands an interval.
 
     Raises:
         ConfigError: no such number, or several.
     """
+    if name == "fidelity":
+        own = [one for one, quantity in NUMBERS.items() if quantity.part == name]
+        return [one for one in own if one == "kl_mean_error" or not one.endswith("_error")]
     unlisted = [column for column in runs.arms.columns if "." in column]
     known = [*NUMBERS, *unlisted]
-    return _one_of(name, known, known, f"--values {name}: no such value")
+    return [_one_of(name, known, known, f"--values {name}: no such value")]
 
 
 def last_word(key: str) -> str:

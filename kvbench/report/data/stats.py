@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -20,6 +20,17 @@ RESAMPLES = 2000
 COVERAGE = 95  # per cent
 Z = NormalDist().inv_cdf((1 + COVERAGE / 100) / 2)
 SEED = 0
+FEWEST = 8  # samples: fewer rank no methods
+RANGE_UP_TO = 3  # samples: of so few the ends of a percentile bootstrap are the least and the largest
+INTERVALS, RANGES = f"{COVERAGE} % intervals", "ranges"
+
+
+def ranks(n: float, low: float | None, high: float | None) -> bool:
+    """Whether n samples with this interval say which of two methods is better: enough of them, and not all alike.
+
+    No table, figure or page marks a number as better, best or different without it.
+    """
+    return n >= FEWEST and low is not None and high is not None and low < high
 
 
 class Estimate(NamedTuple):
@@ -27,12 +38,27 @@ class Estimate(NamedTuple):
 
     Attributes:
         n: samples.
+        is_range: low and high are the least and the largest that was seen, and no interval.
     """
 
     mean: float
     low: float | None
     high: float | None
     n: int
+    is_range: bool = False
+
+    @property
+    def differs(self) -> bool:
+        """Whether a difference is more than chance: its samples rank, and 0 is not in its interval."""
+        return ranks(self.n, self.low, self.high) and not self.low <= 0 <= self.high  # type: ignore[operator]
+
+
+def intervals(found: Iterable[Estimate]) -> str:
+    """What the intervals of these estimates are called: intervals, ranges, or both."""
+    kinds = {one.is_range for one in found if one.low is not None}
+    if len(kinds) > 1:
+        return f"{INTERVALS}, {RANGES} of {RANGE_UP_TO} samples or fewer"
+    return RANGES if True in kinds else INTERVALS
 
 
 def is_0_1(values: np.ndarray) -> bool:
@@ -70,7 +96,7 @@ def estimate(strata: Sequence[np.ndarray]) -> Estimate:
         return Estimate(mean, None, None, n)
     tail = (100 - COVERAGE) / 2
     low, high = np.percentile(means, [tail, 100 - tail])
-    return Estimate(mean, float(low), float(high), n)
+    return Estimate(mean, float(low), float(high), n, n <= RANGE_UP_TO)
 
 
 def ratio(above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> Estimate:
@@ -86,7 +112,7 @@ def ratio(above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> Estimate:
         return Estimate(mean, None, None, n)
     tail = (100 - COVERAGE) / 2
     low, high = np.percentile(tops / bottoms, [tail, 100 - tail])
-    return Estimate(mean, float(low), float(high), n)
+    return Estimate(mean, float(low), float(high), n, n <= RANGE_UP_TO)
 
 
 def _resampled(strata: Sequence[np.ndarray]) -> np.ndarray | None:

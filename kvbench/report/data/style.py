@@ -1,12 +1,15 @@
 """How a method looks wherever it is drawn: one label, colour, marker and line for each, in the house and in the papers.
 
 Colours are Okabe and Ito's and Paul Tol's, which colour-blind readers distinguish; no two methods share a colour and a
-marker, so a picture can be read in grey as well. A preset has its method's colour.
+marker, so a picture can be read in grey as well. There are more methods than colours: in one picture those that share
+one get others (`styles_of`).
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 
@@ -32,32 +35,30 @@ PURPLE, ORANGE, SKY, WINE, INDIGO, OLIVE, BROWN = (
     "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#332288", "#999933", "#8C564B",
 )  # fmt: skip
 
-# The house's own methods have a colour each; the papers' other baselines share those with other markers.
+COLOURS = (GREEN, BLUE, VERMILION, ORANGE, PURPLE, SKY, WINE, OLIVE, INDIGO, BROWN, GREY)
+MARKERS = "osD^vPX<>phd8H"
+
+# A picture that has no room for all shows those that come first.
 STYLES = {
     "full": Style("Full", BLACK, "*"),
     "topk": Style("Top-k", GREY, "P"),
     "icecache": Style("IceCache", GREEN, "D"),
-    "icecache_reuse": Style("IceCache-reuse", GREEN, "d", "--"),
-    "icecache_plus": Style("IceCache+", GREEN, "X", ":"),
-    "icecache_code": Style("IceCache-code", GREEN, "s", "-."),
     "quest": Style("Quest", BLUE, "o"),
-    "quest_structure": Style("Quest-structure", BLUE, "s", "--"),
     "snapkv": Style("SnapKV", VERMILION, "s"),
     "streaming_llm": Style("StreamingLLM", PURPLE, "^"),
     "pariskv": Style("ParisKV", ORANGE, "v"),
-    "pariskv_aligned": Style("ParisKV-aligned", ORANGE, "<", "--"),
-    "pariskv_adaptive": Style("ParisKV-adaptive", ORANGE, ">", ":"),
     "lychee": Style("LycheeCluster", SKY, "p"),
-    "lychee_plus": Style("LycheeCluster+", SKY, "P", ":"),
     "racc": Style("RACC", WINE, "h"),
-    "racc_code": Style("RACC-code", WINE, "H", "--"),
-    "racc_paper": Style("RACC-paper", WINE, "8", ":"),
-    "snapkv_racc": Style("SnapKV + RACC", VERMILION, "H", "-."),
-    "pyramidkv_racc": Style("PyramidKV + RACC", INDIGO, "h", "-."),
-    "pyramidkv": Style("PyramidKV", INDIGO, ">"),
-    "h2o": Style("H2O", OLIVE, "<"),
-    "h2o_prompt": Style("H2O-prompt", OLIVE, ">", "--"),
     "pqcache": Style("PQCache", BROWN, "d"),
+    "h2o": Style("H2O", OLIVE, "<"),
+    "random": Style("Random", GREY, "X", ":"),
+    "rocketkv": Style("RocketKV", BLUE, "X"),
+    "expected_attention": Style("Expected Attention", OLIVE, "o"),
+    "kvzip": Style("KVzip", BROWN, "s"),
+    "triattention": Style("TriAttention", WINE, "o"),
+    "attention_matching": Style("Attention Matching", SKY, "o"),
+    "keydiff": Style("KeyDiff", SKY, "v"),
+    "pyramidkv": Style("PyramidKV", INDIGO, ">"),
     "magicpig": Style("MagicPIG", INDIGO, "X"),
     "omnikv": Style("OmniKV", OLIVE, "D"),
     "arkvale": Style("ArkVale", BROWN, "o"),
@@ -72,23 +73,34 @@ STYLES = {
     "socket": Style("SOCKET", BROWN, "^"),
     "cake": Style("CAKE", VERMILION, "P"),
     "adakv_snapkv": Style("AdaKV", VERMILION, "D", "--"),
-    "keydiff": Style("KeyDiff", SKY, "v"),
-    "expected_attention": Style("Expected Attention", OLIVE, "o"),
-    "adakv_expected_attention": Style("Expected Attention, AdaKV", OLIVE, "X", "--"),
     "squeeze": Style("SqueezeAttention", GREY, "h"),
     "scope": Style("SCOPE", BLUE, "<"),
     "rkv": Style("R-KV", WINE, "v"),
-    "random": Style("Random", GREY, "X", ":"),
     "knorm": Style("Key norm", ORANGE, "o"),
     "lru": Style("LRU", GREY, "v"),
     "tova": Style("TOVA", PURPLE, "o"),
-    "kvzip": Style("KVzip", BROWN, "s"),
-    "kvzip_plus": Style("KVzip+", BROWN, "P", "--"),
-    "attention_matching": Style("Attention Matching", SKY, "o"),
-    "triattention": Style("TriAttention", WINE, "o"),
     "duo": Style("DuoAttention", ORANGE, "s"),
-    "rocketkv": Style("RocketKV", BLUE, "X"),
     "think": Style("ThinK", GREEN, "o", ":"),
+    "icecache_reuse": Style("IceCache-reuse", GREEN, "d", "--"),
+    "icecache_plus": Style("IceCache+", GREEN, "X", ":"),
+    "icecache_code": Style("IceCache-code", GREEN, "s", "-."),
+    "quest_structure": Style("Quest-structure", BLUE, "s", "--"),
+    "pariskv_aligned": Style("ParisKV-aligned", ORANGE, "<", "--"),
+    "pariskv_adaptive": Style("ParisKV-adaptive", ORANGE, ">", ":"),
+    "lychee_plus": Style("LycheeCluster+", SKY, "P", ":"),
+    "racc_code": Style("RACC-code", WINE, "H", "--"),
+    "racc_paper": Style("RACC-paper", WINE, "8", ":"),
+    "snapkv_racc": Style("SnapKV + RACC", VERMILION, "H", "-."),
+    "pyramidkv_racc": Style("PyramidKV + RACC", INDIGO, "h", "-."),
+    "kvzip_plus": Style("KVzip+", BROWN, "P", "--"),
+    "adakv_expected_attention": Style("Expected Attention, AdaKV", OLIVE, "X", "--"),
+    "h2o_prompt": Style("H2O, prompt", OLIVE, ">", "--"),
+    "snapkv_decode": Style("SnapKV, decode", VERMILION, "d", ":"),
+    "knorm_decode": Style("Key norm, decode", ORANGE, "8", ":"),
+    "tova_decode": Style("TOVA, decode", PURPLE, "8", ":"),
+    "expected_attention_decode": Style("Expected Attention, decode", OLIVE, "8", ":"),
+    "keydiff_decode": Style("KeyDiff, decode", SKY, "8", ":"),
+    "keydiff_blocks": Style("KeyDiff, blocks", SKY, "s", "--"),
 }
 
 # Other spellings, in the papers' tables and in the house.
@@ -127,9 +139,37 @@ def style_of(method: str) -> Style:
     if parents:
         return replace(STYLES[max(parents, key=len)], label=method, line="-.")
     number = zlib.crc32(plain.encode())
-    colours = list(dict.fromkeys(style.colour for style in STYLES.values() if style.colour != BLACK))
     label = f" {method}" if method.startswith("_") else method  # matplotlib leaves what begins with _ out of legends
-    return Style(label, colours[number % len(colours)], "<>8H"[number // len(colours) % 4])
+    return Style(label, COLOURS[number % len(COLOURS)], MARKERS[number // len(COLOURS) % len(MARKERS)])
+
+
+def styles_of(methods: Iterable[str]) -> dict[str, Style]:
+    """The styles of methods that stand in one picture.
+
+    No two share a colour, nor a marker, while there are others; then no two share both. The first in the order of
+    `STYLES` has its own, a user's method takes what the others leave.
+    """
+    looks = {method: style_of(method) for method in in_order(methods)}
+    found: dict[str, Style] = {}
+    own: dict[str, Style] = {}  # the first of each colour
+    for style in looks.values():
+        own.setdefault(style.colour, style)
+    spare = itertools.chain((colour for colour in COLOURS if colour not in own), itertools.cycle(COLOURS))
+    for method, style in looks.items():
+        if own[style.colour] is not style:
+            style = replace(style, colour=next(spare))
+        crowded = len(found) >= len(MARKERS)
+        taken = {one.marker for one in found.values() if not crowded or one.colour == style.colour}
+        if style.marker in taken:
+            style = replace(style, marker=next(marker for marker in MARKERS if marker not in taken))
+        found[method] = style
+    return found
+
+
+def in_order(methods: Iterable[str]) -> list[str]:
+    """Methods in the order of `STYLES`, then a user's own by their names."""
+    known = {name: place for place, name in enumerate(STYLES)}
+    return sorted(set(methods), key=lambda name: (known.get(name, len(known)), name))
 
 
 def _plain(name: str) -> str:

@@ -1,8 +1,8 @@
 """Pictures of run folders, as the papers draw them: scores against budgets, costs, and what a selection finds.
 
 The figure of a name is the function of that name in the module of that name, here: `drift.drift(runs)`. Each says what
-it has nothing to draw from. A method looks the same in all of them (`style.py`), and what a reader must know of the
-runs (random weights, transfers to no device, failed samples) stands below the picture.
+it has nothing to draw from. In one picture no two methods look alike (`style.py`), and what a reader must know of the
+runs (random weights, transfers to no device, failed samples) stands below it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvbench.config import ConfigError, nearest
 from kvbench.report.data.run import Runs
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.figures.labels import as_written
+from kvbench.report.figures.panels import LOOK, printed
 from kvbench.runs.stored import DAMAGED, ResultsError, what_of
 
 PICTURES = (".png", ".pdf", ".svg")
@@ -27,7 +28,7 @@ FIGURES = {
     "budget": "score against budget, and against what was attended",
     "attended": "nominal against measured budget: attended / C",
     "read": "score and KL from full attention against the bytes of KV that a step reads",
-    "frontier": "score and KL against bytes held and bytes of a step, over methods, budgets and kv",
+    "frontier": "KL (or score) against the share of full attention's bytes held, over methods, budgets and kv",
     "tradeoff": "score against device memory and time per token (IceCache, Fig. 1)",
     "passkey": "passkeys found by depth and length (IceCache, Fig. 6)",
     "latency": "second token, time per token and its parts (IceCache, Fig. 7; LycheeCluster, Fig. 5)",
@@ -46,12 +47,15 @@ FIGURES = {
 }
 # Drawn from the JSON that a script printed, in place of runs.
 OF_FILES = {
-    "search": "recall against microseconds a query, with the bandwidth floor, from scripts/bench_index.py",
+    "search": "recall against the time of a query, and of reading as much, from scripts/bench_index.py",
 }
 
 
-def draw(name: str, runs: Runs) -> Figure:
+def draw(name: str, runs: Runs, size: str = "page") -> Figure:
     """The figure of a name of `FIGURES`.
+
+    Args:
+        size: "page", 7 inches wide, or "column", 3.4: as it is printed, so that its letters are of 6.5 points or more.
 
     Raises:
         ConfigError: no such figure (names the nearest), or not of these runs: there is none to draw it from, or what
@@ -60,20 +64,22 @@ def draw(name: str, runs: Runs) -> Figure:
     if name not in FIGURES:
         raise ConfigError(f"figure={name}: no such figure; {nearest(name, FIGURES | OF_FILES)}")
     try:
-        return _function(name)(over_seeds(runs, runs)[0])
+        with printed(size):
+            return _function(name)(over_seeds(runs, runs)[0])
     except ConfigError:
         raise
     except (ResultsError, *DAMAGED) as error:
         raise ConfigError(f"figure={name}: not from these runs ({what_of(error)})") from error
 
 
-def draw_file(name: str, files: Sequence[Path]) -> Figure:
+def draw_file(name: str, files: Sequence[Path], size: str = "page") -> Figure:
     """The figure of a name of `OF_FILES`.
 
     Raises:
         ConfigError: not from these files.
     """
-    return _function(name)(files)
+    with printed(size):
+        return _function(name)(files)
 
 
 def _function(name: str) -> Callable[[Any], Figure]:
@@ -96,6 +102,8 @@ def drawn(figure: Figure, kind: str) -> bytes:
     """A figure as a file of a kind: "png", "pdf" or "svg"."""
     as_written(figure)
     out, undated = io.BytesIO(), {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}[kind]
-    with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "kvbench"}):  # fonts that journals take; no random names
+    with rc_context(
+        {**LOOK, "pdf.fonttype": 42, "svg.hashsalt": "kvbench"}
+    ):  # fonts that journals take; no random names
         figure.savefig(out, format=kind, dpi=200, metadata=undated)
     return out.getvalue()

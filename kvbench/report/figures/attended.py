@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
 from kvbench.report.data.run import Runs
-from kvbench.report.figures.labels import WIDE, End, height_for, name_ends
+from kvbench.report.figures.labels import End, height_for, name_ends
 from kvbench.report.figures.panels import arms_for, finished, line_look, mark_powers, panels_of, series_of, tiled
 from kvbench.report.figures.pareto import FRONT
 from kvbench.runs.quantities import QUANTITIES
@@ -20,13 +20,15 @@ def attended(runs: Runs) -> Figure:
     arms = arms[arms[SHARE.name].notna()]
     if not len(arms):
         raise ConfigError(f"figure=attended: no run with a budget among {len(runs.arms)} runs")
-    panels = panels_of("attended", runs, arms)
-    lines = [list(series_of(runs, own)) for _, own in panels]
+    panels = panels_of("attended", runs, arms, lines="method")
+    lines = [list(series_of(runs, panel)) for panel in panels]
     tall = height_for(max(map(len, lines)))
-    figure, axes = tiled(len(panels), min(2, len(panels)), "measured over nominal budget", (WIDE, tall + 0.9))
-    for axis, (title, own), series in zip(axes.flat, panels, lines, strict=False):
-        axis.axhline(1, color=FRONT["color"], linewidth=1, linestyle="--", zorder=1)
-        axis.set(title=title, xlabel="budget C (tokens)", ylabel=f"{SHARE.title}, mean over KV heads, layers and steps")
+    figure, axes = tiled(len(panels), "measured over nominal budget", tall)
+    for axis, panel, series in zip(axes.flat, panels, lines, strict=False):
+        axis.axhline(1, color=FRONT["color"], linewidth=0.8, linestyle="--", zorder=1)
+        axis.set(
+            title=panel.title, xlabel="budget C (tokens)", ylabel=f"{SHARE.title}, mean over KV heads, layers and steps"
+        )
         ends = []
         for one in series:
             x, y = one.arms["budget_tokens"].astype(float), one.arms[SHARE.name].astype(float)
@@ -34,6 +36,6 @@ def attended(runs: Runs) -> Figure:
             ends.append(End(one.label(), one.style, x.iloc[-1], y.iloc[-1]))
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter("{x:g}")
-        mark_powers(axis, own["budget_tokens"].astype(float))
+        mark_powers(axis, panel.arms["budget_tokens"].astype(float))
         name_ends(axis, ends, tall)
-    return finished(figure, axes, [own for _, own in panels], named=True)
+    return finished(figure, axes, panels, named=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogFormatter
 
@@ -14,6 +13,7 @@ from kvbench.report.data.style import Style
 from kvbench.report.figures.panels import (
     MOST_PANELS,
     NOT_COMPARED,
+    Panel,
     arms_for,
     curves_of,
     finished,
@@ -32,9 +32,9 @@ def breakeven(runs: Runs) -> Figure:
     """Time per token against context length, and a mark where a method begins to be faster than full attention."""
     arms = arms_for(runs, "breakeven", probed=False, columns=["floor_ms"], task="latency")
     panels = [
-        (f"{title}, {place}", own, drawn)
-        for title, own in panels_of("breakeven", runs, arms, NOT_COMPARED | CELL)
-        for place, drawn in _curves(runs, own).items()
+        (panel._replace(title=f"{panel.title}, {place}"), drawn)
+        for panel in panels_of("breakeven", runs, arms, NOT_COMPARED | CELL, lines="arm")
+        for place, drawn in _curves(runs, panel).items()
         if len(drawn) > 1 and any(run.is_full for _, _, run, _ in drawn)
     ]
     if not panels:
@@ -42,31 +42,32 @@ def breakeven(runs: Runs) -> Figure:
             "figure=breakeven: no method and method=full at several lengths among these runs; task.lengths sets them"
         )
     refuse_crowd("breakeven", len(panels), "models, protocols, batches and machines", MOST_PANELS)
-    figure, axes = tiled(len(panels), min(2, len(panels)), "time per token against context length")
-    for axis, (title, _, drawn) in zip(axes.flat, panels, strict=False):
+    figure, axes = tiled(len(panels), "time per token against context length", 2.8)
+    for axis, (panel, drawn) in zip(axes.flat, panels, strict=False):
         full = next(times for _, _, run, times in drawn if run.is_full)
         for label, style, _, times in drawn:
             start = None if times is full else crossing(times, full)
-            faster = f": faster from {thousands(round(start))}" if start else ""
+            bound = "at or below" if start == min(times) else "from"
+            faster = f": faster {bound} {thousands(round(start))}" if start else ""
             axis.plot(list(times), list(times.values()), label=f"{label}{faster}", **line_look(style))
             if start and start > min(times):  # else the lines cross before the shortest length
-                axis.plot(start, _at(full, start), "o", color=style.colour, markersize=11, zorder=4)
-        axis.set(title=title, xlabel="prompt tokens", ylabel=TIME.axis, yscale="log")
+                axis.plot(start, _at(full, start), "o", color=style.colour, markersize=8, zorder=4)
+        axis.set(title=panel.title, xlabel="prompt tokens", ylabel=TIME.axis, yscale="log")
         axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))
         axis.yaxis.set_minor_formatter(LogFormatter())
         mark_powers(axis, [tokens for *_, times in drawn for tokens in times])
-    return finished(figure, axes, [own for _, own, _ in panels], times=True)
+    return finished(figure, axes, [panel for panel, _ in panels], times=True)
 
 
-def _curves(runs: Runs, arms: pd.DataFrame) -> dict[str, list[_Curve]]:
+def _curves(runs: Runs, panel: Panel) -> dict[str, list[_Curve]]:
     """By batch and machine, of each arm timed at several lengths its label and style, itself, and its times."""
-    cells_of = {run: runs[run].cells() for run in arms.index}
+    cells_of = {run: runs[run].cells() for run in panel.arms.index}
     several = len({cell.machine for cells in cells_of.values() for cell in cells}) > 1
     found: dict[str, list[_Curve]] = {}
-    for label, style, run in curves_of(runs, arms):
+    for label, style, run in curves_of(runs, panel):
         by_place: dict[str, dict[int, float]] = {}
         for cell, line in sorted(cells_of[run.index].items()):
-            if missing(line[TIME.name]):
+            if missing(line[TIME.name]) or line["disturbed"] in (True,):
                 continue
             place = f"batch {cell.batch}" + (f", on {cell.machine}" if several else "")
             by_place.setdefault(place, {})[cell.tokens] = float(line[TIME.name])

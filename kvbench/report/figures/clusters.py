@@ -18,28 +18,30 @@ def clusters(runs: Runs) -> Figure:
     """Recall against how many things lie in a cluster or page (LycheeCluster, Fig. 10)."""
     arms = arms_for(runs, "clusters", probed=True)
     panels = []
-    for title, own in panels_of("clusters", runs, arms):
+    for panel in panels_of("clusters", runs, arms):
+        own = panel.arms
         for option in SIZES:
             sizes = runs.settings.get(option, pd.Series(index=runs.arms.index, dtype=object))[own.index]
             varied = sizes.groupby([own["method"], own["budget"]]).transform("nunique") > 1
             if varied.any():
-                panels.append((title, option, own[varied].assign(size=sizes[varied].astype(float))))
+                own = own[varied].assign(size=sizes[varied].astype(float))
+                panels.append((option, panel._replace(arms=own)))
     if not panels:
         keys = " or ".join(SIZES)
         raise ConfigError(
             f"figure=clusters: no two runs with probes differ in {keys} alone; a sweep over one makes some"
         )
     figure, axes = grid(1, len(panels), f"{QUANTITIES['recall'].title} against cluster size")
-    for axis, (title, option, own) in zip(axes.flat, panels, strict=True):
-        for one in series_of(runs, own, without=option):
+    for axis, (option, panel) in zip(axes.flat, panels, strict=True):
+        for one in series_of(runs, panel, without=option):
             for budget in one.arms["budget"].drop_duplicates():
                 line = one.arms[one.arms["budget"] == budget].sort_values("size")
                 axis.plot(line["size"], line["recall"], label=one.label(budget), **line_look(one.style))
         axis.set(
-            title=title,
+            title=panel.title,
             xlabel=SIZES[option],
             ylabel=QUANTITIES["recall"].axis,
             ylim=(-0.03, 1.03),
         )
-        mark_powers(axis, own["size"])
-    return finished(figure, axes, [own for _, _, own in panels])
+        mark_powers(axis, panel.arms["size"])
+    return finished(figure, axes, [panel for _, panel in panels])

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from kvbench.report.data.run import Run, Runs
-from kvbench.report.figures.panels import curves_of, fidelity_panels, finished, grid, line_look
+from kvbench.report.figures.panels import curves_of, fidelity_panels, finished, line_look, log_y, tiled
 from kvbench.runs.quantities import QUANTITIES
 
 KL = QUANTITIES["kl_mean"]
@@ -18,18 +18,25 @@ SMOOTHED, POINTS = 8, 64  # neighbouring steps whose mean a curve shows, as sing
 
 def drift(runs: Runs) -> Figure:
     """KL from full attention over decode steps: whether a method stays as near as it begins."""
-    panels = fidelity_panels(runs, "drift")
-    figure, axes = grid(len(panels), 1, f"{KL.title}, over decode steps", (8.0, 4.2))
-    for (title, arms), (axis,) in zip(panels, axes, strict=True):
-        curves = [(label, style, _over_steps(run)) for label, style, run in curves_of(runs, arms)]
+    panels = fidelity_panels(runs, "drift", "arm")
+    figure, axes = tiled(len(panels), f"{KL.title}, over decode steps: means over texts", 2.6)
+    for panel, axis in zip(panels, axes.flat, strict=False):
+        curves = [(label, style, _over_steps(run)) for label, style, run in curves_of(runs, panel)]
         many = max(SMOOTHED, math.ceil(max(len(curve) for *_, curve in curves) / POINTS))
         for label, style, curve in curves:
             means = curve.groupby(curve.index // many).mean()
-            axis.plot(means.index * many + (many + 1) / 2, means, label=label, **line_look(style))
-        axis.set(title=title, yscale="log", xlabel=f"decode step (means of {many})", ylabel=KL.axis)
+            axis.plot(
+                means.index * many + (many + 1) / 2,
+                means,
+                label=label,
+                markevery=max(1, len(means) // 8),
+                **line_look(style),
+            )
+        log_y(axis)
+        axis.set(title=panel.title, xlabel=f"decode step (means of {many})", ylabel=KL.axis)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
-    return finished(figure, axes, [arms for _, arms in panels])
+    return finished(figure, axes, panels)
 
 
 def _over_steps(run: Run) -> pd.Series:

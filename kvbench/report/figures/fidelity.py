@@ -6,12 +6,13 @@ from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
 from kvbench.report.data.run import Runs
-from kvbench.report.data.stats import COVERAGE
+from kvbench.report.data.stats import intervals
 from kvbench.report.figures.panels import (
     draw_intervals,
     fidelity_panels,
     finished,
     grid,
+    log_y,
     mark_octaves,
     mark_powers,
     series_of,
@@ -26,18 +27,20 @@ COSTS = ("attended_mean", KV.name)
 
 def fidelity(runs: Runs) -> Figure:
     """Mean KL from full attention, with its interval, against the budget, what was attended and device memory."""
-    panels = [(title, arms) for title, arms in fidelity_panels(runs, "fidelity") if arms["budget"].notna().any()]
+    panels = [panel for panel in fidelity_panels(runs, "fidelity", "method") if panel.arms["budget"].notna().any()]
     if not panels:
         raise ConfigError("figure=fidelity: no run with a budget among those of task=fidelity")
-    title = f"{KL.title}, with {COVERAGE} % intervals: lower is nearer"
-    figure, axes = grid(len(panels), 1 + len(COSTS), title, (4.6, 3.6))
-    for (title, arms), row in zip(panels, axes, strict=True):
+    found = intervals(kl for panel in panels for run in panel.arms.index if (kl := runs[run].kl()))
+    figure, axes = grid(len(panels), 1 + len(COSTS), f"{KL.title}, with {found}: lower is nearer")
+    for panel, row in zip(panels, axes, strict=True):
+        arms = panel.arms
         for axis, x in zip(row, ("budget", *COSTS), strict=True):
-            for one in series_of(runs, arms):
+            for one in series_of(runs, panel):
                 scale = QUANTITIES[x].unit.scale if x in QUANTITIES else 1.0
                 near = {run: kl for run in one.arms.index if (kl := runs[run].kl())}
                 draw_intervals(axis, one, one.arms.loc[list(near), x].astype(float) * scale, list(near.values()))
-            axis.set(yscale="log", title=title)
+            axis.set_title(panel.title)
+            log_y(axis)
             axis.set_xlabel(QUANTITIES[x].axis if x in QUANTITIES else "budget C: tokens, or below 1 a share")
             axis.grid(alpha=0.3)
         mark_powers(row[0], arms["budget"].dropna().astype(float))
@@ -48,4 +51,4 @@ def fidelity(runs: Runs) -> Figure:
             known = arms.dropna(subset=[x, KL.name])
             costs = known[x].astype(float) * (QUANTITIES[x].unit.scale if x in QUANTITIES else 1.0)
             draw_front(axis, costs, known[KL.name].astype(float), more_is_better=False)
-    return finished(figure, axes, [arms for _, arms in panels])
+    return finished(figure, axes, panels)

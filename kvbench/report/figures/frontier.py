@@ -1,160 +1,198 @@
-"""The figure `frontier`: where a bit buys more than a token, by the bytes that an arm holds and that its step reads.
+"""The figure `frontier`: where a bit buys more than a token, by the share of full attention's bytes that an arm holds.
 
 A panel has methods, budgets and ways to hold keys and values (`kv=`), and the names of the arms on its Pareto front.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
-import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 
 from kvbench.config import ConfigError
 from kvbench.memory.kinds import KINDS, NATIVE
 from kvbench.report.data.run import Run, Runs, missing
-from kvbench.report.data.sizes import bytes_held, bytes_of_step
-from kvbench.report.data.stats import COVERAGE
+from kvbench.report.data.sizes import bytes_held
+from kvbench.report.data.stats import intervals
+from kvbench.report.data.style import BLACK, COLOURS
 from kvbench.report.figures.labels import GAP, SIZE, apart
-from kvbench.report.figures.nearness import MEASURES, Found, at_least
+from kvbench.report.figures.nearness import LEAST_KL, Found, at_least, measured
 from kvbench.report.figures.panels import (
+    Panel,
     arms_for,
     finished,
-    grid,
+    fit_scores,
+    log_y,
     mark_octaves,
     panels_of,
     rows_of,
     series_of,
     size_text,
+    tiled,
 )
 from kvbench.report.figures.pareto import BARE, FRONT, areas, draw_front, front
-from kvbench.runs.quantities import KIB, MIB, QUANTITIES
+from kvbench.runs.quantities import QUANTITIES
 
-COSTS = {
-    "held": (f"held for a token of the context ({KIB.name}): keys and values in both tiers, and the index", KIB.scale),
-    "read": (f"a step ({MIB.name}): KV attended and scanned, and brought up from the host", MIB.scale),
-}
-MARKERS = "osD^vPX*<>"  # by `kv`, in the order of `KINDS`, then of those that differ by tier
-WIDE, TALL = 6.8, 4.4  # inches of a panel, and of its axis
-ROOM = 8  # an axis begins at the cost of the cheapest arm over this: names are written there
+HELD = "held (% of full attention's native keys and values): keys and values in both tiers, and the index"
+# Of `kv`, in the order of `KINDS`, then of those that differ by tier.
+KIND_COLOURS = (BLACK, *COLOURS[:-1], "#44AA99", "#AA4499", "#B59F00", "#661100", COLOURS[-1])
+TALL, EDGE = 3.0, 0.04  # inches of a panel, and the share of it above and below the names
+MANY = 40  # arms that need a panel as wide as the page
+LETTER = 0.056  # inches of a letter of a name, about
+FAINT = 0.45  # what is not on the front
+HALO = [withStroke(linewidth=1.5, foreground="white")]  # names are read where lines cross them
 
 
 class Point(NamedTuple):
-    """An arm in one panel."""
+    """An arm in one panel.
+
+    Attributes:
+        colour, marker: of its `kv`, and of its method.
+        share: percent of full attention's bytes.
+    """
 
     run: Run
     name: str
     colour: str
     marker: str
     area: float
-    costs: dict[str, float]
+    share: float
 
 
-def frontier(runs: Runs) -> Figure:
-    """Score, and KL from full attention, against bytes held and bytes of a step; two rows for each task and model."""
-    arms = arms_for(runs, "frontier", probed=False, scored=True)
-    costs = pd.DataFrame({"held": bytes_held(runs[run]), "read": bytes_of_step(runs[run])} for run in arms.index)
-    arms = arms.join(costs.set_index(arms.index)).dropna(subset=list(COSTS))
-    if not len(arms):
-        raise ConfigError(
-            "figure=frontier: no run with an audit that counts bytes, beside one of method=full on the same samples"
-        )
-    panels = panels_of("frontier", runs, arms)
-    found = [
-        (title, own, measure)
-        for title, own in panels
-        for measure in MEASURES
-        if any((value := measure[1](runs[run])) and (measure[0] == "score" or value.mean > 0) for run in own.index)
-    ]
-    title = f"where a bit buys more than a token; with {COVERAGE} % intervals, left and up or down is better"
-    figure, axes = grid(len(found), len(COSTS), title, (WIDE, TALL + 0.7))
-    looks = _looks(runs, arms)
-    for (title, own, measure), row in zip(found, axes, strict=True):
-        points = _points(runs, own, looks)
-        for axis, cost in zip(row, COSTS, strict=True):
-            axis.set_title(title)
-            _draw(axis, points, cost, measure)
-    _explain(axes[0, 0], runs, arms, looks)
-    return finished(figure, axes, [own for _, own in panels])
+class Looks(NamedTuple):
+    """How arms can be known: a colour for each `kv`, a marker for each series, an area for each budget."""
 
-
-class _Looks(NamedTuple):
-    """How arms can be known: a marker for each `kv`, an area for each budget."""
-
+    colours: dict[str, str]
     markers: dict[str, str]
     areas: dict[Any, float]
 
 
-def _looks(runs: Runs, arms: pd.DataFrame) -> _Looks:
-    there = set(map(str, runs.settings.loc[arms.index, "kv"]))
-    kinds = [*KINDS["device"], *sorted(there - set(KINDS["device"]))]
-    markers = {kind: marker for kind, marker in zip(kinds, cycle(MARKERS), strict=False) if kind in there}
-    return _Looks(markers, areas(list(arms["budget"])))
+def frontier(runs: Runs) -> Figure:
+    """KL from full attention, or the score where there is none, over bytes held; a panel for each task and model."""
+    arms = arms_for(runs, "frontier", probed=False, scored=True)
+    arms = arms.assign(share=[_share(runs[run]) for run in arms.index]).dropna(subset=["share"])
+    if not len(arms):
+        raise ConfigError(
+            "figure=frontier: no run with an audit that counts bytes, beside one of method=full on the same samples"
+        )
+    drawn = measured(runs, panels_of("frontier", runs, arms))
+    near = {panel.title for panel, name, _ in drawn if name != "score"}
+    drawn = [one for one in drawn if one[1] != "score" or one[0].title not in near]
+    looks = _looks(runs, [panel for panel, *_ in drawn])
+    bars = intervals(value for panel, _, found in drawn for run in panel.arms.index if (value := found(runs[run])))
+    title = f"where a bit buys more than a token; with {bars}; names: the Pareto front"
+    across = 1 if max(len(panel.arms) for panel, *_ in drawn) > MANY else 2
+    figure, axes = tiled(len(drawn), title, TALL, across)
+    for (panel, name, found), axis in zip(drawn, axes.flat, strict=False):
+        axis.set_title(panel.title)
+        _draw(axis, _points(runs, panel, looks), name, found)
+    _explain(axes.flat[0], looks)
+    return finished(figure, axes, [panel for panel, *_ in drawn])
 
 
-def _points(runs: Runs, arms: pd.DataFrame, looks: _Looks) -> list[Point]:
+def _share(run: Run) -> float:
+    """Percent of the bytes that full attention holds natively; NaN where it is not known."""
+    full = run.full()
+    return 100 * bytes_held(run) / bytes_held(full) if full else float("nan")
+
+
+def _looks(runs: Runs, panels: Sequence[Panel]) -> Looks:
+    there = {str(runs.settings.at[run, "kv"]) for panel in panels for run in panel.arms.index}
+    kinds = [*(kind for kind in KINDS["device"] if kind in there), *sorted(there - set(KINDS["device"]))]
+    markers = {one.label(): one.style.marker for panel in panels for one in series_of(runs, panel, without="kv")}
+    budgets = [budget for panel in panels for budget in panel.arms["budget"]]
+    return Looks(dict(zip(kinds, cycle(KIND_COLOURS), strict=False)), markers, areas(budgets))
+
+
+def _points(runs: Runs, panel: Panel, looks: Looks) -> list[Point]:
     found = []
-    for one in series_of(runs, arms, without="kv"):
+    for one in series_of(runs, panel, without="kv"):
         for arm in rows_of(one.arms):
             kv = str(runs.settings.at[arm.name, "kv"])
             name = one.label(arm.budget) + (f", {kv}" if kv != str(NATIVE) else "")
             area = BARE if missing(arm.budget) else looks.areas[arm.budget]
-            costs = {cost: arm[cost] * scale for cost, (_, scale) in COSTS.items()}
-            found.append(Point(runs[arm.name], name, one.style.colour, looks.markers[kv], area, costs))
+            found.append(Point(runs[arm.name], name, looks.colours[kv], looks.markers[one.label()], area, arm.share))
     return found
 
 
-def _draw(axis: Any, points: Sequence[Point], cost: str, measure: tuple[str, Found]) -> None:
-    """One measure over one cost; what is at 0 of it, as full attention is of KL, is a line at its cost."""
-    name, found = measure
-    more, drawn = name == "score", {}
+def _draw(axis: Any, points: Sequence[Point], measure: str, found: Found) -> None:
+    """One measure over the bytes; what is at 0 of it, as full attention is of KL, is a line at its cost."""
+    more, drawn = measure == "score", {}
     for point in points:
-        value, x = found(point.run), point.costs[cost]
+        value = found(point.run)
         if value is None:
             continue
         if not more and value.mean <= 0:
-            axis.axvline(x, color=point.colour, linestyle="--", linewidth=1.2, label=f"{point.name}: 0")
+            axis.axvline(point.share, color=point.colour, linestyle=":", linewidth=1, label=f"{point.name}: 0")
             continue
-        shown = value if more else at_least(value)
-        y = shown.mean
-        if shown.low is not None and shown.high is not None:
-            axis.plot([x, x], [shown.low, shown.high], color=point.colour, alpha=0.3)
-        axis.scatter(x, y, s=point.area, marker=point.marker, facecolor="none", edgecolor=point.colour, linewidth=1.4)
-        drawn[point.name] = (x, y, point.colour)
-    costs, values = [x for x, _, _ in drawn.values()], [y for _, y, _ in drawn.values()]
-    axis.set(xlabel=COSTS[cost][0], ylabel=QUANTITIES[name].axis, **({} if more else {"yscale": "log"}))
-    left, right = min(costs), max(point.costs[cost] for point in points)
-    mark_octaves(axis, left, right)
-    axis.set_xlim(left / ROOM, 1.2 * right)
-    axis.margins(y=0.08)
-    draw_front(axis, costs, values, more)
-    corners = set(front(costs, values, more))
-    _name_front(axis, {name: point for name, point in drawn.items() if point[:2] in corners})
+        drawn[point] = value if more else at_least(value)
+    places = [(point.share, value.mean) for point, value in drawn.items()]
+    corners = set(front([x for x, _ in places], [y for _, y in places], more))
+    for (point, value), place in zip(drawn.items(), places, strict=True):
+        alpha = 1 if place in corners else FAINT
+        if value.low is not None and value.high is not None:
+            axis.vlines(point.share, value.low, value.high, point.colour, linewidth=0.7, alpha=alpha * FAINT)
+        look = {"facecolor": "none", "edgecolor": point.colour, "linewidth": 1.2 if alpha == 1 else 0.8}
+        axis.scatter(*place, s=point.area, marker=point.marker, alpha=alpha, zorder=2 + alpha, **look)
+    axis.set(xlabel=HELD, ylabel=QUANTITIES[measure].axis)
+    right = max(point.share for point in points)
+    mark_octaves(axis, min(x for x, _ in places), right)
+    first: dict[tuple[float, float], Point] = {}  # of several arms at one place, the least budget
+    for point, place in zip(drawn, places, strict=True):
+        first.setdefault(place, point)
+    named = {point: place for place, point in first.items() if place in corners}
+    axis.set_xlim(_left(axis, named, min(x for x, _ in places), right), 1.25 * right)
+    if more:
+        fit_scores(axis)
+    else:
+        log_y(axis)
+        axis.margins(y=0.08)
+    draw_front(axis, [x for x, _ in places], [y for _, y in places], more)
+    _name_front(axis, named, None if more else LEAST_KL)
 
 
-def _name_front(axis: Any, points: dict[str, tuple[float, float, str]]) -> None:
+def _left(axis: Any, named: dict[Point, tuple[float, float]], least: float, most: float) -> float:
+    """Where an x axis begins that has room left of each point for its name."""
+    figure = axis.get_figure()
+    inches = figure.get_figwidth() / axis.get_subplotspec().get_gridspec().ncols - 0.7
+    share = 0.1
+    for point, (x, _) in named.items():
+        along = math.log(x / least) / math.log(1.25 * most / least)
+        share = max(share, ((0.35 + LETTER * len(point.name)) / inches - along) / (1 - along))
+    return least / (1.25 * most / least) ** (share / (1 - share))
+
+
+def _name_front(axis: Any, points: dict[Point, tuple[float, float]], least: float | None) -> None:
     """Names left of the points of a front, and of those at their height: what was drawn there would be the front."""
     to_axis = axis.transData + axis.transAxes.inverted()
-    there = {name: to_axis.transform((x, y)) for name, (x, y, _) in points.items()}
-    placed = sorted((float(high), float(along), name) for name, (along, high) in there.items())
-    for height, (_, along, name) in zip(apart([high for high, _, _ in placed], GAP / TALL), placed, strict=True):
-        x, y, colour = points[name]
-        beside = min([along, *(other for high, other, _ in placed if abs(high - height) < 1.5 * GAP / TALL)])
-        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.5, "shrinkA": 0, "shrinkB": 5}
+    there = {point: to_axis.transform(place) for point, place in points.items()}
+    placed = sorted(
+        ((float(high), float(along), point) for point, (along, high) in there.items()), key=lambda one: one[:2]
+    )
+    gap = GAP / (0.65 * TALL)
+    # No name lies on the axis' own frame.
+    heights = [EDGE + (1 - 2 * EDGE) * high for high in apart([high for high, _, _ in placed], gap / (1 - 2 * EDGE))]
+    for height, (_, along, point) in zip(heights, placed, strict=True):
+        beside = min([along, *(other for high, other, _ in placed if abs(high - height) < 1.5 * gap)])
+        line = {"arrowstyle": "-", "color": point.colour, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 3}
+        name = f"{point.name} (below {least:g})" if points[point][1] == least else point.name
         axis.annotate(
-            name, (x, y), (beside - 0.03, height), xycoords="data", textcoords="axes fraction", arrowprops=line,
-            fontsize=SIZE, color=colour, ha="right", va="center",
+            name, points[point], (beside - 0.03, height), xycoords="data", textcoords="axes fraction",
+            arrowprops=line, fontsize=SIZE, color=point.colour, ha="right", va="center", path_effects=HALO,
         )  # fmt: skip
 
 
-def _explain(axis: Any, runs: Runs, arms: pd.DataFrame, looks: _Looks) -> None:
+def _explain(axis: Any, looks: Looks) -> None:
     """What colours, markers and sizes stand for, to the legend."""
     grey = {"facecolor": "none", "edgecolor": FRONT["color"]}
-    for one in series_of(runs, arms, without="kv"):
-        axis.scatter([], [], s=60, marker="o", color=one.style.colour, label=one.label())
-    for kind, marker in looks.markers.items():
-        axis.scatter([], [], s=60, marker=marker, label=f"kv={kind}", **grey)
+    for name, marker in looks.markers.items():
+        axis.scatter([], [], s=30, marker=marker, label=name, **grey)
     for budget, area in looks.areas.items():
         axis.scatter([], [], s=area, marker="o", label=f"C = {size_text(budget)}", **grey)
+    for kind, colour in looks.colours.items():
+        axis.add_line(Line2D([], [], color=colour, marker="s", markersize=4, linestyle="", label=f"kv={kind}"))

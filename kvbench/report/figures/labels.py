@@ -9,12 +9,13 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
+from matplotlib.transforms import ScaledTranslation
 
 from kvbench.report.data.style import Style
 
-SIZE = 8  # of the words, in points
+SIZE = 7  # of the words, in points
 GAP = 1.3 * SIZE / 72  # inches from name to name, at least
-WIDE, TALL = 6.6, 3.4  # inches of a panel with names beside it, and of its axis at least
+TALL = 2.2  # inches of an axis with names beside it, at least
 
 
 class End(NamedTuple):
@@ -59,16 +60,20 @@ def name_ends(axis: Any, ends: Sequence[End], tall: float) -> None:
         ends: one for each line.
         tall: height of the axis in inches.
     """
+    # Markers and words stand so many points right of the axis, however wide that is.
+    beside = {
+        shift: axis.transAxes + ScaledTranslation(shift / 72, 0, axis.get_figure().dpi_scale_trans) for shift in (9, 15)
+    }
     to_axis = axis.transData + axis.transAxes.inverted()
     placed = sorted(((float(to_axis.transform((end.x, end.y))[1]), end) for end in ends), key=lambda one: one[0])
     for height, (_, end) in zip(apart([wanted for wanted, _ in placed], GAP / tall), placed, strict=True):
         colour = end.style.colour
         line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.4, "shrinkA": 0, "shrinkB": 4}
         at = {"xycoords": "data", "textcoords": "axes fraction", "annotation_clip": False}
-        axis.annotate("", (end.x, end.y), (1.03, height), arrowprops=line, **at)
-        mark = {"marker": end.style.marker, "color": colour, "markerfacecolor": "none", "markersize": 5}
-        axis.plot(1.045, height, transform=axis.transAxes, clip_on=False, linestyle="", **mark)
-        axis.text(1.065, height, end.name, transform=axis.transAxes, fontsize=SIZE, color=colour, va="center")
+        axis.annotate("", (end.x, end.y), (1.02, height), arrowprops=line, **at)
+        mark = {"marker": end.style.marker, "color": colour, "markerfacecolor": "none", "markersize": 4}
+        axis.plot(1, height, transform=beside[9], clip_on=False, linestyle="", **mark)
+        axis.text(1, height, end.name, transform=beside[15], fontsize=SIZE, color=colour, va="center")
 
 
 def apart(wanted: Sequence[float], gap: float) -> list[float]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib import rcParams
 from matplotlib.figure import Figure
 
 from kvbench.report.data.run import CELL, Runs, TimedCell, framed, missing
 from kvbench.report.figures.panels import (
     MOST_PANELS,
     NOT_COMPARED,
+    SMALL,
+    Panel,
     Picture,
     arms_for,
     finished,
@@ -21,6 +24,7 @@ from kvbench.report.figures.panels import (
     refuse_crowd,
     rows_of,
     series_of,
+    undisturbed,
 )
 from kvbench.runs.quantities import QUANTITIES, TOGETHER
 
@@ -36,52 +40,53 @@ PARTS = {
     "other": ("#FFFFFF", ""),
 }
 SPARE_LOOKS = (("#009E73", ""), ("#CC79A7", "--"), ("#F0E442", ""), ("#882255", "||"))
-PAGE = (11.0, 14.0)  # width and height that a page has room for, in inches; the legend stands below
-HEAD, BAR, LEAST = 1.0, 0.28, 0.11  # height of a panel without bars, of a bar, and of the narrowest that can be read
+PAGE = 9.0  # inches of height that a page has room for; the legend stands below
+HEAD, BAR, LEAST = 0.62, 0.19, 0.1  # height of a panel without bars, of a bar, and of the narrowest that can be read
 
 
 def latency(runs: Runs) -> Figure:
     """Time to the second token, time per token, and its parts (IceCache, Fig. 7; LycheeCluster, Fig. 5).
 
     Runs that shared their prefill have no time to the second token, those that decoded together none of a token; where
-    all did, it is left out. Timed runs have a
-    panel for each length and batch, the floor of each step, and on a GPU how long it is busy; a line in a bar goes from
-    the least to the largest of its repeats.
+    all did, it is left out. Timed runs have a panel for each length and batch, the floor of each step, and on a GPU how
+    long it is busy; a line in a bar goes from the least to the largest of its repeats.
     """
     panels = _latency_panels(runs, arms_for(runs, "latency", probed=False, columns=["tpot_ms_mean", "own_ms"]))
-    bar = _bar([len(arms) for _, arms in panels])
-    words = min(10.0, 72 * 0.8 * bar)  # points
-    heights = [HEAD + bar * len(arms) for _, arms in panels]
-    figure = Picture(figsize=(PAGE[0], 1.2 + sum(heights)), layout="constrained")
+    bar = _bar([len(panel.arms) for panel in panels])
+    words = min(7.0, 72 * 0.9 * bar)  # points
+    heights = [HEAD + bar * len(panel.arms) for panel in panels]
+    figure = Picture(figsize=(rcParams["figure.figsize"][0], 0.5 + sum(heights)), layout="constrained")
     found = {"tt2t_s": "time to the second token", "tpot_ms_mean": "time per token"}
-    found = {name: words for name, words in found.items() if any(arms[name].notna().any() for _, arms in panels)}
+    found = {name: words for name, words in found.items() if any(panel.arms[name].notna().any() for panel in panels)}
     times = [QUANTITIES[name] for name in found]
     axes = np.array(figure.subplots(len(panels), len(times) + 1, squeeze=False, sharey="row", height_ratios=heights))
     figure.suptitle(", ".join([*found.values(), "parts of a step"]))
-    for (title, arms), row in zip(panels, axes, strict=True):
-        bars = [(one, arm) for one in series_of(runs, arms) for arm in rows_of(one.arms)]
+    looks = _looks(panels)
+    for panel, row in zip(panels, axes, strict=True):
+        bars = [(one, arm) for one in series_of(runs, panel) for arm in rows_of(one.arms)]
         row[0].set_yticks(range(len(bars)), [one.label(arm.budget) for one, arm in bars], fontsize=words)
         row[0].set_ylim(len(bars) - 0.4, -0.6)
-        row[0].set_title(title, loc="left")
+        row[0].set_title(panel.title, loc="left")
         for axis, quantity in zip(row, times, strict=False):
             for index, (one, arm) in enumerate(bars):
                 value = arm[quantity.name]
                 if missing(value):
-                    why = " decoded together" if arm["decode"] == TOGETHER else " not measured"
-                    axis.annotate(why, (0, index), va="center", fontsize=min(8, words), color="#666666")
+                    beside = " timed beside other work" if arm["disturbed"] in (True,) else " not measured"
+                    why = " decoded together" if arm["decode"] == TOGETHER else beside
+                    axis.annotate(why, (0, index), va="center", fontsize=min(SMALL, words), color="#666666")
                     continue
                 low, high = arm["spread"].get(quantity.name, (value, value))
                 axis.barh(index, value, color=one.style.colour, edgecolor="black", linewidth=0.6, height=0.7)
                 if high > low:
                     axis.hlines(index, low, high, colors="black", linewidth=1.2)
-                axis.annotate(f" {value:.3g}", (high, index), va="center", fontsize=min(8, words))
+                axis.annotate(f" {value:.3g}", (high, index), va="center", fontsize=min(SMALL, words))
             axis.set_xlabel(quantity.axis)
-            axis.margins(x=0.15)
+            axis.margins(x=0.22)
             axis.locator_params(axis="x", nbins=5)
             axis.grid(axis="x", alpha=0.3)
-        _stack(row[-1], pd.DataFrame([arm for _, arm in bars]))
+        _stack(row[-1], pd.DataFrame([arm for _, arm in bars]), looks)
         _limits(row[-2:], [arm for _, arm in bars])
-    return finished(figure, axes[:, -1], [arms for _, arms in panels], times=True)
+    return finished(figure, axes, panels, times=True)
 
 
 def _bar(counts: Sequence[int]) -> float:
@@ -90,29 +95,29 @@ def _bar(counts: Sequence[int]) -> float:
     Raises:
         ConfigError: they do not.
     """
-    room = PAGE[1] - 1.2 - HEAD * len(counts)
+    room = PAGE - 0.5 - HEAD * len(counts)
     refuse_crowd("latency", sum(counts), "bars", int(room / LEAST))
     return min(BAR, room / sum(counts))
 
 
-def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[Panel]:
     """As `panels_of`; of timed runs each length and batch has a panel of its own."""
     timed = arms["floor_ms"].notna()
     panels = panels_of("latency", runs, arms[~timed], times=True) if not timed.all() else []
-    for title, own in panels_of("latency", runs, arms[timed], NOT_COMPARED | CELL) if timed.any() else []:
+    for panel in panels_of("latency", runs, arms[timed], NOT_COMPARED | CELL) if timed.any() else []:
         lines: dict[TimedCell, dict[int, dict[str, Any]]] = {}
-        for run in own.index:
+        for run in panel.arms.index:
             for cell, line in runs[run].cells().items():
                 lines.setdefault(cell, {})[run] = line
-        keys = runs.settings.at[own.index[0], "task.keys"]
+        keys = runs.settings.at[panel.arms.index[0], "task.keys"]
         several = len({cell.machine for cell in lines}) > 1
         for cell, of_cell in sorted(lines.items()):
-            frame = framed(list(of_cell.values())).set_axis(list(of_cell))
+            frame = undisturbed(framed(list(of_cell.values())).set_axis(list(of_cell)))
             where = f", on {cell.machine}" if several else ""
-            what = f"{title}: {cell.tokens} tokens, batch {cell.batch}, keys of {keys}{where}"
-            panels.append((what, frame[frame["tpot_ms_mean"].notna()]))
+            what = f"{panel.title}: {cell.tokens} tokens, batch {cell.batch}, keys of {keys}{where}"
+            panels.append(panel._replace(title=what, arms=frame[frame["tpot_ms_mean"].notna()]))
     refuse_crowd("latency", len(panels), "tasks, models, protocols, machines, lengths and batches", MOST_PANELS)
-    return [(title, own) for title, own in panels if len(own)]
+    return [panel for panel in panels if len(panel.arms)]
 
 
 def _limits(axes: Iterable[Any], arms: Sequence[Any]) -> None:
@@ -123,16 +128,27 @@ def _limits(axes: Iterable[Any], arms: Sequence[Any]) -> None:
         values = values.dropna()
         if len(values):
             ends = (values.index - 0.42, values.index + 0.42)
-            axis.vlines(values, *ends, colors="#CC0000", linestyles=line, linewidth=2, label=label, zorder=3)
+            axis.vlines(values, *ends, colors="#CC0000", linestyles=line, linewidth=1.4, label=label, zorder=3)
 
 
-def _stack(axis: Any, arms: pd.DataFrame) -> None:
-    """The parts of a decode step of each arm, one on another."""
+def _looks(panels: Sequence[Panel]) -> dict[str, tuple[str, str]]:
+    """The colour and hatch of every part of a step, the same in all panels."""
+    keys = sorted({key for panel in panels for key in _parts(panel.arms)} - PARTS.keys())
+    return {**dict(zip(keys, itertools.cycle(SPARE_LOOKS))), **PARTS}
+
+
+def _parts(arms: pd.DataFrame) -> pd.DataFrame:
+    """The times of the parts in which any of these arms spent some."""
     times = arms.filter(like="breakdown_ms.").rename(columns=lambda key: key.removeprefix("breakdown_ms."))
-    times = times.fillna(0.0).loc[:, (times > 0).any()]
-    own = dict(zip(sorted(set(times) - PARTS.keys()), itertools.cycle(SPARE_LOOKS)))
+    times = times.fillna(0.0)
+    return times.loc[:, (times > 0).any()]
+
+
+def _stack(axis: Any, arms: pd.DataFrame, looks: Mapping[str, tuple[str, str]]) -> None:
+    """The parts of a decode step of each arm, one on another."""
+    times = _parts(arms)
     left = np.zeros(len(arms))
-    for part, (colour, hatch) in {**own, **PARTS}.items():
+    for part, (colour, hatch) in looks.items():
         if part not in times:
             continue
         widths = times[part].to_numpy(float)

@@ -11,6 +11,7 @@ from kvbench.config import ConfigError
 from kvbench.report.data.run import Runs
 from kvbench.report.data.style import Style
 from kvbench.report.figures.panels import (
+    Panel,
     arms_for,
     curves_of,
     finished,
@@ -27,25 +28,24 @@ from kvbench.runs.summary import timed_alike
 def length(runs: Runs) -> Figure:
     """Time per token against the length of the context (IceCache, Fig. 8; LycheeCluster, Fig. 4)."""
     timed = arms_for(runs, "length", probed=False, columns=["tpot_ms_mean"])
-    panels = panels_of("length", runs, timed, times=True)
-    curves = [(title, arms, _length_curves(runs, arms)) for title, arms in panels]
-    curves = [curve for curve in curves if curve[2]]
+    panels = panels_of("length", runs, timed[timed["tpot_ms_mean"].notna()], times=True, lines="arm")
+    curves = [(panel, found) for panel in panels if (found := _length_curves(runs, panel))]
     if not curves:
         raise ConfigError("figure=length: no task of these runs has prompts of several lengths; task.lengths sets them")
-    figure, axes = tiled(len(curves), min(2, len(curves)), "time per token against context length")
-    for axis, (title, _, drawn) in zip(axes.flat, curves, strict=False):
+    figure, axes = tiled(len(curves), "time per token against context length", 2.6)
+    for axis, (panel, drawn) in zip(axes.flat, curves, strict=False):
         for label, style, times in drawn:
             axis.plot(times.index, times, label=label, **line_look(style))
-        axis.set(title=title, xlabel="prompt tokens", ylabel=QUANTITIES["tpot_ms_mean"].axis)
+        axis.set(title=panel.title, xlabel="prompt tokens", ylabel=QUANTITIES["tpot_ms_mean"].axis)
         axis.set_ylim(bottom=0)
-        mark_powers(axis, [tokens for _, _, times in drawn for tokens in times.index])
-    return finished(figure, axes, [arms for _, arms, _ in curves], times=True, notes=untimed(runs))
+        mark_powers(axis, [tokens for *_, times in drawn for tokens in times.index])
+    return finished(figure, axes, [panel for panel, _ in curves], times=True, notes=untimed(runs))
 
 
-def _length_curves(runs: Runs, arms: pd.DataFrame) -> list[tuple[str, Style, pd.Series]]:
+def _length_curves(runs: Runs, panel: Panel) -> list[tuple[str, Style, pd.Series]]:
     """Of each arm its label, style, and the median time per token by prompt tokens; none where there is one length."""
     found = []
-    for label, style, run in curves_of(runs, arms):
+    for label, style, run in curves_of(runs, panel):
         by_length: dict[int, list[dict[str, Any]]] = {}
         for one in run.timed_samples():
             if one.get("tpot_ms") and "length" in one["meta"]:

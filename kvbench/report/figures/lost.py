@@ -18,14 +18,14 @@ def lost(runs: Runs) -> Figure:
     """Attention mass that a selection misses, by layer and query head; a panel for each arm."""
     arms = arms_for(runs, "lost", probed=True)
     arms = arms[arms["method"] != YARDSTICK]
-    named, below = named_arms(runs, "lost", arms) if len(arms) else ([], "")
+    named, panels, below = named_arms(runs, "lost", arms) if len(arms) else ([], [], "")
     cells = [(title, lost_cells(run.samples())) for title, run in named]
     found = [(f"{title}: {own.to_numpy().mean():.1f} %", own) for title, own in cells if own.size]
     if not found:
         raise ConfigError("figure=lost: of the runs with probes none is sparse and has the mass of each layer and head")
     most = max(own.to_numpy().max() for _, own in found)
     title = f"attention mass lost by layer and query head, and its mean{below}"
-    return draw_maps(found, arms, title, ("lost (%)", "query head", "layer"), most)
+    return draw_maps(found, panels, title, ("lost (%)", "query head", "layer"), most)
 
 
 def lost_cells(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvbench.report.data.run import Run
+from kvbench.report.data.run import Run, Runs
 from kvbench.report.data.stats import Estimate
+from kvbench.report.figures.panels import Panel, ranking
 from kvbench.runs.quantities import QUANTITIES
 
 KL = QUANTITIES["kl_mean"]
 LEAST_KL = 1e-5  # nats; what is nearer is drawn there, and its name says so
 
 Found = Callable[[Run], Estimate | None]
-MEASURES: Sequence[tuple[str, Found]] = (("score", Run.score), (KL.name, Run.kl))
 
 
 def at_least(kl: Estimate) -> Estimate:
     """A KL divergence as a log axis has room for it."""
     low, high = (None if end is None else max(end, LEAST_KL) for end in (kl.low, kl.high))
-    return Estimate(max(kl.mean, LEAST_KL), low, high, kl.n)
+    return kl._replace(mean=max(kl.mean, LEAST_KL), low=low, high=high)
+
+
+def measured(runs: Runs, panels: Sequence[Panel]) -> list[tuple[Panel, str, Found]]:
+    """Each panel with each measure that says something there: scores that rank methods, and KL where it is known."""
+    scores = {panel.title: panel for panel in ranking(runs, panels)}
+    found: list[tuple[Panel, str, Found]] = []
+    for panel in panels:
+        if panel.title in scores:
+            found.append((scores[panel.title], "score", Run.score))
+        if any((kl := runs[run].kl()) and kl.mean > 0 for run in panel.arms.index):
+            found.append((panel, KL.name, Run.kl))
+    return found

@@ -1,34 +1,66 @@
-"""What the figures of a report share: which arms stand in which panel and make which line, axes, and a legend."""
+"""What the figures of a report share: which arms stand in which panel and make which line, axes, and a legend.
+
+A figure is drawn as wide as it is printed, a text column or a page, and its letters are of that size.
+"""
 
 from __future__ import annotations
 
 import io
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
+from matplotlib import rc_context, rcParams
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 from PIL import Image
 
-from kvbench.config import ConfigError
+from kvbench.config import ConfigError, choices
 from kvbench.memory.kinds import NATIVE
 from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
 from kvbench.report.data.select import fewest_keys, last_word
 from kvbench.report.data.stats import Estimate
-from kvbench.report.data.style import STYLES, Style, style_of
-from kvbench.runs.quantities import TOGETHER
+from kvbench.report.data.style import Style, in_order, styles_of
+from kvbench.runs.quantities import QUANTITIES, TOGETHER, named
 
 LINES = ("-", "--", ":", "-.")
-MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 80, 24  # that one picture can show
-LETTERS = 15  # to an inch, of the words below a picture
+MOST_LINES, MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 8, 200, 24  # that one picture can show
 # Settings in which the arms of a panel may differ; in all others they are alike, or they stand in panels of their own.
 # What begins like one of these makes a variant of a method, and is named in the legend.
 OF_VARIANTS = ("method.", "attention", "kv", "shared_prefill", "decode")
 NOT_COMPARED = {"method", "budget", "probe.every", "seed"}
+
+WIDTHS = {"column": 3.4, "page": 7.0}  # inches of a text column, and of a page with two
+NARROWEST = 2.2  # inches of a panel
+HEAD = 0.5  # inches above the panels
+SMALL = 6.5  # points of the least letters: what stands below a picture
+TO_AN_INCH = 19  # letters of a size of `LOOK`
+LOOK = {
+    "font.size": 7.5,
+    "axes.titlesize": 7.5,
+    "axes.labelsize": 7.5,
+    "figure.titlesize": 8.5,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "legend.title_fontsize": SMALL,
+    "axes.linewidth": 0.6,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 4.5,
+    "grid.linewidth": 0.5,
+    "hatch.linewidth": 0.5,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+}
+
+
+def printed(size: str) -> Any:
+    """A context in which figures are drawn for a text "column" or a "page"."""
+    return rc_context({**LOOK, "figure.figsize": (WIDTHS[size], 1)})
 
 
 class Picture(Figure):
@@ -36,9 +68,26 @@ class Picture(Figure):
 
     def _repr_png_(self) -> bytes:
         whole, small = io.BytesIO(), io.BytesIO()
-        self.savefig(whole, format="png", dpi=80)
+        with rc_context(LOOK):
+            self.savefig(whole, format="png", dpi=110)
         Image.open(whole).quantize(64).save(small, format="png", optimize=True)
         return small.getvalue()
+
+
+class Panel(NamedTuple):
+    """Arms that can be compared.
+
+    Attributes:
+        title: what they are of.
+        arms: lines of `Runs.arms`.
+        styles: of every method in the picture, by its name.
+        notes: what is not shown, for below the picture.
+    """
+
+    title: str
+    arms: pd.DataFrame
+    styles: dict[str, Style]
+    notes: tuple[str, ...] = ()
 
 
 class Series(NamedTuple):
@@ -60,10 +109,13 @@ class Series(NamedTuple):
         return f"{name}, {self.variant}" if self.variant else name
 
 
+# -- which arms --------------------------------------------------------------------------------------------------------
+
+
 def arms_for(
     runs: Runs, name: str, probed: bool, columns: Sequence[str] = (), task: str | None = None, scored: bool = False
 ) -> pd.DataFrame:
-    """The arms a figure can use.
+    """The arms a figure can use, without the times that were taken beside other work.
 
     Args:
         probed: those with probes; else those without. No probe changes the numbers of task=fidelity: of its arms that
@@ -91,7 +143,15 @@ def arms_for(
         raise ConfigError(
             f"figure={name}: no run{f' of task={task}' if task else ''}{kind} among {len(runs.arms)} runs{without}"
         )
-    return arms
+    return undisturbed(arms)
+
+
+def undisturbed(arms: pd.DataFrame) -> pd.DataFrame:
+    """The arms, without the times of those that were timed beside other work: they are not times of a method."""
+    known = [named(key) for key in arms if key in QUANTITIES or "." in key]
+    times = [quantity.name for quantity in known if quantity.is_time and quantity.part != "hardware"]
+    beside = arms["disturbed"].isin([True])
+    return arms.assign(**{key: arms[key].mask(beside) for key in times}) if beside.any() else arms
 
 
 def untimed(runs: Runs) -> list[str]:
@@ -113,35 +173,86 @@ def panels_of(
     arms: pd.DataFrame,
     free: Collection[str] = frozenset(NOT_COMPARED),
     times: bool = False,
-) -> list[tuple[str, pd.DataFrame]]:
+    lines: Literal["", "method", "arm"] = "",
+) -> list[Panel]:
     """Panels of arms that can be compared, each with a title: of one task, model and protocol, alike in all settings
     that are not free to differ.
 
     Args:
         free: those keys.
         times: are drawn, so only arms of one machine can be compared.
+        lines: what a line is of; of more than a picture can show the first methods are taken, in the order of `STYLES`.
 
     Raises:
-        ConfigError: more than the figure of this name can show.
+        ConfigError: more panels or arms than the figure of this name can show.
     """
     settings = runs.settings.loc[arms.index].map(str)
     common = settings[[key for key in settings if key not in free and not key.startswith(OF_VARIANTS)]]
     if times:
         common = common.assign(machine=arms["device_name"].map(str))
-    panels = []
+    found = []
     for _, own in arms.groupby([common[key] for key in common], sort=False):
         task, model = own[["task", "model"]].iloc[0]
         others = common[(common["task"] == task) & (common["model"] == model)]
         varied = fewest_keys(others.drop_duplicates().to_dict("records"))
         first = common.loc[own.index[0]]
         apart = [first[key] if key == "machine" else f"{last_word(key)}={_shortened(first[key])}" for key in varied]
-        panels.append((", ".join([task, model, *apart]), own))
-    refuse_crowd(name, len(panels), "tasks, models and protocols", MOST_PANELS)
-    refuse_crowd(name, max((len(own) for _, own in panels), default=0), "arms in a panel", MOST_ARMS)
-    return panels
+        found.append((", ".join([task, model, *apart, _samples(own)]), own))
+    refuse_crowd(name, len(found), "tasks, models and protocols", MOST_PANELS)
+    refuse_crowd(name, max((len(own) for _, own in found), default=0), "arms in a panel", MOST_ARMS)
+    few, notes = _few(runs, [own for _, own in found], lines == "arm") if lines else ([own for _, own in found], ())
+    styles = styles_of(method for own in few for method in own["method"])
+    return [Panel(title, own, styles, notes) for (title, _), own in zip(found, few, strict=True) if len(own)]
 
 
-def fidelity_panels(runs: Runs, name: str) -> list[tuple[str, pd.DataFrame]]:
+def _samples(arms: pd.DataFrame) -> str:
+    """How many samples each of these arms has."""
+    least, most = (int(arms["n"].agg(end)) for end in ("min", "max"))
+    words = f"n = {most}" if least == most else f"n = {least} to {most}"
+    return words.replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def _few(runs: Runs, frames: Sequence[pd.DataFrame], by_arm: bool) -> tuple[Sequence[pd.DataFrame], tuple[str, ...]]:
+    """The arms of each panel that make no more lines than it can show, of the same methods in all; and what that left
+    out, in words. Where each arm is a line, all are of one budget."""
+
+    if not frames:
+        return frames, ()
+    every, budgets = pd.concat(frames), ""
+    size = every["budget"].value_counts().sort_index().idxmax() if every["budget"].notna().any() else None
+    if by_arm and max(map(len, frames)) > MOST_LINES and every["budget"].nunique() > 1:
+        frames = [own[own["budget"].isna() | (own["budget"] == size)] for own in frames]
+        budgets = f"C = {size_text(size)} alone, "
+    methods = sorted(in_order(every["method"]), key=lambda one: (one != YARDSTICK, one in choices("method")))
+    lines = [Counter(own["method"] if by_arm else [method for method, *_ in _variants(runs, own)]) for own in frames]
+    kept: list[str] = []
+    for method in methods:
+        if all(sum(own[one] for one in [*kept, method]) <= MOST_LINES for own in lines):
+            kept.append(method)
+    if not budgets and len(kept) == len(methods):
+        return frames, ()
+    note = f"{budgets}{len(kept)} of {len(methods)} methods: --where method=... chooses others"
+    return [own[own["method"].isin(kept)] if kept else own.head(MOST_LINES) for own in frames], (note,)
+
+
+def ranking(runs: Runs, panels: Sequence[Panel]) -> list[Panel]:
+    """The panels whose scores can rank methods, or all where none can; the others are named in the notes.
+
+    Where full attention's own score may be 0, or all score alike, none is better than another.
+    """
+    kept: list[Panel] = []
+    others: list[Panel] = []
+    for panel in panels:
+        full = runs[panel.arms.index[0]].full()
+        mute = panel.arms["score"].nunique() < 2 or (full is not None and full.may_score_0)
+        (others if mute else kept).append(panel)
+    if not kept or not others:
+        return list(panels)
+    note = f"without {'; '.join(panel.title for panel in others)}: scores there rank no method"
+    return [panel._replace(notes=(*panel.notes, note)) for panel in kept]
+
+
+def fidelity_panels(runs: Runs, name: str, lines: Literal["method", "arm"]) -> list[Panel]:
     """The arms of `task=fidelity` that are not full attention itself, as `panels_of` has them.
 
     Raises:
@@ -152,7 +263,7 @@ def fidelity_panels(runs: Runs, name: str) -> list[tuple[str, pd.DataFrame]]:
     others = arms[(arms["method"] != YARDSTICK) | coded]
     if not len(others):
         raise ConfigError(f"figure={name}: of the runs of task=fidelity none is sparse")
-    return panels_of(name, runs, others)
+    return panels_of(name, runs, others, lines=lines)
 
 
 def _shortened(value: str) -> str:
@@ -170,15 +281,26 @@ def refuse_crowd(name: str, count: int, what: str, most: int) -> None:
         raise ConfigError(f"figure={name}: {count} {what}, and a picture shows {most} at most; --where chooses some")
 
 
-def series_of(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[Series]:
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+
+def series_of(runs: Runs, panel: Panel, without: str = "") -> Iterator[Series]:
     """The arms of each method, apart where they differ in more than the budget; in the order of `STYLES`.
 
     Args:
         without: a setting in which arms of one series may differ.
     """
-    known = {method: index for index, method in enumerate(STYLES)}
+    lines: dict[str, int] = {}
+    for method, variant, arms in _variants(runs, panel.arms, without):
+        style, steps = panel.styles[method], lines.setdefault(method, 0)
+        lines[method] += 1
+        yield Series(replace(style, line=_next_line(style.line, steps)), variant, arms)
+
+
+def _variants(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """Of each series the method, the settings in which it differs from the method's others, and its arms by budget."""
     of_variants = [key for key in runs.settings if key.startswith(OF_VARIANTS)]
-    for method in sorted(arms["method"].unique(), key=lambda name: (known.get(name, len(known)), name)):
+    for method in in_order(arms["method"]):
         own = arms[arms["method"] == method]
         settings = runs.settings.loc[own.index, [key for key in of_variants if key != without]].map(str)
         alone = settings[own["decode"] != TOGETHER]  # all others began from a shared prefill
@@ -187,17 +309,14 @@ def series_of(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[Ser
             run: ", ".join(f"{last_word(key)}={_shortened(settings.at[run, key])}" for key in varied)
             for run in own.index
         }
-        style = style_of(method)
         groups = dict(list(own.groupby(pd.Series(variants))))
-        for index, variant in enumerate(sorted(groups, key=lambda words: (len(words), words))):
-            line = _next_line(style.line, index)
-            by_budget = groups[variant].sort_values("budget", key=lambda sizes: sizes.astype(float))
-            yield Series(replace(style, line=line), variant, by_budget)
+        for variant in sorted(groups, key=lambda words: (len(words), words)):
+            yield method, variant, groups[variant].sort_values("budget", key=lambda sizes: sizes.astype(float))
 
 
-def curves_of(runs: Runs, arms: pd.DataFrame) -> Iterator[tuple[str, Style, Run]]:
+def curves_of(runs: Runs, panel: Panel) -> Iterator[tuple[str, Style, Run]]:
     """Each run with its label and style; budgets of a method differ in their lines."""
-    for one in series_of(runs, arms):
+    for one in series_of(runs, panel):
         for index, arm in enumerate(rows_of(one.arms)):
             yield one.label(arm.budget), replace(one.style, line=_next_line(one.style.line, index)), runs[arm.name]
 
@@ -212,35 +331,66 @@ def rows_of(arms: pd.DataFrame) -> list[Any]:
     return [line for _, line in arms.iterrows()]
 
 
-def grid(rows: int, columns: int, title: str, size: tuple[float, float] = (5.5, 3.6)) -> tuple[Picture, Any]:
-    """A figure and its axes [rows, columns]."""
-    figure = Picture(figsize=(max(7.0, size[0] * columns), 1.2 + size[1] * rows), layout="constrained")
+def line_look(style: Style) -> dict[str, Any]:
+    """Matplotlib's words for a line with outlined markers in this style."""
+    look = {"color": style.colour, "marker": style.marker, "linestyle": style.line}
+    return {**look, "markerfacecolor": fill_of(style), "markeredgewidth": 0.9}
+
+
+def fill_of(style: Style) -> str:
+    """What fills a mark: nothing, or where lines are not whole its colour, so that variants of a method differ."""
+    return style.colour if LINES.index(style.line) % 2 else "none"
+
+
+# -- axes --------------------------------------------------------------------------------------------------------------
+
+
+def grid(rows: int, columns: int, title: str, height: float = 2.2) -> tuple[Picture, Any]:
+    """A figure and its axes [rows, columns], as wide as it is printed; in a text column one axis stands below another.
+
+    Args:
+        height: of a panel, in inches.
+    """
+    width = rcParams["figure.figsize"][0]
+    across = columns if width / columns >= NARROWEST else 1
+    down = rows * columns // across
+    figure = Picture(figsize=(width, HEAD + height * down), layout="constrained")
+    figure.suptitle(textwrap.fill(title, int(0.85 * TO_AN_INCH * width)))
+    return figure, figure.subplots(down, across, squeeze=False).reshape(rows, columns)
+
+
+def tiled(count: int, title: str, height: float = 2.2, across: int = 2) -> tuple[Picture, Any]:
+    """A figure and its axes [rows, columns], so many of them, row by row; those beyond are blank.
+
+    Args:
+        height: of a panel, in inches.
+        across: panels in a row of a page; half of them are in one of a text column.
+    """
+    room = max(1, round(across * rcParams["figure.figsize"][0] / WIDTHS["page"]))
+    columns = min(count, room)
+    width, rows = rcParams["figure.figsize"][0], math.ceil(count / columns)
+    figure = Picture(figsize=(width, HEAD + height * rows), layout="constrained")
+    figure.suptitle(textwrap.fill(title, int(0.85 * TO_AN_INCH * width)))
     axes = figure.subplots(rows, columns, squeeze=False)
-    figure.suptitle(title)
-    return figure, axes
-
-
-def tiled(count: int, columns: int, title: str, size: tuple[float, float] = (5.5, 3.6)) -> tuple[Picture, Any]:
-    """A figure and its axes [rows, columns], so many of them, row by row; those beyond are blank."""
-    figure, axes = grid(math.ceil(count / columns), columns, title, size)
     for axis in axes.flat[count:]:
         axis.set_axis_off()
     return figure, axes
-
-
-def line_look(style: Style) -> dict[str, Any]:
-    """Matplotlib's words for a line with outlined markers in this style."""
-    look = {"color": style.colour, "marker": style.marker, "linestyle": style.line, "linewidth": 1.6}
-    return {**look, "markersize": 6, "markerfacecolor": "none"}
 
 
 def draw_intervals(axis: Any, one: Series, places: Iterable[float], found: Sequence[Estimate]) -> None:
     """A line over these places, with the interval of each estimate as a bar; what has no place is left out."""
     drawn = sorted((place, value) for place, value in zip(places, found, strict=True) if not math.isnan(place))
     x, y = [place for place, _ in drawn], [value.mean for _, value in drawn]
-    below = [0.0 if value.low is None else max(0.0, value.mean - value.low) for _, value in drawn]
-    above = [0.0 if value.high is None else max(0.0, value.high - value.mean) for _, value in drawn]
-    axis.errorbar(x, y, [below, above], label=one.label(), **line_look(one.style))
+    look = {"elinewidth": 0.8, **line_look(one.style)}
+    axis.errorbar(x, y, bars([value for _, value in drawn]), label=one.label(), **look)
+
+
+def bars(found: Sequence[Estimate]) -> list[list[float]]:
+    """How far the interval of each estimate reaches down, and up."""
+    return [
+        [0.0 if value.low is None else max(0.0, value.mean - value.low) for value in found],
+        [0.0 if value.high is None else max(0.0, value.high - value.mean) for value in found],
+    ]
 
 
 def draw_by_budget(axis: Any, one: Series, places: pd.Series, found: Sequence[Estimate]) -> None:
@@ -249,9 +399,25 @@ def draw_by_budget(axis: Any, one: Series, places: pd.Series, found: Sequence[Es
         draw_intervals(axis, one, places.astype(float), found)
         return
     for score in found:
-        axis.axhline(score.mean, color=one.style.colour, linestyle="--", linewidth=1.2, label=one.label())
+        axis.axhline(score.mean, color=one.style.colour, linestyle="--", linewidth=1, label=one.label())
         if score.low is not None and score.high is not None:
             axis.axhspan(score.low, score.high, color=one.style.colour, alpha=0.1, linewidth=0)
+
+
+def fit_scores(axis: Any) -> None:
+    """A y axis of scores, 0 to 100, that begins and ends where what is drawn on it does."""
+    low, high = axis.dataLim.intervaly
+    room = 0.08 * max(high - low, 10)
+    axis.set_ylim(max(-4, low - room), min(104, high + room))
+
+
+def log_y(axis: Any) -> None:
+    """A logarithmic y axis with plain numbers at powers of 10, and where these are few at 2 and 5 times them."""
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 50 * low else (1,)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def mark_powers(axis: Any, ticks: Iterable[float]) -> None:
@@ -274,7 +440,7 @@ def mark_octaves(axis: Any, low: float, high: float) -> None:
 def finished(
     figure: Figure,
     axes: Any,
-    arms: Sequence[pd.DataFrame],
+    panels: Sequence[Panel],
     times: bool = False,
     named: bool = False,
     notes: Sequence[str] = (),
@@ -286,13 +452,25 @@ def finished(
         named: lines have their names at their ends, and there is no legend.
         notes: further lines below.
     """
-    caveats = " | ".join(filter(None, _caveats(pd.concat(arms), times)))
-    letters = int(LETTERS * figure.get_figwidth())
-    below = "\n".join(textwrap.fill(words, letters) for words in [*notes, caveats])
-    if named:
-        figure.supxlabel(below, fontsize=8)
-        return figure
-    return legend(figure, axes, below)
+    for axis in axes.flat:
+        box = axis.get_subplotspec().get_gridspec()
+        across, down = (
+            int(TO_AN_INCH * size / count)
+            for size, count in zip(figure.get_size_inches(), (box.ncols, box.nrows), strict=True)
+        )
+        room = across // 2 if named else across - 12
+        axis.set_title(textwrap.fill(axis.get_title(), room))
+        axis.set_xlabel(textwrap.fill(axis.get_xlabel(), room))
+        axis.set_ylabel(textwrap.fill(axis.get_ylabel(), int(0.7 * down)))
+    arms = pd.concat([panel.arms for panel in panels])
+    left_out = dict.fromkeys(note for panel in panels for note in panel.notes)
+    below = [*notes, *left_out, " | ".join(filter(None, _caveats(arms, times)))]
+    letters = int(1.1 * TO_AN_INCH * figure.get_figwidth())
+    words = "\n".join(textwrap.fill(line, letters) for line in below if line)
+    if not named:
+        return legend(figure, axes, words)
+    figure.supxlabel(words, fontsize=SMALL)
+    return figure
 
 
 def legend(figure: Figure, axes: Any, title: str, more: Sequence[Any] = ()) -> Figure:
@@ -300,13 +478,13 @@ def legend(figure: Figure, axes: Any, title: str, more: Sequence[Any] = ()) -> F
     lines = {name: handle for axis in axes.flat for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
     lines |= {handle.get_label(): handle for handle in more}
     if not lines:
-        figure.supxlabel(title, fontsize=8)
+        figure.supxlabel(title, fontsize=SMALL)
         return figure
-    columns = max(1, min(len(lines), int(figure.get_figwidth() * 11 / (max(map(len, lines)) + 6))))
-    rows = math.ceil(len(lines) / columns) + title.count("\n")
-    figure.set_figheight(figure.get_figheight() + 0.24 * max(0, rows - 3))
-    look = {"loc": "outside lower center", "ncols": columns, "frameon": False}
-    figure.legend(lines.values(), lines.keys(), title=title, title_fontsize=8, handlelength=3, **look)
+    columns = max(1, min(len(lines), int(figure.get_figwidth() * TO_AN_INCH / (max(map(len, lines)) + 9))))
+    rows = math.ceil(len(lines) / columns) + title.count("\n") + bool(title)
+    figure.set_figheight(figure.get_figheight() + 0.16 * rows)
+    look = {"loc": "outside lower center", "ncols": columns, "frameon": False, "columnspacing": 1.2}
+    figure.legend(lines.values(), lines.keys(), title=title, handlelength=2.5, **look)
     return figure
 
 
@@ -314,10 +492,12 @@ def _caveats(arms: pd.DataFrame, times: bool) -> list[str]:
     """What a reader must know of the runs in a picture, and of their times where these are drawn."""
     transfers, failed = " ".join(map(str, arms["transfer"])), int(arms["failed"].sum())
     together = arms["method"][arms["decode"] == TOGETHER]
+    beside = int(arms["disturbed"].isin([True]).sum())
     seeds = sorted({str(seed) for seed in arms["seed"]}, key=len)
     found = {
-        "with times disturbed by other work": times and arms["disturbed"].isin([True]).any(),
-        "times of samples elsewhere or disturbed are left out": times and (arms["left_out"].astype(float) > 0).any(),
+        f"without times of {beside} arms, taken beside other work": times and beside,
+        "times of samples elsewhere or beside other work are left out": times
+        and (arms["left_out"].astype(float) > 0).any(),
         "random weights: scores mean nothing": (arms["weights"] == "random").any(),
         "transfers between host and device simulated in memory": "simulated" in transfers,
         "transfers between host and device counted, in no time": "in place" in transfers,

@@ -8,8 +8,8 @@ from typing import Any
 
 from kvbench.report.data.run import missing
 
-BARE, SMALLEST, LARGEST = 190, 30, 150  # area of a mark: of an arm without a budget, and of the least and most budget
-FRONT = {"color": "#666666", "linewidth": 1.2, "linestyle": (0, (4, 2)), "zorder": 1}
+BARE, SMALLEST, LARGEST = 70, 12, 60  # area of a mark: of an arm without a budget, and of the least and most budget
+FRONT = {"color": "#666666", "linewidth": 0.9, "linestyle": (0, (4, 2)), "zorder": 1}
 
 
 def draw_front(axis: Any, costs: Sequence[float], values: Sequence[float], more_is_better: bool) -> None:

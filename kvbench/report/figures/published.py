@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from kvbench.report.data.papers import PaperTable, ids, table
 from kvbench.report.data.run import Runs
 from kvbench.report.data.stats import COVERAGE
 from kvbench.report.data.style import Style, style_of
-from kvbench.report.figures.panels import MOST_PANELS, finished, refuse_crowd, tiled
+from kvbench.report.figures.panels import MOST_PANELS, SMALL, Panel, finished, refuse_crowd, tiled
 from kvbench.report.figures.pareto import FRONT
 from kvbench.report.tables.cells import Cell
 from kvbench.report.tables.published import beside
@@ -44,14 +43,14 @@ def published(runs: Runs) -> Figure:
         )
     refuse_crowd("published", len(panels), "tables", MOST_PANELS)
     title = "ours against the published score; on the line they agree; what an open mark's letter is stands below"
-    figure, axes = tiled(len(panels), min(2, len(panels)), title, (5.5, 5.2))
+    figure, axes = tiled(len(panels), title, 3.6)
     for axis, (paper, points) in zip(axes.flat, panels.items(), strict=False):
         _draw(axis, points)
-        axis.set_title(textwrap.fill(paper.title, 60), fontsize=9)
+        axis.set_title(paper.title)
         axis.set(xlabel="published score", ylabel=f"ours, with its {COVERAGE} % interval")
     drawn = [point for points in panels.values() for point in points]
     paths = {point.cell.run for point in drawn}
-    used = runs.arms.loc[[run.index for run in runs if run.folders in paths]]
+    used = Panel("", runs.arms.loc[[run.index for run in runs if run.folders in paths]], {})
     letters = sorted({letter for point in drawn for letter in point.marks})
     return finished(figure, axes, [used], notes=[f"{letter}: {MARKS[letter]}" for letter in letters])
 
@@ -71,12 +70,12 @@ def _draw(axis: Any, points: Sequence[_Point]) -> None:
     for style, cell, marks in points:
         numbers = cell.numbers
         x, y = numbers["published"], numbers["score"]
-        low, high = numbers.get("low", y), numbers.get("high", y)
+        low, high = numbers.get("score_low", y), numbers.get("score_high", y)
         look = {"marker": style.marker, "color": style.colour, "markerfacecolor": "none" if marks else style.colour}
         axis.errorbar(x, y, [[y - low], [high - y]], linestyle="", elinewidth=0.8, label=style.label, **look)
         if marks:
-            axis.annotate(marks, (x, y), (4, 4), textcoords="offset points", fontsize=7, color=style.colour)
-    shown = ("published", "score", "low", "high")
+            axis.annotate(marks, (x, y), (4, 4), textcoords="offset points", fontsize=SMALL, color=style.colour)
+    shown = ("published", "score", "score_low", "score_high")
     ends = [cell.numbers[name] for _, cell, _ in points for name in shown if name in cell.numbers]
     axis.set(xlim=(min(ends) - 3, max(ends) + 3), ylim=(min(ends) - 3, max(ends) + 3), aspect="equal")
     axis.grid(alpha=0.3)

@@ -11,14 +11,17 @@ from matplotlib.figure import Figure
 from kvbench.config import ConfigError
 from kvbench.measure.protocol import Question
 from kvbench.report.data.run import Runs
-from kvbench.report.data.stats import COVERAGE
+from kvbench.report.data.stats import intervals
 from kvbench.report.figures.panels import (
     MOST_PANELS,
     NOT_COMPARED,
+    Panel,
     arms_for,
     draw_intervals,
     finished,
+    fit_scores,
     panels_of,
+    ranking,
     refuse_crowd,
     series_of,
     size_text,
@@ -36,30 +39,31 @@ def question(runs: Runs) -> Figure:
     arms = arms_for(runs, "question", probed=False, scored=True)
     arms = arms.assign(**{KEY: runs.settings.loc[arms.index, KEY].map(str)})
     panels = [
-        (f"{title}, C = {size_text(size)}", own)
-        for title, alike in panels_of("question", runs, arms, free={*NOT_COMPARED, KEY})
-        for size, own in _by_budget(alike)
-        if own[KEY].nunique() > 1
+        own
+        for panel in panels_of("question", runs, arms, free={*NOT_COMPARED, KEY}, lines="method")
+        for own in _by_budget(panel)
+        if own.arms[KEY].nunique() > 1
     ]
     if not panels:
         raise ConfigError(f"figure=question: no runs here differ in {KEY} alone; -m {KEY}=with,after makes such")
     refuse_crowd("question", len(panels), "tasks, models, protocols and budgets", MOST_PANELS)
-    figure, axes = tiled(
-        len(panels), min(2, len(panels)), f"score by when the question is read, with {COVERAGE} % intervals"
-    )
-    for (title, own), axis in zip(panels, axes.flat, strict=False):
-        for aside, one in enumerate(series_of(runs, own, without="shared_prefill")):  # of no score
+    panels = ranking(runs, panels)
+    bars = intervals(runs[run].score() for panel in panels for run in panel.arms.index)
+    figure, axes = tiled(len(panels), f"score by when the question is read, with {bars}", 2.6)
+    for panel, axis in zip(panels, axes.flat, strict=False):
+        for aside, one in enumerate(series_of(runs, panel, without="shared_prefill")):  # of no score
             places = one.arms[KEY].map(PLACES) + APART * aside
             draw_intervals(axis, one, places, [runs[run].score() for run in one.arms.index])
-        words = [word for word in PLACES if word in set(own[KEY])]
+        words = [word for word in PLACES if word in set(panel.arms[KEY])]
         axis.set_xticks([PLACES[word] for word in words], words)
-        axis.set(ylim=(-5, 105), title=title, xlabel=KEY, ylabel=QUANTITIES["score"].axis)
+        axis.set(title=panel.title, xlabel=KEY, ylabel=QUANTITIES["score"].axis)
         axis.grid(alpha=0.3)
-    return finished(figure, axes, [own for _, own in panels])
+        fit_scores(axis)
+    return finished(figure, axes, panels)
 
 
-def _by_budget(arms: pd.DataFrame) -> Iterator[tuple[float, pd.DataFrame]]:
-    """The arms of each budget, with those that have none."""
-    none = arms[arms["budget"].isna()]
-    for size, own in arms.groupby("budget"):
-        yield size, pd.concat([none, own])
+def _by_budget(panel: Panel) -> Iterator[Panel]:
+    """A panel of the arms of each budget, with those that have none."""
+    none = panel.arms[panel.arms["budget"].isna()]
+    for size, own in panel.arms.groupby("budget"):
+        yield panel._replace(title=f"{panel.title}, C = {size_text(size)}", arms=pd.concat([none, own]))

@@ -11,49 +11,46 @@ from matplotlib.figure import Figure
 from kvbench.config import ConfigError
 from kvbench.report.data.run import YARDSTICK, Runs
 from kvbench.report.data.sizes import bytes_read
-from kvbench.report.data.stats import COVERAGE
-from kvbench.report.figures.labels import WIDE, End, height_for, name_ends
-from kvbench.report.figures.nearness import KL, LEAST_KL, MEASURES, Found, at_least
+from kvbench.report.data.stats import intervals
+from kvbench.report.figures.labels import End, height_for, name_ends
+from kvbench.report.figures.nearness import LEAST_KL, Found, at_least, measured
 from kvbench.report.figures.panels import (
     Series,
     arms_for,
     draw_intervals,
     finished,
-    grid,
+    fit_scores,
+    log_y,
     mark_powers,
     panels_of,
     series_of,
+    tiled,
 )
 from kvbench.report.figures.pareto import draw_front
 from kvbench.runs.quantities import MIB, QUANTITIES
 
 READ = f"KV read per step ({MIB.name})"
-WHAT = (
-    "KV read: attended in all layers, and scanned to choose; thin lines: with all of the method's index; dashed: front"
-)
+WHAT = "KV read: attended in all layers, and scanned to choose; thin lines: with all of the index; dashed: the front"
 
 
 def read(runs: Runs) -> Figure:
-    """Score, and KL from full attention, against the bytes of KV that a decode step reads; a row for each panel."""
+    """Score, and KL from full attention, against the bytes of KV that a decode step reads."""
     arms = arms_for(runs, "read", probed=False, scored=True)
     arms = arms.assign(read=[bytes_read(runs[run]) for run in arms.index])
     arms = arms[arms["read"].notna()]
     if (arms["method"] == YARDSTICK).all():
         raise ConfigError("figure=read: no run of a sparse method whose audit has attended_bytes_per_step")
-    panels = panels_of("read", runs, arms)
-    lines = [list(series_of(runs, own)) for _, own in panels]
-    both = arms[KL.name].notna().any()
-    measures = MEASURES if both else MEASURES[:1]
-    title = (
-        f"nearness over bytes read, with {COVERAGE} % intervals; left and {'up or down' if both else 'up'} is better"
-    )
+    drawn = measured(runs, panels_of("read", runs, arms, lines="method"))
+    bars = intervals(value for panel, _, found in drawn for run in panel.arms.index if (value := found(runs[run])))
+    lines = [list(series_of(runs, panel)) for panel, *_ in drawn]
     tall = height_for(max(map(len, lines)))
-    figure, axes = grid(len(panels), len(measures), f"{title}\n{WHAT}", (WIDE, tall + 0.9))
-    for (title, _), row, series in zip(panels, axes, lines, strict=True):
-        for axis, (name, found) in zip(row, measures, strict=False):
-            axis.set(title=title, xlabel=READ, ylabel=QUANTITIES[name].axis)
-            _draw(axis, runs, series, name, found, tall)
-    return finished(figure, axes, [own for _, own in panels], named=True)
+    better = " or ".join(dict.fromkeys("up" if name == "score" else "down" for _, name, _ in drawn))
+    title = f"nearness over bytes read, with {bars}; left and {better} is better"
+    figure, axes = tiled(len(drawn), title, tall + 0.6)
+    for (panel, name, found), axis, series in zip(drawn, axes.flat, lines, strict=False):
+        axis.set(title=panel.title, xlabel=READ, ylabel=QUANTITIES[name].axis)
+        _draw(axis, runs, series, name, found, tall)
+    return finished(figure, axes, [panel for panel, *_ in drawn], named=True, notes=[WHAT])
 
 
 def _draw(axis: Any, runs: Runs, series: Sequence[Series], name: str, found: Found, tall: float) -> None:
@@ -74,11 +71,10 @@ def _draw(axis: Any, runs: Runs, series: Sequence[Series], name: str, found: Fou
         ends.append(End(f"{one.label()}{below}", one.style, x.iloc[last], near[last].mean))
         costs += list(x)
         values += [value.mean for value in near]
-    if not costs:
-        axis.set_title("")
-        axis.set_axis_off()  # a task without this measure
-        return
-    axis.set(**({"ylim": (-5, 105)} if name == "score" else {"yscale": "log"}))
+    if name == "score":
+        fit_scores(axis)
+    else:
+        log_y(axis)
     right = axis.get_xlim()[1]
     mark_powers(axis, [2.0**octave for octave in range(math.floor(math.log2(min(costs))), math.ceil(math.log2(right)))])
     draw_front(axis, costs, values, more_is_better=name == "score")

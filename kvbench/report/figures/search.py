@@ -1,4 +1,4 @@
-"""The figure `search`: what a search finds in its time, and what reading would take (of `scripts/bench_index.py`)."""
+"""The figure `search`: what a search finds in its time, and the time to read as much (of `scripts/bench_index.py`)."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from kvbench.config import ConfigError
-from kvbench.report.data.style import Style, style_of
+from kvbench.report.data.style import ORANGE, PURPLE, Style, styles_of
 from kvbench.report.figures.panels import grid, legend, line_look
 from kvbench.report.figures.pareto import FRONT
 from kvbench.runs.stored import DAMAGED, ResultsError, contents, json_of
 
 # The arms of the script that are drawn: IceCache's trees as their presets rank nodes, and faiss on the same keys.
+TREES = styles_of(["icecache", "icecache_plus"])
 ARMS = {
-    "dci point": style_of("icecache"),
-    "dci_plus centroid": style_of("icecache_plus"),
-    "faiss_hnsw": Style("faiss, HNSW", style_of("pariskv").colour, "v"),
-    "faiss_ivf": Style("faiss, IVF", style_of("lychee").colour, "o"),
+    "dci point": TREES["icecache"],
+    "dci_plus centroid": TREES["icecache_plus"],
+    "faiss_hnsw": Style("faiss, HNSW", ORANGE, "v"),
+    "faiss_ivf": Style("faiss, IVF", PURPLE, "o"),
 }
-FLOOR: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.8}
+SAME_BYTES: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.8}
 ALL = {**FRONT, "linestyle": ":"}
 
 
 def search(files: Sequence[Path]) -> Figure:
     """Recall of the exact top k against the time of one query: a row for each kind of keys, a column for each number.
 
-    A point is a beam width, or faiss's efSearch or nprobe. Its bandwidth floor is the time to read the nodes and keys
-    that it scored, at the pace of one pass over all keys.
+    A point is a beam width, or faiss's efSearch or nprobe. A thin line is the time to read the nodes and keys that it
+    scored at the pace of one pass over all keys; what lies in a cache is read faster than that.
 
     Args:
         files: the script's JSON.
@@ -52,10 +53,10 @@ def search(files: Sequence[Path]) -> Figure:
         raise ConfigError(f"figure=search: {1 + len(others)} files; expected one")
     kinds, sizes = (list(dict.fromkeys(names)) for names in zip(*runs, strict=True))
     title = "recall of the exact top k against the time of a query, on one thread"
-    figure, axes = grid(len(kinds), len(sizes), title, (3.9, 2.7))
+    figure, axes = grid(len(kinds), len(sizes), title, 1.9)
     for row, kind in zip(axes, kinds, strict=True):
         for axis, size in zip(row, sizes, strict=True):
-            axis.set_title(f"{size:,} keys, {kind}", fontsize=10)
+            axis.set_title(f"{size:,} keys, {kind}")
             if (kind, size) in runs:
                 _draw(axis, runs[kind, size])
             else:
@@ -64,8 +65,10 @@ def search(files: Sequence[Path]) -> Figure:
         row[0].set_ylabel("recall")
     for axis in axes[-1]:
         axis.set_xlabel("time of a query (us)")
-    floor = Line2D([], [], color=FRONT["color"], label="floor: the same reads, nothing else", **FLOOR)
-    return legend(figure, axes, "", [floor])
+    pace = Line2D(
+        [], [], color=FRONT["color"], label="the same bytes at the pace of one pass over all keys", **SAME_BYTES
+    )
+    return legend(figure, axes, "", [pace])
 
 
 def _one_by_one(run: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -78,11 +81,11 @@ def _draw(axis: Any, found: Mapping[str, Any]) -> None:
     for arm, style in ARMS.items():
         points = sorted(found["points"].get(arm, []), key=lambda point: point["recall"])
         recall = [point["recall"] for point in points]
-        look = {**line_look(style), "markersize": 4, "linewidth": 1.2}
+        look = {**line_look(style), "markersize": 3, "linewidth": 1}
         axis.plot([point["query_us"] for point in points], recall, label=style.label, **look)
         if points and "floor_us" in points[0]:
             axis.plot(
-                [point["floor_us"] for point in points], recall, color=style.colour, linestyle=style.line, **FLOOR
+                [point["floor_us"] for point in points], recall, color=style.colour, linestyle=style.line, **SAME_BYTES
             )
     axis.axvline(found["stream_us"], label="one pass over all keys", **FRONT)
     axis.axvline(found["flat_us"], label="faiss, all keys scored", **ALL)

@@ -22,15 +22,15 @@ def probes_over_steps(runs: Runs, figure_name: str, probes: Sequence[str]) -> Fi
     """A column for each probe, a row for each task and model, a curve for each arm: the mean over samples."""
     arms = arms_for(runs, figure_name, probed=True)
     drawn = []
-    for title, own in panels_of(figure_name, runs, arms[arms["method"] != YARDSTICK]):
-        curves = [(label, style, means(run.samples())) for label, style, run in curves_of(runs, own)]
+    for panel in panels_of(figure_name, runs, arms[arms["method"] != YARDSTICK], lines="arm"):
+        curves = [(label, style, means(run.samples())) for label, style, run in curves_of(runs, panel)]
         if any(len(curve) for _, _, curve in curves):
-            drawn.append((title, own, curves))
+            drawn.append((panel, curves))
     if not drawn:
         raise ConfigError(f"figure={figure_name}: of the runs with probes none is sparse and has values of each step")
     measures = [QUANTITIES[name].axis for name in probes]
-    figure, axes = grid(len(drawn), len(probes), f"{' and '.join(measures)}, over decode steps")
-    for (title, _, curves), row in zip(drawn, axes, strict=True):
+    figure, axes = grid(len(drawn), len(probes), f"{' and '.join(measures)}, over decode steps: means over samples")
+    for (panel, curves), row in zip(drawn, axes, strict=True):
         for label, style, of_arm in curves:
             for axis, name in zip(row, probes, strict=True):
                 if name in of_arm and of_arm[name].notna().any():
@@ -38,10 +38,10 @@ def probes_over_steps(runs: Runs, figure_name: str, probes: Sequence[str]) -> Fi
                     look = line_look(style) | {"markevery": max(1, len(curve) // 8)}
                     axis.plot(curve.index, curve, label=label, **look)
         for axis, label in zip(row, measures, strict=True):
-            axis.set(title=title, xlabel="decode step", ylabel=label, ylim=(-0.03, 1.03))
+            axis.set(title=panel.title, xlabel="decode step", ylabel=label, ylim=(-0.03, 1.03))
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             axis.grid(alpha=0.3)
-    return finished(figure, axes, [own for _, own, _ in drawn])
+    return finished(figure, axes, [panel for panel, _ in drawn])
 
 
 def means(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:

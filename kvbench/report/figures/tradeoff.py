@@ -10,8 +10,20 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogFormatter, NullFormatter
 
 from kvbench.report.data.run import Runs
-from kvbench.report.data.style import style_of
-from kvbench.report.figures.panels import arms_for, finished, grid, panels_of, series_of, size_text
+from kvbench.report.data.stats import intervals
+from kvbench.report.data.style import Style
+from kvbench.report.figures.panels import (
+    arms_for,
+    fill_of,
+    finished,
+    fit_scores,
+    grid,
+    log_y,
+    panels_of,
+    ranking,
+    series_of,
+    size_text,
+)
 from kvbench.report.figures.pareto import BARE, FRONT, areas, draw_front
 from kvbench.runs.quantities import OWN, QUANTITIES, Quantity
 
@@ -24,30 +36,42 @@ def tradeoff(runs: Runs) -> Figure:
     Where an arm of a row decoded together with others, the time is that of attention, search and transfers for all.
     """
     arms = arms_for(runs, "tradeoff", probed=False, columns=[TIME.name, OWN_TIME.name], scored=True)
-    panels = panels_of("tradeoff", runs, arms, times=True)
-    figure, axes = grid(len(panels), 2, "score against memory and time; up and left is better")
-    sizes = areas([budget for _, arms in panels for budget in arms["budget"]])
-    for (title, arms), row in zip(panels, axes, strict=True):
-        points = pd.concat([one.arms.assign(label=one.label()) for one in series_of(runs, arms)])
-        draw_tradeoff(row, points, TIME if arms[TIME.name].notna().all() else OWN_TIME, sizes=sizes)
-        row[0].set(ylabel=QUANTITIES["score"].axis, title=title)
-        row[1].set_title(title)
+    panels = ranking(runs, panels_of("tradeoff", runs, arms, times=True, lines="method"))
+    scores = {run: runs[run].score() for panel in panels for run in panel.arms.index}
+    bars = intervals(scores.values())
+    figure, axes = grid(len(panels), 2, f"score against memory and time, with {bars}; up and left is better")
+    sizes = areas([budget for panel in panels for budget in panel.arms["budget"]])
+    for panel, row in zip(panels, axes, strict=True):
+        arms = panel.arms
+        points = pd.concat([one.arms.assign(label=one.label()) for one in series_of(runs, panel)])
+        points["low"], points["high"] = ([scores[run][end] for run in points.index] for end in (1, 2))
+        styles = {one.label(): one.style for one in series_of(runs, panel)}
+        draw_tradeoff(row, points, styles, TIME if arms[TIME.name].notna().all() else OWN_TIME, sizes=sizes)
+        row[0].set(ylabel=QUANTITIES["score"].axis, title=panel.title)
+        row[1].set_title(panel.title)
     for budget, area in sizes.items():
         look = {"marker": "o", "facecolor": "none", "edgecolor": FRONT["color"]}
         axes[0, 0].scatter([], [], s=area, label=f"C = {size_text(budget)}", **look)
     own = any(axis.get_xlabel() == OWN_TIME.axis for axis in axes[:, 1])
-    return finished(figure, axes, [arms for _, arms in panels], times=True, notes=[OWN] if own else [])
+    return finished(figure, axes, panels, times=True, notes=[OWN] if own else [])
 
 
 def draw_tradeoff(
-    axes: Sequence[Any], points: pd.DataFrame, time: Quantity, y: str = "score", sizes: dict[Any, float] | None = None
+    axes: Sequence[Any],
+    points: pd.DataFrame,
+    styles: dict[str, Style],
+    time: Quantity,
+    y: str = "score",
+    sizes: dict[Any, float] | None = None,
 ) -> None:
     """Mark arms on two axes: a quantity against KV bytes on the device, and against a time.
 
     Args:
         axes: two of matplotlib's.
         points: a line an arm with method, label, budget (None: no budget), device_kv_bytes, the time, and what is
-            marked. Budgets of one label are joined by a line; an arm without the time is on the first axis alone.
+            marked, with the low and high of its interval if it has them. Budgets of one label are joined by a line; an
+            arm without the time is on the first axis alone.
+        styles: of each label.
         time: which.
         y: "score" (0-100), or a quantity that is best at 0 and drawn on a log axis: an arm that has 0 of it, as full
             attention has, is a line at its cost.
@@ -55,22 +79,31 @@ def draw_tradeoff(
     """
     for axis, (cost, scale) in zip(axes, ((HELD, "log"), (time, "linear")), strict=True):
         known = points[points[cost.name].notna()]
+        if not len(known):
+            axis.set_axis_off()
+            axis.set_title("")
+            continue
         for label, arms in known.groupby("label", sort=False):
-            style = style_of(arms["method"].iloc[0])
+            style = styles[label]
             x, heights = arms[cost.name].astype(float) * cost.unit.scale, arms[y].astype(float)
             if y != "score" and not heights.any():
-                axis.axvline(x.iloc[0], color=style.colour, linestyle="--", linewidth=1.2, label=label)
+                axis.axvline(x.iloc[0], color=style.colour, linestyle="--", linewidth=1, label=label)
                 continue
-            axis.plot(x, heights, color=style.colour, linewidth=0.8, alpha=0.5, zorder=2)
+            axis.plot(x, heights, color=style.colour, linestyle=style.line, linewidth=0.8, alpha=0.5, zorder=2)
+            if "low" in arms:
+                axis.vlines(x, arms["low"].fillna(heights), arms["high"].fillna(heights), style.colour, linewidth=0.8)
             # Arms that score alike at like cost lie on one another: outlines leave both to be seen.
             area = [(sizes or {}).get(budget, BARE) for budget in arms["budget"]]
-            look = {"marker": style.marker, "facecolor": "none", "edgecolor": style.colour, "linewidth": 1.6}
+            look = {"marker": style.marker, "facecolor": fill_of(style), "edgecolor": style.colour, "linewidth": 1.1}
             axis.scatter(x, heights, s=area, label=label, zorder=3, **look)
         axis.set(xlabel=cost.axis, xscale=scale)
-        axis.set(**({"ylim": (-9, 108)} if y == "score" else {"yscale": "log"}))
         axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
         axis.xaxis.set_minor_formatter(LogFormatter() if scale == "log" else NullFormatter())
         axis.margins(x=0.1, y=0.12)
+        if y == "score":
+            fit_scores(axis)
+        else:
+            log_y(axis)
         axis.grid(alpha=0.3)
         drawn = known[known[y] != 0] if y != "score" else known
         draw_front(axis, drawn[cost.name].astype(float) * cost.unit.scale, drawn[y].astype(float), y == "score")

@@ -7,11 +7,12 @@ from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
 from kvbench.report.data.run import Run, Runs
-from kvbench.report.data.stats import COVERAGE, estimate, proportion
+from kvbench.report.data.stats import INTERVALS, estimate, proportion
 from kvbench.report.figures.panels import (
     arms_for,
     draw_by_budget,
     finished,
+    fit_scores,
     grid,
     mark_powers,
     panels_of,
@@ -29,24 +30,26 @@ def written(runs: Runs) -> Figure:
     arms = arms[arms[LENGTH.name].notna()]
     if not len(arms):
         raise ConfigError(f"figure=written: no run stored its outputs or how long they are among {len(runs.arms)} runs")
-    panels = panels_of("written", runs, arms)
-    title = f"what the model writes, with {COVERAGE} % intervals; level lines: without a budget"
+    panels = panels_of("written", runs, arms, lines="method")
+    title = f"what the model writes, with {INTERVALS}; level lines: without a budget"
     figure, axes = grid(len(panels), 2, title)
-    for (title, own), row in zip(panels, axes, strict=True):
-        for one in series_of(runs, own):
+    for panel, row in zip(panels, axes, strict=True):
+        for one in series_of(runs, panel):
             outputs = [_outputs(runs[run]) for run in one.arms.index]
             lengths = [estimate([found["length"].to_numpy(float)]) for found in outputs]
             looped = [proportion([100 * found["looped"].to_numpy(float)]) for found in outputs]
             for axis, values in zip(row, (lengths, looped), strict=True):
                 draw_by_budget(axis, one, one.arms["budget"], values)
         for axis, measure in zip(row, (LENGTH, LOOPED), strict=True):
-            axis.set(title=title, ylabel=measure.axis, xlabel="budget C: tokens, or below 1 a share of the prompt")
+            axis.set(
+                title=panel.title, ylabel=measure.axis, xlabel="budget C: tokens, or below 1 a share of the prompt"
+            )
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)
-            if own["budget"].notna().any():
-                mark_powers(axis, own["budget"].dropna().astype(float))
-        row[1].set_ylim(-5, 105)
-    return finished(figure, axes, [own for _, own in panels])
+            if panel.arms["budget"].notna().any():
+                mark_powers(axis, panel.arms["budget"].dropna().astype(float))
+        fit_scores(row[1])
+    return finished(figure, axes, panels)
 
 
 def _outputs(run: Run) -> pd.DataFrame:

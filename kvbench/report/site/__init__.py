@@ -1,4 +1,4 @@
-"""A static site of runs: a front door, a leaderboard, a page for each claim and method, pictures, samples side by side.
+"""A static site of runs: a front door, a leaderboard, a page for each claim and method, pictures, arms in pairs.
 
 `kvbench report FOLDER --out site/` writes it. Nothing of it needs a server or is fetched from elsewhere. A
 further kind of page is a function of `Site` that yields files, and a line of `PAGES`.
@@ -43,7 +43,7 @@ PAGES = {
     "Claims": Pages("claims/index.html", claim_pages),
     "Methods": Pages("methods/index.html", method_pages),
     "Pictures": Pages("pictures/index.html", pictures),
-    "Samples": Pages("samples/index.html", samples),
+    "Two arms": Pages("samples/index.html", samples),
 }
 
 

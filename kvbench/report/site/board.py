@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
+from kvbench.report.data.run import Run
 from kvbench.report.data.select import order_of
 from kvbench.report.site.front import SHARES
 from kvbench.report.site.markup import File, cell_of, ids_of, linked, page, protocols, small
@@ -50,7 +51,7 @@ SHARED = {"device_share": False, "index_share": True}  # column -> whether the i
 
 def board(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     """The leaderboard."""
-    rows = site.rows
+    rows = site.by_length
     columns = [name for name in COLUMNS if name in SHARED or any(name in row.cell.numbers for row in rows)]
     heads = "".join(
         f'<th scope="col" data-name="{name}" title="{COLUMNS[name].about}" class="{"wide" * COLUMNS[name].wide}">'
@@ -63,7 +64,8 @@ def board(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
         f"{'C' if name == 'budget' else name}</button></th>"
         for name in words
     )
-    body = "\n".join(_line(row, words, columns) for row in rows)
+    pairs = _pairs(site)
+    body = "\n".join(_line(row, words, columns, pairs[row.run]) for row in rows)
     said = dict.fromkeys(note for table in site.tables for note in table.notes)
     about = "".join(f"<dt>{COLUMNS[name].heading}</dt><dd>{COLUMNS[name].about}</dd>" for name in columns)
     notes = "".join(f"<li>{escape(note)}</li>" for note in said)
@@ -80,8 +82,9 @@ is ordered by nearness to full attention (KL) or by score.</p>
 <details><summary>How to read these numbers</summary><dl>{about}</dl><ul class="notes">{notes}{timed}</ul></details>
 {_filters(rows)}
 <section id="best" aria-live="polite"></section>
-<p><small>Named above is no oracle (Top-k scores every key exactly), nothing that attends {FAR_OVER:g} times its C or
-more, and nothing on samples where full attention's own score may be 0.</small></p>
+<p><small>An arm with prompts of several lengths has a line for each: what it costs and how near it stays are of the
+same samples. Named above is no oracle (Top-k scores every key exactly), nothing that attends {FAR_OVER:g} times its C
+or more, and nothing on samples where full attention's own score may be 0.</small></p>
 <div class="scroll tall"><table id="board" class="sortable"><thead><tr>{named}{heads}</tr></thead><tbody>
 {body}
 </tbody></table></div>
@@ -89,11 +92,31 @@ more, and nothing on samples where full attention's own score may be 0.</small><
     )
 
 
-def _line(row: Row, words: Iterable[str], columns: Iterable[str]) -> str:
+def _pairs(site: Site) -> dict[Run, str]:
+    """By arm a letter for each arm of its panel: + it is ahead of that, - it is behind, = neither by a paired test; ""
+    where too few samples rank it among any.
+    """
+    panels: dict[str, list[Row]] = {}
+    for row in site.by_length:
+        panels.setdefault(row.panel, []).append(row)
+    return {
+        row.run: "".join(_letter(site, row, other) for other in own) if row.is_choice and site.place(row, own) else ""
+        for own in panels.values()
+        for row in own
+    }
+
+
+def _letter(site: Site, row: Row, other: Row) -> str:
+    found = site.ahead(row, other)
+    return "=" if found is None or not found.differs else "+" if found.mean > 0 else "-"
+
+
+def _line(row: Row, words: Iterable[str], columns: Iterable[str], pairs: str) -> str:
     cells = "".join(_share(row, name) if name in SHARED else _cell(row, name) for name in columns)
     keys = {"method": row.method, "budget": row.budget, "task": row.task, "model": row.model, "panel": row.panel}
     keys |= {"variant": row.variant} if row.variant else {}
     keys |= {"choice": ""} if row.is_choice else {}
+    keys |= {"pairs": pairs} if pairs else {}
     data = "".join(f' data-{key}="{escape(value)}"' for key, value in keys.items())
     bare = ' class="yardstick"' if row.run.is_full else ""
     labels = "".join(f'<td class="label wide" data-name="{name}">{escape(keys[name])}</td>' for name in words)
@@ -116,6 +139,7 @@ def _share(row: Row, name: str) -> str:
         return f'<td data-name="{name}" class="none{look}">-</td>'
     assert row.full is not None
     runs = f'data-run="{ids_of(row.run.folder_names)}" data-full="{ids_of(row.full.folder_names)}"'
+    runs += f' data-length="{row.length}"' if row.length else ""
     return f'<td data-name="{name}" class="{look.strip()}" data-value="{share!r}" {runs}>{share:.1f}</td>'
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
 
 from kvbench.report.data.run import YARDSTICK, Runs
+from kvbench.report.data.stats import COVERAGE, FEWEST
 from kvbench.report.figures.all import draw
-from kvbench.report.site.claimed import claims_on, counted, is_of
+from kvbench.report.site.claimed import OWN, by_side, counted
 from kvbench.report.site.drawing import legible, picture
-from kvbench.report.site.markup import File, ends_of, figure, linked, page, protocols, small, table_of
+from kvbench.report.site.markup import File, figure, linked, page, protocols, small, table_of
 from kvbench.report.site.rows import Row, Site, dense_of, share_of
 from kvbench.report.tables.formats import NONE
 from kvbench.runs.quantities import QUANTITIES
@@ -44,61 +44,77 @@ def _largest(site: Site) -> Runs:
 
 
 def _best(site: Site, board: str) -> str:
-    """For each task the nearest to full attention, or with the best score, that holds no more than each share."""
+    """For each task and length the nearest to full attention, or with the best score, that holds no more than each
+    share, score and bytes of the same samples.
+    """
     panels: dict[tuple[str, bool], list[tuple[float, Row]]] = {}
-    for panel in dict.fromkeys(row.panel for row in site.rows):
+    for panel in dict.fromkeys(row.panel for row in site.by_length):
         for indexed in (False, True):
-            shares = [(share_of(row, indexed), row) for row in site.rows if row.panel == panel and row.is_choice]
+            shares = [(share_of(row, indexed), row) for row in site.by_length if row.panel == panel and row.is_choice]
             if known := [(share, row) for share, row in shares if share is not None]:
                 panels[panel, indexed] = known
     if not panels:
         return "<p>No arm here has full attention on the same samples beside it, which its memory is a share of.</p>"
     alone = len({row.model for row in site.rows}) == 1
-    heads = "".join(f'<th class=label><a href="{board}#share={share}">{share} %</a></th>' for share in SHARES)
-    lines = []
+    links = {share: f'href="{board}#share={share}{{index}}">{share} %</a>' for share in SHARES}
+    heads = "".join(f"<th class=label><a {link.format(index='')}</th>" for link in links.values())
+    lines, tests = [], 0
     for (panel, indexed), own in panels.items():
         task, *words = panel.split(", ")
         samples = ", ".join(words[1:] if alone else words)
-        cells = "".join(_cell([row for held, row in own if held <= share]) for share in SHARES)
-        words_of = (
-            COUNTED[indexed] if indexed else ": ".join(filter(None, [_of_full(own[0][1], samples), COUNTED[False]]))
-        )
+        cells = ""
+        for share, link in links.items():
+            fitting = [row for held, row in own if held <= share]
+            phone = f'<a class="phone" {link.format(index="&amp;index=on" if indexed else "")}'
+            cells += _cell(site, fitting, phone)
+            tests += len(fitting[1:]) if _is_tested(fitting) else 0
+        words_of = COUNTED[indexed] if indexed else f"{_of_full(own[0][1], samples)}: {COUNTED[False]}"
         lines.append(f'<tr><th scope="row">{"" if indexed else escape(task)}{small(words_of)}</th>{cells}</tr>')
     dense = {dense_of(row.run) for row in site.rows if row.is_choice}
     above = f" and hold {100 * max(dense):.1f} % of the whole besides" if len(dense) == 1 and max(dense) > 0 else ""
     return (
         "<p>For each limit the method with the lowest KL divergence from full attention or, where a task has none, "
-        "with the highest score. The limit is on keys and values on the device, as a share of full attention's on the "
-        f"same samples; layers that are left dense are not counted{above}. The second line of a task counts the "
-        "index by which a method chooses, too, wherever it lies. A limit opens all that fit in the "
-        f'<a href="{board}">leaderboard</a>; a dash: no run is this small.</p>'
+        "with the highest score, on prompts of one length. The limit is on keys and values on the device, as a share "
+        f"of full attention's on the same samples; layers that are left dense are not counted{above}. The second line "
+        "of a task counts the index by which a method chooses, too, wherever it lies. A limit opens all that fit in "
+        f'the <a href="{board}">leaderboard</a>; a dash: no run is this small. Over {FEWEST} samples or more the named '
+        f"is tested against each other that fits, paired by sample: {tests} tests, each at {COVERAGE} %. Of fewer "
+        "samples another may be as good, and more would say.</p>"
         + protocols(site)
         + table_of(f"<th class=label>task</th>{heads}", lines, "best")
     )
 
 
+def _is_tested(fitting: Sequence[Row]) -> bool:
+    """Whether the first of these arms has enough samples to be compared with the others."""
+    return bool(fitting) and fitting[0].cell.numbers["n"] >= FEWEST
+
+
 def _of_full(row: Row, samples: str) -> str:
-    """What a panel's samples are, with what full attention scores on them where the score decides."""
-    if row.full is None or "kl_mean" in row.cell.numbers:
-        return samples
-    score = row.full.score().mean
-    return ", ".join(filter(None, [samples, f"full attention {score:.1f}"]))
+    """What a panel's samples are and how many, with full attention's score on them where the score decides."""
+    count = int(row.cell.numbers["n"])
+    few = "too few to rank" if count < FEWEST else ""
+    full = row.full is not None and "kl_mean" not in row.cell.numbers
+    score = f"full attention {row.full.score().mean:.1f}" if full and row.full else ""
+    counted = f"{count} sample{'s' * (count > 1)}"
+    return ", ".join(filter(None, [samples, counted, few, score]))
 
 
-def _cell(fitting: Sequence[Row]) -> str:
-    """The first of the arms that fit, and how many others its interval holds."""
+def _cell(site: Site, fitting: Sequence[Row], limit: str) -> str:
+    """The first of the arms that fit, and from how many others a paired test does not tell it."""
     if not fitting:
-        return '<td class="none label">-</td>'
+        return f'<td class="none label">{limit}-</td>'
     first, *others = fitting
     numbers = first.cell.numbers
     name = "kl_mean" if "kl_mean" in numbers else "score"
-    low, high = (numbers.get(end, numbers[name]) for end in ends_of(name))
-    alike = sum(low <= row.cell.numbers.get(name, math.nan) <= high for row in others)
+    found = [site.ahead(first, row) for row in others] if _is_tested(fitting) else []
+    alike = sum(one is None or not one.differs for one in found)
+    said = f", {alike} of {len(found)} others no different" if found else ""
     number = f"{'KL' if name == 'kl_mean' else name} {numbers[name]:.{QUANTITIES[name].digits}f}"
     arm = ", ".join(filter(None, ["" if first.budget == NONE else f" {first.budget}", first.variant]))
     return (
-        f'<td class="label" data-method="{escape(first.method)}">{linked(first.method, "")}{escape(arm)}<br>'
-        f"<small>{number}{f', {alike} more in its interval' if alike else ''}</small></td>"
+        f'<td class="label" data-method="{escape(first.method)}">{limit}{linked(first.method, "")}{escape(arm)}<br>'
+        f"<small>{number}{said}</small></td>"
     )
 
 
@@ -106,15 +122,15 @@ def _claimed(site: Site, pages: str) -> str:
     """The methods that the papers' claims held here are about, with how many of them hold."""
     lines = []
     for method in site.methods:
-        if method != YARDSTICK and (found := claims_on(site, method)):
-            own = [one for one in found if is_of(one.claim, method)]
-            others = [one for one in found if one not in own]
-            cells = "".join(f'<td class="label">{counted(some) or NONE}</td>' for some in (own, others))
-            lines.append(f'<tr><th scope="row">{linked(method, "", "#claims")}</th>{cells}</tr>')
-    heads = "".join(f"<th class=label>{name}</th>" for name in ("method", "its own paper's", "other papers', about it"))
+        if method != YARDSTICK and (found := by_side(site, method)):
+            theirs = [f"{side}: {counted(some)}" for side, some in found.items() if side != OWN]
+            cells = (counted(found.get(OWN, [])) or NONE, "<br>".join(theirs) or NONE)
+            labels = "".join(f'<td class="label">{cell}</td>' for cell in cells)
+            lines.append(f'<tr><th scope="row">{linked(method, "", "#claims")}</th>{labels}</tr>')
+    heads = "".join(f"<th class=label>{name}</th>" for name in ("method", "its own paper's", "other papers'"))
     return (
         f'<p><a href="{pages}">{len(site.judged)} claims of the papers</a>: {counted(site.judged)}. '
         "A claim that needs a larger model or a GPU is judged by a smaller test, and marked as one that a stand-in "
-        "decided. A method opens the claims about it, of which one may be about several methods; below them is what "
-        "papers print of it.</p>" + table_of(heads, lines, "verdicts")
+        "decided. A method opens the claims about it, of which one may be about several methods; that one against it "
+        "holds is not in its favour. Below them is what papers print of it.</p>" + table_of(heads, lines, "verdicts")
     )

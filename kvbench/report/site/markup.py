@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import kvbench
-from kvbench.report.data.run import missing
+from kvbench.report.data.run import Run, missing
+from kvbench.report.data.stats import FEWEST
 from kvbench.report.data.style import style_of
 from kvbench.report.site.rows import Row, Site
 from kvbench.report.tables.formats import NONE, text
 
-RANGE_UP_TO = 3  # samples: of so few the ends of a percentile bootstrap are the least and the largest
 HOPELESS = "full attention's own score may be 0, so no method is named best and none has a place"
 
 
@@ -70,13 +70,18 @@ def protocols(site: Site) -> str:
             f"layers {words_of(min(dense))} dense" if len(dense) == 1 else "",
             f"up to {setting['batch']} together, whose bytes and times these are" if setting["batch"] > 1 else "",
             f"on {' and '.join(places).replace(', 1 threads', ', 1 thread')}" if places else "",
-            "an interval of so few is their range" if counts[-1] <= RANGE_UP_TO and counts[-1] > 1 else "",
+            f"too few to rank methods, which takes {FEWEST} or more" if counts[-1] < FEWEST else "",
+            "beside a number stands the range of so few" if any(map(_is_ranged, own)) else "",
             HOPELESS if hopeless else "",
         ]
         lines.append(f"<li><b>{escape(panel)}</b>: {escape('; '.join(filter(None, facts)))}</li>")
     slow = any(row.run.settings["device"] == "cpu" for row in site.rows)
     warning = "<li>Times on a CPU are no guide to those on a GPU.</li>" if slow else ""
     return f'<ul class="notes">{"".join(lines)}{warning}</ul>'
+
+
+def _is_ranged(run: Run) -> bool:
+    return any(found is not None and found.is_range for found in (run.score(), run.kl()))
 
 
 def words_of(listed: str) -> str:
@@ -92,13 +97,10 @@ def cell_of(row: Row, name: str, look: str = "") -> str:
     if name not in numbers:
         return f'<td{column} class="{f"none {look}".strip()}">{NONE}</td>'
     column += f' class="{look}"' if look else ""
-    ends = "".join(
-        f' data-{end}="{numbers[key]!r}"'
-        for end, key in zip(("low", "high"), ends_of(name), strict=True)
-        if key in numbers
-    )
+    column += f' data-length="{row.length}"' if row.length else ""
+    ends = "".join(f' data-{end}="{numbers[key]!r}"' for end in ("low", "high") if (key := f"{name}_{end}") in numbers)
     first, _, rest = text(row.table, row.cell, name, 0).partition(" ")
-    if name == "score" and "low" in numbers:
+    if name == "score" and "score_low" in numbers:
         rest = f"{text(row.table, row.cell, 'interval', 0)} {rest}".rstrip()
     return f'<td{column} data-value="{numbers[name]!r}"{ends} data-run="{run}">{escape(first)}{small(rest)}</td>'
 
@@ -106,11 +108,6 @@ def cell_of(row: Row, name: str, look: str = "") -> str:
 def ids_of(names: Iterable[str]) -> str:
     """Names of run folders as an attribute holds them."""
     return escape(" ".join(names))
-
-
-def ends_of(name: str) -> tuple[str, str]:
-    """What the ends of a number's interval are called in a cell."""
-    return ("low", "high") if name == "score" else (f"{name}_low", f"{name}_high")
 
 
 def small(words: str) -> str:

@@ -33,13 +33,15 @@ class Shown(NamedTuple):
 
 SHOWN = {
     "attended": Shown("What does a budget come to?", "Entries attended over C, against the C that was asked for"),
-    "frontier": Shown("What does a byte buy?", "Score and KL against bytes held for a token, and bytes of a step"),
+    "frontier": Shown("What does a byte buy?", "KL, or the score, against the share of full attention's bytes"),
     "lost": Shown("Where is attention lost?", "Attention on what was not selected, by layer and query head"),
     "drift": Shown("Does it stay as near?", "KL from full attention over the longest answers", longest="fidelity"),
     "written": Shown("How long are the answers?", "New tokens of an answer, and how many end in a loop"),
     "breakeven": Shown("From where is it faster?", "Time of a token against the length of the context"),
     "search": Shown(
-        "What does a search find in its time?", "Recall against time, with the floor", file="bench_index_cpu.json"
+        "What does a search find in its time?",
+        "Recall against time, beside that of reading",
+        file="bench_index_cpu.json",
     ),
     "published": Shown("Is it as published?", "Published scores against ours; a letter says what differs"),
 }

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
 from html import escape
 
 from kvbench.report.data.run import YARDSTICK
 from kvbench.report.data.select import order_of
+from kvbench.report.data.stats import COVERAGE, FEWEST
 from kvbench.report.figures.all import draw
 from kvbench.report.site.drawing import picture
-from kvbench.report.site.markup import cell_of, ids_of, linked, protocols, small, table_of
-from kvbench.report.site.rows import FAR_OVER, ORACLE, Row, Site, better
+from kvbench.report.site.markup import cell_of, ids_of, protocols, small, table_of
+from kvbench.report.site.rows import FAR_OVER, ORACLE, Row, Site
 from kvbench.report.tables.formats import NONE
 
 FIGURES = {
@@ -20,11 +20,10 @@ FIGURES = {
     "fidelity": "KL from full attention, lower is nearer, beside the exact top-k",
 }
 SHOWN = ("score", "against_full", "kl_mean", "device_kv_bytes", "tpot_ms_p50", "own_ms")
-CLEAR = 5.0  # points from the others' median from which a score is marked
 
 
 def results(site: Site, own: Sequence[Row]) -> str:
-    """Every arm of a method, its place among the sparse methods of its panel and budget, and the best of the others."""
+    """Every arm of a method, and its place among the sparse methods of its panel and budget."""
     names = [name for name in SHOWN if any(name in row.cell.numbers for row in own)]
     heads = "".join(f"<th>{own[0].table.lines[name].narrow_heading}</th>" for name in names)
     heads = f"<th class=label>task</th><th class=label>C</th><th>place</th>{heads}"
@@ -34,14 +33,17 @@ def results(site: Site, own: Sequence[Row]) -> str:
         lines.append(
             f'<tr><td class="label">{escape(task)}{small(samples)}</td>'
             f'<td class="label">{escape(row.budget)}{small(row.variant)}</td>{_place(site, row)}'
-            f"{''.join(cell_of(row, name) for name in names)}{_best_other(site, row)}"
+            f"{''.join(cell_of(row, name) for name in names)}"
             f'<td class="label"><code>{"<br>".join(map(escape, row.run.folder_names))}</code></td></tr>'
         )
+    tests = sum(len(_rivals(site, row)) for row in own if "data-place" in _place(site, row))
     return (
-        "<p>Place: among the sparse methods with the same budget, by KL where there is some, else by score. Arms that "
-        f"attend {FAR_OVER:g} times C or more are not ranked, nor is Top-k, which scores every key exactly.</p>"
+        "<p>Place: among the sparse methods with the same budget, by KL where there is some, else by score; from the "
+        f"best to the worst that paired tests leave open ({tests} here, each at {COVERAGE} %), and none of fewer than "
+        f"{FEWEST} samples. Arms that attend {FAR_OVER:g} times C or more are not ranked, nor is Top-k, which scores "
+        "every key exactly.</p>"
         + protocols(site)
-        + table_of(f"{heads}<th class=label>best other</th><th class=label>run</th>", lines)
+        + table_of(f"{heads}<th class=label>run</th>", lines)
         + f"<p class=notes>A run is the folder of that name below {escape(site.folders)}, or its copy: <code>run.yaml"
         "</code> there has all settings, and <code>samples.jsonl</code> what was measured of each sample. "
         "<code>make reference</code> makes those anew that kvbench ships.</p>"
@@ -61,15 +63,11 @@ def _rivals(site: Site, row: Row) -> list[Row]:
 
 def _place(site: Site, row: Row) -> str:
     rivals = _rivals(site, row)
-    if not rivals or not row.is_choice:
+    place = site.place(row, rivals) if row.is_choice else None
+    if place is None:
         return f'<td class="none">{NONE}</td>'
-    place, of = 1 + sum(better(other, row) for other in rivals), 1 + len(rivals)
-    return f'<td data-place="{place}" data-of="{of}">{place} of {of}</td>'
-
-
-def _best_other(site: Site, row: Row) -> str:
-    best = next(iter(_rivals(site, row)), None)
-    return f'<td class="label">{linked(best.method, "../")}</td>' if best else f'<td class="none label">{NONE}</td>'
+    shown = " to ".join(map(str, dict.fromkeys(place)))
+    return f'<td data-place="{shown}" data-of="{1 + len(rivals)}">{shown} of {1 + len(rivals)}</td>'
 
 
 def by_group(site: Site, own: Sequence[Row]) -> str:
@@ -88,8 +86,9 @@ def by_group(site: Site, own: Sequence[Row]) -> str:
             ]
             tables.append(f"<h3>{escape(panel)}</h3>{table_of(f'<th class=label>group</th>{heads}', lines)}")
     legend = (
-        "<p>Scores by budget. <span class=ahead>Ahead</span> and <span class=behind>behind</span>: "
-        f"{CLEAR:g} points or more from the median of the other sparse methods with the same budget.</p>"
+        "<p>Scores by budget. <span class=ahead>Ahead</span> and <span class=behind>behind</span>: of the median "
+        f"of the other sparse methods with the same budget, by a paired test at {COVERAGE} % over {FEWEST} samples or "
+        "more.</p>"
     )
     return legend + "".join(tables) if tables else ""
 
@@ -98,10 +97,10 @@ def _group_cell(site: Site, row: Row, group: str) -> str:
     if group not in row.run.scores.groups:
         return f'<td class="none">{NONE}</td>'
     score = row.run.score((group,)).mean
-    rivals = [other.run for other in _rivals(site, row)]
-    others = [run.score((group,)).mean for run in rivals if group in run.scores.groups]
-    apart = score - statistics.median(others) if others else 0.0
-    look = "ahead" if apart >= CLEAR else "behind" if apart <= -CLEAR else ""
+    rivals = [other.run for other in _rivals(site, row) if group in other.run.scores.groups]
+    rivals = sorted(rivals, key=lambda run: run.score((group,)).mean)
+    apart = row.run.against([rivals[len(rivals) // 2]], (group,)) if rivals else None
+    look = "" if apart is None or not apart.differs else "ahead" if apart.mean > 0 else "behind"
     return (
         f'<td class="{look}" data-name="score" data-group="{escape(group)}" data-value="{score!r}" '
         f'data-run="{ids_of(row.run.folder_names)}">{score:.1f}</td>'

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 from kvbench.config import choices
 from kvbench.report.claims.page import Judged, judged
+from kvbench.report.data.lengths import by_length
 from kvbench.report.data.run import Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.select import by_protocol, fewest_keys, last_word
+from kvbench.report.data.stats import Estimate, ranks
 from kvbench.report.data.style import STYLES, style_of
 from kvbench.report.tables.cells import Cell, Table
 from kvbench.report.tables.formats import NONE
@@ -35,6 +37,7 @@ class Row(NamedTuple):
         full: the run of full attention on the same samples, or None.
         is_hopeless: whether full attention itself may score 0 on these samples, by its interval: then no score says
             anything of a method.
+        length: of the prompts that its numbers are of; None: of all of them.
     """
 
     run: Run
@@ -48,6 +51,7 @@ class Row(NamedTuple):
     table: Table
     full: Run | None
     is_hopeless: bool
+    length: int | None = None
 
     @property
     def is_choice(self) -> bool:
@@ -107,7 +111,7 @@ class Site:
                 full = run.full()
                 model, task, method, budget = (labels[key] for key in AXES)
                 panel = ", ".join(filter(None, [task, model, protocol]))
-                hopeless = full is not None and _may_score_0(full)
+                hopeless = full is not None and full.may_score_0
                 rows.append(Row(run, model, task, method, budget, panel, "", cell, table, full, hopeless))
         named = []
         for alike in _grouped(_in_panels(rows), lambda row: (row.panel, row.method, row.budget)):
@@ -117,6 +121,47 @@ class Site:
                 named.append(row._replace(variant=", ".join(apart)))
         size = Counter(row.panel for row in named)
         return sorted(named, key=lambda row: (row.task, -size[row.panel], row.panel, _rank(row.cell.numbers)))
+
+    @cached_property
+    def by_length(self) -> list[Row]:
+        """The rows, and of arms with prompts of several lengths one for each, in a panel of that length."""
+        named, found = {row.run.folders: row for row in self.rows}, []
+        for length, part in by_length(self.runs).items():
+            for row in Site(part, self.folders).rows:
+                if (whole := named.get(row.run.folders)) is None:
+                    continue  # has probes, which stand in the line of the run without
+                panel = whole.panel if length is None else f"{whole.panel}, {length} tokens"
+                found.append(row._replace(panel=panel, variant=whole.variant, length=length))
+        panels = list(dict.fromkeys(row.panel for row in self.rows))
+        place = {row.run.folders: panels.index(row.panel) for row in self.rows}
+        return sorted(found, key=lambda row: (place[row.run.folders], row.length or 0))
+
+    @cached_property
+    def _paired(self) -> dict[tuple[Run, Run], Estimate | None]:
+        return {}
+
+    def ahead(self, one: Row, other: Row) -> Estimate | None:
+        """How far an arm is ahead of another of its panel, paired by sample: in nats of KL, where both have some, or in
+        points of score; None where they share too few samples.
+        """
+        pair = one.run, other.run
+        if pair not in self._paired:
+            kl = all("kl_mean" in row.cell.numbers for row in (one, other))
+            found = one.run.against([other.run], kl=kl)
+            turned = found and found._replace(mean=-found.mean, low=-found.high, high=-found.low)  # type: ignore[operator]
+            self._paired[pair], self._paired[pair[::-1]] = (turned, found) if kl else (found, turned)
+        return self._paired[pair]
+
+    def place(self, row: Row, rivals: Sequence[Row]) -> tuple[int, int] | None:
+        """The best and the worst place that an arm may have among these: places differ where a paired test does.
+
+        None where too few samples rank it among any.
+        """
+        found = [self.ahead(row, other) for other in rivals]
+        if not any(one is not None and ranks(one.n, one.low, one.high) for one in found):
+            return None
+        sure = [one.mean > 0 for one in found if one is not None and one.differs]
+        return 1 + sum(not ahead for ahead in sure), 1 + len(rivals) - sum(sure)
 
     @cached_property
     def methods(self) -> list[str]:
@@ -137,12 +182,6 @@ class Site:
     @cached_property
     def _untimed(self) -> list[Run]:
         return [run for run in self.joined if not run.is_timed]
-
-
-def _may_score_0(full: Run) -> bool:
-    """Whether the score of a run of full attention may be 0, by its interval; of one sample, whether it is."""
-    score = full.score()
-    return (score.mean if score.low is None else score.low) <= 0
 
 
 def _in_panels(rows: Sequence[Row]) -> Iterator[Row]:
@@ -173,11 +212,6 @@ def _rank(numbers: Mapping[str, float]) -> tuple[bool, float, float]:
     """What arms of a panel are ordered by: KL, where there is some, or the score; then device memory."""
     nearness = numbers.get("kl_mean", -numbers["score"])
     return "kl_mean" not in numbers, nearness, numbers.get("device_kv_bytes", 0.0)
-
-
-def better(one: Row, other: Row) -> bool:
-    """Whether an arm is nearer to full attention, or scores higher, than another of its panel."""
-    return _rank(one.cell.numbers)[:2] < _rank(other.cell.numbers)[:2]
 
 
 def dense_of(run: Run) -> float:

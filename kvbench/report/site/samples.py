@@ -1,4 +1,4 @@
-"""What arms answered, two side by side: a page for the arms of the same samples, full attention first."""
+"""Two arms against each other, paired by sample, and what they answered: a page for the arms of the same samples."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from kvbench.report.data.frame import content_of
 from kvbench.report.data.run import Run
+from kvbench.report.data.stats import COVERAGE, FEWEST, Estimate
 from kvbench.report.html import MOST_LETTERS, score_of
 from kvbench.report.site.markup import File, page
 from kvbench.report.site.rows import Row, Site
@@ -25,15 +26,18 @@ def samples(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     links: dict[bool, list[str]] = {True: [], False: []}
     for number, (title, rows) in enumerate(panels.items(), 1):
         path = f"samples/{number}.html"
-        whole, outputs = _panel(rows)
+        whole, outputs = _panel(site, rows)
         links[outputs].append(f'<li><a href="{number}.html">{escape(title)}</a>: {len(rows)} arms</li>')
-        yield page(path, f"Samples: {title}", site, sections, whole)
-    lists = {True: "What two arms answered to the same prompt, side by side:", False: "Of these the scores alone:"}
+        yield page(path, f"Two arms: {title}", site, sections, whole)
+    lists = {
+        True: "Two arms against each other, paired by sample, and what they answered, side by side:",
+        False: "Of these without what was answered:",
+    }
     body = "".join(f"<p>{lists[outputs]}</p><ul>{''.join(some)}</ul>" for outputs, some in links.items() if some)
-    yield page("samples/index.html", "Samples", site, sections, body)
+    yield page("samples/index.html", "Two arms", site, sections, body)
 
 
-def _panel(rows: Sequence[Row]) -> tuple[str, bool]:
+def _panel(site: Site, rows: Sequence[Row]) -> tuple[str, bool]:
     """The body of a page, and whether there are outputs on it."""
     rows = sorted(rows, key=lambda row: not row.run.is_full)
     seeds = {seed for row in rows for seed in row.run.scores.seeds}
@@ -48,12 +52,15 @@ def _panel(rows: Sequence[Row]) -> tuple[str, bool]:
             "id": id,
             "group": first[id]["group"],
             "expected": first[id]["expected"],
+            "prompt": first[id]["prompt"],
             "arms": [[records[id]["score"], records[id]["output"]] if id in records else None for records in found],
         }
         for id in shown
     ]
     dropped = not any(one and one[1] is not None for entry in entries for one in entry["arms"])
-    whole = {"arms": arms, "samples": entries, "outputs": not dropped}
+    kl = any("kl_mean" in row.cell.numbers for row in rows)
+    measure = {"name": "KL" if kl else "score", "unit": "nats" if kl else "points", "digits": 4 if kl else 1}
+    whole = {"arms": arms, "samples": entries, "outputs": not dropped, "measure": measure, "pairs": _pairs(site, rows)}
     data = json.dumps(whole, ensure_ascii=False).replace("<", "\\u003c")
     few = f" The {len(shown)} of {len(ids)} on which arms differ most." if len(shown) < len(ids) else ""
     missing = (
@@ -62,28 +69,50 @@ def _panel(rows: Sequence[Row]) -> tuple[str, bool]:
         if dropped
         else ""
     )
-    body = f"""<p>One prompt, two arms.{few}</p>{missing}
+    tests = len(rows) * (len(rows) - 1) // 2
+    body = f"""<p>The difference is over all samples that both have, paired, with its {COVERAGE} % interval; over fewer
+than {FEWEST} samples, or where that has no width, neither is called ahead. Of the {tests} pairs here 1 in 20
+would differ by chance alone.</p>
 <form id="compare"><label>Left<select name="left"></select></label><label>Right<select name="right"></select></label>
 <label class="check"><input type="checkbox" name="differ"> only where their scores differ</label></form>
+<p id="pair" aria-live="polite"></p><h2>Samples</h2><p>One prompt, two arms.{few}</p>{missing}
 <div id="samples"></div><script type="application/json" id="data">{data}</script>"""
     return body, not dropped
 
 
+def _pairs(site: Site, rows: Sequence[Row]) -> list[list[list[float | int | str] | None]]:
+    """Of each arm against each after it how far it is ahead: mean, ends, samples, and what that says."""
+    found: list[list[list[float | int | str] | None]] = []
+    for number, row in enumerate(rows):
+        ahead = (site.ahead(row, other) for other in rows[number + 1 :])
+        found.append(
+            [one and [*(float(f"{end:.5g}") for end in one[:3]), one.n, one.is_range, _says(one)] for one in ahead]
+        )  # type: ignore[arg-type,str-format]
+    return found
+
+
+def _says(found: Estimate) -> str:
+    if found.differs:
+        return "ahead" if found.mean > 0 else "behind"
+    return "alike" if found.n >= FEWEST else "few"
+
+
 def _records(run: Run, seeded: bool) -> dict[str, dict[str, Any]]:
-    """What a run stored of each sample: score 0-100, group, what was expected, output; None: not stored.
+    """What a run stored of each sample: score 0-100, group, prompt, what was expected, output; None: not stored.
 
     By the sample's id; among runs of several seeds with the word for its content, as seeds share ids.
     """
     found = {}
     for record in run.samples():
         score = score_of(record, run.arm["metric"])
-        answers = record.get("answers")
+        answers = record.get("answers") or [key for key in [record["meta"].get("key")] if key is not None]
         output = record.get("error") or record.get("output")
         which = f" ({record.get('content') or content_of(record)})" if seeded else ""
         found[f"{record['id']}{which}"] = {
             "score": None if score is None else 100 * score,
             "group": str(record.get("group") or ""),
             "expected": " | ".join(map(str, answers))[:MOST_LETTERS] if answers else None,
+            "prompt": str(record.get("excerpt") or ""),
             "output": None if output is None else str(output)[:MOST_LETTERS],
         }
     return found

@@ -62,6 +62,9 @@ const order = (one, two) => {
 // A number as its cell shows it, without interval and marks; "" where the table has none.
 const shown = (row, name) => row.querySelector(`td[data-name="${name}"][data-value]`)?.firstChild.textContent.trim() ?? "";
 
+const places = new Map(), counts = {};  // of each row among those of its panel, as the page has them
+for (const row of board?.tBodies[0].rows ?? []) places.set(row, (counts[row.dataset.panel] = (counts[row.dataset.panel] ?? -1) + 1));
+
 const best = rows => {
   const box = document.getElementById("best"), list = make("ul"), panels = new Map();
   for (const row of rows) if (row.dataset.choice !== undefined) {
@@ -70,9 +73,7 @@ const best = rows => {
   }
   for (const own of panels.values()) {
     const [first, ...others] = own.sort(order), item = make("li"), name = number(first, "kl_mean") !== null ? "kl_mean" : "score";
-    const cell = first.querySelector(`td[data-name="${name}"]`);
-    const low = Number(cell.dataset.low ?? cell.dataset.value), high = Number(cell.dataset.high ?? cell.dataset.value);
-    const even = others.filter(row => number(row, name) >= low && number(row, name) <= high).length;
+    const { pairs } = first.dataset, even = others.filter(row => pairs?.[places.get(row)] === "=").length;
     const link = first.querySelector("a.method").cloneNode(true);
     const words = [
       first.dataset.budget === "-" ? "" : `C = ${first.dataset.budget}`,
@@ -84,10 +85,11 @@ const best = rows => {
       shown(first, "tpot_ms_p50") && `${shown(first, "tpot_ms_p50")} ms / token`,
     ];
     item.append(`${first.dataset.panel}: `, link, ` ${words.filter(Boolean).join("; ")}`);
-    if (even) item.append(" ", make("small", `${even} of the ${others.length} other arms that fit lie within its interval`));
+    if (others.length) item.append(" ", make("small", pairs ? `paired by sample, at 95 %: no different from ${even} of the ${others.length} others that fit`
+      : `too few samples to rank it among the ${others.length} others that fit`));
     list.append(item);
   }
-  box.replaceChildren(make("h2", panels.size ? "Best that fits" : "Nothing fits"), list);
+  box.replaceChildren(make("h2", panels.size ? "First of what fits" : "Nothing fits"), list);
 };
 const filter = () => {
   const wanted = Object.fromEntries(new FormData(filters)), rows = [...board.tBodies[0].rows];
@@ -121,12 +123,26 @@ const side = (arm, answer, outputs) => {
   return block;
 };
 if (compare) {
-  const { arms, samples, outputs } = JSON.parse(document.getElementById("data").textContent);
+  const { arms, samples, outputs, pairs, measure } = JSON.parse(document.getElementById("data").textContent);
   const { left, right, differ } = compare.elements;
   for (const select of [left, right]) arms.forEach((arm, index) => select.append(new Option(arm.name, index)));
   right.value = Math.min(1, arms.length - 1);
+  for (const [name, value] of new URLSearchParams(location.hash.slice(1)))
+    if (arms.some(arm => arm.name === value)) compare.elements[name].value = arms.findIndex(arm => arm.name === value);
+  const verdicts = { alike: "No different by more than chance", few: "Too few samples to say", ahead: "Ahead by more than chance", behind: "Behind by more than chance" };
+  const against = (one, two) => {
+    const turn = one < two ? 1 : -1, found = pairs[Math.min(one, two)][Math.abs(one - two) - 1];
+    if (one === two) return "";
+    if (!found) return `${arms[one].name} and ${arms[two].name} share too few samples.`;
+    const [mean, low, high, n, ranged, says] = found, ends = turn > 0 ? [low, high] : [-high, -low];
+    const [shift, ...both] = [turn * mean, ...ends].map(end => end.toFixed(measure.digits));
+    const turned = turn > 0 ? says : { ahead: "behind", behind: "ahead" }[says] ?? says;
+    return `${arms[one].name} against ${arms[two].name}, by ${measure.name}: ${shift} ${measure.unit} ahead`
+      + ` (${ranged ? "range" : "95 % interval"} ${both.join(" to ")}) over ${n} samples. ${verdicts[turned]}.`;
+  };
   const show = () => {
     const chosen = [left, right].map(select => Number(select.value));
+    document.getElementById("pair").textContent = against(...chosen);
     const kept = samples.filter(({ arms: answers }) => {
       const [one, two] = chosen.map(index => answers[index]?.[0]);
       return !differ.checked || one !== two;
@@ -134,6 +150,7 @@ if (compare) {
     document.getElementById("samples").replaceChildren(...kept.map(sample => {
       const block = make("div", "", "sample"), pair = make("div", "", "pair");
       block.append(make("h3", sample.id), make("small", sample.group));
+      if (sample.prompt) block.append(make("pre", sample.prompt, "prompt"));
       if (sample.expected !== null) block.append(make("p", `Expected: ${sample.expected}`));
       pair.append(...chosen.map(index => side(arms[index], sample.arms[index], outputs)));
       block.append(pair);

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from kvbench.report.data.marks import MARKS
 from kvbench.report.data.run import Run, missing
-from kvbench.report.data.stats import COVERAGE, RESAMPLES
+from kvbench.report.data.stats import COVERAGE, FEWEST, RESAMPLES, Estimate
 from kvbench.runs.quantities import OWN, QUANTITIES, Quantity
 
 # What every table shows beside a score: its interval, the difference to full attention, attended / C, its samples.
@@ -29,6 +29,8 @@ WHOLE_SCORE = {"score": QUANTITIES["score"], **WITH_SCORE}
 BRIEFEST_SCORE = {
     "brief_score": Quantity("brief_score", "", "score", digits=1, better="more", label=f"score [{COVERAGE} % interval]")
 }
+# Where it is the share of tokens at which full attention has the same most likely one.
+SAME_TOP = {"brief_score": BRIEFEST_SCORE["brief_score"]._replace(label=f"same top, % [{COVERAGE} % interval]")}
 BRIEF_SCORE = {
     **BRIEFEST_SCORE,
     "brief_against_full": Quantity("brief_against_full", "", "against full", digits=1),
@@ -41,14 +43,15 @@ class Cell:
     """The numbers at one row and column of a table.
 
     Attributes:
-        numbers: by the name of a quantity, in the unit of its heading; an interval has "low" and "high", a difference
-            to full attention also "against_full_low" and "_high" and its "pairs" of samples, any other number of
-            several runs or repeats the same two ends, a published number "published" and "difference".
+        numbers: by the name of a quantity, in the unit of its heading; its interval, or the least and largest of
+            several runs or repeats, has the same name with "_low" and "_high", an error over tokens "_error"; a
+            difference to full attention has its "pairs" of samples, a published number "published" and "difference".
         marks: letters of `MARKS`, by the name of the quantity that they stand at.
         run: the folder that the score, or else the first of the numbers, is from, of several seeds all of them; ""
             where nothing of ours stands.
         mapped: a run of ours could stand here.
         machine: that its times are of; "" where it has none.
+        seed: of its run, of several all of them.
     """
 
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -56,6 +59,7 @@ class Cell:
     run: str = ""
     mapped: bool = True
     machine: str = ""
+    seed: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,9 @@ def seeds_of(cells: Iterable[Cell]) -> dict[str, Quantity]:
 def kl_numbers(run: Run) -> dict[str, float]:
     """The interval of a run's KL divergence over its samples, as `Cell.numbers`."""
     kl = run.kl()
-    return {} if kl is None or kl.low is None or kl.high is None else {"kl_mean_low": kl.low, "kl_mean_high": kl.high}
+    if kl is None or kl.low is None or kl.high is None:
+        return {}
+    return {"kl_mean_low": kl.low, "kl_mean_high": kl.high, "kl_mean_samples": kl.n}
 
 
 def score_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
@@ -110,8 +116,8 @@ def score_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
     own, against, seeds = run.score(groups), run.against_full(groups), run.seeds(groups).values()
     found = {
         "score": own.mean,
-        "low": own.low,
-        "high": own.high,
+        "score_low": own.low,
+        "score_high": own.high,
         "against_full": against and against.mean,
         "against_full_low": against and against.low,
         "against_full_high": against and against.high,
@@ -154,22 +160,37 @@ def ends(spread: Mapping[str, tuple[float, float]], lines: Mapping[str, Quantity
 
 
 def beyond_noise(numbers: Mapping[str, float]) -> bool:
-    """Whether a score differs from full attention's on the same samples by more than chance: no 0 in the interval."""
-    return numbers.get("against_full_low", 0.0) > 0 or numbers.get("against_full_high", 0.0) < 0
+    """Whether a score differs from full attention's on the same samples by more than chance."""
+    names = ("against_full", "against_full_low", "against_full_high", "pairs")
+    return all(name in numbers for name in names) and Estimate(*(numbers[name] for name in names)).differs  # type: ignore[arg-type]
+
+
+def compared(cells: Iterable[Cell]) -> str:
+    """How many scores a star can stand at, and at how many it would by chance alone, in words."""
+    count = sum(cell.numbers.get("pairs", 0) >= FEWEST for cell in cells)
+    chance = count * (1 - COVERAGE / 100)
+    return f"{count} comparison{'s' * (count != 1)}, of which chance alone marks about {chance:.1g}"
 
 
 def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
     """How to read these cells: explains what is in them, and nothing else."""
     cells = list(cells)
     notes = []
-    if any("low" in cell.numbers for cell in cells):
+    if any("score_low" in cell.numbers for cell in cells):
         notes.append(
             f"Score: the plain mean over groups of samples. {COVERAGE} % interval: Wilson's where all scores of a task "
             f"are 0 or 100, else a bootstrap over the samples of each group ({RESAMPLES:,} resamples), which has no "
             "width where all samples scored alike."
         )
     if any("kl_mean_low" in cell.numbers for cell in cells):
-        notes.append(f"KL from full attention: with its {COVERAGE} % bootstrap interval over samples.")
+        notes.append(
+            f"KL from full attention: with its {COVERAGE} % bootstrap interval over samples. Full attention's own row "
+            "there is 0, and its score 100, by construction: no score is compared with it."
+        )
+    if any(f"{name}_error" in cell.numbers for cell in cells for name in lines):
+        notes.append(
+            "±: standard error over tokens, as in llama.cpp: too small, as tokens of a text are not independent."
+        )
     if any("seeds" in cell.numbers for cell in cells):
         notes.append(
             "Seeds: how many there are, and the lowest and highest score of one; intervals are over the samples of "
@@ -178,7 +199,10 @@ def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
     if any("against_full" in cell.numbers for cell in cells):
         notes.append("Against full: points, paired on the same samples under full attention, where it was run on them.")
     if "brief_score" in lines and any(beyond_noise(cell.numbers) for cell in cells):
-        notes.append(f"*: not full attention's by chance: the {COVERAGE} % interval of the difference leaves out 0.")
+        notes.append(
+            f"*: differs from full attention: over {FEWEST} samples or more, and 0 is not in the {COVERAGE} % interval "
+            f"of the paired differences. {compared(cells)}."
+        )
     if any("own_ms" in cell.numbers for cell in cells):
         notes.append(f"{OWN.capitalize()}.")
     used = {letter for cell in cells for letters in cell.marks.values() for letter in letters}

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from rich.table import Table as Drawn
 from rich.text import Text
 
+from kvbench.report.data.stats import RANGE_UP_TO
 from kvbench.report.tables.cells import Cell, Table, beyond_noise
 from kvbench.runs.quantities import Quantity
 from kvbench.runs.terminal import Console, fitting
@@ -81,11 +82,11 @@ def text(table: Table, cell: Cell | None, name: str, column: int) -> str:
     if name == "brief_score" and "score" in numbers:
         sure, marks = "*" * beyond_noise(numbers), cell.marks.get("score")
         shown = f"{numbers['score']:.{value.digits}f}{sure}" + (f" ({marks})" if marks else "")
-        return f"{shown} {_interval(numbers, 'low', 'high', value)}".rstrip()
+        return f"{shown} {_interval(numbers, 'score', value)}".rstrip()
     if name == "brief_against_full" and "against_full" in numbers:
         return _signed(f"{numbers['against_full']:.{value.digits}f}")
     if name == "interval":
-        return _interval(numbers, "low", "high", value) or NONE
+        return _interval(numbers, "score", value) or NONE
     if name not in numbers:
         return NOT_RUN if name == "score" and "published" in table.lines and cell.mapped else NONE
     shown = f"{numbers[name]:.{_digits(table, name, column)}f}"
@@ -94,8 +95,9 @@ def text(table: Table, cell: Cell | None, name: str, column: int) -> str:
         return " ".join(
             [
                 _signed(shown),
-                _interval(numbers, "against_full_low", "against_full_high", value),
+                _interval(numbers, name, value),
                 *([f"({numbers['pairs']:.0f} pairs)"] if few else []),
+                *(["(r)"] if numbers["pairs"] <= RANGE_UP_TO else []),
             ]
         )
     if name == "seeds":
@@ -106,15 +108,16 @@ def text(table: Table, cell: Cell | None, name: str, column: int) -> str:
     if name == "samples" and numbers.get("failed"):
         return f"{shown}, {numbers['failed']:.0f} failed"
     marks = cell.marks.get(name)
-    spread = _interval(numbers, f"{name}_low", f"{name}_high", value)
+    spread = "" if name == "score" else _interval(numbers, name, value)  # which has a line for it
     spread = "" if spread == f"[{shown}, {shown}]" else spread
+    if not spread and (error := numbers.get(f"{name}_error")):
+        spread = f"± {error:.{value.digits}f}"
     return " ".join(filter(None, [shown, spread, f"({marks})" if marks else ""]))
 
 
-def _interval(numbers: Mapping[str, float], low: str, high: str, value: Quantity) -> str:
-    if low not in numbers:
-        return ""
-    return f"[{numbers[low]:.{value.digits}f}, {numbers[high]:.{value.digits}f}]"
+def _interval(numbers: Mapping[str, float], name: str, value: Quantity) -> str:
+    ends = [f"{numbers[end]:.{value.digits}f}" for end in (f"{name}_low", f"{name}_high") if end in numbers]
+    return f"[{', '.join(ends)}]" if ends else ""
 
 
 def _signed(shown: str) -> str:
@@ -275,19 +278,25 @@ def csv_lines(rows: Iterable[Sequence[Any]]) -> str:
 
 def csv_text(tables: Sequence[Table]) -> str:
     """Tables as CSV, a line a cell: labels of the row, the column, every number, marks, the machine that times are of,
-    and the run that it is from.
+    and the seed and run that it is from. Numbers are as stored: bytes, or in the unit that ends their name.
 
     `status` is "run", "not run" or, of a paper's cell that kvbench cannot run, "published only".
     """
     names = {name: None for table in tables for cell in table.cells.values() for name in cell.numbers}
     axes = {axis or "row": None for table in tables for axis in table.axes}
-    rows: list[Sequence[Any]] = [["table", *axes, "column", "status", *names, "marks", "timed_on", "run"]]
+    rows: list[Sequence[Any]] = [["table", *axes, "column", "status", "seed", *names, "marks", "timed_on", "run"]]
     for table in tables:
         for (row, column), cell in sorted(table.cells.items(), key=lambda item: item[0]):
             labels = dict(zip((axis or "row" for axis in table.axes), table.rows[row], strict=True))
             marks = "".join(dict.fromkeys("".join(cell.marks.values())))
-            numbers = [cell.numbers.get(name, "") for name in names]
+            numbers = [_stored(table, cell, name) for name in names]
             start = [table.id, *(labels.get(axis, "") for axis in axes), table.columns[column]]
             status = "run" if cell.run else NOT_RUN if cell.mapped else "published only"
-            rows.append([*start, status, *numbers, marks, cell.machine, cell.run])
+            rows.append([*start, status, cell.seed, *numbers, marks, cell.machine, cell.run])
     return csv_lines(rows)
+
+
+def _stored(table: Table, cell: Cell, name: str) -> float | str:
+    """A number of a cell as it was stored, where a printed table has it in the unit of its heading."""
+    line = table.lines.get(name.removesuffix("_low").removesuffix("_high"))
+    return cell.numbers[name] / (line.unit.scale if line else 1) if name in cell.numbers else ""

@@ -1,4 +1,4 @@
-"""A table as LaTeX prints it, ready for a paper: booktabs and graphicx, and no other package.
+"""A table as LaTeX prints it, ready for a paper: booktabs, and no other package.
 
 A row is a method (or whatever the rows are), a score stands in one cell with its interval, the best of a column is bold
 and the second best underlined. What else a score comes with stands in the notes below.
@@ -10,16 +10,18 @@ import itertools
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvbench.report.data.run import YARDSTICK
 from kvbench.report.data.select import last_word
-from kvbench.report.data.stats import COVERAGE
+from kvbench.report.data.stats import COVERAGE, FEWEST, ranks
 from kvbench.report.data.style import STYLES
-from kvbench.report.tables.cells import Cell, Table, beyond_noise
+from kvbench.report.tables.cells import Cell, Table, beyond_noise, compared
 from kvbench.report.tables.formats import NONE, text
+from kvbench.runs.quantities import Quantity
 
-PAGE = 88  # characters of a line in LaTeX's text width; a wider table is scaled to it
+SIZES = {"": 88, r"\small": 97, r"\footnotesize": 110}  # of letters, and how many of them LaTeX's text width has
+Column = tuple[int, str]  # of a table, and the number that it shows
 IN_CELL = {"interval", "against_full", "brief_against_full", "samples"}  # of a score: in its cell and in the notes
 SCORES = {"score", "brief_score"}
 LINE = r"\\"  # ends one
@@ -29,16 +31,60 @@ NARROW = 14  # characters of a heading on one line
 
 
 def latex(tables: Sequence[Table]) -> str:
-    """Tables for LaTeX with \\usepackage{booktabs,graphicx}; what is wider than a page is scaled to its width."""
+    """Tables for LaTeX with \\usepackage{booktabs}; columns for which a page has no room stand in a tabular below."""
     return "\n".join(map(_latex, tables))
 
 
 def _latex(table: Table) -> str:
     lines = [name for name in table.lines if name not in IN_CELL and _is_shown(table, name)] or [*table.lines][:1]
     stacked = "published" in table.lines  # published numbers stand below ours, all others side by side
-    names = [*(last_word(axis) for axis in table.axes[table.shared :]), *([""] if stacked else [])]
     columns = [(column, name) for column in range(len(table.columns)) for name in ([""] if stacked else lines)]
     ranks = {} if stacked else _ranks(table, lines)
+    size, tabulars = _fitting(columns, lambda own: _tabular(table, own, lines if stacked else [], ranks))
+    notes = " ".join(_notes(table, bool(ranks)))
+    return "\n".join(
+        [
+            r"\begin{table}",
+            r"\centering" + size,
+            rf"\caption{{{escaped(table.title)}}}",
+            rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', table.id.lower())}}}",
+            "\n\\par\\medskip\n".join(map("\n".join, tabulars)),
+            *([rf"{{\par\smallskip\footnotesize\raggedright {notes}\par}}"] if notes else []),
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+def _fitting(columns: Sequence[Column], made: Callable[[Sequence[Column]], list[str]]) -> tuple[str, list[list[str]]]:
+    """The largest letters in which these columns fit a page, and their tabular; of the smallest as many as it takes."""
+
+    def fits(own: Sequence[Column], room: int) -> bool:
+        return max(map(_printed, made(own))) <= room
+
+    for size, room in SIZES.items():
+        if fits(columns, room):
+            return size, [made(columns)]
+    groups = [list(own) for _, own in itertools.groupby(columns, key=lambda one: one[0])]
+    parts = [part for own in groups for part in ([own] if fits(own, room) else [[one] for one in own])]
+    blocks: list[list[Column]] = []
+    for part in parts:
+        if blocks and fits([*blocks[-1], *part], room):
+            blocks[-1] += part
+        else:
+            blocks.append(part)
+    return size, list(map(made, blocks))
+
+
+def _tabular(
+    table: Table, columns: Sequence[Column], stacked: Sequence[str], ranks: Mapping[tuple[int, int, str], str]
+) -> list[str]:
+    """The lines of a tabular with these columns.
+
+    Args:
+        stacked: what stands one below another in each cell; (): each column has a number of its own.
+    """
+    names = [*(last_word(axis) for axis in table.axes[table.shared :]), *([""] if stacked else [])]
     body: list[str] = []
     for row, labels in enumerate(table.rows):
         begins = table.shared and (not row or table.section(row) != table.section(row - 1))
@@ -48,32 +94,19 @@ def _latex(table: Table) -> str:
             section = rf"\emph{{{escaped(table.section(row))}}}"
             body.append(rf"\multicolumn{{{len(names) + len(columns)}}}{{@{{}}l}}{{{section}}} \\")
         own = [_label(axis, label) for axis, label in zip(table.axes, labels, strict=True)][table.shared :]
-        for number, line in enumerate(lines if stacked else [""]):
+        for number, line in enumerate(stacked or [""]):
             shown = [*([""] * len(own) if number else own), *([table.lines[line].heading] if stacked else [])]
             cells = [_cell(table, row, column, name or line, ranks) for column, name in columns]
             body.append(" & ".join([*map(escaped, shown), *cells]) + r" \\")
-    head = list(_head(table, names, columns))
-    notes = " ".join(_notes(table, bool(ranks)))
-    wide = max(map(_printed, [*head, *body])) > PAGE
-    return "\n".join(
-        [
-            r"\begin{table}",
-            r"\centering",
-            rf"\caption{{{escaped(table.title)}}}",
-            rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', table.id.lower())}}}",
-            *([r"\resizebox{\linewidth}{!}{%"] if wide else []),
-            rf"\begin{{tabular}}{{{'l' * len(names)}{'r' * len(columns)}}}",
-            r"\toprule",
-            *head,
-            r"\midrule",
-            *body,
-            r"\bottomrule",
-            r"\end{tabular}" + ("}" if wide else ""),
-            *([rf"{{\par\smallskip\footnotesize\raggedright {notes}\par}}"] if notes else []),
-            r"\end{table}",
-            "",
-        ]
-    )
+    return [
+        rf"\begin{{tabular}}{{{'l' * len(names)}{'r' * len(columns)}}}",
+        r"\toprule",
+        *_head(table, names, columns),
+        r"\midrule",
+        *body,
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
 
 
 def _is_shown(table: Table, name: str) -> bool:
@@ -137,8 +170,8 @@ def _cell(table: Table, row: int, column: int, name: str, ranks: Mapping[tuple[i
         return _ranked(shown, rank) + (rf"\rlap{{\textsuperscript{{{letters}}}}}" if letters else "")
     mean, digits = cell.numbers["score"], table.lines[name].digits
     shown = _ranked(f"{mean:.{digits}f}", rank)
-    if "low" in cell.numbers:
-        up, down = (f"{abs(cell.numbers[end] - mean):.{digits}f}" for end in ("high", "low"))
+    if "score_low" in cell.numbers:
+        up, down = (f"{abs(cell.numbers[end] - mean):.{digits}f}" for end in ("score_high", "score_low"))
         shown += rf"$^{{+{up}}}_{{-{down}}}$"
     marks = STAR * beyond_noise(cell.numbers) + letters
     return shown + (rf"\rlap{{\,\scriptsize {marks}}}" if marks else "")
@@ -152,7 +185,7 @@ def _ranks(table: Table, lines: Sequence[str]) -> dict[tuple[int, int, str], str
     """The command for the best and for the second best of each column, by row, column and line.
 
     Rivals are the methods of rows that are alike in all else; full attention is none. What prints alike ranks alike,
-    and where all print alike nothing is best, nor among times of several machines.
+    and where all print alike nothing is best, nor among times of several machines, nor what `_is_sure` is not.
     """
     if "method" not in table.axes:
         return {}
@@ -172,9 +205,17 @@ def _ranks(table: Table, lines: Sequence[str]) -> dict[tuple[int, int, str], str
         if not quantity.better or len(values) < 2 or apart:
             continue
         for row, value in shown.items():
-            if value in values[:2]:
+            if value in values[:2] and _is_sure(table.cells[row, column], name, quantity):
                 found[row, column, name] = (r"\textbf", r"\underline")[values.index(value)]
     return found
+
+
+def _is_sure(cell: Cell, name: str, quantity: Quantity) -> bool:
+    """Whether a number may be called best: it was counted, or is of samples that rank methods."""
+    name = "score" if name in SCORES else name
+    n = cell.numbers.get(f"{name}_samples", cell.numbers.get("samples", 0))
+    ends = (cell.numbers.get(f"{name}_{end}") for end in ("low", "high"))
+    return quantity.part == "audit" or ranks(n, *ends)
 
 
 def _number(cell: Cell | None, name: str, digits: int) -> float:
@@ -186,18 +227,22 @@ def _number(cell: Cell | None, name: str, digits: int) -> float:
 def _notes(table: Table, ranked: bool) -> Iterator[str]:
     cells = table.cells.values()
     yield from (escaped(note) for note in table.notes if not note.startswith(NOT_HERE))
-    if any("low" in cell.numbers for cell in cells):
+    if any("score_low" in cell.numbers for cell in cells):
         yield rf"Beside a score: how far its {COVERAGE} \% interval reaches up and down."
     counts = sorted({int(cell.numbers["samples"]) for cell in cells if "samples" in cell.numbers})
     if counts:
         yield f"Samples of a score: {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}."
     if any(beyond_noise(cell.numbers) for cell in cells):
         yield (
-            rf"{STAR}: differs from full attention on the same samples (the {COVERAGE} \% interval of the paired "
-            "differences leaves out 0)."
+            rf"{STAR}: differs from full attention on the same {FEWEST} samples or more (0 is not in the {COVERAGE} \% "
+            f"interval of the paired differences; {escaped(compared(cells))})."
         )
     if ranked:
-        yield r"\textbf{Bold}: best, \underline{underlined}: second best of a column, full attention aside."
+        methods = {row[table.axes.index("method")] for row in table.rows} - {YARDSTICK}
+        yield (
+            rf"\textbf{{Bold}}: best, \underline{{underlined}}: second best of a column's {len(methods)} methods, full "
+            f"attention aside, where it is counted or of {FEWEST} samples or more; not always by more than chance."
+        )
 
 
 _SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}

@@ -77,6 +77,21 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
     return Table(paper.id, paper.title, ("",), [(row,) for row in rows], columns, cells, lines, notes)
 
 
+def ran(table: Table) -> Table:
+    """The rows of a published table that ran here, and a line that counts the others; all rows where none ran."""
+    there = [
+        row
+        for row in range(len(table.rows))
+        if any("score" in table.cells[row, column].numbers for column in range(len(table.columns)))
+    ]
+    if len(there) in (0, len(table.rows)):
+        return table
+    cells = {(there.index(row), column): cell for (row, column), cell in table.cells.items() if row in there}
+    others = len(table.rows) - len(there)
+    note = f"{others} rows that did not run here are not shown; --format html and csv have them."
+    return replace(table, rows=[table.rows[row] for row in there], cells=cells, notes=[note, *table.notes])
+
+
 def _near(paper: PaperTable, chosen: Iterable[Run]) -> list[Run]:
     """The chosen runs of full attention, and those whose model, method and task some cell of a published table has."""
     lines = set(paper.frame[[*KIND]].itertuples(index=False, name=None))

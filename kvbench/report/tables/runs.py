@@ -19,6 +19,7 @@ from kvbench.report.data.select import (
     differing_keys,
     key_of,
     labels_of,
+    last_word,
     marks_of_decoding,
     marks_of_mixed,
     order_of,
@@ -26,11 +27,12 @@ from kvbench.report.data.select import (
     refuse_several,
     scored,
     select,
-    value_of,
+    values_of,
 )
 from kvbench.report.tables.cells import (
     BRIEF_SCORE,
     BRIEFEST_SCORE,
+    SAME_TOP,
     WHOLE_SCORE,
     Cell,
     Table,
@@ -46,12 +48,14 @@ from kvbench.runs.quantities import PASSED, Quantity, named
 
 SEVERAL = tuple(PASSED)[1:]  # of one answer it is the score
 COSTS = ("device_kv_bytes", "moved_bytes_per_step", "ttft_s", "tpot_ms_mean", "recall")
-SUMMARY = ("score", *SEVERAL, *COSTS, "new_tokens", "new_tokens_median", "looped")
+NEARNESS = ("kl_mean", "kl_p99", "perplexity_ratio", "delta_p_rms")  # of `task=fidelity`
+SUMMARY = ("score", *SEVERAL, *NEARNESS, "kl_p50", "perplexity", *COSTS, "new_tokens", "new_tokens_median", "looped")
 # The most important first: what has no room on a console is left out from the end.
 OVERVIEW = (
     *("score", *SEVERAL, "kl_mean", "attended_share", "device_kv_bytes", "tpot_ms_mean", "recall"),
     *("moved_bytes_per_step", "ttft_s", "new_tokens", "new_tokens_median"),
 )
+OF_NEAR = ("score", *NEARNESS, "device_kv_bytes", "kl_p50", "attended_share", "tpot_ms_mean")  # of task=fidelity alone
 MOST_ROWS = 40  # of an overview with a row for each budget
 
 # A row's labels, a column's, and the groups that the cell there is of: () for the whole run.
@@ -78,9 +82,14 @@ def overview(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
         axes.remove("budget")
         title, score, columns = f"{title}: score by budget", BRIEFEST_SCORE, ["budget"]
     values = ["score"] if columns else _with_own(OVERVIEW, chosen)
-    table = _table(chosen, axes, columns, values, "overview", title, {}, score, len(shared))
+    near = [run for run in chosen if not missing(run.arm["kl_p50"])]
+    if not columns and len(near) == len(chosen):
+        values, score = _with_own(OF_NEAR, chosen), SAME_TOP
+    table = _table(chosen, axes, columns, values, "overview", title, {}, score, shared=len(shared))
     if timed:
         table.notes.append(f"{timed} timed runs have tables of their own: --where task=latency.")
+    if 0 < len(near) < len(chosen):
+        table.notes.append("Perplexity, delta p and percentiles of KL: --where task=fidelity.")
     return [table]
 
 
@@ -150,9 +159,10 @@ def pivot(
     Args:
         rows, columns: settings such as "method", "budget", "task.lengths" or "page_size", and "group". Without columns
             the values stand side by side. Runs that differ in their seed alone are one, unless "seed" is among these.
-        values: names of `kvbench.runs.quantities.NUMBERS`, parts of a step such as "breakdown_ms.select", and numbers
-            of a method's own such as "audit.candidates"; of the last two what follows the dot is enough.
-        where: as `select` takes them.
+        values: names of `kvbench.runs.quantities.NUMBERS`, "fidelity" for all of its own, parts of a step such as
+            "breakdown_ms.select", and numbers of a method's own such as "audit.candidates"; of the last two what
+            follows the dot is enough.
+        where: as `select` takes them; rows and columns stand in the order in which values are written there.
         allow_mixed: runs of several protocols may stand together, marked.
         score_lines: what a score is shown by.
 
@@ -164,14 +174,29 @@ def pivot(
     down, across = ([key_of(runs, name) for name in names] for names in (rows, columns))
     if "seed" not in (*down, *across):
         _, chosen = over_seeds(runs, chosen)
-    names = [value_of(runs, name) for name in values]
+    meant = {word: values_of(runs, word) for word in values}
+    names = [name for own in meant.values() for name in own]
     mixed = marks_of_mixed(chosen, [*down, *across], allow_mixed)
     if "decode" in _axes_for(chosen, [*down, *across])[len(down) + len(across) :]:
         down.append("decode")  # what decoded together and what decoded alone are two runs, and both are shown
     for labels, alike in by_labels(chosen, [*down, *across]).items():
         refuse_several(alike, ", ".join(labels), "add it to --rows or --columns, or ")
-    title = f"{', '.join(names)} by {', '.join([*down, *across])}"
-    return _table(chosen, down, across, names, "table", title, mixed, score_lines)
+    asked = [label for word in where for label in word.partition("=")[2].split(",")]
+    titles = [named(own[0]).title if len(own) == 1 else word for word, own in meant.items()]
+    return _table(
+        chosen, down, across, names, "table", _title(chosen, titles, [*down, *across]), mixed, score_lines, asked
+    )
+
+
+def _title(chosen: Sequence[Run], titles: Sequence[str], axes: Sequence[str]) -> str:
+    """What a selection shows, in words: the numbers, the settings they stand by, and the one task and model of all."""
+    what, by = (
+        " and ".join(map(str, filter(None, [", ".join(own[:-1]), own[-1]])))
+        for own in (titles, [last_word(key) for key in axes])
+    )
+    alike = [label for key in ("task", "model") if key not in axes for label in labels_of(chosen, key)]
+    of = f" ({', '.join(alike)})" if 0 < len(alike) <= 2 else ""
+    return f"{what[:1].upper()}{what[1:]} by {by}{of}"
 
 
 def _table(
@@ -183,21 +208,24 @@ def _table(
     title: str,
     mixed: Mapping[Run, str],
     score_lines: Mapping[str, Quantity] = WHOLE_SCORE,
+    asked: Sequence[str] = (),
     shared: int = 0,
 ) -> Table:
     """The table of these runs, of which at most one without probes and one with them share a cell.
 
     Args:
         score_lines: what a score is shown by.
+        asked: labels in the order in which they were asked for; others follow.
     """
     together = marks_of_decoding(chosen, [*rows, *columns])
     marks = {run: mixed.get(run, "") + together.get(run, "") for run in chosen}
     cells_of = _runs_of_cells(chosen, rows, columns)
     seen = dict.fromkeys(group for *_, groups in cells_of for group in groups)
     appeared = {group: index for index, group in enumerate(seen)}
+    places = {label: place for place, label in enumerate(asked)}
 
     def order(labels: Iterable[str]) -> list[Any]:
-        return [(appeared.get(label, -1), order_of(label)) for label in labels]
+        return [(appeared.get(label, -1), places.get(label, len(places)), order_of(label)) for label in labels]
 
     row_labels = sorted({row for row, *_ in cells_of}, key=order)
     column_labels = sorted({column for _, column, _ in cells_of}, key=order)
@@ -251,7 +279,8 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
     Args:
         of_runs: marks that stand at the first number of a run.
     """
-    source, machine, unsaid = "", "", dict(of_runs)
+    first: Run | None = None
+    machine, unsaid = "", dict(of_runs)
     numbers: dict[str, float] = {}
     marks: dict[str, str] = {}
     for name in values:
@@ -260,7 +289,7 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
         if not candidates:
             continue
         (run,) = candidates
-        arm, source = run.arm, source or run.folders
+        arm, first = run.arm, first or run
         if name != "score" and missing(arm[name]):
             continue
         if name == "score":
@@ -268,9 +297,17 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
             marks["score"] = run.marks(groups)
         else:
             numbers |= {name: quantity.scaled(arm[name]), **ends(arm["spread"], {name: quantity})}
-            numbers |= kl_numbers(run) if name == "kl_mean" else {}
+            if name == "kl_mean" and (kl := run.kl()):
+                numbers |= kl_numbers(run)
+                marks[name] = "r" * kl.is_range
+            error = f"{name}_error"
+            numbers |= {} if missing(arm.get(error)) else {error: quantity.scaled(arm[error])}
             if quantity.is_time:
                 marks[name] = transfer_marks(arm["transfer"]) + time_marks(arm, name)
                 machine = run.label("device_name")
         marks[name] = marks.get(name, "") + unsaid.pop(run, "")
-    return Cell(numbers, {name: letters for name, letters in marks.items() if letters}, source, machine=machine)
+    if first and not missing(first.arm["budget_tokens"]):
+        numbers["budget_tokens"] = float(first.arm["budget_tokens"])
+    marks = {name: letters for name, letters in marks.items() if letters}
+    source, seed = (first.folders, first.label("seed")) if first else ("", "")
+    return Cell(numbers, marks, source, machine=machine, seed=seed)

@@ -168,7 +168,9 @@ def _cell(row: _Row, shown: Mapping[str, Quantity]) -> Cell:
     if line["memory"] == "counted" and "memory_bytes" in numbers:
         marks["memory_bytes"] = "a"
     marks = {name: letters for name, letters in marks.items() if letters}
-    return Cell(numbers, marks, row.run.folders, machine=str(line["device_name"]))
+    if not missing(line["budget_tokens"]):
+        numbers["budget_tokens"] = float(line["budget_tokens"])
+    return Cell(numbers, marks, row.run.folders, machine=str(line["device_name"]), seed=row.run.label("seed"))
 
 
 def _letters(mine: Line, theirs: Line, name: str) -> str:

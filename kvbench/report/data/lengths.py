@@ -1,0 +1,58 @@
+"""Runs split by the length of their prompts: what a method costs and how near it stays at one length.
+
+Bytes of a run over several lengths are of its longest prompt, while its scores and KL are means over all of them; at
+one length both are of the same samples.
+"""
+
+from __future__ import annotations
+
+from itertools import compress
+from typing import Any
+
+import numpy as np
+
+from kvbench.report.data.run import Run, Runs, Scores, columns_of, framed
+from kvbench.runs.stored import Record
+from kvbench.runs.summary import answers_of, summarise
+
+
+def by_length(runs: Runs) -> dict[int | None, Runs]:
+    """The runs at each length of prompts, with the samples of that length alone; None: of one length, as they are."""
+    parts: dict[int | None, list[tuple[Run, list[Record] | None]]] = {}
+    for run in runs:
+        lengths = str(run.settings.get("task.lengths", "")).strip("[]").split(",")
+        if run.is_timed or len(lengths) < 2:
+            parts.setdefault(None, []).append((run, None))
+            continue
+        records: dict[int, list[Record]] = {}
+        for record in run.samples():
+            records.setdefault(record["meta"]["length"], []).append(record)
+        for length, own in sorted(records.items()):
+            parts.setdefault(length, []).append((run, own))
+    return {length: _part(runs, own) for length, own in parts.items()}
+
+
+def _part(runs: Runs, own: list[tuple[Run, list[Record] | None]]) -> Runs:
+    index = [run.index for run, _ in own]
+    arms = framed([_arm(run, records) for run, records in own]).set_axis(index)
+    scores = {run.index: _scores(run.scores, records) for run, records in own}
+    return Runs(arms, runs.settings.loc[index], scores, [])
+
+
+def _arm(run: Run, records: list[Record] | None) -> dict[str, object]:
+    """A line of `Runs.arms` of these samples."""
+    if records is None:
+        return run.arm
+    return {**run.arm, **columns_of(summarise(records, run.arm["metric"]), run.arm["budget"]), "spread": {}}
+
+
+def _scores(scores: Scores, records: list[Record] | None) -> Scores:
+    """Of these samples those in the records."""
+    if records is None:
+        return scores
+    there = {own[0].get("sample") or own[0]["id"] for own in answers_of(records)}
+    kept = np.array([id in there for id in scores.ids])
+    kept_of: dict[str, Any] = {
+        name: own[kept] if isinstance(own, np.ndarray) else [*compress(own, kept)] for name, own in vars(scores).items()
+    }
+    return Scores(**kept_of)
