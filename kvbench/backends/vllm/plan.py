@@ -79,7 +79,8 @@ def vllm_options(
 
         llm = LLM(folder, **vllm_options("quest", 256, page_size=16))
 
-    Also has vLLM take its first model runner (VLLM_USE_V2_MODEL_RUNNER=0), whose batches kvbench reads.
+    Also has vLLM take its first model runner (VLLM_USE_V2_MODEL_RUNNER=0), whose batches kvbench reads. A method that
+    drops tokens to a number known before frees prompts, for which `enable_prefix_caching=False` is asked of `LLM`.
 
     Args:
         method, budget, accounting, dense_layers, seed, options: as of `kvbench.KVCache`.

@@ -183,8 +183,8 @@ class RequestEngine(Engine):
 
     def _attended(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         if self._decodes:
-            out = self.attend(layer, query, key, value)
-            return None if self._own.whole else out
+            attended = self.attend(layer, query, key, value)
+            return None if self._own.whole else attended
         freed = self._freed and layer in self._sparse
         out = self._turned(layer, query, key, value) if freed else None
         if not self.prefilled:
