@@ -404,7 +404,7 @@ def test_model_whose_attention_was_changed_is_refused(sdpa: PreTrainedModel) -> 
         ({"method": Method}, "method=.*: expected the name"),
         ({"attention": "flash"}, "attention=flash: no such executor"),
         ({"kv": 8}, "kv=8: expected native"),
-        ({"kv": "kivi2"}, "kv=kivi2: groups 32 channels"),
+        ({"kv": "kivi2"}, "kv=kivi2: packs 32 channels"),
         ({"method": "h2o", "kv": "kivi2", "accounting": "unified"}, "kv=kivi2: "),
         ({"prompt_length": 0}, "prompt_length=0: expected columns"),
         ({"method": "lychee"}, "tokenizer=None"),

@@ -160,7 +160,7 @@ def test_moved_bytes_are_of_coded_rows() -> None:
         ({"kv": {"device": "turboquant_3bit", "rotate": "hadamard"}}, "kv.rotate=hadamard: goes with kinds"),
         (
             {"kv": {"device": "int8", "native_layers": 3}},
-            "kv.native_layers=3: no layer of the model's 6",
+            "kv.native_layers=3: no layer of the model's 4",
         ),
         ({"kv": {"device": "int8", "native_layers": -1}}, "kv.native_layers=-1: expected a whole number"),
         ({"kv": "kivi2", "method": "icecache", "budget": 64}, "kv=kivi2: IceCache keeps tokens on the host"),

@@ -197,7 +197,7 @@ def test_pictures_of_times_have_a_panel_for_each_machine(tmp_path) -> None:
         stored(tmp_path, method, None if method == "full" else 64, [timed(0, 4.0, on), timed(1, 4.0, on)])
     runs = collect([tmp_path])
     titles = {axis.get_title() for axis in figures.draw("tradeoff", runs).axes}
-    assert titles == {"passkey, tiny, a CPU, 1 threads", "passkey, tiny, a CPU, 2 threads"}
+    assert titles == {f"passkey, tiny, a CPU, {threads} threads, n\xa0=\xa02" for threads in (1, 2)}
     assert len(figures.draw("budget", runs).axes) == 2, "scores are of no machine"
 
 
@@ -217,5 +217,5 @@ def test_a_method_is_faster_than_full_attention_of_its_own_machine_alone(tmp_pat
     }
     figure = figures.draw("breakeven", collect([tmp_path]))
     assert [axis.get_title() for axis in figure.axes] == [
-        f"latency, tiny, batch 1, on a CPU, {threads} threads" for threads in (1, 2)
+        f"latency, tiny, n\xa0=\xa04, batch 1, on a CPU, {threads} threads" for threads in (1, 2)
     ]

@@ -153,7 +153,7 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
         "group": sample.group,
         "meta": dict(sample.meta),
         "answers": list(sample.answers),
-        **({"excerpt": excerpt(sample)} if sample.prompt else {}),
+        **({"excerpt": excerpt(sample)} if sample.prompt and not arm.task.secret else {}),
         "chat": chat,
         "prompt_tokens": 0,
         "error": sample.error or None,

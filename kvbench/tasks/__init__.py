@@ -114,6 +114,7 @@ class Task(ABC):
         name: what results call it.
         metric: the main one of the scores that `score` returns, each 0..1.
         sources: files that the samples are read from; their content is part of a result's identity.
+        secret: nobody may pass its prompts on, so results hold no word of them.
         stored: samples are read from files, cheap to have all at once: the longest run first.
         notes: what else decides a score (the version of a library), kept with every result.
         permissions: options by which scoring may do more than compute, such as run what a model wrote; that a stored
@@ -123,6 +124,7 @@ class Task(ABC):
     name: str
     metric: str
     sources: Sequence[DataFile] = ()
+    secret: bool = False
     stored: bool = False
     notes: Mapping[str, str] = MappingProxyType({})
     permissions: Sequence[str] = ()

@@ -38,6 +38,7 @@ class Gpqa(TableTask):
 
     name = "gpqa"
     metric = "accuracy"
+    secret = True
     fields = {"Question": str, **dict.fromkeys(CHOICES, (str, int, float))}
 
     def __init__(self, max_new_tokens: int = 32768, data_dir: str | None = None) -> None:
