@@ -190,7 +190,11 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 # Groups and keys that had another name.
-RENAMED = {"engine": "backend", "protocol.question_as_decode": "protocol.question=with|after|decode"}
+RENAMED = {
+    "engine": "backend",
+    "protocol.question_as_decode": "protocol.question=with|after|decode",
+    "task.samples": "task.limit",
+}
 
 
 def nearest_key(key: str, valid: Iterable[str]) -> str:

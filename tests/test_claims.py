@@ -122,7 +122,7 @@ def test_texts_of_one_s_own_are_told_apart_by_their_name(tmp_path: Path, monkeyp
 def test_what_is_missing_is_named_with_its_command(tmp_path: Path, bed: None) -> None:
     stored(tmp_path, "quest", 64, [1.0, 0.0])
     stored(tmp_path, "full", None, [1.0, 0.0], protocol={"accounting": "unified"})
-    assert sampled.sampled(collect([tmp_path]), ASKED) == Missing("no run of method=full; run it")
+    assert sampled.sampled(collect([tmp_path]), ASKED) == Missing("no run of method=full (task=passkey); run it")
     stored(tmp_path, "full", None, [1.0, 0.0], batch=2)
     stored(tmp_path, "full", None, [1.0, 0.0], dtype="bfloat16")
     found = sampled.sampled(collect([tmp_path]), ASKED)

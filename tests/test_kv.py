@@ -156,8 +156,11 @@ def test_moved_bytes_are_of_coded_rows() -> None:
         ({"kv": {"host": "kivi2"}}, "kv.host=kivi2: expected native | fp8 | int8"),
         ({"kv": {"value": "int3"}}, "kv.value=int3: expected native | fp8 | int8"),
         ({"kv": {"value": "kivi4"}}, "kv.value=kivi4: codes values with their keys"),
-        ({"kv": {"rotate": "hadamard"}}, "kv.rotate=hadamard: goes with kinds that do not turn rows themselves"),
-        ({"kv": {"device": "turboquant_3bit", "rotate": "hadamard"}}, "kv.rotate=hadamard: goes with kinds"),
+        ({"kv": {"rotate": "hadamard"}}, "kv.rotate=hadamard: turns rows before they are coded"),
+        (
+            {"kv": {"device": "turboquant_3bit", "rotate": "hadamard"}},
+            "kv.rotate=hadamard: turboquant_3bit turns",
+        ),
         (
             {"kv": {"device": "int8", "native_layers": 3}},
             "kv.native_layers=3: no layer of the model's 4",

@@ -149,8 +149,10 @@ def unfit(kv: KV, head_dim: int | None, layers: int | None = None, windows: int 
     kinds = kv.named - {"native"}
     if value in GROUPED and key not in GROUPED:
         yield f"kv.value={value}: codes values with their keys, in groups of tokens; expected kv.key={value}, or int4"
-    if kv.rotate != "none" and (not kinds or kinds & {*PUBLISHED, *PAPERS}):
-        yield f"kv.rotate={kv.rotate}: goes with kinds that do not turn rows themselves, not with {kv}; expected none"
+    if kv.rotate != "none" and not kinds:
+        yield f"kv.rotate={kv.rotate}: turns rows before they are coded, and kv=native codes none; expected none"
+    if kv.rotate != "none" and (own := sorted(kinds & {*PUBLISHED, *PAPERS})):
+        yield f"kv.rotate={kv.rotate}: {own[0]} turns rows itself; expected none"
     if kv.coded and layers and all(kv.of_layer(layer, layers, windows) == NATIVE for layer in range(layers)):
         yield f"kv.native_layers={kv.native_layers}: no layer of the model's {layers} would be coded; expected fewer"
     if head_dim is None:

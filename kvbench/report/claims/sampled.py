@@ -138,7 +138,7 @@ def runs_of(runs: Runs | None, bed: str, words: str, times: bool = False) -> lis
     wanted = USUAL | dict(word.split("=", 1) for word in (*words_of_bed, *words.split()))
     chosen = [run for run in runs or () if _matches(run.settings, wanted)]
     if not chosen:
-        return Missing(f"no run of {words}; {command}")
+        return Missing(f"no run of {words} ({' '.join(words_of_bed)}); {command}")
     chosen = [run for run in chosen if not run.is_together] if times else decoded_alike(chosen)
     if not chosen:
         return Missing(f"runs of {words} decoded together, and have no times; sweep.shared_decode=false makes some")
