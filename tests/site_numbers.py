@@ -35,6 +35,9 @@ def in_runs(results: Path) -> dict[str, dict[str, Any]]:
             "index_bytes": audit.get("index_bytes", 0) / 2**20,
             "dense_share": audit.get("dense_share") or 0.0,
             "tpot_ms_p50": summary["latency"]["tpot_ms_p50"],
+            "own_ms": sum(
+                ms for part, ms in summary["latency"]["breakdown_ms"].items() if part not in ("model", "other")
+            ),
             "n": summary["n"],
             "recall": summary.get("probe", {}).get("recall"),
             "kl_mean": summary.get("fidelity", {}).get("kl_mean"),
@@ -51,7 +54,7 @@ def against_full(known: dict[str, dict[str, Any]], run: str) -> float:
     full = next(
         other
         for other in known.values()
-        if other["arm"].name.partition("-")[0] == "full"
+        if other["arm"].name == "full"
         and other["arm"].parent == own["arm"].parent
         and other["recall"] is None
         and (other["seed"], other["steps"]) == (own["seed"], own["steps"])

@@ -13,6 +13,7 @@ from test_experiments import composed
 
 from kvbench.cli.report import main
 from kvbench.config import choices, show
+from kvbench.memory.kinds import kv_in
 from kvbench.report.claims import page, sampled
 from kvbench.report.claims.claim import Bed, Criterion, beds, claims
 from kvbench.report.claims.numbers import filed, printed
@@ -316,6 +317,7 @@ def _words_of(job: DictConfig) -> dict[str, str]:
         **words,
         **names,
         "attention": plain["attention"],
+        "kv": str(kv_in(plain)),
         "budget": show(None if names["method"] == "full" else budget),
     }
 

@@ -33,6 +33,7 @@ SWEEPS = (
     "fidelity_budgets",
     "latency_gpu",
     "quantised",
+    "quantised_long",
     "question",
     "reference",
     "reference_tiny",

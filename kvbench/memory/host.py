@@ -291,7 +291,8 @@ def rows_in(buffer: torch.Tensor, blocks: Sequence[torch.Tensor], count: int) ->
 def _check_slots(tier: HostTier) -> None:
     assert tier.key.shape[:3] == tier.value.shape[:3], "a key has a value"
     if tier._decoded is not None:
-        assert torch.equal(tier._decoded, tier.codecs.key.decode(tier.key)), "keys read in place are those held"
+        held = tier.codecs.key.decode(tier.key)  # rows that are turned differ in their last bits by how many they are
+        assert torch.allclose(tier._decoded, held, rtol=2**-7, atol=1e-5), "keys read in place are those held"
     assert tier.slot_of.shape == tier.present.shape == tier.key.shape[:3], "a slot for every token id"
     identity = torch.arange(tier.capacity).expand_as(tier.slot_of)
     assert torch.equal(tier.slot_of.sort(dim=2).values, identity), "no two tokens have one slot"

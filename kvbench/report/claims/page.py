@@ -59,7 +59,8 @@ def judged(runs: Runs | None, folders: Sequence[Path]) -> list[Judged]:
     found = []
     for claim in claims():
         own = _judged(claim, runs, folders)
-        theirs = _judged(claim, shipped_runs(SHIPPED / "claims.tar.xz"), [], OURS) if any(_lacking(own)) else own
+        archives = (SHIPPED / "claims.tar.xz", SHIPPED / "quantised.tar.xz")
+        theirs = _judged(claim, shipped_runs(*archives), [], OURS) if any(_lacking(own)) else own
         found.append(theirs if _lacking(theirs) < _lacking(own) else own)
     return found
 
@@ -83,9 +84,10 @@ def _lacking(one: Judged) -> tuple[int, int]:
 
 
 @cache
-def shipped_runs(archive: Path) -> Runs | None:
-    """The runs that kvbench ships; None where it was installed without them."""
-    return collect([archive]) if archive.is_file() else None
+def shipped_runs(*archives: Path) -> Runs | None:
+    """The runs that kvbench ships in these; None where it was installed without them."""
+    there = [archive for archive in archives if archive.is_file()]
+    return collect(there) if there else None
 
 
 def _found(criterion: Criterion, runs: Runs | None, folders: Sequence[Path]) -> Finding | Missing:

@@ -25,7 +25,8 @@ SHOWN = ("score", "against_full", "kl_mean", "device_kv_bytes", "tpot_ms_p50", "
 def results(site: Site, own: Sequence[Row]) -> str:
     """Every arm of a method, and its place among the sparse methods of its panel and budget."""
     names = [name for name in SHOWN if any(name in row.cell.numbers for row in own)]
-    heads = "".join(f"<th>{own[0].table.lines[name].narrow_heading}</th>" for name in names)
+    lines_of = {name: next(row.table.lines[name] for row in own if name in row.table.lines) for name in names}
+    heads = "".join(f"<th>{line.narrow_heading}</th>" for line in lines_of.values())
     heads = f"<th class=label>task</th><th class=label>C</th><th>place</th>{heads}"
     lines = []
     for row in sorted(own, key=lambda row: (row.panel, order_of(row.budget))):
